@@ -37,7 +37,7 @@ def read(split: str) -> tuple[list[str], list[str]]:
 
 @torch.no_grad()
 def compute_sentence_vectors(texts: list[str]) -> np.ndarray:
-    """Mean-pooled vectors of the frozen model, normalised: (texts, hidden)."""
+    """Mean-pooled vectors of the frozen model, normalized: (texts, hidden)."""
     folder = resolve_model("builtin:all-minilm-l6-v2")
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder).eval()
     vectors: list[np.ndarray] = []

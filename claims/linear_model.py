@@ -26,7 +26,7 @@ __all__ = [
     "create_population",
     "from_samples",
     "losses",
-    "minimise_b",
+    "minimize_b",
     "run_fedit_round",
     "run_rolora_round",
 ]
@@ -69,7 +69,7 @@ def losses(problem: LinearFederation, a_D: Tensor, b_P: Tensor) -> Tensor:
     return (error_NDP * (problem.G_NDD @ error_NDP)).sum((1, 2))
 
 
-def minimise_b(problem: LinearFederation, a: Tensor) -> Tensor:
+def minimize_b(problem: LinearFederation, a: Tensor) -> Tensor:
     """Return every argmin_b l_i(a, b), (N, P): (a^T G_i a* / a^T G_i a) b_i*; a is (D,), or (N, D) for one a client."""
     own_ND = a.expand(len(problem.b_NP), -1)
     Ga_ND = (problem.G_NDD @ own_ND[:, :, None]).squeeze(2)
@@ -89,14 +89,14 @@ def run_rolora_round(problem: LinearFederation, a_D: Tensor, eta: float) -> tupl
     Returns:
         The new a, and the mean b used for its step.
     """
-    b_P = minimise_b(problem, a_D).mean(0)
+    b_P = minimize_b(problem, a_D).mean(0)
     moved_D = a_D - eta * compute_gradient_a(problem, a_D, b_P).mean(0)
     return moved_D / torch.linalg.norm(moved_D), b_P
 
 
 def compute_ffa_solution(problem: LinearFederation, a_D: Tensor) -> Tensor:
-    """Return FFA-LoRA's b for the frozen a: the mean of the clients' minimisers, constant after one round."""
-    return minimise_b(problem, a_D).mean(0)
+    """Return FFA-LoRA's b for the frozen a: the mean of the clients' minimizers, constant after one round."""
+    return minimize_b(problem, a_D).mean(0)
 
 
 def compute_ffa_loss(delta: float, b_norm: float, clients: int, samples: int) -> float:
@@ -121,8 +121,8 @@ def run_fedit_round(problem: LinearFederation, a_D: Tensor, eta: float, steps: i
     """
     own_ND = a_D.expand(len(problem.b_NP), -1)
     for _ in range(steps):
-        moved_ND = own_ND - eta * compute_gradient_a(problem, own_ND, minimise_b(problem, own_ND))
+        moved_ND = own_ND - eta * compute_gradient_a(problem, own_ND, minimize_b(problem, own_ND))
         own_ND = moved_ND / torch.linalg.norm(moved_ND, dim=1, keepdim=True)
-    b_P, mean_D = minimise_b(problem, own_ND).mean(0), own_ND.mean(0)
+    b_P, mean_D = minimize_b(problem, own_ND).mean(0), own_ND.mean(0)
     length = torch.linalg.norm(mean_D)
     return mean_D / length, b_P * length

@@ -23,7 +23,7 @@ from linear_model import (
     create_population,
     from_samples,
     losses,
-    minimise_b,
+    minimize_b,
     run_fedit_round,
     run_rolora_round,
 )
@@ -101,7 +101,7 @@ def descend(problem: LinearFederation, a: Tensor, eta: float, iterations: int) -
         delta = deltas[-1]
         if delta < 1e-9:
             break
-        b = minimise_b(problem, a).mean(0)
+        b = minimize_b(problem, a).mean(0)
         b_error = max(b_error, float((b - b_star * (a @ problem.a_D)).norm()) / (delta * size))
         mean = 2 * (a * (b @ b) - problem.a_D * (b_star @ b))
         noise = float((compute_gradient_a(problem, a, b).mean(0) - mean).norm())

@@ -2,7 +2,7 @@
 
     python examples/own_task.py
 
-A few long waits dominate a squared error. The task ``median-regression`` minimises the absolute error, by which its
+A few long waits dominate a squared error. The task ``median-regression`` minimizes the absolute error, by which its
 rounds are compared; encoding, columns and predictions are those of the built-in regression. The script prints both
 tasks' mean absolute error on another hospital's visits.
 """

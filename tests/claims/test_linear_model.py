@@ -17,7 +17,7 @@ from linear_model import (
     create_population,
     from_samples,
     losses,
-    minimise_b,
+    minimize_b,
     run_fedit_round,
     run_rolora_round,
 )
@@ -58,12 +58,12 @@ def unit(vector: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("homogeneous", [False, True])
-def test_losses_minimisers_and_gradients_are_those_of_the_data(homogeneous: bool) -> None:
+def test_losses_minimizers_and_gradients_are_those_of_the_data(homogeneous: bool) -> None:
     data = Data(homogeneous=homogeneous)
     problem, b = data.problem(), torch.randn(P, dtype=torch.float64)
     for i in range(N):
         assert torch.allclose(losses(problem, data.a, b)[i], data.loss(i, data.a, b), rtol=1e-12)
-        assert torch.allclose(minimise_b(problem, data.a)[i], data.best_b(i, data.a), rtol=1e-10)
+        assert torch.allclose(minimize_b(problem, data.a)[i], data.best_b(i, data.a), rtol=1e-10)
         assert torch.allclose(compute_gradient_a(problem, data.a, b)[i], data.slope(i, data.a, b), rtol=1e-10)
 
 
@@ -98,7 +98,7 @@ def test_three_rounds_of_fedit_average_both_factors() -> None:
         expected = mean_a / mean_a.norm()  # type: ignore[union-attr]
 
 
-def test_ffa_lora_stops_at_the_mean_of_the_minimisers() -> None:
+def test_ffa_lora_stops_at_the_mean_of_the_minimizers() -> None:
     data = Data()
     mean_b = sum(data.best_b(i, data.a) for i in range(N)) / N  # type: ignore[arg-type]
     assert torch.allclose(compute_ffa_solution(data.problem(), data.a), mean_b, rtol=1e-10)
@@ -111,7 +111,7 @@ def test_the_population_is_the_limit_of_many_samples() -> None:
     for i in range(N):
         dense = torch.outer(data.a_star, data.b_star[i]) - torch.outer(data.a, b)
         assert torch.allclose(losses(problem, data.a, b)[i], dense.square().sum(), rtol=1e-12)
-    assert torch.allclose(minimise_b(problem, data.a), data.b_star * (data.a @ data.a_star), rtol=1e-12)
+    assert torch.allclose(minimize_b(problem, data.a), data.b_star * (data.a @ data.a_star), rtol=1e-12)
 
 
 @settings(deadline=None, max_examples=30)

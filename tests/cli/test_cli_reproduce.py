@@ -138,7 +138,7 @@ def test_all_rows_share_a_rate_under_the_matched_protocol(
         assert parse_config(yaml.safe_load(path.read_text())).training.lr == 0.005
     assert {judged.verdict for judged in report.verdicts} <= {"inconclusive", "not runnable here"}  # of one seed
     assert reproduce.resume_reproduction(folder).scores == report.scores
-    with pytest.raises(FedspanError, match="was begun with protocol 'matched'"):
+    with pytest.raises(FedspanError, match="was started with protocol 'matched'"):
         reproduce.reproduce("tiny-table1", folder, data=tiny_folder, seeds=[1])
 
 
@@ -185,7 +185,7 @@ def test_a_table_is_stopped_resumed_and_judged(preset: Path, tmp_path: Path, cal
     assert "It is tiny." in page
     again = reproduce.reproduce("tiny-table1", folder, data=preset)
     assert [each.mean for each in again.scores] == [each["mean"] for each in report["scores"]]
-    with pytest.raises(FedspanError, match=r"was begun with scale 'small'\. Choose another folder\."):
+    with pytest.raises(FedspanError, match=r"was started with scale 'small'\. Choose another folder\."):
         reproduce.reproduce("tiny-table1", folder, data=preset, scale="full")
 
 

@@ -71,7 +71,7 @@ def test_procrustes_undoes_a_rotation(rank: int, seed: int) -> None:
 @few
 @given(st.integers(1, 3), st.integers(1, 4), st.integers(0, 1000))
 def test_with_more_rows_procrustes_has_the_greatest_inner_product(rank: int, more: int, seed: int) -> None:
-    """For R' > R (FLoRG's normal case) S has orthonormal rows and maximises <S source, target>."""
+    """For R' > R (FLoRG's normal case) S has orthonormal rows and maximizes <S source, target>."""
     rng = torch.Generator().manual_seed(seed)
     source, target = _randn(rng, rank + more, 9), _randn(rng, rank, 9)
     S = solve_procrustes(source, target)

@@ -15,8 +15,8 @@ from fedspan.core.parametrization import (
     Dense,
     DenseLoRA,
     Effective,
-    Factorised,
-    FactorisedConv,
+    Factorized,
+    FactorizedConv,
     Gram,
     LoRA,
     Nested,
@@ -68,9 +68,9 @@ CASES: dict[str, tuple[Parametrization, dict[str, tuple[int, int]], Callable[[Te
         {"acc": (2, IN), "P": (OUT, 2)},
         lambda W, x: W + x["P"] @ x["acc"] + x["done_B"] @ x["done_A"],
     ),
-    "Factorised": (Factorised(), {"U": (OUT, 4)}, lambda W, x: x["U"] @ x["V"]),
-    "FactorisedConv": (
-        FactorisedConv(KERNEL),
+    "Factorized": (Factorized(), {"U": (OUT, 4)}, lambda W, x: x["U"] @ x["V"]),
+    "FactorizedConv": (
+        FactorizedConv(KERNEL),
         {"U": (OUT * 3, 4), "V": (4, 2)},
         # Row o k1 + a of U, column c k2 + b of V: entry (o, c, a, b) of the convolution.
         lambda W, x: torch.einsum("oar,rcb->ocab", x["U"].view(OUT, 3, 4), x["V"].view(4, 1, 2)).reshape(OUT, IN),
@@ -162,12 +162,12 @@ def test_projected_without_finished_segments(side: str) -> None:
 
 @pytest.mark.parametrize("kernel", [(1, 1), (3, 3), (3, 2), (1, 5)])
 def test_a_pair_of_the_rectangle_is_two_convolutions(kernel: tuple[int, int]) -> None:
-    """First (1, k2) with R filters, then (k1, 1) with O: FedHM's factorised convolution, against ``conv2d`` itself."""
+    """First (1, k2) with R filters, then (k1, 1) with O: FedHM's factorized convolution, against ``conv2d`` itself."""
     rows, channels, rank, rng = 4, 3, 2, torch.Generator().manual_seed(4)
     k1, k2 = kernel
     U = torch.randn((rows * k1, rank), generator=rng, dtype=torch.float64)
     V = torch.randn((rank, channels * k2), generator=rng, dtype=torch.float64)
-    effective = FactorisedConv(kernel).compute_effective({"U": U, "V": V})
+    effective = FactorizedConv(kernel).compute_effective({"U": U, "V": V})
     assert effective.weight is not None
     assert not effective.base
     x = torch.randn((2, channels, 7, 8), generator=rng, dtype=torch.float64)

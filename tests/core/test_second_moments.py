@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from fedspan.core.alignment import compute_ajive
-from fedspan.core.second_moments import MomentSynchroniser, compute_covering_projector
+from fedspan.core.second_moments import MomentSynchronizer, compute_covering_projector
 
 WEIGHTS = [0.2, 0.3, 0.5]
 
 
-def synchroniser(rule: Any, joint_rank: int = 2) -> MomentSynchroniser:
-    return MomentSynchroniser(
+def synchronizer(rule: Any, joint_rank: int = 2) -> MomentSynchronizer:
+    return MomentSynchronizer(
         rule=rule, joint_rank=joint_rank, estimate_joint_rank=False, view_rank=3, identifiable=False
     )
 
@@ -42,7 +42,7 @@ def test_moments_of_one_basis_are_joined_by_each_rule() -> None:
     parts = [found.compute_joint(number) + shift for number, shift in enumerate(found.means)]
     expected = {"average": mean(moments), "average-svd": nearest(mean(moments), 2), "ajive": mean(parts)}
     for rule, matrix in expected.items():
-        v = synchroniser(rule).join(moments, WEIGHTS, rng)
+        v = synchronizer(rule).join(moments, WEIGHTS, rng)
         torch.testing.assert_close(v, matrix.clamp_min(0.0), rtol=1e-9, atol=1e-12)
         assert (v >= 0).all()
 
@@ -53,14 +53,14 @@ def test_linear_moments_of_own_projectors_are_joined_as_the_dense_matrices_are()
     found = compute_ajive(views, 3, 3)
     parts = [found.views[n].lift(found.compute_joint(n)) + view.mean(0) for n, view in enumerate(views)]
     for rule, matrix in {"average": mean(views), "ajive": mean(parts)}.items():
-        v, P = synchroniser(rule, 3).join_projected(moments, projectors, WEIGHTS, rng, linear=True)
+        v, P = synchronizer(rule, 3).join_projected(moments, projectors, WEIGHTS, rng, linear=True)
         torch.testing.assert_close(v @ P, nearest(matrix, 3), rtol=1e-9, atol=1e-12)
 
 
 def test_moments_of_one_projector_stay_as_they_are_under_squared_entries() -> None:
     moments, projectors, rng = random_clients()
     shared = [projectors[0]] * len(moments)
-    v, P = synchroniser("average").join_projected(moments, shared, WEIGHTS, rng, linear=False)
+    v, P = synchronizer("average").join_projected(moments, shared, WEIGHTS, rng, linear=False)
     squares = (shared[0] @ P.T).square()
     torch.testing.assert_close(v, mean(moments) @ squares, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(P.T @ P, shared[0].T @ shared[0], rtol=1e-9, atol=1e-12)

@@ -368,7 +368,7 @@ def test_data_sets_with_the_hub_s_columns(key: str, tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize(("key", "folder"), [("mnist", "mnist"), ("fashion-mnist", "fashion-mnist")])
 def test_the_real_files(key: str, folder: str, real_data: Path) -> None:
-    """Counts, classes, and the mean brightness that everybody normalises with (0.1307 and 0.2860 of white)."""
+    """Counts, classes, and the mean brightness that everybody normalizes with (0.1307 and 0.2860 of white)."""
     there = real_data / folder
     if not (there / "train-images-idx3-ubyte.gz").is_file():
         pytest.skip(f"no files in {there}")

@@ -168,7 +168,7 @@ def test_the_commands_show_and_decide(tiny_folder: Path, tmp_path: Path) -> None
     runner = CliRunner(env={"COLUMNS": "140", "TERM": "dumb"})
     shown = runner.invoke(get_program(), ["approve", str(file), "--settings"])
     assert shown.exit_code == 0, shown.output
-    for words in ("fedit", "waits for fedspan approve", "local_steps", "secure sums", "lora_alpha"):
+    for words in ("fedit", "waits for fedspan approve", "local_steps", "secure aggregation", "lora_alpha"):
         assert words in shown.output
     assert "\x1b" not in shown.output
     (request,) = Approvals(tmp_path / "kept", AuditLog(tmp_path / "kept" / AUDIT)).list_requests()

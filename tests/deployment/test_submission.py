@@ -257,7 +257,7 @@ def test_a_node_without_a_key_comes_back_under_another_flower_id(scene: Scene, t
     listener = Events(scene.grid, {1: {1, 3}, 2: {1, 3, 5}})
     submit(scene.values, tmp_path / "run", scene.link, wait=30.0, listener=listener)
     assert list_cohorts(tmp_path / "run") == [sorted(SITES), [NORTH, WEST], *[sorted(SITES)] * 3]
-    assert f"{SOUTH} has come back as node 5, in place of node 2" in listener.notes
+    assert f"{SOUTH} has come back as node 5; it was node 2" in listener.notes
     assert [(row["client"], row["node"], row["replaced"]) for row in list_audited(scene, "replaced")] == [
         (SOUTH, "5", "2")
     ]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from fedspan.core.quantise import pack, quantise, unpack
+from fedspan.core.quantize import pack, quantize, unpack
 from fedspan.core.tensors import compute_norm, join_extra_name, select, subtract
 from fedspan.core.values import Client, Contribution, Message, ServerState
 from fedspan.federation.changes import (
@@ -259,7 +259,7 @@ def lower_variances(reply: Message) -> Message:
     for name, value in reply.tensors.items():
         if name.startswith("fedpaq/") and name.endswith("running_var"):
             change = torch.full_like(unpack(value, 8), -100.0)
-            changed[name] = pack(*quantise(change, 8, torch.Generator()), 8)
+            changed[name] = pack(*quantize(change, 8, torch.Generator()), 8)
         elif name.endswith("running_var"):
             changed[name] = value - 100
     return replace(reply, tensors=changed)

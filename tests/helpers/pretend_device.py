@@ -208,7 +208,7 @@ for _name in ("arange", "arange.start", "arange.start_step", "eye", "eye.m", "li
 
 
 _make_tensor = torch.tensor
-_device_constructors()  # cached with the original: `with torch.device(...)` recognises constructors by identity
+_device_constructors()  # cached with the original: `with torch.device(...)` recognizes constructors by identity
 
 
 def _tensor(data: Any, *, device: Any = None, **options: Any) -> Tensor:

@@ -244,7 +244,7 @@ class MethodRun:
         return self.prepared.engine.adapted.spec.layers
 
     def weights(self, ids: tuple[str, ...]) -> dict[str, float]:
-        """Normalised weights of a cohort in the average."""
+        """Normalized weights of a cohort in the average."""
         total = sum(self.federation.clients[id].client.weight for id in ids)
         return {id: self.federation.clients[id].client.weight / total for id in ids}
 

@@ -46,7 +46,7 @@ def test_rounds_match_dense_weights(aggregation: str, singular: str) -> None:
     made = federation(method)
     follow(made, _Oracle(problem.to_dense(*LAYERS), given(made), aggregation))
     claims = method.declare_claims()
-    assert (claims.reduction, claims.reinitialises) == (("sum", False) if aggregation == "factors" else ("stack", True))
+    assert (claims.reduction, claims.reinitializes) == (("sum", False) if aggregation == "factors" else ("stack", True))
     assert made.state.generation == (0 if aggregation == "factors" else 4)
 
 

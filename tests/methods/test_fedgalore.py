@@ -105,7 +105,7 @@ def joined(
     clients: Sequence[DenseGaLore], shares: Sequence[float], layer: str, method: FedGaLore, shared: bool
 ) -> tuple[Tensor, Tensor]:
     """vbar and its basis, from dense m x n views."""
-    joint, sync = method.joint_rank or RANK, method.synchronisation
+    joint, sync = method.joint_rank or RANK, method.synchronization
     vs, Ps = [one.v[layer] for one in clients], [one.P[layer] for one in clients]
     basis = torch.linalg.qr(Ps[0].T)[0].T  # orthonormal in float64, for any view that has one basis for all
     views = [v @ (basis if shared else P) for v, P in zip(vs, Ps, strict=True)]
@@ -144,15 +144,15 @@ CASES: dict[str, dict[str, Any]] = {
     "gradients, exact svd": {"adaptive_refreshes": 99, "steps": 2, "projectors": "svd"},
     "gradients, one joint direction": {"adaptive_refreshes": 99, "steps": 2, "joint_rank": 1, "moments": "linear"},
     "one joint direction": {"adaptive_refreshes": 0, "steps": 3, "joint_rank": 1},
-    "average": {"adaptive_refreshes": 1, "steps": 3, "synchronisation": "average"},
-    "average and svd": {"adaptive_refreshes": 0, "steps": 3, "synchronisation": "average-svd", "joint_rank": 1},
+    "average": {"adaptive_refreshes": 1, "steps": 3, "synchronization": "average"},
+    "average and svd": {"adaptive_refreshes": 0, "steps": 3, "synchronization": "average-svd", "joint_rank": 1},
     "gradients, average and svd": {
         "adaptive_refreshes": 9,
         "steps": 3,
-        "synchronisation": "average-svd",
+        "synchronization": "average-svd",
         "joint_rank": 1,
     },
-    "no synchronisation": {"adaptive_refreshes": 1, "steps": 3, "synchronisation": "none"},
+    "no synchronization": {"adaptive_refreshes": 1, "steps": 3, "synchronization": "none"},
     "bias correction": {"adaptive_refreshes": 0, "steps": 3, "bias_correction": True, "rounds_per_seed": 9},
     "scale": {"adaptive_refreshes": 1, "steps": 3, "scale": 0.25},
 }
@@ -163,7 +163,7 @@ QUICK = (
     "one joint direction",
     "average and svd",
 )
-DECAYING = ("average", "no synchronisation", "bias correction", "scale")
+DECAYING = ("average", "no synchronization", "bias correction", "scale")
 """Cases that are run without and with weight decay; the others are slow."""
 
 
@@ -214,7 +214,7 @@ def test_rounds_match_dense_galore_and_dense_ajive(options: dict[str, Any], deca
             assert close(federation.get_weight(layer), W[layer])
         for name in HEAD:
             assert close(federation.state.tensors[f"extras/{name}"], head[name])
-        if method.synchronisation == "none":
+        if method.synchronization == "none":
             assert not federation.state.memory
             continue
         seen, begin = seen + T, {}
@@ -363,7 +363,7 @@ def test_what_does_not_decay_keeps_the_base() -> None:
         pytest.param(
             {"adaptive_refreshes": 1, "adaptive_in": "round", "steps": 5, "period": 2}, marks=pytest.mark.slow
         ),
-        {"synchronisation": "none"},
+        {"synchronization": "none"},
     ],
 )
 def test_traffic_is_what_is_transmitted(options: dict[str, Any]) -> None:
@@ -376,7 +376,7 @@ def test_traffic_is_what_is_transmitted(options: dict[str, Any]) -> None:
             assert federation.elements[id] == federation.declare_claims(id, number)
         synced = {name.partition("/")[2] for name in federation.state.memory}
         assert synced == (
-            set() if method.synchronisation == "none" else {"v", "P"} if method.is_basis_fitted(number) else {"v"}
+            set() if method.synchronization == "none" else {"v", "P"} if method.is_basis_fitted(number) else {"v"}
         )
 
 

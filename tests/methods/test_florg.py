@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedspan.core.alignment import compute_gram_factor, factorise_gram
+from fedspan.core.alignment import compute_gram_factor, factorize_gram
 from fedspan.core.base import materialise
 from fedspan.core.tensors import join_tensor_name
 from fedspan.core.values import LayerSpec
@@ -235,10 +235,10 @@ def test_gram_sums_give_what_stacked_factors_give(alignment: str, r: int) -> Non
 def test_the_factor_of_a_gram_matrix_is_that_of_its_stack(rows: int, k: int, seed: int) -> None:
     rng = torch.Generator().manual_seed(seed)
     stack = torch.randn(rows, k, generator=rng, dtype=torch.float64)
-    factor = factorise_gram(stack.T @ stack)
+    factor = factorize_gram(stack.T @ stack)
     assert close(factor.T @ factor, stack.T @ stack)
     assert len(factor) == min(rows, k)
     skewed = stack.T @ stack + torch.triu(torch.full((k, k), 1e-3, dtype=torch.float64), 1)
-    symmetric = factorise_gram((skewed + skewed.T) / 2)
-    assert close(factorise_gram(skewed).T @ factorise_gram(skewed), symmetric.T @ symmetric)
-    assert torch.equal(factorise_gram(torch.zeros(k, k)), torch.zeros(1, k, dtype=torch.float64))
+    symmetric = factorize_gram((skewed + skewed.T) / 2)
+    assert close(factorize_gram(skewed).T @ factorize_gram(skewed), symmetric.T @ symmetric)
+    assert torch.equal(factorize_gram(torch.zeros(k, k)), torch.zeros(1, k, dtype=torch.float64))

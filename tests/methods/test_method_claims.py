@@ -142,7 +142,7 @@ def test_frozen_tensors_never_move(key: str, training: dict[str, object], run_me
 
 
 @pytest.mark.parametrize(
-    "key", methods_by_family((key for key, cls in METHODS.items() if cls.claims.reinitialises), ["flora", "fr-lora"])
+    "key", methods_by_family((key for key, cls in METHODS.items() if cls.claims.reinitializes), ["flora", "fr-lora"])
 )
 def test_moments_do_not_outlive_the_factors_that_they_belong_to(key: str, run_method: RunMethod) -> None:
     """Where factors start again or are turned, two steps a round are all that moments have seen, but for those that the

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fedspan.core.base import BaseUpdate, Increment
 from fedspan.core.lowrank import LowRank
-from fedspan.core.parametrization import Dense, Factorised, LoRA, Parametrization
+from fedspan.core.parametrization import Dense, Factorized, LoRA, Parametrization
 from fedspan.core.tensors import join_extra_name, join_tensor_name
 from fedspan.errors import FedspanError
 from fedspan.models.adapted import AdaptedModel
@@ -144,7 +144,7 @@ def test_a_base_update_replaces_the_weight_and_W0_comes_back(kind: str, tiny_fol
 
 @both_kinds
 def test_whole_weights_and_factors_without_a_base(kind: str, tiny_folder: Path) -> None:
-    """``Dense`` and ``Factorised``, in either storage order and with the layer's own bias."""
+    """``Dense`` and ``Factorized``, in either storage order and with the layer's own bias."""
     model = tiny.fresh_classifier(tiny_folder / kind)
     adapted = adapt(model, kind)
     pairs = random_pairs(adapted)
@@ -152,7 +152,7 @@ def test_whole_weights_and_factors_without_a_base(kind: str, tiny_folder: Path) 
     plain = with_weights(kind, tiny_folder, lambda name, W: pairs[name].to_dense(), like=model)
     install(adapted, Dense(), W={name: pair.to_dense() for name, pair in pairs.items()})
     assert distance(logits(model), logits(plain)) < 1e-5
-    install(adapted, Factorised(), **factors)
+    install(adapted, Factorized(), **factors)
     assert distance(logits(model), logits(plain)) < 1e-5
 
 

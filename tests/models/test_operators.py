@@ -19,7 +19,7 @@ from fedspan.core.lowrank import LowRank, concatenate
 from fedspan.core.parametrization import (
     Dense,
     DenseLoRA,
-    Factorised,
+    Factorized,
     Gram,
     LoRA,
     PairSum,
@@ -68,7 +68,7 @@ SLOTS: Mapping[str, tuple[Parametrization, Callable[[int, int], dict[str, tuple[
         lambda m, n: {"acc": (m, RANK), "P": (RANK, n), "done_A": (1, n), "done_B": (m, 1)},
     ),
     "Projected left": (Projected("left"), lambda m, n: {"acc": (RANK, n), "P": (m, RANK)}),
-    "Factorised": (Factorised(), lambda m, n: {"U": (m, RANK), "V": (RANK, n)}),
+    "Factorized": (Factorized(), lambda m, n: {"U": (m, RANK), "V": (RANK, n)}),
     "Dense": (Dense(), lambda m, n: {"W": (m, n)}),
     "DenseLoRA": (DenseLoRA(1.3), lambda m, n: {"W": (m, n), "L": (m, 1), "U": (1, n)}),
 }

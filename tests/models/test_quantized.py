@@ -29,7 +29,7 @@ def settings(decoders: Path, kind: str, family: str = "llama", **changes: Any) -
 
 
 def stored(prepared: Prepared) -> dict[str, Tensor]:
-    """Every quantised weight of the model, bit by bit."""
+    """Every quantized weight of the model, bit by bit."""
     named = prepared.engine.adapted.model.named_parameters()
     return {path: value.detach().clone() for path, value in named if not value.is_floating_point()}
 
@@ -67,7 +67,7 @@ def test_weights_are_the_numbers_that_the_layer_computes_with(kind: str, family:
     "method",
     others_slow(["fedit", "flora", "fedloru", "fedavg"], ["flora"]),
 )
-def test_nothing_is_written_to_a_quantised_base(kind: str, method: str, decoders: Path) -> None:
+def test_nothing_is_written_to_a_quantized_base(kind: str, method: str, decoders: Path) -> None:
     """Neither by training nor by methods that move the base; what trains is float32, and the loss falls."""
     options = {"tau": 1} if method == "fedloru" else {}
     changes = {"method": {"name": method, **options}, "training": {"local_steps": 6}, "federation": {"rounds": 3}}
@@ -90,7 +90,7 @@ def test_nothing_is_written_to_a_quantised_base(kind: str, method: str, decoders
 
 @kinds
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_narrow_format_beside_a_quantised_base(kind: str, dtype: str, decoders: Path) -> None:
+def test_a_narrow_format_beside_a_quantized_base(kind: str, dtype: str, decoders: Path) -> None:
     made = prepare(parse_config(settings(decoders, kind, model={"dtype": dtype})))
     result = made.federation.run_round(made.federation.begin())
     assert result.loss == pytest.approx(result.loss)  # not NaN
@@ -99,7 +99,7 @@ def test_a_narrow_format_beside_a_quantised_base(kind: str, dtype: str, decoders
 
 @pytest.mark.parametrize("kind", ["nf4", pytest.param("int8", marks=pytest.mark.slow)])
 def test_a_run_and_its_export(kind: str, decoders: Path, tmp_path: Path) -> None:
-    """PEFT on the same quantised base gives the report's numbers; merged, it is a plain model."""
+    """PEFT on the same quantized base gives the report's numbers; merged, it is a plain model."""
     report = fedspan.run(settings(decoders, kind, federation={"rounds": 1}), tmp_path / "run")
     assert json.loads((tmp_path / "run" / "adapter" / "fedspan.json").read_text())["quantization"] == kind
     measured = fedspan.evaluate(tmp_path / "run", generate=False)
@@ -129,7 +129,7 @@ def test_int8_layers_log_nothing(tiny_folder: Path, caplog: pytest.LogCaptureFix
 
 
 @kinds
-def test_a_classifier_s_head_is_not_quantised(kind: str, tiny_folder: Path) -> None:
+def test_a_classifier_s_head_is_not_quantized(kind: str, tiny_folder: Path) -> None:
     from helpers import tiny
 
     made = prepare(tiny.config(tiny_folder, model={"quantization": kind, "modules_to_save": ["pooler"]}))

@@ -75,7 +75,7 @@ def logits_of(folder: Path) -> Tensor:
     return served.compute_predictions(served.task.encode(rows))
 
 
-def test_the_builtin_encoder_is_known_as_mean_and_normalised() -> None:
+def test_the_builtin_encoder_is_known_as_mean_and_normalized() -> None:
     assert find_pooling(resolve_model("builtin:all-minilm-l6-v2")).pooling == Pooling("mean", normalize=True)
 
 
@@ -156,7 +156,7 @@ def test_a_fallback_is_noted(encoders: Path, tmp_path: Path) -> None:
     assert any("model.pooling is stock" in note and "its modules.json cannot be read" in note for note in notes.notes)
 
 
-def test_normalisation_can_be_named(encoders: Path) -> None:
+def test_normalization_can_be_named(encoders: Path) -> None:
     def pooling(**model: Any) -> Pooling | None:
         return get_pooling(parse_config(settings(encoders, "bert", model=model)))
 

@@ -161,7 +161,7 @@ def test_flora_on_a_narrow_base_keeps_its_update_in_float32(tiny_folder: Path, p
 def test_extras_of_a_narrow_base_train_in_float32(dtype: str, tiny_folder: Path, prepared: Prepared) -> None:
     """A step of 1e-5 moves every weight of the head, which a narrow format rounds away; frozen weights stay narrow.
 
-    Embeddings (tied to nothing here), a normalisation in the middle and the head: integer inputs, inner and outer ones.
+    Embeddings (tied to nothing here), a normalization in the middle and the head: integer inputs, inner and outer ones.
     """
     saved = ["word_embeddings", "LayerNorm"]
     model = {"dtype": dtype, "modules_to_save": saved}

@@ -153,7 +153,7 @@ def test_a_natural_partition_needs_the_number_of_clients(planned: PlannedModel, 
         plan_run(tiny.config(tiny_folder), planned)
 
 
-def test_narrow_and_quantised_bases_take_less(planned: PlannedModel, tiny_folder: Path) -> None:
+def test_narrow_and_quantized_bases_take_less(planned: PlannedModel, tiny_folder: Path) -> None:
     half = prepare_model(tiny.config(tiny_folder, model={"dtype": "bfloat16"}), len(tiny.LABELS))
     quarter = prepare_model(tiny.config(tiny_folder, model={"quantization": "nf4"}), len(tiny.LABELS))
     assert quarter.base < planned.base

@@ -78,7 +78,7 @@ def test_cohorts_of_other_ranks_change_what_comes_down() -> None:
 
 
 @pytest.mark.parametrize("bits", [2, 5, 8, 16])
-def test_quantised_replies_have_their_packed_size_and_leave_the_state_s_shapes(bits: int) -> None:
+def test_quantized_replies_have_their_packed_size_and_leave_the_state_s_shapes(bits: int) -> None:
     """A norm of 4 bytes, then the bits of all entries, padded to a byte: 2 x 20 entries of A, 12 x 2 of B."""
     inference = ShapeInference(FedPAQ(inner=FedIT(spec=spec_of(SMALL), r=2), bits=bits), [2])
     before = {name: (value.shape, value.dtype) for name, value in inference.state.tensors.items()}

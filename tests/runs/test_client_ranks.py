@@ -88,7 +88,7 @@ def test_ranks_that_do_not_fit_are_refused_for_every_client() -> None:
         compute_client_ranks(*made({"client-09": 4}), ids(2))
 
 
-def test_where_the_whole_weight_is_factorised_every_layer_has_a_full_rank_of_its_own() -> None:
+def test_where_the_whole_weight_is_factorized_every_layer_has_a_full_rank_of_its_own() -> None:
     """Of a convolution that of the (O k1) x (C k2) rectangle, which may be far above min(O, C k1 k2)."""
     spec = Spec((LayerSpec("conv", 4, 12 * 9, (3, 3)), LayerSpec("linear", 6, 5)))
     values = {"data": {"train": "x.csv"}, "method": {"name": "fedhm"}, "federation": {"ranks": [1, 12]}}

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import fedspan
 from fedspan.config import RunConfig, parse_config
 from fedspan.core.base import BaseUpdate, Increment
-from fedspan.core.parametrization import Factorised
+from fedspan.core.parametrization import Factorized
 from fedspan.core.values import Job
 from fedspan.federation.progress import Progress
 from fedspan.models.merging import export_merged, is_merging_required
@@ -285,7 +285,7 @@ def test_the_baselines_train_from_scratch_too(images: Path, tmp_path: Path) -> N
     assert all(made["scores"]["test"]["loss"] > 0 for made in report.baselines.values())
 
 
-def factorised(made: Prepared, progress: Progress) -> Job:
+def factorized(made: Prepared, progress: Progress) -> Job:
     """The trained model with other factors in place of its weights."""
     job = made.evaluator.build_job(progress, None)
     tensors = {name: value for name, value in job.tensors.items() if name.startswith("extras/")}
@@ -293,7 +293,7 @@ def factorised(made: Prepared, progress: Progress) -> Job:
     for layer in made.engine.adapted.spec.layers:
         tensors[f"{layer.name}/U"] = torch.randn(layer.out_features, 2, generator=rng) / 4
         tensors[f"{layer.name}/V"] = torch.randn(2, layer.in_features, generator=rng) / 4
-    return Job({layer.name: Factorised() for layer in made.engine.adapted.spec.layers}, tensors, ())
+    return Job({layer.name: Factorized() for layer in made.engine.adapted.spec.layers}, tensors, ())
 
 
 @pytest.mark.parametrize("what", [pytest.param("factors", marks=pytest.mark.slow), "decay"])
@@ -304,7 +304,7 @@ def test_what_is_no_change_of_the_base_is_written_whole(kind: str, what: str, im
     job, base = made.evaluator.build_job(progress, None), BaseUpdate()
     assert not is_merging_required(job, base)
     if what == "factors":
-        job = factorised(made, progress)
+        job = factorized(made, progress)
     else:
         layers = made.engine.adapted.spec.layers
         base = base.add(Increment(1, {one.name: torch.ones(one.shape) / 50 for one in layers}, decay=0.7))

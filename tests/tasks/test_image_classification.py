@@ -50,7 +50,7 @@ def vit(**options: Any) -> Any:
 PROCESSORS = {
     "plain": vit(),
     "other colours": vit(image_mean=[0.1, 0.2, 0.3], image_std=[0.5, 0.25, 2.0]),
-    "not normalised": vit(do_normalize=False),
+    "not normalized": vit(do_normalize=False),
     "not rescaled": vit(do_rescale=False, image_mean=[120.0, 110.0, 100.0], image_std=[60.0, 50.0, 70.0]),
     "neither": vit(do_rescale=False, do_normalize=False),
     "odd factor": vit(rescale_factor=1 / 127.5, do_normalize=False),
@@ -138,12 +138,12 @@ def test_the_error_of_a_run_names_the_option_for_damaged_images(tmp_path: Path) 
 
 
 def test_processors_that_do_more_are_refused() -> None:
-    """EfficientNet's normalises twice; a batch of ours would not be what the model was trained on."""
+    """EfficientNet's normalizes twice; a batch of ours would not be what the model was trained on."""
     task = ImageClassification(transformers.EfficientNetImageProcessorPil(size={"height": 6, "width": 6}), LABELS)
-    with pytest.raises(FedspanError, match="only resizes, rescales and normalises") as caught:
+    with pytest.raises(FedspanError, match="only resizes, rescales and normalizes") as caught:
         task.encode(dataset([noise(4, 5, 3)]))
     assert (caught.value.field, caught.value.value) == ("model.name", "EfficientNetImageProcessorPil")
-    with pytest.raises(FedspanError, match="only resizes, rescales and normalises"):
+    with pytest.raises(FedspanError, match="only resizes, rescales and normalizes"):
         ImageClassification(SimpleNamespace(), LABELS)
 
 

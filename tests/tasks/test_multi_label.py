@@ -185,7 +185,7 @@ def test_the_export_is_a_stock_classifier_with_equal_logits_and_loss(tiny_folder
     for answer, row in zip(answers, probabilities, strict=True):
         pairs = zip(tiny_topics.LABELS, row, strict=True)
         assert dict(answer) == pytest.approx({label: value for label, value in pairs if value > 0.4})
-    # The random encoder generalises little; what it was trained on, it has learnt.
+    # The random encoder generalizes little; what it was trained on, it has learnt.
     measured = fedspan.evaluate(tmp_path / "run", data=str(tmp_path / "topics.jsonl"))
     assert measured["examples"] == 84
     assert measured["micro_f1"] > 0.75

@@ -202,7 +202,7 @@ def test_entities_are_predicted_for_texts(tiny_folder: Path, tmp_path: Path) -> 
     )
     report = fedspan.run(values, tmp_path / "run")
     assert report.metric == "entity_f1"
-    # The random encoder generalises little; what it was trained on, it has learnt.
+    # The random encoder generalizes little; what it was trained on, it has learnt.
     measured = fedspan.evaluate(tmp_path / "run", data=str(tmp_path / "sentences.jsonl"))
     assert measured["examples"] == 84
     assert measured["entity_f1"] > 0.3

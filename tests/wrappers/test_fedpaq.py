@@ -1,4 +1,4 @@
-"""FedPAQ's rounds against replies that are quantised by hand."""
+"""FedPAQ's rounds against replies that are quantized by hand."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _federation(problem: Problem, inner: Method, bits: int = BITS) -> Federation
 
 
 @pytest.mark.parametrize("name", ["fedit", "rolora"])
-def test_rounds_match_quantised_changes_by_hand(name: str) -> None:
+def test_rounds_match_quantized_changes_by_hand(name: str) -> None:
     problem = Problem()
     cls = {"fedit": FedIT, "rolora": RoLoRA}[name]
     federation = _federation(problem, cls(spec=problem.adapted().spec, r=2, lora_alpha=4.0))
@@ -92,7 +92,7 @@ def test_rounds_match_quantised_changes_by_hand(name: str) -> None:
 
 
 def _follows(inner: Method, cohorts: list[tuple[str, ...]], problem: Problem) -> tuple[Federation, Federation]:
-    """The method with fine quantisation beside the method alone; the states differ by what rounding explains."""
+    """The method with fine quantization beside the method alone; the states differ by what rounding explains."""
     fine = _federation(problem, inner, FINE)
     plain = Federation(Double(inner=WithExtras(inner=inner, policy="average")), problem, sgd(LR, steps=STEPS))
     begun = plain.state.tensors

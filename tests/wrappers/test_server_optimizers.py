@@ -123,7 +123,7 @@ def test_fedloru_under_it_matches_the_oracle_and_forgets_at_accumulations(name: 
                     servers[one, s] = oracle()
             server = fresh((number + 1) // TAU)
             kept = {key.partition("/")[2].partition("/")[2] for key in federation.state.memory}
-            assert kept == {f"extras/{key}" for key in HEAD}  # the head was not re-initialised
+            assert kept == {f"extras/{key}" for key in HEAD}  # the head was not re-initialized
         for one in LAYERS:
             for s in "AB":
                 assert close(federation.state.tensors[join_tensor_name(one, s)].double(), server[one][s])

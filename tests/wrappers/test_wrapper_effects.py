@@ -128,4 +128,4 @@ def test_only_methods_that_claim_it_give_their_tensors_new_coordinates_in_every_
     while len(progresses) <= ROUNDS:
         progresses.append(federation.run_round(progresses[-1]).progress)
     generations = [progress.state.generation for progress in progresses]
-    assert METHODS[key].claims.reinitialises == (generations == list(range(ROUNDS + 1)))
+    assert METHODS[key].claims.reinitializes == (generations == list(range(ROUNDS + 1)))

@@ -38,7 +38,7 @@ def admit(
             metavar="N",
             min=0,
             max=2**53 - 1,
-            help="Largest number of training examples that counts as the node's weight, in place of "
+            help="Largest number of training examples that counts as the node's weight, instead of "
             "federation.max_weight_ratio; 0: limited only by that ratio. Default: as admitted before.",
         ),
     ] = None,

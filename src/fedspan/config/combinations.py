@@ -115,7 +115,7 @@ def explain_random_head(config: RunSections) -> str | None:
         f"federation.reduction: {config.federation.reduction} does not apply to statistics": (
             config.federation.reduction != "mean"
         ),
-        "a secure sum needs bounded numbers, and those of a regression have no bound": (
+        "secure aggregation needs bounded numbers, and those of a regression have no bound": (
             config.task_definition.target_type == "number" and config.federation.secure is not None
         ),
     }
@@ -227,7 +227,7 @@ def _require_training_fit(config: RunSections) -> None:
     for name in ("checkpoint_steps", "checkpoint_minutes"):
         value = getattr(training, name)
         if value is not None and config.privacy is not None and config.privacy.mechanism == "dp-sgd":
-            problem = "a round of dp-sgd has no checkpoints: its noise is drawn anew when its training starts over"
+            problem = "a round of dp-sgd has no checkpoints: its noise is drawn again when its training restarts"
             raise FedspanError(f"training.{name}", value, "null", problem=problem)
     _require_loss_fit(config)
     _require_head_updates_fit(config)

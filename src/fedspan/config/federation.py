@@ -298,7 +298,7 @@ class FederationConfig(Section):
             "secure": (
                 None,
                 "null",
-                "the clients of a secure sum train from one state, and those of asynchronous rounds do not",
+                "with secure aggregation all clients train from one state, and those of asynchronous rounds do not",
             ),
             "late_joiners": (False, "false", "the clients of asynchronous rounds are those that joined at the start"),
         }

@@ -18,17 +18,17 @@ __all__ = [
     "View",
     "compute_ajive",
     "compute_gram_factor",
-    "factorise_gram",
+    "factorize_gram",
     "find_nearest_rotation",
     "solve_procrustes",
 ]
 
 
 def solve_procrustes(source_RI: Tensor, target_RI: Tensor) -> Tensor:
-    """Solve orthogonal Procrustes: the S with orthonormal rows that maximises ``<S source, target>``.
+    """Solve orthogonal Procrustes: the S with orthonormal rows that maximizes ``<S source, target>``.
 
     For ``source`` (R', I), ``target`` (R, I), R <= R', and ``target source^T = U Sigma V^T``: S = U V^T, (R, R').
-    For R = R' that also minimises ``||S source - target||_F``; for R < R' it need not (FLoRG's
+    For R = R' that also minimizes ``||S source - target||_F``; for R < R' it need not (FLoRG's
     ``untruncated`` variant).
     """
     U, _, Vt = torch.linalg.svd(target_RI @ source_RI.T, full_matrices=False)
@@ -36,7 +36,7 @@ def solve_procrustes(source_RI: Tensor, target_RI: Tensor) -> Tensor:
 
 
 def find_nearest_rotation(matrix_RR: Tensor) -> Tensor:
-    """Find the rotation (orthogonal, determinant 1) nearest to a matrix in Frobenius norm; it maximises ``<R, M>``.
+    """Find the rotation (orthogonal, determinant 1) nearest to a matrix in Frobenius norm; it maximizes ``<R, M>``.
 
     ``U diag(1, ..., 1, det(U V^T)) V^T`` for ``M = U Sigma V^T`` (Kabsch). In float64.
     """
@@ -57,7 +57,7 @@ def compute_gram_factor(stack_QK: Tensor) -> Tensor:
     return (S[:, None] * V_KR.T)[: max(1, present)]
 
 
-def factorise_gram(gram_KK: Tensor) -> Tensor:
+def factorize_gram(gram_KK: Tensor) -> Tensor:
     """Compute the result of ``compute_gram_factor`` from ``stack^T stack``, of which only the symmetric part counts.
 
     In float64. Eigenvalues below the rounding of the largest one, and negative ones, count as 0.
@@ -86,7 +86,7 @@ class View:
 
     @staticmethod
     def from_matrix(matrix: Tensor | LowRank) -> View:
-        """Create a view in float64 from a matrix, or from any pair of factors (whose right one is orthonormalised)."""
+        """Create a view in float64 from a matrix, or from any pair of factors (whose right one is orthonormalized)."""
         if isinstance(matrix, Tensor):
             return View(matrix.double())
         pair = matrix.to(torch.float64).fold_scale()

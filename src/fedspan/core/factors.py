@@ -108,7 +108,7 @@ def resize_factors(method: RegisteredMethod, tensors: Tensors, rank: int) -> dic
 def compute_principal_factors(
     method: RegisteredMethod, weights: Weights, singular: Singular
 ) -> tuple[dict[str, Tensor], Increment]:
-    """Initialise LoRA factors as the principal part of the pretrained weights, which is subtracted from the base.
+    """Initialize LoRA factors as the principal part of the pretrained weights, which is subtracted from the base.
 
     ``W0 = U S V^T``:  ``B0 = U_r (S_r / s)^(1/2)``, ``A0 = (S_r / s)^(1/2) V_r^T``, and the base moves by ``-s B0 A0``,
     so that the initial model is the pretrained one.

@@ -251,7 +251,7 @@ def _scale(counts: Tensor, v: Tensor, noise: Tensor, along: Tensor, fitted: Tens
 
 
 def fit_least_squares(statistics: HeadStatistics, examples: float, shrinkage: float | None = None) -> OutputWeights:
-    """Compute the head that minimises the squared error, with its ridge relative to the features' variance.
+    """Compute the head that minimizes the squared error, with its ridge relative to the features' variance.
 
     Args:
         statistics: Pooled statistics with products and targets.

@@ -85,7 +85,7 @@ class Claims:
         reduction: ``sum`` if a weighted mean of replies suffices, else ``stack``.
         extras: Default policy for the parameters that train beside the target layers.
         adapter: Whether the update is of low rank, so that ``r`` matters.
-        reinitialises: Whether factors are re-initialized or decomposed anew every round (so that moments and control
+        reinitializes: Whether factors are re-initialized or decomposed anew every round (so that moments and control
             variates of a round mean nothing in the next).
         shrinks: Whether a client may reply with fewer slots than it received, for ``contribute`` to check.
         budgets: Whether a client's rank is a budget (of the model's slots that it trains and sends), not a shape.
@@ -111,7 +111,7 @@ class Claims:
     reduction: Literal["sum", "stack"] = "sum"
     extras: Literal["average", "local", "frozen"] = "average"
     adapter: bool = True
-    reinitialises: bool = False
+    reinitializes: bool = False
     shrinks: bool = False
     budgets: bool = False
     moves_base: bool = False

@@ -25,8 +25,8 @@ __all__ = [
     "DenseChange",
     "DenseLoRA",
     "Effective",
-    "Factorised",
-    "FactorisedConv",
+    "Factorized",
+    "FactorizedConv",
     "Gram",
     "LoRA",
     "MixedGram",
@@ -207,7 +207,7 @@ class Projected:
 
 
 @dataclass(frozen=True)
-class Factorised:
+class Factorized:
     """``U V`` in place of the weight, no frozen base: U (O, R), V (R, I) (FedHM)."""
 
     slots: ClassVar[tuple[str, ...]] = ("U", "V")
@@ -235,7 +235,7 @@ def reshape_to_convolution(matrix: Tensor, kernel: tuple[int, int]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class FactorisedConv:
+class FactorizedConv:
     """``U V`` in place of a convolution's weight, no frozen base: U (O * k1, R), V (R, channels * k2) (FedHM)."""
 
     kernel: tuple[int, int]

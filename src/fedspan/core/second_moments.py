@@ -1,4 +1,4 @@
-"""One second moment of Adam out of those of several clients that optimise in low-rank subspaces (FedGaLore's server).
+"""One second moment of Adam out of those of several clients that optimize in low-rank subspaces (FedGaLore's server).
 
 Peng et al., "Rethinking LoRA for Data Heterogeneous Federated Learning: Subspace and State Alignment",
 arXiv:2602.01746; AJIVE is ``alignment.compute_ajive``. For the second moments v_i of a layer and the shares p_i:
@@ -24,13 +24,13 @@ from fedspan.core.alignment import Ajive, compute_ajive
 from fedspan.core.lowrank import LowRank, concatenate, fix_signs, svd
 from fedspan.core.projectors import reproject
 
-__all__ = ["MomentSynchroniser", "compute_covering_projector"]
+__all__ = ["MomentSynchronizer", "compute_covering_projector"]
 
 _SAMPLES = 200
 
 
 @dataclass(frozen=True, kw_only=True)
-class MomentSynchroniser:
+class MomentSynchronizer:
     """Joins the clients' second moments of a layer.
 
     Args:

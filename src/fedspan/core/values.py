@@ -47,7 +47,7 @@ class Client:
         rank: LoRA rank of the client.
         scaling: The client's factor on B A (alpha / rank, or alpha / sqrt(rank)).
         examples: Number of training examples.
-        weight: The client's weight in the average before normalisation (examples, or 1 for a plain mean).
+        weight: The client's weight in the average before normalization (examples, or 1 for a plain mean).
         last_round: Round of the last server state that reached the client and whose reply was accepted; None: never.
     """
 
@@ -284,7 +284,7 @@ class Contribution:
     Args:
         sum: Tensors of which only the weighted mean over clients is needed (so a secure sum suffices).
         stack: Tensors that the server needs individually for each client.
-        weight: The client's weight before normalisation; None: ``Client.weight``.
+        weight: The client's weight before normalization; None: ``Client.weight``.
     """
 
     sum: Tensors = field(default_factory=dict)
@@ -294,7 +294,7 @@ class Contribution:
 
 @dataclass(frozen=True)
 class StackItem:
-    """One client's stacked tensors with its normalised weight."""
+    """One client's stacked tensors with its normalized weight."""
 
     client: Client
     weight: float
@@ -306,7 +306,7 @@ class Reduced:
     """The cohort's contributions after reduction, in client-id order.
 
     Args:
-        mean: Weighted mean of every ``sum`` tensor (weights normalised over the replies).
+        mean: Weighted mean of every ``sum`` tensor (weights normalized over the replies).
         stack: Every client's ``stack`` tensors.
         count: Number of replies; under central privacy the expected number, because the true one is not protected.
         max_weight_ratio: Largest weight that a method may derive from a reply, as a multiple of the replies' median;

@@ -87,7 +87,7 @@ class JobRequest:
             "rounds": rounds.get("rounds"),
             "training": _format_pairs(work),
             "privacy": _format_pairs(noise) or "none: updates are sent without noise",
-            "secure sums": "none: the server sees this node's updates"
+            "secure aggregation": "none: the server sees this node's updates"
             if rounds.get("secure") is None
             else _format_pairs(rounds["secure"]) or "yes",
             "evaluation": f"every {evaluation.get('every', 1)} rounds, of this node's validation and test examples",

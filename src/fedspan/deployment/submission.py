@@ -184,7 +184,7 @@ class Submission:
             facts = {"run": self._run, "client": id, "node": str(one.node), "examples": one.examples}
             if id in self._nodes and (before := self._nodes[id].node) != one.node:
                 self._audit.write("replaced", **facts, replaced=str(before))
-                self._listener.on_note(f"{id} has come back as node {one.node}, in place of node {before}")
+                self._listener.on_note(f"{id} has come back as node {one.node}; it was node {before}")
             else:
                 self._audit.write("joined", **facts)
         new = {id: one for id, one in joined.items() if id not in announced}

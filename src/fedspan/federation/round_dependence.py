@@ -48,7 +48,7 @@ def explain_round_dependence(method: Method, rounds: int) -> str | None:
         "its clients also send something other than new values, or changes, of what they started from": claims.sends
         == "other",
         "its factors are re-initialized in every round, so that changes of two rounds have other coordinates": (
-            claims.reinitialises
+            claims.reinitializes
         ),
         "its rounds move the base, from which changes of earlier rounds do not start": claims.moves_base,
     }

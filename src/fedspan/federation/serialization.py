@@ -82,7 +82,7 @@ class Writer:
         """Add named tensors; the structure is ``{name: number}``.
 
         Raises:
-            ValueError: If safetensors cannot store a tensor (sparse, quantised, complex128, without data).
+            ValueError: If safetensors cannot store a tensor (sparse, quantized, complex128, without data).
         """
         return {name: self._put(name, tensor) for name, tensor in self._order(tensors)}
 

@@ -56,7 +56,7 @@ class FedASK(RegisteredMethod):
         paper="Differentially Private Federated Low Rank Adaptation Beyond Fixed-Matrix "
         "(NeurIPS 2025, arXiv:2507.09990)",
         exact=True,
-        reinitialises=True,
+        reinitializes=True,
         sends="other",
         second_exchange=True,
     )

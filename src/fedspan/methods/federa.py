@@ -52,7 +52,7 @@ class FeDeRA(RegisteredMethod):
     def declare_claims(self) -> Claims:
         if self.aggregation == "factors":
             return self.claims
-        return replace(self.claims, reduction="stack", reinitialises=True)
+        return replace(self.claims, reduction="stack", reinitializes=True)
 
     def init(self, weights: Weights) -> ServerState:
         tensors, increment = compute_principal_factors(self, weights, self.singular)

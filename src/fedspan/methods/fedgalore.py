@@ -1,4 +1,4 @@
-"""FedGaLore: AdamW in a low-rank subspace of the gradient on the clients, its second moments synchronised by AJIVE.
+"""FedGaLore: AdamW in a low-rank subspace of the gradient on the clients, its second moments synchronized by AJIVE.
 
 Peng et al., "Rethinking LoRA for Data Heterogeneous Federated Learning: Subspace and State Alignment",
 arXiv:2602.01746; GaLore is arXiv:2403.03507. For a layer of m x n, m >= n (for m < n transpose everything):
@@ -42,7 +42,7 @@ from fedspan.core.lowrank import LowRank, concatenate
 from fedspan.core.method import Claims, Memory, Quantity, RegisteredMethod, declare_bounded
 from fedspan.core.parametrization import Projected
 from fedspan.core.projectors import choose_side, draw_projector
-from fedspan.core.second_moments import MomentSynchroniser
+from fedspan.core.second_moments import MomentSynchronizer
 from fedspan.core.tensors import Tensors, create_generator, join_tensor_name, select_slots
 from fedspan.core.values import (
     Client,
@@ -94,7 +94,7 @@ def _transpose_wide(value: Tensor, layer: LayerSpec) -> Tensor:
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedGaLore(RegisteredMethod):
-    """GaLore on clients, summed updates, synchronised second moments.
+    """GaLore on clients, summed updates, synchronized second moments.
 
     Args:
         projectors: Algorithm for projectors from the gradient: svd or rsvd (randomised).
@@ -107,7 +107,7 @@ class FedGaLore(RegisteredMethod):
         scale: Scale of the step (GaLore's ``scale``).
         bias_correction: Whether to correct the bias of Adam's moments, those of the extras included.
         decay_base: Whether weight decay acts on the target layers' whole weights, as in the paper, or not at all.
-        synchronisation: Synchronisation of second moments: ajive, average, average-svd or none (FedGaLore-).
+        synchronization: Synchronization of second moments: ajive, average, average-svd or none (FedGaLore-).
         joint_rank: Joint rank of ajive and average-svd; 0: r.
         estimate_joint_rank: Whether AJIVE's two bounds determine the joint rank, from views of rank ``view_rank``.
         view_rank: Number of directions that AJIVE retains per client; 0: r, or r / 2 to estimate the joint rank.
@@ -119,7 +119,7 @@ class FedGaLore(RegisteredMethod):
         "(arXiv:2602.01746)",
         exact=True,
         reduction="stack",
-        reinitialises=True,
+        reinitializes=True,
         moves_base=True,
         sends_base=True,
         sends="other",
@@ -137,7 +137,7 @@ class FedGaLore(RegisteredMethod):
     scale: float = 1.0
     bias_correction: bool = False
     decay_base: bool = True
-    synchronisation: Literal["ajive", "average", "average-svd", "none"] = "ajive"
+    synchronization: Literal["ajive", "average", "average-svd", "none"] = "ajive"
     joint_rank: int = declare_bounded(0, minimum=0)
     estimate_joint_rank: bool = False
     view_rank: int = declare_bounded(0, minimum=0)
@@ -161,7 +161,7 @@ class FedGaLore(RegisteredMethod):
 
     def is_basis_fitted(self, round: int) -> bool:
         """Return whether a round ends with clients' own projectors, so that vbar needs a transmitted basis."""
-        return self.count_adaptive(round) == self.segments and self.moments != "keep" and self.synchronisation != "none"
+        return self.count_adaptive(round) == self.segments and self.moments != "keep" and self.synchronization != "none"
 
     def seed_of(self, round: int) -> int:
         """Return the seed of a round's first projector; later projectors have the next integers."""
@@ -214,7 +214,7 @@ class FedGaLore(RegisteredMethod):
             reply[join_tensor_name(layer.name, "acc")] = accs
             if adaptive:  # the other projectors follow from the seed
                 reply[join_tensor_name(layer.name, "P")] = Ps[: adaptive * min(self.r, *layer.shape)]
-            if self.synchronisation != "none":
+            if self.synchronization != "none":
                 moment = trained.optimizer_state.moments["exp_avg_sq"][join_tensor_name(layer.name, "acc")]
                 reply[join_tensor_name(layer.name, "v")] = _transpose_wide(moment, layer)
         return Message(reply, {"decay": trained.decay, "steps": trained.steps}), memory
@@ -244,9 +244,9 @@ class FedGaLore(RegisteredMethod):
         decay = sum(item.weight * value for item, value in decays)
         deltas = {layer.name: self._compute_delta(layer, reduced.stack, state.round) for layer in self.spec.layers}
         moments: dict[str, Tensor] = {}
-        if (synchroniser := self._create_synchroniser()) is not None:
+        if (synchronizer := self._create_synchronizer()) is not None:
             for layer in self.spec.layers:
-                joined = self._join_moments(synchroniser, layer, reduced.stack, state.round)
+                joined = self._join_moments(synchronizer, layer, reduced.stack, state.round)
                 dtype = reduced.stack[0].tensors[join_tensor_name(layer.name, "v")].dtype
                 moments |= {join_tensor_name(layer.name, slot): value.to(dtype) for slot, value in joined.items()}
         return state.advance_round(
@@ -274,11 +274,11 @@ class FedGaLore(RegisteredMethod):
         pair = tall if choose_side(layer.shape) == "right" else LowRank(tall.A.T, tall.B.T)
         return pair if pair.numel() <= layer.out_features * layer.in_features else pair.to_dense()
 
-    def _create_synchroniser(self) -> MomentSynchroniser | None:
-        if self.synchronisation == "none":
+    def _create_synchronizer(self) -> MomentSynchronizer | None:
+        if self.synchronization == "none":
             return None
-        return MomentSynchroniser(
-            rule=self.synchronisation,
+        return MomentSynchronizer(
+            rule=self.synchronization,
             joint_rank=self.joint_rank or self.r,
             estimate_joint_rank=self.estimate_joint_rank,
             view_rank=self.view_rank or (max(1, self.r // 2) if self.estimate_joint_rank else self.r),
@@ -286,14 +286,14 @@ class FedGaLore(RegisteredMethod):
         )
 
     def _join_moments(
-        self, synchroniser: MomentSynchroniser, layer: LayerSpec, stack: Sequence[StackItem], round: int
+        self, synchronizer: MomentSynchronizer, layer: LayerSpec, stack: Sequence[StackItem], round: int
     ) -> dict[str, Tensor]:
         """Return vbar as ``v`` (m, R), and ``P`` (R, n) where its coordinates are not a seeded projector's."""
         moments = [item.tensors[join_tensor_name(layer.name, "v")].double() for item in stack]
         weights, rng = [item.weight for item in stack], create_generator(self.seed, "ajive", layer.name, round)
         if not self.is_basis_fitted(round):  # one projector for all, or unchanged coordinates
-            return {"v": synchroniser.join(moments, weights, rng)}
+            return {"v": synchronizer.join(moments, weights, rng)}
         rank = moments[0].shape[1]
         Ps = [item.tensors[join_tensor_name(layer.name, "P")][-rank:].double() for item in stack]
-        v, P = synchroniser.join_projected(moments, Ps, weights, rng, linear=self.moments == "linear")
+        v, P = synchronizer.join_projected(moments, Ps, weights, rng, linear=self.moments == "linear")
         return {"v": v, "P": P}

@@ -1,4 +1,4 @@
-"""FedHM: every client trains a low-rank factorisation of the whole weight, of the rank that it can afford.
+"""FedHM: every client trains a low-rank factorization of the whole weight, of the rank that it can afford.
 
 Yao et al., "FedHM: Efficient Federated Learning for Heterogeneous Models via Low-rank Factorization", arXiv:2111.14655.
 
@@ -6,14 +6,14 @@ Yao et al., "FedHM: Efficient Federated Learning for Heterogeneous Models via Lo
     client i:  trains both factors; there is no frozen base
     server:    W <- sum_i p_i U_i V_i
 
-A convolution's weight (O, C, k1, k2) is factorised as the (O k1) x (C k2) matrix. The average is exact; what a client
+A convolution's weight (O, C, k1, k2) is factorized as the (O k1) x (C k2) matrix. The average is exact; what a client
 is sent is truncated to its rank. A rank beyond a layer's own is that layer's full rank.
 
 Deviations: after a round W has at most the rank sum_i r_i, so it is stored as the factors of its SVD (from those of the
 replies, never formed) and a client is sent a slice of them. A client of higher rank than W is sent U = 0 and a random
 V for the rest, which changes nothing but can be trained. Ranks are numbers, not ratios, and equal for all layers; which
-layers are factorised is ``model.target_modules``. ``keep_global`` is an option, not a rule, and its weight is that of
-one client among equals; the published code's weights by rank and masked classes are left out. Batch normalisation
+layers are factorized is ``model.target_modules``. ``keep_global`` is an option, not a rule, and its weight is that of
+one client among equals; the published code's weights by rank and masked classes are left out. Batch normalization
 between the two halves of a convolution, which the published models have, is not added.
 """
 
@@ -29,7 +29,7 @@ from fedspan.core.aggregation import map_layers
 from fedspan.core.factors import draw_kaiming, list_tensor_names, reply
 from fedspan.core.lowrank import LowRank, balance_factors, compute_leading_svd, concatenate, svd
 from fedspan.core.method import Claims, Memory, RegisteredMethod, declare_bounded
-from fedspan.core.parametrization import Factorised, FactorisedConv, reshape_to_rectangle
+from fedspan.core.parametrization import Factorized, FactorizedConv, reshape_to_rectangle
 from fedspan.core.penalties import ProductDecay
 from fedspan.core.tensors import Tensors, create_generator, join_tensor_name
 from fedspan.core.values import (
@@ -79,7 +79,7 @@ class FedHM(RegisteredMethod):
         heterogeneous_ranks=True,
         reduction="stack",
         adapter=False,
-        reinitialises=True,
+        reinitializes=True,
         sends="other",
     )
 
@@ -87,11 +87,11 @@ class FedHM(RegisteredMethod):
     keep_global: bool = False
 
     def init(self, weights: Weights) -> ServerState:
-        def factorise(layer: LayerSpec) -> LowRank:
+        def factorize(layer: LayerSpec) -> LowRank:
             matrix = reshape_to_rectangle(weights.get_weight(layer.name), layer.kernel)
             return balance_factors(*compute_leading_svd(matrix, min(matrix.shape))).to(matrix.dtype)
 
-        return ServerState(tensors=_flatten_pairs(map_layers(factorise, self.spec.layers)))
+        return ServerState(tensors=_flatten_pairs(map_layers(factorize, self.spec.layers)))
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
         if client is None:
@@ -119,7 +119,7 @@ class FedHM(RegisteredMethod):
         group = Group(list_tensor_names(self.spec, "U", "V"), weight_decay=0.0 if self.frobenius_decay else None)
         return Job(
             parametrization={
-                layer.name: Factorised() if layer.kernel == (1, 1) else FactorisedConv(layer.kernel)
+                layer.name: Factorized() if layer.kernel == (1, 1) else FactorizedConv(layer.kernel)
                 for layer in self.spec.layers
             },
             tensors=message.tensors,

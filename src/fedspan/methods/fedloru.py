@@ -18,7 +18,7 @@ and (appendix C.1) keeping the list of pairs beside it, are one here: an accumul
 update, which holds the pairs one after another and leaves W0 as it is; only when the list has outgrown the weight does
 it become a matrix beside W0. The new A is drawn from (seed, number of accumulations), so it is not transmitted; a
 client that was absent at an accumulation is sent the increments that it missed. The published code's ``--accumulate``
-merges without re-initialising, which applies s B A twice; the paper's algorithm stands here.
+merges without re-initializing, which applies s B A twice; the paper's algorithm stands here.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class FedLoRU(RegisteredMethod):
     from_scratch: bool = False
 
     def declare_claims(self) -> Claims:
-        return replace(self.claims, reinitialises=self.tau == 1, moves_base=self.tau == 1)
+        return replace(self.claims, reinitializes=self.tau == 1, moves_base=self.tau == 1)
 
     def init(self, weights: Weights) -> ServerState:
         base = BaseUpdate().add(Increment(0, {}, decay=0.0)) if self.from_scratch else BaseUpdate()

@@ -45,7 +45,7 @@ class FedMomentum(RegisteredMethod):
         exact=True,
         heterogeneous_ranks=True,
         reduction="stack",
-        reinitialises=True,
+        reinitializes=True,
         moves_base=True,
         sends_base=True,
     )

@@ -3,7 +3,7 @@
 Zhang et al., "FedRot-LoRA: Mitigating Rotational Misalignment in Federated LoRA", ICML 2026, arXiv:2602.23638.
 
     client i:  trains A_i, B_i from the global A, B, then with R in SO(r) sends  B_i R,  R^T A_i  (the same product)
-               odd rounds:  R* minimises ||R^T A_i - A||_F;  even rounds:  R* minimises ||B_i R - B||_F
+               odd rounds:  R* minimizes ||R^T A_i - A||_F;  even rounds:  R* minimizes ||B_i R - B||_F
                R = nearest rotation to (1 - lambda) I + lambda R*
     server:    A <- sum_i p_i R_i^T A_i,  B <- sum_i p_i B_i R_i
 

@@ -41,7 +41,7 @@ class FedSVD(RegisteredMethod):
         paper="FedSVD: Adaptive Orthogonalization for Private Federated Learning with LoRA "
         "(NeurIPS 2025, arXiv:2505.12805)",
         exact=True,
-        reinitialises=True,
+        reinitializes=True,
     )
 
     init_A: Init = "kaiming"

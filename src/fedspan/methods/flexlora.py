@@ -48,7 +48,7 @@ class FlexLoRA(RegisteredMethod):
         exact=False,
         heterogeneous_ranks=True,
         reduction="stack",
-        reinitialises=True,
+        reinitializes=True,
     )
 
     split: Literal["B", "balanced"] = "B"

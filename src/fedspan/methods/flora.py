@@ -38,7 +38,7 @@ __all__ = ["FLoRA"]
 @final
 @dataclass(frozen=True, kw_only=True)
 class FLoRA(RegisteredMethod):
-    """Stack factors into the base; re-initialise."""
+    """Stack factors into the base; re-initialize."""
 
     claims: ClassVar[Claims] = Claims(
         paper="FLoRA: Federated Fine-Tuning Large Language Models with Heterogeneous Low-Rank Adaptations "
@@ -46,7 +46,7 @@ class FLoRA(RegisteredMethod):
         exact=True,
         heterogeneous_ranks=True,
         reduction="stack",
-        reinitialises=True,
+        reinitializes=True,
         moves_base=True,
         sends_base=True,
         sends="other",

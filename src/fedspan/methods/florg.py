@@ -36,7 +36,7 @@ from typing import ClassVar, Literal, final
 import torch
 from torch import Tensor
 
-from fedspan.core.alignment import compute_gram_factor, factorise_gram, solve_procrustes
+from fedspan.core.alignment import compute_gram_factor, factorize_gram, solve_procrustes
 from fedspan.core.base import BaseUpdate, Increment
 from fedspan.core.bases import draw_dense_bases, draw_mixing_keys
 from fedspan.core.factors import list_tensor_names, reply
@@ -86,7 +86,7 @@ class FLoRG(RegisteredMethod):
     gram_sums: bool = False
 
     def declare_claims(self) -> Claims:
-        claims = replace(self.claims, reinitialises=self.alignment == "none", sends_base=self.center)
+        claims = replace(self.claims, reinitializes=self.alignment == "none", sends_base=self.center)
         return replace(claims, reduction="sum", sends="other") if self.gram_sums else claims
 
     def draw_first_A(self, layer: LayerSpec) -> Tensor:
@@ -156,7 +156,7 @@ class FLoRG(RegisteredMethod):
     def _compute_mean(self, layer: LayerSpec, reduced: Reduced) -> Tensor:
         """Compute A~ of the replies."""
         if self.gram_sums:
-            return factorise_gram(reduced.mean[join_tensor_name(layer.name, "gram")])
+            return factorize_gram(reduced.mean[join_tensor_name(layer.name, "gram")])
         name = join_tensor_name(layer.name, "A")
         return compute_gram_factor(
             torch.cat([math.sqrt(item.weight) * item.tensors[name].double() for item in reduced.stack])

@@ -44,7 +44,7 @@ __all__ = ["FLoRIST"]
 @final
 @dataclass(frozen=True, kw_only=True)
 class FLoRIST(RegisteredMethod):
-    """Stack factors, truncate by energy into the base; re-initialise.
+    """Stack factors, truncate by energy into the base; re-initialize.
 
     Args:
         threshold: Share of the squared singular values that each layer's update retains.
@@ -56,7 +56,7 @@ class FLoRIST(RegisteredMethod):
         exact=False,
         heterogeneous_ranks=True,
         reduction="stack",
-        reinitialises=True,
+        reinitializes=True,
         moves_base=True,
         sends_base=True,
         sends="other",

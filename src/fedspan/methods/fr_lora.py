@@ -46,7 +46,7 @@ class FRLoRA(RegisteredMethod):
     claims: ClassVar[Claims] = Claims(
         paper="Federated Residual Low-Rank Adaption of Large Language Models (ICLR 2025)",
         exact=False,
-        reinitialises=True,
+        reinitializes=True,
         moves_base=True,
         sends_base=True,
     )

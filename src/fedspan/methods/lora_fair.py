@@ -11,10 +11,10 @@ D enters through C = D A^T (O, r) and ||D|| alone, so nothing larger than a stac
 ``<D, X A> = <C, X>`` and ``||X A||^2 = <X G, X>`` with G = A A^T. Not exact, but nearer than FedIT.
 
 Deviations: the paper writes the similarity where its argmin needs 1 - similarity. It leaves the exponent of ||dB|| and
-the optimizer's settings open: ``penalty`` chooses the exponent, and the objective is minimised by ``server_steps``
+the optimizer's settings open: ``penalty`` chooses the exponent, and the objective is minimized by ``server_steps``
 steps of gradient descent whose rate is ``server_lr`` times ||B'||^2 (its gradient shrinks as B grows), halved whenever
 the objective would rise. ``objective: frobenius`` is no part of the paper: ``||D - (B' + dB) A||^2 + lambda ||dB||^2``,
-whose minimiser is ``dB = (C - B' G)(G + lambda I)^-1``.
+whose minimizer is ``dB = (C - B' G)(G + lambda I)^-1``.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class AdaptedLayer:
         self.adopted, self.moved, self._original = values
 
     def get_original(self) -> Tensor:
-        """Return W0, (O, I), in its stored dtype; for a quantised layer, the dequantised numbers."""
+        """Return W0, (O, I), in its stored dtype; for a quantized layer, the dequantized numbers."""
         if is_quantized(self.module):
             return dequantize(self.module)
         stored = read_weight(self.module) if self._original is None else self._original
@@ -78,7 +78,7 @@ class AdaptedLayer:
         """Let the layer compute with ``rho * W0 + total``.
 
         A float32 module gets a working copy (W0 is stored separately). Narrower formats would round small changes away,
-        so there, and in quantised and offloaded layers, W0 stays in place and the total is applied beside it.
+        so there, and in quantized and offloaded layers, W0 stays in place and the total is applied beside it.
 
         Raises:
             FedspanError: If rho != 1 on a base that is offloaded or not float32.

@@ -1,4 +1,4 @@
-"""Loading of a model with a task's head: pretrained, or with randomly initialised weights.
+"""Loading of a model with a task's head: pretrained, or with randomly initialized weights.
 
 Names are hub ids, local folders, or ``builtin:`` names (``models.names``).
 """
@@ -58,7 +58,7 @@ class Loaded:
     Args:
         model: The model, in eval mode and without dropout.
         processor: The model's tokenizer or image processor.
-        new_modules: Paths of the modules with newly initialised parameters (the head; from scratch, all).
+        new_modules: Paths of the modules with newly initialized parameters (the head; from scratch, all).
     """
 
     model: Any
@@ -91,11 +91,11 @@ def load_pretrained(
         head: Head of the task, or its name in ``heads.HEADS``.
         labels: Label names by index.
         revision: Revision of a hub model.
-        dtype: Number format of all weights that are not quantised (Transformers would use the checkpoint's).
+        dtype: Number format of all weights that are not quantized (Transformers would use the checkpoint's).
         attention: ``eager`` or ``sdpa``; None: Transformers' default.
         seed: Seed of the new head.
-        quantization: ``nf4`` (4 bits, double quantisation) or ``int8``, by bitsandbytes.
-        keep: Modules that are not quantised, beside the head.
+        quantization: ``nf4`` (4 bits, double quantization) or ``int8``, by bitsandbytes.
+        keep: Modules that are not quantized, beside the head.
         image_size: Rows and columns that images are resized to; None: the default of the model's processor.
         pooling: Pooling of a classifier on an encoder's hidden states; None: Transformers' own classifier. It has no
             effect on a head without outputs.
@@ -305,7 +305,7 @@ def load_scratch(
 
 
 def build_from_config(config: Any, head: Head | str, pooling: Pooling | None, **options: Any) -> Any:
-    """Build a model with a task's head from a config, with weights as they are initialised.
+    """Build a model with a task's head from a config, with weights as they are initialized.
 
     Args:
         config: Transformers' config, with the head's size (`prepare_config`).

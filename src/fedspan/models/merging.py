@@ -50,7 +50,7 @@ def merge_weights(adapted: AdaptedModel, job: Job, base: BaseUpdate) -> dict[str
     They are on the CPU, as a job's tensors are.
 
     Raises:
-        FedspanError: If the model is quantised, since its weights can't be written as plain numbers.
+        FedspanError: If the model is quantized, since its weights can't be written as plain numbers.
     """
     adapted.install(job.parametrization, job.tensors, frozenset())
     weights = {path: value.detach().cpu() for path, value in adapted.model.state_dict().items()}

@@ -26,19 +26,19 @@ _HEADS = (".*classifier", ".*score", "lm_head", "embed_out")  # regexes of what 
 
 
 def list_unquantized_modules(keep: Sequence[str]) -> list[str]:
-    """Return regexes of the paths of modules that are not quantised: heads and the modules in ``keep``."""
+    """Return regexes of the paths of modules that are not quantized: heads and the modules in ``keep``."""
     return [*_HEADS, *(rf"(?:.*\.)?{re.escape(name)}" for name in keep)]
 
 
 def get_quantization_options(
     quantization: Quantization, dtype: torch.dtype, keep: Sequence[str], device: torch.device | None
 ) -> dict[str, Any]:
-    """Return the keyword arguments of ``from_pretrained`` for a quantised model.
+    """Return the keyword arguments of ``from_pretrained`` for a quantized model.
 
     Args:
-        quantization: ``nf4`` (with double quantisation, as in QLoRA) or ``int8`` (LLM.int8()).
+        quantization: ``nf4`` (with double quantization, as in QLoRA) or ``int8`` (LLM.int8()).
         dtype: Number format that 4-bit layers compute in.
-        keep: Modules that stay unquantised, beside the heads.
+        keep: Modules that stay unquantized, beside the heads.
         device: Target device.
 
     Raises:
@@ -82,7 +82,7 @@ def is_quantized(module: nn.Module) -> bool:
 
 
 def dequantize(module: nn.Module) -> Tensor:
-    """Return the numbers that a quantised layer computes with: its weight, (O, I), float32, detached."""
+    """Return the numbers that a quantized layer computes with: its weight, (O, I), float32, detached."""
     from peft.utils.integrations import dequantize_module_weight
 
     return dequantize_module_weight(module).detach().float()

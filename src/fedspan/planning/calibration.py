@@ -70,7 +70,7 @@ def measure_speed(
         steps: Optimizer steps of a client in a round; None: unknown.
 
     Raises:
-        FedspanError: If the run can't be timed here: its base is quantised, or this machine lacks its device.
+        FedspanError: If the run can't be timed here: its base is quantized, or this machine lacks its device.
     """
     if config.model.quantization is not None:
         problem = f"a base in {config.model.quantization} cannot be timed without its weights"

@@ -173,12 +173,12 @@ def prepare_model(config: RunConfig, labels: int, architecture: Mapping[str, Any
         value.numel() * value.element_size() for value in (*adapted.model.parameters(), *adapted.model.buffers())
     )
     return PlannedModel(
-        adapted, base - _compute_quantising_savings(config, adapted.model), PlannedPasses(config, adapted)
+        adapted, base - _compute_quantizing_savings(config, adapted.model), PlannedPasses(config, adapted)
     )
 
 
-def _compute_quantising_savings(config: RunConfig, model: torch.nn.Module) -> int:
-    """Return the bytes that quantisation saves; the scales of the blocks, about 1 %, are ignored."""
+def _compute_quantizing_savings(config: RunConfig, model: torch.nn.Module) -> int:
+    """Return the bytes that quantization saves; the scales of the blocks, about 1 %, are ignored."""
     bits = {None: None, "nf4": 4, "int8": 8}[config.model.quantization]
     if bits is None:
         return 0

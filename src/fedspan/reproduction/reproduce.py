@@ -247,7 +247,7 @@ def _open_folder(folder: Path, settings: Mapping[str, Any]) -> None:
                 raise FedspanError(
                     "folder",
                     str(folder),
-                    problem=f"{str(folder)!r} was begun with {name} {stored[name]!r}. Choose another folder",
+                    problem=f"{str(folder)!r} was started with {name} {stored[name]!r}. Choose another folder",
                 )
     with convert_disk_errors(folder, "choose another folder"):
         folder.mkdir(parents=True, exist_ok=True)

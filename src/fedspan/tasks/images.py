@@ -1,7 +1,7 @@
 """Image classification: one label for an image.
 
 Images are decoded, turned upright, converted to RGB and resized once, by the model's own image processor, and stored as
-bytes; scaling and normalisation happen batch by batch. Shapes: N images, 3 colours, H rows, W columns.
+bytes; scaling and normalization happen batch by batch. Shapes: N images, 3 colours, H rows, W columns.
 """
 
 from __future__ import annotations
@@ -71,16 +71,16 @@ class ImageClassification(SingleLabelClassification):
         if not all(hasattr(processor, name) for name in ("do_rescale", "do_normalize")):
             raise _build_processor_error(processor)
         self._scale = float(processor.rescale_factor) if processor.do_rescale else 1.0
-        normalised = processor.do_normalize
-        self._mean = torch.tensor(processor.image_mean if normalised else 0.0).reshape(-1, 1, 1)
-        self._std = torch.tensor(processor.image_std if normalised else 1.0).reshape(-1, 1, 1)
+        normalized = processor.do_normalize
+        self._mean = torch.tensor(processor.image_mean if normalized else 0.0).reshape(-1, 1, 1)
+        self._std = torch.tensor(processor.image_std if normalized else 1.0).reshape(-1, 1, 1)
 
     def encode(self, dataset: datasets.Dataset) -> EncodedImages:
         """Decode and resize a data set with columns ``image`` and ``label`` (indices), once.
 
         Raises:
             FedspanError: If an image can't be decoded, the processor leaves images at different sizes, or it does more
-                than resize, rescale and normalise.
+                than resize, rescale and normalize.
         """
         import datasets
 
@@ -160,7 +160,7 @@ def _build_size_error() -> FedspanError:
 
 
 def _build_processor_error(processor: object) -> FedspanError:
-    expected = "a model whose image processor only resizes, rescales and normalises"
+    expected = "a model whose image processor only resizes, rescales and normalizes"
     return FedspanError("model.name", type(processor).__name__, expected)
 
 

@@ -9,7 +9,7 @@ Buffers (running statistics of norms) follow their modules and are averaged, loc
 buffers, which count batches, the largest value is used. The changes of running means and of variances are limited
 separately from the adapter's (``Claims.quantities``), and averaged variances are not negative. Unless they are frozen,
 norms are in training mode in every phase of a job, also in one in which the extras rest (``Job.extras``): then their
-parameters do not train, but they normalise by the batch and their statistics move.
+parameters do not train, but they normalize by the batch and their statistics move.
 """
 
 from __future__ import annotations

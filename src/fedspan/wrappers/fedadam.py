@@ -8,7 +8,7 @@ Reddi et al., "Adaptive Federated Optimization", ICLR 2021, arXiv:2003.00295, al
 on every transmitted tensor, factor by factor; m starts at 0, v at tau^2. There is no bias correction.
 
 Deviations: the paper averages plainly, which is ``federation.weights: uniform``. It asks for v >= tau^2 at the start;
-here v = tau^2. Moments of factors that the method re-initialises (FedLoRU's accumulations) are reset.
+here v = tau^2. Moments of factors that the method re-initializes (FedLoRU's accumulations) are reset.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""FedPAQ: clients send what changed, quantised without bias to a few bits an entry.
+"""FedPAQ: clients send what changed, quantized without bias to a few bits an entry.
 
 Reisizadeh et al., "FedPAQ: A Communication-Efficient Federated Learning Method with Periodic Averaging and
-Quantization", AISTATS 2020, arXiv:1909.13014; its quantiser (example 1) is QSGD's (arXiv:1610.02132).
+Quantization", AISTATS 2020, arXiv:1909.13014; its quantizer (example 1) is QSGD's (arXiv:1610.02132).
 
     client i:  sends Q(x_i - x), every tensor by itself: its norm in 32 bits, then ``bits`` bits an entry
     server:    x_i' = x + Q(x_i - x), then as the wrapped method's;   x is sent to clients unchanged
 
-Q is unbiased (``core.quantise``), so the mean of replies is right in expectation.
+Q is unbiased (``core.quantize``), so the mean of replies is right in expectation.
 
 Deviations: the paper averages plainly, which is ``federation.weights: uniform``. Around a low-rank method the factors
 are unbiased, but their product is only where one of them is the same for all clients (FFA-LoRA, RoLoRA). Levels have
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 from fedspan.core.method import Memory, declare_bounded
-from fedspan.core.quantise import pack, quantise, unpack
+from fedspan.core.quantize import pack, quantize, unpack
 from fedspan.core.tensors import Tensors, create_generator
 from fedspan.core.values import Client, Job
 from fedspan.wrappers.compression import Compression
@@ -49,7 +49,7 @@ class FedPAQ(Compression):
     ) -> tuple[Tensors, Memory]:
         packed = {
             name: pack(
-                *quantise(change, self.bits, create_generator(self.seed, self.key, round, client.id, name)), self.bits
+                *quantize(change, self.bits, create_generator(self.seed, self.key, round, client.id, name)), self.bits
             )
             for name, change in changes.items()
         }

@@ -2,7 +2,7 @@
 
 Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020, arXiv:1812.06127.
 
-    client i:  minimises f_i(x) + mu / 2 ||x - x_t||^2 from x = x_t
+    client i:  minimizes f_i(x) + mu / 2 ||x - x_t||^2 from x = x_t
     server:    as the wrapped method's
 
 x is everything that trains, the head included; mu = 0 is the wrapped method.

@@ -55,7 +55,7 @@ class LowPrecision(Compression):
     error_feedback: bool = False
 
     def explain_refusal(self, claims: Claims) -> str | None:
-        if self.error_feedback and claims.reinitialises:
+        if self.error_feedback and claims.reinitializes:
             return "adds rounding errors to the next change, and this method re-initializes its tensors in every round"
         return super().explain_refusal(claims)
 

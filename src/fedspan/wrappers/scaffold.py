@@ -76,7 +76,7 @@ class Scaffold(RegisteredWrapper):
         return replace(claims, sends="other", quantities=(*claims.quantities, Quantity("control variates", PREFIX)))
 
     def explain_refusal(self, claims: Claims) -> str | None:
-        if claims.reinitialises:
+        if claims.reinitializes:
             return "remembers gradients of tensors, and this method's tensors are re-initialized in every round"
         if claims.heterogeneous_ranks:
             return "needs one shape of every tensor for all clients, and this method's ranks may differ"

@@ -46,7 +46,7 @@ class ServerOptimizer(RegisteredWrapper):
     def explain_refusal(self, claims: Claims) -> str | None:
         if claims.reduction == "stack":
             return "steps along the mean of the replies, and this method's server needs a stack of them"
-        if claims.reinitialises:
+        if claims.reinitializes:
             return "needs tensors that last from round to round, and this method's are re-initialized in every one"
         if claims.moves_base:
             return "changes the average of the factors, and this method moves the base by what the same replies give"

@@ -263,7 +263,7 @@ FIELDS = [
         _parse(task="regression", data={"dataset": "cifar10"}),
     ),
     Mistake(
-        "scratch-quantised",
+        "scratch-quantized",
         "Quantization of newly drawn weights.",
         "model.quantization",
         _parse(model={"name": "builtin:resnet-8", "quantization": "nf4"}),

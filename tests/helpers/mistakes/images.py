@@ -150,7 +150,7 @@ IMAGES = [
     Mistake(
         "size-small", "Batches of one image of which one pixel is left.", "model.image_size", _narrow, "(Expected "
     ),
-    Mistake("processor", "A processor that does more than resize and normalise.", "model.name", _processor),
+    Mistake("processor", "A processor that does more than resize and normalize.", "model.name", _processor),
     Mistake("no-processor", "A model without an image processor.", "model.name", _no_processor, "cannot be loaded ("),
     Mistake(
         "architecture-task",

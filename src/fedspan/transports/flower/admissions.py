@@ -142,7 +142,7 @@ def admit_node(
             max_examples = earlier[-1].max_examples if earlier else None
         replaced = [id for id, (same_name, same_key) in same.items() if id in admitted and same_name and not same_key]
         if replaced and not replace:
-            problem = f"{name!r} has another key. Use --replace for the new key in place of it"
+            problem = f"{name!r} has another key. Use --replace to replace it by the new key"
             raise FedspanError("--as", name, problem=problem)
         node = _register(link, key, name or key.stem)
         admission = Admission(name, text, until, max_examples or None)

@@ -1,4 +1,4 @@
-"""The quantiser against its definition entry by entry, and its bytes against what they stand for."""
+"""The quantizer against its definition entry by entry, and its bytes against what they stand for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedspan.core.quantise import pack, quantise, unpack
+from fedspan.core.quantize import pack, quantize, unpack
 
 
 def by_hand(value: Tensor, levels: int, draws: Tensor) -> list[int]:
@@ -28,7 +28,7 @@ def test_levels_are_the_definitions(bits: int) -> None:
     rng = torch.Generator().manual_seed(bits)
     x = torch.randn(6, 4, generator=rng, dtype=torch.float64)
     draws = torch.rand(x.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
-    levels, norm = quantise(x, bits, torch.Generator().manual_seed(9))
+    levels, norm = quantize(x, bits, torch.Generator().manual_seed(9))
     assert abs(float(norm) - float(x.norm())) < 1e-6
     assert levels.flatten().tolist() == by_hand(x, 2 ** (bits - 1) - 1, draws)
 
@@ -39,7 +39,7 @@ def test_it_is_unbiased_and_within_the_papers_variance() -> None:
     s, draws = 3, 2000
     norm, total, squared = float(x.norm()), torch.zeros_like(x), 0.0
     for _ in range(draws):
-        levels, rounded = quantise(x, 3, rng)
+        levels, rounded = quantize(x, 3, rng)
         estimate = levels * rounded.double() / s
         total += estimate
         squared += float((estimate - x).square().sum())
@@ -53,7 +53,7 @@ def test_it_is_unbiased_and_within_the_papers_variance() -> None:
 @given(st.integers(2, 16), st.integers(1, 70), st.integers(0, 2**32), st.sampled_from([1.0, 1e-30, 1e30]))
 def test_packed_bits_come_back(bits: int, elements: int, seed: int, scale: float) -> None:
     rng = torch.Generator().manual_seed(seed)
-    levels, norm = quantise(torch.randn(elements, generator=rng) * scale, bits, rng)
+    levels, norm = quantize(torch.randn(elements, generator=rng) * scale, bits, rng)
     most = 2 ** (bits - 1) - 1
     assert int(levels.abs().max()) <= most
     packed = pack(levels, norm, bits)
@@ -73,5 +73,5 @@ def test_more_entries_than_are_spread_out_at_once(bits: int) -> None:
 @pytest.mark.parametrize("value", [torch.zeros(3, 2), torch.tensor([0.1]), torch.tensor(-5.0)])
 def test_zeros_and_single_numbers_are_exact(value: Tensor) -> None:
     """One entry is its own norm: the highest level, whatever is drawn and however the norm is rounded."""
-    levels, norm = quantise(value, 4, torch.Generator())
+    levels, norm = quantize(value, 4, torch.Generator())
     assert torch.equal(unpack(pack(levels, norm, 4), 4)[: value.numel()].view_as(value), value)

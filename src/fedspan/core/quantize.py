@@ -1,4 +1,4 @@
-"""Unbiased quantisation of a tensor to a few bits an entry, and the bytes that it takes (QSGD, arXiv:1610.02132).
+"""Unbiased quantization of a tensor to a few bits an entry, and the bytes that it takes (QSGD, arXiv:1610.02132).
 
     Q(x)_j = ||x|| sign(x_j) xi_j,   xi_j = (l + 1) / s with probability s |x_j| / ||x|| - l, else l / s
 
@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["pack", "quantise", "unpack"]
+__all__ = ["pack", "quantize", "unpack"]
 
 _NORM = 4  # bytes of a float32
 _AT_ONCE = 2**18  # entries whose bits are expanded at once; a multiple of 8, so that parts end on a byte
@@ -23,7 +23,7 @@ def compute_level_count(bits: int) -> int:
     return 2 ** (bits - 1) - 1
 
 
-def quantise(value: Tensor, bits: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+def quantize(value: Tensor, bits: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
     """Quantise to levels in [-s, s], int64, of the same shape, and a float32 norm: ``norm * level / s`` is unbiased.
 
     The norm is rounded up to float32, so that no entry exceeds it and no level exceeds s.
