@@ -156,7 +156,7 @@ def list_headlines(folder: Path, parts: Mapping[str, Sequence[Mapping[str, Any]]
 
 
 def _describe_findings(page: Mapping[str, Any], findings: Sequence[Mapping[str, str]]) -> str:
-    """Return a sentence with the verdicts, each with the methods compared with and the differences."""
+    """Return a sentence with the verdicts, each with the methods compared with and the differences; empty: no finding."""
     compared: dict[str, list[str]] = {}
     for finding in findings:
         pair = COMPARED.search(finding["statement"])
@@ -167,7 +167,7 @@ def _describe_findings(page: Mapping[str, Any], findings: Sequence[Mapping[str, 
         f"{VERBS[verdict]} against {_join_words(compared[verdict])}" for verdict in VERDICTS if verdict in compared
     ]
     note = f" The results are {OUTDATED}." if "outdated" in page else ""
-    return f"This {_join_words(clauses)}.{note}"
+    return f"This {_join_words(clauses)}.{note}" if clauses else ""
 
 
 def _join_words(words: Sequence[str]) -> str:

@@ -43,7 +43,7 @@ def find_unknown_options(text: str) -> set[str]:
     ("text", "unknown"),
     [
         ("`fedspan plan --utilization 0.2`, `--utilization`, `plan --mbit 3`", set()),
-        ("`--utilization`", {"--utilization"}),
+        ("`--occupation`", {"--occupation"}),
         ("`fedspan run a.yaml --mbit 3`", {"--mbit"}),
         ("`python script.py --other`\n\n```bash\nother --option\n```\n", set()),
     ],

@@ -139,9 +139,7 @@ class SecureAggregation:
                 messages.append(message)
         digests = {hashlib.sha256(serialization.encode(message)).hexdigest() for message in messages}
         if len(digests) > 1:
-            problem = (
-                "the method sends its clients different models; secure aggregation needs one that all can check"
-            )
+            problem = "the method sends its clients different models; secure aggregation needs one that all can check"
             raise FedspanError("federation.secure", None, problem=problem)
         return digests.pop()
 
