@@ -156,7 +156,7 @@ def list_headlines(folder: Path, parts: Mapping[str, Sequence[Mapping[str, Any]]
 
 
 def _describe_findings(page: Mapping[str, Any], findings: Sequence[Mapping[str, str]]) -> str:
-    """Return a sentence with the verdicts, each with the methods compared with and the differences; empty: no finding."""
+    """Return a sentence with the verdicts, the methods compared with and the differences; empty: no finding."""
     compared: dict[str, list[str]] = {}
     for finding in findings:
         pair = COMPARED.search(finding["statement"])
