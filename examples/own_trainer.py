@@ -1,18 +1,20 @@
-"""Two offices fine-tune a language model with TRL's SFTTrainer, and federate it in ten lines.
+"""Two offices fine-tune a language model with TRL's SFTTrainer, and federate it in four added lines.
 
     pip install 'fedspan[trl]'
     python examples/own_trainer.py                     # a Llama of 15 million parameters, from the hub
     python examples/own_trainer.py --model FOLDER      # any decoder of Transformers
     python examples/own_trainer.py --alone north       # the script as it was: one office, without fedspan
 
-``make_trainer`` is an ordinary TRL script. The lines that federate it are those of ``federate``; everything else about
-training (data, batch size, precision, evaluation, callbacks) stays as its owner wrote it.
+``make_trainer`` is an ordinary TRL script. The lines that federate it are those of ``federate``; ``own_trainer.yaml``
+beside this script names method, layers and optimizer. Everything else about training (data, batch size, precision,
+evaluation, callbacks) stays as its owner wrote it.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -62,14 +64,8 @@ def make_trainer(office: str, name: str, out: Path, count: int) -> SFTTrainer:
 def federate(args: argparse.Namespace) -> None:
     import fedspan
 
-    config = {
-        "model": {"target_modules": "all-linear"},
-        "method": {"name": "rolora", "r": 8, "lora_alpha": 16},
-        "federation": {"rounds": args.rounds},
-        "training": {"lr": 5e-3, "local_epochs": 1},
-    }
     trainers: dict[str, Any] = {o: make_trainer(o, args.model, args.out, args.texts) for o in OFFICES}
-    report = fedspan.simulate(config, args.out / "run", trainers=trainers, resume=True)
+    report = fedspan.simulate(args.config, args.out / "run", trainers=trainers, resume=True)
     print(f"best round {report.best_round}: loss {report.scores['validation']['loss']:.3f} on held-out letters")
 
 
@@ -77,14 +73,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="nickypro/tinyllama-15M", help="a decoder: hub id or folder")
     parser.add_argument("--alone", choices=OFFICES, help="train one office without fedspan")
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--config", type=Path, help="left out: own_trainer.yaml beside this script")
     parser.add_argument("--texts", type=int, default=80, help="letters of an office")
     parser.add_argument("--out", type=Path, help="left out: runs/own_trainer, or runs/own_trainer-smoke")
-    parser.add_argument("--smoke", action="store_true", help="a few seconds: two rounds on 16 letters")
+    parser.add_argument("--smoke", action="store_true", help="a few seconds: 16 letters of an office")
     args = parser.parse_args()
     args.out = args.out or Path("runs/own_trainer-smoke" if args.smoke else "runs/own_trainer")
+    args.config = args.config or Path(sys.argv[0]).with_name("own_trainer.yaml")
     if args.smoke:
-        args.rounds, args.texts = 2, 16
+        args.texts = 16
     if args.alone is not None:
         make_trainer(args.alone, args.model, args.out, args.texts).train()
         return

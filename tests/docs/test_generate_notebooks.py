@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 from pathlib import Path
 from types import ModuleType
 
@@ -68,6 +69,7 @@ def test_an_own_method(tiny_folder: Path, tmp_path: Path) -> None:
 def test_an_own_trainer(decoders: Path, tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="the extra fedspan[trl] is not installed")
     options = ["--smoke", "--model", str(decoders / "llama-lm")]
+    shutil.copy(ROOT / "examples" / "own_trainer.yaml", tmp_path)  # as beside the notebook
     printed = run_notebook(Path("examples/own_trainer.ipynb"), tmp_path, options)
     assert "on held-out letters" in printed
     assert (tmp_path / "runs" / "own_trainer-smoke" / "run" / "adapter").is_dir()
