@@ -27,6 +27,7 @@ from transformers import AutoTokenizer
 import fedspan
 from fedspan.config import parse_config
 from fedspan.config.node import NodeConfig
+from fedspan.core.method import Method, RegisteredMethod
 from helpers import tiny, tiny_decoders
 from helpers.code_blocks import COMMANDS, PAGES, ROOT, Block, blocks_of, calls
 from helpers.command_line import get_program
@@ -35,7 +36,11 @@ from helpers.hub import save_hub
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 DEPLOYED = ("admit", "approve", "audit", "budget", "health", "join", "renew", "revoke", "server", "status", "submit")
 FRAGMENTS = {
-    Path("docs/adding-a-method.md"): ("src/fedspan/methods/ffa_lora.py", "src/fedspan/methods/registry.py"),
+    Path("docs/adding-a-method.md"): (
+        "src/fedspan/methods/ffa_lora.py",
+        "src/fedspan/methods/pfedlora.py",
+        "src/fedspan/methods/registry.py",
+    ),
     Path("docs/your-task.md"): ("examples/own_task.py",),
     Path("docs/models.md"): ("examples/plain_pytorch.py",),
 }
@@ -132,6 +137,13 @@ def test_pieces_of_a_module_are_its_own(page: Path) -> None:
         parts = [part.strip('\n "') for part in piece.split("...")]
         assert parts[0]
         assert all(any(part in module for module in modules) for part in parts), piece
+
+
+def test_adding_a_method_explains_all_that_a_method_may_define() -> None:
+    page = (ROOT / "docs" / "adding-a-method.md").read_text(encoding="utf-8")
+    definable = {name for name in vars(Method) if not name.startswith("_")} - set(vars(RegisteredMethod))
+    assert {"init", "update"} < definable
+    assert {name for name in definable if re.search(rf"\b{name}\b", page) is None} == set()
 
 
 def test_the_lines_of_an_own_trainer_are_the_example_s() -> None:
