@@ -180,7 +180,9 @@ def test_tags_are_few_and_short(tags: dict[str, str], tiny_folder: Path, tmp_pat
 def test_a_limit_of_an_admission_reaches_the_round(tiny_folder: Path) -> None:
     config = build_server_config(values(tiny_folder))
     spec = prepare_server(config).engine.adapted.spec
-    clients = build_server_clients(config, spec, {"clinic": 2**53 - 1, "practice": 80}, {"clinic": 100})
+    examples = {"clinic": 2**53 - 1, "practice": 80}
+    clients = build_server_clients(config, spec, examples, {"clinic": 100}, {"clinic": "ecdsa-sha2-nistp384 key"})
+    assert {id: one.identity for id, one in clients.items()} == {"clinic": "ecdsa-sha2-nistp384 key", "practice": ""}
     assert {id: one.max_weight for id, one in clients.items()} == {"clinic": 100, "practice": None}
     # the order has the number that the node declared, since the node compares it with its own
     assert clients["clinic"].client.examples == clients["clinic"].client.weight == 2**53 - 1

@@ -197,10 +197,11 @@ class Submission:
         from fedspan.transports.flower.admissions import read_admissions
 
         admitted = read_admissions(self._link)
-        limits = {id: admitted[one.node].max_examples for id, one in self._nodes.items() if one.node in admitted}
+        admissions = {id: admitted[one.node] for id, one in self._nodes.items() if one.node in admitted}
         return build_server_clients(
             *(self._prepared.config, self._prepared.engine.adapted.spec, examples),
-            {id: count for id, count in limits.items() if count is not None},
+            {id: one.max_examples for id, one in admissions.items() if one.max_examples is not None},
+            {id: one.key for id, one in admissions.items()},
         )
 
     def _list_revoked(self) -> Collection[int]:

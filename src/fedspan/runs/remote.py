@@ -121,7 +121,11 @@ def build_method(config: RunConfig, spec: Spec) -> RegisteredMethod:
 
 
 def build_server_clients(
-    config: RunConfig, spec: Spec, examples: Mapping[str, int], max_examples: Mapping[str, int] | None = None
+    config: RunConfig,
+    spec: Spec,
+    examples: Mapping[str, int],
+    max_examples: Mapping[str, int] | None = None,
+    identities: Mapping[str, str] | None = None,
 ) -> dict[str, ClientData]:
     """Build the client data of a server: ranks, scalings and weights, without data indices.
 
@@ -130,6 +134,7 @@ def build_server_clients(
         spec: Spec of the run's model.
         examples: Number of training examples that each client declared, by client id.
         max_examples: Number of examples up to which a declared one counts, by client id; others count in full.
+        identities: Public keys that have to sign the session keys of secure sums, by client id; others need none.
     """
     method, no_indices = build_method(config, spec), np.zeros(0, np.int64)
     ids = sorted(examples)
@@ -138,7 +143,8 @@ def build_server_clients(
     for id in ids:
         weight = 1.0 if config.federation.weights == "uniform" else float(examples[id])
         client = Client(id, ranks[id], compute_client_scaling(config, method, ranks[id]), examples[id], weight)
-        clients[id] = ClientData(client, no_indices, no_indices, no_indices, (max_examples or {}).get(id))
+        limit, identity = (max_examples or {}).get(id), (identities or {}).get(id, "")
+        clients[id] = ClientData(client, no_indices, no_indices, no_indices, limit, identity)
     return clients
 
 

@@ -91,7 +91,16 @@ class SecureAggregation:
         """``Aggregation.open``: exchange keys and shares."""
         context, secure = self.context, self.secure
         session = self._session = SecureSession(
-            context.transport, context.rules.deadline, secure, context.run, context.state.round, attempt, self.quorum
+            *(
+                context.transport,
+                context.rules.deadline,
+                secure,
+                context.run,
+                context.state.round,
+                attempt,
+                self.quorum,
+            ),
+            {id: context.clients[id].identity for id in clients},
         )
         self.replies.clear()
         with self._record_exchanges(session):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fedspan.crypto.graph import compute_threshold, select_neighbourhoods
-from fedspan.crypto.identity import verify_signature
+from fedspan.crypto.identity import compute_fingerprint, verify_signature
 from fedspan.crypto.keys import (
     compute_commitment,
     compute_masking_public,
@@ -168,6 +168,8 @@ class SecureSession:
         round: Number of the round, from 0.
         attempt: Attempt of the round, from 0.
         quorum: Minimum number of clients.
+        identities: Public keys in OpenSSH's format that have to sign the clients' session keys, by client; others need
+            no signature.
     """
 
     def __init__(
@@ -179,10 +181,12 @@ class SecureSession:
         round: int,
         attempt: int,
         quorum: int,
+        identities: Mapping[str, str] | None = None,
     ) -> None:
         self.transport, self.seconds, self.settings = transport, seconds, settings
         self.run, self.round, self.attempt, self.quorum = run, round, attempt, quorum
         self.number = serial()
+        self.identities = identities or {}
         self.transfers: list[Transfer] = []
         self.failures: list[Failure] = []
         self._keys: dict[str, PublicKeys] = {}
@@ -358,6 +362,9 @@ class SecureSession:
             raise ValueError("another client has sent one of its keys")
         for key in pair:
             require_public_key(key)
+        expected = self.identities.get(id, "")
+        if expected and (not keys.identity or compute_fingerprint(keys.identity) != compute_fingerprint(expected)):
+            raise ValueError("they are not signed by the key with which it was admitted")
         if keys.identity or keys.signature:
             context = build_session_context(self.run, self.number)
             verify_signature(keys.identity, keys.signature, keys.build_statement(context, id))

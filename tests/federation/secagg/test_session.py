@@ -1,0 +1,105 @@
+"""The server's half of a session: whose keys it accepts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not installed")
+pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
+
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+from fedspan.clients.refusals import refuse_any
+from fedspan.clients.secagg import MemorySessionStore, SecureClient
+from fedspan.crypto.identity import Identity, compute_fingerprint, load_identity
+from fedspan.federation.protocol import Envelope, read_header
+from fedspan.federation.secagg.messages import Agreement, KeysReply, PublicKeys, build_session_context, decode_phase
+from fedspan.federation.secagg.session import SecureSession
+from fedspan.federation.settings import SecureSettings
+
+HONEST, HOSTILE = ("a", "b", "c"), "d"
+Change = Callable[[PublicKeys, str, Identity], PublicKeys]
+
+
+def make_identity(path: Path) -> Identity:
+    key = ec.generate_private_key(ec.SECP384R1())
+    path.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
+    return load_identity(path)
+
+
+class Clients:
+    """Clients that sign their session keys, and join sums only with the keys that they know; one changes its own."""
+
+    def __init__(self, identities: Mapping[str, Identity], change: Change, stranger: Identity) -> None:
+        known = {id: compute_fingerprint(one.public) for id, one in identities.items()}
+        self.clients = {
+            id: SecureClient(id, MemorySessionStore(), identity=one, known=known) for id, one in identities.items()
+        }
+        self.change, self.stranger = change, stranger
+
+    def exchange(self, orders: Any, on_reply: Callable[[str, Envelope], bool], *_: object, **__: object) -> None:
+        for id in orders:
+            order = decode_phase(orders[id])
+            try:
+                reply = self.clients[id].answer(order).to_envelope()
+            except Exception as error:
+                reply = refuse_any(order, error)
+            if (id, order.task) == (HOSTILE, "keys"):
+                decoded = read_header(KeysReply, reply)
+                assert decoded.keys is not None
+                keys = self.change(decoded.keys, build_session_context(order.run, order.session), self.stranger)
+                reply = decoded.model_copy(update={"keys": keys}).to_envelope()
+            on_reply(id, reply)
+
+
+def leave(keys: PublicKeys, context: str, stranger: Identity) -> PublicKeys:
+    return keys
+
+
+def remove_signature(keys: PublicKeys, context: str, stranger: Identity) -> PublicKeys:
+    return keys.model_copy(update={"identity": "", "signature": b""})
+
+
+def sign_by_another(keys: PublicKeys, context: str, stranger: Identity) -> PublicKeys:
+    signature = stranger.sign(keys.build_statement(context, HOSTILE))
+    return keys.model_copy(update={"identity": stranger.public, "signature": signature})
+
+
+def name_no_key(keys: PublicKeys, context: str, stranger: Identity) -> PublicKeys:
+    return keys.model_copy(update={"identity": "key"})
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (leave, None),
+        (remove_signature, "not signed by the key with which it was admitted"),
+        (sign_by_another, "not signed by the key with which it was admitted"),
+        (name_no_key, "not a public key"),
+    ],
+)
+def test_keys_that_the_admitted_key_did_not_sign_fail_their_sender_alone(
+    change: Change, reason: str | None, tmp_path: Path
+) -> None:
+    """The other nodes know this key by its fingerprint, and would refuse the sum."""
+    identities = {id: make_identity(tmp_path / id) for id in (*HONEST, HOSTILE)}
+    transport: Any = Clients(identities, change, make_identity(tmp_path / "stranger"))
+    admitted = {id: f"{one.public} {id}'s key" for id, one in identities.items()}
+    session = SecureSession(transport, 10.0, SecureSettings(), "run", 0, 0, 3, admitted)
+
+    def agree(ids: Collection[str]) -> Agreement:
+        digest = "0" * 64
+        return Agreement(
+            config="", task="train", round=0, lr=0.1, model=digest, clients=len(ids), clip=1.0, bits=32, top=1.0,
+            layout=digest,
+        )  # fmt: skip
+
+    session.begin([*HONEST, HOSTILE], agree)
+    assert set(session.present) == {*HONEST, *([HOSTILE] if reason is None else [])}
+    assert [failure.client for failure in session.failures] == ([] if reason is None else [HOSTILE])
+    assert all((reason or "") in failure.reason for failure in session.failures)
