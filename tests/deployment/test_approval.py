@@ -35,15 +35,17 @@ def events(folder: Path) -> list[str]:
 
 
 def test_a_new_job_waits_for_its_operator(tiny_folder: Path, tmp_path: Path, approvals: Approvals) -> None:
-    service = NodeService(node(tiny_folder, tmp_path, limits=ASK))
+    own = node(tiny_folder, tmp_path, limits=ASK)
+    service = NodeService(own)
     for _ in range(2):
         introduction = introduced(service, values(tiny_folder))
         assert introduction.waiting
         assert "has to approve job" in (introduction.refused or "")
     assert events(tmp_path) == ["job requested"]  # asked twice, one job
     (request,) = approvals.list_requests()
-    assert request.summarize()["method"] == "fedit"
-    assert request.summarize()["decision"] == "waits for fedspan approve"
+    summary = request.summarize(own)
+    facts = {"method": "fedit", "columns": "text, label", "decision": "waits for fedspan approve"}
+    assert {name: summary[name] for name in facts} == facts
     approvals.decide(request.job[:8], "approved")
     introduction = introduced(service, values(tiny_folder))
     assert (introduction.refused, introduction.waiting) == (None, False)
@@ -59,7 +61,9 @@ def test_a_changed_config_is_another_job(tiny_folder: Path, tmp_path: Path, appr
     assert len(approvals.list_requests()) == 3
 
 
-def test_an_offer_of_other_weights_is_another_job(tiny_folder: Path, approvals: Approvals) -> None:
+def test_an_offer_of_other_weights_is_another_job(tiny_folder: Path, tmp_path: Path, approvals: Approvals) -> None:
+    own = node(tiny_folder, tmp_path, limits=ASK)
+
     def offer(digit: str) -> Invitation:
         files = (
             BaseFile(name="config.json", size=2**20, sha256="f" * 64),
@@ -70,7 +74,7 @@ def test_an_offer_of_other_weights_is_another_job(tiny_folder: Path, approvals: 
     with pytest.raises(NotApprovedError):
         approvals.require(offer("0"))
     (request,) = approvals.list_requests()
-    shown = request.summarize()["offered model"]
+    shown = request.summarize(own)["offered model"]
     assert "4.0 MiB" in shown
     assert compute_offer_digest(offer("0").base_files) in shown
     approvals.decide(request.job, "approved")
@@ -80,7 +84,8 @@ def test_an_offer_of_other_weights_is_another_job(tiny_folder: Path, approvals: 
         assert other.digest != offer("0").digest  # so that clients of a secure sum have the same model
         with pytest.raises(NotApprovedError):
             approvals.require(other)
-    assert [one.summarize()["offered model"].partition(":")[0] for one in approvals.list_requests()].count("none") == 1
+    offers = [one.summarize(own)["offered model"].partition(":")[0] for one in approvals.list_requests()]
+    assert offers.count("none") == 1
 
 
 def test_decisions_of_earlier_versions_are_read(tiny_folder: Path, tmp_path: Path, approvals: Approvals) -> None:
@@ -168,8 +173,9 @@ def test_the_commands_show_and_decide(tiny_folder: Path, tmp_path: Path) -> None
     runner = CliRunner(env={"COLUMNS": "140", "TERM": "dumb"})
     shown = runner.invoke(get_program(), ["approve", str(file), "--settings"])
     assert shown.exit_code == 0, shown.output
-    for words in ("fedit", "waits for fedspan approve", "local_steps", "secure aggregation", "lora_alpha"):
-        assert words in shown.output
+    words = ["fedit", "waits for fedspan approve", "local_steps", "secure aggregation", "lora_alpha"]
+    for word in [*words, "columns             text, label"]:
+        assert word in shown.output
     assert "\x1b" not in shown.output
     (request,) = Approvals(tmp_path / "kept", AuditLog(tmp_path / "kept" / AUDIT)).list_requests()
     assert runner.invoke(get_program(), ["approve", str(file), "0" * 64]).exit_code == 2

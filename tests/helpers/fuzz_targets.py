@@ -596,7 +596,7 @@ class Configs(_Json):
             return
         config = parse_config(values)
         given = config.model_dump(mode="json")
-        summary = JobRequest("0" * 64, "run", given, "now").summarize()
+        summary = JobRequest("0" * 64, "run", given, "now").summarize(NodeConfig.model_validate(_NODE))
         if not all(value.isprintable() for value in summary.values()):
             raise AssertionError("a summary that a terminal obeys")
         parse_config(build_node_values(given, {**_OWN, "data": {"train": "t.csv"}}))

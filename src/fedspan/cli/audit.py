@@ -34,7 +34,8 @@ def approve(
     from fedspan.deployment.audit import AUDIT
     from fedspan.logs import AuditLog
 
-    folder = Path(load_node(node).folder)
+    config = load_node(node)
+    folder = Path(config.folder)
     approvals = Approvals(folder, AuditLog(folder / AUDIT))
     if job is not None:
         decision = approvals.decide(job, "refused" if refuse else "approved", reason)
@@ -47,8 +48,8 @@ def approve(
         typer.echo("no server has requested a job yet")
     for request in requests:
         typer.echo(f"job {request.job[:16]}")
-        for name, value in request.summarize().items():
-            typer.echo(f"  {name:<12}{value}")
+        for name, value in request.summarize(config).items():
+            typer.echo(f"  {name:<20}{value}")
         if settings:
             typer.echo("".join(f"    {line}\n" for line in request.format_settings().splitlines()), nl=False)
 

@@ -39,6 +39,11 @@ class NodeLimits(Section):
         description="Allow model.pretrained: false, where all weights come from the server; builtin:resnet-8, -10 "
         "and -18 are always trained so.",
     )
+    columns: list[Annotated[str, Field(min_length=1)]] = Field(
+        default_factory=list,
+        description="Columns of the data that a run's prompt (data.prompt) may name, in addition to those that data "
+        "names and those that the task reads without a prompt. A prompt in data replaces the run's.",
+    )
     rounds: int | None = Field(
         default=1000,
         ge=1,
@@ -185,8 +190,9 @@ class NodeConfig(Section):
     data: dict[str, Any] = Field(
         default_factory=dict,
         description="The node's data, as in a run's config: train, test, text, label, group, ... Only fields that "
-        "define the problem (labels, chat, system, packing, long_answers, and a prompt if the run has "
-        "one) come from the server. Required unless the node trains with a trainer of its own (fedspan.join).",
+        "define the problem (labels, chat, system, packing, long_answers, and a prompt, whose columns "
+        "limits.columns restricts) come from the server. Required unless the node trains with a trainer of its own "
+        "(fedspan.join).",
     )
     data_id: Annotated[str, AfterValidator(require_printable)] = Field(
         default="data",

@@ -18,7 +18,9 @@ from typing import Any, Literal
 
 import yaml
 
+from fedspan.config.node import NodeConfig
 from fedspan.deployment.base_offers import compute_offer_digest
+from fedspan.deployment.columns import describe_columns
 from fedspan.deployment.handshake import Invitation
 from fedspan.errors import FedspanError, escape_controls
 from fedspan.files import convert_disk_errors, from_json, read_bytes, to_json, write_atomic
@@ -64,8 +66,12 @@ class JobRequest:
     base_sha256: str = ""
     base_bytes: int = 0
 
-    def summarize(self) -> dict[str, str]:
-        """Return what the job asks for, as text that a terminal can show: what a decision depends on, in few lines."""
+    def summarize(self, node: NodeConfig) -> dict[str, str]:
+        """Return what the job asks for, as text that a terminal can show: what a decision depends on, in few lines.
+
+        Args:
+            node: Config of the node, whose data it would read.
+        """
         parts = {name: self.config.get(name) or {} for name in ("model", "method", "federation", "training", "privacy")}
         model, method, rounds, training, privacy = parts.values()
         names = [
@@ -79,6 +85,7 @@ class JobRequest:
             "run": self.run,
             "requested": self.requested_at,
             "task": self.config.get("task"),
+            "columns": describe_columns(node, self.config),
             "model": model.get("name"),
             "offered model": f"{self.base_bytes / 2**20:.1f} MiB, SHA-256 of its files {self.base_sha256}"
             if self.base_sha256

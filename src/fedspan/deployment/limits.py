@@ -19,6 +19,7 @@ from fedspan.config.node import NodeConfig, NodeLimits
 from fedspan.core.method import Method, RegisteredMethod
 from fedspan.core.values import Client
 from fedspan.crypto.graph import compute_neighbourhood_size
+from fedspan.deployment.columns import require_columns
 from fedspan.deployment.handshake import Invitation
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Order
@@ -55,6 +56,7 @@ def require_config(node: NodeConfig, invitation: Invitation, config: RunConfig) 
     if limits.methods is not None and method not in limits.methods:
         raise _build_forbidden_error("limits.methods", method, limits.methods)
     _require_model(node, invitation, config)
+    require_columns(node, config)
     for field, value, limit in _list_sizes(config, invitation, limits):
         if value > limit:
             problem = f"the run's {field} is {value}, and this node allows at most {limit}"
