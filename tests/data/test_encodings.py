@@ -72,6 +72,20 @@ SPARSE = {
         "cp1250",
     ),
     "macintosh": (TEXTS["cp1252"], "mac_roman"),
+    "finnish": ("text,label\nMissä korttini on?,a\nMaksu epäonnistui tänään,b\nOnko se jo lähetetty?,a\n", "cp1252"),
+    "dutch words": ("text,label\ngéén reactie gekregen,a\nHet hele idee is één grote ramp,b\n", "cp1252"),
+    "swiss": ("text,label\nBäär in Zürich,a\nwhere is my card,b\n", "cp1252"),
+    "msdos german": (
+        "text;label\nSchöne Grüße aus München;a\nÜberweisung möglich?;b\nWo ist die Karte für das Konto?;a\n",
+        "cp850",
+    ),
+    "msdos french": (
+        "text;label\nLe café est fermé à l'été, où étiez-vous?;non\nJe n'ai pas reçu ma carte;a\n",
+        "cp850",
+    ),
+    "msdos russian": (TEXTS["cp1251"], "cp866"),
+    "macintosh swedish": ("text,label\nVar är mitt kort? Jag har väntat på det,a\nKöpet gick inte,b\n", "mac_roman"),
+    "cantonese": ("text,label\n這部電影好好睇,a\nT恤,b\n", "big5"),
 }
 
 
@@ -80,6 +94,14 @@ def test_few_characters_beyond_ascii_are_enough(name: str) -> None:
     """Signs alone are those of cp1252: other encodings have them in other places or not at all."""
     text, encoding = SPARSE[name]
     assert decode(text.encode(encoding)) == (text, encoding)
+
+
+@pytest.mark.parametrize("name", ["Väänänen", "Jääskeläinen", "Mäkelä", "Höök", "géén", "één", "Zoë", "São Paulo"])
+@pytest.mark.parametrize("lines", [0, 50])
+def test_one_name_beyond_ascii(name: str, lines: int) -> None:
+    """Letters that occur twice are no sign of another encoding, nor of an East Asian character."""
+    text = "text,label\n" + lines * "where is my card,a\n" + f"{name},b\n"
+    assert decode(text.encode("cp1252")) == (text, "cp1252")
 
 
 def test_english_texts_with_names_of_swiss_towns() -> None:

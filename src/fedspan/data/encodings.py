@@ -2,6 +2,7 @@
 
 UTF-8 and UTF-16 are recognized by their own rules. Older encodings of one or two bytes a character are ranked by
 charset-normalizer, among those that are in use: of two that fit about equally well, the more common one is selected.
+Those that put characters into words that words do not have are left out before.
 An encoding in which all letters beyond ASCII are those of one language precedes cp1252 where they are those of none.
 Windows' quotation marks, dashes, and signs such as £ and © do not distinguish encodings, and are not ranked.
 """
@@ -26,7 +27,8 @@ _MARKS = (
 )
 _LEGACY = (
     *("cp1252", "cp1250", "cp1251", "cp1254", "cp1253", "cp1257", "cp1255", "cp1256"),
-    *("shift_jis", "gb18030", "euc_kr", "big5", "euc_jp", "koi8_r", "tis_620", "cp1258", "mac_roman"),
+    *("shift_jis", "gb18030", "euc_kr", "big5", "euc_jp", "koi8_r", "tis_620", "cp1258"),
+    *("mac_roman", "cp850", "cp866"),
 )
 """Encodings that are tried for files that are not Unicode, the most common first."""
 _TOLERANCE = 0.02
@@ -46,8 +48,28 @@ _SIGNS = re.compile(
     rb"|(?<![A-Za-z\x80-\xff])[\xa1\xa3\xa5\xb2\xb3\xbc\xbe\xbf](?![A-Za-z\x80-\xff])"
 )
 """Signs of cp1252 where they are hardly letters of another encoding."""
-_SIGN_IN_WORD = re.compile(r"(?<=[^\W\d_])(?:[^\w\s\x00-\x7f\u2013-\u2026\xab\xbb\xae\u2122\xa9]|[\xb2\xb3\xb9])")
-"""A sign that follows a letter, such as a superscript three."""
+_CAPITALS = "".join(filter(str.isupper, map(chr, range(0x80, 0x530))))
+_LETTER, _CJK = r"[^\W\d_]", r"[\u3001-\u9fff\uac00-\ud7ff\uff01-\uffef]"
+_MISREAD = re.compile(
+    # A sign after a letter, such as a superscript three, but for marks of accents and vowels.
+    rf"(?<={_LETTER})"
+    r"(?:[^\w\s\x00-\x7f\u0300-\u036f\u0591-\u05c7\u064b-\u0670\u0e31-\u0e4e\u2013-\u2026\xab\xbb\xae\u2122\xa9]"
+    r"|[\xb2\xb3\xb9])"
+    # A quotation mark, a dagger or a bullet between letters.
+    rf"|(?<={_LETTER})[\u201a\u201c-\u2022](?={_LETTER})"
+    # A capital inside a word.
+    rf"|(?<=[a-z\xdf-\xff])[{_CAPITALS}]"
+    # Letters of two scripts in a word.
+    r"|[A-Za-z\xc0-\u024f][\u0370-\u0e7f]|[\u0370-\u0e7f][A-Za-z\xc0-\u024f]"
+    # A single character of East Asia beside a small letter.
+    rf"|(?<![^\x00-\x7f]){_CJK}(?=[a-z])|(?<=[a-z]){_CJK}(?![^\x00-\x7f])"
+)
+"""Characters where words do not have them, so that the encoding is likely another one."""
+_MAX_MISREAD = 0.05
+"""Difference in the share of such characters from which an encoding is left out."""
+_DOUBLED = re.compile(rb"(?<![\x80-\xff])([\xc0-\xff])\1(?![\x80-\xff])")
+"""A letter of one byte twice (Finnish, Dutch), which charset-normalizer takes for an unlikely one."""
+_MULTIBYTE = frozenset({"shift_jis", "gb18030", "euc_kr", "big5", "euc_jp"})
 _RARE = re.compile("[\u00d0\u00dd\u00de\u00f0\u00fd\u00fe\u0152\u0153\u0160\u0161\u0178\u017d\u017e]")
 """Letters of cp1252 that are more likely Turkish, Polish or Czech letters of other encodings."""
 _ALPHABETS: Mapping[str, tuple[str, ...]] = {
@@ -190,13 +212,14 @@ def _is_damaged_utf8(content: bytes) -> bool:
 
 def _detect_legacy_encoding(content: bytes) -> str:
     # Only lines with non-ASCII characters distinguish the candidates.
-    lines = (line for line in _SIGNS.sub(b" ", content).splitlines(keepends=True) if not line.isascii())
-    sample = bytearray()
-    for line in lines:
-        sample += line
+    whole, sample = bytearray(), bytearray()
+    for line in content.splitlines(keepends=True):
+        if not line.isascii():
+            whole += line if len(whole) < _SAMPLE else b""
+            sample += b"" if (letters := _SIGNS.sub(b" ", line)).isascii() else letters
         if len(sample) >= _SAMPLE:
             break
-    ranked = _rank_encodings(bytes(sample)) if sample else list(_LEGACY)
+    ranked = _rank_encodings(bytes(sample), bytes(whole)) if sample else list(_LEGACY)
     if (by_alphabet := _find_by_alphabet(bytes(sample))) is not None and ranked[:1] != [by_alphabet]:
         ranked.insert(0, by_alphabet)
     for name in ranked:
@@ -209,29 +232,52 @@ def _detect_legacy_encoding(content: bytes) -> str:
     raise ValueError("no encoding fits: the file may not be text")
 
 
-def _rank_encodings(sample: bytes) -> list[str]:
+def _rank_encodings(sample: bytes, whole: bytes) -> list[str]:
     """Rank the encodings of a text with letters beyond ASCII, the best first; those that cannot decode it are missing.
 
-    The criteria are charset-normalizer's share of unlikely characters (chaos), how much the letters are those of a
-    language (coherence), the number of signs in words, and the order of `_LEGACY`. If a text has only usual
-    letters in the most common encoding, another one needs a clear lead in coherence.
+    The criteria are the share of characters that words do not have, charset-normalizer's share of unlikely characters
+    (chaos), how much the letters are those of a language (coherence), and the order of `_LEGACY`. If a text has only
+    usual letters in the most common encoding, another one needs a clear lead in coherence.
+
+    Args:
+        sample: Lines with letters beyond ASCII, without the signs of cp1252.
+        whole: The first lines with characters beyond ASCII, unchanged.
     """
+    misread = {name: count for name in _LEGACY if (count := _measure_misread(whole, name)) is not None}
+    least = min(misread.values(), default=0.0)
+    single = _DOUBLED.sub(rb"\1", sample)
     chaos: dict[str, float] = {}
     coherence: dict[str, float] = {}
-    for name in _LEGACY:  # one at a time: of several, those similar to one that does not fit are left out
-        for match in from_bytes(sample, cp_isolation=[name], threshold=_MAX_CHAOS, enable_fallback=False):
+    for (
+        name,
+        share,
+    ) in misread.items():  # one at a time: of several, those similar to one that does not fit are left out
+        if share > least + _MAX_MISREAD:
+            continue
+        content = sample if name in _MULTIBYTE else single
+        for match in from_bytes(content, cp_isolation=[name], threshold=_MAX_CHAOS, enable_fallback=False):
             chaos[name], coherence[name] = match.chaos, match.coherence
-    signs = {name: len(_SIGN_IN_WORD.findall(sample.decode(name, errors="ignore"))) for name in chaos}
     common = sample.decode(_LEGACY[0], errors="ignore")
-    usual = {_LEGACY[0]} if not _SIGN_IN_WORD.search(common) and not _RARE.search(common) else set[str]()
+    usual = {_LEGACY[0]} if not _MISREAD.search(common) and not _RARE.search(common) else set[str]()
     ranked: list[str] = []
     while remaining := [name for name in chaos if name not in ranked]:
         best = min(chaos[name] for name in remaining)
         near = [name for name in remaining if chaos[name] <= best + _TOLERANCE]
         most = max(coherence[name] for name in near)
         near = [name for name in near if coherence[name] >= most - (_LEAD if name in usual else _TOLERANCE)]
-        ranked.append(min(near, key=lambda name: signs[name]))  # the first of equal ones
+        ranked.append(min(near, key=lambda name: misread[name]))  # the first of equal ones
     return ranked
+
+
+def _measure_misread(lines: bytes, name: str) -> float | None:
+    """Return the share of characters beyond ASCII that words do not have; None if the text is not in the encoding."""
+    try:
+        text = lines.decode(name)
+    except UnicodeDecodeError as error:
+        if error.end < len(lines) - 4:  # the last character of a beginning may be cut
+            return None
+        text = lines.decode(name, errors="ignore")
+    return len(_MISREAD.findall(text)) / max(1, sum(not char.isascii() for char in text))
 
 
 def _find_by_alphabet(sample: bytes) -> str | None:
