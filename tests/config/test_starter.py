@@ -109,6 +109,13 @@ def test_regression_without_numbers(tmp_path: Path) -> None:
     refused("--label", "the column of numbers: review, kind", path, task="regression")
 
 
+def test_a_requested_column_makes_the_first_line_a_header(tmp_path: Path) -> None:
+    path = table(tmp_path / "train.csv", {"words": TEXTS, "spam": ["ham", "spam"] * 30})
+    config, found = config_of(path, text="words", label="spam")
+    assert (config.data.text, config.data.label, config.data.header) == ("words", "spam", None)
+    assert "60 examples" in found
+
+
 def test_both_texts_of_a_pair_are_printed(tmp_path: Path) -> None:
     columns = {"premise": TEXTS, "hypothesis": TEXTS[::-1], "label": ["yes", "no"] * 30}
     _, found = config_of(table(tmp_path / "t.csv", columns))

@@ -56,6 +56,7 @@ def test_fields_in_single_quotes() -> None:
     found = detect_dialect("text,label\n'a, b',x\n'c, d, e',y\n'f',x\n", tabs=False)
     assert (found.delimiter, found.quoting) == (",", "single")
     assert detect_dialect(written(rows, ","), tabs=False).quoting == "double"
+    assert detect_dialect("text,label\n'a b',x\n'it''s d',y\n", tabs=False).quoting == "single"
     assert detect_dialect("text,label\nit's late,x\nwe don't know,y\n", tabs=False).quoting == "double"
 
 
@@ -92,6 +93,9 @@ def test_what_is_named_is_not_detected() -> None:
         ("2019,2020\ngood,5\nbad,1\nbad,2", False),
         ("question,answer\nwho?,me\nwhat?,that", True),
         ("text,label", True),
+        ("message,spam\ncall me,ham\nwin now,spam\nhello,ham\nfree money,spam", True),  # named as one of its values
+        ("email,spam\ncall me,ham\nwin now,spam\nhello,ham\nfree money,spam", True),
+        ("what is it,question\nwho,question\nno,comment\nyes,comment\nhow,question", False),
     ],
 )
 def test_whether_the_first_line_is_a_header(lines: str, header: bool) -> None:

@@ -98,7 +98,7 @@ def write_starter_config(
         raise FedspanError("--task", task, f"one of {', '.join(offered)}")
     columns = {"text": text, "label": label, "answer": answer, "by": by}
     settings = _check_options(options or {})
-    rows = _read_sample(str(data), "DATA", settings)
+    rows = _read_sample(str(data), "DATA", settings, columns)
     try:
         inferred = infer_data(rows, str(data), task, columns)
     except FedspanError as error:
@@ -152,14 +152,17 @@ def _check_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return dict(options)
 
 
-def _read_sample(location: str, option: str, settings: Mapping[str, Any]) -> Source:
+def _read_sample(location: str, option: str, settings: Mapping[str, Any], columns: Mapping[str, str | None]) -> Source:
     values = {"train": location, "test_split": None, "invalid": "skip", **settings}
     try:
         config = DataConfig.model_validate(values)
     except pydantic.ValidationError as error:
         raise convert_validation_error(error, "data", DataConfig) from None
+    # A first row with a requested column is a header; the reader knows columns by their role.
+    roles = {"by": "group"}
+    requested = {roles.get(option, option): name for option, name in columns.items() if name is not None}
     try:
-        return read_source(config, "train", "data", _SAMPLE_BYTES)
+        return read_source(config.model_copy(update=requested), "train", "data", _SAMPLE_BYTES)
     except FedspanError as error:
         note = _SET_NOTE if "data." in (error.problem or "") else ""
         field = option if error.field == "data.train" else None

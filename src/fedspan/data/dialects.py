@@ -97,8 +97,11 @@ def detect_dialect(
     parsed = {candidate: _split_rows(sample, *candidate) for candidate in candidates}
     # The first of equally good ones.
     best = max(candidates, key=lambda candidate: _measure_fit(parsed[candidate].rows))
-    if quoting is None and best[1] == "none" and _is_enclosed(parsed[best].rows):
-        best = (best[0], "double")
+    if quoting is None and best[1] != "single":  # quotes around fields without delimiters fit as well as none
+        enclosing: list[Quoting] = ["double", "single"] if best[1] == "none" else ["single"]
+        enclosed = [kind for kind in enclosing if _is_enclosed(parsed[best].rows, _CHARACTERS[kind])]
+        if enclosed:
+            best = (best[0], enclosed[0])
     rows = parsed[best].rows
     if names is not None:
         return Dialect(*best, False, tuple(names), skip)
@@ -158,15 +161,16 @@ def _measure_fit(rows: Sequence[Sequence[str]]) -> tuple[float, int]:
     return frequency / len(rows), min(1, len(rows) - 1)
 
 
-def _is_enclosed(rows: Sequence[Sequence[str]]) -> bool:
+def _is_enclosed(rows: Sequence[Sequence[str]], quote: str) -> bool:
     """Check whether quotes enclose all fields of a column (with its header or without)."""
     body = rows[1:]
     width = min((len(row) for row in body), default=0)
-    return any(all(map(_is_quoted, column)) for column in zip(*(row[:width] for row in body), strict=True))
+    columns = zip(*(row[:width] for row in body), strict=True)
+    return any(all(_is_quoted(field, quote) for field in column) for column in columns)
 
 
-def _is_quoted(field: str) -> bool:
-    return len(field) > 1 and field[0] == field[-1] == '"' and '"' not in field[1:-1].replace('""', "")
+def _is_quoted(field: str, quote: str) -> bool:
+    return len(field) > 1 and field[0] == field[-1] == quote and quote not in field[1:-1].replace(2 * quote, "")
 
 
 def describe_missing_header(names: Sequence[str]) -> str:
@@ -209,8 +213,8 @@ def has_header(rows: Sequence[Sequence[str]], requested: Collection[str] = ()) -
     """Decide whether the first row names the columns or is an example itself.
 
     A value of the first row that recurs in a column of few values, or a number in a column of numbers, is evidence of
-    an example; a word above numbers, or one that such a column does not repeat, is evidence of a name. In case of a
-    tie, a common name (``text``, ``label``) indicates names, and a sentence indicates an example.
+    an example; a word above numbers, or one that such a column does not repeat, is evidence of a name. A common name
+    (``text``, ``label``) that its column does not repeat decides. In case of a tie, a sentence indicates an example.
 
     Args:
         rows: The first rows.
@@ -227,12 +231,11 @@ def has_header(rows: Sequence[Sequence[str]], requested: Collection[str] = ()) -
 
 def _weigh_names(first: Sequence[str], body: Sequence[Sequence[str]]) -> int:
     """Return a positive number if a first row looks like names, a negative one if it looks like an example, else 0."""
-    votes = sum(
-        _vote(name.strip(), [row[index].strip() for row in body if index < len(row)])
-        for index, name in enumerate(first)
-    )
-    usual_names = sum(map(_is_usual_name, first))
-    return 1 if usual_names > 1 else votes or usual_names
+    columns = [[row[index].strip() for row in body if index < len(row)] for index in range(len(first))]
+    # A label column may be named as one of its values: spam, with the values spam and ham.
+    if any(_is_usual_name(name) and name.strip() not in column for name, column in zip(first, columns, strict=True)):
+        return 1
+    return sum(_vote(name.strip(), column) for name, column in zip(first, columns, strict=True))
 
 
 def _is_usual_name(name: str) -> bool:
@@ -254,6 +257,7 @@ _COMMON_NAMES = {
         "category",
     ),
     *("class", "target", "score", "rating", "title", "message", "review", "comment", "description", "intent"),
+    *("email", "sms", "tweet", "post", "utterance", "content", "body", "subject", "query", "comment_text"),
     *("topic", "category", "sentiment", "image", "path", "file", "filename", "name", "date", "user"),
 }
 
