@@ -20,7 +20,7 @@ from torch import distributed
 import fedspan
 from fedspan.core.base import BaseUpdate
 from fedspan.core.lowrank import LowRank
-from fedspan.core.parametrization import FactorisedConv, LoRA, MixedGram
+from fedspan.core.parametrization import FactorizedConv, LoRA, MixedGram
 from fedspan.core.values import Group, Job
 from fedspan.data.files import FROM_TRAINERS
 from fedspan.runs.own_trainers import TrainerRuns, adopt_trainer
@@ -249,7 +249,7 @@ def test_a_trainer_of_one_process_in_a_script_of_two_is_refused(monkeypatch: pyt
 
 def test_a_job_is_read_as_it_was_described() -> None:
     torch.manual_seed(0)
-    forms = {"a.b": LoRA(0.5), "conv": FactorisedConv((3, 1)), "mixed": MixedGram(2.0, "left")}
+    forms = {"a.b": LoRA(0.5), "conv": FactorizedConv((3, 1)), "mixed": MixedGram(2.0, "left")}
     tensors = {"a.b/A": torch.randn(2, 5), "a.b/B": torch.randn(3, 2).bfloat16(), "conv/U": torch.tensor(1.5)}
     job = Job(forms, tensors, (Group(("a.b/A",)), Group(("a.b/B",), 2.0)), steps=0, epochs=3, phase="probe")
     pair = LowRank(torch.randn(3, 2), torch.randn(2, 5), 0.25)
