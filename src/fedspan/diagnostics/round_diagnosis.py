@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations, islice
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -28,11 +29,13 @@ from fedspan.diagnostics.updates import (
     measure_shape,
 )
 from fedspan.errors import FedspanError
-from fedspan.federation.federation import Federation
-from fedspan.federation.progress import Progress, RoundResult
-from fedspan.tasks.task import Examples
-from fedspan.training.engine import Engine
-from fedspan.training.jobs import Assignment
+
+if TYPE_CHECKING:
+    from fedspan.federation.federation import Federation
+    from fedspan.federation.progress import Progress, RoundResult
+    from fedspan.tasks.task import Examples
+    from fedspan.training.engine import Engine
+    from fedspan.training.jobs import Assignment
 
 __all__ = ["STEPS", "Barrier", "Diagnosis", "LayerDiagnosis", "TrainingRecord", "diagnose_layers", "diagnose_round"]
 

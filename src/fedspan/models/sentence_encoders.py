@@ -26,10 +26,9 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.utils.hub import cached_file
 
 from fedspan.models.offload import get_device
-from fedspan.models.pooling import Pooling, PoolingMode
+from fedspan.models.pooling import DENSE, Pooling, PoolingMode
 
 __all__ = [
-    "DENSE",
     "HEAD",
     "PooledClassifier",
     "PoolingSearch",
@@ -44,8 +43,6 @@ __all__ = [
 
 HEAD = "classifier"
 """Name of the output layer of a pooled classifier."""
-DENSE = "3_Dense"
-"""Folder of the output layer in an export."""
 _WEIGHTS = "model.safetensors"
 _POOLER = "pooler"
 """The module that ``add_pooling_layer`` of a Transformers encoder adds."""

@@ -17,7 +17,6 @@ from fedspan.errors import FedspanError, build_install_command
 from fedspan.files import convert_disk_errors, read_bytes, write_atomic
 from fedspan.reports.groups import Group, group_runs
 from fedspan.reports.run_data import RunData, read_runs
-from fedspan.runs.diagnose import diagnose
 from fedspan.runs.folder import RunFolder
 
 __all__ = ["report"]
@@ -110,4 +109,6 @@ def _list_layers(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[float]]:
 
 def _diagnose_groups(groups: Sequence[Group]) -> Mapping[str, Diagnosis]:
     """Diagnose one run of each group."""
+    from fedspan.runs.diagnose import diagnose  # imports Transformers, which most reports do not need
+
     return {group.label: diagnose(group.runs[0].folder, pairs=0) for group in groups}

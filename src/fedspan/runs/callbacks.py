@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedspan.federation.evaluation import summarize
-from fedspan.federation.progress import Progress
-from fedspan.runs.setup import Prepared
 from fedspan.training.stages import Stage
+
+if TYPE_CHECKING:
+    from fedspan.federation.progress import Progress
+    from fedspan.runs.setup import Prepared
 
 __all__ = ["FinalScores", "Listener", "Listeners", "compute_final_scores", "sample_predictions"]
 
@@ -146,6 +147,8 @@ def compute_final_scores(prepared: Prepared, progress: Progress) -> FinalScores:
 
 
 def _summarize_heldout(heldout: Mapping[str, Mapping[str, float]], metric: str) -> dict[str, Any]:
+    from fedspan.federation.evaluation import summarize  # imports Transformers, which a listener does not need
+
     summary = summarize(heldout, metric)
     if len(heldout) == 1:
         summary.pop("worst", None)  # a metric that is undefined on the set has none

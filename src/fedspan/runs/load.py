@@ -21,7 +21,8 @@ from fedspan.models.export import NOTES
 from fedspan.models.fast_paths import BlockedFastPaths
 from fedspan.models.loading import Loaded, Processor, adopt_loaded, load_pretrained
 from fedspan.models.plain import STATE_DICT, read_state_dict
-from fedspan.models.sentence_encoders import DENSE, PooledClassifier, read_output_layer
+from fedspan.models.pooling import DENSE
+from fedspan.models.sentence_encoders import PooledClassifier, read_output_layer
 from fedspan.runs.model_setup import ModelObjects
 from fedspan.runs.results import is_run, read_report, require_client
 from fedspan.runs.setup import choose_device

@@ -11,21 +11,21 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from fedspan.config import RunConfig
 from fedspan.data.catalogue import get_dataset_entry
 from fedspan.models.names import get_published_name
-from fedspan.models.plain import STATE_DICT, is_plain_module
-from fedspan.models.pooling import Pooling
-from fedspan.models.sentence_encoders import DENSE
+from fedspan.models.pooling import DENSE, Pooling
 from fedspan.runs.environment import is_command
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.setup import Prepared
 from fedspan.tasks.metrics import METRICS, order_metrics
 from fedspan.tasks.registry import get_task
+
+if TYPE_CHECKING:
+    from fedspan.runs.setup import Prepared
 
 __all__ = ["CARD", "RunReport", "convert_card", "cut_card", "write_card", "write_cards"]
 
@@ -107,6 +107,8 @@ def write_card(prepared: Prepared, report: RunReport, command: Sequence[str], *,
         command: The command that started the run.
         adapter: Whether the card is for an adapter, not for a whole model.
     """
+    from fedspan.models.plain import is_plain_module  # imports Transformers, which takes seconds
+
     config = prepared.config
     base = _get_base(config)
     data = ModelCardData(
@@ -309,6 +311,8 @@ def _use(task: str, base: str, adapter: bool, *, pooled: Pooling | None = None) 
 
 def _describe_plain_use(base: str, adapter: bool) -> str:
     """Write the section on a module that is no Transformers model."""
+    from fedspan.models.plain import STATE_DICT  # imports Transformers, which takes seconds
+
     load = f'model.load_state_dict(load_file("FOLDER/{STATE_DICT}"))'
     built = f"model = {base}(...)  # as it was built for the run"
     text = f"```python\nfrom safetensors.torch import load_file\n\n{built}\n{load}\n```\n"
