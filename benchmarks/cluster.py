@@ -189,6 +189,7 @@ def page(args: argparse.Namespace, parts: Sequence[str], limits: Sequence[Limit]
     lines = [
         "# How much workers gain",
         "",
+        "This page reports how much faster a run is with more workers. "
         "FedIT with LoRA of rank 8 on all-MiniLM-L6-v2 and Banking77's 77 intents, on the workers of a "
         "[cluster](../cluster.md) that is one machine.",
         "",

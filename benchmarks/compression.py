@@ -73,6 +73,8 @@ def page(reports: dict[tuple[str, str, int], dict[str, Any]], args: argparse.Nam
     lines = [
         "# What compressed transfer costs and saves",
         "",
+        "This page reports how much accuracy compressed transfer costs and how many bytes it saves.",
+        "",
         f"Command: `python benchmarks/compression.py --data PATH/banking77 --labels {args.labels} "
         f"--rounds {args.rounds} --seeds {seeds}{' --variants' + given if given else ''}`  ",
         f"Date: {time.strftime('%Y-%m-%d')}. Machine: {platform.machine()}, {args.cores} cores, "

@@ -129,6 +129,8 @@ def deploy(rounds: int, repeats: int) -> list[str]:
 
 PAGE = """# What the defences cost an honest federation
 
+This page reports what the defences against hostile clients cost in time where no client is hostile.
+
 Command: `python benchmarks/defence_costs.py --rounds {rounds} --repeats {repeats}{busy}`  
 Date: {date}. Machine: {machine}, {cores} cores, torch {torch}, 1 thread a process{beside}.
 

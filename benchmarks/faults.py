@@ -1065,12 +1065,14 @@ def format_table(outcomes: Mapping[str, Outcome]) -> str:
 
 PAGE = """# Faults, one by one
 
+This page reports what a deployment loses when one fault is injected into a run in progress.
+
 Three nodes and a server on one machine, TLS and keys, a tiny BERT, {rounds} rounds of {steps} steps unless the row says
-otherwise. Each fault is done to a run at work; then its finished rounds must all be there, unchanged, and its model
+otherwise. After the fault, the run's finished rounds must all be there, unchanged, and its model
 must be finite and have the bits of an undisturbed run in which the same clients replied. In asynchronous rounds, and
 where nodes join or leave, these are the bits of a simulation. The script ends with an error where that does not hold.
-A reply that is dropped leaves its client out of that round; in the other synchronous runs everybody is waited for
-(`federation.min_replies: 3`).
+A reply that is dropped leaves its client out of that round; in the other synchronous runs, the server waits for
+all clients (`federation.min_replies: 3`).
 
 Command: `python benchmarks/faults.py{given}`{calls}  
 Date: {date}. Machine: {machine}, {cores} cores, torch {torch}, flwr {flwr}.  

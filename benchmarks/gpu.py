@@ -460,10 +460,10 @@ def page(args: argparse.Namespace, device: torch.device) -> str:
 HEADER = (
     "# Training on a GPU",
     "",
-    "How much faster one GPU trains many clients in shared passes than one after another. The models have random "
-    "weights in the shapes of the named ones, in bfloat16, and texts are random tokens, a quarter of the longest "
-    "length (128) to all of it. PEFT trains eight clients, one after another. Each number is one measurement after a "
-    "run that warms up, and neighbouring rows show how much such numbers vary. "
+    "This page reports how much faster one GPU trains many clients in shared passes than one after another. The models "
+    "have random weights in the shapes of the named ones, in bfloat16, and texts are random tokens, a quarter of the "
+    "longest length (128) to all of it. PEFT trains eight clients, one after another. Each number is one measurement "
+    "after a run that warms up, and neighbouring rows show how much such numbers vary. "
     "[Training](../architecture/training.md#devices) "
     "describes the engine.",
     "",

@@ -414,6 +414,8 @@ def clipping_table(cells: Mapping[Key, Cell], args: argparse.Namespace) -> str:
 
 PAGE = """# {title}
 
+{purpose}
+
 Command: `python benchmarks/robustness.py --data PATH/banking77{given}`  
 Date: {date}. Machine: {machine}, {cores} cores, torch {torch}, 1 thread.
 
@@ -459,6 +461,11 @@ def page(cells: Mapping[Key, Cell], args: argparse.Namespace, command: str) -> s
         base=f"{min(clean):.0f} to {max(clean):.0f} %",
     )
     over = "Hostile clients: a backdoor under every defence" if attacked else "Clipping in honest federations"
+    purpose = (
+        "how far each defence stops a backdoor, and what it costs in accuracy"
+        if attacked
+        else "what clipping costs in accuracy where no client is hostile"
+    )
     return PAGE.format(
         given=command,
         date=datetime.date.today(),
@@ -467,6 +474,7 @@ def page(cells: Mapping[Key, Cell], args: argparse.Namespace, command: str) -> s
         torch=torch.__version__,
         clients=CLIENTS,
         title=over,
+        purpose=f"This page reports {purpose}.",
         attacks=attacks if attacked else "",
         blank="\n\nBlank cells have not been measured, and others say how many seeds they have if not all."
         if args.no_run
