@@ -84,6 +84,10 @@ from time to time. Before the first round, every client sends statistics from wh
 the layers below the adapters are computed once. The row `start` is the model before training. A terminal shows the best
 rounds in bold; early stopping ends the run after four rounds without a lower validation loss.
 
+The exported round is not always the one with the lowest loss: it is the round whose gain in validation loss over the
+start, minus the gain's standard error, is the largest. A later round with a lower loss is not selected if its gains
+differ more between clients. Early stopping counts from the lowest loss.
+
 `fedspan run --resume runs/first` resumes an interrupted run.
 
 ## A report
