@@ -1,8 +1,7 @@
 """How good a first config is: federated training with `fedspan init`'s untouched config beside centralized training.
 
     python benchmarks/defaults.py --data PATH/data --models PATH/models --page docs/results/defaults.md
-    python benchmarks/defaults.py --data PATH/data --models PATH/models --clips 1 1.25 1.5 \
-        --page docs/results/clipping.md
+    python benchmarks/defaults.py --data PATH/data --models PATH/models --clips 1 1.25 1.5
 
 For every data set, partition and seed, the script writes a subset of the data as a user would have it (a csv file, or a
 folder of images by class), lets ``fedspan init`` write the config, and runs it. Only what belongs to the experiment is
@@ -535,7 +534,8 @@ def count_examples(path: Path) -> int:
 ABOUT_DEFAULTS = (
     "# The defaults of `fedspan init`\n\n"
     "This page compares federated training with the config that `fedspan init` writes to centralized training with "
-    "the same config.\n\n"
+    f"the same config. The rows of images have {ImageSet.train} training images of {ImageSet.size} x {ImageSet.size} "
+    "pixels.\n\n"
     "Accuracies are in per cent on the test part, means over the seeds. *Start* is the model before the first "
     "round, whose [head starts from statistics](../head-start.md). *Centralized* training has the same model, "
     "start, rate, batch size and early stopping. It trains on all clients' training examples together for as many "

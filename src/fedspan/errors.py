@@ -51,13 +51,15 @@ class FedspanError(Exception):
         Args:
             field: The new field; None: this error's.
             value: The new value; None: this error's.
-            note: A sentence that is appended to the problem.
+            note: A sentence that is appended to the message.
         """
         value = self.value if value is None else value
-        problem = self.problem
-        if note:
+        problem, expected = self.problem, self.expected
+        if note and expected:
+            expected = f"{_end_sentence(expected)} {note}"
+        elif note:
             problem = f"{_end_sentence(_build_default_problem(value) if problem is None else problem)} {note}"
-        return FedspanError(self.field if field is None else field, value, self.expected, problem=problem)
+        return FedspanError(self.field if field is None else field, value, expected, problem=problem)
 
 
 def _restore(kind: type[FedspanError], field: str, value: object, expected: str, problem: str | None) -> FedspanError:

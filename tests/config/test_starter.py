@@ -7,10 +7,12 @@ import json
 import time
 import tracemalloc
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet
 import pytest
 from PIL import Image
 
@@ -109,6 +111,45 @@ def test_regression_without_numbers(tmp_path: Path) -> None:
     refused("--label", "the column of numbers: review, kind", path, task="regression")
 
 
+def test_fractions_without_labels_suggest_regression(tmp_path: Path) -> None:
+    path = table(tmp_path / "t.csv", {"review": TEXTS, "share": [number / 70 for number in range(60)]})
+    refused("--label", "--task regression predicts numbers, such as those of share", path)
+
+
+def test_regression_finds_decimals(tmp_path: Path) -> None:
+    amounts = pa.array([Decimal(number) / 8 for number in range(60)], pa.decimal128(9, 3))
+    pyarrow.parquet.write_table(pa.table({"review": TEXTS, "amount": amounts}), tmp_path / "t.parquet")
+    config, _ = config_of(tmp_path / "t.parquet", task="regression")
+    assert config.data.label == "amount"
+    targets = load(config.data, task=config.task_columns).train["target"][:]
+    assert {float(target) for target in targets} < {number / 8 for number in range(60)}
+
+
+def test_no_clients(tmp_path: Path) -> None:
+    refused(
+        "--clients", "a number from 1", table(tmp_path / "t.csv", {"text": TEXTS, "label": ["a", "b"] * 30}), clients=0
+    )
+
+
+def test_chats_are_named_as_such(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    chats = [[{"role": "user", "content": text}, {"role": "assistant", "content": "yes"}] for text in TEXTS]
+    path.write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
+    _, found = config_of(path)
+    assert "chats: messages" in found
+    assert "True" not in found
+
+
+def test_rows_without_a_client_are_counted_where_the_rest_is_refused(tmp_path: Path) -> None:
+    columns = {"text": TEXTS, "label": ["a", "b"] * 30, "clinic": ["x", "", "y", *[""] * 57]}
+    refused(
+        "data.label",
+        "58 of 60 rows have no value in the column 'clinic' (--by)",
+        table(tmp_path / "t.csv", columns),
+        by="clinic",
+    )
+
+
 def test_a_requested_column_makes_the_first_line_a_header(tmp_path: Path) -> None:
     path = table(tmp_path / "train.csv", {"words": TEXTS, "spam": ["ham", "spam"] * 30})
     config, found = config_of(path, text="words", label="spam")
@@ -190,8 +231,6 @@ def test_a_large_file_is_read_at_its_beginning(tmp_path: Path) -> None:
 def test_large_files_of_other_kinds_are_read_at_their_beginning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
 ) -> None:
-    import pyarrow.parquet
-
     rows = pa.table({"text": TEXTS * 40, "label": ["a", "b"] * 1200})
     path = tmp_path / f"t.{suffix}"
     if suffix == "parquet":
@@ -288,6 +327,7 @@ def test_a_client_column_with_a_tiny_client_is_not_used_unless_requested(tmp_pat
     config, found = config_of(path)
     assert config.partition.partitioner == "iid"
     assert "unless --by requests it: client 'z' has only 1 of the examples" in found
+    assert "(partition.min_examples)" in found
     refused("partition.min_examples", "client 'z' has only 1", path, by="site")
 
 
@@ -304,6 +344,9 @@ def test_options_of_data(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text("note^kind\n" + "".join(f"{text}, so^{'ab'[at % 2]}\n" for at, text in enumerate(TEXTS)))
     refused("DATA", "init takes options of data as --set data.FIELD=VALUE", path)
+    path.write_text("note^kind\n" + "".join(f"{text}^{'ab'[at % 2]}\n" for at, text in enumerate(TEXTS)))
+    words = f"Expected the column of labels: note^kind. {path} has a single column: --set data.delimiter names another"
+    refused("--label", words, path)
     config, _ = config_of(path, options={"delimiter": "^", "max_examples": 20})
     assert (config.data.text, config.data.label) == ("note", "kind")
     assert (config.data.delimiter, config.data.max_examples) == ("^", 20)

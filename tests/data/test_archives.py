@@ -164,5 +164,20 @@ def test_an_archive_that_is_damaged_or_none(tmp_path: Path, refused: Refused, su
 
 
 def test_an_archive_without_images_or_texts(tmp_path: Path, refused: Refused) -> None:
-    path = packed(tmp_path / "t.zip", {"a/b.csv": b"text,label\n"})
+    path = packed(tmp_path / "t.zip", {"a/b.pdf": b"text"})
     refused("data.train", str(path), ["t.zip holds none"], load, DataConfig(train=str(path)))
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({"a/b.csv": b"text,label\n"}, "it holds a/b.csv, and tables are not read inside archives. Unpack it"),
+        ({"images/1.png": b"", "images/2.png": b"", "labels.csv": b"file,label\n"}, "it holds labels.csv, and tables"),
+        ({f"{part}/{label}/1.png": b"" for part in ("train", "test") for label in "ab"}, "unpack an archive before"),
+    ],
+)
+def test_an_archive_that_must_be_unpacked(
+    tmp_path: Path, refused: Refused, files: Mapping[str, bytes], words: str
+) -> None:
+    path = packed(tmp_path / "t.zip", files)
+    refused("data.train", str(path), [words], load, DataConfig(train=str(path)))

@@ -97,6 +97,21 @@ def test_what_is_no_data(value: Any, words: str) -> None:
     assert words in str(caught.value)
 
 
+def test_clients_whose_columns_differ_in_order_or_by_an_index() -> None:
+    for south in (FRAME[4:][["label", "text"]], FRAME[FRAME.index % 2 == 1]):
+        by_client = {"north": FRAME[:4], "south": south}
+        read = read_objects({id: datasets.Dataset.from_pandas(frame) for id, frame in by_client.items()}, 2)
+        assert read.sources["train"].dataset.column_names == ["text", "label", "client"]
+        assert read.sources["train"].dataset["client"][:] == ["north"] * 4 + ["south"] * 4
+    with pytest.raises(FedspanError, match="only one of them has note"):
+        read_objects({"north": FRAME, "south": FRAME.assign(note="x")}, 2)
+
+
+def test_labels_of_mixed_types_in_a_frame_are_texts() -> None:
+    frame = pd.DataFrame({"text": ["a", "b", "c"], "label": [1, "x", None]})
+    assert read_objects(frame, 1).sources["train"].dataset.to_dict()["label"] == ["1", "x", None]
+
+
 def test_nan_in_a_column_of_texts_is_a_missing_value() -> None:
     """pandas' NaN in ``to_dict`` of columns of texts became the class 'nan', or could not be read."""
     nan = float("nan")

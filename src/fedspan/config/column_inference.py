@@ -107,8 +107,9 @@ def infer_data(rows: Source, location: str, task: str | None, options: Mapping[s
             raise FedspanError("--text", options["text"], f"the column of images: {', '.join(dataset.column_names)}")
         inferred = _infer_labelled_fields(sample, "image-classification", {**options, "text": images}, by)
     elif task in (None, "causal-lm") and (language := _infer_language_fields(sample, task, options)) is not None:
-        described = ", ".join(map(str, language.values()))
-        inferred = InferredData("causal-lm", language, by, (f"prompts and answers: {described}",))
+        described = ", ".join(str(value) for field, value in language.items() if field != "chat")
+        noun = "chats" if "messages" in language else "prompts and answers"
+        inferred = InferredData("causal-lm", language, by, (f"{noun}: {described}",))
     else:
         inferred = _infer_labelled_fields(sample, task, options, by)
     return replace(inferred, data={**header, **inferred.data}, findings=(*inferred.findings, *alternatives))
@@ -233,7 +234,10 @@ def _infer_labelled_fields(
     )
     if label is None:
         noun = "numbers" if task == "regression" else "labels"
-        raise FedspanError("--label", None, f"the column of {noun}: {', '.join(sample.column_names)}")
+        expected = f"the column of {noun}: {', '.join(sample.column_names)}"
+        if task is None and (numbers := _find_score_column(sample, remaining)) is not None:
+            expected = f"{expected}. --task regression predicts numbers, such as those of {numbers}"
+        raise FedspanError("--label", None, expected)
     alternatives = (
         [name for name in _list_label_candidates(sample, remaining) if name != label]
         if options["label"] is None
@@ -365,4 +369,10 @@ def _get_numeric_kind(sample: datasets.Dataset, column: str) -> Literal["int", "
         if not numbers or None in numbers:
             return None
         return "int" if all(number is not None and number.is_integer() for number in numbers) else "float"
-    return "float" if kind.startswith("float") else "int" if kind.startswith(("int", "uint", "bool")) else None
+    return (
+        "float"
+        if kind.startswith(("float", "decimal"))
+        else "int"
+        if kind.startswith(("int", "uint", "bool"))
+        else None
+    )

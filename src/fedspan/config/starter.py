@@ -18,7 +18,7 @@ from fedspan.config.validation_errors import convert_validation_error
 from fedspan.data.config import DataConfig, PartitionConfig
 from fedspan.data.files import read_source
 from fedspan.data.loading import LoadedData, load
-from fedspan.data.names import read_required_names
+from fedspan.data.names import read_names, read_required_names
 from fedspan.data.partition import partition
 from fedspan.data.source import Source
 from fedspan.errors import FedspanError
@@ -96,13 +96,18 @@ def write_starter_config(
     if task is not None and get_task(task, "--task").default_model is None and model is None:
         offered = [name for name, definition in TASKS.items() if definition.default_model is not None]
         raise FedspanError("--task", task, f"one of {', '.join(offered)}")
+    if clients is not None and clients < 1:
+        raise FedspanError("--clients", clients, "a number from 1")
     columns = {"text": text, "label": label, "answer": answer, "by": by}
     settings = _check_options(options or {})
     rows = _read_sample(str(data), "DATA", settings, columns)
     try:
         inferred = infer_data(rows, str(data), task, columns)
     except FedspanError as error:
-        raise error.relocate(note=_describe_detected(rows)) from error
+        note = _describe_detected(rows)
+        if len(rows.dataset.column_names) == 1:
+            note = f"{rows.name} has a single column: --set data.delimiter names another separator of columns. {note}"
+        raise error.relocate(note=note) from error
     section = {"train": str(data), **({} if test is None else {"test": str(test)}), **inferred.data, **settings}
     targets = suggest_target_modules(inferred.task, model)
     name = model or get_default_model(inferred.task)[0]
@@ -123,7 +128,7 @@ def write_starter_config(
             client_column=by,
         )
     except FedspanError as error:
-        raise error.relocate(note=inferred.advice) from error
+        raise error.relocate(note=f"{inferred.advice} {_describe_blanks(rows, by)}".strip()) from error
     if loaded.dropped:
         section["invalid"] = "skip"
     assigned_by, count, notes = _select_partition(loaded, config, is_requested=by is not None, clients=clients)
@@ -174,6 +179,14 @@ def _describe_detected(rows: Source) -> str:
     return f"Detected in {rows.name}: {'; '.join(rows.notes)}. {_SET_NOTE}" if rows.notes else ""
 
 
+def _describe_blanks(rows: Source, column: str | None) -> str:
+    """Return the sentence on rows that are left out because they belong to no client; empty if there are none."""
+    if column is None or column not in rows.dataset.column_names:
+        return ""
+    blanks = sum(name is None for name in read_names(rows.dataset, column))
+    return f"{blanks:,} of {len(rows.dataset):,} rows have no value in the column {column!r} (--by)." if blanks else ""
+
+
 def _select_partition(
     loaded: LoadedData, config: RunConfig, *, is_requested: bool, clients: int | None
 ) -> tuple[str | None, int, list[str]]:
@@ -204,7 +217,8 @@ def _select_partition(
             if is_requested:
                 raise
             reason = (error.problem or str(error)).partition(". ")[0].rstrip(".")
-            notes.append(f"the column {column} is not used for clients, unless --by requests it: {reason}")
+            field = f" ({error.field})" if error.field.startswith("partition.") else ""
+            notes.append(f"the column {column} is not used for clients, unless --by requests it: {reason}{field}")
         else:
             return column, count, [f"clients: the column {column}"]
     if not loaded.is_complete:

@@ -96,7 +96,10 @@ def detect_dialect(
             candidates.append((character, kind))
     parsed = {candidate: _split_rows(sample, *candidate) for candidate in candidates}
     # The first of equally good ones.
-    best = max(candidates, key=lambda candidate: _measure_fit(parsed[candidate].rows))
+    best = candidates[0]
+    for candidate in candidates[1:]:
+        if _measure_fit(parsed[candidate].rows) > _measure_fit(parsed[best].rows):
+            best = candidate
     if quoting is None and best[1] != "single":  # quotes around fields without delimiters fit as well as none
         enclosing: list[Quoting] = ["double", "single"] if best[1] == "none" else ["single"]
         enclosed = [kind for kind in enclosing if _is_enclosed(parsed[best].rows, _CHARACTERS[kind])]

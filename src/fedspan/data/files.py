@@ -18,7 +18,7 @@ from fedspan.data.builtin import PREFIX, find_corpus_file
 from fedspan.data.config import DataConfig
 from fedspan.data.conll import has_sentences, read_sentences
 from fedspan.data.encodings import decode
-from fedspan.data.folders import TEXTS, describe_left_out, has_texts, make_text_table, read_texts
+from fedspan.data.folders import TEXTS, describe_left_out, has_texts, is_example, make_text_table, read_texts
 from fedspan.data.images import PICTURES, has_images, make_archived_images, read_images
 from fedspan.data.json_files import read_json
 from fedspan.data.multiple_files import read_multiple
@@ -147,7 +147,7 @@ def _expand_path(location: str) -> Path:
     return Path(os.path.expanduser(location))  # Path raises for the home of an unknown user
 
 
-def _get_suffix(path: Path) -> str:
+def _get_suffix(path: PurePath) -> str:
     name = path.name.lower()
     return next((suffix for suffix in sorted(SUFFIXES, key=len, reverse=True) if name.endswith(suffix)), "")
 
@@ -256,7 +256,10 @@ def _read_archived(path: Path, user_path: str, config: DataConfig, option: str) 
     files, left_out = archives.read_archive(path, {*PICTURES, *TEXTS})
     images = {parts: content for parts, content in files.items() if PurePath(parts[-1]).suffix.lower() in PICTURES}
     selected = images or {parts: content for parts, content in files.items() if len(parts) > 1}
+    tables = sorted(name for name in left_out if _get_suffix(PurePath(name)) and is_example(PurePath(name).parts))
     left_out += ["/".join(parts) for parts in files if parts not in selected]
+    if tables and len({parts[-2] for parts in selected if len(parts) > 1}) < 2:  # no classes: the table has the labels
+        raise ValueError(f"it holds {tables[0]}, and tables are not read inside archives. Unpack it and name that file")
     if images:
         return Source(make_archived_images(images, path.name), user_path, notes=describe_left_out(left_out))
     return _make_source(make_text_table(selected, path.name, config.encoding, left_out), "archive", user_path, option)

@@ -42,7 +42,8 @@ def infer_classes(paths: Sequence[Sequence[str]], name: str, suffixes: Collectio
         )
     top_folders = {parts[0] for parts in paths}
     if depths == {3} and top_folders <= _PARTS:
-        raise ValueError(f"it holds the parts {', '.join(sorted(top_folders))}; name the folder of one")
+        parts = ", ".join(sorted(top_folders))
+        raise ValueError(f"it holds the parts {parts}; name the folder of one (unpack an archive before)")
     label = [parts[-2] for parts in paths]
     return {"label": label} if depths == {2} else {"label": label, "domain": [parts[0] for parts in paths]}
 

@@ -93,16 +93,14 @@ def _merge_clients(by_client: Mapping[Any, Any], argument: str) -> datasets.Data
             raise FedspanError(argument, CLIENT, problem=problem)
         parts.append(dataset.add_column(CLIENT, [str(client)] * len(dataset)))
     columns = parts[0].column_names
-    mismatched = next(
-        (client for client, part in zip(by_client, parts, strict=True) if part.column_names != columns), None
-    )
-    if mismatched is not None:
-        first = next(iter(by_client))
-        raise FedspanError(
-            argument, mismatched, problem=f"the clients {first!r} and {mismatched!r} have different columns"
-        )
+    first = next(iter(by_client))
+    for client, part in zip(by_client, parts, strict=True):
+        if different := sorted({*part.column_names} ^ {*columns}):
+            names = ", ".join(different)
+            problem = f"the clients {first!r} and {client!r} have different columns: only one of them has {names}"
+            raise FedspanError(argument, client, problem=problem)
     try:
-        return datasets.concatenate_datasets(parts)
+        return datasets.concatenate_datasets([part.select_columns(columns) for part in parts])
     except (ValueError, pa.ArrowException) as error:
         problem = f"the clients' columns have different types: {str(error).splitlines()[0][:300]}"
         raise FedspanError(argument, None, problem=problem) from error
@@ -123,11 +121,15 @@ def _convert(value: Any, argument: str) -> datasets.Dataset:
     import datasets
 
     if isinstance(value, datasets.Dataset):
-        return value.with_format(None)
+        return value.with_format(None).remove_columns(_list_index_columns(value.column_names))
     if hasattr(value, "__arrow_c_stream__"):  # pandas, Polars, Arrow, DuckDB: none of them is imported
-        table = pa.table(value)
-        index = [name for name in table.column_names if name.startswith("__index_level_")]
-        return make_plain_dataset(_convert_to_strings(table.drop_columns(index)))
+        try:
+            table = pa.table(value)
+        except pa.ArrowException:
+            if not hasattr(value, "to_dict"):
+                raise
+            return make_plain_dataset(make_table(value.to_dict("records")))  # a frame with a column of mixed types
+        return make_plain_dataset(_convert_to_strings(table.drop_columns(_list_index_columns(table.column_names))))
     if isinstance(value, Mapping):
         columns = {
             name: [convert_nan(cell) for cell in column] if isinstance(column, list | tuple) else column
@@ -141,6 +143,11 @@ def _convert(value: Any, argument: str) -> datasets.Dataset:
         return make_plain_dataset(make_table(records))
     expected = "a datasets.Dataset, a pandas DataFrame, a list of dicts, one of these by client, or a function"
     raise FedspanError("data", type(value).__name__, expected, problem=f"{argument} is a {type(value).__name__}")
+
+
+def _list_index_columns(names: Sequence[str]) -> list[str]:
+    """List the columns that a pandas index with gaps leaves behind."""
+    return [name for name in names if name.startswith("__index_level_")]
 
 
 def _convert_to_strings(table: pa.Table) -> pa.Table:
