@@ -102,7 +102,7 @@ def detect_dialect(
             best = candidate
     if quoting is None and best[1] != "single":  # quotes around fields without delimiters fit as well as none
         enclosing: list[Quoting] = ["double", "single"] if best[1] == "none" else ["single"]
-        enclosed = [kind for kind in enclosing if _is_enclosed(parsed[best].rows, _CHARACTERS[kind])]
+        enclosed: list[Quoting] = [kind for kind in enclosing if _is_enclosed(parsed[best].rows, _CHARACTERS[kind])]
         if enclosed:
             best = (best[0], enclosed[0])
     rows = parsed[best].rows
