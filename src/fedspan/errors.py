@@ -51,7 +51,7 @@ class FedspanError(Exception):
         Args:
             field: The new field; None: this error's.
             value: The new value; None: this error's.
-            note: A sentence that is appended to the message.
+            note: Sentences that are appended to the message: to `expected`, or to the problem if that is empty.
         """
         value = self.value if value is None else value
         problem, expected = self.problem, self.expected

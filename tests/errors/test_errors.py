@@ -65,8 +65,8 @@ def test_an_error_can_be_moved_and_annotated() -> None:
     error = FedspanError("data.label", "x", "one of y")
     assert str(error.relocate("label")) == "`label`: 'x' is not accepted. Expected one of y."
     moved = error.relocate(note="This is in the run a.")
-    assert str(moved) == "`data.label`: 'x' is not accepted. This is in the run a. Expected one of y."
-    assert (moved.field, moved.value, moved.expected) == ("data.label", "x", "one of y")
+    assert str(moved) == "`data.label`: 'x' is not accepted. Expected one of y. This is in the run a."
+    assert (moved.field, moved.value, moved.expected) == ("data.label", "x", "one of y. This is in the run a.")
 
 
 def test_the_nearest_names_are_suggested() -> None:
