@@ -23,7 +23,7 @@ OF_SCRIPTS = {
     Path("docs/results/faults.md"): {"--record"},
     Path("docs/results/named-entities.md"): {"--optimizer-state", "--trainings"},
     Path("docs/results/text-embedding.md"): {"--lr", "--seed"},
-    Path("docs/security.md"): {"--coverage", "--inputs"},
+    Path("docs/security.md"): {"--coverage", "--inputs", "--seed"},
 }
 """Options of benchmarks and of published code, by the page that names them."""
 
