@@ -1121,7 +1121,7 @@ class Record:
 
 
 def run_scenarios(names: Sequence[str], record: Record, path: Path | None) -> dict[str, str]:
-    """Do faults to one deployment, and return the errors of those that had consequences.
+    """Inject faults into one deployment, and return the errors of those that had consequences.
 
     Args:
         names: The faults.

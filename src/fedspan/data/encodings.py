@@ -2,7 +2,7 @@
 
 UTF-8 and UTF-16 are recognized by their own rules. Older encodings of one or two bytes a character are ranked by
 charset-normalizer, among those that are in use: of two that fit about equally well, the more common one is selected.
-Those that put characters into words that words do not have are left out before.
+Candidates that yield characters which words do not contain are left out beforehand.
 An encoding in which all letters beyond ASCII are those of one language precedes cp1252 where they are those of none.
 Windows' quotation marks, dashes, and signs such as £ and © do not distinguish encodings, and are not ranked.
 """

@@ -1,4 +1,4 @@
-"""The columns of a node's data that a run may read: those that its owner names, whatever the server's prompt names."""
+"""Which columns of a node's data a run may read: a server's prompt can name only those that the owner allows."""
 
 from __future__ import annotations
 
