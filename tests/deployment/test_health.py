@@ -14,7 +14,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from fedspan.deployment.health import Heartbeat, describe_heartbeat, find_problem
+from fedspan.deployment.health import Heartbeat, describe_heartbeat, find_problem, read_work
 from fedspan.deployment.node import NodeService
 from fedspan.deployment.supervisor import Supervisor
 from fedspan.federation.protocol import Order
@@ -65,16 +65,48 @@ def test_every_batch_renews_the_heartbeat_of_a_node(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     renewed: list[str] = []
-    monkeypatch.setattr(Heartbeat, "renew", lambda self, doing="waiting": renewed.append(doing))
+    percents: list[int | None] = []
+
+    def renew(self: Heartbeat, doing: str = "waiting", percent: int | None = None) -> None:
+        renewed.append(doing)
+        percents.append(percent)
+
+    monkeypatch.setattr(Heartbeat, "renew", renew)
     service = NodeService(node(tiny_folder, tmp_path))
     run, _ = served(tiny_folder, service)
     assert "model" in renewed
     renewed.clear()
+    percents.clear()
     progress = run.federation.run_round(run.federation.begin()).progress
     assert renewed.count("training") > 2  # its begin, and each of its batches
+    shown = [percent for doing, percent in zip(renewed, percents, strict=True) if doing == "training"]
+    assert shown == sorted(shown, key=lambda percent: percent or 0)
+    assert (shown[0], shown[-1]) == (0, 100)
     renewed.clear()
     run.evaluator.evaluate_clients(progress)
     assert renewed.count("evaluation") >= 2
+
+
+def test_a_heartbeat_says_how_much_of_the_work_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedspan.deployment.health._INTERVAL", 0.0)
+    assert read_work(tmp_path) is None
+    heartbeat = Heartbeat(tmp_path)
+    heartbeat.renew()
+    assert read_work(tmp_path) is None
+    stages = Stages(heartbeat.observe)
+    with stages.stage("training", 7):
+        assert read_work(tmp_path) == ("training", 0)
+        stages.advance("training", 3)
+        assert read_work(tmp_path) == ("training", 42)
+        assert describe_heartbeat(tmp_path) == "training (42 %), 0 s ago"
+        assert find_problem(tmp_path) is None
+        stages.advance("training", 5)
+        assert read_work(tmp_path) == ("training", 100), "a client may train more than was expected"
+    with stages.stage("model"):
+        assert read_work(tmp_path) == ("model", None)
+        assert describe_heartbeat(tmp_path) == "model, 0 s ago"
+        age(tmp_path, 3000)
+        assert find_problem(tmp_path) is None
 
 
 @pytest.mark.slow  # a process that imports torch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 import time
@@ -13,7 +14,7 @@ from fedspan.deployment.status import store_named_run
 from fedspan.errors import FedspanError
 from fedspan.monitoring.run_monitor import MAX_CLIENTS, clean_text
 from fedspan.monitoring.server_monitor import INTERVAL, ServerMonitor
-from fedspan.transports.flower.server import Node
+from fedspan.transports.flower.server import WORK, Node
 from helpers.clock import Clock
 from helpers.written_run import HOSTILE, PretendRun
 
@@ -70,6 +71,22 @@ def test_clients_of_the_run_have_the_status_of_their_nodes(tmp_path: Path, prete
         "south": ("registered", 0),
         "west": ("revoked", 0),
     }
+
+
+def test_nodes_that_are_online_say_what_they_do(tmp_path: Path, pretend_run: PretendRun) -> None:
+    pretend_run.add(1, cohort=["clinic", "east"])
+    store_named_run(tmp_path, pretend_run.folder.path, {"clinic": 12, "east": 11})
+    now = time.time()
+    said = {"11": [now, "training", 37], "12": [now, "training", 5], "99": [now, "training", None]}
+    (tmp_path / WORK).write_text(json.dumps(said))
+    state = collect_listed(ServerMonitor(tmp_path, lambda: NODES))
+    works = {row["name"]: row["node_work"] for row in state["clients"]}
+    assert works == {"clinic": "", "east": "training, 37 %", "south": "", "west": ""}
+    (tmp_path / WORK).write_text(json.dumps({"11": [now, "hidden states", None]}))
+    (east,) = (
+        row for row in collect_listed(ServerMonitor(tmp_path, lambda: NODES))["clients"] if row["name"] == "east"
+    )
+    assert east["node_work"] == "hidden states"
 
 
 def test_a_newer_run_replaces_the_one_before(tmp_path: Path, pretend_run: PretendRun) -> None:

@@ -18,7 +18,7 @@ from fedspan.data.path_patterns import has_placeholders, match_paths
 from fedspan.deployment.base_files import BaseDownloads, describe_base
 from fedspan.deployment.base_offers import BaseFile, find_local_base, list_base_files, offer_base
 from fedspan.deployment.handshake import NOWHERE, Invitation, build_server_config
-from fedspan.deployment.health import Heartbeat
+from fedspan.deployment.health import Heartbeat, read_work
 from fedspan.deployment.submission import Submission
 from fedspan.deployment.supervisor import Supervisor
 from fedspan.deployment.usage import UsageBook
@@ -132,6 +132,7 @@ def join(path: str | Path, *, trainer: Any = None, insecure: bool = False, stop:
     from fedspan.transports.flower.keys import SOON, compute_days_left, load_node_key
     from fedspan.transports.flower.supernode import Link, serve
     from fedspan.transports.flower.transfers import Bandwidth
+    from fedspan.transports.flower.wire import NodeWork
 
     node = load_node(path)
     for field, value in (("authority", node.authority), ("key", node.key)):
@@ -171,8 +172,13 @@ def join(path: str | Path, *, trainer: Any = None, insecure: bool = False, stop:
         heartbeat.renew("an order")
         return worker.answer(envelope)
 
+    def get_work() -> NodeWork | None:
+        found = read_work(Path(node.folder))
+        return None if found is None else NodeWork(*found)
+
     with closing(worker):
-        serve(link, answer, stop, heartbeat.renew, None if downloads is None else downloads.start)
+        before_order = None if downloads is None else downloads.start
+        serve(link, answer, stop, heartbeat.renew, before_order, get_work)
 
 
 def submit(

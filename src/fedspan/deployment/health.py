@@ -15,7 +15,7 @@ from pathlib import Path
 from fedspan.files import write_atomic
 from fedspan.training.stages import Stage
 
-__all__ = ["STUCK_SECONDS", "Heartbeat", "describe_heartbeat", "find_problem"]
+__all__ = ["STUCK_SECONDS", "Heartbeat", "describe_heartbeat", "find_problem", "read_work"]
 
 STUCK_SECONDS = 900.0
 """Age of the heartbeat in seconds above which a node is unhealthy."""
@@ -41,33 +41,37 @@ class Heartbeat:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._doing: str | None = None
+        self._percent: int | None = None
         self._renewed = float("-inf")
 
-    def renew(self, doing: str = _WAITING) -> None:
+    def renew(self, doing: str = _WAITING, percent: int | None = None) -> None:
         """Renew the heartbeat, at most every few seconds while the node does the same.
 
         Args:
             doing: What the node does.
+            percent: How much of it is done; None: unknown.
         """
         now = time.monotonic()
         if doing == self._doing and now - self._renewed < _INTERVAL:
             return
-        path, is_same = self._folder / _FILE, doing == self._doing
-        self._doing, self._renewed = doing, now
+        path, is_same = self._folder / _FILE, (doing, percent) == (self._doing, self._percent)
+        self._doing, self._percent, self._renewed = doing, percent, now
         try:
             if is_same and path.is_file():
                 os.utime(path)
             else:
                 self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-                write_atomic(path, doing.encode(), 0o600)
+                write_atomic(path, (doing if percent is None else f"{doing}\n{percent}").encode(), 0o600)
         except OSError as error:  # the node goes on, and its health check reports the old heartbeat
             log.warning("the heartbeat cannot be written (%s)", error)
         self.notify_watchdog()
 
     def observe(self, stage: Stage | None) -> None:
         """Renew the heartbeat after a change of the innermost stage of the node's work (``Stages``)."""
-        renewed = self._doing if stage is None else stage.name
-        self.renew(renewed or _WAITING)
+        if stage is None:
+            self.renew(self._doing or _WAITING, self._percent)
+        else:
+            self.renew(stage.name, min(100, 100 * stage.done // stage.total) if stage.total else None)
 
     def notify_watchdog(self) -> None:
         """Tell systemd that the node works, if systemd asks for it and the heartbeat is not too old."""
@@ -93,7 +97,7 @@ def find_problem(folder: Path, seconds: float = STUCK_SECONDS) -> str | None:
     found = _read(folder)
     if found is None:
         return f"the node has not started: {folder / _FILE} is missing"
-    doing, age = found
+    doing, _, age = found
     limit = max(seconds, _LOADING_SECONDS) if doing in _LOADING else seconds
     if age <= limit:
         return None
@@ -103,13 +107,24 @@ def find_problem(folder: Path, seconds: float = STUCK_SECONDS) -> str | None:
 def describe_heartbeat(folder: Path) -> str:
     """Return what a node did last and when, as a clause."""
     found = _read(folder)
-    return "no heartbeat" if found is None else f"{found[0]}, {found[1]:.0f} s ago"
+    if found is None:
+        return "no heartbeat"
+    doing, percent, age = found
+    return f"{doing}{'' if percent is None else f' ({percent} %)'}, {age:.0f} s ago"
 
 
-def _read(folder: Path) -> tuple[str, float] | None:
-    """Return what a node did last, and how many seconds ago; None: there is no heartbeat."""
+def read_work(folder: Path) -> tuple[str, int | None] | None:
+    """Return what a node does, and how many percent of it are done if that is known; None: it waits for orders."""
+    found = _read(folder)
+    return None if found is None or found[0] == _WAITING else found[:2]
+
+
+def _read(folder: Path) -> tuple[str, int | None, float] | None:
+    """Return what a node did last, how much of it in percent, and how many seconds ago; None: no heartbeat."""
     path = folder / _FILE
     try:
-        return path.read_bytes().decode(errors="replace")[:64], max(0.0, time.time() - path.stat().st_mtime)
+        text, age = path.read_bytes().decode(errors="replace")[:64], max(0.0, time.time() - path.stat().st_mtime)
     except OSError:
         return None
+    doing, _, percent = text.partition("\n")
+    return doing, int(percent) if percent.isdecimal() else None, age

@@ -140,7 +140,8 @@ class NodeService:
                 if not last.is_recorded:
                     self._usage.record_order(request, run.host.compute_charges(request), run.terms.digest)
                     last.mark_recorded()
-            with self._stages.stage(_STAGES.get(request.task, "training")):
+            units = run.host.engine.settings.compute_workload(run.terms.client.examples)
+            with self._stages.stage(_STAGES.get(request.task, "training"), units if request.task == "train" else None):
                 reply = run.host.reply(request)
             self._require_small("reply", reply.body)
             # phases of secure sums may reveal shares

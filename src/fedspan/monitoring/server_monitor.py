@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +13,12 @@ from fedspan.deployment.status import NamedRun, load_named_run
 from fedspan.errors import FedspanError
 from fedspan.monitoring.run_monitor import MAX_CLIENTS, RunMonitor, build_client, clean_text
 from fedspan.runs.formatting import format_duration
+from fedspan.transports.flower.server import WORK
+from fedspan.transports.flower.work import read_works
 
 if TYPE_CHECKING:
     from fedspan.transports.flower.server import Node
+    from fedspan.transports.flower.wire import NodeWork
 
 __all__ = ["INTERVAL", "ServerMonitor"]
 
@@ -53,12 +56,13 @@ class ServerMonitor:
         run = None if named is None or self._run is None else self._run.collect(tuple(named.nodes))
         clients = [] if run is None else run.pop("clients")
         nodes, problem = self._listed
+        works = read_works(self._folder / WORK)
         present = [node for node in nodes or () if node.status != "revoked"]
         return {
             "time": time.time(),
             "folder": clean_text(self._folder),
             "run": run,
-            "clients": _merge(clients, nodes or (), named),
+            "clients": _merge(clients, nodes or (), named, works),
             "nodes": {
                 "online": sum(node.status == "online" for node in present),
                 "total": None if nodes is None else len(present),
@@ -73,7 +77,9 @@ class ServerMonitor:
             self._listed = (self._listed[0], clean_text(error))
 
 
-def _merge(clients: list[dict[str, Any]], nodes: Sequence[Node], named: NamedRun | None) -> list[dict[str, Any]]:
+def _merge(
+    clients: list[dict[str, Any]], nodes: Sequence[Node], named: NamedRun | None, works: Mapping[str, NodeWork]
+) -> list[dict[str, Any]]:
     """Return the run's clients with the status of their nodes, followed by the nodes that are not in the run.
 
     There are at most ``MAX_CLIENTS`` rows; the run may have clients without one.
@@ -83,21 +89,24 @@ def _merge(clients: list[dict[str, Any]], nodes: Sequence[Node], named: NamedRun
     rows: list[dict[str, Any]] = []
     for client in clients:
         node = by_id.pop(ids.get(client["name"], ""), None)
-        rows.append({**client, **_describe(node)})
+        rows.append({**client, **_describe(node, works)})
     others = [node for id, node in by_id.items() if id not in ids.values()]
     for node in others[: max(0, MAX_CLIENTS - len(rows))]:
         name = clean_text(node.name or f"node {node.id}", 200)
-        rows.append({**build_client(), "name": name, "status": "", "loss": None, **_describe(node)})
+        rows.append({**build_client(), "name": name, "status": "", "loss": None, **_describe(node, works)})
     return rows
 
 
-def _describe(node: Node | None) -> dict[str, str]:
+def _describe(node: Node | None, works: Mapping[str, NodeWork]) -> dict[str, str]:
     if node is None:
-        return {"node_status": "unknown", "node_seen": ""}
+        return {"node_status": "unknown", "node_seen": "", "node_work": ""}
+    work, doing = works.get(node.id) if node.status == "online" else None, ""
     if node.status == "online":
         seen = f"now, for {format_duration(node.online_seconds)}"
     elif node.offline_since is None:
         seen = "never"
     else:
         seen = f"{format_duration(max(0.0, time.time() - node.offline_since))} ago"
-    return {"node_status": clean_text(node.status, 40), "node_seen": seen}
+    if work is not None:
+        doing = clean_text(work.doing if work.percent is None else f"{work.doing}, {work.percent} %", 60)
+    return {"node_status": clean_text(node.status, 40), "node_seen": seen, "node_work": doing}

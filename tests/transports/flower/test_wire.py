@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 
 from fedspan.transports.flower.wire import (
+    WORK_HEADER,
+    NodeWork,
     UploadPart,
     format_reply_limit,
     pack,
     parse_offset,
     parse_reply_limit,
     parse_upload,
+    parse_work,
     read_first,
     select_fitting,
     unpack,
@@ -94,3 +97,26 @@ def test_the_rest_of_an_answer_is_sent_to_those_that_have_its_beginning(range: b
 def test_the_first_part_is_read_without_the_others() -> None:
     assert read_first(pack([b"abc", bytes(1000)])) == b"abc"
     assert read_first(b"") == b""
+
+
+@pytest.mark.parametrize(
+    ("value", "work"),
+    [
+        (b"training/37", ("training", 37)),
+        (b"hidden states/", ("hidden states", None)),
+        (b"training/900", ("training", 100)),
+        (b"", None),
+        (b"training", None),
+        (b"training/-1", None),
+        (b"<b>training</b>/3", None),
+        (b"Training/3", None),
+        (b"t" * 32 + b"/3", None),
+        (b"training/3\n", None),
+        ("träge/3".encode(), None),
+    ],
+)
+def test_a_node_says_what_it_does_in_small_letters(value: bytes, work: tuple[str, int | None] | None) -> None:
+    assert parse_work({WORK_HEADER.encode(): value}) == work
+    assert parse_work({}) is None
+    if work is not None and work[1] != 100:
+        assert NodeWork(*work).to_header().encode() == value

@@ -220,7 +220,7 @@ function showClients(state) {
     name.scope = "row";
     row.append(name);
     if (hasNodes) row.append(create("td", client.node_status || "unknown", client.node_status + " short"), create("td", client.node_seen || "", "short"));
-    if (isRunning) row.append(create("td", client.status || "–", ({replied: "replied ", failed: "bad "}[client.status] || "") + "short"), create("td", formatNumber(client.loss), "short"));
+    if (isRunning) row.append(create("td", (client.status === "no reply yet" && client.node_work) || client.status || "–", ({replied: "replied ", failed: "bad "}[client.status] || "") + "short"), create("td", formatNumber(client.loss), "short"));
     row.append(create("td", String(client.rounds)));
     if (isLate) row.append(create("td", String(client.late)));
     if (failing) {

@@ -92,8 +92,10 @@ from fedspan.transports.flower.wire import (
     UploadPart,
     compute_tag,
     parse_progress,
+    parse_work,
     read_first,
 )
+from fedspan.transports.flower.work import WorkBook
 
 __all__ = ["BODY_BYTES", "Door"]
 
@@ -144,6 +146,7 @@ class Door:
         exchange: The door's own requests; None: those of the app's database.
         exchange_limits: How long answers wait; None: the defaults.
         offers: Folder with the offers of base models (``deployment.base_offers``); None: none are offered.
+        work: File for what nodes do, as they say with their heartbeats (``WorkBook``); None: it is not written.
     """
 
     def __init__(
@@ -154,6 +157,7 @@ class Door:
         exchange: Exchange | None = None,
         exchange_limits: ExchangeLimits | None = None,
         offers: Path | None = None,
+        work: Path | None = None,
     ) -> None:
         self.app, self.limits, self.connections = app, limits or DoorLimits(), connections or CONNECTIONS
         self._exchange, self._exchange_limits, self._offers = exchange, exchange_limits, offers
@@ -167,6 +171,7 @@ class Door:
         }
         self._senders: OrderedDict[bytes, Sender] = OrderedDict()
         self._uploads = Uploads(self.limits)
+        self._work = WorkBook(work)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forward a request, or refuse it with a status of 4xx and close its connection."""
@@ -289,6 +294,8 @@ class Door:
                     keep(answer)
             elif name == _HEARTBEAT:
                 answer = await self._acknowledge_heartbeat(body, sender, scope)
+                if sender is not None and sender.node is not None:
+                    self._work.note(sender.node, parse_work(headers))
             else:
                 if name == _PUSH_MESSAGES:
                     await self._require_reply(body, sender, scope)

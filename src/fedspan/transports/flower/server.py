@@ -20,6 +20,7 @@ from fedspan.transports.flower.keys import AUTHORITY, ensure_authority
 
 __all__ = [
     "DATABASE",
+    "WORK",
     "Node",
     "ServerLink",
     "call_flower",
@@ -32,6 +33,8 @@ __all__ = [
 _DESCRIPTION, _SECRET = "server.json", "secret"
 DATABASE = "flower.db"
 """The SuperLink's database in the server's folder."""
+WORK = "work.json"
+"""The file in the server's folder that says what its nodes do (``work``)."""
 
 _NAME = "fedspan"
 _BUNDLE = """\

@@ -29,7 +29,7 @@ from fedspan.transports.flower.connections import BoundedProtocol, BoundedSocket
 from fedspan.transports.flower.door import Door
 from fedspan.transports.flower.exchange import ExchangeLimits
 from fedspan.transports.flower.keys import CERTIFICATE, KEY
-from fedspan.transports.flower.server import DATABASE, ServerLink
+from fedspan.transports.flower.server import DATABASE, WORK, ServerLink
 
 __all__ = ["main", "supervise"]
 
@@ -41,7 +41,8 @@ def main() -> None:
     folder, seconds = os.environ.get(_OFFERS), os.environ.get(_RECONNECT)
     limits = ExchangeLimits() if seconds is None else ExchangeLimits(reconnect=float(seconds))
     offers = None if folder is None else Path(folder)
-    door = Middleware(Door, exchange_limits=limits, offers=offers)  # pyright: ignore[reportArgumentType]
+    work = None if (file := os.environ.get(_WORK)) is None else Path(file)
+    door = Middleware(Door, exchange_limits=limits, offers=offers, work=work)  # pyright: ignore[reportArgumentType]
     run_superlink([door], BoundedProtocol, BoundedSocket.take_over)  # pyright: ignore[reportArgumentType]
 
 
@@ -71,6 +72,8 @@ def _allow_connections() -> None:
 
 _OFFERS = "FEDSPAN_OFFERS"
 """Variable of the SuperLink's environment with the folder of the offered base models."""
+_WORK = "FEDSPAN_WORK"
+"""Variable of the SuperLink's environment with the file for what nodes do."""
 _RECONNECT = "FEDSPAN_RECONNECT_SECONDS"
 """Variable of the SuperLink's environment with the seconds for which orders wait for nodes that are offline."""
 _LOG = "superlink.log"
@@ -115,7 +118,7 @@ def supervise(
         command += ["--ssl-ca-certfile", str(link.authority), "--ssl-certfile", str(folder / CERTIFICATE)]
         command += ["--ssl-keyfile", str(folder / KEY), "--enable-supernode-auth"]
     environment = {**os.environ, "FLWR_HOME": str(folder / "flower"), _OFFERS: str(folder / "bases")}
-    environment[_RECONNECT] = str(reconnect)
+    environment |= {_RECONNECT: str(reconnect), _WORK: str(folder / WORK)}
     first = True
     while not stop.is_set():
         with os.fdopen(os.open(folder / _LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as output:

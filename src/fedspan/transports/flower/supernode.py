@@ -44,6 +44,7 @@ from fedspan.transports.flower.messages import (
 )
 from fedspan.transports.flower.signing import NodeSigner, Signer, UnsignedSigner
 from fedspan.transports.flower.transfers import Bandwidth, Transfers
+from fedspan.transports.flower.wire import NodeWork
 
 __all__ = ["Link", "serve"]
 
@@ -115,6 +116,7 @@ def serve(
     stop: Event,
     on_idle: Callable[[], None] = lambda: None,
     before_order: BeforeOrder | None = None,
+    get_work: Callable[[], NodeWork | None] = lambda: None,
 ) -> None:
     """Reply to messages until ``stop`` is set; reconnect after a lost connection.
 
@@ -125,6 +127,7 @@ def serve(
         on_idle: Called again and again while the node waits for an order or for the SuperLink, or transmits a message.
         before_order: Called before each request for an order with the function that fetches bytes of a base model's
             file, ``NodeConnection.fetch_base``; it returns at once.
+        get_work: Returns what the node does, for the server's web page; None: it waits for orders.
 
     Raises:
         FedspanError: If the SuperLink refuses this node, or the authority's file has no certificate of an order key.
@@ -136,6 +139,7 @@ def serve(
         try:
             authority = None if link.authority is None else link.authority.read_bytes()
             with connect_node(link.address, authority, link.keys, _RETRIES, transfers) as connection:
+                connection.get_work = get_work
                 log.info("connected to %s as node %d", link.address, connection.node_id)
                 pause = _RECONNECT[0]
                 try:

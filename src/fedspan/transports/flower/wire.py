@@ -47,6 +47,8 @@ __all__ = [
     "TAKE_REPLIES",
     "UPLOAD_HEADER",
     "UPLOAD_OFFSET",
+    "WORK_HEADER",
+    "NodeWork",
     "UploadPart",
     "compute_tag",
     "format_progress",
@@ -56,6 +58,7 @@ __all__ = [
     "parse_progress",
     "parse_reply_limit",
     "parse_upload",
+    "parse_work",
     "read_first",
     "select_fitting",
     "unpack",
@@ -83,6 +86,8 @@ PROGRESS_HEADER = "fedspan-progress"
 """Header of a request for a part of a message: the bytes that the node has, and the message's size."""
 STOPPED_HEADER = "fedspan-stopped"
 """Header of a node's notice that it goes offline because it is stopped, and does not connect again at once."""
+WORK_HEADER = "fedspan-work"
+"""Header of a node's heartbeat: what it does, and how much of that is done in percent, for the server's web page."""
 TAKEN = b"taken:"
 """What stands before the answer to a request whose body has arrived as a whole, in place of an offset."""
 
@@ -90,6 +95,7 @@ _LENGTH = 4
 _REPLY_LIMIT = "reply-bytes:"
 _UPLOAD = re.compile(rb"([0-9a-f]{64})" + 4 * rb"/([0-9]{1,10})")
 _RANGE = re.compile(rb"bytes=([0-9]{1,10})-")
+_WORK = re.compile(rb"([a-z][a-z ]{0,30})/([0-9]{1,3})?")
 _PROGRESS = re.compile(rb"([0-9]{1,12})/([0-9]{1,12})")
 
 
@@ -161,6 +167,34 @@ def parse_progress(headers: Mapping[bytes, bytes]) -> tuple[int, int]:
     """
     match = _PROGRESS.fullmatch(headers.get(PROGRESS_HEADER.encode(), b""))
     return (0, 0) if match is None else (int(match[1]), int(match[2]))
+
+
+class NodeWork(NamedTuple):
+    """What a node does.
+
+    Args:
+        doing: In small letters and blanks, such as ``training``.
+        percent: How much of that is done; None: unknown.
+    """
+
+    doing: str
+    percent: int | None
+
+    def to_header(self) -> str:
+        """Return the value of ``WORK_HEADER``."""
+        return f"{self.doing}/{'' if self.percent is None else self.percent}"
+
+
+def parse_work(headers: Mapping[bytes, bytes]) -> NodeWork | None:
+    """Return what a node does, as it says; None: it does not say.
+
+    Args:
+        headers: The headers by name in lower case.
+    """
+    match = _WORK.fullmatch(headers.get(WORK_HEADER.encode(), b""))
+    if match is None:
+        return None
+    return NodeWork(match[1].decode("ascii"), None if match[2] is None else min(100, int(match[2])))
 
 
 def parse_offset(headers: Mapping[bytes, bytes], tag: str, total: int) -> int:

@@ -62,6 +62,8 @@ from fedspan.transports.flower.wire import (
     TAKEN,
     UPLOAD_HEADER,
     UPLOAD_OFFSET,
+    WORK_HEADER,
+    NodeWork,
     UploadPart,
     format_progress,
     pack,
@@ -78,7 +80,7 @@ _SECONDS, _CONNECT = 180.0, 30.0
 while; a request that was given up would be processed all the same, and sent again on top of it."""
 _IDLE = 60.0
 """Seconds after which an idle connection is closed; a new one costs a TLS handshake."""
-_PULL_OBJECT, _DEACTIVATE = "pull-object", "deactivate-node"
+_PULL_OBJECT, _DEACTIVATE, _HEARTBEAT = "pull-object", "deactivate-node", "send-node-heartbeat"
 _TEMPORARY = httpx.codes.REQUEST_TIMEOUT, httpx.codes.TOO_MANY_REQUESTS
 """Statuses below 500 after which a request can be sent again: the link stalled, and what has arrived is kept, or other
 requests of this node came first."""
@@ -174,6 +176,8 @@ class NodeConnection:
         self.node_id = 0
         self.is_stopped = False
         """Whether the node is stopped; a node that only connects again goes offline without this notice."""
+        self.get_work: Callable[[], NodeWork | None] = lambda: None
+        """Returns what the node does, which its heartbeats tell the SuperLink; None: it waits for orders."""
         self.transfers = transfers or Transfers()
         self._registers, self._retries = keys is None, retries
         self._key, public = keys or generate_key_pairs()
@@ -322,7 +326,7 @@ class NodeConnection:
             node=Node(node_id=self.node_id), heartbeat_interval=HEARTBEAT_DEFAULT_INTERVAL
         )
         try:
-            answer = self._call("send-node-heartbeat", request, seconds=HEARTBEAT_CALL_TIMEOUT, retries=0)
+            answer = self._call(_HEARTBEAT, request, seconds=HEARTBEAT_CALL_TIMEOUT, retries=0)
             return SendNodeHeartbeatResponse.FromString(answer).success
         except Exception:  # sent again soon; a node that is no longer accepted learns it from its next request
             return False
@@ -410,6 +414,8 @@ class NodeConnection:
             headers[PROGRESS_HEADER] = format_progress(transfers.received.done, transfers.received.total)
         elif path.endswith(_DEACTIVATE) and self.is_stopped:
             headers[STOPPED_HEADER] = "1"
+        elif path.endswith(_HEARTBEAT) and (work := self.get_work()) is not None:
+            headers[WORK_HEADER] = work.to_header()
         timeout = httpx.Timeout(seconds, connect=min(seconds, _CONNECT))
         with self._client.stream("POST", path, content=content, headers=headers, timeout=timeout) as response:
             if response.status_code in _TEMPORARY or response.is_server_error:  # 5xx: it ends, or its disk is full
