@@ -692,6 +692,28 @@ def test_a_plain_loop_trains_what_was_planned(
     assert reason in refusal(tiny_folder, tmp_path, plain_loop(tiny_folder, counted), training=training)
 
 
+def test_a_plain_loop_that_leaves_its_batches_gives_no_reply(tiny_folder: Path, tmp_path: Path) -> None:
+    source = make_trainer(tiny_folder, "east")
+    model = source.model
+    assert model is not None
+    loader = DataLoader(source.train_dataset, batch_size=4, collate_fn=source.data_collator)
+    taken: list[int] = []
+
+    def train(round: fedspan.TrainingRound) -> None:
+        for batch in round.batches(loader):
+            loss = model(**batch).loss
+            loss.backward()
+            round.step(loss, 4)
+            taken.append(4)
+            break
+
+    trainer = fedspan.TorchTrainer(model, train, 8)
+    problem = refusal(tiny_folder, tmp_path, trainer, training={"local_epochs": 2})
+    assert "client east in round 1 left round.batches before the end of its 2 planned epochs" in problem
+    assert "training.local_steps" in problem
+    assert taken == [4]
+
+
 def test_a_loader_that_ends_with_the_planned_steps_is_complete(tiny_folder: Path, tmp_path: Path) -> None:
     config = settings(training={"local_steps": 2}, federation={"rounds": 1})
     assert fedspan.simulate(config, tmp_path / "run", trainers={"east": plain_loop(tiny_folder, 4)}).rounds == 1

@@ -16,10 +16,10 @@ import pytest
 pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
 
 import uvicorn
-from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatResponse
 
 from fedspan.transports.flower import door, work
-from fedspan.transports.flower.adapter import NodeConnection, node
+from fedspan.transports.flower.adapter import NodeConnection
+from fedspan.transports.flower.adapter import node as adapter_node
 from fedspan.transports.flower.wire import NodeWork
 from fedspan.transports.flower.work import FRESH_SECONDS, WorkBook, read_works
 
@@ -116,7 +116,7 @@ def test_a_heartbeat_over_http_says_what_its_node_does(tmp_path: Path, monkeypat
 
     class Exchange:
         async def acknowledge_heartbeat(self, body: bytes, node: int | None) -> bytes:
-            return SendNodeHeartbeatResponse(success=True).SerializeToString()
+            return adapter_node.SendNodeHeartbeatResponse(success=True).SerializeToString()
 
     made = door.Door(None, exchange=Exchange(), work=tmp_path / "work.json")  # type: ignore[arg-type]
 
@@ -132,7 +132,7 @@ def test_a_heartbeat_over_http_says_what_its_node_does(tmp_path: Path, monkeypat
         while not served.started:
             assert time.monotonic() < until
             time.sleep(0.01)
-        connection = NodeConnection(f"127.0.0.1:{bound.getsockname()[1]}", None, node.generate_key_pairs(), 0)
+        connection = NodeConnection(f"127.0.0.1:{bound.getsockname()[1]}", None, adapter_node.generate_key_pairs(), 0)
         connection.node_id = 7
         try:
             for said, known in (

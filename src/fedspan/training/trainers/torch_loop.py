@@ -36,6 +36,8 @@ class TrainingRound:
         self.plan, self.optimizer, self._module = plan, optimizer, module
         self._loss = 0.0
         self._examples = 0
+        self.is_cut = False
+        """Whether the loop has left ``batches`` before their end."""
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the round's batches, in training mode: a loader's, for the planned epochs or until the planned steps.
@@ -48,6 +50,11 @@ class TrainingRound:
                 none in a whole epoch of ``_FEWEST_BATCHES`` batches, or in several smaller ones with so many.
         """
         self._module.train()
+        self.is_cut = True
+        yield from self._draw(loader)
+        self.is_cut = False
+
+    def _draw(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         epoch = idle = steps = 0  # batches since the last step
         while self.plan.steps is not None or epoch < self.plan.epochs:
             is_empty = True
@@ -138,13 +145,20 @@ class TorchTrainer:
         """``LocalTrainer.train``.
 
         Raises:
-            FedspanError: If the loop took other steps than were planned, or counted more examples than there are.
+            FedspanError: If the loop took other steps than were planned, left its batches before the end, or counted
+                more examples than there are.
         """
         round = TrainingRound(plan, optimizer, self.root)
         set_seed(plan.seed)
         self._train(round)
         if plan.steps is not None and optimizer.steps != plan.steps:
             raise _build_incomplete_error(plan, optimizer.steps)
+        if plan.steps is None and round.is_cut:
+            problem = (
+                f"the loop of client {plan.client} in round {plan.round + 1} left round.batches before the end of its "
+                f"{plan.epochs} planned epochs. Plan fewer steps with training.local_steps"
+            )
+            raise FedspanError("trainer", plan.client, problem=problem)
         limit = self.examples * (plan.epochs if plan.steps is None else plan.steps)
         if optimizer.examples > limit:
             context = f"of client {plan.client} in round {plan.round + 1}"
