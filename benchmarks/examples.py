@@ -33,11 +33,11 @@ def time_example(script: Path, out: Path, model: Path | None) -> float:
     return time.monotonic() - began
 
 
-def page(text: str, seconds: dict[str, float], command: str) -> str:
+def page(text: str, seconds: dict[str, float], command: str, *, busy: bool) -> str:
     """The page with its last column filled in, and where that comes from."""
     for name, value in seconds.items():
         text = re.sub(rf"(\| \[`{name}\.py`\].*\|) [^|]+ \|\n", rf"\g<1> {value:.0f} |\n", text)
-    machine = f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    machine = f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}{', beside other work' * busy}"
     origin = f"{ORIGIN}{command}`  \nDate: {datetime.date.today()}. Machine: {machine}.\n"
     return text.partition(ORIGIN)[0].rstrip() + "\n" + origin
 
@@ -48,6 +48,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="of examples; left out: all")
     parser.add_argument("--model", type=Path, help="folder with a causal language model")
     parser.add_argument("--page", type=Path, help="whose table is filled in")
+    parser.add_argument("--busy", action="store_true", help="write on the page that the machine had other work to do")
     args = parser.parse_args()
     if args.page is not None and args.names:
         parser.error("--page needs the times of all examples: leave the names out")
@@ -59,7 +60,9 @@ def main() -> None:
             print(f"{script.stem}: {seconds[script.stem]:.1f} s", flush=True)
     if args.page is not None:
         model = "" if args.model is None else f" --model PATH/{args.model.name}"
-        args.page.write_text(page(args.page.read_text(encoding="utf-8"), seconds, model), encoding="utf-8")
+        model += " --busy" if args.busy else ""
+        text = page(args.page.read_text(encoding="utf-8"), seconds, model, busy=args.busy)
+        args.page.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
