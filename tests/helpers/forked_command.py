@@ -20,7 +20,6 @@ from typing import Any
 
 import datasets  # noqa: F401
 import peft  # noqa: F401
-import sklearn.metrics  # noqa: F401
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertForSequenceClassification  # noqa: F401
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedspan.tasks.bounded_losses import compute_guess_bound
+from fedspan.tasks.label_scores import compute_f1, compute_matthews, count_labels
 from fedspan.tasks.losses import (
     CLASS_OPTIONS,
     OFFSETS,
@@ -98,20 +99,18 @@ class SingleLabelClassification(ABC):
         With two labels also ``f1``, of the second one, as GLUE measures MRPC. The Matthews correlation is 0 if all
         predictions or all labels are the same, as in scikit-learn.
         """
-        # its import takes a second, which commands that evaluate nothing do without
-        from sklearn.metrics import f1_score, matthews_corrcoef
-
         targets = examples.labels[np.asarray(indices, dtype=np.int64)]
         predicted = predictions.argmax(1).numpy()
+        true_K, predicted_K, correct_K = count_labels(targets, predicted, len(self.labels))
+        f1_K = compute_f1(true_K, predicted_K, correct_K)
         scores = {
             "loss": float(F.cross_entropy(predictions.float(), torch.from_numpy(targets))),
             "accuracy": float((predicted == targets).mean()),
-            "macro_f1": float(f1_score(targets, predicted, average="macro", zero_division=0)),  # pyright: ignore
-            # for a single label scikit-learn returns 0 with a warning
-            "matthews": float(matthews_corrcoef(targets, predicted)) if len({*targets, *predicted}) > 1 else 0.0,
+            "macro_f1": float(f1_K[true_K + predicted_K > 0].mean()),
+            "matthews": compute_matthews(true_K, predicted_K, correct_K),
         }
         if len(self.labels) == 2:
-            scores["f1"] = float(f1_score(targets, predicted, average="binary", zero_division=0))  # pyright: ignore
+            scores["f1"] = float(f1_K[1])
         return scores
 
     @property
