@@ -37,7 +37,8 @@ def page(text: str, seconds: dict[str, float], command: str, *, busy: bool) -> s
     """The page with its last column filled in, and where that comes from."""
     for name, value in seconds.items():
         text = re.sub(rf"(\| \[`{name}\.py`\].*\|) [^|]+ \|\n", rf"\g<1> {value:.0f} |\n", text)
-    machine = f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}{', beside other work' * busy}"
+    machine = f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    machine += ", beside other work" * busy
     origin = f"{ORIGIN}{command}`  \nDate: {datetime.date.today()}. Machine: {machine}.\n"
     return text.partition(ORIGIN)[0].rstrip() + "\n" + origin
 
