@@ -45,8 +45,9 @@ help:
 demo: $(VENV)/.stamp-demo
 	$(BIN)/fedspan demo
 
+# Without stored bytecode, each worker rewrites the assertions of all tests and each process compiles the package anew.
 test: dev
-	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # docs/words.txt, the words to avoid on these pages, is codespell's dictionary and its pattern at once. The skipped page
 # quotes the output of earlier versions.

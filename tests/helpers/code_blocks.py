@@ -38,7 +38,8 @@ class Block:
 def blocks_of(page: Path) -> list[Block]:
     """All blocks of a page, in their order."""
     found: list[Block] = []
-    for token in MarkdownIt().parse((ROOT / page).read_text(encoding="utf-8")):
+    parser = MarkdownIt().disable("inline")  # what is within a paragraph is no block, and takes most of the time
+    for token in parser.parse((ROOT / page).read_text(encoding="utf-8")):
         if token.type in ("fence", "code_block"):
             assert token.map is not None
             language = token.info.strip() if token.type == "fence" else "indented"
