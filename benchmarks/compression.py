@@ -83,7 +83,8 @@ def page(reports: dict[tuple[str, str, int], dict[str, Any]], args: argparse.Nam
         f"Banking77's first {args.labels} intents, ten clients, Dirichlet 0.3, {args.model.removeprefix('builtin:')}, "
         f"rank 8 on query and value, {args.rounds} rounds from a random head. Held-out accuracy of the round selected "
         "by validation: mean and standard deviation over seeds, and the mean difference from float32 with its standard "
-        "error. Bytes are those of all messages of all clients and rounds, headers included.",
+        "error. Bytes are those of the bodies of all messages of all clients and rounds, with the headers of "
+        "safetensors and without envelopes.",
         "",
         "| method | transfer | accuracy, % | against float32, points | MB down | MB up | smaller by |",
         "|---|---|---|---|---|---|---|",

@@ -106,6 +106,19 @@ def test_a_bundle_without_a_name_has_the_first_of_the_server_s_certificate(tmp_p
     assert load_node(tmp_path / "bundles" / "clinic-a" / "node.yaml").server == "fl.example.org:443"
 
 
+def test_a_bundle_has_an_ipv6_address_in_brackets_and_renewed_certificates(tmp_path: Path) -> None:
+    pytest.importorskip("flwr", reason="needs fedspan[flower]")
+    from fedspan.transports.flower.keys import renew_authority
+
+    prepare_folder(tmp_path, 443, ["2001:db8::1"], insecure=False)
+    renewed = renew_authority(tmp_path, []).read_bytes()
+    said = call("server", "--folder", str(tmp_path), "--bundle", "clinic-a")
+    assert load_node(tmp_path / "bundles" / "clinic-a" / "node.yaml").server == "[2001:db8::1]:443"
+    assert (tmp_path / "bundles" / "clinic-a" / "ca.crt").read_bytes() == renewed
+    assert renewed.endswith((tmp_path / "ca.crt").read_bytes()[-200:]), "those in use are accepted, too"
+    assert hashlib.sha256(renewed).hexdigest() in said
+
+
 def test_a_check_passes_and_says_what_it_saw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("flwr", reason="needs fedspan[flower]")
     monkeypatch.setattr("fedspan.transports.flower.reachability.check_server", lambda address, authority: "reached")

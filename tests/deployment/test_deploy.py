@@ -15,7 +15,9 @@ from click.testing import CliRunner
 
 from fedspan.deployment import deploy
 from fedspan.deployment.handshake import Invitation
+from fedspan.deployment.health import Heartbeat
 from fedspan.errors import FedspanError
+from fedspan.training.stages import Stages
 from helpers import tiny
 from helpers.command_line import get_program
 from helpers.node_service import values
@@ -26,12 +28,16 @@ supernode = pytest.importorskip(
 
 
 @pytest.fixture
-def links(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The connection data and the function before orders with which a node would be served."""
+def links(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
+    """What a node would be served with: connection data, the function before orders, and what its heartbeats say."""
     found = list[Any]()
 
-    def serve(link: Any, answer: Any, stop: Any, on_idle: Any, before_order: Any) -> None:
-        found.append((link, before_order))
+    def serve(link: Any, answer: Any, stop: Any, on_idle: Any, before_order: Any, get_work: Any) -> None:
+        on_idle()
+        works = [get_work()]
+        with Stages(Heartbeat(tmp_path / "state").observe).stage("training", 3):
+            works.append(get_work())
+        found.append((link, before_order, works))
 
     monkeypatch.setattr(supernode, "serve", serve)
     monkeypatch.setattr(deploy, "Supervisor", lambda *_: SimpleNamespace(answer=None, close=lambda: None))
@@ -49,14 +55,19 @@ def write_node(folder: Path, **changes: Any) -> Path:
 def test_bandwidth_is_in_megabits_per_second(links: list[Any], tmp_path: Path) -> None:
     deploy.join(write_node(tmp_path, bandwidth={"up_mbit": 2, "down_mbit": 10}), insecure=True)
     deploy.join(write_node(tmp_path), insecure=True)
-    limits = [(link.bandwidth.up, link.bandwidth.down) for link, _ in links]
+    limits = [(link.bandwidth.up, link.bandwidth.down) for link, *_ in links]
     assert limits == [(250_000.0, 1_250_000.0), (None, None)]
 
 
 def test_a_node_receives_base_models_only_if_its_file_says_so(links: list[Any], tmp_path: Path) -> None:
     deploy.join(write_node(tmp_path), insecure=True)
     deploy.join(write_node(tmp_path, limits={"accept_base": True}), insecure=True)
-    assert [before_order is not None for _, before_order in links] == [False, True]
+    assert [before_order is not None for _, before_order, _ in links] == [False, True]
+
+
+def test_a_node_s_heartbeats_say_what_its_file_says(links: list[Any], tmp_path: Path) -> None:
+    deploy.join(write_node(tmp_path), insecure=True)
+    assert [works for *_, works in links] == [[None, ("training", 0)]]
 
 
 def test_a_node_s_folder_is_not_for_other_users(

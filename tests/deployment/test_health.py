@@ -109,6 +109,34 @@ def test_a_heartbeat_says_how_much_of_the_work_is_done(tmp_path: Path, monkeypat
         assert find_problem(tmp_path) is None
 
 
+def collect_percents(tiny_folder: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> list[Any]:
+    """What the heartbeats of a node say while it carries out an order to train."""
+    percents: list[Any] = []
+    service = NodeService(node(tiny_folder, folder))
+    run, _ = served(tiny_folder, service, **changes)
+    monkeypatch.setattr(Heartbeat, "renew", lambda self, doing="", percent=None: percents.append(percent))
+    run.federation.run_round(run.federation.begin())
+    return percents
+
+
+def test_the_phases_that_a_method_adds_are_a_part_of_the_work(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method = {"name": "pfedlora", "r": 2}
+    percents = collect_percents(tiny_folder, tmp_path, monkeypatch, method=method, training={"local_steps": None})
+    assert percents.count(100) == 1 or percents[-1] == 100
+    assert percents.index(100) > 0.9 * len(percents) - 1
+
+
+def test_the_sizes_of_secret_samples_do_not_show_in_heartbeats(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    privacy = {"mechanism": "dp-sgd", "clip": 1.0, "noise": 1.0, "randomness": "secret"}
+    percents = collect_percents(tiny_folder, tmp_path, monkeypatch, privacy=privacy, model={"head_init": "random"})
+    assert set(percents) == {None}
+    assert len(percents) > 2
+
+
 @pytest.mark.slow  # a process that imports torch
 def test_a_training_process_that_hangs_lets_the_heartbeat_age(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process is stopped while the supervisor waits for it: nothing renews the heartbeat."""

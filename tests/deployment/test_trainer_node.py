@@ -165,6 +165,17 @@ def test_fields_that_do_not_bind_a_trainer_are_named(
         TrainerNode(node(tiny_folder, tmp_path / "node", data={}, limits={"accept_base": True}), trainer)
 
 
+def test_checkpoints_within_a_round_do_not_bind_a_trainer(
+    tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = node(tiny_folder, tmp_path / "node", data={}, limits={"train_examples": 1})
+    with closing(TrainerNode(own, make_trainer(tiny_folder, "east"))) as worker:
+        for training, is_warned in (({}, False), ({"checkpoint_steps": 1}, True)):
+            config = values(tiny_folder, training=training)
+            assert introduced(worker.service, config, run=f"run {is_warned}").refused is None
+            assert ("checkpoint_steps and checkpoint_minutes do not bind the trainer" in caplog.text) is is_warned
+
+
 def test_a_plain_loop_in_several_processes_is_refused(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

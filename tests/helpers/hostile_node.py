@@ -7,7 +7,7 @@ import hashlib
 import importlib
 import socket
 import ssl
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -51,10 +51,10 @@ class HostileNode:
             "content-type": "application/protobuf",
         }
 
-    def post(self, path: str, body: Any) -> tuple[int, bytes]:
-        """Send a request; return its status and content."""
+    def post(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> tuple[int, bytes]:
+        """Send a request, with further headers; return its status and content."""
         data = body if isinstance(body, bytes) else body.SerializeToString()
-        answer = self._client.post(f"/v1/fleet/{path}", content=data, headers=self.headers())
+        answer = self._client.post(f"/v1/fleet/{path}", content=data, headers={**self.headers(), **(headers or {})})
         return answer.status_code, answer.content
 
     def post_own(self, name: str, *parts: bytes, cut: float = 60.0) -> tuple[int, bytes]:

@@ -84,6 +84,35 @@ def test_rounds_appear_without_a_reload(
     view.context.close()
 
 
+def test_a_node_s_row_says_what_it_does_until_it_replies(
+    browser: Any, pretend_run: PretendRun, collect: Callable[[], Mapping[str, Any]]
+) -> None:
+    pretend_run.add(1)
+
+    def collect_server() -> Mapping[str, Any]:
+        state = dict(collect())
+        rows = [
+            {**row, "node_status": "online", "node_seen": "now", "node_work": "training, 37 %"}
+            for row in state["clients"]
+        ]
+        return {**state, "clients": rows, "nodes": {"online": 2, "total": 2, "problem": None}}
+
+    def read_rows(view: View) -> dict[str, str]:
+        return {row.split("\t")[0]: row.split("\t")[3] for row in view.text("#rows").splitlines()}
+
+    with WebPage(collect_server) as server:
+        pretend_run.write_progress(round=2, cohort=["east", "north"], replied=["north"])
+        view = View(browser, server.url)
+        view.wait("document.getElementById('rows').textContent.includes('training, 37 %')")
+        assert read_rows(view) == {"east": "training, 37 %", "north": "replied"}
+        assert "1 of 2 selected replied" in view.text("#count")
+        pretend_run.write_progress(round=2, cohort=["east", "north"], replied=["east", "north"])
+        view.wait("!document.getElementById('rows').textContent.includes('training')")
+        assert read_rows(view) == {"east": "replied", "north": "replied"}
+        assert view.wrong == []
+        view.context.close()
+
+
 def test_the_redirect_opens_the_page(browser: Any, collect: Callable[[], Mapping[str, Any]]) -> None:
     with WebPage(collect) as server, write_redirect(server.url) as path:
         view = View(browser, path.as_uri())

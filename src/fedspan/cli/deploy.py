@@ -87,7 +87,7 @@ def server(
     from fedspan.transports.flower import require
 
     require()
-    from fedspan.transports.flower.server import prepare_folder
+    from fedspan.transports.flower.server import format_address, prepare_folder
     from fedspan.transports.flower.superlink import supervise
 
     if insecure:
@@ -103,7 +103,7 @@ def server(
     page = None if web_port is None else _create_page(link, web_host, web_port, names or [])
 
     def print_instructions() -> None:
-        address = (names or ["THIS-MACHINE"])[0]
+        address = format_address((names or ["THIS-MACHINE"])[0], port)
         typer.echo(f"listening on {host}:{port}; log: {folder / 'superlink.log'}")
         if page is not None:
             typer.echo(f"web page: {page.url}")
@@ -113,9 +113,7 @@ def server(
         typer.echo("  fedspan join --new-key node.key     # and sends you node.key.pub")
         if not insecure:
             typer.echo("then run here:\n  fedspan admit node.key.pub --as NAME" + _format_server_option(folder))
-        typer.echo(
-            f"then the data owner runs, with `server: {address}:{port}` in the node's file:\n  fedspan join node.yaml"
-        )
+        typer.echo(f"then the data owner runs, with `server: {address}` in the node's file:\n  fedspan join node.yaml")
         typer.echo(f"and run here:\n  fedspan submit config.yaml{_format_server_option(folder)}")
 
     with page or nullcontext():
@@ -148,8 +146,8 @@ def _write_bundles(folder: Path, ids: Sequence[str], names: Sequence[str], port:
     """Write bundles; the port and the mode of a server that was started before are not changed."""
     from fedspan.deployment.bundle import compute_digest, write_bundle
     from fedspan.monitoring.web import LOOPBACK
-    from fedspan.transports.flower.keys import ensure_authority, list_certified_hosts
-    from fedspan.transports.flower.server import is_prepared, link_of, prepare_folder
+    from fedspan.transports.flower.keys import ensure_authority, get_newest_authority, list_certified_hosts
+    from fedspan.transports.flower.server import format_address, is_prepared, link_of, prepare_folder
 
     without_tls = FedspanError(
         "--bundle", ids[0], problem="a server without TLS has no bundles: they hold its certificate"
@@ -169,11 +167,12 @@ def _write_bundles(folder: Path, ids: Sequence[str], names: Sequence[str], port:
     assert link.authority is not None
     ensure_authority(folder, names)
     warn_of_expiry(link)
-    port = int(link.address.rpartition(":")[2])
+    address = format_address(names[0], int(link.address.rpartition(":")[2]))
+    authority = get_newest_authority(folder)
     for id in ids:
-        target = write_bundle(link.folder / "bundles", id, f"{names[0]}:{port}", link.authority)
+        target = write_bundle(link.folder / "bundles", id, address, authority)
         typer.echo(f"send this folder to the data owner {id}: {target}")
-    typer.echo(f"tell it by another way the SHA-256 of ca.crt: {compute_digest(link.authority)}")
+    typer.echo(f"tell it by another way the SHA-256 of ca.crt: {compute_digest(authority)}")
     typer.echo("when its node.key.pub arrives, run here:")
     for id in ids:
         typer.echo(f"  fedspan admit node.key.pub --as {shlex.quote(id)}{_format_server_option(link.folder)}")

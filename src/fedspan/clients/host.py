@@ -146,7 +146,8 @@ class Host:
 
     def count_examples(self, id: str) -> int:
         """Count the examples on which a client trains in a round, including repeated uses."""
-        return self.engine.settings.compute_workload(len(self.clients[id].train))
+        added = sum(self.method.list_added_epochs())
+        return self.engine.settings.compute_workload(len(self.clients[id].train), added)
 
     def count_tokens(self, id: str) -> int:
         """Estimate the number of tokens on which a client trains in a round, including repeated uses."""

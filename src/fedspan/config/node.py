@@ -22,6 +22,13 @@ _MIB = 2**20
 Fingerprint = Annotated[str, Field(pattern=r"^SHA256:[A-Za-z0-9+/]{43}$")]
 
 
+def _require_brackets(address: str) -> str:
+    """Check that an IPv6 address is in brackets: otherwise its end and the port cannot be told apart."""
+    if address.count(":") > 1 and not address.startswith("["):
+        raise ValueError("host:port, and an IPv6 address in brackets, as in [2001:db8::1]:9092")
+    return address
+
+
 class NodeLimits(Section):
     """What a server may ask of this node."""
 
@@ -181,7 +188,9 @@ class NodeConfig(Section):
     id: Annotated[str, AfterValidator(require_printable)] = Field(
         min_length=1, max_length=256, description="Stable id of the node in every federation."
     )
-    server: str = Field(min_length=1, description="Address of the server, host:port.")
+    server: Annotated[str, AfterValidator(_require_brackets)] = Field(
+        min_length=1, description="Address of the server, host:port; an IPv6 address in brackets."
+    )
     authority: str | None = Field(
         default=None, min_length=1, description="File with the certificate from the server's operator: ca.crt."
     )

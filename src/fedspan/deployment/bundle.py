@@ -69,7 +69,8 @@ def write_bundle(folder: Path, id: str, address: str, authority: Path) -> Path:
 def _quote(values: dict[str, str], name: str) -> dict[str, str]:
     """Return the values as a file of this format needs them."""
     if name == "node.yaml":
-        return {**values, "id": yaml.safe_dump(values["id"], default_style='"').strip()}
+        quoted = {field: yaml.safe_dump(values[field], default_style='"').strip() for field in ("id", "address")}
+        return {**values, **quoted}
     if name == "compose.yaml":  # names of Compose projects have lower-case letters, digits, - and _
         safe = "".join(c if c.isascii() and (c.isalnum() or c in "-_") else "-" for c in values["id"].lower())
         return {**values, "id": safe}

@@ -43,7 +43,7 @@ from fedspan.deployment.node_folder import LAST_ORDER, TRAINING, get_run_folder
 from fedspan.deployment.usage import UsageBook
 from fedspan.errors import FedspanError, escape_controls
 from fedspan.federation.protocol import Envelope, Order, read_header
-from fedspan.federation.secagg.messages import decode_request
+from fedspan.federation.secagg.messages import Phase, decode_request
 from fedspan.files import convert_disk_errors, read_bytes, write_atomic
 from fedspan.logs import AuditLog
 from fedspan.runs.privacy_budget import generate_key, has_key, load_noise_key, store_noise_key
@@ -140,8 +140,7 @@ class NodeService:
                 if not last.is_recorded:
                     self._usage.record_order(request, run.host.compute_charges(request), run.terms.digest)
                     last.mark_recorded()
-            units = run.host.engine.settings.compute_workload(run.terms.client.examples)
-            with self._stages.stage(_STAGES.get(request.task, "training"), units if request.task == "train" else None):
+            with self._stages.stage(_STAGES.get(request.task, "training"), _count_units(request, run.host)):
                 reply = run.host.reply(request)
             self._require_small("reply", reply.body)
             # phases of secure sums may reveal shares
@@ -376,6 +375,14 @@ def _build_checkpoints(folder: Path, config: RunConfig, context: str) -> JobChec
     """Build the storage of a run's progress within a round; None: the config asks for none."""
     steps, minutes = config.training.checkpoint_steps, config.training.checkpoint_minutes
     return None if steps is None and minutes is None else JobCheckpoints(folder, context, steps, minutes)
+
+
+def _count_units(request: Order | Phase, host: Host) -> int | None:
+    """Return the number of examples that an order trains on, each use counted; None: unknown, or a secret."""
+    privacy = host.engine.settings.privacy
+    if request.task != "train" or (privacy is not None and privacy.mechanism == "dp-sgd"):
+        return None  # the sizes of Poisson samples would show in the shares that are done
+    return host.count_examples(request.to)
 
 
 def _selects_some(invitation: Invitation) -> bool:

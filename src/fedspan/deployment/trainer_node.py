@@ -116,6 +116,11 @@ class TrainerNode:
                 "Trainer, or processor= to the TorchTrainer"
             )
             raise FedspanError("trainer", type(self._trainer.root).__name__, problem=problem)
+        if config.training.checkpoint_steps is not None or config.training.checkpoint_minutes is not None:
+            log.warning(
+                "training.checkpoint_steps and checkpoint_minutes do not bind the trainer: if this node is killed "
+                "within a round, the round starts over"
+            )
         return self._runs.prepare(config, given_partition, key, stages)
 
     def answer(self, envelope: Envelope) -> Envelope:

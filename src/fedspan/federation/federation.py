@@ -216,7 +216,8 @@ class Federation:
         if self.settings.buffered is not None:
             return self._run_buffered_round(progress, on_trained, on_client, on_failure, on_order)
         context = self._build_context(progress)
-        units = {id: self.training.compute_workload(self.clients[id].client.examples) for id in context.ids}
+        added = sum(self.method.list_added_epochs())
+        units = {id: self.training.compute_workload(self.clients[id].client.examples, added) for id in context.ids}
         with open_clients_stage(self.engine.stages, "training", units) as finished:
 
             def replied(id: str, loss: float) -> None:

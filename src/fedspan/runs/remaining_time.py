@@ -166,7 +166,8 @@ def _parts(prepared: Prepared, done: int) -> list[_Part]:
     rounds, every = federation.settings.rounds, config.evaluation.every
 
     def trained(ids: Iterable[str]) -> float:
-        return _TRAINING * sum(training.compute_workload(clients[id].client.examples) for id in ids)
+        added = sum(federation.method.list_added_epochs())
+        return _TRAINING * sum(training.compute_workload(clients[id].client.examples, added) for id in ids)
 
     scored = examples + (0 if personal else heldout)
     parts = [_Part("round 0", 0.0, scored)] if prepared.head is not None and not done else []

@@ -105,11 +105,16 @@ class TrainingSettings:
     head_updates: Literal["all", "own-classes"] = "all"
     privacy: Privacy | None = None
 
-    def compute_workload(self, count: int) -> int:
-        """Return how many examples a client with ``count`` of them trains on in a round, counting repeated uses."""
+    def compute_workload(self, count: int, added_epochs: int = 0) -> int:
+        """Return how many examples a client trains on in a round, counting repeated uses.
+
+        Args:
+            count: Number of its examples.
+            added_epochs: Epochs that the method adds (the sum of ``Method.list_added_epochs``).
+        """
         if self.steps is None:
-            return self.epochs * count
-        return self.steps * min(count, self.batch_size * self.accumulate)
+            return (self.epochs + added_epochs) * count
+        return self.steps * min(count, self.batch_size * self.accumulate) + added_epochs * count
 
     def compute_lr(self, round: int, rounds: int) -> float:
         """Compute the learning rate of a round (counted from 0) of ``rounds``."""

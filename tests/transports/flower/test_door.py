@@ -459,6 +459,27 @@ def test_a_heartbeat_is_a_node_s_own() -> None:
     assert asyncio.run(request(door.Door(Behind(), exchange=exchange), path)) == 400
 
 
+def test_a_node_whose_reply_arrives_does_nothing_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "read_pushed_reply", lambda *_: reply())
+    monkeypatch.setattr("fedspan.transports.flower.work._DELAY", 0.0)
+    made, path = door.Door(Behind(), exchange=Exchange(), work=tmp_path / "work.json"), tmp_path / "work.json"
+
+    async def run() -> list[str]:
+        said, found = ((wire.WORK_HEADER.encode(), b"training/97"),), list[str]()
+        for name, headers, body in (
+            (f"{door.NODE_API}send-node-heartbeat", said, b""),
+            (f"{door.NODE_PATH}{wire.SEND_REPLY}", (), wire.pack([b"head"])),
+        ):
+            assert await request(made, name, headers=headers, body=body) == 200
+            await made._work._writing
+            found.append(path.read_text())
+        return found
+
+    first, second = asyncio.run(run())
+    assert '"training", 97' in first
+    assert second == "{}"
+
+
 def test_a_node_that_sends_heartbeats_all_the_time_is_refused_and_not_offline_afterwards() -> None:
     made = door.Door(Behind(), door.DoorLimits(heartbeat_rate=10.0, heartbeat_burst=3.0), exchange=Exchange())
 

@@ -29,6 +29,7 @@ from fedspan.transports.flower.adapter import (
 from fedspan.transports.flower.messages import draw_salt, to_records
 from fedspan.transports.flower.signing import UnsignedSigner
 from fedspan.transports.flower.transfers import Transfers
+from fedspan.transports.flower.wire import NodeWork
 
 pytestmark = pytest.mark.usefixtures("identity")
 
@@ -51,6 +52,7 @@ class Connection:
     """
 
     node_id = 1
+    get_work: Callable[[], NodeWork | None]
 
     def __init__(self, where: str = "", error: Callable[[], BaseException] = gone, along: int = 0) -> None:
         self._failing, self._error, self._along = {where}, error, along
@@ -220,6 +222,28 @@ def test_a_node_waits_for_its_link_while_it_counts_as_online(comes_back: bool, m
     assert len(tries) >= 2
 
 
+def test_a_node_that_is_stopped_waits_for_its_link_no_longer_than_until_it_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(supernode, "_RECONNECT", (0.1, 0.1))
+
+    class Silent(Connection):
+        def renew(self) -> bool:
+            return False
+
+    link, lost, began = supernode.Link("", None, None, 2**20), httpx.ReadError("lost"), time.monotonic()
+    leave_at = began + 0.3
+    assert not supernode._wait_for_link(
+        Silent(),
+        link,
+        Event(),
+        lost,
+        supernode._Received(),
+        leave_at=leave_at,  # type: ignore[arg-type]
+    )
+    assert time.monotonic() - began < 5
+
+
 @pytest.mark.parametrize("comes_back", [True, False])
 def test_a_node_that_is_stopped_sends_the_reply_that_waits(comes_back: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supernode, "_OFFLINE", 0.5)
@@ -256,8 +280,9 @@ def test_a_node_that_is_stopped_sends_the_reply_that_waits(comes_back: bool, mon
         return envelope
 
     began = time.monotonic()
-    supernode.serve(link, answer, stop)
+    supernode.serve(link, answer, stop, get_work=lambda: NodeWork("training", 3))
     assert time.monotonic() - began < 5
+    assert connection.get_work() == NodeWork("training", 3)
     assert answered == ["first"]
     assert len(connection.sent) == comes_back
     assert stopped == ([True] if comes_back else [])

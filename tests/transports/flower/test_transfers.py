@@ -29,6 +29,7 @@ from flwr.app import Message
 from fedspan.transports.flower import door, progress, transfers, wire
 from fedspan.transports.flower.adapter import (
     NodeConnection,
+    ObjectPushError,
     OutgoingReply,
     compute_object_id,
     deflate_message,
@@ -124,6 +125,29 @@ def make_reply(to: Message) -> OutgoingReply:
     set_identity(1, 1, NODE)
     sealed = UnsignedSigner().seal(Envelope("reply", os.urandom(SIZE)), NODE)
     return OutgoingReply(1, Message(to_records(sealed, draw_salt()), reply_to=to), 1.0, NODE, to)
+
+
+def test_a_reply_whose_object_the_server_cannot_store_waits_and_is_announced_again(
+    server: tuple[Server, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its disk is full for a moment, or another process writes to its database."""
+    monkeypatch.setattr(node, "_PAUSE", 0.01)
+    with connect(server[1]) as connection:
+        reply, push, failures = make_reply(server[0].message), connection._push_objects, [True, True]
+
+        def push_in_vain(reply: OutgoingReply) -> None:
+            if failures:
+                failures.pop()
+                raise ObjectPushError("id", 1, "session")
+            push(reply)
+
+        monkeypatch.setattr(connection, "_push_objects", push_in_vain)
+        with pytest.raises(httpx.ReadError, match="did not store an object"):
+            connection.send_reply(reply)
+        assert failures == []
+        server[0].stored.clear()
+        connection.send_reply(reply)
+    assert server[0].stored == set(reply.contents.values())
 
 
 def test_an_order_over_a_link_that_breaks_is_received_once(server: tuple[Server, int]) -> None:

@@ -7,7 +7,7 @@ import json
 import socket
 import time
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,6 +52,29 @@ def test_the_file_says_what_each_node_said_last(tmp_path: Path) -> None:
 
     asyncio.run(note())
     assert (tmp_path / "work.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_what_is_noted_while_the_file_is_written_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_writing, may_end = Event(), Event()
+    write = work.write_atomic
+
+    def write_slowly(*arguments: Any) -> None:
+        is_writing.set()
+        may_end.wait(20)
+        write(*arguments)
+
+    async def note() -> None:
+        book = WorkBook(tmp_path / "work.json")
+        book.note(1, NodeWork("training", 97))
+        while not is_writing.is_set():
+            await asyncio.sleep(0.01)
+        book.note(1, None)
+        may_end.set()
+        await settle(book)
+
+    monkeypatch.setattr(work, "write_atomic", write_slowly)
+    asyncio.run(note())
+    assert read_works(tmp_path / "work.json") == {}
 
 
 def test_a_node_without_work_writes_nothing(tmp_path: Path) -> None:

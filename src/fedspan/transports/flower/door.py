@@ -292,6 +292,8 @@ class Door:
                 async with self._keep_answer(key, part) as keep:
                     answer = await self._send_reply(body, sender, scope)
                     keep(answer)
+                if sender is not None and sender.node is not None:
+                    self._work.note(sender.node, None)
             elif name == _HEARTBEAT:
                 answer = await self._acknowledge_heartbeat(body, sender, scope)
                 if sender is not None and sender.node is not None:

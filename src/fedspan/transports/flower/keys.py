@@ -38,6 +38,7 @@ __all__ = [
     "activate_authority",
     "compute_days_left",
     "ensure_authority",
+    "get_newest_authority",
     "is_authority",
     "is_issued",
     "list_certified_hosts",
@@ -171,6 +172,12 @@ def renew_authority(folder: Path, hosts: Sequence[str]) -> Path:
     write_atomic(new / AUTHORITY, (new / AUTHORITY).read_bytes() + _read_used_authority(folder))
     new.rename(folder / _NEXT)
     return folder / _NEXT / AUTHORITY
+
+
+def get_newest_authority(folder: Path) -> Path:
+    """Return the ``ca.crt`` for a new data owner: the one of renewed certificates also accepts those in use."""
+    renewed = folder / _NEXT / AUTHORITY
+    return renewed if renewed.is_file() else folder / AUTHORITY
 
 
 def activate_authority(folder: Path) -> None:

@@ -24,6 +24,7 @@ __all__ = [
     "Node",
     "ServerLink",
     "call_flower",
+    "format_address",
     "is_prepared",
     "link_of",
     "list_nodes",
@@ -71,6 +72,11 @@ class ServerLink:
     def folder(self) -> Path:
         """The server's folder, which contains the secret."""
         return self.secret.parent
+
+
+def format_address(host: str, port: int) -> str:
+    """Return a host and a port as ``host:port``, an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def prepare_folder(folder: Path, port: int, hosts: Sequence[str], *, insecure: bool) -> ServerLink:

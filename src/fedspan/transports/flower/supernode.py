@@ -150,7 +150,9 @@ def serve(
                             if stop.is_set():
                                 leave_at = min(leave_at, time.monotonic() + _OFFLINE)
                             is_late = time.monotonic() >= leave_at
-                            if is_late or not _wait_for_link(connection, link, stop, error, received, on_idle):
+                            if is_late or not _wait_for_link(
+                                connection, link, stop, error, received, on_idle, leave_at
+                            ):
                                 raise
                 finally:
                     connection.is_stopped = stop.is_set() and received.reply is None
@@ -175,6 +177,7 @@ def _wait_for_link(
     error: httpx.TransportError,
     received: _Received,
     on_idle: Callable[[], None] = lambda: None,
+    leave_at: float = float("inf"),
 ) -> bool:
     """Wait until the SuperLink takes a heartbeat again; return whether it does so before it takes the node for offline.
 
@@ -182,7 +185,7 @@ def _wait_for_link(
     node that is stopped waits only if it has a reply to send.
     """
     log.warning("no connection to %s (%s)", link.address, _describe_error(error))
-    give_up_at = time.monotonic() + _OFFLINE
+    give_up_at = min(time.monotonic() + _OFFLINE, leave_at)
     while time.monotonic() < give_up_at:
         if stop.is_set() and received.reply is None:
             return True

@@ -36,6 +36,7 @@ class WorkBook:
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self._works: dict[int, tuple[float, NodeWork]] = {}
+        self._is_stale = False
         self._writing: asyncio.Task[None] | None = None
 
     def note(self, node: int, work: NodeWork | None) -> None:
@@ -43,19 +44,20 @@ class WorkBook:
         before = self._works.pop(node, None)
         if work is not None:
             self._works[node] = time.time(), work
-        is_changed = before is not None or work is not None
-        if self._path is not None and is_changed and (self._writing is None or self._writing.done()):
+        self._is_stale |= before is not None or work is not None
+        if self._path is not None and self._is_stale and (self._writing is None or self._writing.done()):
             self._writing = asyncio.create_task(self._write(self._path))
 
     async def _write(self, path: Path) -> None:
-        await asyncio.sleep(_DELAY)
-        oldest = time.time() - FRESH_SECONDS
-        self._works = {node: entry for node, entry in self._works.items() if entry[0] >= oldest}
-        content = {str(node): [stamp, *work] for node, (stamp, work) in self._works.items()}
-        try:
-            await run_sync(write_atomic, path, json.dumps(content).encode(), 0o600)
-        except OSError as error:  # only the page misses it
-            log.warning("what the nodes do cannot be written (%s)", error)
+        while self._is_stale:  # what is noted while the file is written follows
+            await asyncio.sleep(_DELAY)
+            self._is_stale, oldest = False, time.time() - FRESH_SECONDS
+            self._works = {node: entry for node, entry in self._works.items() if entry[0] >= oldest}
+            content = {str(node): [stamp, *work] for node, (stamp, work) in self._works.items()}
+            try:
+                await run_sync(write_atomic, path, json.dumps(content).encode(), 0o600)
+            except OSError as error:  # only the page misses it
+                log.warning("what the nodes do cannot be written (%s)", error)
 
 
 def read_works(path: Path) -> Mapping[str, NodeWork]:

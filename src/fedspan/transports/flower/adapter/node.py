@@ -250,9 +250,8 @@ class NodeConnection:
             reply: The reply. After an ``httpx.TransportError`` it can be sent again, over another connection.
 
         Raises:
-            ObjectPushError: If the SuperLink does not take an object.
             RunNotRunningException: If the run has ended.
-            httpx.HTTPError: If the SuperLink does not take the reply, or is unreachable.
+            httpx.HTTPError: If the SuperLink does not take the reply, cannot store an object, or is unreachable.
         """
         reply.prepare()
         self.transfers.sent.begin(sum(map(len, reply.contents.values())), reply.count_taken_bytes())
@@ -265,7 +264,12 @@ class NodeConnection:
             if isinstance(error, httpx.HTTPStatusError) and error.response.status_code != _TOO_LARGE:
                 raise
             self._announce(reply, [])
-            self._push_objects(reply)
+            try:
+                self._push_objects(reply)
+            except ObjectPushError as again:  # its disk is full, or another process writes to its database
+                reply.session = ""  # it is asked again what is missing
+                time.sleep(_PAUSE)
+                raise httpx.ReadError("the SuperLink did not store an object") from again
 
     def _announce(self, reply: OutgoingReply, contents: list[bytes]) -> None:
         """Send the head of a reply and contents of its objects, and note what is missing then."""
