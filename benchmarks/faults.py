@@ -1065,7 +1065,7 @@ def format_table(outcomes: Mapping[str, Outcome]) -> str:
 
 PAGE = """# Faults, one by one
 
-This page reports what a deployment loses when one fault is injected into a run in progress.
+This page reports what a deployment loses when one fault is injected into it, as a rule into a run in progress.
 
 Three nodes and a server on one machine, TLS and keys, a tiny BERT, {rounds} rounds of {steps} steps unless the row says
 otherwise. After the fault, the run's finished rounds must all be there, unchanged, and its model
