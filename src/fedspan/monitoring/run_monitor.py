@@ -53,7 +53,7 @@ class RunMonitor:
         self.folder = folder
         self._run = RunFolder(folder)
         self._metrics = LogFollower(self._run.metrics)
-        self._files: dict[Path, tuple[tuple[int, int], object]] = {}
+        self._files: dict[Path, tuple[tuple[int, int], Mapping[str, Any]]] = {}
         self._reset()
 
     def _reset(self) -> None:
@@ -214,13 +214,19 @@ class RunMonitor:
             if (known := self._files.get(path)) is None or known[0] != stamp:
                 with path.open("rb") as file:
                     data = file.read(_MAX_FILE + 1)
-                if len(data) > _MAX_FILE:
-                    return {}
-                value = yaml.safe_load(data) if path == self._run.config else from_json(data)
-                self._files[path] = known = (stamp, value)
-        except (OSError, ValueError, yaml.YAMLError, RecursionError):
+                self._files[path] = known = (stamp, self._parse(path, data))
+        except OSError:
             return {}
-        return cast("Mapping[str, Any]", known[1]) if isinstance(known[1], Mapping) else {}
+        return known[1]
+
+    def _parse(self, path: Path, data: bytes) -> Mapping[str, Any]:
+        if len(data) > _MAX_FILE:
+            return {}
+        try:
+            value = yaml.safe_load(data) if path == self._run.config else from_json(data)
+        except (ValueError, yaml.YAMLError, RecursionError):  # deeply nested YAML takes seconds to fail
+            return {}
+        return cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}
 
 
 def build_page_state(monitor: RunMonitor) -> dict[str, Any]:
