@@ -58,20 +58,17 @@ def test_the_list_of_methods_needs_no_torch() -> None:
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-def test_names_that_need_no_model_need_no_transformers() -> None:
+def test_reports_configs_and_errors_need_no_transformers(tiny_folder: Path, tmp_path: Path) -> None:
+    """In one process, whose import of torch takes seconds."""
     names = ("CompareReport", "Diagnosis", "Listener", "RunReport", "SweepReport", "Watcher", "read_report")
-    script = (
-        f"import sys, fedspan; [getattr(fedspan, name) for name in {names}]; assert 'transformers' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True)
-
-
-def test_a_config_and_its_errors_need_no_transformers(tiny_folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(tiny.settings(tiny_folder)))
     script = f"""
 import sys
 import fedspan
+for name in {names}:
+    getattr(fedspan, name)
+assert "transformers" not in sys.modules
 assert fedspan.load_config({str(path)!r}).federation.rounds
 try:
     fedspan.load_config({str(path)!r}, ["federation.rounds=-1"])

@@ -312,6 +312,7 @@ def test_every_script_and_preset_has_its_place(every: ModuleType) -> None:
             assert {parse_config(config).training.lr for config in cell.configs.values()} == {0.01}
 
 
+@pytest.mark.slow
 def test_a_page_is_made_once_and_what_lacks_its_data_is_left_out(
     every: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

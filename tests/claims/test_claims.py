@@ -177,6 +177,7 @@ def test_the_pages_in_the_docs_are_indexed(tmp_path: Path) -> None:
         assert (docs / name).read_text() == (tmp_path / name).read_text()
 
 
+@pytest.mark.slow
 def test_the_page_of_what_was_looked_into(questions: Path, tmp_path: Path) -> None:
     """At a size that takes seconds; a second call runs nothing, and its page says the same."""
     model = (f"model.name={questions / 'bert'}", "model.layers_to_transform=null")

@@ -114,10 +114,7 @@ def train(prepared: Any) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in tiny.final_tensors(prepared).items()}
 
 
-@pytest.mark.parametrize(
-    "case",
-    others_slow(CASES, ["memory", "drawn projectors", "offset and penalty"]),
-)
+@pytest.mark.parametrize("case", others_slow(CASES, ["memory", "drawn projectors"]))
 def test_a_node_that_was_killed_in_a_round_continues_with_the_same_bits(
     case: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

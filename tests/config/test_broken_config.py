@@ -64,7 +64,7 @@ def divided(config: RunConfig) -> object:
     return None
 
 
-@fuzz(150)
+@fuzz(100)
 @given(st.sampled_from(CONFIGS), CHANGES)
 @example(CONFIGS[0], [(0, "set", HUGE, "")])
 def test_configs(values: dict[str, Any], changes: list[Any]) -> None:

@@ -204,6 +204,7 @@ def test_what_is_not_found_is_named(tmp_path: Path) -> None:
     refused("data.test", "there is no file", table(path, {"x": TEXTS, "y": [1, 2] * 30}), test=gone)
 
 
+@pytest.mark.slow
 def test_a_large_file_is_read_at_its_beginning(tmp_path: Path) -> None:
     """200 MB; read whole, it would take 2.6 GB."""
     path = tmp_path / "t.csv"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -271,12 +272,13 @@ def test_nodes_that_know_each_other_let_no_others_in(tiny_folder: Path, tmp_path
     run, transport = served(tiny_folder, tmp_path / "nodes")
     for id in CLINICS:  # they joined without keys
         (tmp_path / "nodes" / f"{id}.budget").rename(tmp_path / f"{id}.key.budget")
-    transport.make = lambda id: service(id, prints)
+    transport.make = functools.cache(lambda id: service(id, prints))
     assert not run.federation.run_round(run.federation.begin()).failures
     invented = {**prints, CLINICS[2]: prints[CLINICS[1]]}
-    transport.make = lambda id: service(id, invented if id == VICTIM else prints)
+    transport.make = functools.cache(lambda id: service(id, invented if id == VICTIM else prints))
     with pytest.raises(FedspanError, match="'clinic-c' cannot share a sum with this node: its key has another finger"):
         run.federation.run_round(run.federation.begin())
-    transport.make = lambda id: service(id, {CLINICS[1]: prints[CLINICS[1]]} if id == VICTIM else prints)
+    others = {**dict.fromkeys(CLINICS, prints), VICTIM: {CLINICS[1]: prints[CLINICS[1]]}}
+    transport.make = functools.cache(lambda id: service(id, others[id]))
     with pytest.raises(FedspanError, match="'clinic-c' cannot share a sum with this node: it is not in this node's"):
         run.federation.run_round(run.federation.begin())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -44,7 +45,7 @@ def node(id: str, tiny_folder: Path, folder: Path, **limits: Any) -> NodeConfig:
 
 
 class Direct(ReplyingTransport):
-    """A transport to nodes, each a new one for every envelope, as if its process had been killed in between."""
+    """A transport to nodes, which ``make`` returns for each envelope."""
 
     def __init__(self, make: Callable[[str], NodeService], lost: Callable[[Any], bool]) -> None:
         self.make, self.lost = make, lost
@@ -66,14 +67,17 @@ def served(
     folder: Path,
     lost: Callable[[Any], bool] = lambda asked: False,
     secure: Mapping[str, Any] | None = None,
+    restarts: bool = False,
     **limits: Any,
 ) -> tuple[Prepared, Direct]:
+    """A server's run with three nodes, which start again for each envelope, or when ``make``'s cache is cleared."""
     given = values(tiny_folder, secure=secure or {})
     prepared = prepare_server(build_server_config(given))
 
-    def make(id: str) -> NodeService:
+    def start(id: str) -> NodeService:
         return NodeService(node(id, tiny_folder, folder, **limits))
 
+    make = start if restarts else functools.cache(start)
     invitation = Invitation(run="run", version=__version__, config=json.dumps(given))
     told = {id: read_header(Introduction, make(id).answer(invitation.to_envelope())) for id in CLINICS}
     assert [one.refused for one in told.values()] == [None] * 3
@@ -87,7 +91,7 @@ def served(
 
 
 def test_nodes_continue_after_a_restart_between_any_two_phases(tiny_folder: Path, tmp_path: Path) -> None:
-    run, transport = served(tiny_folder, tmp_path, secure_only=True)
+    run, transport = served(tiny_folder, tmp_path, restarts=True, secure_only=True)
     first = run.federation.run_round(run.federation.begin())
     assert not first.failures
     second = run.federation.run_round(first.progress)
@@ -121,6 +125,7 @@ def test_no_training_loss_leaves_the_nodes_of_a_secure_sum(limit: int, tiny_fold
 def test_every_envelope_that_comes_again_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
     run, transport = served(tiny_folder, tmp_path)
     run.federation.run_round(run.federation.begin())
+    transport.make.cache_clear()  # what a node has answered outlives its process
     for envelope in transport.sent:
         asked = decode_request(envelope)
         back = transport.make(asked.to).answer(envelope)

@@ -67,7 +67,7 @@ def read(name: str, content: bytes, **options: Any) -> None:
         answered(lambda task=task: load(config, task=get_task(task).columns))
 
 
-@fuzz(120)
+@fuzz(80)
 @given(st.sampled_from(sorted(VALID)), CUTS, st.integers(0, 9), st.booleans())
 @example("t.json", [(0, 0, b"[" * 9999)], 0, False)
 @example("t.jsonl", [(0, 0, b'{"text": "a", "label": 1' + b"0" * 30 + b"}\n")], 0, False)

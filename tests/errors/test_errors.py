@@ -123,7 +123,8 @@ def phrases() -> list[tuple[str, str]]:
     for path in sorted(SOURCE.rglob("*.py")):
         if path.parent.name == "data" or path.name == "init.py":
             continue
-        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        text = path.read_text(encoding="utf-8")
+        for call in ast.walk(ast.parse(text)) if "FedspanError(" in text else ():
             if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "FedspanError" and len(call.args) > 2:
                 literal = call.args[2]
                 if isinstance(literal, ast.JoinedStr):

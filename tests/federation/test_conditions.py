@@ -21,6 +21,7 @@ from fedspan.federation.conditions import PHASES, Conditions, Faults, Speed, cor
 from fedspan.federation.progress import Progress, RoundResult
 from fedspan.runs.setup import Prepared, prepare
 from helpers import tiny
+from helpers.families import others_slow
 
 IDS = tuple(sorted(tiny.SITES))
 
@@ -98,7 +99,7 @@ def test_noise_replaces_a_change_and_nan_a_reply() -> None:
     assert bool(nan.isnan().all())
 
 
-@pytest.mark.parametrize("engine", ["loop", "batched"])
+@pytest.mark.parametrize("engine", others_slow(["loop", "batched"], ["loop"]))
 def test_a_client_that_drops_out_leaves_no_trace_but_its_failure(engine: str, tiny_folder: Path) -> None:
     gone, left = IDS[0], IDS[1:]
     prepared = built(tiny_folder, engine={"name": engine}, simulation={"dropout": {gone: 1.0}})
@@ -196,7 +197,7 @@ def test_labels_are_flipped_for_training_alone(tiny_folder: Path) -> None:
     assert differences(rounds(prepared, 1)[0].progress, rounds(plain, 1)[0].progress)
 
 
-@pytest.mark.parametrize("engine", ["loop", "batched"])
+@pytest.mark.parametrize("engine", others_slow(["loop", "batched"], ["loop"]))
 def test_secure_sums_in_the_simulator_are_the_plain_means(engine: str, tiny_folder: Path) -> None:
     pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
     pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not installed")

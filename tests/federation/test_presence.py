@@ -90,7 +90,7 @@ def test_a_round_is_a_plain_loop_over_the_clients_present(key: str, tiny_folder:
     assert set(progress.memories) == set(memories)
 
 
-@pytest.mark.parametrize("cohort", [None, 2])
+@pytest.mark.parametrize("cohort", [pytest.param(None, marks=pytest.mark.slow), 2])
 def test_cohorts_and_metrics_are_of_the_clients_present(cohort: int | None, tiny_folder: Path) -> None:
     prepared = build(tiny_folder, federation={"clients_per_round": cohort})
     progress = prepared.federation.begin()

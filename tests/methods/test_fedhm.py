@@ -162,7 +162,7 @@ def _weight(method: FedHM, state: ServerState, layer: LayerSpec, client: Client 
     weights=st.lists(st.floats(0.1, 10.0), min_size=3, max_size=3),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_convolutions_of_any_ranks(rounds: list[list[int]], weights: list[float], seed: int) -> None:
     """Random replies: the mean is that of the clients' weights, and each is sent the best of its rank, k1 and k2 apart.
 

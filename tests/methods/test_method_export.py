@@ -30,7 +30,7 @@ MODELS: Mapping[str, Mapping[str, object]] = {
 }
 
 
-@pytest.fixture(scope="module", params=others_slow(MODELS, ["bert", "gpt2", "bert-local-head"]))
+@pytest.fixture(scope="module", params=others_slow(MODELS, ["bert", "gpt2"]))
 def case(request: pytest.FixtureRequest, tiny_folder: Path, prepared: Prepared) -> tuple[str, Prepared]:
     """A model with the target layers of its case, loaded once for all methods."""
     kind = request.param.partition("-")[0]

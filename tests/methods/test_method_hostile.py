@@ -144,7 +144,7 @@ def prepared(tiny_folder: Path) -> Prepared:
     return prepare(tiny.config(tiny_folder, model={"target_modules": ["intermediate.dense"]}))
 
 
-@pytest.mark.parametrize("key", methods_by_family(quick=["flora", "fedsa-lora"]))
+@pytest.mark.parametrize("key", methods_by_family(quick=["flora"]))
 def test_a_hostile_reply_fails_its_client_alone(key: str, tiny_folder: Path, prepared: Prepared) -> None:
     config = method_config(tiny_folder, key, federation={"clients_per_round": None}, model={"extras": "average"})
     refused = _attacked(tiny.variant(prepared, config).federation)

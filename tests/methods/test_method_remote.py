@@ -63,7 +63,7 @@ def remote(prepared: Prepared, folder: Path, **rules: Any) -> Federation:
     return Federation(here.method, engine, here.clients, here.examples, here.settings, transport, ReplyRules(**rules))
 
 
-@pytest.mark.parametrize("key", methods_by_family(quick=["fedgalore", "fedsa-lora"]))
+@pytest.mark.parametrize("key", methods_by_family(quick=["fedgalore"]))
 def test_rounds_between_machines_have_the_bits_of_those_on_one(
     key: str, prepared: Prepared, tiny_folder: Path, tmp_path: Path
 ) -> None:

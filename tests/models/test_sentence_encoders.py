@@ -232,7 +232,7 @@ def test_a_run_starts_from_an_exported_adapter(encoders: Path, runs: dict[str, P
     [
         pytest.param({"model": {"gradient_checkpointing": True}}, marks=pytest.mark.slow),
         pytest.param({"model": {"dtype": "bfloat16"}}, marks=pytest.mark.slow),
-        {"model": {"layers_to_transform": [1]}},
+        pytest.param({"model": {"layers_to_transform": [1]}}, marks=pytest.mark.slow),
         pytest.param({"model": {"pretrained": False, "head_init": "random"}}, marks=pytest.mark.slow),
         pytest.param({"method": {"name": "fedavg"}}, marks=pytest.mark.slow),
         {"method": {"name": "fedsa-lora"}, "model": {"modules_to_save": ["LayerNorm"]}},

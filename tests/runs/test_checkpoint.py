@@ -81,7 +81,7 @@ def rounds_of(run: RunFolder) -> list[str]:
     return sorted(folder.name for folder in run.checkpoints.iterdir())
 
 
-@settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(CHECKPOINTS)
 def test_everything_comes_back(tmp_path_factory: pytest.TempPathFactory, checkpoint: Checkpoint) -> None:
     run = RunFolder(tmp_path_factory.mktemp("run"))

@@ -29,6 +29,7 @@ from fedspan.errors import FedspanError
 from fedspan.runs.own_trainers import TrainerRuns, adopt_trainers
 from fedspan.tasks import metrics
 from helpers import tiny, tiny_decoders, tiny_seq2seq
+from helpers.families import others_slow
 from helpers.trainer_clients import (
     NEW_MODULES,
     arguments,
@@ -171,7 +172,7 @@ def test_secure_sums_end_where_plain_ones_do(tiny_folder: Path, tmp_path: Path) 
 
 
 def test_clients_with_models_of_their_own_are_evaluated_with_them(tiny_folder: Path, tmp_path: Path) -> None:
-    report = simulate(tiny_folder, tmp_path / "run", method={"name": "fedsa-lora"})
+    report = simulate(tiny_folder, tmp_path / "run", method={"name": "fedsa-lora"}, federation={"rounds": 1})
     assert sorted(report.adapters) == list(OWNERS)
 
 
@@ -428,10 +429,15 @@ class AccumulationStopper(TrainerCallback):
     ("stopper", "training", "reason"),
     [
         (Stopper, {"local_epochs": 1}, "ended after 1 of 2 planned steps"),
-        (Stopper, {"local_steps": 5}, "ended after 1 of 5 planned steps"),
-        (EpochStopper, {"local_epochs": 1}, "ended after 1 of 2 planned steps"),
         (EpochStopper, {"local_epochs": 2}, "ended after 2 of 4 planned steps"),
-        (EpochStopper, {"local_steps": 5}, "ended after 3 of 5 planned steps"),
+        *(
+            pytest.param(stopper, training, reason, marks=pytest.mark.slow)
+            for stopper, training, reason in (
+                (Stopper, {"local_steps": 5}, "ended after 1 of 5 planned steps"),
+                (EpochStopper, {"local_epochs": 1}, "ended after 1 of 2 planned steps"),
+                (EpochStopper, {"local_steps": 5}, "ended after 3 of 5 planned steps"),
+            )
+        ),
         (AccumulationStopper, {"local_epochs": 1}, "ended after 1 of 2 planned steps"),
     ],
 )
@@ -449,7 +455,7 @@ def test_a_callback_that_stops_a_round_early_gives_no_reply(
     [
         (Stopper, {"local_steps": 1}, 4),
         (EpochStopper, {"local_epochs": 2}, 8),  # epochs of one batch
-        (EpochStopper, {"local_steps": 1}, 4),
+        pytest.param(EpochStopper, {"local_steps": 1}, 4, marks=pytest.mark.slow),
     ],
 )
 def test_a_callback_that_stops_with_the_last_step_stops_nothing_early(
@@ -468,7 +474,7 @@ def test_several_evaluation_sets_count_like_one_of_all_their_examples(tiny_folde
         if kind == "several":
             whole: Any = trainer.eval_dataset
             trainer.eval_dataset = {"first": whole.select(range(2)), "second": whole.select(range(2, 3))}
-        report = fedspan.simulate(settings(), tmp_path / kind, trainers={"east": trainer})
+        report = fedspan.simulate(settings(federation={"rounds": 1}), tmp_path / kind, trainers={"east": trainer})
         losses[kind] = report.scores["validation"]["loss"]
     assert losses["several"] == pytest.approx(losses["one"], rel=1e-5)
 
@@ -497,7 +503,7 @@ def test_unknown_metrics_are_reported_once_and_registered_ones_judge_rounds(
     registered = dict(metrics.METRICS)
     try:
         fedspan.register_metrics({"margin": fedspan.Metric("margin", True, maximum=100.0)})
-        report = run("known", evaluation={"metric": "margin"})
+        report = run("known", evaluation={"metric": "margin"}, federation={"rounds": 1})
     finally:
         metrics._metrics.clear()
         metrics._metrics.update(registered)
@@ -589,7 +595,7 @@ def test_a_new_head_that_does_not_train_is_reported(
     assert not run("saved", modules_to_save=["seq_relationship"])
 
 
-@pytest.mark.parametrize("kind", NEW_MODULES)
+@pytest.mark.parametrize("kind", others_slow(NEW_MODULES, ["bert"]))
 def test_new_modules_that_do_not_train_are_reported(
     kind: str, tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

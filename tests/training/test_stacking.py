@@ -43,7 +43,8 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[StackingPl
 @pytest.mark.parametrize(
     ("seconds", "expected"),
     [
-        ({(4, 1): 5, (1, 1): 4, (2, 1): 4.5}, (1, 1)),  # larger batches than the processor needs
+        # larger batches than the processor needs
+        pytest.param({(4, 1): 5, (1, 1): 4, (2, 1): 4.5}, (1, 1), marks=pytest.mark.slow),
         ({(4, 1): 5, (4, 2): 3, (2, 2): 2.99}, (4, 2)),  # hardly faster is not faster
         ({(4, 1): 5, (4, 2): 3, (2, 2): 2.5, (1, 2): 2}, (1, 2)),
         pytest.param({(4, 1): 5}, (4, 1), marks=pytest.mark.slow),

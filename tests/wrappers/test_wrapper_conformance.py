@@ -95,7 +95,7 @@ def test_the_head_is_subject_to_the_wrapper_too(wrapper: str, key: str, run_wrap
 
 
 @each
-@pytest.mark.parametrize("policy", ["local", "frozen"])
+@pytest.mark.parametrize("policy", ["local", pytest.param("frozen", marks=pytest.mark.slow)])
 def test_a_head_that_is_not_transmitted_stays_out_of_it(
     wrapper: str, key: str, policy: str, run_wrapped: RunWrapped
 ) -> None:
@@ -150,11 +150,8 @@ def resumed(config_text: str, partition: str, stopped: Progress) -> Progress:
 @pytest.mark.parametrize(
     ("wrappers", "key"),
     [
-        *(
-            pytest.param([wrapper], "fedit", marks=() if wrapper in ("fedpaq", "scaffold") else pytest.mark.slow)
-            for wrapper in WRAPPERS
-        ),
-        *((wrappers, "ffa-lora") for wrappers in STACKED),  # with the other two of UNLIKE
+        *(pytest.param([wrapper], "fedit", marks=pytest.mark.slow) for wrapper in WRAPPERS),
+        *((wrappers, "ffa-lora") for wrappers in STACKED),  # with all of UNLIKE
     ],
     ids=str,
 )

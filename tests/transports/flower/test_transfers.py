@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from fedspan.federation.protocol import Envelope
+from helpers.families import others_slow
 from helpers.slow_link import SlowLink
 
 pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
@@ -176,7 +177,7 @@ def test_a_reply_over_a_link_that_breaks_is_sent_once(server: tuple[Server, int]
         assert link.up < MOST * SIZE
 
 
-@pytest.mark.parametrize("status", [408, 429, 500, 503])
+@pytest.mark.parametrize("status", others_slow([408, 429, 500, 503], [503]))
 def test_a_reply_that_was_not_taken_for_the_moment_is_continued(status: int) -> None:
     """A SuperLink answers so that waited too long for the rest of a body, is stopped, or has a full disk."""
     set_identity(1, 1, NODE)

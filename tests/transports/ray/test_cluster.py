@@ -80,11 +80,7 @@ SAME: dict[str, dict[str, Any]] = {
 }
 
 
-OFTEN = ("base-moves", "two-phases-and-memory")
-"""What differs most between a worker and this process; the others are slow."""
-
-
-@pytest.mark.parametrize("name", others_slow(SAME, OFTEN))
+@pytest.mark.parametrize("name", others_slow(SAME, ["base-moves"]))
 def test_the_loop_engine_has_the_same_bits_on_workers(name: str, tiny_folder: Path, tmp_path: Path) -> None:
     require_same(tiny.settings(tiny_folder, **SAME[name]), tmp_path)
 
@@ -101,9 +97,8 @@ def test_central_privacy_and_its_empty_cohorts(tiny_folder: Path, tmp_path: Path
     assert [] in [row["cohort"] for row in rows]
 
 
-@pytest.mark.parametrize(
-    "kind", ["language", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("image", "preference", "seq2seq"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["language", "image", "preference", "seq2seq"])
 def test_other_models_and_tasks(kind: str, decoders: Path, images: Path, tmp_path: Path) -> None:
     settings = {
         "language": lambda: tiny_decoders.settings(decoders),
@@ -114,6 +109,7 @@ def test_other_models_and_tasks(kind: str, decoders: Path, images: Path, tmp_pat
     require_same({**settings, "engine": {"name": "loop"}}, tmp_path)
 
 
+@pytest.mark.slow
 def test_secure_sums_have_the_same_model(tiny_folder: Path, tmp_path: Path) -> None:
     """Keys are random, and so are the masked vectors; their sum is not."""
     pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not installed")
@@ -153,6 +149,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     return dict(found.progress.state.tensors)
 
 
+@pytest.mark.slow
 def test_the_batched_engine_repeats_to_the_bit_and_agrees_to_rounding(tiny_folder: Path, tmp_path: Path) -> None:
     engine = {"name": "batched", "clients_per_pass": 2, "workers": 1}
     settings = tiny.settings(tiny_folder, engine=engine, federation={"clients_per_round": None})
