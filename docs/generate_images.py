@@ -97,7 +97,10 @@ def create_server_folder() -> Generator[None]:
 
 @create_server_folder()
 def render_server_page(_: Path) -> None:
-    """Run a server and three nodes, kill one of them, and take a screenshot of the server's page after its failure."""
+    """Run a server and three nodes, kill one of them, and take a screenshot of the server's page after its failure.
+
+    The first node has more data than the others, so that it still trains when another has replied.
+    """
     sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
     from stage import Deployment, free_port
 
@@ -108,23 +111,27 @@ def render_server_page(_: Path) -> None:
         "data": {"labels": sorted({row["label"] for row in rows})},
         "partition": {"clients": len(NODES)},
     }
-    config |= {"federation": {"rounds": 10, "deadline": 25, "min_replies": 2}, "device": "cpu"}
+    config |= {"federation": {"rounds": 10, "deadline": 90, "min_replies": 2}, "device": "cpu", "threads": 1}
+    config["model"] = {**CONFIG["model"], "layers_to_transform": None}
+    config["training"] = {"lr": 1.0e-3, "batch_size": 8, "local_epochs": 4}
     Path("config.yaml").write_text(yaml.safe_dump(config))
     run, web = Path("runs/first"), ["--web-port", str(free_port())]
     with Deployment(Path("deployment").resolve(), options=web) as made, open_view(1100, 1080) as view:
         made.wait_for("server", "web page: ")
-        for place, name in enumerate(NODES):
+        for name, places in zip(NODES, ((0, 1, 2, 3), (4,), (5,)), strict=True):
             data = Path(f"{name}.csv").resolve()
             with data.open("w", newline="") as file:
                 writer = csv.DictWriter(file, ["text", "label"])
                 writer.writeheader()
-                writer.writerows(rows[place :: len(NODES)])
+                writer.writerows(row for number, row in enumerate(rows) if number % 6 in places)
             made.join(name, made.node_file(name, data, validation=0.1, test=0.2))
         command = ("submit", "config.yaml", "--out", str(run), "--server", str(made.server))
         process = made.start("submit", *command)
         view.goto(next(line.split()[-1] for line in made.log("server").splitlines() if line.startswith("web page: ")))
         text = ""
-        while "reasons below" not in text or "no reply yet" not in text or not re.search(r"\n\w.*replied\t", text):
+        while "reasons below" not in text or not (
+            re.search("training, [1-9]", text) and re.search(r"\n\w.*replied\t", text)
+        ):
             if process.poll() is not None:
                 raise SystemExit(f"the run ended before the screenshot\n{made.logs()}")
             if NODES[-1] in made.processes and "2 of 10" in text:
