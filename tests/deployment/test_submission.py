@@ -118,6 +118,7 @@ class Scene:
         self.grid = NodesGrid(services, {1, 2, 3})
         self.link = servers.prepare_folder(folder / "server", 9092, [], insecure=True)
         self.values = run_values(tiny_folder, {"name": "fedit", "r": 2}, federation={"rounds": 5})
+        self.values["training"]["local_steps"] = 1
         self.values["engine"] = {"name": "loop"}  # in the batched one, the bits depend on how many clients share a pass
 
     def simulate(self, out: Path, present: dict[str, Any]) -> None:
