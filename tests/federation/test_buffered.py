@@ -26,6 +26,7 @@ SPEED = {"distribution": "uniform", "median": 10, "spread": 3}
 def federated(folder: Path, federation: dict[str, Any], concurrency: int = 3, **changes: Any) -> Federation:
     settings = {"rounds": 6, "clients_per_round": 2, "clip_ratio": None, "buffered": {"concurrency": concurrency}}
     simulation = {"speed": SPEED, **changes.pop("simulation", {})}
+    changes = {"training": {"local_steps": 1}, **changes}
     return prepare(
         tiny.config(folder, federation={**settings, **federation}, simulation=simulation, **changes)
     ).federation

@@ -28,6 +28,7 @@ IDS = tuple(sorted(tiny.SITES))
 
 def built(folder: Path, **changes: Mapping[str, Any]) -> Prepared:
     changes["federation"] = {"clients_per_round": None, **changes.get("federation", {})}
+    changes = {"training": {"local_steps": 1}, **changes}
     return prepare(tiny.config(folder, **changes))
 
 

@@ -28,7 +28,7 @@ BY_ROUND = [["east", "south"], ["east", "north", "south", "west"], ["east", "nor
 
 def build(folder: Path, **changes: Any) -> Prepared:
     federation = {"clients_per_round": None, "rounds": 4, "clip_ratio": None, **changes.pop("federation", {})}
-    changes = {"simulation": {"present": PRESENT}, **changes}
+    changes = {"simulation": {"present": PRESENT}, "training": {"local_steps": 1}, **changes}
     return prepare(tiny.config(folder, federation=federation, **changes))
 
 

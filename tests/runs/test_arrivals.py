@@ -40,7 +40,7 @@ def make_config(
         folder,
         method=METHOD,
         federation={"rounds": 6, "clients_per_round": 2, "buffered": buffered, **(federation or {})},
-        training={"optimizer_state": "keep"},
+        training={"optimizer_state": "keep", "local_steps": 1},
     )
     return tiny.parse_config(
         {**values, "simulation": simulation or {"speed": {"distribution": "uniform", "median": 10, "spread": 3}}}
