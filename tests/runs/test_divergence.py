@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from dataclasses import replace
+from math import log
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ import fedspan
 from fedspan.cli.run_summary import show_report
 from fedspan.runs.divergence import find_divergence
 from helpers import tiny
+from helpers.families import others_slow
+from helpers.task_cases import CASES, folders_of
 
 
 def rows(losses: list[float], accuracies: list[float] = [], scored: list[float] | None = None) -> list[dict[str, Any]]:  # noqa: B006
@@ -50,13 +54,76 @@ def test_signs_of_divergence(made: list[dict[str, Any]], words: list[str]) -> No
 
 def test_divergence_in_the_first_round() -> None:
     """All training losses are those of a diverged model, so they do not rise."""
-    (note,) = find_divergence(rows([7e12, 6e12, 5e12]), "accuracy", 0.01, classes=3)
+    (note,) = find_divergence(rows([7e12, 6e12, 5e12]), "accuracy", 0.01, log(3))
     assert "the training loss is 5e+12 in round 3, and that of the untrained model 1.099" in note
     start = {"round": 0, "validation": {"accuracy": 0.5, "loss": 0.3}}
     (note,) = find_divergence([start, *rows([7e12], [0.5])], "accuracy", 0.01)
     assert "that of the untrained model 0.3" in note
     assert find_divergence([start, *rows([0.9], [0.5])], "accuracy", 0.01) == ()  # an average over the round
-    assert find_divergence(rows([3.0, 2.9]), "accuracy", 0.01, classes=3) == ()
+    assert find_divergence(rows([3.0, 2.9]), "accuracy", 0.01, log(3)) == ()
+
+
+def test_a_worse_model_than_the_untrained_one_is_reported() -> None:
+    """The training loss falls in all rounds, as the first one already diverged."""
+    fallen = rows([9.0, 8.5, 8.0], [0.2, 0.2, 0.2])
+    assert find_divergence(fallen, "accuracy", 0.01) == ()
+    start = {"validation": {"accuracy": 0.5, "loss": 3.0}}
+    (note,) = find_divergence(fallen, "accuracy", 0.01, start=start)
+    assert "validation accuracy was 50.0% before training and is 20.0% after round 3" in note
+    assert "Lower training.lr (now 0.01)" in note
+    (note,) = find_divergence(fallen, "loss", 0.01, start=start)
+    assert "validation loss was 3 before training and is 8 after round 3" in note
+    (note,) = find_divergence(rows([1.0], [0.5], [3.1]), "loss", 0.01, start=start)
+    assert "was 3 before training and is 3.1" in note
+    assert find_divergence(rows([1.0], [0.5], [3.01]), "loss", 0.01, start=start) == ()  # noise
+    improved = rows([2.0, 1.5], [0.6, 0.7])
+    assert find_divergence(improved, "accuracy", 0.01, start=start) == ()
+    # the untrained model guesses, so that it hides a loss of what the first round has learned
+    start = {"validation": {"accuracy": 0.25, "loss": 1.5}}
+    (note,) = find_divergence(rows([1.0, 0.5], [0.9, 0.4], [0.6, 1.5]), "accuracy", 0.01, start=start)
+    assert "90.0% after round 1 and is 40.0%" in note
+
+
+@pytest.mark.parametrize(("part", "name"), [("test", "test accuracy"), ("clients", "the clients' test accuracy")])
+def test_test_scores_replace_missing_validation_scores(part: str, name: str) -> None:
+    good, bad = {"accuracy": 0.9, "loss": 0.3}, {"accuracy": 0.3, "loss": 2.0}
+    worse = [{**row, part: scores} for row, scores in zip(rows([0.5, 0.4]), (good, bad), strict=True)]
+    (note,) = find_divergence(worse, "accuracy", 0.01)
+    assert f"{name} was 90.0% after round 1 and is 30.0% after round 2" in note
+    (note,) = find_divergence([{**worse[1]}], "accuracy", 0.01, start={part: good})
+    assert f"{name} was 90.0% before training" in note
+    unmeasured = [{**row, part: {"accuracy": row[part]["accuracy"]}} for row in worse]  # no loss
+    (note,) = find_divergence(unmeasured, "accuracy", 0.01)
+    assert "was 90.0% after round 1 and is 30.0%" in note
+    unmeasured[1][part] = {"accuracy": 0.85}
+    assert find_divergence(unmeasured, "accuracy", 0.01) == ()
+    kept = {"validation": {"accuracy": 0.8, "loss": 0.5}}
+    assert find_divergence([{**row, **kept} for row in worse], "accuracy", 0.01) == ()
+
+
+_RATES = {"regression": 1.0, "preference": 1e2, "token-classification": 1e2, "multi-label-classification": 1e2}
+"""Rates of SGD at which tasks' tiny models become worse, with finite losses; others are as bad before training."""
+
+
+@pytest.mark.parametrize("name", others_slow(_RATES, ["regression", "preference"]))
+def test_other_tasks_report_a_run_that_diverges_in_its_first_round(
+    name: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    values = CASES[name].settings(folders_of(request, name, tmp_path))
+    values["training"] = {**values["training"], "optimizer": "sgd", "max_grad_norm": 0.0, "lr": _RATES[name]}
+    values["federation"]["rounds"] = 1
+    report = fedspan.run(values, tmp_path / "run")
+    assert [sign for sign in report.warnings if f"Lower training.lr (now {_RATES[name]:g})" in sign]
+
+
+def test_a_resumed_run_knows_the_loss_of_the_untrained_model(tiny_folder: Path, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"optimizer": "sgd", "lr": 30.0, "max_grad_norm": 0.0}
+    values = tiny.settings(tiny_folder, training=changes, federation={"rounds": 1}, partition={"validation": 0.2})
+    report = fedspan.run(values, tmp_path / "run")
+    found = re.search(r"that of the untrained model (\d+\.\d+)", report.warnings[0])
+    assert found is not None
+    assert float(found[1]) > round(log(len(tiny.LABELS)), 3)  # measured, and not the loss of a guess
+    assert fedspan.run(values, tmp_path / "run", resume=True).warnings == report.warnings
 
 
 def test_a_diverged_run_is_reported_in_the_api_and_on_the_last_screen(tiny_folder: Path, tmp_path: Path) -> None:

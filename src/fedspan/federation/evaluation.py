@@ -108,6 +108,9 @@ class Evaluator:
             all.
     """
 
+    is_local = True
+    """Whether this process evaluates the models, so that an evaluation sends no messages."""
+
     def __init__(self, federation: Federation, batch_size: int, clients: int | None = None) -> None:
         self.federation = federation
         self.batch_size = batch_size
@@ -235,6 +238,8 @@ class ReportedEvaluator(Evaluator):
         batch_size: Batch size of the server's forward passes.
         clients: Number of clients to evaluate; None: all.
     """
+
+    is_local = False
 
     def __init__(self, federation: Federation, batch_size: int, clients: int | None = None) -> None:
         super().__init__(federation, batch_size, clients)

@@ -10,63 +10,85 @@ from fedspan.tasks.metrics import METRICS, compute_score
 
 __all__ = ["find_divergence"]
 
+_LOSS_NOISE = 0.01  # relative difference of losses that other batches and seeds have, too
+_CLEAR_FALL = 0.1  # relative; the share of right ones among a few examples varies
+_PARTS = {"validation": "validation", "test": "test", "clients": "the clients' test"}
+"""Kinds of scores in a row, the first that a run has decides, and their names."""
 _RISE = 2.0  # a training loss of one round varies with its cohort, but rarely by this factor
 _RISE_OVER_START = 4.0  # a round's first steps, and other examples than those of the validation loss, count too
 
 
-def find_divergence(rows: Iterable[Mapping[str, Any]], metric: str, lr: float, classes: int = 0) -> tuple[str, ...]:
+def find_divergence(
+    rows: Iterable[Mapping[str, Any]],
+    metric: str,
+    lr: float,
+    guess: float | None = None,
+    start: Mapping[str, Mapping[str, Any]] | None = None,
+) -> tuple[str, ...]:
     """Find signs of divergence in a run's metrics.
 
-    The last round's training loss is compared with the first round's, and with the model's before training: the
-    larger of its validation loss, where that was measured, and, of classes, of the loss of equal probabilities.
+    The last round's training loss is compared with the first round's, and with the untrained model's: the larger of
+    its measured loss and the loss of a guess, as far as they are known. The last round's scores are compared with the
+    untrained model's, where it was measured, and with the first ones of the rounds: scores of validation or, without
+    them, of the held-out set or of the clients' test parts.
 
     Args:
         rows: Lines of metrics.jsonl.
         metric: The metric that compares rounds.
         lr: Peak learning rate of the run, for the advice.
-        classes: Number of classes, of which each example has one; 0: the loss is another one.
+        guess: Loss of a model that guesses (``compute_guess_loss``); None: unknown.
+        start: Scores of the untrained model, where no row has them: ``validation``, ``test`` or ``clients``.
 
     Returns:
         Sentences for the user; empty if there is no sign.
     """
     rounds = list(rows)
+    references = 1
+    if start and not any(row["round"] == 0 and row.keys() & _PARTS.keys() for row in rounds):
+        untrained_row: dict[str, Any] = {"round": 0, **start}
+        rounds = [untrained_row, *(row for row in rounds if row["round"])]
+        references = 2  # the first round's scores, too: the untrained model's may be those of a guess
     advice = f"Lower training.lr (now {lr:g}) or set training.max_grad_norm."
     notes: list[str] = []
+    part = next((part for part in _PARTS if any(row["round"] and row.get(part) for row in rounds)), "validation")
+    scored = [(int(row["round"]), _select_finite(row[part])) for row in rounds if row.get(part)]
     # no loss: the clients keep theirs to themselves, under local privacy
     trained = [row for row in rounds if row.get("cohort") and row.get("loss") is not None]
     losses = [(int(row["round"]), float(row["loss"])) for row in trained]
     if losses:
         (first, before), (last, after) = losses[0], losses[-1]
+        measured = scored[0][1].get("loss") if scored and not scored[0][0] else None
+        # a multiple of a good model's loss is no sign yet, so the loss of a guess counts, too
+        untrained = max((loss for loss in (measured, guess) if loss is not None), default=None)
         if not math.isfinite(after) or after > _RISE * max(before, 0.0) > 0:
             notes.append(
                 f"Training diverged: the training loss rose from {before:.4g} in round {first} to {after:.4g} in round "
                 f"{last}. {advice}"
             )
-        elif (start := _find_start_loss(rounds, classes)) is not None and after > _RISE_OVER_START * start:
+        elif untrained is not None and after > _RISE_OVER_START * untrained:
             notes.append(
                 f"Training diverged: the training loss is {after:.4g} in round {last}, and that of the untrained model "
-                f"{start:.4g}. {advice}"
+                f"{untrained:.4g}. {advice}"
             )
-    scored = [(int(row["round"]), _select_finite(row["validation"])) for row in rounds if row.get("validation")]
-    if scored:
-        (first, before), (last, after) = scored[0], scored[-1]
-        if compute_score(metric, after) < compute_score(metric, before) and not compute_score(
-            "loss", after
-        ) >= compute_score("loss", before):
+    for first, before in scored[:references]:
+        last, after = scored[-1]
+        if _is_worse(metric, before, after):
             texts = [_format_scores(metric, scores) for scores in (before, after)]
+            when = f"after round {first}" if first else "before training"
             notes.append(
-                f"Training made the model worse: validation {METRICS[metric].title} was {texts[0]} after round {first} "
-                f"and is {texts[1]} after round {last}. {advice}"
+                f"Training made the model worse: {_PARTS[part]} {METRICS[metric].title} was {texts[0]} {when} and is "
+                f"{texts[1]} after round {last}. {advice}"
             )
+            break
     return tuple(notes)
 
 
-def _find_start_loss(rows: Iterable[Mapping[str, Any]], classes: int) -> float | None:
-    validation = next((row.get("validation") for row in rows if row["round"] == 0), None) or {}
-    measured = validation.get("loss")
-    losses = [measured] if measured is not None and math.isfinite(measured) else []
-    losses += [math.log(classes)] if classes > 1 else []  # of a model that was good before, a multiple is no sign yet
-    return max(losses, default=None)
+def _is_worse(metric: str, before: Mapping[str, float], after: Mapping[str, float]) -> bool:
+    """Check whether the metric became worse and the loss rose; without losses, whether the metric fell clearly."""
+    rank, first_rank = compute_score(metric, after), compute_score(metric, before)
+    if "loss" not in before:
+        return rank < first_rank - _CLEAR_FALL * abs(first_rank)
+    return rank < first_rank and not after.get("loss", math.nan) <= (1 + _LOSS_NOISE) * before["loss"]
 
 
 def _select_finite(scores: Mapping[str, float | None]) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 import time
@@ -17,7 +18,7 @@ from fedspan.data.files import FROM_TRAINERS
 from fedspan.data.partition import Partition
 from fedspan.diagnostics.measures import DiagnosticsRecorder
 from fedspan.errors import FedspanError
-from fedspan.federation.evaluation import describe_few_reports
+from fedspan.federation.evaluation import ClientScores, describe_few_reports
 from fedspan.federation.head_start import start_head
 from fedspan.federation.progress import Progress, RoundResult, TooFewReplies, Transfer
 from fedspan.files import convert_disk_errors, read_bytes, remove, write_atomic
@@ -53,7 +54,7 @@ from fedspan.runs.selection import Selection, has_stalled
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.runs.suspects import find_limited
 from fedspan.runs.trained_models import write_adapters
-from fedspan.tasks.single_label import SingleLabelClassification
+from fedspan.tasks.bounded_losses import compute_guess_loss
 from fedspan.training.stages import Stages
 
 __all__ = ["Build", "Host", "load_partition", "run", "write_adapters"]
@@ -205,6 +206,7 @@ class _Session:
         self.run_folder, self.prepared, self.listener = run_folder, prepared, listener
         self.metrics, self.ledger = metrics, ledger
         self.seconds = 0.0
+        self.start_scores: dict[str, Any] = {}
         self.selection = Selection()
         self.has_noted_few = False
         self.budget = Budget(prepared.config, path=run_folder.privacy)
@@ -219,6 +221,7 @@ class _Session:
         if stored is not None:
             progress = stored.progress
             self.selection, self.seconds = stored.selection, float(stored.extra.get("seconds", 0.0))
+            self.start_scores = json.loads(str(stored.extra.get("start", "{}")))
             spent, finished = str(stored.extra.get("privacy", "{}")), progress.state.round
             self.budget = Budget(self.prepared.config, spent, self.run_folder.privacy, finished)
             if self.selection.best is not None:
@@ -264,11 +267,15 @@ class _Session:
         return progress
 
     def _start(self) -> Progress:
-        """Return the progress before the first round; one whose head starts from statistics is measured and saved."""
+        """Return the progress before the first round; one whose head starts from statistics is rated and saved."""
         prepared, started = self.prepared, time.monotonic()
         prepared.federation.begin_round(0)
         if prepared.head is None:
-            return prepared.federation.begin()
+            progress = prepared.federation.begin()
+            if prepared.evaluator.is_local:
+                self.start_scores, _ = self._evaluate(progress)
+                self.seconds += time.monotonic() - started
+            return progress
         try:
             progress = start_head(prepared.federation, prepared.federation.begin(), prepared.head)
             row = {"round": 0, "head_init": prepared.head.kind, **self._measure_progress(progress)}
@@ -322,14 +329,8 @@ class _Session:
 
     def _measure_progress(self, progress: Progress) -> dict[str, Any]:
         """Measure a progress, and update the best round."""
-        prepared, number, scores = self.prepared, progress.state.round, dict[str, Any]()
-        validation, test = prepared.evaluator.evaluate_clients(progress)
-        if validation is not None:
-            scores["validation"] = dict(validation.pooled)
-        if test is not None:
-            scores["clients"] = test.summarize(prepared.task.metric)
-        if prepared.test is not None and not prepared.federation.method.declare_claims().personal:
-            scores["test"] = dict(prepared.evaluator.evaluate_heldout(progress, prepared.test)["global"])
+        prepared, number = self.prepared, progress.state.round
+        scores, validation = self._evaluate(progress)
         metric = prepared.config.evaluation.get_selection_metric(prepared.task.metric)
         before, self.selection = self.selection.best, self.selection.add(metric, number, validation)
         if self.selection.best is not before:
@@ -344,6 +345,18 @@ class _Session:
         if validation is not None and self.selection.best is not None:
             scores["best_round"] = self.selection.best.round
         return scores
+
+    def _evaluate(self, progress: Progress) -> tuple[dict[str, Any], ClientScores | None]:
+        """Return a progress's scores for its row of metrics, and those of the clients' validation parts."""
+        prepared, scores = self.prepared, dict[str, Any]()
+        validation, test = prepared.evaluator.evaluate_clients(progress)
+        if validation is not None:
+            scores["validation"] = dict(validation.pooled)
+        if test is not None:
+            scores["clients"] = test.summarize(prepared.task.metric)
+        if prepared.test is not None and not prepared.federation.method.declare_claims().personal:
+            scores["test"] = dict(prepared.evaluator.evaluate_heldout(progress, prepared.test)["global"])
+        return scores, validation
 
     def _note_few_reports(self, metric: str) -> None:
         """Tell the user once if too few clients have sent metrics to select a round."""
@@ -400,6 +413,7 @@ class _Session:
                 inputs=self.inputs,
                 extra={
                     "seconds": self.seconds,
+                    "start": json.dumps(self.start_scores),
                     "config": describe_config(self.prepared.config),
                     "privacy": self.budget.dump(),
                 },
@@ -468,7 +482,8 @@ class _Session:
                     read_lines(run_folder.metrics),
                     prepared.task.metric,
                     prepared.federation.training.optimizer.lr,
-                    len(prepared.task.labels) if isinstance(prepared.task, SingleLabelClassification) else 0,
+                    compute_guess_loss(prepared.task),
+                    self.start_scores,
                 ),
                 *find_limited(read_lines(run_folder.metrics)),
             ),

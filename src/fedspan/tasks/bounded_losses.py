@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedspan.tasks.task import Task
 
-__all__ = ["LOSS_BOUND", "BoundsExamples", "bound_loss", "compute_guess_bound", "get_loss_bound"]
+__all__ = ["LOSS_BOUND", "BoundsExamples", "bound_loss", "compute_guess_bound", "compute_guess_loss", "get_loss_bound"]
 
 LOSS_BOUND = 6.0
 """Bound of the loss of a task without a ``loss_bound``. For text it is a perplexity of 403."""
@@ -35,6 +35,12 @@ class BoundsExamples(Protocol):
 def compute_guess_bound(classes: int) -> float:
     """Return twice the cross-entropy of a uniform guess among some classes, at least two."""
     return 2 * math.log(max(classes, 2))
+
+
+def compute_guess_loss(task: Task) -> float | None:
+    """Return the loss of a model that guesses, the task's ``guess_loss`` or half of its bound; None: unknown."""
+    bound = getattr(task, "loss_bound", None)
+    return getattr(task, "guess_loss", None if bound is None else float(bound) / 2)
 
 
 def get_loss_bound(task: Task) -> float:

@@ -5,6 +5,7 @@ Shapes: B examples of a batch, T tokens, V vocabulary, N generated tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -298,6 +299,11 @@ class CausalLM:
             pairs = zip(self.decode_predictions(predictions), self.decode_targets(examples, indices), strict=True)
             scores["exact_match"] = float(np.mean([is_exact_match(*pair, self.generation.pattern) for pair in pairs]))
         return scores
+
+    @property
+    def guess_loss(self) -> float:
+        """Loss of a uniform guess among the vocabulary's tokens."""
+        return math.log(max(2, len(self.tokenizer)))
 
     def compute_example_losses(
         self, predictions: Tensor, examples: EncodedPrompts, indices: Sequence[int]

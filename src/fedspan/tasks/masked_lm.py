@@ -248,6 +248,11 @@ class MaskedLanguageModel:
             "masked_accuracy": correct / max(1, tokens),
         }
 
+    @property
+    def guess_loss(self) -> float:
+        """Loss of a uniform guess among the vocabulary's tokens."""
+        return math.log(max(2, len(self.tokenizer)))
+
     def compute_example_losses(
         self, predictions: Tensor, examples: MaskedTexts, indices: Sequence[int]
     ) -> tuple[Tensor, Tensor]:

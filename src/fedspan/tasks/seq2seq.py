@@ -12,6 +12,7 @@ clients, N generated tokens.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -301,6 +302,11 @@ class Seq2Seq:
             texts, references = self.decode_predictions(predictions), self.decode_targets(examples, indices)
             scores |= compute_text_scores(texts, references, self.options.bleu_tokenizer)
         return scores
+
+    @property
+    def guess_loss(self) -> float:
+        """Loss of a uniform guess among the vocabulary's tokens."""
+        return math.log(max(2, len(self.tokenizer)))
 
     def compute_example_losses(
         self, predictions: Tensor, examples: EncodedPairs, indices: Sequence[int]
