@@ -286,6 +286,22 @@ def test_a_file_without_a_header_is_reported(tmp_path: Path) -> None:
     assert "the first line looks like an example: the columns are named column_1, column_2" in found
 
 
+@pytest.mark.parametrize("headed", ["train", "test"])
+def test_a_header_in_one_of_two_files(tmp_path: Path, headed: str) -> None:
+    rows = [f"a remark of {number} words,{'good' if number % 2 else 'bad'}" for number in range(60)]
+    for part in ("train", "test"):
+        lines = ["remark,label"] * (part == headed) + rows
+        (tmp_path / f"{part}.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    test, out = tmp_path / "test.csv", tmp_path / "c.yaml"
+    starter = write_starter_config(tmp_path / "train.csv", out, test=test)
+    assert starter.config.data.header is None
+    loaded = load(starter.config.data, task=starter.config.task_columns)
+    assert loaded.test is not None
+    assert len(loaded.test) == len(loaded.train) == len(rows)
+    assert loaded.labels == ("bad", "good")
+    assert [finding for finding in starter.findings if "by position" in finding]
+
+
 def test_a_file_whose_rows_all_differ_from_the_header(tmp_path: Path) -> None:
     """As R's write.table writes it: the row names have no header."""
     path = tmp_path / "t.csv"

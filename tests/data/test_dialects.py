@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from fedspan.data.config import DataConfig
 from fedspan.data.dialects import detect_dialect, has_header
 from fedspan.data.loading import load
+from fedspan.errors import FedspanError
 
 REVIEWS = ["Great film, really", "Too long; too slow", "I liked it | mostly", 'He said "no"', "Fine", "A\tB test, ok"]
 LABELS = ["pos", "neg", "pos", "neg", "pos", "neg"]
@@ -136,6 +137,52 @@ def test_rows_written_in_quotes_are_read_again(
     )
     train = load(DataConfig(train=str(path), test_fraction=0)).train
     assert train["text"][:] == [row[0] for row in rows[1:]]
+
+
+_ROWS = [f"{text.replace(',', ' ')},{label}" for text, label in zip(REVIEWS, LABELS, strict=True)]
+
+
+@pytest.mark.parametrize("kind", ["csv", "txt"])
+@pytest.mark.parametrize("headed", ["train", "test"])
+def test_a_header_in_one_of_two_files(tmp_path: Path, headed: str, kind: str) -> None:
+    """The columns of the file without one are those of the other one, by position."""
+    for part in ("train", "test"):
+        lines = ["remark,verdict"] * (part == headed) + _ROWS
+        (tmp_path / f"{part}.{kind}").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    columns = {"text": "remark", "label": "verdict"} if headed == "train" else {"text": "column_1", "label": "column_2"}
+    config = DataConfig(train=str(tmp_path / f"train.{kind}"), test=str(tmp_path / f"test.{kind}"), **columns)
+    data = load(config)
+    assert data.test is not None
+    assert data.test["text"][:] == data.train["text"][:] == [row.partition(",")[0] for row in _ROWS]
+    (note,) = [one for one in data.notes if one.startswith(str(tmp_path / "test")) and "by position" in one]
+    assert f"of {tmp_path / 'train'}.{kind} by position" in note
+    assert "remark, verdict" in note
+    assert not [one for one in data.notes if "data.header: true" in one and one.startswith(str(tmp_path / "test"))]
+
+
+@pytest.mark.parametrize("part", ["train", "test"])
+def test_a_header_that_would_be_read_as_an_example_is_refused(tmp_path: Path, part: str) -> None:
+    for one in ("train", "test"):
+        lines = ["text,label"] * (one == part) + _ROWS
+        (tmp_path / f"{one}.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    columns: dict[str, Any] = {"text": "column_1", "label": "column_2", "header": False}
+    config = DataConfig(train=str(tmp_path / "train.csv"), test=str(tmp_path / "test.csv"), **columns)
+    with pytest.raises(FedspanError, match=f"{part}.csv names the columns: text, label. Leave this field out") as error:
+        load(config)
+    assert error.value.field == "data.header"
+
+
+def test_other_numbers_of_columns_are_not_matched_by_position(tmp_path: Path) -> None:
+    (tmp_path / "train.csv").write_text("\n".join(["remark,verdict", *_ROWS]) + "\n", encoding="utf-8")
+    (tmp_path / "test.csv").write_text("\n".join(f"{row},{row}" for row in _ROWS) + "\n", encoding="utf-8")
+    config = DataConfig(
+        train=str(tmp_path / "train.csv"), test=str(tmp_path / "test.csv"), text="remark", label="verdict"
+    )
+    with pytest.raises(FedspanError, match=r"no column named 'remark' in .*test\.csv"):
+        load(config)
+    (tmp_path / "test.csv").write_text("\n".join(_ROWS) + "\n", encoding="utf-8")
+    with pytest.raises(FedspanError, match=r"leave data\.header out, or insert a line"):
+        load(config.model_copy(update={"header": True}))
 
 
 @pytest.mark.parametrize("titles", ["Survey 2026, part 1;;\n", "# exported by «tool»\n\n", "One;;\nTwo;;\n"])

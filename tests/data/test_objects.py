@@ -107,6 +107,26 @@ def test_clients_whose_columns_differ_in_order_or_by_an_index() -> None:
         read_objects({"north": FRAME, "south": FRAME.assign(note="x")}, 2)
 
 
+def test_clients_whose_types_differ_by_the_library() -> None:
+    """pandas' texts are large strings in a data set, and strings in other forms; numbers may have several widths."""
+    frame = FRAME.assign(label=COLUMNS["label"], number=range(8))
+    small = datasets.Dataset.from_pandas(frame).cast_column("number", datasets.Value("int32"))
+    for by_client in (
+        {"north": frame[:4], "south": small.select(range(4, 8))},
+        {"north": small.select(range(4)), "south": frame[4:].to_dict("records")},
+    ):
+        merged = read_objects(by_client, 2).sources["train"].dataset
+        assert merged.to_dict() == {**frame.to_dict("list"), "client": ["north"] * 4 + ["south"] * 4}
+        assert str(merged.features["number"].dtype) == "int64"
+    fractions = read_objects({"north": frame, "south": frame.assign(number=0.5)}, 2).sources["train"].dataset
+    assert fractions["number"][:] == [*range(8), *[0.5] * 8]
+    features = datasets.Features({**small.features, "label": datasets.ClassLabel(names=["a", "b"])})
+    coded = datasets.Dataset.from_dict(frame.assign(label=[0, 1] * 4).to_dict("list"), features=features)
+    for other in (frame.assign(label=1), coded):
+        with pytest.raises(FedspanError, match="the column 'label' has another type in the data of 'south'"):
+            read_objects({"north": frame, "south": other}, 2)
+
+
 def test_labels_of_mixed_types_in_a_frame_are_texts() -> None:
     frame = pd.DataFrame({"text": ["a", "b", "c"], "label": [1, "x", None]})
     assert read_objects(frame, 1).sources["train"].dataset.to_dict()["label"] == ["1", "x", None]

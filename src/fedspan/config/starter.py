@@ -109,6 +109,8 @@ def write_starter_config(
             note = f"{rows.name} has a single column: --set data.delimiter names another separator of columns. {note}"
         raise error.relocate(note=note) from error
     section = {"train": str(data), **({} if test is None else {"test": str(test)}), **inferred.data, **settings}
+    if test is not None and "header" not in settings and _is_header_refused(section):
+        section.pop("header")  # only the test file has one, so it is detected for each file
     targets = suggest_target_modules(inferred.task, model)
     name = model or get_default_model(inferred.task)[0]
     is_small = rows.is_complete and len(rows.dataset) < _SMALL_DATASET
@@ -172,6 +174,15 @@ def _read_sample(location: str, option: str, settings: Mapping[str, Any], column
         note = _SET_NOTE if "data." in (error.problem or "") else ""
         field = option if error.field == "data.train" else None
         raise error.relocate(field, note=note) from error
+
+
+def _is_header_refused(section: Mapping[str, Any]) -> bool:
+    """Check whether ``header: false`` of a section ``data`` is refused for its test file, which has a header."""
+    try:
+        read_source(DataConfig.model_validate(section), "test", "data", _SAMPLE_BYTES)
+    except FedspanError as error:  # another error is reported when all examples are read
+        return error.field == "data.header"
+    return False
 
 
 def _describe_detected(rows: Source) -> str:

@@ -175,6 +175,10 @@ class ColumnReader:
 
     def __init__(self, source: Source, field: str, part: str, *, skips: bool = False) -> None:
         self.source, self.field, self.file = source, field, f"{field}.{part}"
+        self.header_advice = f"If the first line is an example, set {field}.header: false."
+        if part == "test":  # the option would apply to the training file, whose header has been found
+            remedy = f"leave {field}.header out, or insert a line that names the columns as in {field}.train"
+            self.header_advice = f"If the first line is an example, {remedy}."
         self.skip_advice = "" if skips else f"To leave such rows out, set {field}.invalid: skip."
         """The sentence on how to leave out invalid rows, for errors; empty if they are left out already."""
 
@@ -186,7 +190,7 @@ class ColumnReader:
             if describe_missing_header(dataset.column_names) in self.source.notes:
                 problem += f" In this file, {describe_missing_header(dataset.column_names)}."
             elif self.source.header:
-                problem += f" If the first line is an example, set {self.field}.header: false."
+                problem += f" {self.header_advice}"
             raise FedspanError(option_field, value or column, problem=problem)
         return option_field
 

@@ -24,6 +24,7 @@ __all__ = [
     "describe_titles",
     "detect_dialect",
     "has_header",
+    "is_usual_name",
     "make_positional_names",
 ]
 
@@ -193,7 +194,7 @@ def count_title_rows(rows: Sequence[Sequence[str]], requested: Collection[str] =
     while count < len(rows) and not any(map(str.strip, rows[count][1:])):
         count += 1
     titles, table = rows[:count], rows[count:]
-    if not titles or len(table) < 2 or any(_is_usual_name(row[0]) or row[0].strip() in requested for row in titles):
+    if not titles or len(table) < 2 or any(is_usual_name(row[0]) or row[0].strip() in requested for row in titles):
         return 0
     width = Counter(map(len, table)).most_common(1)[0][0]
     names = [name.strip() for name in table[0]]
@@ -236,12 +237,13 @@ def _weigh_names(first: Sequence[str], body: Sequence[Sequence[str]]) -> int:
     """Return a positive number if a first row looks like names, a negative one if it looks like an example, else 0."""
     columns = [[row[index].strip() for row in body if index < len(row)] for index in range(len(first))]
     # A label column may be named as one of its values: spam, with the values spam and ham.
-    if any(_is_usual_name(name) and name.strip() not in column for name, column in zip(first, columns, strict=True)):
+    if any(is_usual_name(name) and name.strip() not in column for name, column in zip(first, columns, strict=True)):
         return 1
     return sum(_vote(name.strip(), column) for name, column in zip(first, columns, strict=True))
 
 
-def _is_usual_name(name: str) -> bool:
+def is_usual_name(name: str) -> bool:
+    """Check whether a text is a usual name of a column, such as ``text`` or ``label``."""
     return name.strip().lower() in _COMMON_NAMES
 
 

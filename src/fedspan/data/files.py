@@ -17,6 +17,7 @@ from fedspan.data import archives, delimited, excel
 from fedspan.data.builtin import PREFIX, find_corpus_file
 from fedspan.data.config import DataConfig
 from fedspan.data.conll import has_sentences, read_sentences
+from fedspan.data.dialects import is_usual_name
 from fedspan.data.encodings import decode
 from fedspan.data.folders import TEXTS, describe_left_out, has_texts, is_example, make_text_table, read_texts
 from fedspan.data.images import PICTURES, has_images, make_archived_images, read_images
@@ -52,6 +53,8 @@ SUFFIXES = (*_PACKABLE, *(f"{suffix}.gz" for suffix in _PACKABLE), ".parquet", *
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _FILE_SUFFIX = re.compile(r"\.[A-Za-z]\w{0,7}")
 _HEAD = 1 << 16
+_HEADER_ROWS = 1000
+"""Number of rows that are compared with a first one that may name the columns."""
 
 
 def has_own_splits(location: str) -> bool:
@@ -192,7 +195,20 @@ def _read_file(path: Path, user_path: str, config: DataConfig, field: str, optio
     if config.columns is not None and len(rows) and [str(value) for value in rows[0].values()] == rows.column_names:
         problem = f"the first line of {user_path} names the columns already; leave this field out"
         raise FedspanError(f"{field}.columns", config.columns, problem=problem)
+    if config.header is False and config.columns is None and _begins_with_names(rows):
+        names = ", ".join(map(str, rows[0].values()))
+        problem = (
+            f"the first line of {user_path} names the columns: {names}. Leave this field out: the header of each file "
+            "is detected"
+        )
+        raise FedspanError(f"{field}.header", False, problem=problem)
     return source
+
+
+def _begins_with_names(rows: datasets.Dataset) -> bool:
+    """Check whether the first row, read as an example, holds a usual name of a column that no further row has there."""
+    columns = [[str(value).strip() for value in values] for values in rows[:_HEADER_ROWS].values()]
+    return any(is_usual_name(column[0]) and column[0] not in column[1:] for column in columns if column)
 
 
 def _convert_errors(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
@@ -14,6 +14,7 @@ from fedspan.data.catalogue import get_dataset_entry
 from fedspan.data.columns import LABELLED_TEXTS, TaskColumns, ValidatedColumns, validate_columns
 from fedspan.data.config import DataConfig
 from fedspan.data.dataset_defaults import fill_data_defaults
+from fedspan.data.dialects import describe_missing_header, make_positional_names
 from fedspan.data.duplicates import encode_groups, find_shared_with_test
 from fedspan.data.files import has_own_splits, read_source
 from fedspan.data.groups import draw_groups
@@ -99,7 +100,7 @@ def load(
     parts = [train]
     notes: list[str] = []
     if config.test is not None or (config.test_split is not None and has_own_splits(config.train or "")):
-        parts.append(_read_part(config, task, field, "test", limit, sources.get("test")))
+        parts.append(_read_part(config, task, field, "test", limit, sources.get("test"), like=train.checked.source))
         test = _encode_labels(parts[1], labels, labels_in_training, config, field, "test")
         if count := find_shared_with_test(data, test):
             notes.append(f"duplicates: {count:,} of {len(test):,} test examples also occur in {field}.train")
@@ -142,8 +143,11 @@ def _read_part(
     limit: int | None,
     passed_source: Source | None,
     client_column: str | None = None,
+    like: Source | None = None,
 ) -> _Part:
-    passed_source = read_source(config, part, field, limit) if passed_source is None else passed_source
+    if passed_source is None:
+        passed_source = read_source(config, part, field, limit)
+        passed_source = passed_source if like is None else _align_headers(passed_source, like)
     source = unwrap_lists(passed_source, config, task, field)
     skipped = {"with too many or too few fields": source.skipped}
     if config.invalid == "skip":
@@ -155,6 +159,21 @@ def _read_part(
             skipped[f"without a client in column {client_column!r}"] = len(source.dataset) - len(with_client.dataset)
             source = with_client
     return _Part(validate_columns(source, config, task, field, part), skipped)
+
+
+def _align_headers(test: Source, train: Source) -> Source:
+    """Name a test file's columns by position as in training if the first line of only one of the files names them."""
+    names, own_names = train.dataset.column_names, test.dataset.column_names
+    positional = make_positional_names(len(names))
+    if len(own_names) != len(names) or (tuple(names) == positional) == (tuple(own_names) == positional):
+        return test
+    if tuple(names) == positional:
+        note = f"only its first line names columns: {', '.join(own_names)} are the columns of {train.name} by position"
+    else:
+        note = f"without column names: its columns are those of {train.name} by position, {', '.join(names)}"
+    notes = tuple(one for one in test.notes if one != describe_missing_header(own_names))
+    dataset = test.dataset.rename_columns(dict(zip(own_names, names, strict=True)))
+    return replace(test, dataset=dataset, notes=(*notes, note))
 
 
 def _describe_part(part: _Part, field: str) -> list[str]:

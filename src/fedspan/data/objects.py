@@ -13,6 +13,7 @@ import pyarrow as pa
 from fedspan.data.assign import make_client_ids
 from fedspan.data.files import flatten, make_plain_dataset
 from fedspan.data.json_files import convert_nan, make_table
+from fedspan.data.names import get_arrow_table, make_dataset
 from fedspan.data.source import Source
 from fedspan.errors import FedspanError
 
@@ -99,11 +100,51 @@ def _merge_clients(by_client: Mapping[Any, Any], argument: str) -> datasets.Data
             names = ", ".join(different)
             problem = f"the clients {first!r} and {client!r} have different columns: only one of them has {names}"
             raise FedspanError(argument, client, problem=problem)
+    for name in columns:
+        parts = _unify_column(parts, name, list(by_client), argument)
     try:
         return datasets.concatenate_datasets([part.select_columns(columns) for part in parts])
     except (ValueError, pa.ArrowException) as error:
         problem = f"the clients' columns have different types: {str(error).splitlines()[0][:300]}"
         raise FedspanError(argument, None, problem=problem) from error
+
+
+def _unify_column(
+    parts: list[datasets.Dataset], name: str, clients: Sequence[Any], argument: str
+) -> list[datasets.Dataset]:
+    """Return the clients' data sets with one type of a column, such as strings for strings and large strings.
+
+    Raises:
+        FedspanError: If no type holds the values of all clients.
+    """
+    import datasets
+
+    kinds = [part.features[name] for part in parts]
+    other = next((index for index, kind in enumerate(kinds) if kind != kinds[0]), None)
+    if other is None:
+        return parts
+    try:
+        if not all(isinstance(kind, datasets.Value) for kind in kinds):
+            raise TypeError("a feature that is not a plain value has no common type with another one")
+        schemas = [pa.schema([(name, kind.pa_type)]) for kind in kinds]
+        common = _convert_to_strings(pa.unify_schemas(schemas, promote_options="permissive").empty_table()).schema
+        feature = datasets.Features.from_arrow_schema(common)[name]
+        return [
+            part if part.features[name] == feature else _cast_column(part, name, common.field(name).type, feature)
+            for part in parts
+        ]
+    except (TypeError, pa.ArrowException) as error:
+        problem = (
+            f"the column {name!r} has another type in the data of {clients[other]!r} ({kinds[other]}) than in that of "
+            f"{clients[0]!r} ({kinds[0]})"
+        )
+        raise FedspanError(argument, name, "one type for all clients", problem=problem) from error
+
+
+def _cast_column(dataset: datasets.Dataset, name: str, kind: pa.DataType, feature: Any) -> datasets.Dataset:
+    table = get_arrow_table(dataset)
+    table = table.set_column(table.column_names.index(name), name, table.column(name).cast(kind))
+    return make_dataset(table, {**dataset.features, name: feature})
 
 
 def _make_dataset(value: Any, argument: str) -> datasets.Dataset:
