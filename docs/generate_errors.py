@@ -22,14 +22,24 @@ what is expected. The command line prints it on one line after `error:`, prints 
 it, and exits with code 2. In Python it is a `FedspanError` with the attributes `field`, `value`, `expected` and
 `problem`. `python docs/generate_errors.py` provokes every one of these mistakes and writes this page; the tests
 provoke them, too. FOLDER replaces a path of the user, and `...` at the end a library's text, which differs between its
-versions.
+versions. Below a table are its long messages, which are cut in it.
 """
+
+
+LONGEST = 180
+"""Number of characters from which a message is cut in the table and stands below it in full."""
 
 
 def format_row(mistake: Mistake, message: str) -> str:
     """A line of a table."""
-    what, said = (text.replace("|", "\\|") for text in (mistake.what, message))
-    return f"| {what} | {_code(said)} |"
+    said = _code(message if len(message) <= LONGEST else f"{message[: message.rindex(' ', 0, LONGEST)]} ...")
+    what, said = (text.replace("|", "\\|") for text in (mistake.what, said))
+    return f"| {what} | {said} |"
+
+
+def format_entry(mistake: Mistake, message: str) -> str | None:
+    """A line below the table, with the whole message; None: the table has it."""
+    return None if len(message) <= LONGEST else f"- {mistake.what} {_code(message)}"
 
 
 def _code(text: str) -> str:
@@ -40,8 +50,11 @@ def page(said: Callable[[Mistake], str]) -> str:
     """The whole page; ``said`` makes a mistake and gives the message."""
     parts = [INTRO]
     for title, mistakes in SECTIONS.items():
-        rows = [format_row(mistake, said(mistake)) for mistake in mistakes]
+        messages = [(mistake, said(mistake)) for mistake in mistakes]
+        rows = [format_row(*message) for message in messages]
         parts.append("\n".join([f"## {title}", "", "| mistake | message |", "|---|---|", *rows]) + "\n")
+        if entries := [entry for message in messages if (entry := format_entry(*message)) is not None]:
+            parts.append("\n".join(["In full:", "", *entries]) + "\n")
     return "\n".join(parts)
 
 

@@ -8,25 +8,38 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
+def read_attacks() -> tuple[list[str], list[str]]:
+    """Return the rows of the table of attacks, and the entries of the list of their tests."""
+    page = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
+    rows = page[page.index("| no. | attack |") :].split("\n\n", 1)[0].splitlines()[2:]
+    entries = page[page.index("\n1. `test_") + 1 :].split("\n\n", 1)[0].splitlines()
+    return rows, entries
+
+
 def test_every_attack_has_a_test_that_is_there() -> None:
-    text = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
-    table = text[text.index("| attack |") :].split("\n\n", 1)[0].splitlines()[2:]
-    assert len(table) > 30
+    rows, entries = read_attacks()
+    assert len(rows) > 30
+    assert [row.split(" | ")[0] for row in rows] == [f"| {number}" for number in range(1, len(rows) + 1)]
+    assert [entry.partition(". ")[0] for entry in entries] == [str(number) for number in range(1, len(rows) + 1)]
     there = {
         name
         for path in (ROOT / "tests").rglob("test_*.py")
         for name in re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
     }
-    for row in table:
-        named = re.findall(r"`(test_[^`]*)`", row.rstrip("| ").rpartition(" | ")[2])
-        assert named, row
+    for entry in entries:
+        named = re.findall(r"`(test_[^`]*)`", entry)
+        assert named, entry
         assert set(named) <= there, set(named) - there
 
 
 def test_the_readme_counts_the_attacks_of_the_table() -> None:
-    readme, page = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/security.md"))
-    rows = page[page.index("| attack |") :].split("\n\n", 1)[0].splitlines()[2:]
-    assert re.findall(r"(\d+)\s+attacks", readme) == [str(len(rows))]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert re.findall(r"(\d+)\s+attacks", readme) == [str(len(read_attacks()[0]))]
+
+
+def test_no_cell_of_the_table_is_long() -> None:
+    for row in read_attacks()[0]:
+        assert all(len(cell) <= 200 for cell in row.split(" | ")), row
 
 
 def test_every_replayed_attack_is_in_the_table() -> None:

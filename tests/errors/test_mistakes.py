@@ -29,13 +29,15 @@ def test_a_mistake_is_answered_as_the_page_says(
     world: World, tables: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch, title: str, mistake: Mistake
 ) -> None:
     monkeypatch.syspath_prepend(str(DOCS))
-    from generate_errors import format_row
+    from generate_errors import PAGE, format_entry, format_row
 
     field, message = world.said(mistake)
     assert field == mistake.field
     assert message.splitlines() == [message]
     assert message.startswith(f"`{field}`: ")
     assert format_row(mistake, message) in tables[title], "python docs/generate_errors.py writes the page"
+    entry = format_entry(mistake, message)
+    assert entry is None or entry in PAGE.read_text(encoding="utf-8").splitlines()
 
 
 def test_the_page_has_these_rows_and_no_others(tables: dict[str, list[str]]) -> None:
@@ -43,6 +45,7 @@ def test_the_page_has_these_rows_and_no_others(tables: dict[str, list[str]]) -> 
         title: len(mistakes) for title, mistakes in SECTIONS.items()
     }
     for title, mistakes in SECTIONS.items():
+        assert all(len(cell) <= 200 for line in tables[title] for cell in line.split(" | ")), title
         assert [line.split(" | ")[0] for line in tables[title]] == [f"| {mistake.what}" for mistake in mistakes]
 
 
