@@ -105,7 +105,7 @@ def test_what_does_not_apply_is_refused(tiny_folder: Path) -> None:
         prepare(parse_config(tiny.settings(tiny_folder, training={"class_weights": {"labs": 2.0}})))
     for task, more, reason in (
         ("regression", {}, "regression has no classes"),
-        ("multi-label-classification", {}, "the loss of multi-label-classification does not take it"),
+        ("text-embedding", {}, "text-embedding has no classes"),
         ("sequence-classification", {"logit_adjustment": 1.0}, r"training\.logit_adjustment corrects for shares"),
     ):
         training = {"label_smoothing": 0.1, **more}

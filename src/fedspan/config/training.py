@@ -63,13 +63,16 @@ class TrainingConfig(Section):
         ge=0,
         lt=1,
         description="Share of a target that is spread over all classes (language models: over the vocabulary) in "
-        "training, as in torch.nn.CrossEntropyLoss. For tasks whose targets are single labels, tags or tokens.",
+        "training, as in torch.nn.CrossEntropyLoss. With several labels each is spread over its two answers. For tasks "
+        "whose targets are labels, tags or tokens.",
     )
     class_weights: Literal["none", "balanced"] | dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(
         default="none",
         description="Classification and tags: weights of classes in the loss, as in torch.nn.CrossEntropyLoss. "
         "balanced: by the counts of the client's own examples (tags: words), as in scikit-learn, so that no client "
-        "learns those of others. Or weights by label, the same for all clients; other labels have weight 1.",
+        "learns those of others. Or weights by label, the same for all clients; other labels have weight 1. With "
+        "several labels: of the examples that have the label (pos_weight of torch.nn.BCEWithLogitsLoss); balanced: "
+        "examples without it over those with it.",
     )
     head_updates: Literal["all", "own-classes"] = Field(
         default="all",

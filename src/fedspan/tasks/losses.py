@@ -24,6 +24,7 @@ __all__ = [
     "average_cross_entropy_by_client",
     "average_sums",
     "compute_cross_entropies",
+    "get_smoothing",
     "select_inputs",
     "upcast",
 ]
@@ -97,7 +98,7 @@ def compute_cross_entropies(
     Returns:
         The cross-entropies, and what each adds to the divisor of their mean: the weight of its own class, or 1.
     """
-    smoothing = _get_smoothing(batch)
+    smoothing = get_smoothing(batch)
     if CLASS_WEIGHTS not in batch:
         losses_S = F.cross_entropy(logits_SK, targets_S, reduction="none", label_smoothing=smoothing)
         return losses_S, torch.ones_like(losses_S)
@@ -113,7 +114,7 @@ def average_cross_entropy(
 ) -> Tensor:
     """Compute the mean of ``compute_cross_entropies``, a scalar; 0 without targets."""
     if CLASS_WEIGHTS not in batch and len(targets_S):
-        return F.cross_entropy(logits_SK, targets_S, label_smoothing=_get_smoothing(batch))
+        return F.cross_entropy(logits_SK, targets_S, label_smoothing=get_smoothing(batch))
     losses_S, divisors_S = compute_cross_entropies(logits_SK, targets_S, batch, rows_S)
     return _divide(losses_S.sum(), divisors_S.sum())
 
@@ -140,5 +141,6 @@ def _divide(sums: Tensor, divisors: Tensor) -> Tensor:
     return sums / torch.where(divisors > 0, divisors, 1.0)
 
 
-def _get_smoothing(batch: Mapping[str, Tensor]) -> float:
+def get_smoothing(batch: Mapping[str, Tensor]) -> float:
+    """Return the share of each target of a batch that is spread over all classes."""
     return float(batch[SMOOTHING][0]) if SMOOTHING in batch else 0.0

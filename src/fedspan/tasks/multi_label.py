@@ -27,7 +27,7 @@ from fedspan.tasks.bounded_losses import compute_guess_bound
 from fedspan.tasks.definition import InferredColumns, TaskDefinition
 from fedspan.tasks.encoding import EncodedText, Ragged, collate_texts, describe_truncation, encode_texts
 from fedspan.tasks.label_scores import compute_f1
-from fedspan.tasks.losses import average_by_client, upcast
+from fedspan.tasks.losses import CLASS_WEIGHTS, LossOption, average_by_client, get_smoothing, select_inputs, upcast
 from fedspan.tasks.metrics import Metric
 
 if TYPE_CHECKING:
@@ -89,6 +89,8 @@ class MultiLabelClassification:
         threshold: Probability above which a label is predicted.
     """
 
+    loss_options: tuple[LossOption, ...] = ("label_smoothing", "class_weights")
+
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
@@ -129,14 +131,32 @@ class MultiLabelClassification:
         return average_by_client(self._compute_losses(model, batch), mask_CB)
 
     def _compute_losses(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Compute the binary cross-entropy of each example, (B,): the mean over its labels."""
-        logits_BK = upcast(self.predict(model, batch))
-        labels_BK = batch["labels"].to(logits_BK)
-        return F.binary_cross_entropy_with_logits(logits_BK, labels_BK, reduction="none").mean(1)
+        """Compute the binary cross-entropy of each example, (B,): the mean over its labels.
+
+        Class weights are those of ``torch.nn.BCEWithLogitsLoss(pos_weight=...)``; smoothing takes a share of each
+        target and gives a half of it to either answer.
+        """
+        logits_BK, smoothing = upcast(self.predict(model, batch)), get_smoothing(batch)
+        targets_BK = batch["labels"].to(logits_BK) * (1 - smoothing) + smoothing / 2
+        weights_BK = batch[CLASS_WEIGHTS].to(logits_BK) if CLASS_WEIGHTS in batch else None
+        losses_BK = F.binary_cross_entropy_with_logits(logits_BK, targets_BK, reduction="none", pos_weight=weights_BK)
+        return losses_BK.mean(1)
+
+    def compute_balanced_weights(self, examples: LabelledTexts, indices: np.ndarray) -> Tensor:
+        """Compute how many of a client's examples lack each label for one that has it, (K,) float32; 1 if none has it.
+
+        Args:
+            examples: The data set.
+            indices: The client's examples, (examples,).
+        """
+        counts_K = self._encode_labels(examples, indices.tolist()).sum(0)
+        return torch.from_numpy(
+            np.where(counts_K > 0, (len(indices) - counts_K) / np.maximum(counts_K, 1), 1.0)
+        ).float()
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, generate: bool = False) -> Tensor:
         """Compute the logits, (B, K)."""
-        return model(**{key: value for key, value in batch.items() if key != "labels"}).logits
+        return model(**select_inputs(batch)).logits
 
     def compute_metrics(self, predictions: Tensor, examples: LabelledTexts, indices: Sequence[int]) -> dict[str, float]:
         """Compute ``loss``, ``micro_f1``, ``macro_f1`` and ``subset_accuracy``, as scikit-learn does.
@@ -300,6 +320,7 @@ MULTI_LABEL_CLASSIFICATION = TaskDefinition(
     build=_build,
     target_type="labels",
     metrics=("micro_f1", "macro_f1", "subset_accuracy", "loss"),
+    loss_options=MultiLabelClassification.loss_options,
     custom_metrics={
         "micro_f1": Metric("micro-F1", True, is_percentage=True),
         "subset_accuracy": Metric("subset accuracy", True, is_percentage=True),

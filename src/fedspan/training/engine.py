@@ -304,13 +304,15 @@ class Trainer:
         It is the same for all batches of a job.
         """
         settings, terms = self.settings, dict[str, Tensor]()
-        classes = np.empty(0, dtype=np.int64)
-        if settings.logit_adjustment or settings.class_weights == "balanced":
+        classes, balance = np.empty(0, dtype=np.int64), getattr(self.task, "compute_balanced_weights", None)
+        if settings.logit_adjustment or (settings.class_weights == "balanced" and balance is None):
             list_classes = getattr(self.task, "list_classes", get_labels)
             classes = list_classes(examples, assignment.indices)  # one for each example or word
         if settings.logit_adjustment:
             terms[OFFSETS] = compute_class_offsets(classes, len(self._labels), settings.logit_adjustment)
-        if settings.class_weights == "balanced":
+        if settings.class_weights == "balanced" and balance is not None:
+            terms[CLASS_WEIGHTS] = balance(examples, assignment.indices)
+        elif settings.class_weights == "balanced":
             terms[CLASS_WEIGHTS] = compute_class_weights(classes, len(self._labels))
         elif settings.class_weights != "none":
             weights = dict(settings.class_weights)
