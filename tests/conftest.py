@@ -42,6 +42,7 @@ LONGEST = [
         "claims/test_claims",
         "wrappers/test_wrapper_conformance",
         "wrappers/test_wrapper_effects",
+        "runs/test_own_trainers",
         "methods/test_method_messages",
         "methods/test_method_claims",
         "cli/test_cli_interruption",

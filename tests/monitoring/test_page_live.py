@@ -121,6 +121,7 @@ def test_the_redirect_opens_the_page(browser: Any, collect: Callable[[], Mapping
         view.context.close()
 
 
+@pytest.mark.slow
 def test_a_state_that_cannot_be_read_is_shown_with_its_reason(browser: Any) -> None:
     def collect() -> Mapping[str, Any]:
         raise ZeroDivisionError("by zero")
@@ -143,6 +144,7 @@ def test_losses_that_differ_by_less_than_a_tick_do_not_stop_the_page(
         view.context.close()
 
 
+@pytest.mark.slow
 def test_an_axis_is_labelled_with_its_values(
     browser: Any, pretend_run: PretendRun, collect: Callable[[], Mapping[str, Any]]
 ) -> None:

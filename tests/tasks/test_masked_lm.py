@@ -121,8 +121,8 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
 
 def test_masks_are_filled_as_transformers_and_peft_fill_them(tmp_path: Path) -> None:
     training = {"lr": 0.02, "local_steps": 20, "batch_size": 8}
-    values = tiny_masked.settings(tmp_path, federation={"rounds": 4}, training=training, evaluation={"every": 4})
-    fedspan.run(values, tmp_path / "run")
+    rest = {"evaluation": {"every": 4}, "engine": {"name": "batched", "clients_per_pass": 3}}
+    fedspan.run(tiny_masked.settings(tmp_path, federation={"rounds": 4}, training=training, **rest), tmp_path / "run")
     base = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "masked")
     task, examples = make([json.loads(line)["text"] for line in (tmp_path / "texts.jsonl").read_text().splitlines()])
     batch = task.collate(examples, range(len(examples)), CPU)

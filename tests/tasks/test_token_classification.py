@@ -199,6 +199,7 @@ def test_entities_are_predicted_for_texts(tiny_folder: Path, tmp_path: Path) -> 
         training=training,
         partition={"validation": 0.0},
         evaluation={"every": 6},
+        engine={"name": "batched", "clients_per_pass": 3},
     )
     report = fedspan.run(values, tmp_path / "run")
     assert report.metric == "entity_f1"
