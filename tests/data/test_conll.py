@@ -90,3 +90,29 @@ def test_the_beginning_of_a_file_ends_with_a_whole_sentence(tmp_path: Path) -> N
     assert not data.is_complete
     assert {len(row) for row in data.train["tokens"][:]} == {2}
     assert 0 < len(data.train) < 50
+
+
+def test_a_file_whose_beginning_has_no_entity_is_read(tmp_path: Path) -> None:
+    sentence = "word\tO\nother\tO\n\n"
+    path = tmp_path / "a.tsv"
+    path.write_text(sentence * 2000 + "Aspirin\tB-Drug\n")
+    assert len(sentence) * 2000 > 1 << 14
+    data = load(DataConfig(train=str(path), test_fraction=0), task=TASK)
+    assert data.labels == ("O", "B-Drug", "I-Drug")
+    assert data.train["labels"][:][-1] == [1]
+
+
+def test_empty_columns_at_the_end_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "a.tsv"
+    path.write_text("Aspirin\tB-Drug\t\nhelps\tO\t\t\n\nRest\tO\n")
+    data = load(DataConfig(train=str(path), test_fraction=0), task=TASK)
+    assert data.train["tokens"][:] == [["Aspirin", "helps"], ["Rest"]]
+    assert data.train["labels"][:] == [[1, 0], [0]]
+
+
+@pytest.mark.parametrize("name", ["a.conll", "a.tsv", "a.txt"])
+def test_tags_without_a_type_are_refused_with_the_reason(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text("helps\tO\nAspirin\tB\n\nRest\tO\n")
+    with pytest.raises(FedspanError, match=r"line 2: 'Aspirin\\tB' is not a word with a tag.*names the type"):
+        load(DataConfig(train=str(path), test_fraction=0), task=TASK)

@@ -85,12 +85,13 @@ def _measure_texts(
 def _measure_pairs(
     predictions: Tensor, answers: Sequence[str], truths: Sequence[str], examples: Any
 ) -> Mapping[str, float]:
-    rouge: Any = rouge_scorer.RougeScorer(["rouge1", "rougeL"])
+    rouge: Any = rouge_scorer.RougeScorer(["rouge1", "rouge2", "rougeL"])
     scores = [rouge.score(truth, answer) for truth, answer in zip(truths, answers, strict=True)]
     return {
         "bleu": sacrebleu.corpus_bleu(list(answers), [list(truths)]).score,
         "chrf": sacrebleu.CHRF().corpus_score(list(answers), [list(truths)]).score,
         "rouge_1": float(np.mean([score["rouge1"].fmeasure for score in scores])),
+        "rouge_2": float(np.mean([score["rouge2"].fmeasure for score in scores])),
         "rouge_l": float(np.mean([score["rougeL"].fmeasure for score in scores])),
     }
 

@@ -15,6 +15,8 @@ __all__ = ["TAG", "has_sentences", "read_sentences"]
 
 TAG = re.compile(r"O|[BIELSU]-\S+")
 """A word's tag: outside (O), or the place of the word in an entity (IOB1, IOB2, IOBES, BILOU) and the entity's type."""
+_BARE_TAG = re.compile(r"[BIELSU]")
+"""A tag without the type of its entity, which is recognized and refused."""
 _DOCUMENT = "-DOCSTART-"
 _HEADERS = (
     {"token", "tokens", "word", "words"},
@@ -28,9 +30,10 @@ _LINE_END = re.compile(r"\r\n|\n|\r")
 
 
 def has_sentences(path: Path) -> bool:
-    """Check whether a text file begins in CoNLL form: sentences of several columns that end in tags, some of entities.
+    """Check whether a text file begins in CoNLL form: sentences of several columns that end in tags.
 
-    A file without a blank line is one sentence, if no word has a space in it.
+    Some tag is that of an entity, unless the file goes on. A file without a blank line is one sentence, if no word has
+    a space in it.
 
     Args:
         path: The file; ``.gz`` is unpacked.
@@ -43,10 +46,12 @@ def has_sentences(path: Path) -> bool:
     words = [columns for _, columns in rows if columns is not None]
     if not words or len({len(word) for word in words}) != 1 or len(words[0]) < 2:
         return False
-    if len(words) == len(rows) and any(" " in word[0] for word in words):  # a table of labelled texts
-        return False
     tags = [word[-1] for word in words]
-    return all(map(TAG.fullmatch, tags)) and any(tag != "O" for tag in tags)
+    if len(words) == len(rows):
+        is_table = any(" " in word[0] for word in words)  # of labelled texts
+        return not is_table and all(map(TAG.fullmatch, tags)) and any(tag != "O" for tag in tags)
+    is_tagged = all(TAG.fullmatch(tag) or _BARE_TAG.fullmatch(tag) for tag in tags)
+    return is_tagged and (not is_complete or any(tag != "O" for tag in tags))
 
 
 def read_sentences(path: Path, encoding: str | None, limit: int | None = None) -> ReadTable:
@@ -80,7 +85,8 @@ def read_sentences(path: Path, encoding: str | None, limit: int | None = None) -
         word, tag = columns[0], columns[-1]
         if len(columns) < 2 or not word or not TAG.fullmatch(tag):
             line = lines[number - 1].strip()[:80]
-            raise ValueError(f"line {number}: {line!r} is not a word with a tag such as O, B-TYPE or I-TYPE")
+            reason = "; a tag names the type of its entity" if _BARE_TAG.fullmatch(tag) else ""
+            raise ValueError(f"line {number}: {line!r} is not a word with a tag such as O, B-TYPE or I-TYPE{reason}")
         if not is_inside:
             tokens.append([])
             tags.append([])
@@ -132,6 +138,10 @@ def _is_header(columns: Sequence[str]) -> bool:
 
 
 def _split_columns(line: str) -> list[str]:
-    """Split a line at tabs, or else at spaces; a no-break space is part of a word, or a word."""
+    """Split a line at tabs, or else at spaces; a no-break space is part of a word, or a word.
+
+    Empty columns at the end, which spreadsheets write, are left out.
+    """
+    line = line.rstrip("\t")
     columns = line.split("\t") if "\t" in line else re.split(" +", line.strip(" "))
     return [column.strip(" ") or column for column in columns]
