@@ -12,7 +12,6 @@ import yaml
 from fedspan.config.column_inference import InferredData
 from fedspan.config.rates import get_training_defaults
 from fedspan.errors import FedspanError
-from fedspan.models.empty import load_empty
 from fedspan.models.targets import suggest_targets
 from fedspan.tasks.registry import get_task
 
@@ -52,6 +51,8 @@ def suggest_target_modules(task: str, model: str | None) -> str | None:
         return get_default_model(task)[1]
     if (targets := _TARGETS_BY_MODEL_TYPE.get(_read_model_type(model))) is not None:
         return targets
+    from fedspan.models.empty import load_empty
+
     try:
         labels = [str(number) for number in range(_MARKER_OUTPUTS)]
         names = suggest_targets(load_empty(model, get_task(task).head, labels), _MARKER_OUTPUTS)

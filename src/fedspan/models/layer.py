@@ -29,7 +29,7 @@ class AdaptedLayer:
 
     Args:
         name: Module path of the layer.
-        module: Module of one of `operators.TARGET_TYPES`.
+        module: Module that `operators.explain_unfit` accepts.
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:

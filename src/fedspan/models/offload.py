@@ -15,10 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate import infer_auto_device_map
-from accelerate.utils import align_module_device, get_max_memory, has_offloaded_params
 from torch import Tensor, nn
-from transformers.initialization import no_init_weights
 
 __all__ = ["Offload", "get_device", "is_offloaded", "read_bias", "read_weight", "remove_with"]
 
@@ -47,6 +44,9 @@ class Offload:
             device: Device that computes.
             keep: Names of modules that train whole; they and heads are on the device.
         """
+        from accelerate import infer_auto_device_map
+        from accelerate.utils import get_max_memory
+
         free = get_max_memory()
         training_device: Any = {"cpu": "cpu", "cuda": device.index or 0}.get(device.type, device.type)
         limits: dict[Any, Any] = {
@@ -74,6 +74,8 @@ class Offload:
             device: Device that computes; None: the CPU.
             keep: Names of modules that train whole.
         """
+        from transformers.initialization import no_init_weights
+
         with no_init_weights(), torch.device("meta"):
             empty = kind.from_config(config, dtype=dtype)
         places = self.place(empty, dtype, device or torch.device("cpu"), keep)
@@ -98,11 +100,17 @@ def get_device(model: nn.Module) -> torch.device:
 
 def is_offloaded(module: nn.Module) -> bool:
     """Check whether a module's weights are stored off the device between its calls."""
+    if "_hf_hook" not in vars(module):
+        return False
+    from accelerate.utils import has_offloaded_params
+
     return has_offloaded_params(module)
 
 
 def read_weight(module: nn.Module) -> Tensor:
     """Return a module's stored weight, brought to the device if it is offloaded; detached."""
+    from accelerate.utils import align_module_device
+
     with align_module_device(module):
         weight = module.weight
         assert isinstance(weight, Tensor)
@@ -111,5 +119,7 @@ def read_weight(module: nn.Module) -> Tensor:
 
 def read_bias(module: nn.Module) -> Tensor | None:
     """Return a module's bias, brought to the device if it is offloaded; None if it has none."""
+    from accelerate.utils import align_module_device
+
     with align_module_device(module):
         return getattr(module, "bias", None)

@@ -11,13 +11,12 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.pytorch_utils import Conv1D
 
 from fedspan.core.base import Delta
 from fedspan.core.lowrank import LowRank
 from fedspan.core.tensors import sum_rows
 
-__all__ = ["TARGET_TYPES", "Convolution", "Linear", "Lookup", "Operator", "build_operator", "explain_unfit"]
+__all__ = ["Convolution", "Linear", "Lookup", "Operator", "build_operator", "explain_unfit"]
 
 
 class Operator(ABC):
@@ -101,7 +100,7 @@ class Linear(Operator):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
-        self._transposed = isinstance(module, Conv1D)
+        self._transposed = isinstance(module, _get_conv1d())
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -234,8 +233,10 @@ class Lookup(Operator):
         return x  # words
 
 
-TARGET_TYPES: tuple[type[nn.Module], ...] = (nn.Linear, Conv1D, nn.Conv2d, nn.Embedding)
-"""Types of modules that can be target layers unless `explain_unfit` gives a reason against."""
+def _get_conv1d() -> type[nn.Module]:
+    from transformers.pytorch_utils import Conv1D  # imports Transformers, which a report does not need
+
+    return Conv1D
 
 
 def explain_unfit(module: nn.Module) -> str | None:
@@ -257,7 +258,7 @@ def explain_unfit(module: nn.Module) -> str | None:
             "is the output projection of an nn.MultiheadAttention, which uses its weight without a call, so that an "
             "adapter would have no effect"
         )
-    elif not isinstance(module, TARGET_TYPES):
+    elif not isinstance(module, (nn.Linear, _get_conv1d())):
         return (
             f"is a {type(module).__name__}, which cannot be a target. Targets are nn.Linear, Conv1D, nn.Conv2d "
             "and nn.Embedding layers"

@@ -11,7 +11,6 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from fedspan.errors import FedspanError
 from fedspan.models.calls import DROPOUTS
@@ -25,6 +24,8 @@ STATE_DICT = "state_dict.safetensors"
 
 def is_plain_module(model: Any) -> bool:
     """Check whether a model is an ``nn.Module`` of neither Transformers, PEFT nor fedspan."""
+    from transformers import PreTrainedModel
+
     if isinstance(model, PreTrainedModel | PooledClassifier) or type(model).__module__.startswith("peft."):
         return False
     return isinstance(model, nn.Module)

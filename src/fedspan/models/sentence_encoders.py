@@ -14,19 +14,19 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import safetensors.torch
 import torch
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from torch import Tensor, nn
-from transformers import MODEL_FOR_TEXT_ENCODING_MAPPING, MODEL_MAPPING, AutoModel, AutoModelForTextEncoding
-from transformers.modeling_outputs import SequenceClassifierOutput
-from transformers.utils.hub import cached_file
 
 from fedspan.models.offload import get_device
 from fedspan.models.pooling import DENSE, Pooling, PoolingMode
+
+if TYPE_CHECKING:
+    from transformers.modeling_outputs import SequenceClassifierOutput
 
 __all__ = [
     "HEAD",
@@ -109,6 +109,8 @@ class PooledClassifier(nn.Module):
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **inputs: Any
     ) -> SequenceClassifierOutput:
         """Compute the logits of texts, (B, T) -> (B, C)."""
+        from transformers.modeling_outputs import SequenceClassifierOutput
+
         hidden = self.encoder(input_ids=input_ids, attention_mask=attention_mask, **inputs)[0]
         logits = self.classifier(self.pooling(hidden, attention_mask))
         return SequenceClassifierOutput(logits=logits)
@@ -186,6 +188,8 @@ def get_encoder_class(config: Any) -> Any:
     Raises:
         ValueError: If the model has an encoder and a decoder, and Transformers has no class of the encoder alone.
     """
+    from transformers import MODEL_FOR_TEXT_ENCODING_MAPPING, AutoModel, AutoModelForTextEncoding
+
     if not getattr(config, "is_encoder_decoder", False):
         return AutoModel
     if type(config) in MODEL_FOR_TEXT_ENCODING_MAPPING:
@@ -199,6 +203,8 @@ def get_encoder_options(config: Any) -> dict[str, Any]:
     Args:
         config: Transformers' config of the encoder.
     """
+    from transformers import MODEL_MAPPING
+
     kind = MODEL_MAPPING.get(type(config), None)
     kinds = cast("tuple[type, ...]", kind if isinstance(kind, tuple) else (kind,))
     has_option = all(
@@ -302,6 +308,8 @@ def _is_unknown(source: str, name: str, revision: str | None) -> bool:
 
 def _read(source: str, name: str, revision: str | None) -> Any:
     """Read a JSON file of a repository; None if there is none, or it cannot be read."""
+    from transformers.utils.hub import cached_file
+
     try:
         file = cached_file(
             source,

@@ -15,9 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import eager_mask
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -49,8 +46,11 @@ def _run_attention(
         raise Padded("its attention is not one that Transformers lets be replaced")
     if layout.variable:
         return _attend_variable(layout, module, query, key, value, options), None
-    forward = sdpa_attention_forward
-    if not layout.fused:
+    if layout.fused:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        forward = sdpa_attention_forward
+    else:
         forward = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if forward is None:
         raise Padded("its attention is not one that Transformers lets be replaced")
@@ -93,11 +93,17 @@ def _mask(*args: Any, **options: Any) -> Any:
     layout = get_current_layout()
     if layout is not None and layout.variable:
         return None
+    from transformers.masking_utils import eager_mask
+
     return eager_mask(*args, **{**options, "allow_is_bidirectional_skip": False})
 
 
-AttentionInterface.register(_ATTENTION, _run_attention)
-AttentionMaskInterface.register(_ATTENTION, _mask)
+def _register_attention() -> None:
+    """Register the attention under its name in Transformers; again has no effect."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(_ATTENTION, _run_attention)
+    AttentionMaskInterface.register(_ATTENTION, _mask)
 
 
 class Unpadded:
@@ -121,6 +127,7 @@ class Unpadded:
             raise Padded("activations are computed again in the backward pass (gradient checkpointing)")
         if any(isinstance(module, DROPOUTS) and module.p > 0 for module in model.modules()):
             raise Padded("the model drops out at random")
+        _register_attention()
         try:
             _, calls = trace_calls(model)
         except Exception as error:  # a model may raise anything on a batch that it does not expect

@@ -22,7 +22,6 @@ from fedspan.core.tensors import join_extra_name
 from fedspan.core.values import Group, Job, LayerSpec
 from fedspan.errors import FedspanError
 from fedspan.models.adapted import AdaptedModel
-from fedspan.models.empty import META
 from fedspan.planning.accelerators import HERE, Speed
 from fedspan.planning.compute import PlannedPasses, Trains
 from fedspan.planning.layer_counts import Computation
@@ -119,7 +118,7 @@ class _Bench:
         self._config = config
         adapted = empty_model(config, labels, architecture, device, depth)
         longest = compute_max_length(config, None, adapted.model)
-        passes = PlannedPasses(config, empty_model(config, labels, architecture, META, depth))
+        passes = PlannedPasses(config, empty_model(config, labels, architecture, depth=depth))
         length = None if passes.longest is None else length or longest
         task_settings = collect_task_settings(config, labels, longest, get_pooling(config))
         task = get_task(config.task).build(_get_processor_attributes(adapted), task_settings, config.data)

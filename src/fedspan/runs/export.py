@@ -14,7 +14,6 @@ from safetensors import SafetensorError
 from fedspan.errors import FedspanError
 from fedspan.files import build_temporary_path, remove
 from fedspan.models.export import NOTES, truncate_adapter
-from fedspan.models.merging import save_model
 from fedspan.models.plain import is_plain_module
 from fedspan.models.sentence_encoders import PooledClassifier, write_modules
 from fedspan.runs import checkpoint as checkpoints
@@ -131,6 +130,8 @@ def _find_source(
 
 
 def _merge(adapter: Path, out: Path, objects: ModelObjects) -> None:
+    from fedspan.models.merging import save_model
+
     # Plain weights, even after quantized training.
     served = load_served(adapter, device="cpu", quantized=False, objects=objects)
     model, length = served.model, served.task_settings.max_length

@@ -19,7 +19,6 @@ from fedspan.data.templates import parse_template
 from fedspan.errors import FedspanError, suggest_nearest
 from fedspan.models.export import NOTES
 from fedspan.models.fast_paths import BlockedFastPaths
-from fedspan.models.loading import Loaded, Processor, adopt_loaded, load_pretrained
 from fedspan.models.plain import STATE_DICT, read_state_dict
 from fedspan.models.pooling import DENSE
 from fedspan.models.sentence_encoders import PooledClassifier, read_output_layer
@@ -36,6 +35,8 @@ from fedspan.training.references import fill_reference, has_reference
 if TYPE_CHECKING:
     import datasets
     from peft import PeftModel
+
+    from fedspan.models.loading import Loaded, Processor
 
 __all__ = ["ADAPTER", "Served", "find_adapter_folder", "load_served", "predict"]
 
@@ -173,6 +174,8 @@ def load_served(
     """
     from peft import PeftConfig
 
+    from fedspan.models.loading import adopt_loaded, load_pretrained
+
     adapter_path = find_adapter_folder(folder, client)
     notes, target = read_notes(adapter_path), choose_device(device)
     task_settings = parse_task_settings(adapter_path, notes)
@@ -228,6 +231,8 @@ def _load_base(
     notes: dict[str, Any], task_settings: TaskSettings, revision: str | None, device: torch.device, *, quantized: bool
 ) -> Loaded:
     """Load the pretrained model of an adapter by its name."""
+    from fedspan.models.loading import load_pretrained
+
     name = str(notes["base_model"])
     try:
         return load_pretrained(

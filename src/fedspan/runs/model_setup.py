@@ -15,10 +15,8 @@ from fedspan.config import RunConfig
 from fedspan.core.lowrank import LowRank
 from fedspan.errors import FedspanError
 from fedspan.models.adapted import AdaptedModel
-from fedspan.models.empty import META, load_empty
 from fedspan.models.export import StartingAdapter, read_adapter
 from fedspan.models.head import find_untrained_head
-from fedspan.models.loading import Loaded, Processor, adopt_loaded, get_source, load_pretrained, load_scratch
 from fedspan.models.names import FROM_PYTHON, get_architecture, get_published_name
 from fedspan.models.offload import Offload, is_offloaded
 from fedspan.models.pooling import Pooling
@@ -29,6 +27,8 @@ from fedspan.tasks.task import Examples, RunTask
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+
+    from fedspan.models.loading import Loaded, Processor
 
 __all__ = [
     "ModelObjects",
@@ -130,7 +130,7 @@ def empty_model(
     config: RunConfig,
     labels: tuple[str, ...],
     architecture: Mapping[str, Any] | None,
-    device: torch.device = META,
+    device: torch.device | None = None,
     depth: int | None = None,
 ) -> AdaptedModel:
     """Build the model of a run without its weights, with the run's target layers, extras and shapes.
@@ -139,12 +139,14 @@ def empty_model(
         config: Config of the run.
         labels: Labels of the data.
         architecture: Architecture, as for ``models.empty.load_empty``.
-        device: Device, as for ``models.empty.load_empty``.
+        device: Device, as for ``models.empty.load_empty``; None: the meta device.
         depth: Depth, as for ``models.empty.load_empty``.
 
     Raises:
         FedspanError: If no config of the model is available, or layers do not exist.
     """
+    from fedspan.models.empty import META, load_empty
+
     settings = config.model
     model = load_empty(
         settings.name,
@@ -156,7 +158,7 @@ def empty_model(
         attention=_choose_attention(config, _get_planned_device(config.device)),
         image_size=settings.image_size,
         pooling=get_pooling(config),
-        device=device,
+        device=META if device is None else device,
         depth=depth,
     )
     return adapt_model(config, model, ())[0]
@@ -221,12 +223,16 @@ def _load(config: RunConfig, labels: tuple[str, ...], device: torch.device, obje
         if config.model.device_map is not None:
             problem = "it applies to a model that is loaded by its name, not to one that was passed from Python"
             raise FedspanError("model.device_map", "auto", problem=problem)
+        from fedspan.models.loading import adopt_loaded
+
         return adopt_loaded(objects.model, objects.tokenizer, config.task_definition.head, labels, device)
     loaded = _load_named(config, labels, device)
     return loaded if objects.tokenizer is None else replace(loaded, processor=objects.tokenizer)
 
 
 def _load_named(config: RunConfig, labels: tuple[str, ...], device: torch.device) -> Loaded:
+    from fedspan.models.loading import load_pretrained, load_scratch
+
     settings, head = config.model, config.task_definition.head
     load = load_scratch
     if not settings.is_from_scratch:
@@ -273,6 +279,8 @@ def resolve_pooling(config: RunConfig) -> tuple[RunConfig, str | None]:
         return config, None
     if not config.task_definition.can_pool or settings.pooling == "stock" or settings.pooling_normalize is not None:
         return config, None
+    from fedspan.models.loading import get_source
+
     search = find_pooling(get_source(name), settings.revision)
     normalize, note = search.pooling is not None and search.pooling.normalize, None
     if settings.pooling != "auto":

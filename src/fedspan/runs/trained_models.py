@@ -12,7 +12,6 @@ from fedspan.core.values import Job
 from fedspan.federation.progress import Progress
 from fedspan.files import build_folder_name
 from fedspan.models.export import compute_layer_updates, export_adapter, get_job_extras
-from fedspan.models.merging import export_merged, is_merging_required, merge_weights
 from fedspan.models.names import FROM_PYTHON
 from fedspan.models.plain import is_plain_module, write_state_dict
 from fedspan.models.sentence_encoders import PooledClassifier, write_modules
@@ -64,6 +63,8 @@ def write_model(
         round: The round that the model is from.
         client: The client that owns the model; None: the global model.
     """
+    from fedspan.models.merging import export_merged, is_merging_required, merge_weights
+
     adapted = prepared.engine.adapted
     notes = {
         **asdict(prepared.task_settings),

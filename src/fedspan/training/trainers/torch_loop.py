@@ -7,7 +7,6 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import set_seed
 
 from fedspan.errors import FedspanError
 from fedspan.tasks.metrics import METRICS
@@ -148,6 +147,8 @@ class TorchTrainer:
             FedspanError: If the loop took other steps than were planned, left its batches before the end, or counted
                 more examples than there are.
         """
+        from transformers import set_seed
+
         round = TrainingRound(plan, optimizer, self.root)
         set_seed(plan.seed)
         self._train(round)
