@@ -164,8 +164,9 @@ class DataConfig(BaseModel):
     header: bool | None = Field(
         default=None,
         description="Whether the first line of a .csv, .tsv, .txt or Excel file names the columns. false names "
-        "them by position: column_1, column_2. Default: detected; rows above the names with a title in the first "
-        "column and nothing else are left out.",
+        "them by position: column_1, column_2. Default: detected for each file; rows above the names with a title in "
+        "the first column and nothing else are left out. If only one of the files of training and test has names, "
+        "the columns of test are those of training, by position.",
     )
     columns: list[str] | None = Field(
         default=None,
