@@ -21,7 +21,8 @@ from fedspan.data.loading import load
 from fedspan.data.source import Source
 from fedspan.deployment.handshake import build_server_config
 from fedspan.deployment.node import NodeService
-from fedspan.runs import load as loading
+from fedspan.models import loading
+from fedspan.runs.load import load_served
 from fedspan.runs.remote import build_server_clients, connect, prepare_server
 from fedspan.runs.setup import prepare
 from fedspan.tasks.causal import CausalLM, GenerationOptions
@@ -167,7 +168,7 @@ def test_an_adapter_answers_prompts(decoders: Path, tmp_path: Path) -> None:
     assert {row["label"] for row in report.examples} == {"chosen"}
     prompts = ["Q: a1 A:", "Q: b3 b4 A:"]
     answers = fedspan.predict(tmp_path / "run", prompts)
-    served = fedspan.runs.load.load_served(tmp_path / "run")
+    served = load_served(tmp_path / "run")
     for prompt, answer in zip(prompts, answers, strict=True):
         inputs = served.processor(prompt, return_tensors="pt")
         ids = served.model.generate(**inputs, max_new_tokens=5, do_sample=False)[0, inputs["input_ids"].shape[1] :]
