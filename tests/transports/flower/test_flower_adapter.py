@@ -336,6 +336,7 @@ def test_the_superlink_s_database_has_what_the_door_needs(tmp_path: Path) -> Non
     for function, parameters in {
         "session": "",
         "_cleanup_push_session": "session_id cleanup_messages",
+        "acknowledge_node_heartbeat": "node_id heartbeat_interval",
         "delete_messages": "message_ins_ids",
         "get_message_ins": "node_id limit",
         "get_task_by_token": "token",

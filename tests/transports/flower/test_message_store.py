@@ -120,6 +120,17 @@ def test_a_reply_is_stored_with_its_objects_and_its_order_deleted(scene: Scene) 
     assert id not in scene.state.object_store
 
 
+def test_a_node_whose_reply_arrives_is_online(scene: Scene) -> None:
+    """The server took it for offline, and asks it to evaluate at once: its heartbeat may come later."""
+    scene.send_order()
+    taken = scene.store.take_order(scene.node)
+    assert taken is not None
+    scene.lose_connection(20)
+    assert scene.node not in scene.state.get_nodes(scene.run)
+    scene.store.store_reply(*scene.reply(taken[0]))
+    assert scene.node in scene.state.get_nodes(scene.run)
+
+
 def test_the_maximum_size_of_a_reply_is_stored_with_its_order(scene: Scene) -> None:
     limited, other = scene.send_order(format_reply_limit(1234)), scene.send_order()
     assert find_reply_limit(scene.app, scene.node, limited) == 1234

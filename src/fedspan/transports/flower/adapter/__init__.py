@@ -60,7 +60,7 @@ The SuperLink's database (``store``), through the app's ``state.linkstate_factor
 
 - The link state: ``session``, within which all of its methods and those of its ``object_store`` are one transaction;
   ``get_message_ins``, ``delete_messages``, ``start_session``, ``store_message_and_object_tree``, ``store_object``,
-  ``get_task_by_token``.
+  ``get_task_by_token``, ``acknowledge_node_heartbeat``.
 - Its SQLite tables ``message_ins`` of orders, with ``message_id``, ``dst_node_id`` (as a signed number, from
   ``flwr.supercore.utils.uint64_to_int64``; ``int64_to_uint64`` reverses it) and ``delivered_at``, which is empty until
   a node takes the order, ``message_res`` of replies, with ``message_id`` and ``reply_to_message_id``, and of messages

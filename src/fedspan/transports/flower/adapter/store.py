@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flwr.common.constant import Status
+from flwr.common.constant import HEARTBEAT_DEFAULT_INTERVAL, Status
 from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.proto.fleet_pb2 import PullMessagesResponse, PushMessagesRequest, PushMessagesResponse
 from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
@@ -197,6 +197,8 @@ class MessageStore:
     def store_reply(self, request: PushMessagesRequest, contents: Sequence[bytes]) -> StoredReply:
         """Store a node's reply with its objects, and delete the order that it replies to when the reply is complete.
 
+        The node counts as online from then on: after a broken connection, its reply may arrive before its heartbeat.
+
         Args:
             request: Flower's request with the reply without its content; the door has checked that it is the node's.
             contents: The contents of those of its objects that came along.
@@ -218,6 +220,8 @@ class MessageStore:
             answer = PushMessagesResponse(results={message.metadata.message_id: 0}, session_id=session)
             answer.objects_to_push.extend(self._store_objects(run, session, missing, contents))
             is_complete = stored and not answer.objects_to_push
+            if stored:
+                self._state.acknowledge_node_heartbeat(request.node.node_id, HEARTBEAT_DEFAULT_INTERVAL)
             if is_complete:
                 self._objects.delete(reply_to)
         return StoredReply(run, reply_to if stored else "", is_complete, answer.SerializeToString())
