@@ -71,7 +71,9 @@ def test_the_script_names_every_target(script: ModuleType) -> None:
 
 def test_an_input_is_the_same_every_time() -> None:
     for make in fuzz_targets.TARGETS.values():
-        assert [make().input(0, number) for number in range(20)] == [make().input(0, number) for number in range(20)]
+        one, other, numbers = make(), make(), range(20)
+        assert [one.input(0, number) for number in numbers] == [other.input(0, number) for number in numbers]
+        assert other.input(0, 3) == one.input(0, 3)  # after others
 
 
 def test_a_finding_is_named_and_ends_the_target_after_a_few(

@@ -30,6 +30,7 @@ def page(script: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch, *arg
     return (folder / "gpu.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_every_part_is_measured(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = page(script, tmp_path, monkeypatch, "--smoke", "--device", "cpu", "--batches", "1", "--clients", "1", "2")
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| tiny")]

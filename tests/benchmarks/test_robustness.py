@@ -84,6 +84,7 @@ def test_only_the_attacks_that_are_named_are_run(robustness: ModuleType, args: N
     assert robustness.settings_digest(args) == robustness.settings_digest(honest)
 
 
+@pytest.mark.slow
 def test_wider_clips_than_one_that_scaled_nothing_are_not_run(robustness: ModuleType, args: Namespace) -> None:
     key = robustness.Key("fedit", 0, 0, "mean", "none")
     clip, median = (robustness.replace(key, defence=name) for name in ("clip 2", "median"))

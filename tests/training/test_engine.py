@@ -77,7 +77,7 @@ def test_without_weight_decay_the_adjustment_of_logits_moves_the_same_rows(tiny_
 @pytest.mark.parametrize(("method", "secure"), [("lora-a2", None), ("fedit", {})])
 def test_methods_with_masks_of_their_own_and_secure_sums(method: str, secure: Any, tiny_folder: Path) -> None:
     """LoRA-A2 sends the slots that its masks select; a secure sum is that in plaintext to its rounding."""
-    made = settings(tiny_folder, "batched", "own-classes", method={"name": method})
+    made = settings(tiny_folder, "batched", "own-classes", method={"name": method}, federation={"rounds": 2})
     if secure is not None:
         pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not installed")
         made["federation"]["clip_ratio"] = None
