@@ -50,6 +50,10 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
 fewer steps of LoRA-FAIR's server, whose 100 take most of its time and claim nothing that 20 do not."""
 
 
+PERIODIC = ("fedloru", "mfedloru", "pfedloru", "slora")
+"""Methods with periods of two rounds, of which a run has two; the others have three rounds."""
+
+
 def method_config(folder: Path, key: str, kind: str = "bert", **changes: Mapping[str, Any]) -> RunConfig:
     """A run of a method on the tiny corpus, three of four clients a round, moments and weight decay on.
 
@@ -58,7 +62,7 @@ def method_config(folder: Path, key: str, kind: str = "bert", **changes: Mapping
     values = {
         "method": {"name": key, "r": 3, "lora_alpha": 6, **OPTIONS.get(key, {}), **changes.pop("method", {})},
         # clipping lets the server run the method, too, to see what an untrained client sends
-        "federation": {"rounds": 4, "clip_ratio": None, **changes.pop("federation", {})},
+        "federation": {"rounds": 4 if key in PERIODIC else 3, "clip_ratio": None, **changes.pop("federation", {})},
         "training": {"optimizer_state": "keep", "weight_decay": 0.1, **changes.pop("training", {})},
     }
     return tiny.config(folder, kind, **values, **changes)
