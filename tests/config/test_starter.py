@@ -7,6 +7,7 @@ import json
 import time
 import tracemalloc
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from fedspan.data.loading import load
 from fedspan.errors import FedspanError
 from fedspan.planning.estimate import plan
 from fedspan.runs.setup import prepare
+from fedspan.tasks import registry
+from fedspan.tasks.registry import get_task
 
 
 def refused(field: str, words: str, path: Path, **options: Any) -> None:
@@ -123,6 +126,21 @@ def test_regression_finds_decimals(tmp_path: Path) -> None:
     assert config.data.label == "amount"
     targets = load(config.data, task=config.task_columns).train["target"][:]
     assert {float(target) for target in targets} < {number / 8 for number in range(60)}
+
+
+@pytest.mark.parametrize("task", ["regression", "image-classification", "causal-lm"])
+def test_an_own_task_gets_what_a_built_in_one_with_its_properties_gets(
+    task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(registry._tasks, "own", replace(get_task(task), name="own"))
+    columns = {"review": TEXTS, "kind": ["a", "b", "c"] * 20, "target": [number / 7 for number in range(60)]}
+    if task == "causal-lm":
+        columns = {"question": TEXTS, "answer": TEXTS[::-1], "label": ["a", "b", "c"] * 20}
+    path = pictures(tmp_path / "p") if task == "image-classification" else table(tmp_path / "t.csv", columns)
+    (expected, _), (config, found) = (config_of(path, task=name) for name in (task, "own"))
+    assert config.task == "own"
+    assert config.data == expected.data
+    assert "which are labels here" not in found
 
 
 def test_no_clients(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from fedspan.data.numbers import parse_numbers
 from fedspan.data.path_patterns import has_placeholders, list_placeholders
 from fedspan.data.source import Source
 from fedspan.errors import FedspanError
-from fedspan.tasks.registry import TASKS
+from fedspan.tasks.registry import TASKS, get_task
 
 if TYPE_CHECKING:
     import datasets
@@ -100,16 +100,18 @@ def infer_data(rows: Source, location: str, task: str | None, options: Mapping[s
     images = _find_image_column(sample, options["text"])
     header = {"header": False} if describe_missing_header(dataset.column_names) in rows.notes else {}
     inferred_data, alternatives = _infer_by_task(sample, task, options, by)
+    definition = None if task is None else get_task(task, "--task")
+    is_generative = definition is None or definition.is_generative
     if inferred_data is not None:
         inferred = inferred_data
-    elif task == "image-classification" or (task is None and images is not None):
+    elif images is not None if definition is None else definition.has_image_inputs:
         if images is None:
             raise FedspanError("--text", options["text"], f"the column of images: {', '.join(dataset.column_names)}")
-        inferred = _infer_labelled_fields(sample, "image-classification", {**options, "text": images}, by)
-    elif task in (None, "causal-lm") and (language := _infer_language_fields(sample, task, options)) is not None:
+        inferred = _infer_labelled_fields(sample, task or "image-classification", {**options, "text": images}, by)
+    elif is_generative and (language := _infer_language_fields(sample, task, options)) is not None:
         described = ", ".join(str(value) for field, value in language.items() if field != "chat")
         noun = "chats" if "messages" in language else "prompts and answers"
-        inferred = InferredData("causal-lm", language, by, (f"{noun}: {described}",))
+        inferred = InferredData(task or "causal-lm", language, by, (f"{noun}: {described}",))
     else:
         inferred = _infer_labelled_fields(sample, task, options, by)
     return replace(inferred, data={**header, **inferred.data}, findings=(*inferred.findings, *alternatives))
@@ -229,11 +231,12 @@ def _infer_labelled_fields(
     by: str | None,
 ) -> InferredData:
     remaining = [name for name in sample.column_names if name not in (by, options["text"])]
+    predicts_numbers = task is not None and get_task(task, "--task").target_type == "number"
     label = options["label"] or (
-        _find_score_column(sample, remaining) if task == "regression" else _find_label_column(sample, remaining)
+        _find_score_column(sample, remaining) if predicts_numbers else _find_label_column(sample, remaining)
     )
     if label is None:
-        noun = "numbers" if task == "regression" else "labels"
+        noun = "numbers" if predicts_numbers else "labels"
         expected = f"the column of {noun}: {', '.join(sample.column_names)}"
         if task is None and (numbers := _find_score_column(sample, remaining)) is not None:
             expected = f"{expected}. --task regression predicts numbers, such as those of {numbers}"
@@ -243,7 +246,7 @@ def _infer_labelled_fields(
         if options["label"] is None
         else []
     )
-    if task == "image-classification":
+    if task is not None and get_task(task, "--task").has_image_inputs:
         fields = {"image": options["text"], "label": label}
         findings = [f"{task}: image {options['text']!r}, label {label!r}"]
         return InferredData(task, fields, by, (*findings, *_list_alternatives(alternatives)))
@@ -263,7 +266,7 @@ def _infer_labelled_fields(
             if _get_numeric_kind(sample, label) == "float" and values > _FEW_NUMBERS
             else "sequence-classification"
         )
-    advice = "" if task == "regression" else _describe_numbers(sample, label)
+    advice = _describe_numbers(sample, label) if get_task(task).target_type == "label" else ""
     fields = {"text": text, **({"text_pair": pair[1]} if pair else {}), "label": label}
     described = " and ".join(map(repr, pair)) if pair else repr(text)
     findings = [f"{task}: text {described}, label {label!r}"]
