@@ -631,7 +631,7 @@ def test_a_loop_that_does_not_call_the_model_is_reported_once(
 
     fedspan.simulate(settings(), tmp_path / "run", trainers={"east": fedspan.TorchTrainer(model, train, len(ROWS))})
     (note,) = notes_of(caplog)
-    assert note.startswith("the loop of client east in round 1 did not call the model itself (model(...))")
+    assert note.startswith("the training of client east in round 1 did not call the model itself (model(...))")
 
 
 def plain_loop(tiny_folder: Path, counted: int, **changes: Any) -> fedspan.TorchTrainer:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager
+import functools
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fedspan.errors import FedspanError
 from fedspan.models.adapted import AdaptedModel
-from fedspan.models.calls import enter_evaluation
+from fedspan.models.calls import enter_evaluation, replace_forward
 from fedspan.models.offload import is_offloaded
 
 __all__ = ["forbid_direct_uses"]
@@ -34,16 +34,23 @@ class _DirectUses(TorchDispatchMode):
             id(layer.stored_weight): name for name, layer in adapted.layers.items() if not is_offloaded(layer.module)
         }
 
-    def enter_model(self, module: nn.Module, args: object) -> None:
-        self.is_in_model = True
+    def observe(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the model's forward, whose uses of weights are recorded."""
 
-    def leave_model(self, module: nn.Module, args: object, output: object) -> None:
-        self.is_in_model = False
+        @functools.wraps(forward)
+        def run(*args: Any, **options: Any) -> Any:
+            with self._set_in_model(True):
+                return forward(*args, **options)
+
+        return run
+
+    def call_layer(self) -> AbstractContextManager[None]:
+        """Use a layer's weight by a call within this context."""
+        return self._set_in_model(False)
 
     @contextmanager
-    def call_layer(self) -> Generator[None]:
-        """Use a layer's weight by a call within this context."""
-        before, self.is_in_model = self.is_in_model, False
+    def _set_in_model(self, is_in_model: bool) -> Generator[None]:
+        before, self.is_in_model = self.is_in_model, is_in_model
         try:
             yield
         finally:
@@ -62,7 +69,8 @@ def forbid_direct_uses(adapted: AdaptedModel) -> Generator[None]:
 
     A weight that a model uses as ``F.linear(x, layer.weight)`` has no adapter there, and merging would add it. Layers
     that a pass does not use at all, such as experts without tokens, are no such case. Compiled code runs as Python
-    within this context.
+    within this context. The model's ``forward`` is observed, because sentence-transformers calls it without the model's
+    hooks.
 
     Args:
         adapted: The model.
@@ -70,21 +78,20 @@ def forbid_direct_uses(adapted: AdaptedModel) -> Generator[None]:
     Raises:
         FedspanError: On exit, if a target layer's weight was used otherwise.
     """
-    uses, layers = _DirectUses(adapted), adapted.layers.values()
-    hooks = [
-        adapted.model.register_forward_pre_hook(uses.enter_model),
-        adapted.model.register_forward_hook(uses.leave_model, always_call=True),
-    ]
+    uses, layers, model = _DirectUses(adapted), adapted.layers.values(), adapted.model
     try:
         for layer in layers:
             layer.observe = uses.call_layer
-        with torch.compiler.set_stance("force_eager"), enter_evaluation(adapted.model), uses:
+        with (
+            replace_forward(model, uses.observe(model.forward)),
+            torch.compiler.set_stance("force_eager"),
+            enter_evaluation(model),
+            uses,
+        ):
             yield
     finally:
         for layer in layers:
             layer.observe = None
-        for hook in hooks:
-            hook.remove()
     if uses.layers:
         name = next(iter(uses.layers))
         problem = (

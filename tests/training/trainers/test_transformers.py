@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, PeftModel
+from torch.nn import functional
 from torch.utils.data import DataLoader
 
 import fedspan
@@ -119,7 +120,7 @@ CASES: dict[str, tuple[Callable[[Path], Any], Make, list[str]]] = {
 
 @pytest.mark.parametrize("name", others_slow(CASES, ["SFTTrainer", "SentenceTransformerTrainer"]))
 def test_the_adapter_of_a_federation_scores_as_its_trainers_reported(
-    name: str, tiny_folder: Path, decoders: Path, tmp_path: Path
+    name: str, tiny_folder: Path, decoders: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     load, make, targets = CASES[name]
     folder = tiny_folder if name == "SentenceTransformerTrainer" else decoders
@@ -133,6 +134,7 @@ def test_the_adapter_of_a_federation_scores_as_its_trainers_reported(
     spare_the_collector()  # TRL or sentence-transformers was imported
     before = sum(trainer.evaluate()["eval_loss"] for trainer in trainers.values()) / len(OWNERS)
     report = fedspan.simulate(config, tmp_path / "run", trainers=trainers)
+    assert "did not call the model" not in caplog.text
     reported = report.scores["validation"]["loss"]
     assert reported != pytest.approx(before, rel=1e-4)  # it learned something
     model = load(folder)
@@ -142,6 +144,17 @@ def test_the_adapter_of_a_federation_scores_as_its_trainers_reported(
         trainer.model.load_state_dict(model.state_dict())
     losses = [trainer.evaluate()["eval_loss"] for trainer in trainers.values()]
     assert sum(losses) / len(OWNERS) == pytest.approx(reported, rel=1e-4)
+
+
+def test_a_sentence_encoder_that_uses_a_weight_without_a_call_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    model = sentence_encoder(tiny_folder)
+    bert = model.transformers_model
+    query = bert.encoder.layer[0].attention.self.query
+    bert.embeddings.register_forward_hook(lambda _, args, hidden: hidden + functional.linear(hidden, query.weight))
+    config = {"model": {"target_modules": ENCODER}, "method": {"r": 2}}
+    with pytest.raises(FedspanError, match=r"uses the weight of '.*layer\.0.*query' without calling the layer"):
+        fedspan.simulate(config, tmp_path / "run", trainers={"a": sentences(tmp_path, 0, model)})
+    assert "forward" not in vars(bert)
 
 
 def saved_encoder_decoder(folder: Path) -> Any:

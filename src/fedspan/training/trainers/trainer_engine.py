@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence, Set
@@ -17,6 +18,7 @@ from torch.nn import functional
 from fedspan.core.values import Job, Trained
 from fedspan.errors import FedspanError, suggest_nearest
 from fedspan.models.adapted import AdaptedModel
+from fedspan.models.calls import replace_forward
 from fedspan.models.digest import hash_frozen
 from fedspan.models.direct_uses import forbid_direct_uses
 from fedspan.tasks.bounded_losses import bound_loss
@@ -233,7 +235,8 @@ class TrainerEngine(Trainer):
         """Check within this context, in its first pass, that a model calls its target layers (``forbid_direct_uses``).
 
         The pass is repeated in evaluation mode, which changes neither its own numbers nor the order of random draws. A
-        loop that never calls the model itself has no such pass: it may be right, so it is only reported.
+        training that never calls the model itself has no such pass: it may be right, so it is only reported. The
+        model's ``forward`` is observed, because sentence-transformers calls it without the model's hooks.
 
         Raises:
             FedspanError: If the model uses the weight of one otherwise; from the pass.
@@ -242,24 +245,29 @@ class TrainerEngine(Trainer):
         if model in self._checked:
             yield
             return
+        forward, is_first = model.forward, True
 
-        def check(module: nn.Module, args: Any, options: Any) -> None:
-            hook.remove()
+        @torch.compiler.disable
+        def check(args: Any, options: Any) -> None:
+            nonlocal is_first
+            is_first = False
             devices, kind = ([], "cuda") if device.type == "cpu" else ([device], device.type)
             with torch.random.fork_rng(devices, device_type=kind), forbid_direct_uses(adapted):
-                module(*args, **options)
-            self._checked.add(module)
+                model.forward(*args, **options)
+            self._checked.add(model)
 
-        uncompiled: Any = torch.compiler.disable(check)
-        hook = model.register_forward_pre_hook(uncompiled, with_kwargs=True)
-        try:
+        @functools.wraps(forward)
+        def run(*args: Any, **options: Any) -> Any:
+            if is_first:
+                check(args, options)
+            return forward(*args, **options)
+
+        with replace_forward(model, run):
             yield
-        finally:
-            hook.remove()
         if model not in self._checked and model not in self._unobserved:
             self._unobserved.add(model)
             log.warning(
-                "the loop of client %s in round %d did not call the model itself (model(...)), so it is not known "
+                "the training of client %s in round %d did not call the model itself (model(...)), so it is not known "
                 "whether target layers have an effect: a layer whose weight is used without calling it has none",
                 *(assignment.client, assignment.round + 1),
             )
