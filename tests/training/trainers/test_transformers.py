@@ -22,7 +22,12 @@ from fedspan.deployment.trainer_node import TrainerNode
 from fedspan.errors import FedspanError
 from fedspan.training.trainers.local import RoundPlan
 from fedspan.training.trainers.optimizer import JobOptimizer
-from fedspan.training.trainers.transformers import TransformersTrainer, _restore_losses, list_unused_arguments
+from fedspan.training.trainers.transformers import (
+    TransformersTrainer,
+    _restore_losses,
+    _translate_metrics,
+    list_unused_arguments,
+)
 from helpers import tiny_decoders, tiny_seq2seq
 from helpers.families import others_slow
 from helpers.node_service import node, serve
@@ -98,15 +103,14 @@ def seq2seq(folder: Path, owner: int, model: Any) -> Any:
     return transformers.Seq2SeqTrainer(model=model, args=args, processing_class=tokens, **split(table))
 
 
-def sentences(folder: Path, owner: int, model: Any) -> Any:
+def sentences(folder: Path, owner: int, model: Any, evaluator: Any = None) -> Any:
     library = pytest.importorskip("sentence_transformers")
     losses = pytest.importorskip("sentence_transformers.sentence_transformer.losses")
     args = library.SentenceTransformerTrainingArguments(**QUIET, output_dir=str(folder / "trainer"))
     words = [f"{label}{number}" for label in ("admin", "billing", "lab", "symptom") for number in range(8)]
     table = [{"anchor": words[owner + at], "positive": words[owner + at + 9]} for at in range(ROWS)]
-    return library.SentenceTransformerTrainer(
-        model=model, args=args, loss=losses.MultipleNegativesRankingLoss(model), **split(table)
-    )
+    loss = losses.MultipleNegativesRankingLoss(model)
+    return library.SentenceTransformerTrainer(model=model, args=args, loss=loss, evaluator=evaluator, **split(table))
 
 
 CASES: dict[str, tuple[Callable[[Path], Any], Make, list[str]]] = {
@@ -144,6 +148,47 @@ def test_the_adapter_of_a_federation_scores_as_its_trainers_reported(
         trainer.model.load_state_dict(model.state_dict())
     losses = [trainer.evaluate()["eval_loss"] for trainer in trainers.values()]
     assert sum(losses) / len(OWNERS) == pytest.approx(reported, rel=1e-4)
+
+
+def test_metrics_of_trl_have_the_names_of_fedspan_s_tasks(decoders: Path) -> None:
+    names = {
+        sft: {"token_accuracy": "mean_token_accuracy"},
+        dpo: {"reward_accuracy": "rewards/accuracies", "reward_margin": "rewards/margins"},
+        kto: {"reward_margin": "rewards/margins"},
+    }
+    for make, others in names.items():
+        trainer = make(decoders, 0, decoder(decoders))
+        metrics, returned = TransformersTrainer(trainer).evaluate(), trainer.evaluate()
+        assert {"loss", *others} <= metrics.keys()
+        assert all(metrics[name] == pytest.approx(returned[f"eval_{other}"]) for name, other in others.items())
+
+
+def test_the_metrics_of_an_evaluator_judge_rounds(tiny_folder: Path, tmp_path: Path) -> None:
+    evaluators = pytest.importorskip("sentence_transformers.sentence_transformer.evaluation")
+    words = {str(at): f"lab{at}" for at in range(12)}
+    retrieval = evaluators.InformationRetrievalEvaluator(words, words, {key: {key} for key in words}, name="search")
+    texts = list(words.values())
+    similarity = evaluators.EmbeddingSimilarityEvaluator(texts[:6], texts[6:], [at / 6 for at in range(6)])
+    both = evaluators.SequentialEvaluator([retrieval, similarity])
+    config = {
+        "model": {"target_modules": ENCODER},
+        "federation": {"rounds": 1},
+        "training": {"local_steps": 1},
+        "evaluation": {"metric": "ndcg_at_10"},
+    }
+    trainer = sentences(tmp_path, 0, sentence_encoder(tiny_folder), both)
+    report = fedspan.simulate(config, tmp_path / "run", trainers={"a": trainer})
+    assert report.metric == "ndcg_at_10"
+    assert {"loss", "spearman", "recall_at_10", "ndcg_at_10"} <= report.scores["validation"].keys()
+
+
+def test_a_metric_of_several_evaluators_is_none_of_fedspan_s() -> None:
+    several = {"dev_spearman_cosine": 0.2, "test_spearman_cosine": 0.4}
+    values = {**several, "cosine_ndcg@10": 0.5, "search_cosine_recall@10": 0.6, "rewards/accuracies": 0.7}
+    expected = {**several, "ndcg_at_10": 0.5, "recall_at_10": 0.6, "reward_accuracy": 0.7}
+    assert _translate_metrics(values) == expected
+    own = {"spearman": 0.1, "dev_spearman_cosine": 0.2, "rewards/margins": 1.0, "reward_margin": 2.0}
+    assert _translate_metrics(own) == own
 
 
 def test_a_sentence_encoder_that_uses_a_weight_without_a_call_is_refused(tiny_folder: Path, tmp_path: Path) -> None:

@@ -30,6 +30,18 @@ _BOOKKEEPING = (
     *("epoch", "num_tokens", "num_input_tokens_seen"),
 )
 """What an evaluation returns beside metrics."""
+_TRL_METRICS = {
+    "token_accuracy": "mean_token_accuracy",
+    "reward_accuracy": "rewards/accuracies",
+    "reward_margin": "rewards/margins",
+}
+"""What TRL's trainers call the metrics of fedspan's tasks."""
+_EVALUATOR_METRICS = {
+    "spearman": "spearman_cosine",
+    "recall_at_10": "cosine_recall@10",
+    "ndcg_at_10": "cosine_ndcg@10",
+}
+"""What sentence-transformers' evaluators call them, after the evaluator's own name if it has one."""
 
 
 class TransformersTrainer:
@@ -136,25 +148,60 @@ class TransformersTrainer:
                 self.trainer.accelerator.free_memory()
                 self.trainer.model_wrapped = self.trainer.model
         sizes = self._get_evaluation_sizes()
-        self.unknown_metrics = _find_unknown_metrics(measured, sizes)
+        by_set, unnamed = _split_by_set(measured, sizes)
+        translated = {prefix: _translate_metrics(values) for prefix, values in by_set.items()}
+        names = {name for values in translated.values() for name in values}
+        self.unknown_metrics = frozenset((names | unnamed) - {*METRICS, *_BOOKKEEPING})
         metrics: dict[str, float] = {}
         for name in METRICS:
-            values = [(measured[prefix + name], size) for prefix, size in sizes.items() if prefix + name in measured]
+            values = [(part[name], sizes[prefix]) for prefix, part in translated.items() if name in part]
             if values:
                 total = sum(size for _, size in values)
                 metrics[name] = float(sum(value * (size / total) for value, size in values))
         return metrics
 
 
-def _find_unknown_metrics(measured: Mapping[str, Any], prefixes: Iterable[str]) -> frozenset[str]:
-    """Return the names, without their prefixes, of measured numbers that are no metrics which fedspan knows."""
+def _split_by_set(measured: Mapping[str, Any], prefixes: Iterable[str]) -> tuple[dict[str, dict[str, float]], set[str]]:
+    """Split the measured numbers by evaluation set.
+
+    Args:
+        measured: What the trainer returned.
+        prefixes: What the names of each set's metrics begin with.
+
+    Returns:
+        Numbers by name without prefix, by prefix, and names of the numbers that have none of the prefixes.
+    """
     longest_first = sorted(prefixes, key=len, reverse=True)
-    names = {
-        next((name.removeprefix(prefix) for prefix in longest_first if name.startswith(prefix)), name)
-        for name, value in measured.items()
-        if isinstance(value, int | float)
-    }
-    return frozenset(names - {*METRICS, *_BOOKKEEPING})
+    by_set: dict[str, dict[str, float]] = {prefix: {} for prefix in longest_first}
+    unnamed: set[str] = set()
+    for name, value in measured.items():
+        if not isinstance(value, int | float):
+            continue
+        prefix = next((prefix for prefix in longest_first if name.startswith(prefix)), None)
+        if prefix is None:
+            unnamed.add(name)
+        else:
+            by_set[prefix][name.removeprefix(prefix)] = value
+    return by_set, unnamed
+
+
+def _translate_metrics(values: Mapping[str, float]) -> dict[str, float]:
+    """Give metrics of TRL and of sentence-transformers' evaluators the names that fedspan's tasks have for them.
+
+    A metric that has fedspan's own name already, or that several evaluators measure, keeps its name.
+
+    Args:
+        values: Metrics of one evaluation set by name.
+    """
+    translated = dict(values)
+    for name, other in _TRL_METRICS.items():
+        if other in values and name not in values:
+            translated[name] = translated.pop(other)
+    for name, other in _EVALUATOR_METRICS.items():
+        found = [key for key in values if key == other or key.endswith(f"_{other}")]
+        if len(found) == 1 and name not in values:
+            translated[name] = translated.pop(found[0])
+    return translated
 
 
 _EXAMPLES = "fedspan_examples"
