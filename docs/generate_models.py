@@ -53,7 +53,8 @@ REMARKS = """
 - **mBART, M2M100, NLLB** mark texts with their language: set `task_options.source_language` and `target_language`
   ([sequence to sequence](tasks.md#sequence-to-sequence)).
 - **Whisper** and other models of speech: no built-in task accepts audio. [Your own trainer](your-trainer.md) and [a
-  task of your own](your-task.md) can.
+  task of your own](your-task.md) can. The task's head is then
+  `Head("AutoModelForAudioClassification", ("ForAudioClassification",), outputs="labels", is_new=True)`.
 - **`nn.MultiheadAttention`**: its `out_proj` is refused, because its weight is used without a call of the layer.
 
 ## Any PyTorch module
@@ -71,8 +72,10 @@ with its expected arguments. The run trains a copy.
   one by one.
 - A target layer whose weight the forward uses without calling the layer, as in `F.linear(x, self.embed.weight)`, is
   refused before the first round: an adapter would have no effect there.
-- The folder `adapter` holds a PEFT adapter and `state_dict.safetensors` with all weights: without fedspan,
-  `model.load_state_dict(load_file("adapter/state_dict.safetensors"))` loads them.
+- A Transformers model that reads neither tokens nor images, such as one of signals, needs no tokenizer. A feature
+  extractor passed as `tokenizer=` is exported with it. Its head starts with the weights that it has.
+- Of another module, the folder `adapter` holds a PEFT adapter and `state_dict.safetensors` with all weights: without
+  fedspan, `model.load_state_dict(load_file("adapter/state_dict.safetensors"))` loads them.
 - `resume=True` continues an interrupted run. `predict`, `evaluate` and `export` take the module
   again as `model=`; in a new process, register the task first (`fedspan.register_task`).
 

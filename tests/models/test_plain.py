@@ -1,23 +1,32 @@
-"""Plain modules from Python: training on both engines, exports that PyTorch and PEFT load alone, and refusals."""
+"""Plain modules from Python: training on both engines, exports that PyTorch and PEFT load alone, and refusals.
+
+Also Transformers models that read neither tokens nor images.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import datasets
 import pytest
 import torch
+import transformers
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import fedspan
 from fedspan.errors import FedspanError
+from fedspan.models import loading, merging
+from fedspan.models.heads import Head
 from fedspan.models.plain import adopt_module, is_plain_module, read_dtype, read_state_dict, write_state_dict
 from fedspan.runs.callbacks import Listener
+from helpers.trainer_clients import arguments as trainer_arguments
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +61,9 @@ def arguments(example: ModuleType, engine: str = "loop", **changes: Any) -> dict
 class Notes(Listener):
     def __init__(self) -> None:
         self.texts: list[str] = []
+
+    def on_start(self, prepared: Any, done: int, resumed: bool) -> None:
+        self.texts.extend(prepared.notes)
 
     def on_note(self, text: str) -> None:
         self.texts.append(text)
@@ -177,3 +189,108 @@ def test_tied_weights_are_written_and_damaged_ones_refused(tmp_path: Path) -> No
     assert is_plain_module(model)
     assert read_dtype(model.bfloat16()) == "bfloat16"
     assert read_dtype(object()) == "float32"
+
+
+class SignalModel(transformers.PreTrainedModel):
+    """The example's module as a model of Transformers' kind."""
+
+    config_class = transformers.PretrainedConfig
+
+    def __init__(self, config: Any, body: nn.Module) -> None:
+        super().__init__(config)
+        self.body, self.classifier = body, body.classifier
+        body.classifier = nn.Identity()
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        pass
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classifier(self.body(x))
+
+
+def forbid_downloads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str, **_: Any) -> None:
+        raise AssertionError(f"asked for {name}")
+
+    for kind in (loading.AutoTokenizer, loading.AutoImageProcessor, merging.AutoConfig):
+        monkeypatch.setattr(kind, "from_pretrained", refuse)
+
+
+def test_a_model_of_signals_needs_no_tokenizer(
+    example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forbid_downloads(monkeypatch)
+    notes, values = Notes(), arguments(example, federation={"rounds": 1})
+    values["model"] = model = SignalModel(transformers.PretrainedConfig(num_labels=3), values["model"])
+    report = fedspan.run(folder=tmp_path / "run", **values, listener=notes)
+    assert any("model that was passed: " in text and "'input_ids'" in text for text in notes.texts)
+    rows = [row["text"] for row in example.make_signals(2, 3)]
+    assert len(fedspan.predict(tmp_path / "run", rows, model=model)) == 3
+    merged = fedspan.export(tmp_path / "run", tmp_path / "merged", form="merged", model=model)
+    assert (merged / "model.safetensors").is_file()
+    assert report.scores["test"]["loss"] > 0
+    values["config"]["model"]["head_init"] = "lda"
+    with pytest.raises(FedspanError, match=r"the model's head cannot start: .*input_ids"):
+        fedspan.run(folder=tmp_path / "named", **values)
+
+
+def test_a_processor_that_cannot_be_exported_is_refused_at_the_start(example: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(FedspanError, match=r"save_pretrained\(folder\) exports it") as caught:
+        fedspan.run(folder=tmp_path / "run", **arguments(example), tokenizer=object())
+    assert caught.value.field == "tokenizer"
+    trainer = fedspan.TorchTrainer(nn.Sequential(nn.Linear(3, 2)), lambda round: None, 8, processor=object())
+    with pytest.raises(FedspanError, match=r"save_pretrained\(folder\) exports it"):
+        fedspan.simulate({"model": {"target_modules": ["0"]}}, tmp_path / "trainer", trainers={"a": trainer})
+
+
+@pytest.fixture
+def whisper() -> Any:
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "classifier_proj_size": 8, "num_mel_bins": 4}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_layers": 2, "decoder_layers": 1}
+    tokens = {"vocab_size": 40, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3, "decoder_start_token_id": 2}
+    config = transformers.WhisperConfig(**sizes, **heads, **tokens, max_source_positions=3, num_labels=3)
+    return transformers.WhisperForAudioClassification(config)
+
+
+@pytest.mark.parametrize("has_extractor", [False, True])
+def test_whisper_is_trained_by_a_task_of_one_s_own(
+    has_extractor: bool, whisper: Any, example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forbid_downloads(monkeypatch)
+    whisper.name_or_path = "somebody/whisper"  # whose tokenizer is not asked for
+    kind: Any = example.SignalClassification
+
+    class AudioClassification(kind):
+        def predict(self, model: Any, batch: Any, *, generate: bool = False) -> Tensor:
+            return model(input_features=batch["signal"].unflatten(1, (4, 6))).logits
+
+    head = Head("AutoModelForAudioClassification", ("ForAudioClassification",), outputs="labels", is_new=True)
+    task = replace(
+        example.SIGNALS,
+        name="audio-classification",
+        head=head,
+        build=lambda processor, settings, data: AudioClassification(settings.labels, settings.metric),
+    )
+    values = arguments(example, model={"target_modules": ["q_proj", "v_proj"]}, federation={"rounds": 1})
+    notes, objects = Notes(), dict[str, Any]()
+    if has_extractor:
+        objects["tokenizer"] = transformers.WhisperFeatureExtractor(feature_size=4)
+    fedspan.run(folder=tmp_path / "run", **{**values, "model": whisper, "task": task}, **objects, listener=notes)
+    assert any("model that was passed: the model takes neither tokens nor images" in text for text in notes.texts)
+    assert (tmp_path / "run" / "adapter" / "preprocessor_config.json").is_file() == has_extractor
+
+
+def test_whisper_is_trained_by_a_trainer(whisper: Any, tmp_path: Path) -> None:
+    rows = [{"input_features": torch.randn(4, 6).tolist(), "labels": at % 3} for at in range(8)]
+    data = datasets.Dataset.from_list(rows).with_format("torch")
+    trainer = transformers.Trainer(
+        model=whisper,
+        args=trainer_arguments(tmp_path / "trainer"),
+        train_dataset=data.select(range(6)),
+        eval_dataset=data.select(range(6, 8)),
+    )
+    config = {"model": {"target_modules": ["q_proj", "v_proj"]}, "method": {"r": 2}, "federation": {"rounds": 1}}
+    report = fedspan.simulate(config, tmp_path / "run", trainers={"a": trainer})
+    assert report.scores["validation"]["loss"] > 0

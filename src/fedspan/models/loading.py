@@ -49,6 +49,8 @@ __all__ = [
 
 Processor = Any
 """Converter of rows to tensors: a ``PreTrainedTokenizerBase``, or one of Transformers' image processors."""
+_PROCESSED_INPUTS = ("input_ids", "pixel_values")
+"""Main inputs of models that a tokenizer or image processor makes."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +59,12 @@ class Loaded:
 
     Args:
         model: The model, in eval mode and without dropout.
-        processor: The model's tokenizer or image processor.
+        processor: The model's tokenizer or image processor; None: it has none.
         new_modules: Paths of the modules with newly initialized parameters (the head; from scratch, all).
     """
 
     model: Any
-    processor: Processor
+    processor: Processor | None
     new_modules: tuple[str, ...]
 
 
@@ -198,13 +200,14 @@ def adopt_loaded(
 
     Args:
         model: A ``PreTrainedModel`` with the head of the task, or another ``nn.Module``.
-        processor: Its tokenizer or image processor; None: that of its ``name_or_path``; another module may have none.
+        processor: Its tokenizer or image processor; None: that of its ``name_or_path``, or none without this name, and
+            of a model that reads neither tokens nor images.
         head: Head of the task, or its name in ``heads.HEADS``.
         labels: Label names by index.
         device: Target device; None: the CPU.
 
     Raises:
-        FedspanError: If it is no such model, its head has another number of outputs, or it has no processor.
+        FedspanError: If it is no such model, its head has another number of outputs, or its processor cannot be loaded.
     """
     head = get_head(head)
     kind = type(model).__name__
@@ -223,15 +226,14 @@ def adopt_loaded(
     if outputs is not None and model.config.num_labels != outputs:
         problem = f"the head of {kind} has {model.config.num_labels} outputs where {outputs} are needed. "
         raise FedspanError("model", kind, problem=f"{problem}Load it with num_labels={outputs}.")
-    name = model.name_or_path or kind
-    if processor is None:
+    if processor is None and model.name_or_path and model.main_input_name in _PROCESSED_INPUTS:
         try:
-            processor = _load_processor(name, head, None, None)
+            processor = _load_processor(model.name_or_path, head, None, None)
         except Exception as error:
             raise FedspanError("tokenizer", None, f"the model's tokenizer ({_describe_reason(error)})") from error
     model = copy.deepcopy(model)  # training changes weights, and the caller's model stays as it is
     prepare_config(model.config, head, labels)
-    _prepare(model, processor, name)
+    _prepare(model, processor, model.name_or_path or kind)
     if isinstance(processor, PreTrainedTokenizerBase) and len(processor) > model.get_input_embeddings().num_embeddings:
         problem = f"the tokenizer has {len(processor)} tokens, more than the model has embeddings"
         raise FedspanError("tokenizer", type(processor).__name__, problem=problem)
@@ -343,7 +345,7 @@ def _load_processor(source: str, head: Head, revision: str | None, image_size: i
     return AutoImageProcessor.from_pretrained(source, revision=revision, backend="pil", do_center_crop=False, **size)
 
 
-def _prepare(model: Any, processor: Processor, name: str) -> None:
+def _prepare(model: Any, processor: Processor | None, name: str) -> None:
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0

@@ -73,7 +73,7 @@ def export_merged(
     adapted: AdaptedModel,
     job: Job,
     base: BaseUpdate,
-    processor: Processor,
+    processor: Processor | None,
     notes: Mapping[str, object],
     revision: str | None = None,
 ) -> None:
@@ -84,7 +84,7 @@ def export_merged(
         adapted: The model that the job runs in.
         job: The trained job.
         base: The state's base update.
-        processor: Tokenizer or image processor.
+        processor: Tokenizer or image processor; None: the model has none.
         notes: JSON values for ``fedspan.json``, ``base_model`` among them.
         revision: Revision of a base from the hub.
     """
@@ -98,7 +98,7 @@ def export_merged(
 def save_model(
     folder: Path,
     model: Any,
-    processor: Processor,
+    processor: Processor | None,
     name: str,
     revision: str | None,
     weights: Mapping[str, Tensor] | None = None,
@@ -112,8 +112,8 @@ def save_model(
     Args:
         folder: Folder to write to.
         model: A Transformers model, or another module.
-        processor: The model's tokenizer or image processor.
-        name: Name that the model was loaded by.
+        processor: The model's tokenizer or image processor; None: it has none.
+        name: Name that the model was loaded by, or the name of its class if it has no other.
         revision: Revision of a model from the hub.
         weights: Weights to save in place of the model's own.
         max_length: Maximum number of tokens of a text, which a pooled classifier's modules name.
@@ -132,7 +132,7 @@ def save_model(
         weights = {path.removeprefix(prefix): value for path, value in values.items() if path.startswith(prefix)}
         model = model.encoder
     dropout = {key: value for key, value in model.config.to_dict().items() if "drop" in key}
-    if get_architecture(name) is None:
+    if name != type(model).__name__ and get_architecture(name) is None:
         for key, value in AutoConfig.from_pretrained(get_source(name), revision=revision).to_dict().items():
             if "drop" in key and isinstance(value, float):
                 setattr(model.config, key, value)
@@ -144,4 +144,5 @@ def save_model(
         transformers_logging.enable_progress_bar()
         for key, value in dropout.items():
             setattr(model.config, key, value)
-    processor.save_pretrained(str(folder))
+    if processor is not None:
+        processor.save_pretrained(str(folder))

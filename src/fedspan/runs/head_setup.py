@@ -64,7 +64,7 @@ def build_head_start(config: RunConfig, model: RunModel) -> tuple[HeadStart | No
     Raises:
         FedspanError: If the config names a kind of start that the model does not allow.
     """
-    requested = config.model.head_init
+    requested, is_passed = config.model.head_init, config.model.name.startswith(FROM_PYTHON)
     kind, reason = config.head_kind
     try:
         layer = _find_output_layer(model.adapted) if kind is not None else None
@@ -76,20 +76,30 @@ def build_head_start(config: RunConfig, model: RunModel) -> tuple[HeadStart | No
             ) from error
     if kind is not None and layer is not None and requested == "auto" and not _is_new(model, layer):
         # A head that was trained for these labels, in the checkpoint or in model.adapter.
-        return None, (_AS_PASSED.format(kind),) if config.model.name.startswith(FROM_PYTHON) else ()
+        return None, (_AS_PASSED.format(kind),) if is_passed else ()
     if kind is None or layer is None:
-        return None, (f"the head starts at random: {reason}",) if reason else ()
+        start = "with the weights of the model that was passed" if is_passed else "at random"
+        return None, (f"the head starts {start}: {reason}",) if reason else ()
     return HeadStart(
         kind, layer, _compute_bound(config, model.adapted, layer), build_aggregation(config, STATISTICS_CLIP)
     ), ()
 
 
 def _find_output_layer(adapted: AdaptedModel) -> OutputLayer:
-    """Find the output layer of a model, and check on a forward pass of a tiny batch that it computes the logits."""
+    """Find the output layer of a model, and check on a forward pass of a tiny batch that it computes the logits.
+
+    Raises:
+        NoOutputLayer: If there is none, or the model cannot be called with tokens or images.
+    """
     layer = find_output_layer(adapted)
     tap = FeatureTap(adapted.model, layer)
     with enter_evaluation(adapted.model), tap.record():
-        tap.take(adapted.model(**build_tiny_batch(adapted.model)).logits)
+        try:
+            logits = adapted.model(**build_tiny_batch(adapted.model)).logits
+        except Exception as error:  # a model may raise anything on a batch that it does not expect
+            lines = str(error).strip().splitlines()
+            raise NoOutputLayer(lines[0].rstrip(".") if lines else type(error).__name__) from error
+        tap.take(logits)
     return layer
 
 

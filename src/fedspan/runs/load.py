@@ -53,7 +53,7 @@ class Served:
         notes: The content of its fedspan.json.
         task_settings: The part of the notes that describes the model's task.
         model: Base and adapter (a ``PeftModel``), or a merged model; in eval mode, on ``device``.
-        processor: The model's tokenizer or image processor.
+        processor: The model's tokenizer or image processor; None: it has none.
         task: The learning problem, with tokenizer, labels and maximum length.
         device: The device that the model computes on.
         revision: Revision of a base from the hub.
@@ -64,7 +64,7 @@ class Served:
     notes: dict[str, Any]
     task_settings: TaskSettings
     model: Any
-    processor: Processor
+    processor: Processor | None
     task: RunTask
     device: torch.device
     revision: str | None

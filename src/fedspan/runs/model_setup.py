@@ -39,9 +39,24 @@ __all__ = [
     "empty_model",
     "get_pooling",
     "list_unnamed_modules",
+    "require_saveable",
     "require_size",
     "resolve_pooling",
 ]
+
+
+def require_saveable(processor: Processor | None) -> None:
+    """Check that a processor can be exported with its model.
+
+    Args:
+        processor: The processor; None: there is none.
+
+    Raises:
+        FedspanError: If it has no ``save_pretrained``.
+    """
+    if processor is not None and not hasattr(processor, "save_pretrained"):
+        expected = "a tokenizer or processor of Transformers, whose save_pretrained(folder) exports it with the model"
+        raise FedspanError("tokenizer", type(processor).__name__, expected)
 
 
 def require_size(config: RunConfig, model: nn.Module, task: RunTask, examples: Examples, device: torch.device) -> None:
@@ -71,7 +86,7 @@ class RunModel:
 
     Args:
         adapted: The adapted model with its target layers and extras, on its device.
-        processor: Tokenizer or image processor.
+        processor: Tokenizer or image processor; None: the model has none.
         lora_config: PEFT's description of the target layers, for the export; None: the layers were named instead of
             found, by a process that exports the model itself.
         adopted: Update of the adapter that the run starts from, by target layer.
@@ -80,7 +95,7 @@ class RunModel:
     """
 
     adapted: AdaptedModel
-    processor: Processor
+    processor: Processor | None
     lora_config: LoraConfig | None
     adopted: Mapping[str, LowRank]
     new_modules: tuple[str, ...]
@@ -116,6 +131,7 @@ def build_model(
     """
     loaded = _load(config, labels, device, objects or ModelObjects())
     processor = config.task_definition.get_processor(loaded.processor)
+    require_saveable(processor)
     require_packing(config, loaded.model, device)
     adapted, peft_config = adapt_model(config, loaded.model, loaded.new_modules, targets)
     start = adopt_adapter(config, adapted, labels)

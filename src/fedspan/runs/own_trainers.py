@@ -23,7 +23,7 @@ from fedspan.errors import FedspanError
 from fedspan.federation.evaluation import ReportedEvaluator
 from fedspan.models.head import find_frozen_heads, find_untrained_head
 from fedspan.models.sentence_encoders import omit_pooler, read_pooling
-from fedspan.runs.model_setup import RunModel, adapt_model, adopt_adapter
+from fedspan.runs.model_setup import RunModel, adapt_model, adopt_adapter, require_saveable
 from fedspan.runs.setup import Prepared, RunTrainer, build_simulated_federation, require_private_model
 from fedspan.runs.task_setup import collect_task_settings
 from fedspan.tasks.trainer import TrainerExamples, TrainerTask
@@ -338,6 +338,7 @@ def _adapt_models(
     for id, trainer in trainers.items():
         module = trainer.model
         if module not in built:
+            require_saveable(trainer.processor)
             pooling = None if module is trainer.root else read_pooling(trainer.root.children()).pooling
             if pooling is not None:
                 restore.enter_context(omit_pooler(module))
