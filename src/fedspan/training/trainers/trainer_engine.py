@@ -247,7 +247,6 @@ class TrainerEngine(Trainer):
             return
         forward, is_first = model.forward, True
 
-        @torch.compiler.disable
         def check(args: Any, options: Any) -> None:
             nonlocal is_first
             is_first = False
@@ -256,10 +255,12 @@ class TrainerEngine(Trainer):
                 model.forward(*args, **options)
             self._checked.add(model)
 
+        uncompiled: Any = torch.compiler.disable(check)
+
         @functools.wraps(forward)
         def run(*args: Any, **options: Any) -> Any:
             if is_first:
-                check(args, options)
+                uncompiled(args, options)
             return forward(*args, **options)
 
         with replace_forward(model, run):
