@@ -144,6 +144,23 @@ def ids_in(tree: Any) -> list[str]:
     return [tree.object_id, *(id for child in tree.children for id in ids_in(child))]
 
 
+def test_what_a_node_says_that_it_does_is_kept_as_words_for_the_page(scene: Scene) -> None:
+    from fedspan.transports.flower.server import WORK
+    from fedspan.transports.flower.wire import WORK_HEADER, NodeWork
+    from fedspan.transports.flower.work import read_works
+
+    path, until = scene.log.with_name(WORK), time.monotonic() + 60
+    make_heartbeat = name_of("flwr.proto.heartbeat_pb2", "SendNodeHeartbeatRequest")
+    heartbeat = make_heartbeat(node=scene.hostile.own(), heartbeat_interval=600.0)
+    for said, known in (("training/37", NodeWork("training", 37)), ("<script>/1", None)):
+        status, _ = scene.hostile.post("send-node-heartbeat", heartbeat, {WORK_HEADER: said})
+        assert status == 200
+        while read_works(path).get(str(scene.hostile.node)) != known:
+            assert time.monotonic() < until
+            time.sleep(0.1)
+    scene.require_work()
+
+
 def test_no_claim_about_an_object_that_others_send_stops_them(scene: Scene, order: Any) -> None:
     """Objects are named by their content; one whose name can be guessed could be announced with children."""
     claim_children(scene, *order)
@@ -516,21 +533,4 @@ def test_no_claim_about_an_object_stops_the_server_after_a_restart_and_without_t
     while exchanged(scene.transport, order, 30.0) != order:  # the node connects again after its old connection ended
         assert time.monotonic() < until, scene.log.read_text()[-3000:]
         time.sleep(1)
-    scene.require_work()
-
-
-def test_what_a_node_says_that_it_does_is_kept_as_words_for_the_page(scene: Scene) -> None:
-    from fedspan.transports.flower.server import WORK
-    from fedspan.transports.flower.wire import WORK_HEADER, NodeWork
-    from fedspan.transports.flower.work import read_works
-
-    path, until = scene.log.with_name(WORK), time.monotonic() + 60
-    make_heartbeat = name_of("flwr.proto.heartbeat_pb2", "SendNodeHeartbeatRequest")
-    heartbeat = make_heartbeat(node=scene.hostile.own(), heartbeat_interval=600.0)
-    for said, known in (("training/37", NodeWork("training", 37)), ("<script>/1", None)):
-        status, _ = scene.hostile.post("send-node-heartbeat", heartbeat, {WORK_HEADER: said})
-        assert status == 200
-        while read_works(path).get(str(scene.hostile.node)) != known:
-            assert time.monotonic() < until
-            time.sleep(0.1)
     scene.require_work()
