@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import sys
 import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -112,6 +113,16 @@ def quiet() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
         yield
+
+
+@pytest.fixture(autouse=True)
+def no_mode_outlives_its_test() -> Iterator[None]:
+    """Autocast that stays active would change the numbers of all further tests, and of a user's process."""
+    yield
+    if (torch := sys.modules.get("torch")) is not None:
+        is_active = torch.is_autocast_enabled("cpu")
+        torch.set_autocast_enabled("cpu", False)
+        assert not is_active
 
 
 @pytest.fixture(scope="session")

@@ -137,7 +137,7 @@ def test_a_large_model_is_timed_with_two_of_its_blocks(tiny_folder: Path, monkey
     monkeypatch.setattr("fedspan.planning.calibration._WHOLE", 0)
     asked: list[int | None] = []
 
-    def watched(config: Any, labels: Any, architecture: Any, device: Any, depth: int | None) -> Any:
+    def watched(config: Any, labels: Any, architecture: Any, device: Any = None, depth: int | None = None) -> Any:
         asked.append(depth)
         return empty_model(config, labels, architecture, device, depth)
 

@@ -251,7 +251,13 @@ class TrainerEngine(Trainer):
             nonlocal is_first
             is_first = False
             devices, kind = ([], "cuda") if device.type == "cpu" else ([device], device.type)
-            with torch.random.fork_rng(devices, device_type=kind), forbid_direct_uses(adapted):
+            # Accelerate may have wrapped forward in autocast, which is active now and must not be entered twice: the
+            # inner exit of the same context would leave it active for good.
+            with (
+                replace_forward(model, forward),
+                torch.random.fork_rng(devices, device_type=kind),
+                forbid_direct_uses(adapted),
+            ):
                 model.forward(*args, **options)
             self._checked.add(model)
 
