@@ -55,7 +55,8 @@ def test_rounds_are_those_of_a_loop_over_events(exponent: float, tiny_folder: Pa
     transport = federation.transport
     assert isinstance(transport, InProcess)
     assert transport.conditions is not None
-    seconds = {id: transport.conditions.compute_seconds(id, 8) for id in federation.clients}
+    workload = 4  # one step of four examples
+    seconds = {id: transport.conditions.compute_seconds(id, workload) for id in federation.clients}
     weights = {id: data.client.examples for id, data in federation.clients.items()}
     assert max(seconds.values()) > 4 * min(seconds.values())
 
