@@ -33,7 +33,6 @@ CLINICS = ("clinic-a", "clinic-b", "clinic-c")
 def values(tiny_folder: Path, **federation: Any) -> dict[str, Any]:
     made = tiny.settings(tiny_folder, method={"name": "fedsa-lora"})
     made["data"] = {"labels": list(tiny.LABELS)}
-    made["training"]["local_steps"] = 1
     made["partition"] = {"partitioner": "iid", "clients": 3, "validation": 0.1, "test": 0.1}
     made["federation"] = {"rounds": 3, "retries": 0, **federation}
     return made
