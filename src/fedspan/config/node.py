@@ -23,7 +23,7 @@ Fingerprint = Annotated[str, Field(pattern=r"^SHA256:[A-Za-z0-9+/]{43}$")]
 
 
 def _require_brackets(address: str) -> str:
-    """Check that an IPv6 address is in brackets: otherwise its end and the port cannot be told apart."""
+    """Check that an IPv6 address is in brackets: without them, the last group could be the port."""
     if address.count(":") > 1 and not address.startswith("["):
         raise ValueError("host:port, and an IPv6 address in brackets, as in [2001:db8::1]:9092")
     return address

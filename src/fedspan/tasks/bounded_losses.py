@@ -15,7 +15,15 @@ from torch import Tensor
 
 from fedspan.tasks.task import Task
 
-__all__ = ["LOSS_BOUND", "BoundsExamples", "bound_loss", "compute_guess_bound", "compute_guess_loss", "get_loss_bound"]
+__all__ = [
+    "LOSS_BOUND",
+    "BoundsExamples",
+    "bound_loss",
+    "compute_guess_bound",
+    "compute_guess_entropy",
+    "compute_guess_loss",
+    "get_loss_bound",
+]
 
 LOSS_BOUND = 6.0
 """Bound of the loss of a task without a ``loss_bound``. For text it is a perplexity of 403."""
@@ -32,9 +40,14 @@ class BoundsExamples(Protocol):
         ...
 
 
+def compute_guess_entropy(choices: int) -> float:
+    """Return the cross-entropy of a uniform guess among some choices, at least two."""
+    return math.log(max(choices, 2))
+
+
 def compute_guess_bound(classes: int) -> float:
     """Return twice the cross-entropy of a uniform guess among some classes, at least two."""
-    return 2 * math.log(max(classes, 2))
+    return 2 * compute_guess_entropy(classes)
 
 
 def compute_guess_loss(task: Task) -> float | None:

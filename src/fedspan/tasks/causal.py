@@ -5,7 +5,6 @@ Shapes: B examples of a batch, T tokens, V vocabulary, N generated tokens.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -20,6 +19,7 @@ from fedspan.data.columns import ColumnReader, ReadColumns, TaskColumns
 from fedspan.data.config import DataConfig
 from fedspan.data.templates import parse_template
 from fedspan.errors import FedspanError
+from fedspan.tasks.bounded_losses import compute_guess_entropy
 from fedspan.tasks.definition import TaskDefinition
 from fedspan.tasks.encoding import Ragged, require_processor
 from fedspan.tasks.exact_match import is_exact_match
@@ -303,7 +303,7 @@ class CausalLM:
     @property
     def guess_loss(self) -> float:
         """Loss of a uniform guess among the vocabulary's tokens."""
-        return math.log(max(2, len(self.tokenizer)))
+        return compute_guess_entropy(len(self.tokenizer))
 
     def compute_example_losses(
         self, predictions: Tensor, examples: EncodedPrompts, indices: Sequence[int]

@@ -27,6 +27,7 @@ from fedspan.core.tensors import create_generator, sum_rows, to_device
 from fedspan.data.columns import ColumnReader, ReadColumns, TaskColumns
 from fedspan.data.config import DataConfig
 from fedspan.errors import FedspanError
+from fedspan.tasks.bounded_losses import compute_guess_entropy
 from fedspan.tasks.definition import TaskDefinition
 from fedspan.tasks.encoding import EncodedText, collate_texts, describe_truncation, encode_texts, require_processor
 from fedspan.tasks.losses import (
@@ -251,7 +252,7 @@ class MaskedLanguageModel:
     @property
     def guess_loss(self) -> float:
         """Loss of a uniform guess among the vocabulary's tokens."""
-        return math.log(max(2, len(self.tokenizer)))
+        return compute_guess_entropy(len(self.tokenizer))
 
     def compute_example_losses(
         self, predictions: Tensor, examples: MaskedTexts, indices: Sequence[int]

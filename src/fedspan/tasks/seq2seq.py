@@ -12,7 +12,6 @@ clients, N generated tokens.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -28,6 +27,7 @@ from fedspan.data.columns import ColumnReader, ReadColumns, TaskColumns
 from fedspan.data.config import DataConfig
 from fedspan.data.names import read_names
 from fedspan.errors import FedspanError
+from fedspan.tasks.bounded_losses import compute_guess_entropy
 from fedspan.tasks.definition import InferredColumns, TaskDefinition
 from fedspan.tasks.encoding import Ragged, require_processor
 from fedspan.tasks.losses import (
@@ -306,7 +306,7 @@ class Seq2Seq:
     @property
     def guess_loss(self) -> float:
         """Loss of a uniform guess among the vocabulary's tokens."""
-        return math.log(max(2, len(self.tokenizer)))
+        return compute_guess_entropy(len(self.tokenizer))
 
     def compute_example_losses(
         self, predictions: Tensor, examples: EncodedPairs, indices: Sequence[int]

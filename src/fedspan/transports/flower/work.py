@@ -18,8 +18,8 @@ __all__ = ["FRESH_SECONDS", "WorkBook", "read_works"]
 
 FRESH_SECONDS = 75.0
 """Age in seconds above which a node's word is forgotten; it has a heartbeat every 30 seconds."""
-_DELAY = 1.0
-"""Seconds for which changes are gathered before they are written."""
+_DELAY = 5.0
+"""Seconds for which changes are gathered before they are written, however many nodes there are."""
 _MAX_BYTES = 1 << 22
 """Largest file that is read, in bytes."""
 
@@ -61,7 +61,7 @@ class WorkBook:
 
 
 def read_works(path: Path) -> Mapping[str, NodeWork]:
-    """Return what the nodes of a server do, by Flower's id; those that did not say so lately are left out.
+    """Return what each node of a server does, by Flower's id; nodes without a recent heartbeat are left out.
 
     Args:
         path: The file of a ``WorkBook``, which may not exist.

@@ -267,7 +267,7 @@ class NodeConnection:
             try:
                 self._push_objects(reply)
             except ObjectPushError as again:  # its disk is full, or another process writes to its database
-                reply.session = ""  # it is asked again what is missing
+                reply.session = ""  # so that the SuperLink says again what is missing
                 time.sleep(_PAUSE)
                 raise httpx.ReadError("the SuperLink did not store an object") from again
 
