@@ -10,6 +10,7 @@ from fedspan.tasks.metrics import METRICS, compute_score
 
 __all__ = ["find_divergence"]
 
+_AT_BOUND = 0.8  # rounded to steps of up to half of the bound, a loss at the bound is at most a fifth lower
 _LOSS_NOISE = 0.01  # relative difference of losses that other batches and seeds have, too
 _CLEAR_FALL = 0.1  # relative; the share of right ones among a few examples varies
 _PARTS = {"validation": "validation", "test": "test", "clients": "the clients' test"}
@@ -24,6 +25,7 @@ def find_divergence(
     lr: float,
     guess: float | None = None,
     start: Mapping[str, Mapping[str, Any]] | None = None,
+    bound: float | None = None,
 ) -> tuple[str, ...]:
     """Find signs of divergence in a run's metrics.
 
@@ -38,6 +40,7 @@ def find_divergence(
         lr: Peak learning rate of the run, for the advice.
         guess: Loss of a model that guesses (``compute_guess_loss``); None: unknown.
         start: Scores of the untrained model, where no row has them: ``validation``, ``test`` or ``clients``.
+        bound: Bound of the losses that nodes report, above which no multiple shows; None: losses have no bound.
 
     Returns:
         Sentences for the user; empty if there is no sign.
@@ -60,12 +63,14 @@ def find_divergence(
         measured = scored[0][1].get("loss") if scored and not scored[0][0] else None
         # a multiple of a good model's loss is no sign yet, so the loss of a guess counts, too
         untrained = max((loss for loss in (measured, guess) if loss is not None), default=None)
+        limit = math.inf if untrained is None else _RISE_OVER_START * untrained
+        limit = limit if bound is None else min(limit, _AT_BOUND * bound)
         if not math.isfinite(after) or after > _RISE * max(before, 0.0) > 0:
             notes.append(
                 f"Training diverged: the training loss rose from {before:.4g} in round {first} to {after:.4g} in round "
                 f"{last}. {advice}"
             )
-        elif untrained is not None and after > _RISE_OVER_START * untrained:
+        elif untrained is not None and after > limit:
             notes.append(
                 f"Training diverged: the training loss is {after:.4g} in round {last}, and that of the untrained model "
                 f"{untrained:.4g}. {advice}"

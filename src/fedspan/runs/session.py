@@ -484,6 +484,7 @@ class _Session:
                     prepared.federation.training.optimizer.lr,
                     compute_guess_loss(prepared.task),
                     self.start_scores,
+                    getattr(prepared.task, "loss_bound", None) if prepared.partition is None else None,
                 ),
                 *find_limited(read_lines(run_folder.metrics)),
             ),
