@@ -9,17 +9,21 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 import fedspan
 from fedspan.config import parse_config
 from fedspan.core.base import to_dense
 from fedspan.errors import FedspanError
 from fedspan.models import quantized
+from fedspan.models.adapted import AdaptedModel
 from fedspan.runs.setup import Prepared, prepare
 from helpers import tiny_decoders
 from helpers.families import others_slow
 
 pytest.importorskip("bitsandbytes", reason="the extra fedspan[quantization] is not installed")
+from bitsandbytes.nn import Linear4bit
+
 kinds = pytest.mark.parametrize("kind", ["nf4", "int8"])
 
 
@@ -145,3 +149,32 @@ def test_the_extra_is_named_where_it_is_missing(decoders: Path, monkeypatch: pyt
     with pytest.raises(FedspanError, match=r"pip install 'fedspan\[quantization\]'") as caught:
         prepare(parse_config(settings(decoders, "nf4")))
     assert (caught.value.field, caught.value.value) == ("model.quantization", "nf4")
+
+
+def load_four_bit(decoders: Path) -> PreTrainedModel:
+    """A model of a user's own, whose layers believe that the CPU has AVX512-BF16."""
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    model = AutoModelForCausalLM.from_pretrained(decoders / "llama-lm", quantization_config=config).eval()
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            module.support_avx512bf16_for_cpu = True
+    return model
+
+
+def test_a_model_of_a_users_own_is_not_repacked(decoders: Path) -> None:
+    model = load_four_bit(decoders)
+    AdaptedModel(model, {}, {})
+    before = {name: value.clone() for name, value in model.named_parameters() if not value.is_floating_point()}
+    with torch.no_grad():
+        model(input_ids=torch.arange(3, 12).reshape(3, 3))
+    after = dict(model.named_parameters())
+    assert before
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+def test_a_repacked_model_is_refused(decoders: Path) -> None:
+    model = load_four_bit(decoders)
+    name, layer = next((name, module) for name, module in model.named_modules() if name.endswith("q_proj"))
+    layer.weight.quant_state.packing_format_for_cpu = True
+    with pytest.raises(FedspanError, match=rf"repacked the 4-bit weights of {name}"):
+        AdaptedModel(model, {}, {})

@@ -24,6 +24,7 @@ from fedspan.models.layer import AdaptedLayer, Dropout
 from fedspan.models.offload import get_device
 from fedspan.models.operators import Operator
 from fedspan.models.precision import keep_in_float32
+from fedspan.models.quantized import prevent_repacking
 from fedspan.models.targets import find_variances, is_batch_norm, make_spec
 
 __all__ = ["AdaptedLayer", "AdaptedModel"]
@@ -37,6 +38,9 @@ class AdaptedModel:
         targets: Target layers by module path.
         extras: Parameters that train beside the target layers, by parameter path; converted to float32.
         buffers: Running statistics that belong to the extras, by path.
+
+    Raises:
+        FedspanError: If bitsandbytes has repacked 4-bit weights of the model for inference.
     """
 
     def __init__(
@@ -46,6 +50,7 @@ class AdaptedModel:
         extras: Mapping[str, nn.Parameter],
         buffers: Mapping[str, Tensor] | None = None,
     ) -> None:
+        prevent_repacking(model)
         keep_in_float32(model, extras.values())
         self.model = model
         self.buffers = tuple(buffers or ())

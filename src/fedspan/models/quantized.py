@@ -67,12 +67,23 @@ def get_quantization_options(
 def prevent_repacking(model: nn.Module) -> None:
     """Prevent forward passes from rewriting 4-bit weights.
 
-    On CPUs with AVX512-BF16 bitsandbytes repacks them, in place, at the first pass in eval mode, then computes in
-    bfloat16, and fails on layers whose outputs are not a multiple of 32.
+    On CPUs with AVX512-BF16 bitsandbytes repacks them, in place, at the first pass in eval mode without gradients of
+    the input, and fails on layers whose outputs are not a multiple of 32. Repacked layers compute in bfloat16 and give
+    no gradients to what comes before them.
+
+    Raises:
+        FedspanError: If an earlier pass has repacked a layer.
     """
-    for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False  # pyright: ignore[reportArgumentType]
+    for name, module in model.named_modules():
+        if not hasattr(module, "support_avx512bf16_for_cpu"):
+            continue
+        if getattr(getattr(module.weight, "quant_state", None), "packing_format_for_cpu", False):
+            problem = (
+                f"bitsandbytes has repacked the 4-bit weights of {name} for inference, which gives no gradients. "
+                "Load the model again, and run no forward pass in eval mode before fedspan takes it"
+            )
+            raise FedspanError("model", name, problem=problem)
+        module.support_avx512bf16_for_cpu = False  # pyright: ignore[reportArgumentType]
 
 
 def is_quantized(module: nn.Module) -> bool:
