@@ -21,25 +21,29 @@ This page lists the error messages of mistakes that a user can correct. A messag
 what is expected. The command line prints it on one line after `error:`, prints the page with more information below
 it, and exits with code 2. In Python it is a `FedspanError` with the attributes `field`, `value`, `expected` and
 `problem`. `python docs/generate_errors.py` provokes every one of these mistakes and writes this page; the tests
-provoke them, too. FOLDER replaces a path of the user, and `...` at the end a library's text, which differs between its
-versions. Below a table are its long messages, which are cut in it.
+provoke them, too. FOLDER stands for a path of the user, LONG_NAME for a name of 300 characters, and `...` at the end of
+a message for a library's text, which differs between its versions. Messages that are too long for a table are shortened
+in it and follow it in full.
 """
 
 
-LONGEST = 180
-"""Number of characters from which a message is cut in the table and stands below it in full."""
+LONGEST = 120
+"""Number of characters of the longest cell. A longer message is shortened there and follows the table in full."""
 
 
 def format_row(mistake: Mistake, message: str) -> str:
     """A line of a table."""
-    said = _code(message if len(message) <= LONGEST else f"{message[: message.rindex(' ', 0, LONGEST)]} ...")
-    what, said = (text.replace("|", "\\|") for text in (mistake.what, said))
-    return f"| {what} | {said} |"
+    cell = _code(message)
+    if len(cell) > LONGEST:
+        end = message.rindex(" ", 0, LONGEST - len(_code("` ...")))
+        cell = _code(f"{message[:end]} ...")
+    what, cell = (text.replace("|", "\\|") for text in (mistake.what, cell))
+    return f"| {what} | {cell} |"
 
 
 def format_entry(mistake: Mistake, message: str) -> str | None:
     """A line below the table, with the whole message; None: the table has it."""
-    return None if len(message) <= LONGEST else f"- {mistake.what} {_code(message)}"
+    return None if len(_code(message)) <= LONGEST else f"- {mistake.what} {_code(message)}"
 
 
 def _code(text: str) -> str:

@@ -92,7 +92,7 @@ def require_no_link(path: Path) -> None:
     """
     if path.is_symlink():
         target = os.readlink(path)
-        problem = f"it is a link to {target!r}, and a run deletes and replaces what is below it. Put the files here"
+        problem = f"it is a link to {target!r}, and a run deletes and replaces the files in it. Move the files here"
         raise FedspanError(str(path), target, problem=problem)
 
 

@@ -122,7 +122,7 @@ def test_a_second_process_on_the_same_run(refused: Refused, stopped: Path) -> No
         other.stdout.readline()
         said = refused("run", "--resume", stopped)
         other.communicate("\n")
-    assert f"process {other.pid} works on this run" in said
+    assert f"process {other.pid} is working on this run" in said
 
 
 def test_a_damaged_checkpoint(refused: Refused, stopped: Path) -> None:

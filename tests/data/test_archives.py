@@ -53,7 +53,7 @@ def test_images_by_class(tmp_path: Path, suffix: str) -> None:
     assert data.labels == ("rose", "tulip")
     assert data.train["label"][:] == [0, 0, 0, 1, 1, 1]
     assert [image.getpixel((0, 0)) for image in data.train["image"]] == [0, 10, 20] * 2
-    assert "left out 3 files that are no example by class" in data.notes[0]
+    assert "left out 3 files that are not examples" in data.notes[0]
 
 
 @pytest.mark.parametrize("suffix", [".zip", ".tar"])
@@ -101,7 +101,7 @@ def test_files_that_are_no_examples_are_left_out_and_counted(tmp_path: Path, suf
     path = packed(tmp_path / f"mails{suffix}", {**{name: b"about" for name in about}, **files, "notes.txt": b"about"})
     data = load(DataConfig(train=str(path), test_fraction=0))
     assert (data.labels, len(data.train)) == (("ham", "spam"), 4)
-    words = "left out 5 files that are no example by class (mails/README.txt, mails/LICENSE, __MACOSX/mails/._ham, ...)"
+    words = "left out 5 files that are not examples (mails/README.txt, mails/LICENSE, __MACOSX/mails/._ham, ...)"
     assert data.notes[0] == f"{path}: {words}"
 
 

@@ -263,7 +263,7 @@ def test_mistakes_are_named(refused: Refused, tmp_path: Path) -> None:
         DataConfig()
     refused("data.train", None, ["not on the hub", "boolq/train.json"], load, config_for("boolq"), "data")
     clash = config_for("banking77", train="someone/banking", text="label")
-    refused("data.dataset", "banking77", ["do not fit it: 'label' is the column of text, too"], load, clash)
+    refused("data.dataset", "banking77", ["do not fit it: 'label' is also the column of text"], load, clash)
     odd = write(tmp_path / "odd.csv", [{"one": "a", "two": "b"}])
     refused("data.text", "sentence", ["no column named"], load, config_for("sst2", train=odd))
 

@@ -11,12 +11,12 @@ from fedspan.data import DataConfig, PartitionConfig
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"text": "a", "label": "a"}, "'a' is the column of text, too"),
-        ({"text": "a", "text_pair": "a"}, "'a' is the column of text, too"),
-        ({"labels": ["x", "y"], "first_labels": 2}, "labels says already"),
+        ({"text": "a", "label": "a"}, "'a' is also the column of text"),
+        ({"text": "a", "text_pair": "a"}, "'a' is also the column of text"),
+        ({"labels": ["x", "y"], "first_labels": 2}, "labels already selects the labels"),
         ({"keep_only": True}, "it needs labels"),
-        ({"labels": ["x", "y", "x"]}, "x stands there twice"),
-        ({"columns": ["x", "x"]}, "x stands there twice"),
+        ({"labels": ["x", "y", "x"]}, "each name once; repeated: x"),
+        ({"columns": ["x", "x"]}, "each name once; repeated: x"),
         ({"labels": ["x"]}, "at least 2"),
         ({"first_labels": 1}, "greater than or equal to 2"),
         ({"max_examples": 0}, "greater than or equal to 2"),

@@ -299,7 +299,7 @@ def test_classes_that_differ_between_files_are_refused(tmp_path: Path, refused: 
         rows = {"text": ["bad", "good"], "label": [names.index("neg"), names.index("pos")]}
         datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / f"{site}.parquet")
     where = str(tmp_path / "{site}.parquet")
-    refused("data.train", where, ["the files do not go together"], load, config_for(where))
+    refused("data.train", where, ["the files do not match"], load, config_for(where))
 
 
 def test_images_are_seen_from_the_file_that_names_them(tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def test_a_column_that_cannot_be_what_it_is_named_for(
 
 def test_names_for_the_columns_are_refused_where_they_are_there(refused: Refused) -> None:
     names = ["text", "label"]
-    refused("data.columns", names, ["names the columns already"], load, config("train.csv", columns=names))
+    refused("data.columns", names, ["already names the columns"], load, config("train.csv", columns=names))
     path = Path("t.parquet")
     pd.DataFrame({"text": ["one"], "label": ["a"]}).to_parquet(path)
     refused("data.columns", names, ["only csv, tsv, txt and Excel files"], load, config("t.parquet", columns=names))

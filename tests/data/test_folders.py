@@ -30,7 +30,7 @@ def test_a_folder_for_each_class(tmp_path: Path) -> None:
         "label": [0, 1, 1],
         "file": ["neg/1.TXT", "pos/1.txt", "pos/2.txt"],
     }
-    words = "left out 3 files that are no example by class (README.txt, neg/.hidden.txt, neg/a.pdf)"
+    words = "left out 3 files that are not examples (README.txt, neg/.hidden.txt, neg/a.pdf)"
     assert data.notes == (f"{root}: {words}",)
 
 
@@ -43,7 +43,7 @@ def test_a_folder_for_each_domain_gives_natural_clients(tmp_path: Path) -> None:
 
 def test_folders_that_are_laid_out_otherwise(tmp_path: Path, refused: Refused) -> None:
     for names, words in (
-        (["a/1.txt", "b/c/d/1.txt"], "has another layout than class/file"),
+        (["a/1.txt", "b/c/d/1.txt"], "for all files, got a/1.txt and b/c/d/1.txt"),
         (["train/a/1.txt", "test/a/1.txt"], "it holds the parts test, train; name the folder of one"),
     ):
         root = saved(tmp_path / names[0][0], *names)

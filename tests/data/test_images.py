@@ -100,10 +100,10 @@ def test_damaged_idx_files(tmp_path: Path, refused: Refused) -> None:
     beside = path.with_name("a-labels-idx1-ubyte")
     whole = path.read_bytes()
     cases = [
-        (whole[:-1], ["promises 60 bytes and holds 59"]),
-        (whole + b"x", ["promises 60 bytes and holds 61"]),
-        (whole[:9], ["is no idx file of unsigned bytes in 3 dimensions"]),
-        (idx(images.astype(">f4"), 13), ["is no idx file of unsigned bytes"]),
+        (whole[:-1], ["declares 60 bytes and holds 59"]),
+        (whole + b"x", ["declares 60 bytes and holds 61"]),
+        (whole[:9], ["is not an idx file of unsigned bytes in 3 dimensions"]),
+        (idx(images.astype(">f4"), 13), ["is not an idx file of unsigned bytes"]),
         (idx(images.reshape(3, 20)), ["in 3 dimensions"]),
         (b"", ["in 3 dimensions"]),
         (idx(images[:2]), ["it holds 2 images, a-labels-idx1-ubyte 3 labels"]),
@@ -196,14 +196,14 @@ def test_folders_of_domains(tmp_path: Path, refused: Refused) -> None:
     assert data.train["domain"] == ["clipart", "clipart", "sketch"]
     assert [data.labels[row] for row in data.train["label"]] == ["cat", "dog", "dog"]
     save_png(tmp_path / "dog" / "2.png", pixels(1, 4, 5, 3)[0])
-    refuse(tmp_path, ["has another layout than class/file, or domain/class/file for all"], refused)
+    refuse(tmp_path, ["expected class/file or domain/class/file for all files, got"], refused)
 
 
 def test_folders_that_are_laid_out_otherwise(tmp_path: Path, refused: Refused) -> None:
     save_png(tmp_path / "flat" / "1.png", pixels(1, 4, 5)[0])
-    refuse(tmp_path / "flat", ["1.png has another layout than class/file"], refused)
+    refuse(tmp_path / "flat", ["for all files, got 1.png"], refused)
     save_png(tmp_path / "deep" / "a" / "b" / "c" / "1.png", pixels(1, 4, 5)[0])
-    refuse(tmp_path / "deep", ["a/b/c/1.png has another layout"], refused)
+    refuse(tmp_path / "deep", ["for all files, got a/b/c/1.png"], refused)
     save_png(tmp_path / "one" / "dog" / "1.png", pixels(1, 4, 5)[0])
     refused("data.label", "label", ["all rows have the label 'dog', where two"], lambda: read(tmp_path / "one"))
     (tmp_path / "none" / "dog").mkdir(parents=True)

@@ -87,7 +87,7 @@ def test_fields_inside_fields_and_images() -> None:
         ({"text": ["a"], "label": []}, "data cannot be read as a table"),
         ({"a": RECORDS, "b": [{"text": "x"}]}, "the clients 'a' and 'b' have different columns"),
         ({"a": [{"client": "x", "text": "y"}]}, "a column named 'client'"),
-        ({"train": RECORDS, "dev": RECORDS}, "'dev' is no part of the data"),
+        ({"train": RECORDS, "dev": RECORDS}, "'dev' is not a part of the data"),
         (lambda number: None, "data['client-00'] is a NoneType"),
     ],
 )

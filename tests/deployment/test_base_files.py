@@ -394,7 +394,7 @@ def test_where_a_model_comes_from_is_described(model: Path, tmp_path: Path) -> N
     assert "limits.accept_base: true" in base_files.describe_base(make_node(tmp_path, accept_base=False), NAME)
     named = make_node(tmp_path).model_copy(update={"models": {"x": str(model), "y": str(model / "none")}})
     assert base_files.describe_base(named, "x") == str(model)
-    assert "which is no folder" in base_files.describe_base(named, "y")
+    assert "which is not a folder" in base_files.describe_base(named, "y")
 
 
 def test_a_run_is_joined_with_the_model_that_the_server_offers(tiny_folder: Path, tmp_path: Path) -> None:

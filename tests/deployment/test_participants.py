@@ -190,5 +190,5 @@ def test_ranks_that_are_drawn_for_each_client_fit_and_a_simulation_has_a_field_o
     given = {**values(tiny_folder), "method": {"name": "hetlora", "r": 4}}
     given["federation"] = {"rounds": 2, "ranks": {"assign": "draw", "of": [2, 4]}, "late_joiners": True}
     config = build_server_config(given)
-    with pytest.raises(FedspanError, match=r"simulation\.present says who is there when"):
+    with pytest.raises(FedspanError, match=r"in a simulation, set simulation\.present"):
         config.require_simulated()

@@ -347,7 +347,7 @@ HOSTILE: dict[str, tuple[Spoil, str]] = {
     "not a number": (lambda _, answer: alter(answer, lambda value: value * float("nan")), "not finite"),
     "another shape": (lambda _, answer: alter(answer, lambda value: value[:1]), "not ["),
     "far away": (lambda _, answer: alter(answer, lambda value: value + 100), "the cohort's median"),
-    "the first reply": (lambda _, answer: replace(answer, task="train").to_envelope(), "asked was"),
+    "the first reply": (lambda _, answer: replace(answer, task="train").to_envelope(), "where the order was to"),
     "no message": (lambda _, answer: replace(answer, body=b"\x08").to_envelope(), "not a fedspan message"),
 }
 

@@ -145,14 +145,14 @@ def changed(**changes: Any) -> dict[str, Any]:
     ("changes", "message"),
     [
         ({"nots": ["n"]}, r"`x\.nots`: there is no such field. Did you mean 'notes'"),
-        ({"methods": {"LoRA": {"key": "fedit-lora"}}}, "methods.LoRA.key 'fedit-lora' is no method. Did you mean"),
-        ({"claims": [{"statement": "s", "better": "LoRA", "worse": ["FFA"]}]}, "claims: 'FFA' is none of LoRA"),
+        ({"methods": {"LoRA": {"key": "fedit-lora"}}}, "methods.LoRA.key 'fedit-lora' is not a method. Did you mean"),
+        ({"claims": [{"statement": "s", "better": "LoRA", "worse": ["FFA"]}]}, "claims: 'FFA' is not one of LoRA"),
         (
             {"claims": [{"statement": "s", "better": "LoRA", "worse": ["LoRA"], "cells": {"task": ["two"]}}]},
-            "'two' is none",
+            "'two' is not one",
         ),
-        ({"small": {"axes": {"clients": {}}}}, "small.axes: 'clients' is none of task"),
-        ({"small": {"skip": [{"task": ["two"]}]}}, "small.skip.task: 'two' is none of one"),
+        ({"small": {"axes": {"clients": {}}}}, "small.axes: 'clients' is not one of task"),
+        ({"small": {"skip": [{"task": ["two"]}]}}, "small.skip.task: 'two' is not one of one"),
         (
             {"small": {"skip": [{}]}},
             r"`x\.small\.skip\.0`: {} is not accepted. Expected a dictionary with at least 1 item",
@@ -170,7 +170,7 @@ def test_mistakes_in_a_preset_are_named(changes: dict[str, Any], message: str) -
         read_preset(changed(**changes), "x")
 
 
-def test_a_preset_that_there_is_none_of() -> None:
+def test_an_unknown_preset() -> None:
     with pytest.raises(
         FedspanError,
         match=r"^`ID`: no preset is named 'rolora-table99'\. Did you mean 'rolora-table",

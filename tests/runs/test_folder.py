@@ -124,9 +124,9 @@ def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path: Path) -> 
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "holding\n"
-        with pytest.raises(FedspanError, match=f"process {other.pid} works on this run"):
+        with pytest.raises(FedspanError, match=f"process {other.pid} is working on this run"):
             RunFolder.resume(tmp_path)
-        with pytest.raises(FedspanError, match="works on this run"):  # being refused costs the holder no lock
+        with pytest.raises(FedspanError, match="is working on this run"):  # being refused costs the holder no lock
             RunFolder.resume(tmp_path)
         other.send_signal(signal.SIGTERM if os.name == "nt" else signal.SIGKILL)
     RunFolder.resume(tmp_path).close()
@@ -136,7 +136,7 @@ def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path: Path) -> 
 def test_a_lock_holder_that_left_no_name(tmp_path: Path, content: bytes) -> None:
     with RunFolder.create(tmp_path, CONFIG) as run:
         run.lock.write_bytes(content)
-        with pytest.raises(FedspanError, match="another process works on this run"):
+        with pytest.raises(FedspanError, match="another process is working on this run"):
             RunFolder.resume(tmp_path)
 
 

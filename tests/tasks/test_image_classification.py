@@ -208,7 +208,7 @@ def test_from_scratch_images_become_numbers_from_minus_one_to_one(images: Path) 
 
 def test_sizes_that_a_model_does_not_take(images: Path) -> None:
     """A ViT knows the positions of one size, which is said before anything is trained."""
-    with pytest.raises(FedspanError, match=r"of one of 16 x 16 pixels it says: Input image size \(16\*16\)") as caught:
+    with pytest.raises(FedspanError, match=r"it refuses 16 x 16 pixels: Input image size \(16\*16\)") as caught:
         prepare(tiny_images.config(images, "vit", model={"image_size": 16}))
     assert (caught.value.field, caught.value.value) == ("model.image_size", 16)
 

@@ -120,7 +120,7 @@ def test_mistakes_in_rows_are_named(row: dict[str, Any], field: str, expected: s
 def test_options_that_do_not_apply_are_refused(tiny_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(FedspanError, match=r"`data\.label_columns`: sequence-classification has no lists of labels"):
         parse_config(tiny.settings(tiny_folder, data={"label_columns": ["a", "b"]}))
-    with pytest.raises(FedspanError, match=r"`data\.label`: label_columns names the labels' columns already"):
+    with pytest.raises(FedspanError, match=r"`data\.label`: label_columns already names the labels' columns"):
         parse_config(tiny_topics.settings(tiny_folder, tmp_path, data={"label": "a", "label_columns": ["a", "b"]}))
     values = tiny_topics.settings(tiny_folder, tmp_path)
     with pytest.raises(FedspanError, match=r"`task_options\.threshold`: 1\.5 is not accepted"):

@@ -144,8 +144,8 @@ def test_refused_where_a_change_is_not_what_is_transmitted() -> None:
     spec = Problem(clients=1).adapted().spec
     cases = {
         "this method's server needs single replies": FLoRA(spec=spec),
-        "something else is transmitted": Scaffold(inner=FedIT(spec=spec)),
-        "something else is transmitted ": LocalOnly(spec=spec),
+        "clients send something else": Scaffold(inner=FedIT(spec=spec)),
+        "clients send something else ": LocalOnly(spec=spec),
     }
     for words, method in cases.items():
         refusal = FedPAQ(inner=method).explain_refusal(method.declare_claims())
@@ -159,5 +159,5 @@ def test_a_reply_that_is_not_what_was_claimed_is_an_error() -> None:
     """LoRA-A2's replies are changes, whatever its claims say."""
     problem = Problem(clients=1)
     federation = Federation(Double(inner=FedPAQ(inner=LoRAA2(spec=problem.adapted().spec, r=2))), problem, sgd(LR))
-    with pytest.raises(FedspanError, match="is no tensor that was sent"):
+    with pytest.raises(FedspanError, match="the reply has a tensor that was not sent"):
         federation.round()

@@ -163,7 +163,7 @@ def test_refused_where_a_mean_change_has_no_meaning() -> None:
     spec = Problem(clients=2).adapted().spec
     cases = {
         "stack": FLoRA(spec=spec),
-        "re-initialized": FedLoRU(spec=spec, tau=1),
+        "re-initializes": FedLoRU(spec=spec, tau=1),
         "something else": FedPAQ(inner=FedIT(spec=spec)),
         "something else ": LocalOnly(spec=spec),
     }
@@ -181,5 +181,5 @@ def test_a_reply_that_is_not_what_was_claimed_is_an_error() -> None:
     problem = Problem(clients=2)
     method = FedAdam(inner=LoRAA2(spec=problem.adapted().spec, r=2))
     federation = Federation(Double(inner=method), problem, sgd(LR))
-    with pytest.raises(FedspanError, match="fc1/dB is no tensor that clients start from"):
+    with pytest.raises(FedspanError, match="clients do not start from the tensor fc1/dB"):
         federation.round()

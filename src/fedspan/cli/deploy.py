@@ -172,7 +172,7 @@ def _write_bundles(folder: Path, ids: Sequence[str], names: Sequence[str], port:
     for id in ids:
         target = write_bundle(link.folder / "bundles", id, address, authority)
         typer.echo(f"send this folder to the data owner {id}: {target}")
-    typer.echo(f"tell it by another way the SHA-256 of ca.crt: {compute_digest(authority)}")
+    typer.echo(f"send the SHA-256 of ca.crt over another channel: {compute_digest(authority)}")
     typer.echo("when its node.key.pub arrives, run here:")
     for id in ids:
         typer.echo(f"  fedspan admit node.key.pub --as {shlex.quote(id)}{_format_server_option(link.folder)}")

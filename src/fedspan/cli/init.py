@@ -101,6 +101,6 @@ def _parse_options(overrides: Sequence[str]) -> dict[str, Any]:
 
     for text in overrides:
         if not text.startswith("data."):
-            problem = f"init sets options of data, and {text!r} is none; other sections are set in the config's file"
+            problem = f"init sets only options of data, not {text!r}; set other sections in the config's file"
             raise FedspanError("--set", text, "data.FIELD=VALUE", problem=problem)
     return override({"data": {}}, overrides)["data"]

@@ -132,7 +132,7 @@ def _require_head_fit(config: RunSections) -> None:
         problem = f"{config.model.pooling} cannot be combined with {config.task}, which pools no texts"
         raise FedspanError("model.pooling", config.model.pooling, "auto", problem=problem)
     if config.model.pooling == "stock" and config.task_definition.is_embedding:
-        problem = f"{config.task} has no classifier, whose pooling stock is"
+        problem = f"{config.task} has no classifier, and stock is the pooling of the classifier"
         raise FedspanError("model.pooling", "stock", "auto, mean, cls, max or last", problem=problem)
     requested = config.model.head_init
     if requested in ("auto", "random"):

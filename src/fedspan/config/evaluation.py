@@ -79,5 +79,5 @@ class EvaluationConfig(Section):
         try:
             re.compile(value or "")
         except (re.error, OverflowError, RecursionError) as error:  # the last two: for a{9999999999}, ((((...
-            raise ValueError(f"a regular expression, which this is not: {error}") from None
+            raise ValueError(f"a valid regular expression ({error})") from None
         return value

@@ -327,7 +327,7 @@ class FederationConfig(Section):
             if (value := getattr(self, name)) != off:
                 problem = "it selects nodes of a deployment; the clients of a simulation come from partition"
                 if name == "late_joiners":
-                    problem = "it is for deployments; in a simulation, simulation.present says who is there when"
+                    problem = "it is for deployments; in a simulation, set simulation.present"
                 raise FedspanError(f"federation.{name}", value, problem=problem)
 
     def require_late_fit(self, mechanism: str | None, wrappers: Collection[str]) -> None:

@@ -121,10 +121,10 @@ class ModelConfig(Section):
             raise FedspanError("model.device_map", self.device_map, "null", problem=problem)
         if self.is_from_scratch:
             for option, reason in (
-                ("quantization", "newly drawn weights have no use for it"),
-                ("device_map", "its weights all train and so have to be on the device"),
+                ("quantization", "its weights are not pretrained"),
+                ("device_map", "all of its weights train and have to be on the device"),
                 ("adapter", "an adapter belongs to pretrained weights"),
-                ("modules_to_save", "all that is no target trains anyway"),
+                ("modules_to_save", "every module that is not a target trains anyway"),
             ):
                 if getattr(self, option):
                     problem = f"it cannot be set for a model from scratch, because {reason}"

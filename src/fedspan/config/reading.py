@@ -133,7 +133,7 @@ def _parse_index(node: list[Any], section: str, text: str) -> int:
         raise FedspanError(
             "--set",
             text,
-            problem=f"in {text!r}, {section} is no position of the list",
+            problem=f"in {text!r}, {section} is not a position in the list",
             expected=f"a number from 0 to {len(node) - 1}",
         )
     return int(section)

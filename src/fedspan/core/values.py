@@ -126,7 +126,7 @@ class Group:
 
     def __post_init__(self) -> None:
         if not 0 <= self.turn < self.turns:
-            problem = f"turn {self.turn} is none of {self.turns}: the group would never train"
+            problem = f"turn {self.turn} is not one of the {self.turns} turns: the group would never train"
             raise FedspanError("turn", self.turn, f"0 to {self.turns - 1}", problem=problem)
 
     def is_active(self, step: int) -> bool:

@@ -256,7 +256,7 @@ class DataConfig(BaseModel):
     def _refuse_repeats(cls, value: list[str] | None) -> list[str] | None:
         repeated = sorted({name for name in value or () if (value or ()).count(name) > 1})
         if repeated:
-            raise ValueError(f"each name once; {', '.join(repeated)} stands there twice")
+            raise ValueError(f"each name once; repeated: {', '.join(repeated)}")
         return value
 
     @model_validator(mode="after")
@@ -267,19 +267,19 @@ class DataConfig(BaseModel):
         roles: dict[str, str] = {}
         for name, column in columns.items():
             if column in roles:
-                problem = f"{column!r} is the column of {roles[column]}, too. Each needs a column of its own"
+                problem = f"{column!r} is also the column of {roles[column]}. Each needs a column of its own"
                 raise _contradiction(name, column, problem)
             if column is not None:
                 roles[column] = name
         for name in ("label", "label_separator"):
             if self.label_columns is not None and getattr(self, name) is not None:
-                problem = "label_columns names the labels' columns already. Leave one of the two out"
+                problem = "label_columns already names the labels' columns. Leave one of the two out"
                 raise _contradiction(name, getattr(self, name), problem)
         if self.labels is not None and self.first_labels is not None:
-            problem = "labels says already which labels are kept. Leave one of the two out"
+            problem = "labels already selects the labels. Leave one of the two out"
             raise _contradiction("first_labels", self.first_labels, problem)
         if self.messages is not None and self.prompt is not None:
-            problem = "messages says already what the model is given. Leave one of the two out"
+            problem = "messages already defines the model's input. Leave one of the two out"
             raise _contradiction("prompt", self.prompt, problem)
         if (self.messages is not None or self.system is not None) and not self.chat:
             raise _contradiction("chat", self.chat, "messages and system need chat: true")

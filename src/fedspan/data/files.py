@@ -193,7 +193,7 @@ def _read_file(path: Path, user_path: str, config: DataConfig, field: str, optio
     source = _convert_errors(read, kind, user_path, option, lambda reason: _suggest_remedy(kind, reason, config, field))
     rows = source.dataset
     if config.columns is not None and len(rows) and [str(value) for value in rows[0].values()] == rows.column_names:
-        problem = f"the first line of {user_path} names the columns already; leave this field out"
+        problem = f"the first line of {user_path} already names the columns; leave this field out"
         raise FedspanError(f"{field}.columns", config.columns, problem=problem)
     if config.header is False and config.columns is None and _begins_with_names(rows):
         names = ", ".join(map(str, rows[0].values()))

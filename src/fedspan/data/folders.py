@@ -36,10 +36,8 @@ def infer_classes(paths: Sequence[Sequence[str]], name: str, suffixes: Collectio
         raise ValueError(f"{name} holds none ({', '.join(suffixes)})")
     depths = {len(parts) for parts in paths}
     if depths not in ({2}, {3}):
-        misplaced = next(parts for parts in paths if len(parts) not in (2, 3) or len(depths) > 1)
-        raise ValueError(
-            f"{'/'.join(misplaced)} has another layout than class/file, or domain/class/file for all files"
-        )
+        by_depth = ["/".join(next(parts for parts in paths if len(parts) == depth)) for depth in sorted(depths)]
+        raise ValueError(f"expected class/file or domain/class/file for all files, got {' and '.join(by_depth[:3])}")
     top_folders = {parts[0] for parts in paths}
     if depths == {3} and top_folders <= _PARTS:
         parts = ", ".join(sorted(top_folders))
@@ -59,10 +57,10 @@ def describe_left_out(names: Sequence[str]) -> tuple[str, ...]:
     """Return a note on files that were left out, as a clause; none if there are none."""
     if not names:
         return ()
-    files = f"{len(names):,} files that are" if len(names) > 1 else "1 file that is"
+    files = f"{len(names):,} files that are not examples" if len(names) > 1 else "1 file that is not an example"
     ellipsis = ", ..." if len(names) > 3 else ""
     listed = ", ".join(map(escape_controls, names[:3]))
-    return (f"left out {files} no example by class ({listed}{ellipsis})",)
+    return (f"left out {files} ({listed}{ellipsis})",)
 
 
 def has_texts(path: Path) -> bool:

@@ -191,10 +191,10 @@ def _read_idx_array(path: Path, dimensions: int) -> np.ndarray:
     content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     start = 4 + 4 * dimensions
     if len(content) < start or content[:4] != bytes([0, 0, 8, dimensions]):
-        raise ValueError(f"{path.name} is no idx file of unsigned bytes in {dimensions} dimensions")
+        raise ValueError(f"{path.name} is not an idx file of unsigned bytes in {dimensions} dimensions")
     sizes = np.frombuffer(content, ">u4", dimensions, 4).tolist()
     if len(content) - start != math.prod(sizes):
-        raise ValueError(f"{path.name} promises {math.prod(sizes)} bytes and holds {len(content) - start}")
+        raise ValueError(f"{path.name} declares {math.prod(sizes)} bytes and holds {len(content) - start}")
     return np.frombuffer(content, np.uint8, offset=start).reshape(sizes)
 
 

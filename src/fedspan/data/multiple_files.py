@@ -38,7 +38,7 @@ def read_multiple(user_path: str, option: str, read: Callable[[Path], Source]) -
     try:
         dataset = _concatenate({path: source.dataset for path, source in sources.items()}, matches)
     except ValueError as error:
-        problem = f"the files do not go together: {str(error).splitlines()[0][:300]}"
+        problem = f"the files do not match: {str(error).splitlines()[0][:300]}"
         raise FedspanError(option, user_path, problem=problem) from error
     files = tuple((source.name, len(source.dataset) + source.skipped, source.header) for source in sources.values())
     return Source(

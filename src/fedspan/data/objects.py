@@ -55,7 +55,7 @@ def read_objects(data: Any, clients: int) -> DataObjects:
     parts: dict[str, Any] = {_TRAIN: data}
     if isinstance(data, Mapping) and _TRAIN in data and not _is_column(data[_TRAIN]):
         if unknown := sorted(set(data) - {_TRAIN, *_TEST}):
-            problem = f"{unknown[0]!r} is no part of the data. The parts are train, test and validation."
+            problem = f"{unknown[0]!r} is not a part of the data. The parts are train, test and validation."
             raise FedspanError("data", unknown[0], problem=problem)
         parts = {_TRAIN: data[_TRAIN]}
         if (held_out := next((name for name in _TEST if name in data), None)) is not None:

@@ -155,7 +155,7 @@ class Approvals:
 
     def _ask(self, job: str, invitation: Invitation) -> None:
         if sum(request.decision is None for request in self.list_requests()) >= _WAITING:
-            problem = f"{_WAITING} jobs wait for the operator of this node already"
+            problem = f"{_WAITING} jobs are already waiting for the operator of this node"
             raise FedspanError("limits.approve", job, problem=problem)
         requested_at = datetime.now(UTC).isoformat(timespec="seconds")
         files = invitation.base_files

@@ -192,7 +192,7 @@ def describe_base(node: NodeConfig, name: str) -> str:
     """Describe where a node has a model that a server may name, or gets it from."""
     if name in node.models:
         folder = Path(node.models[name]).expanduser()
-        return f"{folder}" if folder.is_dir() else f"{folder}, which is no folder"
+        return f"{folder}" if folder.is_dir() else f"{folder}, which is not a folder"
     if (folder := find_local_base(name, None)) is not None:
         return str(folder)
     return "not on this machine: " + (

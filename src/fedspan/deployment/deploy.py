@@ -109,7 +109,7 @@ def _describe_data(name: str, field: str) -> str:
         return name
     if Path(name).suffix or Path(name).is_absolute() or name.startswith(("~", ".")):
         raise FedspanError(field, name, "a file or folder of this machine")
-    return f"{name}, which is no file here: it is loaded as a named data set"
+    return f"{name}, which is not a file on this machine: it is loaded as a named data set"
 
 
 def join(path: str | Path, *, trainer: Any = None, insecure: bool = False, stop: Event | None = None) -> None:

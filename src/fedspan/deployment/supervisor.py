@@ -136,7 +136,7 @@ def _serve(path: str, connection: Connection) -> None:
         try:
             reply = service.answer(envelope)
         except ValueError:  # of an unknown kind: the reply reports nothing else
-            log.exception("a message that is none of ours")
+            log.exception("a message of an unknown kind")
             reply = Envelope("{}")
         connection.send_bytes(reply.header.encode())
         connection.send_bytes(reply.body)

@@ -210,7 +210,7 @@ def privatize(privacy: Privacy, started: Tensors, client: Client, reply: Message
     unexpected = [name for name, value in reply.tensors.items() if not value.is_floating_point() or name not in started]
     if unexpected or reply.scalars:
         problem = (
-            f"noise cannot protect {[*unexpected, *reply.scalars][0]}, which is no tensor that all clients start from"
+            f"noise cannot protect {[*unexpected, *reply.scalars][0]}, a value from which clients do not all start"
         )
         raise FedspanError("privacy.mechanism", "local", problem=problem)
     origin = {name: started[name].to("cpu", value.dtype) for name, value in reply.tensors.items()}

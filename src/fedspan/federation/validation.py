@@ -171,7 +171,7 @@ def require_requested(reply: Reply, id: str, round: int, attempt: int, task: str
     if (reply.task, reply.id, reply.round, reply.attempt) != (task, id, round, attempt):
         raise ValueError(
             f"a reply of {reply.id!r} to round {reply.round + 1}, attempt {reply.attempt + 1} "
-            f"({reply.task}); asked was {id!r} for round {round + 1}, attempt {attempt + 1} ({task})"
+            f"({reply.task}), where the order was to {id!r} for round {round + 1}, attempt {attempt + 1} ({task})"
         )
 
 

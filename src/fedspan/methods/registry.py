@@ -120,7 +120,7 @@ def _require_method(key: str, cls: Any) -> None:
     missing = sorted(getattr(cls, "__abstractmethods__", ()))
     if not (isinstance(cls, type) and issubclass(cls, RegisteredMethod)) or missing:
         missing_text = f" (it lacks {', '.join(missing)})" if missing else ""
-        problem = f"{cls!r} is no method{missing_text}"
+        problem = f"{cls!r} is not a method{missing_text}"
         raise FedspanError("method.name", key, "a subclass of fedspan.core.method.RegisteredMethod", problem=problem)
     if "__dataclass_fields__" not in vars(cls):  # its base is frozen, so it must be too
         raise FedspanError("method.name", key, problem=f"{cls!r} lacks @dataclass(frozen=True, kw_only=True)")

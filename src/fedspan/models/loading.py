@@ -221,7 +221,7 @@ def adopt_loaded(
         raise FedspanError("model", kind, expected)
     if type(model).__module__.startswith("transformers.") and not kind.endswith(head.suffixes):
         expected = f"{head.auto_class}.from_pretrained(...)"
-        raise FedspanError("model", kind, expected, problem=f"{kind} has not the head that the task needs")
+        raise FedspanError("model", kind, expected, problem=f"{kind} lacks the head that the task needs")
     outputs = None if head.outputs is None else 1 if head.outputs == "number" else len(labels)
     if outputs is not None and model.config.num_labels != outputs:
         problem = f"the head of {kind} has {model.config.num_labels} outputs where {outputs} are needed. "

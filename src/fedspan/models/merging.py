@@ -57,7 +57,7 @@ def merge_weights(adapted: AdaptedModel, job: Job, base: BaseUpdate) -> dict[str
     slots = group_by_layer(job.tensors)
     for name, layer in adapted.layers.items():
         if is_quantized(layer.module):
-            expected = "null: what this method trains is no adapter of the base, and is written as a model of its own"
+            expected = "null: this method does not train an adapter of the base, and exports a whole model"
             raise FedspanError("model.quantization", type(layer.module).__name__, expected)
         W_OI = materialise(layer.get_original().cpu(), base, name)
         if name in job.parametrization:

@@ -43,7 +43,7 @@ def _run_attention(
 ) -> tuple[Tensor, None]:
     layout = get_current_layout()
     if layout is None or query.shape[:3:2] != (1, layout.places) or key.shape[2] != layout.places:
-        raise Padded("its attention is not one that Transformers lets be replaced")
+        raise Padded("Transformers does not allow its attention to be replaced")
     if layout.variable:
         return _attend_variable(layout, module, query, key, value, options), None
     if layout.fused:
@@ -53,7 +53,7 @@ def _run_attention(
     else:
         forward = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if forward is None:
-        raise Padded("its attention is not one that Transformers lets be replaced")
+        raise Padded("Transformers does not allow its attention to be replaced")
     return layout.attend(forward, module, query, key, value, attention_mask, options), None
 
 
@@ -67,7 +67,7 @@ def _attend_variable(
     """
     others = ("softcap", "position_bias", "s_aux")
     if varlen_attn is None or options.get("dropout") or any(options.get(name) is not None for name in others):
-        raise Padded("its attention has parts that attention over texts of variable length has not")
+        raise Padded("its attention has parts that attention over texts of variable length lacks")
     causal = options.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     window = options.get("sliding_window")
@@ -126,7 +126,7 @@ class Unpadded:
         if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
             raise Padded("activations are computed again in the backward pass (gradient checkpointing)")
         if any(isinstance(module, DROPOUTS) and module.p > 0 for module in model.modules()):
-            raise Padded("the model drops out at random")
+            raise Padded("the model has dropout")
         _register_attention()
         try:
             _, calls = trace_calls(model)
@@ -143,7 +143,7 @@ class Unpadded:
                 raise Padded(f"{path} trains inside a block")
         for path, layer in adapted.layers.items():
             if path.startswith(inside) and not isinstance(layer.operator, Linear):
-                raise Padded(f"{path} is no linear layer")
+                raise Padded(f"{path} is not a linear layer")
 
         narrow = torch.finfo(next(model.parameters()).dtype).bits == 16
         self.variable = varlen_attn is not None and narrow and adapted.device.type == "cuda"

@@ -209,7 +209,7 @@ class Preset(Record):
         for label, entry in self.methods.items():
             if entry.key not in METHODS:
                 raise ValueError(
-                    f"methods.{label}.key {entry.key!r} is no method. {suggest_nearest(entry.key, METHODS)}"
+                    f"methods.{label}.key {entry.key!r} is not a method. {suggest_nearest(entry.key, METHODS)}"
                 )
         for axis in self.small.axes:
             self._require("small.axes", axis, self.axes)
@@ -244,7 +244,7 @@ class Preset(Record):
     @staticmethod
     def _require(field: str, name: str, names: Mapping[str, object]) -> None:
         if name not in names:
-            raise ValueError(f"{field}: {name!r} is none of {', '.join(names)}")
+            raise ValueError(f"{field}: {name!r} is not one of {', '.join(names)}")
 
     def get_axes(self, scale: Scale) -> dict[str, dict[str, Values]]:
         """Return the axes at a scale."""

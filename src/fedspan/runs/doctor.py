@@ -144,7 +144,9 @@ def _check_memory() -> Check:
         return Check("memory", "note", "not known on this system")
     free, total = free * page / 2**30, total * page / 2**30
     low = free < _LEAST_MEMORY
-    advice = f"{_LEAST_MEMORY:g} GiB are little already; fedspan plan says what a run takes" if low else ""
+    advice = (
+        f"{_LEAST_MEMORY:g} GiB is the least that small runs need; fedspan plan prints what a run needs" if low else ""
+    )
     return Check("memory", "note" if low else "ok", f"{free:.1f} of {total:.1f} GiB free", advice)
 
 

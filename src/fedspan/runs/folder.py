@@ -192,7 +192,7 @@ class RunFolder:
             raise FedspanError(
                 "run folder",
                 str(self.path),
-                problem=f"{owner} works on this run. Wait until it is finished, or stop it",
+                problem=f"{owner} is working on this run. Wait until it has finished, or stop it",
             ) from None
         # A soft lock (on disks without real ones) names its process itself. Elsewhere the name only helps the process
         # that is refused, so a failure to write it is ignored.

@@ -73,7 +73,7 @@ def require_size(config: RunConfig, model: nn.Module, task: RunTask, examples: E
             task.predict(model, batch)
     except (ValueError, RuntimeError) as error:
         rows, columns = batch["pixel_values"].shape[-2:]
-        expected = f"a size that the model takes; of one of {rows} x {columns} pixels it says: {error}"
+        expected = f"a size that the model accepts; it refuses {rows} x {columns} pixels: {error}"
         raise FedspanError("model.image_size", config.model.image_size, expected.splitlines()[0]) from error
 
 
@@ -303,7 +303,7 @@ def resolve_pooling(config: RunConfig) -> tuple[RunConfig, str | None]:
         changes = {"pooling_normalize": normalize}
     elif search.pooling is None and embeds:
         changes = {"pooling": "mean", "pooling_normalize": False}
-        reason = search.doubt or "it is no sentence encoder"
+        reason = search.doubt or "it is not a sentence encoder"
         note = f"model.pooling is mean: how {name} pools is not known ({reason}); cls, max and last are others"
     elif search.pooling is None:
         changes = {"pooling": "stock"}

@@ -61,9 +61,9 @@ class Compression(RegisteredWrapper):
 
     def explain_refusal(self, claims: Claims) -> str | None:
         if claims.reduction == "stack":
-            return "compresses changes of which the server needs the sum, and this method's server needs single replies"
+            return "compresses changes for a server that sums them, and this method's server needs single replies"
         if claims.sends != "values":
-            return "sends changes of tensors that all clients start from alike, and here something else is transmitted"
+            return "sends changes of tensors from which all clients start alike, and here clients send something else"
         return None
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
@@ -84,7 +84,7 @@ class Compression(RegisteredWrapper):
         for name, value in result.tensors.items():
             if name not in start or start[name].shape != value.shape:
                 raise FedspanError(
-                    "method.wrappers", self.key, problem=f"the reply's {name} is no tensor that was sent"
+                    "method.wrappers", self.key, problem=f"the reply has a tensor that was not sent: {name}"
                 )
             if value.is_floating_point():
                 changes[name] = value - start[name]

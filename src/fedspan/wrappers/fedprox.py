@@ -44,7 +44,7 @@ class FedProx(RegisteredWrapper):
 
     def explain_refusal(self, claims: Claims) -> str | None:
         if claims.sends == "nothing":
-            return "holds clients near the model that they share, and this method's share none"
+            return "keeps clients near their common model, and this method has none"
         return None
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:

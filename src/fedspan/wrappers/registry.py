@@ -77,7 +77,7 @@ def wrap(
         field, cls = f"method.wrappers.{position}", get_wrapper_class(key)
         if cls.kind in kinds:
             raise FedspanError(
-                field, key, problem=f"a method takes one {cls.kind}, and {kinds[cls.kind]} already is one"
+                field, key, problem=f"a method takes one {cls.kind}, and {kinds[cls.kind]} is already one"
             )
         kinds[cls.kind] = key
         wrapped = cls(inner=method, seed=seed, **options)

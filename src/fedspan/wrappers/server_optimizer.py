@@ -47,11 +47,11 @@ class ServerOptimizer(RegisteredWrapper):
         if claims.reduction == "stack":
             return "steps along the mean of the replies, and this method's server needs a stack of them"
         if claims.reinitializes:
-            return "needs tensors that last from round to round, and this method's are re-initialized in every one"
+            return "needs tensors that persist between rounds, and this method re-initializes them in every round"
         if claims.moves_base:
             return "changes the average of the factors, and this method moves the base by what the same replies give"
         if claims.sends != "values":
-            return "steps from what clients start from to the mean of what they send, and here that is something else"
+            return "needs replies with the tensors from which clients start, and here clients send something else"
         return None
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
@@ -63,7 +63,7 @@ class ServerOptimizer(RegisteredWrapper):
         for name, mean in reduced.mean.items():
             if name not in start:
                 field = "method.wrappers"
-                raise FedspanError(field, type(self).__name__, problem=f"{name} is no tensor that clients start from")
+                raise FedspanError(field, type(self).__name__, problem=f"clients do not start from the tensor {name}")
             before = {
                 kind: moments.get(f"{kind}/{name}", torch.full_like(mean, self.get_initial(kind)))
                 for kind in self.moments

@@ -14,7 +14,7 @@ SECTIONS: Mapping[str, Sequence[Mistake]] = {
     "Data files": data.FILES,
     "Columns and rows": data.ROWS,
     "Prompts, answers, conversations": data.PROMPTS,
-    "Dividing data among clients": data.DIVISION,
+    "Partitioning data among clients": data.PARTITION,
     "Naming a model": model.NAMES,
     "A model's files": model.FOLDERS,
     "Layers, ranks, metrics": model.LAYERS,

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 
-from helpers.mistakes.world import GOOD, QUESTIONS, Mistake, World
+from helpers.mistakes.world import GOOD, LONG_NAME, QUESTIONS, Mistake, World
 
 CAUSAL: dict[str, Any] = {"task": "causal-lm", "name": "t.jsonl"}
 READING = "cannot be read as "
@@ -28,8 +28,8 @@ def _data_owners(world: World) -> object:
     return world.load(train="{site}.csv")
 
 
-def _divide(content: str = GOOD, **options: Any) -> Callable[[World], object]:
-    return lambda world: world.divide(content, **options)
+def _partition(content: str = GOOD, **options: Any) -> Callable[[World], object]:
+    return lambda world: world.partition(content, **options)
 
 
 def _lines(*rows: object) -> str:
@@ -56,64 +56,72 @@ def _conversation(value: object) -> Callable[[World], object]:
 
 FILES = [
     Mistake("missing", "The file is misspelt.", "data.train", _load(train="trian.csv")),
-    Mistake("missing-folder", "The folder is not there.", "data.train", _load(train="no/such/train.csv")),
+    Mistake("missing-folder", "The folder does not exist.", "data.train", _load(train="no/such/train.csv")),
     Mistake("missing-test", "The test file is misspelt.", "data.test", _load(test="tset.csv")),
-    Mistake("no-data-owner", "No file is like the path with braces.", "data.train", _load(train="{site}/train.csv")),
-    Mistake("columns-differ", "Files of two data owners have other columns.", "data.train", _data_owners),
-    Mistake("too-long", "The name is too long for the disk.", "data.train", _load(train="x" * 300 + ".csv")),
-    Mistake("no-user", "The home of a user that there is none of.", "data.train", _load(train="~nobodyx/train.csv")),
-    Mistake("suffix", "A kind of file that is not read.", "data.train", _load("x", name="train.docx")),
+    Mistake("no-data-owner", "No file matches the path with braces.", "data.train", _load(train="{site}/train.csv")),
+    Mistake("columns-differ", "The files of two data owners have different columns.", "data.train", _data_owners),
+    Mistake("too-long", "The name is too long for the file system.", "data.train", _load(train=LONG_NAME + ".csv")),
+    Mistake("no-user", "The home folder of an unknown user.", "data.train", _load(train="~nobodyx/train.csv")),
+    Mistake("suffix", "A file format that is not supported.", "data.train", _load("x", name="train.docx")),
     Mistake("empty", "The file is empty.", "data.train", _load("")),
-    Mistake("header-only", "The file is a header.", "data.train", _load("text,label\n")),
-    Mistake("no-rows", "A list without objects.", "data.train", _load("[]", name="t.json")),
+    Mistake("header-only", "The file has only a header.", "data.train", _load("text,label\n")),
+    Mistake("no-rows", "The list is empty.", "data.train", _load("[]", name="t.json")),
     Mistake("ragged", "A row lacks a field.", "data.train", _load("text,label\none,a\ntwo\n"), READING),
     Mistake(
         "encoding",
-        "The file is not in the encoding that is named.",
+        "The file has another encoding than data.encoding.",
         "data.train",
         _load("text,label\né,a\n".encode("latin-1"), encoding="utf-8"),
     ),
-    Mistake("no-encoding", "An encoding that there is none of.", "data.train", _load(encoding="utf-9")),
+    Mistake("no-encoding", "An unknown encoding.", "data.train", _load(encoding="utf-9")),
     Mistake(
         "no-header",
         "The first line is an example, and the columns have no names.",
         "data.text",
         _load("great,yes\nbad,no\nfine,yes\nawful,no\nlovely,yes\n"),
     ),
-    Mistake("excel", "A workbook that is none.", "data.train", _load("x", name="train.xlsx"), READING),
-    Mistake("zip", "A .zip file that is none.", "data.train", _load("x", name="train.zip"), READING),
-    Mistake("twice", "Two columns have one name.", "data.train", _load("text,label,text\none,a,b\n")),
-    Mistake("not-gzip", "A .gz file that is not packed.", "data.train", _load("text", name="t.csv.gz"), READING),
+    Mistake("excel", "The .xlsx file is not a workbook.", "data.train", _load("x", name="train.xlsx"), READING),
+    Mistake("zip", "The .zip file is not an archive.", "data.train", _load("x", name="train.zip"), READING),
+    Mistake("twice", "Two columns have the same name.", "data.train", _load("text,label,text\none,a,b\n")),
+    Mistake("not-gzip", "The .gz file is not compressed.", "data.train", _load("text", name="t.csv.gz"), READING),
     Mistake(
         "gzip-cut",
-        "A .gz file that was cut.",
+        "The .gz file is truncated.",
         "data.train",
         _load(gzip.compress(GOOD.encode())[:-12], name="t.csv.gz"),
         READING,
     ),
-    Mistake("jsonl", "A line is no JSON.", "data.train", _load('{"text": "a"\n', name="t.jsonl"), "jsonl: row 1: "),
-    Mistake("jsonl-list", "A line is a list.", "data.train", _load(_lines(["one", "a"]), name="t.jsonl")),
-    Mistake("json-object", "A .json file with one object.", "data.train", _load('{"text": 1}', name="t.json")),
-    Mistake("json-deep", "Brackets nested too deeply.", "data.train", _load("[" * 99999, name="t.json"), READING),
     Mistake(
-        "json-half", "Half a character in JSON.", "data.train", _load('{"text":"\\ud800"}', name="t.jsonl"), READING
+        "jsonl", "A line is not valid JSON.", "data.train", _load('{"text": "a"\n', name="t.jsonl"), "jsonl: row 1: "
     ),
-    Mistake("parquet", "A parquet file that is none.", "data.train", _load(b"PAR1 no", name="t.parquet"), READING),
+    Mistake("jsonl-list", "A line is a list.", "data.train", _load(_lines(["one", "a"]), name="t.jsonl")),
+    Mistake("json-object", "The .json file holds a single object.", "data.train", _load('{"text": 1}', name="t.json")),
+    Mistake("json-deep", "Brackets are nested too deeply.", "data.train", _load("[" * 99999, name="t.json"), READING),
+    Mistake(
+        "json-half",
+        "Half of a surrogate pair in JSON.",
+        "data.train",
+        _load('{"text":"\\ud800"}', name="t.jsonl"),
+        READING,
+    ),
+    Mistake(
+        "parquet", "The .parquet file has another format.", "data.train", _load(b"PAR1 no", name="t.parquet"), READING
+    ),
     Mistake(
         "parquet-cut",
-        "A parquet file that was cut.",
+        "The .parquet file is truncated.",
         "data.train",
         _load(_parquet(text=["a"])[:-9], name="t.parquet"),
         READING,
     ),
     Mistake(
         "parquet-notes",
-        "A parquet file with damaged notes on its types.",
+        "The .parquet file has damaged metadata on its types.",
         "data.train",
         _load(_parquet({b"huggingface": b"{"}, text=["a", "b"], label=["x", "y"]), name="t.parquet"),
         "cannot hold: ",
     ),
-    Mistake("columns", "Names for columns that have some.", "data.columns", _load(columns=["text", "label"])),
+    Mistake("columns", "Names for columns that already have names.", "data.columns", _load(columns=["text", "label"])),
     Mistake(
         "columns-json",
         "Names for the columns of a .jsonl file.",
@@ -123,13 +131,13 @@ FILES = [
     Mistake("builtin", "An unknown built-in corpus.", "data.train", _load(train="builtin:patients")),
     Mistake(
         "builtin-split",
-        "A split that it lacks.",
+        "An unknown split of a built-in corpus.",
         "data.train_split",
         _load(train="builtin:patient-messages", train_split="dev"),
     ),
     Mistake(
         "not-on-hub",
-        "A data set that the hub lacks, without its file.",
+        "A data set that is not on the hub, without a file.",
         "data.train",
         _load(train=None, dataset="blitzer_sentiment"),
     ),
@@ -154,29 +162,47 @@ ROWS = [
         _load(_lines({"text": "a", "label": 1.5}, {"text": "b", "label": 2.0}), name="t.jsonl"),
     ),
     Mistake("one-label", "All rows have one label.", "data.label", _load("text,label\none,a\ntwo,a\n")),
-    Mistake("unknown-label", "The test set has a label of its own.", "data.test", _test("text,label\none,z\n")),
+    Mistake(
+        "unknown-label",
+        "The test set has a label that the training set lacks.",
+        "data.test",
+        _test("text,label\none,z\n"),
+    ),
     Mistake("foreign-label", "A label is not in data.labels.", "data.train", _load(labels=["a", "c"])),
     Mistake(
-        "absent-label", "keep_only a label that is not there.", "data.labels", _load(labels=["a", "c"], keep_only=True)
+        "absent-label",
+        "keep_only with a label that no row has.",
+        "data.labels",
+        _load(labels=["a", "c"], keep_only=True),
     ),
-    Mistake("first-labels", "More labels than there are.", "data.first_labels", _load(first_labels=3)),
+    Mistake("first-labels", "first_labels exceeds the number of labels.", "data.first_labels", _load(first_labels=3)),
     Mistake("too-few", "Too few rows for a test set.", "data.train", _load("text,label\none,a\ntwo,b\n")),
     Mistake(
-        "all-blank", "invalid: skip leaves nothing.", "data.train", _load("text,label\n,a\ntwo,\n", invalid="skip")
+        "all-blank", "invalid: skip leaves no rows.", "data.train", _load("text,label\n,a\ntwo,\n", invalid="skip")
     ),
-    Mistake("no-number", "A number is a word.", "data.label", _load("text,label\none,1\ntwo,b\n", task="regression")),
-    Mistake("nan", "A number is NaN.", "data.train", _load("text,label\none,1\ntwo,nan\n", task="regression")),
+    Mistake(
+        "no-number",
+        "A label is a word in a regression.",
+        "data.label",
+        _load("text,label\none,1\ntwo,b\n", task="regression"),
+    ),
+    Mistake(
+        "nan", "A label is NaN in a regression.", "data.train", _load("text,label\none,1\ntwo,nan\n", task="regression")
+    ),
     Mistake(
         "labels-of-numbers",
-        "Labels where numbers are asked for.",
+        "data.labels is set for a regression.",
         "data.labels",
         _load("text,label\none,1\ntwo,2\n", task="regression", labels=["1", "2"]),
     ),
 ]
 PROMPTS = [
-    Mistake("no-prompt", "causal-lm without a prompt.", "data.prompt", _load(QUESTIONS, **CAUSAL)),
+    Mistake("no-prompt", "causal-lm has no prompt.", "data.prompt", _load(QUESTIONS, **CAUSAL)),
     Mistake(
-        "prompt-column", "A column that is not there.", "data.prompt", _load(QUESTIONS, **CAUSAL, prompt="{topic}")
+        "prompt-column",
+        "The prompt names an unknown column.",
+        "data.prompt",
+        _load(QUESTIONS, **CAUSAL, prompt="{topic}"),
     ),
     Mistake("prompt-plain", "A prompt without a column.", "data.prompt", _load(QUESTIONS, **CAUSAL, prompt="Answer!")),
     Mistake(
@@ -189,7 +215,7 @@ PROMPTS = [
     Mistake(
         "prompt-format", "A number format in braces.", "data.prompt", _load(QUESTIONS, **CAUSAL, prompt="{question:>9}")
     ),
-    Mistake("prompt-empty", "Braces with nothing in them.", "data.prompt", _load(QUESTIONS, **CAUSAL, prompt="{}")),
+    Mistake("prompt-empty", "The braces are empty.", "data.prompt", _load(QUESTIONS, **CAUSAL, prompt="{}")),
     Mistake(
         "no-answer",
         "There is no column of answers.",
@@ -204,35 +230,37 @@ PROMPTS = [
     ),
     Mistake("no-talk", "There is no column of conversations.", "data.messages", _conversation({"chat": []})),
     Mistake("talk-user", "A conversation ends with the user.", "data.messages", _conversation(_talk("user"))),
-    Mistake("talk-text", "A conversation is a text.", "data.messages", _conversation({"talk": "hello"})),
+    Mistake("talk-text", "A conversation is a string.", "data.messages", _conversation({"talk": "hello"})),
     Mistake("talk-role", "Messages without a role.", "data.messages", _conversation({"talk": [{"content": "a1"}]})),
 ]
-DIVISION = [
-    Mistake("clients", "More clients than examples.", "partition.clients", _divide(clients=500)),
-    Mistake("too-small", "A client gets too little.", "partition.min_examples", _divide(clients=4, min_examples=5)),
+PARTITION = [
+    Mistake("clients", "More clients than examples.", "partition.clients", _partition(clients=500)),
+    Mistake(
+        "too-small", "A client gets too few examples.", "partition.min_examples", _partition(clients=4, min_examples=5)
+    ),
     Mistake(
         "no-column",
-        "The column of clients is not there.",
+        "The column of clients does not exist.",
         "partition.column",
-        _divide(partitioner="natural", column="site"),
+        _partition(partitioner="natural", column="site"),
     ),
     Mistake(
         "uneven-clients",
-        "Two sites cannot have equally many of three clients.",
+        "Three clients cannot be divided evenly between two sites.",
         "partition.clients",
-        _divide(SITES, data={"test_fraction": 0}, clients=3, column="site"),
+        _partition(SITES, data={"test_fraction": 0}, clients=3, column="site"),
     ),
     Mistake(
         "small-site",
         "A site has fewer examples than clients.",
         "partition.clients",
-        _divide(SITES, data={"test_fraction": 0}, clients=4, column="site"),
+        _partition(SITES, data={"test_fraction": 0}, clients=4, column="site"),
     ),
     Mistake(
         "no-value",
         "A row names no client.",
         "partition.column",
-        _divide(
+        _partition(
             "text,label,site\none,a,x\ntwo,b,\nthree,a,y\nfour,b,y\n",
             data={"test_fraction": 0},
             partitioner="natural",
@@ -241,9 +269,9 @@ DIVISION = [
     ),
     Mistake(
         "small-natural",
-        "A client of the file has one row.",
+        "A client of the file has only one row.",
         "partition.min_examples",
-        _divide(
+        _partition(
             "text,label,site\none,a,x\ntwo,b,y\nthree,a,y\nfour,b,y\n",
             data={"test_fraction": 0},
             partitioner="natural",
@@ -251,19 +279,22 @@ DIVISION = [
         ),
     ),
     Mistake(
-        "alpha", "Shares too unequal.", "partition.alpha", _divide(partitioner="dirichlet", alpha=0.001, clients=3)
+        "alpha",
+        "The clients' shares are too unequal.",
+        "partition.alpha",
+        _partition(partitioner="dirichlet", alpha=0.001, clients=3),
     ),
     Mistake(
         "classes",
-        "More labels a client than there are.",
+        "classes_per_client exceeds the number of labels.",
         "partition.classes_per_client",
-        _divide(partitioner="pathological", classes_per_client=3, clients=2),
+        _partition(partitioner="pathological", classes_per_client=3, clients=2),
     ),
     Mistake(
         "no-classes",
-        "Labels are to be divided, and there are none.",
+        "A partition by labels of data without labels.",
         "partition.partitioner",
-        _divide(
+        _partition(
             "text,label\none,1\ntwo,2\nthree,3\nfour,4\n",
             task="regression",
             partitioner="dirichlet",
@@ -272,8 +303,8 @@ DIVISION = [
     ),
     Mistake(
         "exponential",
-        "Sizes grow too steeply.",
+        "The clients' sizes grow too steeply.",
         "partition.min_examples",
-        _divide(partitioner="quantity", quantity="exponential", clients=4),
+        _partition(partitioner="quantity", quantity="exponential", clients=4),
     ),
 ]

@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 
 from fedspan.models.names import resolve_model
-from helpers.mistakes.world import Mistake, World, cut, edit_json
+from helpers.mistakes.world import LONG_NAME, Mistake, World, cut, edit_json
 
 WEIGHTS, ADAPTER = "adapter_model.safetensors", "adapter_config.json"
 
@@ -94,18 +94,22 @@ def _other_labels(world: World) -> None:
 NAMES = [
     Mistake(
         "unknown",
-        "A hub id that is neither there nor cached.",
+        "A hub id that is neither cached nor reachable.",
         "model.name",
         _model(name="nobody/nothing"),
         "cannot be loaded (",
     ),
     Mistake("no-id", "A name that cannot be a hub id.", "model.name", _model(name="my model"), "cannot be loaded ("),
     Mistake(
-        "too-long", "A name that is too long for the disk.", "model.name", _model(name="x" * 300), "cannot be loaded ("
+        "too-long",
+        "A name that is too long for the file system.",
+        "model.name",
+        _model(name=LONG_NAME),
+        "cannot be loaded (",
     ),
     Mistake(
         "no-user",
-        "The home of a user that there is none of.",
+        "The home folder of an unknown user.",
         "model.name",
         _model(name="~nobodyx/m"),
         "cannot be loaded (",
@@ -123,28 +127,42 @@ FOLDERS = [
         "cannot be loaded (",
     ),
     Mistake("no-config", "There is no config.json.", "model.name", _without("config.json"), "cannot be loaded ("),
-    Mistake("config-cut", "config.json is cut.", "model.name", _write("config.json", "{"), "cannot be loaded ("),
+    Mistake("config-cut", "config.json is truncated.", "model.name", _write("config.json", "{"), "cannot be loaded ("),
     Mistake(
         "config-null", "config.json holds null.", "model.name", _write("config.json", "null"), "cannot be loaded ("
     ),
-    Mistake("config-type", "A size is a word.", "model.name", _config(hidden_size="x"), "cannot be loaded ("),
-    Mistake("config-heads", "No attention heads.", "model.name", _config(num_attention_heads=0), "cannot be loaded ("),
+    Mistake(
+        "config-type", "A size in config.json is a word.", "model.name", _config(hidden_size="x"), "cannot be loaded ("
+    ),
+    Mistake(
+        "config-heads",
+        "The number of attention heads is 0.",
+        "model.name",
+        _config(num_attention_heads=0),
+        "cannot be loaded (",
+    ),
     Mistake(
         "config-kind",
-        "An architecture that there is none of.",
+        "An unknown architecture.",
         "model.name",
         _config(model_type="x"),
         "cannot be loaded (",
     ),
-    Mistake("config-shape", "Layers of another shape.", "model.name", _config(intermediate_size=32)),
-    Mistake("config-layers", "A layer more than there are weights for.", "model.name", _config(num_hidden_layers=3)),
+    Mistake(
+        "config-shape", "The layers have other shapes than in config.json.", "model.name", _config(intermediate_size=32)
+    ),
+    Mistake("config-layers", "The weights of one layer are missing.", "model.name", _config(num_hidden_layers=3)),
     Mistake("no-weights", "There are no weights.", "model.name", _without("model.safetensors"), "cannot be loaded ("),
     Mistake(
-        "no-tensors", "The weights are none.", "model.name", _write("model.safetensors", "x" * 99), "cannot be loaded ("
+        "no-tensors",
+        "The weights are not a safetensors file.",
+        "model.name",
+        _write("model.safetensors", "x" * 99),
+        "cannot be loaded (",
     ),
     Mistake(
         "weights-cut",
-        "The weights were cut.",
+        "The file of weights is truncated.",
         "model.name",
         lambda world: world.model(lambda folder: cut(folder / "model.safetensors")),
         "cannot be loaded (",
@@ -153,7 +171,11 @@ FOLDERS = [
         "no-tokenizer", "There is no tokenizer.", "model.name", _without("tokenizer.json", "tokenizer_config.json")
     ),
     Mistake(
-        "tokenizer-cut", "tokenizer.json is cut.", "model.name", _write("tokenizer.json", '{"a'), "cannot be loaded ("
+        "tokenizer-cut",
+        "tokenizer.json is truncated.",
+        "model.name",
+        _write("tokenizer.json", '{"a'),
+        "cannot be loaded (",
     ),
     Mistake(
         "tokenizer-list",
@@ -164,7 +186,7 @@ FOLDERS = [
     ),
     Mistake(
         "encoder-answers",
-        "An encoder for causal-lm.",
+        "An encoder is used for causal-lm.",
         "model.name",
         lambda world: world.decoder(model={"name": str(world.tiny / "bert"), "target_modules": ["query"]}),
     ),
@@ -172,28 +194,28 @@ FOLDERS = [
 LAYERS = [
     Mistake("no-target", "A target module is misspelt.", "model.target_modules", _model(target_modules=["quary"])),
     Mistake(
-        "target-kind", "A target is no linear layer.", "model.target_modules", _model(target_modules=["LayerNorm"])
+        "target-kind", "A target is not a linear layer.", "model.target_modules", _model(target_modules=["LayerNorm"])
     ),
     Mistake(
         "target-regex",
-        "A pattern that is none.",
+        "The targets are not a regular expression.",
         "model.target_modules",
         _model(target_modules="(query"),
         "names of layers (",
     ),
     Mistake(
         "target-huge",
-        "A pattern that repeats too often.",
+        "The targets' pattern has too large a repetition.",
         "model.target_modules",
         _model(target_modules="a{99999999999999999999}"),
         "names of layers (",
     ),
-    Mistake("layer", "A layer that is not there.", "model.target_modules", _model(layers_to_transform=[9])),
+    Mistake("layer", "A layer that the model does not have.", "model.target_modules", _model(layers_to_transform=[9])),
     Mistake("save", "A module to save is misspelt.", "model.modules_to_save", _model(modules_to_save=["poler"])),
     Mistake("rank", "The rank is larger than a layer.", "method.r", lambda world: world.prepare(method={"r": 17})),
     Mistake(
         "ranks-client",
-        "A rank for a client that there is none of.",
+        "A rank for an unknown client.",
         "federation.ranks.weast",
         lambda world: world.prepare(federation={"ranks": {"weast": 2}}),
     ),
@@ -205,58 +227,67 @@ LAYERS = [
     ),
     Mistake(
         "ranks-method",
-        "Different ranks, and the method takes one.",
+        "Different ranks with a method that takes one.",
         "federation.ranks.west",
         lambda world: world.prepare(federation={"ranks": {"west": 1}}),
     ),
     Mistake(
         "cohort",
-        "More clients a round than there are.",
+        "More clients per round than there are.",
         "federation.clients_per_round",
         lambda world: world.prepare(federation={"clients_per_round": 9}),
     ),
-    Mistake("f1", "F1 of four labels.", "evaluation.metric", lambda world: world.prepare(evaluation={"metric": "f1"})),
-    Mistake("no-template", "chat, and the model has no template.", "data.chat", _no_template),
-    Mistake("packing", "packing with OPT.", "data.packing", lambda world: world.decoder("opt", data={"packing": True})),
+    Mistake(
+        "f1", "F1 with four labels.", "evaluation.metric", lambda world: world.prepare(evaluation={"metric": "f1"})
+    ),
+    Mistake("no-template", "chat with a model that has no chat template.", "data.chat", _no_template),
+    Mistake(
+        "packing",
+        "packing with an OPT model.",
+        "data.packing",
+        lambda world: world.decoder("opt", data={"packing": True}),
+    ),
     Mistake(
         "long-answer",
-        "An answer is too long, and is to be refused.",
+        "An answer is too long, and long answers are refused.",
         "model.max_length",
         lambda world: world.decoder(model={"max_length": 4}, data={"long_answers": "refuse"}),
     ),
 ]
 STARTS = [
-    Mistake("adapter-missing", "The folder is not there.", "model.adapter", _model(adapter="no/such"), WEIGHTS + " ("),
+    Mistake(
+        "adapter-missing", "The folder does not exist.", "model.adapter", _model(adapter="no/such"), WEIGHTS + " ("
+    ),
     Mistake(
         "adapter-user",
-        "The home of a user that there is none of.",
+        "The home folder of an unknown user.",
         "model.adapter",
         _model(adapter="~nobodyx/a"),
         WEIGHTS + " (",
     ),
     Mistake(
         "adapter-cut",
-        "The weights were cut.",
+        "The file of weights is truncated.",
         "model.adapter",
         _adapter(lambda folder: cut(folder / WEIGHTS)),
         WEIGHTS + " (",
     ),
     Mistake(
         "adapter-config",
-        "Its config is cut.",
+        "Its config is truncated.",
         "model.adapter",
         _adapter(lambda folder: cut(folder / ADAPTER)),
         WEIGHTS + " (",
     ),
     Mistake(
         "adapter-kind",
-        "It is no LoRA.",
+        "It is not a LoRA adapter.",
         "model.adapter",
         _adapter(lambda folder: (folder / ADAPTER).write_text('{"peft_type": "IA3"}')),
     ),
     Mistake(
         "adapter-dora",
-        "It is DoRA.",
+        "It is a DoRA adapter.",
         "model.adapter",
         _adapter(lambda folder: edit_json(folder / ADAPTER, use_dora=True)),
     ),
@@ -269,22 +300,22 @@ STARTS = [
     ),
     Mistake(
         "adapter-alpha",
-        "Its alpha is a word.",
+        "Its alpha is not a number.",
         "model.adapter",
         _adapter(lambda folder: edit_json(folder / ADAPTER, lora_alpha="x")),
         "lora_alpha (",
     ),
-    Mistake("adapter-layer", "It adapts a layer that is no target.", "model.adapter", _other_targets),
+    Mistake("adapter-layer", "It adapts a layer that is not a target.", "model.adapter", _other_targets),
     Mistake("adapter-labels", "Its head has other labels.", "model.adapter", _other_labels),
     Mistake(
         "adapter-shape",
-        "Its factors are of another model.",
+        "Its factors belong to another model.",
         "model.adapter",
         _tensors(lambda name, value: {name: value[:, :1].clone() if "lora_A" in name else value}),
     ),
     Mistake(
         "adapter-ranks",
-        "A and B are of different ranks.",
+        "A and B have different ranks.",
         "model.adapter",
         _tensors(lambda name, value: {name: value[:1].clone() if "lora_A" in name else value}),
     ),
@@ -296,7 +327,7 @@ STARTS = [
     ),
     Mistake(
         "adapter-extra",
-        "It saves a module that is not to train.",
+        "It saves a module that this run does not train.",
         "model.adapter",
         _tensors(lambda name, value: {name: value, "base_model.model.bert.pooler.x": value.clone()}),
     ),

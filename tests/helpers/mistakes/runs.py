@@ -10,7 +10,7 @@ from unittest import mock
 
 import fedspan
 from fedspan.runs.folder import RunFolder
-from helpers.mistakes.world import Mistake, World, cut, edit_json, flip
+from helpers.mistakes.world import LONG_NAME, Mistake, World, cut, edit_json, flip
 
 CONFIG = "FOLDER/stopped/config.yaml"
 CHECKPOINT = Path("checkpoints") / "round-00001"
@@ -144,20 +144,33 @@ def _offline_data(world: World) -> None:
 
 
 FOLDERS = [
-    Mistake("taken", "The folder holds other things.", "run folder", _taken),
+    Mistake("taken", "The folder holds other files.", "run folder", _taken),
     Mistake("is-file", "The folder is a file.", "run folder", _run_into("train.csv")),
     Mistake("holds-run", "The folder holds a run.", "run folder", _holds_run),
-    Mistake("name-too-long", "The name is too long for the disk.", "run folder", _run_into("x" * 300)),
+    Mistake("name-too-long", "The name is too long for the file system.", "run folder", _run_into(LONG_NAME)),
     Mistake("no-run", "A folder without a run to resume.", "run folder", lambda world: fedspan.resume("nothing")),
-    Mistake("long-resume", "Nothing can have such a name.", "run folder", lambda world: fedspan.resume("x" * 300)),
-    Mistake("locked", "Another process works on the run.", "run folder", _locked),
-    Mistake("other-config", "Another config than the run's.", "training.lr", _other_config),
+    Mistake(
+        "long-resume",
+        "The name of the folder to read is too long.",
+        "run folder",
+        lambda world: fedspan.resume(LONG_NAME),
+    ),
+    Mistake("locked", "Another process is working on the run.", "run folder", _locked),
+    Mistake("other-config", "The config differs from the run's.", "training.lr", _other_config),
     Mistake("extended-seed", "A run resumed with another seed.", "seed", _extended("seed=1")),
-    Mistake("fewer-rounds", "Fewer rounds than are finished.", "federation.rounds", _extended("federation.rounds=1")),
-    Mistake("extended-cosine", "More rounds where rates fall over all.", "federation.rounds", _extended_cosine),
-    Mistake("config-yaml", "config.yaml is no YAML any more.", "config", _config("seed: 3", "seed: ["), "valid YAML ("),
+    Mistake(
+        "fewer-rounds", "Fewer rounds than are already finished.", "federation.rounds", _extended("federation.rounds=1")
+    ),
+    Mistake(
+        "extended-cosine", "More rounds under a schedule that spans all rounds.", "federation.rounds", _extended_cosine
+    ),
+    Mistake(
+        "config-yaml", "config.yaml is no longer valid YAML.", "config", _config("seed: 3", "seed: ["), "valid YAML ("
+    ),
     Mistake("config-list", "config.yaml was emptied.", "config", _resume(lambda run: run.config.write_text(""))),
-    Mistake("config-nonsense", "config.yaml got nonsense.", "seed", _config("seed: 3", "seed: three")),
+    Mistake(
+        "config-nonsense", "The seed in config.yaml was changed to a word.", "seed", _config("seed: 3", "seed: three")
+    ),
     Mistake(
         "config-latin-1",
         "config.yaml is not UTF-8.",
@@ -166,38 +179,38 @@ FOLDERS = [
     ),
     Mistake(
         "config-method",
-        "config.yaml got another method.",
+        "The method in config.yaml was changed.",
         f"{CONFIG}, method.name",
         _config("name: fedit", "name: rolora"),
     ),
-    Mistake("config-rank", "config.yaml got another rank.", f"{CONFIG}, method.r", _config("r: 2", "r: 4")),
+    Mistake("config-rank", "The rank in config.yaml was changed.", f"{CONFIG}, method.r", _config("r: 2", "r: 4")),
     Mistake(
         "config-rate",
-        "config.yaml got another learning rate.",
+        "The learning rate in config.yaml was changed.",
         f"{CONFIG}, training.lr",
         _config("\n  lr: ", "\n  lr: 1"),
     ),
     Mistake(
         "config-end",
-        "config.yaml is cut.",
+        "config.yaml is truncated.",
         "FOLDER/stopped/config.yaml",
         _resume(lambda run: cut(run.config, 25)),
     ),
     Mistake(
         "linked",
-        "checkpoints/ is a link to another run's.",
+        "checkpoints/ is a link to another folder.",
         "FOLDER/stopped/checkpoints",
         _resume(_link_checkpoints),
     ),
     Mistake(
         "damaged",
-        "A bit of a checkpoint turned around.",
+        "A bit of a checkpoint is flipped.",
         "FOLDER/stopped/checkpoints/round-00001/state.safetensors",
         _resume(lambda run: flip(run.path / CHECKPOINT / "state.safetensors")),
     ),
     Mistake(
         "index-cut",
-        "checkpoint.json is cut.",
+        "checkpoint.json is truncated.",
         "FOLDER/stopped/checkpoints/round-00001/checkpoint.json",
         _resume(lambda run: cut(run.path / CHECKPOINT / "checkpoint.json")),
         "is damaged (",
@@ -210,7 +223,7 @@ FOLDERS = [
     ),
     Mistake(
         "metrics-cut",
-        "metrics.jsonl was shortened.",
+        "metrics.jsonl is truncated.",
         "FOLDER/stopped/metrics.jsonl",
         _resume(lambda run: run.metrics.write_bytes(b"")),
         "ended at byte ",
@@ -223,7 +236,7 @@ FOLDERS = [
     ),
     Mistake(
         "metrics-bit",
-        "A bit of metrics.jsonl turned around.",
+        "A digit in metrics.jsonl was changed.",
         "FOLDER/stopped/metrics.jsonl, line 1",
         _resume(lambda run: run.metrics.write_bytes(run.metrics.read_bytes().replace(b"1", b"3", 1))),
     ),
@@ -236,7 +249,7 @@ FOLDERS = [
     ),
     Mistake(
         "partition-cut",
-        "partition.json is cut.",
+        "partition.json is truncated.",
         "FOLDER/stopped/partition.json",
         _resume(lambda run: cut(run.partition)),
         "stopped/partition.json`: ",
@@ -249,7 +262,7 @@ FOLDERS = [
     ),
     Mistake(
         "partition-huge",
-        "partition.json holds a number beyond 64 bits.",
+        "partition.json holds a number of more than 64 bits.",
         "FOLDER/stopped/partition.json",
         _resume(lambda run: edit_json(run.partition, rows=[10**30])),
         "stopped/partition.json`: ",
@@ -257,7 +270,7 @@ FOLDERS = [
     Mistake("data-changed", "The data file lost rows.", "data.train", _other_data),
     Mistake(
         "environment",
-        "environment.json is cut.",
+        "environment.json is truncated.",
         "FOLDER/stopped/environment.json",
         _resume(lambda run: cut(run.environment)),
         "environment.json`: ",
@@ -269,17 +282,17 @@ DISK = [
     Mistake("full-at-export", "The disk is full when the adapter is written.", "run folder", _full_at_export),
     Mistake("full-copy", "The disk is full in `fedspan export`.", "out", _full_copy),
     Mistake("full-merge", "The disk is full when weights are merged.", "out", _full_merge),
-    Mistake("read-only", "The disk is read-only.", "run folder", _read_only),
-    Mistake("below-file", "The folder would lie in a file.", "run folder", _below_file),
-    Mistake("picture", "A picture into a folder that is not there.", "--png", _picture),
+    Mistake("read-only", "The file system is read-only.", "run folder", _read_only),
+    Mistake("below-file", "A part of the path is a file.", "run folder", _below_file),
+    Mistake("picture", "A picture in a folder that does not exist.", "--png", _picture),
 ]
 NETWORK = [
     Mistake(
-        "data-offline", "A data set of the hub, without a network.", "data.train", _offline_data, "read from the hub: "
+        "data-offline", "A data set on the hub without a network.", "data.train", _offline_data, "read from the hub: "
     ),
     Mistake(
         "dataset-offline",
-        "data.dataset, without a network.",
+        "data.dataset without a network.",
         "data.train",
         lambda world: world.load(train=None, dataset="sst2"),
         "read from the hub: ",

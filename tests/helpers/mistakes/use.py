@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import fedspan
-from helpers.mistakes.world import Mistake, World, cut, edit_json
+from helpers.mistakes.world import LONG_NAME, Mistake, World, cut, edit_json
 
 
 def _predict(client: str | None = None, kind: str = "finished") -> Callable[[World], object]:
@@ -76,16 +76,30 @@ def _merged_adapter(world: World) -> None:
 
 FEDSPAN = "FOLDER/adapter/fedspan.json"
 USING = [
-    Mistake("nothing", "No such folder.", "folder", lambda world: fedspan.predict("nothing", ["word1"])),
-    Mistake("too-long", "Nothing can have such a name.", "folder", lambda world: fedspan.predict("x" * 300, ["word1"])),
+    Mistake("nothing", "The folder does not exist.", "folder", lambda world: fedspan.predict("nothing", ["word1"])),
+    Mistake(
+        "too-long",
+        "The name of the folder to read is too long.",
+        "folder",
+        lambda world: fedspan.predict(LONG_NAME, ["word1"]),
+    ),
     Mistake("no-model", "A folder without a model.", "folder", lambda world: fedspan.predict(world.folder, ["word1"])),
     Mistake("unfinished", "The run is not finished.", "run folder", _predict(kind="stopped")),
-    Mistake("report-without-run", "A report of no run.", "run folder", lambda world: fedspan.read_report("nothing")),
+    Mistake(
+        "report-without-run",
+        "A report of a folder without a run.",
+        "run folder",
+        lambda world: fedspan.read_report("nothing"),
+    ),
     Mistake("client", "A client is misspelt.", "client", _predict("weast")),
-    Mistake("whose", "Every client has a model, and none is named.", "client", _predict(kind="personal")),
+    Mistake("whose", "Each client has its own model, and no client is named.", "client", _predict(kind="personal")),
     Mistake("report-edited", "report.json was edited.", "FOLDER/finished/report.json", _report(best_round=7)),
     Mistake(
-        "notes-cut", "fedspan.json is cut.", FEDSPAN, _exported(lambda f: cut(f / "fedspan.json")), "fedspan.json`: "
+        "notes-cut",
+        "fedspan.json is truncated.",
+        FEDSPAN,
+        _exported(lambda f: cut(f / "fedspan.json")),
+        "fedspan.json`: ",
     ),
     Mistake(
         "notes-list",
@@ -101,18 +115,21 @@ USING = [
         "notes-metric", "fedspan.json's metric is another task's.", f"{FEDSPAN}.metric", _notes(metric="perplexity")
     ),
     Mistake(
-        "notes-pattern", "fedspan.json's pattern is none.", f"{FEDSPAN}.answer_pattern", _notes(answer_pattern="(")
+        "notes-pattern",
+        "fedspan.json's pattern is not a regular expression.",
+        f"{FEDSPAN}.answer_pattern",
+        _notes(answer_pattern="("),
     ),
     Mistake(
         "notes-labels",
-        "fedspan.json's labels are of another model.",
+        "fedspan.json's labels belong to another model.",
         "folder",
         _notes(labels=["a", "b"]),
         "this adapter (",
     ),
     Mistake(
         "adapter-cut",
-        "The adapter was cut.",
+        "The adapter is truncated.",
         "folder",
         _exported(lambda folder: cut(folder / "adapter_model.safetensors")),
         "this adapter (",
@@ -126,40 +143,40 @@ USING = [
     ),
     Mistake(
         "base-gone",
-        "The base model is gone.",
+        "The base model no longer exists.",
         "model.name",
         _notes(base_model="nobody/nothing"),
         "cannot be loaded (",
     ),
     Mistake("no-texts", "`fedspan predict RUN` without texts.", "TEXT", _cli()),
     Mistake("no-pair", "`--pairs` with a text without a tab.", "--pairs", _cli("one text", pairs=True)),
-    Mistake("no-file", "`--file` that is not there.", "--file", _cli(file=Path("no.txt"))),
-    Mistake("file-latin-1", "`--file` in Latin-1.", "--file", _file(b"\xe9"), "in UTF-8 ("),
-    Mistake("file-empty", "`--file` without a text.", "--file", _file("\n\n")),
+    Mistake("no-file", "`--file` does not exist.", "--file", _cli(file=Path("no.txt"))),
+    Mistake("file-latin-1", "`--file` is in Latin-1.", "--file", _file(b"\xe9"), "in UTF-8 ("),
+    Mistake("file-empty", "`--file` holds no text.", "--file", _file("\n\n")),
 ]
 EXPORT = [
     Mistake("form", "An unknown form.", "form", _export(form="onnx")),
     Mistake("out-taken", "The folder is not empty.", "out", _export(out=".")),
-    Mistake("out-below-file", "The folder would lie in a file.", "out", _export(out="train.csv/out")),
-    Mistake("out-too-long", "The name is too long for the disk.", "out", _export(out="x" * 300)),
-    Mistake("round", "A round that was not kept.", "round", _export(round=7)),
+    Mistake("out-below-file", "A part of the path is a file.", "out", _export(out="train.csv/out")),
+    Mistake("out-too-long", "The name is too long for the file system.", "out", _export(out=LONG_NAME)),
+    Mistake("round", "A round without a checkpoint.", "round", _export(round=7)),
     Mistake("round-word", "A round that is a word.", "round", _export(round="first")),
-    Mistake("export-whose", "Every client has a model, and none is named.", "client", _export("personal")),
-    Mistake("merged", "An adapter out of merged weights.", "form", _merged_adapter),
+    Mistake("export-whose", "Each client has its own model, and no client is named.", "client", _export("personal")),
+    Mistake("merged", "An adapter from merged weights.", "form", _merged_adapter),
 ]
 EVALUATE = [
-    Mistake("no-data", "An exported model, without data.", "data", lambda world: fedspan.evaluate(world.export())),
-    Mistake("data-missing", "The file is not there.", "data", _evaluate(data="no.csv")),
-    Mistake("data-empty", "The file has no name.", "data", _evaluate(data="")),
+    Mistake("no-data", "An exported model without data.", "data", lambda world: fedspan.evaluate(world.export())),
+    Mistake("data-missing", "The file does not exist.", "data", _evaluate(data="no.csv")),
+    Mistake("data-empty", "The file's name is empty.", "data", _evaluate(data="")),
     Mistake("data-text", "There is no column of texts.", "text", _evaluate("message,label\nword1,lab\n")),
     Mistake("data-label", "There is no column of labels.", "label", _evaluate("text,intent\nword1,lab\n")),
     Mistake(
         "data-same",
-        "Text and label are one column.",
+        "Text and label are the same column.",
         "label",
         _evaluate("text,label\nword1,lab\n", text="a", label="a"),
     ),
     Mistake("data-unknown", "A label that the model does not know.", "data", _evaluate("text,label\nword1,gossip\n")),
     Mistake("data-answer", "There is no column of answers.", "answer", _evaluate("question\na1\n", "answering")),
-    Mistake("data-labels", "The run's data got other labels.", "data.train", _other_labels),
+    Mistake("data-labels", "The labels in the run's data changed.", "data.train", _other_labels),
 ]

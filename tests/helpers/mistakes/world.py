@@ -23,6 +23,8 @@ from fedspan.runs.folder import RunFolder
 from fedspan.runs.setup import Prepared, prepare
 from helpers import tiny, tiny_decoders, tiny_images
 
+LONG_NAME = "x" * 300
+"""A name that no file system takes."""
 GOOD = "text,label\none,a\ntwo,b\nthree,a\nfour,b\nfive,a\nsix,b\n"
 QUESTIONS = '{"question": "a1 b2", "answer": "b1"}\n{"question": "c3", "answer": "d3"}\n'
 
@@ -78,6 +80,7 @@ class World:
         for folder in (self.folder, self.root):
             text = text.replace(str(folder), "FOLDER")
         text = re.sub(r"FOLDER/at-\w+", "FOLDER", text)
+        text = text.replace(LONG_NAME, "LONG_NAME")
         text = re.sub(r"process \d+", "process 4711", text)
         text = re.sub(r"SHA-256 [0-9a-f]{64}", "SHA-256 ...", text)
         if until is not None:
@@ -101,10 +104,10 @@ class World:
         config = parse_config({"task": task or "sequence-classification", "data": {"train": "train.csv", **data}})
         return load(config.data, task=config.task_columns)
 
-    def divide(
+    def partition(
         self, content: str = GOOD, task: Any = None, data: dict[str, Any] | None = None, **how: Any
     ) -> Partition:
-        """Read data and divide them."""
+        """Read data and partition them among clients."""
         config = parse_config({"task": task or "sequence-classification", "data": {"train": "t.csv"}, "partition": how})
         rows = self.load(content, task=task, **(data or {}))
         return partition(rows.train, config.partition, 0)
@@ -206,7 +209,7 @@ def edit_json(path: Path, **changes: Any) -> None:
 
 
 def flip(path: Path) -> None:
-    """Turn one bit in the middle of a file around."""
+    """Flip one bit in the middle of a file."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)

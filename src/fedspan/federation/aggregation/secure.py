@@ -61,7 +61,7 @@ class SecureAggregation:
 
     def __init__(self, context: RoundContext, tally: Tally, *, secure: SecureSettings) -> None:
         if len(context.ids) < FEWEST_SECURE_CLIENTS:
-            expected = f"at least {FEWEST_SECURE_CLIENTS} clients a round, so that none stands alone in a sum"
+            expected = f"at least {FEWEST_SECURE_CLIENTS} clients a round, so that no client is alone in a sum"
             raise FedspanError("federation.secure", len(context.ids), expected)
         self.context, self.tally, self.secure = context, tally, secure
         # A second exchange is a sum of its own, of the clients whose replies the first one accepted.

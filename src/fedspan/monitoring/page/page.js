@@ -55,7 +55,7 @@ function showHeader(state) {
   document.title = `${done}${word}: ${title}`;
   const alerts = [];
   if (run && run.state === "failed") alerts.push("The run failed: " + run.reason);
-  if (run && run.state === "stopped") alerts.push("No process works on this run. " + (run.reason || "It can be resumed") + ".");
+  if (run && run.state === "stopped") alerts.push("No process is working on this run. " + (run.reason || "It can be resumed") + ".");
   if (run && run.problem) alerts.push("The run's metrics cannot be read: " + run.problem);
   if (state.nodes && state.nodes.problem) alerts.push("The nodes cannot be listed: " + state.nodes.problem);
   showAlert(alerts.join(" "));

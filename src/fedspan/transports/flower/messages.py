@@ -89,7 +89,7 @@ def from_records(records: RecordDict) -> Sealed:
         raise ValueError("a header or a body of other fields than fedspan's")
     text, nonce, signature, salt = (header[name] for name in ("header", "nonce", "signature", "salt"))
     if not isinstance(text, str):
-        raise ValueError("the header is no text")
+        raise ValueError("the header is not text")
     if not isinstance(nonce, bytes) or not isinstance(signature, bytes) or len(nonce) + len(signature) > 512:
         raise ValueError("the header has no proof of who sent it")
     if not isinstance(salt, bytes) or len(salt) != _SALT_BYTES:
@@ -98,7 +98,7 @@ def from_records(records: RecordDict) -> Sealed:
     if isinstance(data, Array) and (data.dtype, data.stype, tuple(data.shape)) == ("uint8", _STYPE, (len(data.data),)):
         data = data.data
     if not isinstance(data, bytes):
-        raise ValueError("the body is no bytes")
+        raise ValueError("the body is not bytes")
     return Sealed(Envelope(text, _scramble(data, salt)), nonce, signature)
 
 
@@ -177,9 +177,9 @@ def assemble_message(id: str, contents: dict[str, bytes], limit: int) -> Message
     except ValueError:
         raise
     except Exception as error:  # Flower's code assumes that Flower wrote the objects
-        raise ValueError(f"no message of Flower's ({type(error).__name__})") from error
+        raise ValueError(f"not a message of Flower ({type(error).__name__})") from error
     if message is None:
-        raise ValueError("no message of Flower's")
+        raise ValueError("not a message of Flower")
     return message
 
 

@@ -210,7 +210,7 @@ class MessageStore:
         try:
             message = message_from_proto(request.messages_list[0])
         except Exception as error:  # Flower's code assumes that Flower wrote the message
-            raise ValueError(f"no message of Flower's ({type(error).__name__})") from error
+            raise ValueError(f"not a message of Flower ({type(error).__name__})") from error
         run, reply_to = message.metadata.run_id, message.metadata.reply_to_message_id
         self._require_running(run)
         with self._begin():
