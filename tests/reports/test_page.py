@@ -118,11 +118,30 @@ def test_the_verdict_is_computed(series: Path) -> None:
     assert "within two standard errors" in close
     alone = " ".join(write_sentences(group_runs(with_scores(runs[:1], {"fedit": [0.8], "ffa-lora": [0.7]}))))
     assert "The accuracy of fedit is 80.0 % (one seed), after 3 rounds." in alone
+    assert "Before the first round" not in alone
     failing = with_scores(runs[:1], {"fedit": [0.8]})
     assert failing[0].report is not None
     failures = {"north": {"count": 3}, "west": {"count": 1}}
     failing = (replace(failing[0], report=replace(failing[0].report, failures=failures)),)
     assert "4 replies did not count, 3 of them north's." in " ".join(write_sentences(group_runs(failing)))
+
+
+def test_the_verdict_names_the_start_and_the_baselines(series: Path) -> None:
+    (run,) = with_scores(read_runs([series / "fedit-seed0"]), {"fedit": [0.8]})
+    assert run.report is not None
+    baselines = {
+        name: {"scores": {"test": {"accuracy": score}}} for name, score in (("local", 0.4), ("centralized", 0.9))
+    }
+    run = replace(run, report=replace(run.report, baselines=baselines))
+
+    def describe(start: float) -> str:
+        row = {"round": 0, "test": {"accuracy": start}}
+        return " ".join(write_sentences(group_runs([replace(run, rows=(row, *run.rows))])))
+
+    better = describe(0.75)
+    assert "Before the first round it was 75.0 %; the rounds improved it by 5.0 points." in better
+    assert "Local-only training (mean client) reached 40.0 %. Centralized training reached 90.0 %." in better
+    assert "Before the first round it was 82.0 %; the rounds did not improve it." in describe(0.82)
 
 
 def test_a_client_is_left_behind_by_the_metrics_own_measure(series: Path) -> None:

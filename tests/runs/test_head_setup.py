@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -252,6 +253,9 @@ def test_without_enough_statistics_auto_starts_at_random_and_says_so(tiny_folder
     screen = Console(record=True, width=200)
     show_report(screen, report, tmp_path / "run")
     assert "The head was initialized at random, because too few clients sent statistics" in screen.export_text()
+    measured = {"head_init": "lda", "test": report.scores["test"]}
+    show_report(screen, replace(report, start=measured), tmp_path / "run")
+    assert "Held-out accuracy is equal to the start and " in screen.export_text()
     plain = fedspan.run({**half_lost(tiny_folder, "random"), "baselines": ["centralized"]}, tmp_path / "plain")
     assert report.scores == plain.scores
     assert report.baselines == plain.baselines

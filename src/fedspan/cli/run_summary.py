@@ -141,18 +141,26 @@ def _format_worst(scores: Mapping[str, Any], metric: str) -> str:
 
 
 def _describe_gain(report: RunReport) -> str:
-    """Summarize the benefit of the federation in one sentence."""
+    """Compare the federation's model with the start and the baselines in one sentence."""
     metric = report.metric
     reached = (report.scores.get("test") or {}).get(metric)
     others = {name: (baseline["scores"].get("test") or {}).get(metric) for name, baseline in report.baselines.items()}
-    if reached is None:
+    others["start"] = (report.start.get("test") or {}).get(metric)
+    if reached is None or not report.baselines:
         return ""
     parts = [
         f"{_format_difference(reached - value, METRICS[metric].is_percentage)} {against}"
-        for name, against in (("local", "local-only training (mean client)"), ("centralized", "centralized training"))
+        for name, against in (
+            ("start", "the start"),
+            ("local", "local-only training (mean client)"),
+            ("centralized", "centralized training"),
+        )
         if (value := others.get(name)) is not None
     ]
-    return f"Held-out {METRICS[metric].title} is {' and '.join(parts)}." if parts else ""
+    if not parts:
+        return ""
+    listed = ", ".join(parts[:-1]) + " and " + parts[-1] if parts[1:] else parts[0]
+    return f"Held-out {METRICS[metric].title} is {listed}."
 
 
 def _describe_start(report: RunReport) -> str:

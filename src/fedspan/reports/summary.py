@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from fedspan.experiments.tables import format_mean, format_size
 from fedspan.experiments.verdict import compare_pairs
 from fedspan.reports.groups import Group
+from fedspan.runs.curves import get_score
 from fedspan.tasks.metrics import METRICS
 
 __all__ = ["format_score", "write_sentences"]
@@ -43,7 +44,9 @@ def write_sentences(groups: Sequence[Group]) -> tuple[str, ...]:
         sentence
         for sentence in (
             _describe_best(ranked, metric),
-            _compare_baseline(ranked, metric, sign),
+            _compare_start(ranked[0], metric, sign),
+            _describe_baselines(ranked[0], metric),
+            _compare_second(ranked, metric, sign),
             _describe_savings(ranked, metric, sign),
             _describe_worst_clients(ranked[0], metric, sign),
             _describe_unfinished(ranked[0]),
@@ -66,7 +69,31 @@ def _describe_rounds(group: Group) -> str:
     return f"{counts[0]} rounds" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} rounds"
 
 
-def _compare_baseline(ranked: Sequence[Group], metric: str, sign: int) -> str:
+def _compare_start(best: Group, metric: str, sign: int) -> str:
+    starts = [run.score(row) for run in best.runs for row in run.rows if row["round"] == 0]
+    measured = [score for score in starts if score is not None]
+    if best.mean is None or len(measured) < len(best.runs):
+        return ""
+    start = sum(measured) / len(measured)
+    gap = _format_gap(metric, best.mean - start)
+    before = f"Before the first round it was {format_score(metric, start)}"
+    if sign * (best.mean - start) > 0 and float(gap.split()[0]) > 0:
+        return f"{before}; the rounds improved it by {gap}."
+    return f"{before}; the rounds did not improve it. The best round is selected by the validation parts."
+
+
+def _describe_baselines(best: Group, metric: str) -> str:
+    parts: list[str] = []
+    for name, title in (("local", "Local-only training (mean client)"), ("centralized", "Centralized training")):
+        reports = [run.report for run in best.runs if run.report is not None and name in run.report.baselines]
+        scores = [get_score(report.baselines[name]["scores"], metric) for report in reports]
+        measured = [score for score in scores if score is not None]
+        if len(measured) == len(best.runs):
+            parts.append(f"{title} reached {format_score(metric, sum(measured) / len(measured))}.")
+    return " ".join(parts)
+
+
+def _compare_second(ranked: Sequence[Group], metric: str, sign: int) -> str:
     if len(ranked) < 2:
         return ""
     best, second = ranked[:2]
