@@ -194,6 +194,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(SEEDS), default=list(SEEDS), metavar="SET", help="runs these")
     parser.add_argument("--minutes", type=float, default=math.inf, help="start no further run after that time")
     parser.add_argument("--page", type=Path, help="write the tables to this file")
+    parser.set_defaults(train=None)  # subsets as small as those of the defaults
     args = parser.parse_args()
     began = time.monotonic()
     cells = sorted(((name, alpha, seed) for name in args.only for alpha in ALPHAS for seed in SEEDS[name]), key=seed_of)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
 from argparse import Namespace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from fedspan.config import load_config
+import fedspan
+from fedspan.config import RunConfig, load_config
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -62,3 +64,20 @@ def test_every_way_differs_from_init_in_how_the_head_trains(benchmark_: ModuleTy
         made = load_config(path, list(changes))
         differing = {section for section in type(own).model_fields if getattr(own, section) != getattr(made, section)}
         assert differing == {change.partition(".")[0] for change in changes}
+
+
+def test_the_command_trains_every_way_on_a_subset_of_the_defaults(
+    benchmark_: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, configs = "Banking77", list[RunConfig]()
+    folder = tmp_path / "data" / "banking77"
+    folder.mkdir(parents=True)
+    for part in ("train", "test"):
+        lines = [f"{part} query {number},intent-{number % 20:02}" for number in range(2000)]
+        (folder / f"{part}.csv").write_text("\n".join(["text,category", *lines]) + "\n")
+    monkeypatch.setattr(fedspan, "run", lambda config, *_, **__: configs.append(config))
+    options = {"--data": tmp_path / "data", "--models": tmp_path, "--out": tmp_path / "out", "--only": name}
+    monkeypatch.setattr(sys, "argv", ["head_updates.py", *(str(part) for pair in options.items() for part in pair)])
+    benchmark_.main()
+    assert [config.partition.alpha for config in configs] == [0.3] * 5 + [0.1] * 5
+    assert len(Path(str(configs[0].data.train)).read_text().splitlines()) == 1 + benchmark_.SETS[name].train
