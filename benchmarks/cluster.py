@@ -90,9 +90,9 @@ def measure_speed(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:
     lines = [
         "## Speed",
         "",
-        f"{args.clients} clients of {args.examples} examples, batches of {BATCH}, whole rounds in the driver. Not "
-        "training: what of a round's time the workers' engines did not work, all of them together. Peers train in "
-        f"float32. Clients in a pass, as the first round measured them: {stacked}.",
+        f"{args.clients} clients of {args.examples} examples, batches of {BATCH}, whole rounds in the driver. *Not "
+        "training* is the share of a round in which the workers' engines did not train, over all workers. Peers train "
+        f"in float32. Clients in a pass, as the first round measured them: {stacked}.",
         "",
         *format_table(
             ["", "ms an example", "not training", f"{subject} is faster by", "loss: round 1", "round 2"], rows

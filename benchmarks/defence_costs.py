@@ -151,8 +151,9 @@ validated between machines always, and in the simulator under `simulation`.
 ## Between machines
 
 {nodes} nodes, a server and `fedspan submit` on one machine, over loopback; one step of one example a client and round,
-so that a round is what the way to the clients and back costs. The median of {repeats} deployment{s} of each kind, with
-{rounds} rounds each; the kinds take turns. Replies are validated in all of them. Signatures belong to the keys and
+so that a round measures the cost of the way to the clients and back.
+The median of {repeats} deployment{s} of each kind, with {rounds} rounds each; the kinds take turns.
+Replies are validated in all of them. Signatures belong to the keys and
 cannot be switched off alone.
 
 | deployment | seconds a round | ratio |

@@ -3,7 +3,7 @@
     python benchmarks/deployment.py --page docs/results/deployment.md
 
 all-MiniLM-L6-v2 on the patients' messages, FedIT of rank 8; every client takes one step of one example a round, so that
-a round is what the way to the clients and back costs. Measured by the rounds' own lines in metrics.jsonl, evaluation
+a round measures the cost of the way to the clients and back, by the rounds' lines in metrics.jsonl, with an evaluation
 only in the last one. ``--before CHECKOUT`` measures the code of another checkout, such as a worktree of an earlier
 commit, in turns with this one's: deployment after deployment, each with its own server and nodes.
 """

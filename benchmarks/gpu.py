@@ -318,8 +318,8 @@ def format_rounding(shapes: Sequence[Shape], smoke: bool) -> str:
         [
             "## Rounding of the CPU",
             "",
-            "What the distances above can be compared with: the same job on the CPU in float32, relative to float64. A "
-            "device that is no farther from the CPU than a few times this rounds differently and is not wrong.",
+            "The distances above can be compared with that of the same job on the CPU in float32 from float64. A "
+            "device whose distance is at most a few times as large rounds differently and is not wrong.",
             "",
             f"Command: `python benchmarks/gpu.py --rounding{' --smoke' if smoke else ''}`  ",
             f"Date: {time.strftime('%Y-%m-%d')}. Machine: {platform.machine()}, torch {torch.__version__}.",

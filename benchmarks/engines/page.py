@@ -37,13 +37,13 @@ class Limit:
     Args:
         what: Description of what is judged.
         measured: Description of the measured value.
-        wanted: Description of the required value.
+        required: Description of the required value.
         kept: Whether the requirement is met; None: not judged.
     """
 
     what: str
     measured: str
-    wanted: str
+    required: str
     kept: bool | None
 
     @property
@@ -119,7 +119,7 @@ def format_equal_table(medians: Mapping[str, float], subjects: Mapping[str, str]
 def limit_table(limits: Sequence[Limit]) -> list[str]:
     """The requirements, with the verdicts."""
     return format_table(
-        ["", "measured", "wanted", ""], [[one.what, one.measured, one.wanted, one.verdict] for one in limits]
+        ["", "measured", "limit", ""], [[one.what, one.measured, one.required, one.verdict] for one in limits]
     )
 
 

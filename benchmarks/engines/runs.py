@@ -67,9 +67,10 @@ def measure_overhead(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:
     lines = [
         "## The federation's own time",
         "",
-        "Of a whole run with ledger, checkpoints and logs, batched engine, bfloat16: all that is not within the "
-        "engine's training (messages, the method's two ends, reduction, update, commit). The first round, in which the "
-        "engine measures how many clients to stack, is left out.",
+        "Measured in a whole run with ledger, checkpoints and logs, with the batched engine in bfloat16. The "
+        "federation's time is the part of a round outside the engine's training: messages, the method's steps on "
+        "clients and server, reduction, update and commit. The first round, in which the engine measures how many "
+        "clients to stack, is left out.",
         "",
         *format_table(["batch", "s a round", "of it the federation", "share"], rows),
     ]
@@ -202,8 +203,8 @@ def measure_accuracy(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:
         "## Accuracy by number format",
         "",
         f"FedIT, {args.clients} clients, {args.accuracy_examples} training examples, {args.accuracy_rounds} rounds of "
-        f"one epoch at batch 16 and learning rate {args.accuracy_lr:g}: test accuracy in percent. What trains is "
-        f"float32 in both. bfloat16 minus float32, mean over seeds: {apart:+.2f} points.",
+        f"one epoch at batch 16 and learning rate {args.accuracy_lr:g}: test accuracy in percent. The tensors "
+        f"that train are float32 in both. bfloat16 minus float32, mean over seeds: {apart:+.2f} points.",
         "",
         *format_table(["seed", "float32", "bfloat16", "difference"], rows),
     ]

@@ -215,7 +215,7 @@ def measure_last_layers(args: argparse.Namespace, python: Path | None, batch: in
     lines = [
         f"## Adapters on the last 2 of 6 layers, batch {batch}",
         "",
-        "The frozen prefix's hidden states are computed once and kept.",
+        "The frozen prefix's hidden states are computed once and cached.",
         f"The first {len(results[CACHED].ready['losses'])} rounds, which fill the cache, took "
         f"{results[CACHED].ready['warm_up']:.1f} s, those of all layers {results[ALL_LAYERS].ready['warm_up']:.1f} s.",
         "",

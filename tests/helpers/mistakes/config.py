@@ -124,7 +124,7 @@ FIELDS = [
         _parse(method={"name": "flora", "wrappers": ["fedadam"]}),
     ),
     Mistake(
-        "wrapper-anew",
+        "wrapper-reinitialized",
         "A server optimizer for factors that are re-initialized every round.",
         "method.wrappers.0",
         _parse(method={"name": "fedloru", "tau": 1, "wrappers": ["fedyogi"]}),

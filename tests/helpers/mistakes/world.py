@@ -74,7 +74,7 @@ class World:
                 mistake.provoke(self)
             except FedspanError as error:
                 return self._plain(error.field), self._plain(str(error), mistake.until)
-        raise AssertionError(f"{mistake.id}: nothing was said")
+        raise AssertionError(f"{mistake.id}: no error was raised")
 
     def _plain(self, text: str, until: str | None = None) -> str:
         for folder in (self.folder, self.root):
@@ -197,7 +197,7 @@ class World:
         return fedspan.export(self.run(), self.folder / "adapter")
 
     def resume(self, change: Callable[[RunFolder], object]) -> object:
-        """Go on with a stopped run in which something was changed."""
+        """Resume a stopped run in which something was changed."""
         folder = self.run("stopped")
         change(RunFolder(folder))
         return fedspan.resume(folder)
