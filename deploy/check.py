@@ -54,6 +54,9 @@ def check_chart() -> None:
     with helm_python.Chart.load(HERE / "helm" / "fedspan") as chart:
         for role, values in CHARTS.items():
             rendered = chart.render(values, name="fl")
+            notes = "".join(rendered.pop(name) for name in list(rendered) if name.endswith("NOTES.txt"))
+            assert "kubectl exec -n" in notes, f"the notes of a {role} have no command: {notes!r}"
+            assert all(word not in notes for word in ("<no value>", "%!")), f"a value is missing in {notes!r}"
             objects = [one for text in rendered.values() for one in yaml.safe_load_all(text) if one]
             kinds = [one["kind"] for one in objects]
             assert "StatefulSet" in kinds, f"the chart of a {role} has no StatefulSet"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import ssl
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ from fedspan.errors import FedspanError
 from fedspan.transports.flower.server import prepare_folder
 from helpers.command_line import get_program
 
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOY, TEMPLATES = ROOT / "deploy", ROOT / "src" / "fedspan" / "deployment" / "templates"
 IDS = ["clinic-a", "Klinik Süd: 100%", "- {a: b}", 'quote " and $dollar']
 
 
@@ -48,7 +51,7 @@ def test_every_file_has_the_id_and_the_address(id: str, authority: Path, tmp_pat
     assert re.fullmatch(r"[a-z0-9][a-z0-9_-]*", compose["name"])
     assert compose["services"]["node"]["image"].endswith(__version__)
     readme = (bundle / "README.md").read_text()
-    assert f"'fedspan-{__version__}-py3-none-any.whl[flower,secagg,privacy]'" in readme
+    assert f"'fedspan-{__version__}-py3-none-any.whl[flower,secagg,privacy,demo]'" in readme
     assert not re.search(r"\$[a-z{]", readme.replace(id, ""))
 
 
@@ -57,8 +60,30 @@ def test_the_commands_of_the_instructions_exist(authority: Path, tmp_path: Path)
     text = "".join((bundle / name).read_text() for name in FILES)
     commands = set(re.findall(r"`fedspan ([a-z]+) ", text))
     assert {"join", "approve", "audit"} <= commands
-    for command in commands:
+    notes = (DEPLOY / "helm" / "fedspan" / "templates" / "NOTES.txt").read_text()
+    of_notes = set(re.findall(r"-- fedspan ([a-z]+) ", notes))
+    assert {"server", "admit", "submit", "approve"} <= of_notes
+    for command in commands | of_notes:
         call(command, "--help")
+
+
+@pytest.mark.parametrize(
+    ("path", "extras"),
+    [
+        (DEPLOY / "Dockerfile", {"web"}),
+        (DEPLOY / "systemd" / "fedspan-server.service", {"web"}),
+        (TEMPLATES / "README.md", set()),
+        (TEMPLATES / "fedspan-node.service", set()),
+    ],
+    ids=lambda value: value.name if isinstance(value, Path) else "",
+)
+def test_images_and_units_can_load_the_default_model(path: Path, extras: set[str]) -> None:
+    """Nothing can be installed later in a container with a read-only root file system."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pattern = r"(?m)^ARG EXTRAS=(\S+)$" if path.name == "Dockerfile" else r"\.whl\[([a-z,]+)\]"
+    (installed,) = re.findall(pattern, path.read_text())
+    assert set(installed.split(",")) == {"flower", "secagg", "privacy", "demo"} | extras
+    assert set(installed.split(",")) <= project["optional-dependencies"].keys()
 
 
 @pytest.mark.parametrize("id", ["", "two\nlines", "\x1b[31m"])
