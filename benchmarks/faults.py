@@ -2,10 +2,10 @@
 
 Needs to be root, for network namespaces and small file systems.
 
-    python benchmarks/faults.py --page docs/results/faults.md --record faults.json
+    python benchmarks/faults.py --page docs/results/faults.md --record docs/results/faults.json
     python benchmarks/faults.py nan server-killed
 
-A tiny BERT, three rounds unless the fault names another number. After each fault the run must have every round that was
+A tiny BERT. After each fault the run must have every round that was
 finished before it, unchanged, and a model that is finite and has the bits of an undisturbed run in which the same
 clients replied; where nodes join or leave and in asynchronous rounds, these are the bits of a simulation with the same
 clients in each round.
@@ -78,16 +78,20 @@ class Outcome:
         seen: The line that a user sees.
         state: The run that the model is equal to.
         left_out: Clients whose replies did not count.
+        rounds: Number of the run's rounds; None: no run is submitted.
+        steps: Number of a client's local steps in a round; None as for ``rounds``.
         seconds: Duration of the scenario.
-        call: Time at which the call of this script began.
+        date: Date of the call of this script.
         commit: The commit that was checked out.
     """
 
     seen: str
     state: str
     left_out: str = "nobody"
+    rounds: int | None = None
+    steps: int | None = None
     seconds: float = 0.0
-    call: str = ""
+    date: str = ""
     commit: str = ""
 
 
@@ -181,10 +185,14 @@ class Stage:
 
     Args:
         folder: Folder for everything that the stage writes.
+
+    Attributes:
+        work: Rounds, and steps of a round, of the run that was submitted last; None each: no run was.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.work: tuple[int | None, int | None] = (None, None)
         tiny.save_corpus(folder)
         tiny.save_model("bert", folder)
         self.files = site_files(folder / "corpus.csv", folder)
@@ -251,6 +259,7 @@ class Stage:
             values["engine"] = dict(engine)
         if base:
             values["model"]["name"] = base
+        self.work = values["federation"]["rounds"], steps
         path = run_folder.with_suffix(".yaml")
         path.write_text(yaml.safe_dump(values))
         options = ["--out", str(out), *(["--offer-base"] if base else [])]
@@ -370,10 +379,10 @@ ALL, REST = "bits of an undisturbed run", "bits of a run in which that client de
 _REPLIES = {
     "raises": ("a client raises in the second round", "RuntimeError"),
     "nan": ("a client's reply is NaN throughout", "not finite"),
-    "shapes": ("... has tensors of other shapes", "not ["),
-    "extra": ("... has a tensor more", "backdoor"),
-    "huge": ("... is moved by 1000 in every number", "the cohort's median"),
-    "stale": ("... is one to the round before", "a reply of"),
+    "shapes": ("a client's reply has tensors of other shapes", "not ["),
+    "extra": ("a client's reply has a tensor more", "backdoor"),
+    "huge": ("a client's reply is moved by 1000 in every number", "the cohort's median"),
+    "stale": ("a client's reply is one to the round before", "a reply of"),
     "oversized": ("a reply of 3 MiB, where 1 MiB is the most (`federation.message_mib: 1`)", "larger than its order"),
     "no-header": ("a reply whose header is no JSON", "not a fedspan header"),
 }
@@ -427,7 +436,8 @@ def node_killed(stage: Stage) -> Outcome:
 
 @register_fault(
     "checkpointed",
-    "the same with `training.checkpoint_steps: 5` and `federation.min_replies: 1`: the node continues within the round",
+    "the fault `node-killed` with `training.checkpoint_steps: 5` and `federation.min_replies: 1`: the node continues "
+    "within the round",
 )
 def node_killed_with_checkpoints(stage: Stage) -> Outcome:
     wanted = stage.clean_personal()
@@ -473,7 +483,7 @@ def training_hangs(stage: Stage) -> Outcome:
     return Outcome(line(output, "limits.round_seconds"), ALL)
 
 
-@register_fault("node-hangs", "a whole node hangs (SIGSTOP) past `federation.deadline: 15`, in rounds of 300 steps")
+@register_fault("node-hangs", "a whole node hangs (SIGSTOP) past `federation.deadline: 15`")
 def node_hangs(stage: Stage) -> Outcome:
     expected = stage.without_west(LONG)
     run = stage.submit("node-hangs", min_replies=2, deadline=15.0, steps=LONG)
@@ -872,8 +882,7 @@ LARGE, LARGE_RANK = "large", 512
 
 @register_fault(
     "large-messages",
-    "an order and a reply of 20 MB over a link of 1 Mbit/s that is cut every 4 s (a proxy; every cut is a reset); "
-    "1 round",
+    "an order and a reply of 20 MB over a link of 1 Mbit/s that is cut every 4 s (a proxy; every cut is a reset)",
 )
 def large_messages(stage: Stage) -> Outcome:
     with open_large_scene(stage, 1e6 / 8, 4.0) as scene:
@@ -893,7 +902,7 @@ def large_messages(stage: Stage) -> Outcome:
 
 @register_fault(
     "interrupted-reply",
-    "a node is killed (-9) when it has sent half of a reply of 2.6 MB (1 Mbit/s), and started again; 1 round",
+    "a node is killed (-9) when it has sent half of a reply of 2.6 MB (1 Mbit/s), and started again",
 )
 def interrupted_reply(stage: Stage) -> Outcome:
     return interrupt_reply(stage, 1e6 / 8, 64)
@@ -901,7 +910,7 @@ def interrupted_reply(stage: Stage) -> Outcome:
 
 @register_fault(
     "interrupted-pieces",
-    "the same with a reply of 7.9 MB (4 Mbit/s), which is announced and sent in pieces",
+    "the fault `interrupted-reply` with a reply of 7.9 MB (4 Mbit/s), which is announced and sent in pieces",
 )
 def interrupted_pieces(stage: Stage) -> Outcome:
     return interrupt_reply(stage, 4e6 / 8, 192)
@@ -910,7 +919,7 @@ def interrupted_pieces(stage: Stage) -> Outcome:
 @register_fault(
     "server-stopped",
     "`fedspan server` is stopped (SIGTERM) when a node has sent half of a reply of 2.6 MB (1 Mbit/s), and started "
-    "again; 1 round",
+    "again",
 )
 def server_stopped(stage: Stage) -> Outcome:
     with open_large_scene(stage, 1e6 / 8, rank=64) as scene:
@@ -1020,7 +1029,7 @@ LATE, LATE_ROUNDS = "east", 16
 @register_fault(
     "joins-and-leaves",
     "a fourth node is admitted after the first round, and another one is stopped (SIGTERM) once it participates "
-    "(`federation.late_joiners: true`, 16 rounds)",
+    "(`federation.late_joiners: true`)",
 )
 def joins_and_leaves(stage: Stage) -> Outcome:
     folder = stage.folder / "four"
@@ -1052,14 +1061,20 @@ def joins_and_leaves(stage: Stage) -> Outcome:
 
 
 def redact(text: str, folder: Path) -> str:
-    return text.replace(str(folder), "FOLDER").replace("|", "\\|")
+    return text.replace(str(folder), "FOLDER")
+
+
+def format_list(outcomes: Mapping[str, Outcome]) -> str:
+    return "\n".join(f"- `{name}`: {FAULTS[name][0]}.  \n  `` {one.seen} ``" for name, one in outcomes.items())
 
 
 def format_table(outcomes: Mapping[str, Outcome]) -> str:
-    rows = ["| fault | what is seen | left out | rounds lost | model | s |", "|---|---|---|---|---|---|"]
+    columns = ("fault", "rounds", "steps", "left out", "model", "s", "date", "commit")
+    rows = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for name, outcome in outcomes.items():
-        cells = (FAULTS[name][0], f"`` {outcome.seen} ``", outcome.left_out, "0", outcome.state)
-        rows.append(f"| {' | '.join(cells)} | {outcome.seconds:.0f} |")
+        work = ("-" if number is None else str(number) for number in (outcome.rounds, outcome.steps))
+        cells = (f"`{name}`", *work, outcome.left_out, outcome.state, f"{outcome.seconds:.0f}")
+        rows.append(f"| {' | '.join((*cells, outcome.date, outcome.commit))} |")
     return "\n".join(rows)
 
 
@@ -1067,22 +1082,28 @@ PAGE = """# Faults, one by one
 
 This page reports what a deployment loses when one fault is injected into it, as a rule into a run in progress.
 
-Three nodes and a server on one machine, TLS and keys, a tiny BERT, {rounds} rounds of {steps} steps unless the row says
-otherwise. After the fault, the run's finished rounds must all be there, unchanged, and its model
-must be finite and have the bits of an undisturbed run in which the same clients replied. In asynchronous rounds, and
-where nodes join or leave, these are the bits of a simulation. The script ends with an error where that does not hold.
-A reply that is dropped leaves its client out of that round; in the other synchronous runs, the server waits for
-all clients (`federation.min_replies: 3`).
+Three nodes and a server run on one machine, with TLS and keys, and train a tiny BERT. After the fault, the run's
+finished rounds must all be there, unchanged, and its model must be finite and have the bits of an undisturbed run in
+which the same clients replied. In asynchronous rounds, and where nodes join or leave, these are the bits of a
+simulation. The script ends with an error where that does not hold, so no fault in the table cost a finished round.
+A reply that is dropped leaves its client out of that round. In the other synchronous runs, the server waits for all
+clients (`federation.min_replies: 3`) unless the fault names another number.
 
-Command: `python benchmarks/faults.py{given}`{calls}  
-Date: {date}. Machine: {machine}, {cores} cores, torch {torch}, flwr {flwr}.  
-Commit: {commits}.
+Command: `python benchmarks/faults.py --page docs/results/faults.md --record docs/results/faults.json`, where the names
+of faults as arguments run these again. Machine: {machine}, {cores} cores, torch {torch}, flwr {flwr}.
+
+## Results
 
 {table}
 {missing}
-What is seen is the line as it stands in the terminal of `fedspan submit`, or of the process that is concerned. Seconds
-are those of the whole fault: starting `fedspan submit`, all rounds, the export. They depend on what else the machine
-does.
+Steps are the local steps of a client in a round. Seconds are those of the whole fault: starting `fedspan submit`, all
+rounds, the export. They depend on what else the machine does.
+
+## Faults, and what is seen of each
+
+The line under each fault is from the terminal of `fedspan submit`, or of the process that is concerned.
+
+{list}
 """
 
 
@@ -1099,7 +1120,7 @@ class Record:
     """
 
     def __init__(self, path: Path | None) -> None:
-        self.path, self.call = path, datetime.datetime.now().isoformat(" ", "seconds")
+        self.path, self.date = path, datetime.date.today().isoformat()
         self.commit = call_git("rev-parse", "--short", "HEAD").strip()
         if call_git("status", "--porcelain", "src", "benchmarks", "tests"):
             self.commit += " with changes"
@@ -1113,11 +1134,11 @@ class Record:
 
     def add(self, name: str, outcome: Outcome) -> None:
         """Add an outcome, and store it with those in the file, which another call may have extended."""
-        known = {**self.outcomes, **self._read(), name: replace(outcome, call=self.call, commit=self.commit)}
+        known = {**self.outcomes, **self._read(), name: replace(outcome, date=self.date, commit=self.commit)}
         self.outcomes = {name: known[name] for name in FAULTS if name in known}
         if self.path is not None:
             stored = {name: asdict(one) for name, one in self.outcomes.items()}
-            self.path.write_text(json.dumps(stored, indent=1), encoding="utf-8")
+            self.path.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
 
 
 def run_scenarios(names: Sequence[str], record: Record, path: Path | None) -> dict[str, str]:
@@ -1135,7 +1156,7 @@ def run_scenarios(names: Sequence[str], record: Record, path: Path | None) -> di
             for site in SITES:
                 stage.join(site, stage.node(site))
             for name in names:
-                began = time.monotonic()
+                began, stage.work = time.monotonic(), (None, None)
                 try:
                     outcome = FAULTS[name][1](stage)
                 except AssertionError as error:  # also of who waits for a process in vain
@@ -1143,8 +1164,9 @@ def run_scenarios(names: Sequence[str], record: Record, path: Path | None) -> di
                     print(f"FAILED {name}: {error}", flush=True)
                     stage.restore()
                     continue
-                seconds = time.monotonic() - began
-                outcome = replace(outcome, seen=redact(outcome.seen, stage.folder), seconds=seconds)
+                seconds, (rounds, steps) = time.monotonic() - began, stage.work
+                outcome = replace(outcome, seen=redact(outcome.seen, stage.folder), rounds=rounds, steps=steps)
+                outcome = replace(outcome, seconds=round(seconds))
                 record.add(name, outcome)
                 print(f"{seconds:4.0f} s  {name}: {outcome.seen}", flush=True)
                 if path is not None:
@@ -1155,17 +1177,17 @@ def run_scenarios(names: Sequence[str], record: Record, path: Path | None) -> di
 def main() -> None:
     """Do them, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("faults", nargs="*", help=f"of {', '.join(FAULTS)}; left out: all")
-    parser.add_argument("--page", type=Path, help="write the table to this file, after every fault")
     parser.add_argument(
-        "--record", type=Path, help="store the outcomes in this file; a later call does what is missing"
+        "faults", nargs="*", help=f"of {', '.join(FAULTS)}; left out: all that the record does not have"
     )
+    parser.add_argument("--page", type=Path, help="write the table to this file, after every fault")
+    parser.add_argument("--record", type=Path, help="store the outcomes in this file, beside those of earlier calls")
     args = parser.parse_args()
     if unknown := set(args.faults) - set(FAULTS):
         parser.error(f"no such fault: {', '.join(sorted(unknown))}; there are {', '.join(FAULTS)}")
     record = Record(args.record)
-    missing = [name for name in args.faults or FAULTS if name not in record.outcomes]
-    failed = run_scenarios(missing, record, args.page) if missing else {}
+    names = args.faults or [name for name in FAULTS if name not in record.outcomes]
+    failed = run_scenarios(names, record, args.page) if names else {}
     text = page(record)
     print(text)
     if args.page:
@@ -1176,24 +1198,14 @@ def main() -> None:
 
 def page(record: Record) -> str:
     missing = [name for name in FAULTS if name not in record.outcomes]
-    calls = sorted({outcome.call for outcome in record.outcomes.values()})
-    by_commit: dict[str, list[str]] = {}
-    for name, outcome in record.outcomes.items():
-        by_commit.setdefault(outcome.commit, []).append(f"`{name}`")
-    commits = sorted(by_commit, key=lambda commit: -len(by_commit[commit]))
     return PAGE.format(
-        rounds=ROUNDS,
-        steps=STEPS,
-        given=" " + " ".join(record.outcomes) if missing else "",
-        calls=f", in {len(calls)} calls (`--record`)" if len(calls) > 1 else "",
-        date=min(calls, default=record.call).split()[0],
-        commits="; ".join([*commits[:1], *(f"{commit} for {', '.join(by_commit[commit])}" for commit in commits[1:])]),
         machine=platform.machine(),
         cores=os.cpu_count(),
         torch=torch.__version__,
         flwr=find_version("flwr"),
         table=format_table(record.outcomes),
-        missing="" if not missing else f"\nNot done in this run: {', '.join(missing)}.\n",
+        missing="" if not missing else f"\nNot run: {', '.join(missing)}.\n",
+        list=format_list(record.outcomes),
     )
 
 
