@@ -97,9 +97,10 @@ def create_server_folder() -> Generator[None]:
 
 @create_server_folder()
 def render_server_page(_: Path) -> None:
-    """Run a server and three nodes, kill one of them, and take a screenshot of the server's page after its failure.
+    """Run a server and three nodes, and take a screenshot of the server's page after a node has missed the deadline.
 
-    The first node has more data than the others, so that it still trains when another has replied.
+    Another node is killed in the second round, so that a selected client has not replied. The first node has more data
+    than the others, so that it still trains when another has replied.
     """
     sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
     from stage import Deployment, free_port

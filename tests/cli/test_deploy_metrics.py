@@ -21,7 +21,7 @@ from fedspan.logs import read_lines
 from fedspan.runs import session
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.model_card import RunReport
-from fedspan.runs.remote import connect, get_nodes_folder, reply_as
+from fedspan.runs.remote import build_server_clients, connect, get_nodes_folder, reply_as
 from fedspan.runs.results import read_report
 from fedspan.runs.setup import Prepared
 from fedspan.transports.flower.server import prepare_folder
@@ -59,16 +59,26 @@ class Lying(ReplyingTransport):
 
 
 def submitted(
-    monkeypatch: pytest.MonkeyPatch, config: Path, folder: Path, lies: Mapping[str, float] | None
+    monkeypatch: pytest.MonkeyPatch, config: Path, folder: Path, lies: Mapping[str, float] | None, known: bool = True
 ) -> tuple[str, RunReport]:
-    """Print of ``fedspan submit`` and ``fedspan report``, and the run's report; the nodes are in this process."""
+    """Print of ``fedspan submit`` and ``fedspan report``, and the run's report; the nodes are in this process.
+
+    Args:
+        monkeypatch: pytest's.
+        config: File of the run's config.
+        folder: Folder of the run.
+        lies: As of ``Lying``.
+        known: Whether the server knows how many examples a node evaluates.
+    """
     monkeypatch.chdir(folder.parent)  # where report.html is written
     prepare_folder(folder.with_suffix(".server"), 1, [], insecure=True)
 
     def host(place: RunFolder, prepared: Prepared, run_rounds: Any) -> RunReport:
         transport = Lying(place.path.resolve(), list(prepared.federation.clients), lies)
         rules = prepared.config.federation.build_reply_rules()
-        return run_rounds(connect(prepared, transport, rules, nodes=get_nodes_folder(place.path)))
+        counts = {id: data.client.examples for id, data in prepared.federation.clients.items()}
+        clients = None if known else build_server_clients(prepared.config, prepared.engine.adapted.spec, counts)
+        return run_rounds(connect(prepared, transport, rules, nodes=get_nodes_folder(place.path), clients=clients))
 
     def submit(config: Path, folder: Path, *_: Any, listener: Any, **__: Any) -> RunReport:
         return session.run(load_config(config), folder, listener=listener, host=host)
@@ -80,6 +90,19 @@ def submitted(
     shown = CliRunner().invoke(get_program(), ["report", str(folder)])
     assert shown.exit_code == 0, shown.output
     return result.output + shown.output, read_report(folder)
+
+
+@pytest.mark.parametrize(("clients", "selection"), [(2, "last round"), (3, "best by validation")])
+def test_the_summary_says_what_selected_the_round(
+    clients: int, selection: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = tiny.settings(tiny_folder, federation={"clients_per_round": None, "rounds": 2})
+    values["partition"] = {"partitioner": "iid", "clients": clients, "validation": 0.2, "test": 0.2}
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(values))
+    printed, report = submitted(monkeypatch, config, tmp_path / "run", {}, known=False)
+    assert f"{report.best_round}, {selection}\n" in printed
+    assert report.selected == (clients == 3)
 
 
 def test_an_impossible_metric_is_neither_printed_as_a_score_nor_decides_between_rounds(

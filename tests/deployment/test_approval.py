@@ -34,16 +34,26 @@ def events(folder: Path) -> list[str]:
     return [str(row["event"]) for row in AuditLog(folder / AUDIT).read()]
 
 
-def test_a_new_job_waits_for_its_operator(tiny_folder: Path, tmp_path: Path, approvals: Approvals) -> None:
+def test_a_new_job_waits_for_its_operator(
+    tiny_folder: Path, tmp_path: Path, approvals: Approvals, caplog: pytest.LogCaptureFixture
+) -> None:
     own = node(tiny_folder, tmp_path, limits=ASK)
     service = NodeService(own)
     for _ in range(2):
         introduction = introduced(service, values(tiny_folder))
         assert introduction.waiting
         assert "has to approve job" in (introduction.refused or "")
+        assert (introduction.refused or "").endswith("(on the node: fedspan approve).")
     assert events(tmp_path) == ["job requested"]  # asked twice, one job
     (request,) = approvals.list_requests()
+    assert caplog.messages == [
+        f"job {request.job[:12]} waits for approval: fedspan approve shows it and approves it",
+    ]
     summary = request.summarize(own)
+    request = replace(request, config={**request.config, "training": {"local_steps": 2, "local_epochs": 1, "lr": 0.5}})
+    assert request.summarize(own)["training"] == "local_steps 2, lr 0.5", "steps replace epochs"
+    by_epochs = {**request.config, "training": {"local_steps": None, "local_epochs": 2, "lr": 0.5}}
+    assert replace(request, config=by_epochs).summarize(own)["training"] == "local_epochs 2, lr 0.5"
     facts = {"method": "fedit", "columns": "text, label", "decision": "waits for fedspan approve"}
     assert {name: summary[name] for name in facts} == facts
     approvals.decide(request.job[:8], "approved")

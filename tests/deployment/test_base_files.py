@@ -415,6 +415,28 @@ def test_a_run_is_joined_with_the_model_that_the_server_offers(tiny_folder: Path
     assert joined.examples == local.examples
 
 
+@pytest.mark.parametrize("is_offered", [True, False])
+def test_a_node_that_does_not_accept_the_only_source_of_its_model_names_the_limit(
+    is_offered: bool, tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = values(tiny_folder)
+    files = tuple(base_offers.list_base_files(Path(config["model"]["name"]))) if is_offered else ()
+    config["model"]["name"] = NAME
+    service = NodeService(node(tiny_folder, tmp_path / "node", limits={"models": [NAME]}))
+    introduction = introduced(service, config, base_files=files)
+    assert not introduction.waiting
+    if is_offered:
+        assert introduction.refused == (
+            f"`limits.accept_base`: this node has no copy of {NAME}, could not load it from the hub, and does not "
+            "receive it from the server. Its operator can set limits.accept_base: true, or name a copy under models."
+        )
+    else:
+        assert introduction.refused == "model.name; see the client's own log"
+    (line,) = caplog.messages
+    assert line.startswith("the invitation to run is refused: `")
+    assert "Traceback" not in caplog.text
+
+
 def test_files_of_one_name_are_refused() -> None:
     from helpers.node_service import invitation
 

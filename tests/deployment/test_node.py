@@ -269,6 +269,40 @@ def test_limits_and_labels_are_the_node_s_to_keep(
     assert written == {"audit.jsonl", "audit.jsonl.lock", "budget.json"}
 
 
+def test_a_refusal_of_the_node_s_limits_is_one_line_of_its_log(
+    tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = values(tiny_folder, federation={"require_tags": {"gpu": True}})
+    introduction = introduced(NodeService(node(tiny_folder, tmp_path)), config)
+    assert caplog.messages == [f"the invitation to run is refused: {introduction.refused}"]
+    assert "this run requires the tags gpu: true" in caplog.text
+    assert "Traceback" not in caplog.text
+
+
+def test_an_unexpected_error_of_an_invitation_is_logged_with_its_traceback(
+    tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise ZeroDivisionError("a defect")
+
+    introduction = introduced(NodeService(node(tiny_folder, tmp_path), build=fail), values(tiny_folder))
+    assert introduction.refused == "ZeroDivisionError; see the client's own log"
+    assert "ZeroDivisionError: a defect" in caplog.text
+    assert "not a fedspan header" not in caplog.text, "that it is no order is no error"
+
+
+def test_the_log_of_a_node_names_rounds_that_exist(
+    tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "fedspan.node")
+    run, _ = served(tiny_folder, NodeService(node(tiny_folder, tmp_path)))
+    start = run.federation.begin()
+    run.evaluator.evaluate_clients(start)
+    run.evaluator.evaluate_clients(run.federation.run_round(start).progress)
+    done = [line for line in caplog.messages if line.endswith("done")]
+    assert done == ["before round 1: evaluate done", "round 1: train done", "after round 1: evaluate done"]
+
+
 def test_another_version_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
     told = introduced(NodeService(node(tiny_folder, tmp_path)), values(tiny_folder), version="0.0.1")
     assert "`version`: '0.0.1' is not accepted. Expected fedspan" in (told.refused or "")

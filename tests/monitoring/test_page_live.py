@@ -76,6 +76,9 @@ def test_rounds_appear_without_a_reload(
         report = {"metric": "accuracy", "rounds": 2, "best_round": 2, "scores": {"test": {"accuracy": 0.5}}}
         pretend_run.folder.report.write_text(to_json(report))
         view.wait("document.getElementById('state').textContent === 'finished'")
+        assert "accuracy, best round" in view.text("#facts")
+        pretend_run.folder.report.write_text(to_json({**report, "selected": False}))
+        view.wait("document.getElementById('facts').textContent.includes('accuracy, last round')")
         assert view.wrong == []
         assert {url.rsplit("/", 1)[0] for url in view.requested if not url.startswith("data:")} == {
             f"http://127.0.0.1:{server.port}"

@@ -119,7 +119,10 @@ def test_a_finished_run_shows_its_best_round(pretend_run: PretendRun, collect: C
     pretend_run.folder.report.write_text(to_json({**report, "warnings": ["the loss doubled"]}))
     state = collect()
     worst = {"client": clean_text(HOSTILE), "score": 0.25}
-    assert state["run"]["result"] == {"best_round": 1, "score": 0.75, "worst": worst}
+    result = {"best_round": 1, "selected": True, "score": 0.75, "worst": worst}
+    assert state["run"]["result"] == result
+    pretend_run.folder.report.write_text(to_json({**report, "selected": False}))
+    assert collect()["run"]["result"] == {**result, "selected": False}
     assert (state["run"]["state"], state["run"]["method"]) == ("finished", "FedIT")
     assert state["run"]["notes"] == ["the loss doubled"]
 

@@ -108,7 +108,9 @@ def test_error_feedback_delivers_changes_below_the_resolution() -> None:
 def test_refusals() -> None:
     spec = Problem(clients=1).adapted().spec
     stacked, renewed = FLoRA(spec=spec), FedSVD(spec=spec)
-    assert "single replies" in str(LowPrecision(inner=stacked).explain_refusal(stacked.declare_claims()))
+    for error_feedback in (False, True):  # it is refused with and without
+        wrapped = LowPrecision(inner=stacked, error_feedback=error_feedback)
+        assert "single replies" in str(wrapped.explain_refusal(stacked.declare_claims()))
     refusal = LowPrecision(inner=renewed, error_feedback=True).explain_refusal(renewed.declare_claims())
     assert "re-initializes" in str(refusal)
     assert LowPrecision(inner=renewed).explain_refusal(renewed.declare_claims()) is None

@@ -267,7 +267,7 @@ def test_refused_where_a_variate_has_no_meaning() -> None:
     cases = {
         "are re-initialized": FLoRA(spec=spec),
         "re-initialized ": FedLoRU(spec=spec, tau=1),
-        "clients send something else": Scaffold(inner=FedIT(spec=spec)),
+        "hold other values, too": Scaffold(inner=FedIT(spec=spec)),
     }
     for words, method in cases.items():
         refusal = Scaffold(inner=method).explain_refusal(method.declare_claims())

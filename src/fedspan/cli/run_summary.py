@@ -50,7 +50,7 @@ def show_report(out: Console, report: RunReport, folder: Path) -> None:
     adapter, is_personal = folder / path, id != "global"
     sample = "image.png" if get_task(report.task).has_image_inputs else '"your text"'
     kind = "adapter" if (adapter / "adapter_config.json").is_file() else "model"
-    selection = "best by validation" if "validation" in report.scores else "last round"
+    selection = "best by validation" if report.selected else "last round"
     whose = f" --client {shlex.quote(id)}" if is_personal else ""
     facts = {
         "traffic": "; ".join(_describe_traffic(report)),

@@ -141,7 +141,8 @@ class NodeLimits(Section):
         default=False,
         description="Receive a base model that is neither on this machine nor under models from a server that offers "
         "its files (fedspan submit --offer-base), instead of the hub. The server then chooses the weights, as with "
-        "from_scratch; only safetensors and files of configs and tokenizers are received, each verified by SHA-256.",
+        "from_scratch; only safetensors and files of configs and tokenizers are received, each verified by SHA-256. "
+        "false: such a model is loaded from the hub, or the run is refused.",
     )
     base_mib: int = Field(
         default=16384,

@@ -122,6 +122,15 @@ class Claims:
     adaptive_rank: bool = False
     second_exchange: bool = False
 
+    def describe_other_replies(self) -> str:
+        """Describe the replies of a method that does not send ``values`` alone, for the reason of a refusal."""
+        return {
+            "changes": "replies hold changes already",
+            "nothing": "replies hold nothing",
+        }.get(
+            self.sends, "replies hold other values, too (such as control variates, sketches or a client's own tensors)"
+        )
+
     def __post_init__(self) -> None:
         """Check that the claims fit together.
 

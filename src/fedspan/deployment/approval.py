@@ -34,10 +34,18 @@ _WAITING = 32
 
 
 class NotApprovedError(FedspanError):
-    """The operator has not decided about a job yet."""
+    """The operator has not decided about a job yet.
+
+    Args:
+        job: SHA-256 that names the job.
+
+    Attributes:
+        job: The beginning of it, which is enough for ``fedspan approve``.
+    """
 
     def __init__(self, job: str) -> None:
-        problem = f"the node's operator has to approve job {job[:12]} first (there: fedspan approve)"
+        self.job = job[:12]
+        problem = f"the node's operator has to approve job {self.job} first (on the node: fedspan approve)"
         super().__init__("limits.approve", job, problem=problem)
 
 
@@ -78,7 +86,8 @@ class JobRequest:
             method.get("name"),
             *(wrapper.get("name") for wrapper in method.get("wrappers") or () if isinstance(wrapper, dict)),
         ]
-        work = {name: training.get(name) for name in ("local_epochs", "local_steps", "batch_size", "lr", "optimizer")}
+        length = "local_epochs" if training.get("local_steps") is None else "local_steps"  # steps replace epochs
+        work = {name: training.get(name) for name in (length, "batch_size", "lr", "optimizer")}
         noise = {name: privacy.get(name) for name in ("mechanism", "clip", "noise", "epsilon", "delta")}
         evaluation = self.config.get("evaluation") or {}
         facts = {

@@ -86,6 +86,18 @@ def is_received(node: NodeConfig, name: str) -> bool:
     return Path(name).parent == Path(node.folder) / OFFERS
 
 
+def refuses_offer(node: NodeConfig, name: str, revision: str | None, files: Sequence[BaseFile]) -> bool:
+    """Check whether a server offers a base model that is not on this machine, and the node's limits refuse it.
+
+    Args:
+        node: The node's config.
+        name: ``model.name`` of the run, or the folder that the node's file names for it.
+        revision: ``model.revision`` of the run.
+        files: The files that the server offers.
+    """
+    return bool(files) and not node.limits.accept_base and find_local_base(name, revision) is None
+
+
 def require_base(node: NodeConfig, name: str, revision: str | None, files: Sequence[BaseFile]) -> None:
     """Check that a run's base model is on this node, or ask for it if the server offers it and the node accepts it.
 

@@ -27,7 +27,13 @@ from fedspan.data.content import compute_content_digest
 from fedspan.deployment.approval import Approvals, NotApprovedError, compute_job_digest
 from fedspan.deployment.audit import AUDIT, describe_envelope
 from fedspan.deployment.base_checks import require_weights_of_config
-from fedspan.deployment.base_files import BaseMissingError, find_received_base, is_received, require_base
+from fedspan.deployment.base_files import (
+    BaseMissingError,
+    find_received_base,
+    is_received,
+    refuses_offer,
+    require_base,
+)
 from fedspan.deployment.base_offers import find_local_base
 from fedspan.deployment.handshake import (
     Introduction,
@@ -105,6 +111,7 @@ class NodeService:
         self._audit = AuditLog(self.folder / AUDIT)
         self._stages = Stages(Heartbeat(self.folder).observe)
         self._approvals = Approvals(self.folder, self._audit)
+        self._announced = ""  # the last job that the log named as waiting: invitations are repeated
 
     def load(self, envelope: Envelope) -> None:
         """Load the model of the run that an envelope belongs to, if possible; if not, ``answer`` reports the reason."""
@@ -117,9 +124,10 @@ class NodeService:
         Raises:
             ValueError: If the envelope is not a fedspan order or invitation.
         """
-        try:
+        request = None
+        with suppress(ValueError):
             request = decode_request(envelope)
-        except ValueError:
+        if request is None:
             return self._introduce(read_header(Invitation, envelope)).to_envelope()
         name, last = escape_controls(request.run), LastOrderFile(self._run_folder(request.run) / LAST_ORDER)
         try:
@@ -133,7 +141,7 @@ class NodeService:
             if repeated is not None:
                 last.require_context(run.context)
                 self._audit.write("answered", run=name, **describe_envelope(repeated))
-                log.info("round %d: %s was done before; its reply is sent again", request.round + 1, request.task)
+                log.info("%s was done before; its reply is sent again", _describe_request(request))
                 return repeated
             if isinstance(request, Order):
                 run.terms.require(request)
@@ -146,9 +154,9 @@ class NodeService:
             # phases of secure sums may reveal shares
             last.close(reply if isinstance(request, Order) else None, run.context)
             self._audit.write("answered", run=name, **describe_envelope(reply))
-            log.info("round %d: %s done", request.round + 1, request.task)
+            log.info("%s done", _describe_request(request))
         except Exception as error:
-            log.exception("round %d: %s failed", request.round + 1, request.task)
+            log.exception("%s failed", _describe_request(request))
             reply = refuse_any(request, error)
             with suppress(FedspanError):  # a full disk is the reason already
                 last.close()
@@ -166,20 +174,35 @@ class NodeService:
                 self._approvals.require(invitation)
             model = parse_config(self._build_values(invitation)).model
             require_base(self.node, model.name, model.revision, invitation.base_files)
-            joined = self._build(invitation)
+            try:
+                joined = self._build(invitation)
+            except FedspanError as error:
+                if error.field == "model.name" and refuses_offer(
+                    self.node, model.name, model.revision, invitation.base_files
+                ):
+                    problem = (
+                        f"this node has no copy of {model.name}, could not load it from the hub, and does not receive "
+                        "it from the server. Its operator can set limits.accept_base: true, or name a copy under models"
+                    )
+                    raise FedspanError("limits.accept_base", False, problem=problem) from error
+                raise
             if not _selects_some(invitation):
                 host = joined.host
                 self._usage.require_privacy(invitation.run, lambda: host.compute_planned_charges(self.node.id))
             self._record_run(invitation.run)
             self._audit.write("joined", **self._describe_job(invitation), examples=joined.terms.client.examples)
         except NotApprovedError as error:
-            log.warning("%s. fedspan approve shows what it asks for", error)
+            if error.job != self._announced:
+                self._announced = error.job
+                log.warning("job %s waits for approval: fedspan approve shows it and approves it", error.job)
             return introduction.model_copy(update={"refused": describe_error(error), "waiting": True})
         except BaseMissingError as error:
             log.info("%s", error)
             return introduction.model_copy(update={"refused": describe_error(error), "waiting": True})
         except Exception as error:  # on any error the server learns that this node does not participate
-            log.exception("the invitation to %s is refused", invitation.run)
+            is_reason = isinstance(error, FedspanError)
+            reason = f": {error}" if is_reason else ""
+            log.warning("the invitation to %s is refused%s", invitation.run, reason, exc_info=not is_reason)
             with suppress(FedspanError):
                 self._audit.write(
                     "invitation refused", **self._describe_job(invitation), reason=describe_error(error)[:4096]
@@ -375,6 +398,13 @@ def _build_checkpoints(folder: Path, config: RunConfig, context: str) -> JobChec
     """Build the storage of a run's progress within a round; None: the config asks for none."""
     steps, minutes = config.training.checkpoint_steps, config.training.checkpoint_minutes
     return None if steps is None and minutes is None else JobCheckpoints(folder, context, steps, minutes)
+
+
+def _describe_request(request: Order | Phase) -> str:
+    """Describe an order for the log; models are evaluated and exported as they are between rounds."""
+    if request.task not in ("evaluate", "export"):
+        return f"round {request.round + 1}: {request.task}"
+    return f"{f'after round {request.round}' if request.round else 'before round 1'}: {request.task}"
 
 
 def _count_units(request: Order | Phase, host: Host) -> int | None:

@@ -298,7 +298,7 @@ def _clean_baseline(baseline: object) -> dict[str, Any] | None:
 
 
 def _collect_result(report: Mapping[str, Any], metric: str) -> dict[str, Any] | None:
-    """Return the best round of a finished run, with its score; None: the run is not finished."""
+    """Return the exported round of a finished run, with its score; None: the run is not finished."""
     if not report:
         return None
     scores = report.get("scores")
@@ -306,6 +306,7 @@ def _collect_result(report: Mapping[str, Any], metric: str) -> dict[str, Any] | 
     worst = _get(report, "scores", "clients", "worst")
     return {
         "best_round": _to_int(report.get("best_round")),
+        "selected": report.get("selected") is not False,
         "score": score,
         "worst": None
         if not isinstance(worst, Mapping)

@@ -144,7 +144,8 @@ def _describe_worst_clients(best: Group, metric: str, sign: int) -> str:
 
 
 def _describe_unfinished(best: Group) -> str:
-    last = [run for run in best.runs if run.report is not None and run.report.best_round == run.report.rounds]
+    reports = [run.report for run in best.runs if run.report is not None and run.report.selected]
+    last = [report for report in reports if report.best_round == report.rounds]
     if best.runs and len(last) == len(best.runs):
         return "Its best round was its last: more rounds may bring more."
     return ""

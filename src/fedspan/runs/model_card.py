@@ -39,8 +39,7 @@ class RunReport:
         task: Kind of problem.
         metric: The metric that rounds were compared by.
         rounds: Number of rounds that were run.
-        best_round: The round with the best validation score (the last one if there is no validation part); 0: the
-            start.
+        best_round: The round with the best validation score (the last one if none was selected); 0: the start.
         scores: Scores of the best round's models: ``test`` (held-out set; mean over clients for personal methods),
             ``clients`` (own test parts: mean, worst).
         by_client: Metrics of the best round on each client's own test part.
@@ -63,6 +62,8 @@ class RunReport:
             ``model.head_init: auto``: ``head_init`` (random) and the ``reason``.
         by_value: Metrics of the best round, and the number of ``examples``, on the held-out examples of each value of
             ``evaluation.by`` (mean over clients for personal methods); empty without it.
+        selected: Whether validation scores selected ``best_round``. They do not without validation parts, or where too
+            few nodes report them (``docs/robustness.md``).
     """
 
     method: str
@@ -84,6 +85,7 @@ class RunReport:
     warnings: tuple[str, ...] = ()
     start: Mapping[str, Any] = field(default_factory=dict)
     by_value: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    selected: bool = True
 
 
 CARD = "README.md"

@@ -14,7 +14,7 @@ from fedspan.runs.model_card import RunReport
 
 __all__ = ["is_run", "read_partition", "read_report", "require_client"]
 
-_LATER = {"by_value", "failures", "learning_rate", "other_bytes", "privacy", "warnings"}
+_LATER = {"by_value", "failures", "learning_rate", "other_bytes", "privacy", "selected", "warnings"}
 """Fields that reports of earlier versions lack."""
 
 

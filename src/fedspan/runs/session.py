@@ -477,6 +477,7 @@ class _Session:
             other_bytes=totals.out_of_round,
             failures=count_failures(read_lines(run_folder.metrics), best_round, (*events.failures, *failures)),
             learning_rate=read_range_test(run_folder.learning_rate),
+            selected=self.selection.measured,
             warnings=(
                 *find_divergence(
                     read_lines(run_folder.metrics),

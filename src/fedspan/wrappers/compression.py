@@ -63,7 +63,8 @@ class Compression(RegisteredWrapper):
         if claims.reduction == "stack":
             return "compresses changes for a server that sums them, and this method's server needs single replies"
         if claims.sends != "values":
-            return "sends changes of tensors from which all clients start alike, and here clients send something else"
+            other = claims.describe_other_replies()
+            return f"sends changes of tensors from which all clients start alike, and this method's {other}"
         return None
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:

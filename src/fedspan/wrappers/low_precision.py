@@ -55,9 +55,10 @@ class LowPrecision(Compression):
     error_feedback: bool = False
 
     def explain_refusal(self, claims: Claims) -> str | None:
-        if self.error_feedback and claims.reinitializes:
+        refusal = super().explain_refusal(claims)
+        if refusal is None and self.error_feedback and claims.reinitializes:
             return "adds rounding errors to the next change, and this method re-initializes its tensors in every round"
-        return super().explain_refusal(claims)
+        return refusal
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
         message = self.inner.sync(state, client)

@@ -81,7 +81,8 @@ class Scaffold(RegisteredWrapper):
         if claims.heterogeneous_ranks:
             return "needs one shape of every tensor for all clients, and this method's ranks may differ"
         if claims.sends != "values":
-            return "corrects tensors from which all clients start alike, and here clients send something else"
+            other = claims.describe_other_replies()
+            return f"corrects tensors from which all clients start alike, and this method's {other}"
         return None
 
     def explain_training_refusal(self, optimizer: OptimizerSpec, max_grad_norm: float) -> str | None:

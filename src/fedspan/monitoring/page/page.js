@@ -86,13 +86,13 @@ function showProgress(state) {
 function showFacts(state) {
   const run = state.run, facts = [];
   if (state.nodes) facts.push(["nodes online", state.nodes.total === null ? "–" : `${state.nodes.online} of ${state.nodes.total}`,
-    state.nodes.total === null ? "asking the SuperLink" : ""]);
+    state.nodes.total === null ? "waiting for the server's list of nodes" : ""]);
   if (run) {
     const metric = run.metric, measured = find(run.curve, (point) => isNumber(point.score) || isNumber(point.validation));
     const lost = find(run.curve, (point) => isNumber(point.loss)), result = run.result;
     facts.push(["rounds", `${run.round}${run.rounds ? " of " + run.rounds : ""}`,
       isNumber(run.seconds) ? `in ${formatDuration(run.seconds)}` : ""]);
-    if (result) facts.push([`${metric.title}, best round`, formatScore(result.score, metric.percent), `round ${result.best_round}`]);
+    if (result) facts.push([`${metric.title}, ${result.selected ? "best" : "last"} round`, formatScore(result.score, metric.percent), `round ${result.best_round}`]);
     else {
       const hasScore = Boolean(measured) && isNumber(measured.score), score = measured && (hasScore ? measured.score : measured.validation);
       facts.push([metric.title, formatScore(score, metric.percent),
