@@ -103,7 +103,7 @@ class SecureConfig(Section):
 class BufferedConfig(Section):
     """Asynchronous rounds: the server updates the model after clients_per_round replies, old and new ones."""
 
-    concurrency: int = Field(ge=1, description="Number of clients that train at the same time.")
+    concurrency: int = Field(ge=1, description="Number of clients that train at the same time; all if fewer exist.")
     staleness_exponent: float = Field(
         default=0.5,
         ge=0,
