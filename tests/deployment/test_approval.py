@@ -156,7 +156,7 @@ def test_no_more_jobs_wait_than_a_disk_bears(tiny_folder: Path, tmp_path: Path, 
     for number in range(32):
         with pytest.raises(NotApprovedError):
             approvals.require(invitation(values(tiny_folder), run=str(number)))
-    with pytest.raises(FedspanError, match="32 jobs wait"):
+    with pytest.raises(FedspanError, match="32 jobs are already waiting"):
         approvals.require(invitation(values(tiny_folder), run="one more"))
     assert len(approvals.list_requests()) == 32
 

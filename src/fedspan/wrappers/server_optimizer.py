@@ -51,7 +51,8 @@ class ServerOptimizer(RegisteredWrapper):
         if claims.moves_base:
             return "changes the average of the factors, and this method moves the base by what the same replies give"
         if claims.sends != "values":
-            return "needs replies with the tensors from which clients start, and here clients send something else"
+            other = claims.describe_other_replies()
+            return f"needs replies with the tensors from which clients start, and this method's {other}"
         return None
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
