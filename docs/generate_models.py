@@ -76,8 +76,14 @@ with its expected arguments. The run trains a copy.
   extractor passed as `tokenizer=` is exported with it. Its head starts with the weights that it has.
 - Of another module, the folder `adapter` holds a PEFT adapter and `state_dict.safetensors` with all weights: without
   fedspan, `model.load_state_dict(load_file("adapter/state_dict.safetensors"))` loads them.
-- `resume=True` continues an interrupted run. `predict`, `evaluate` and `export` take the module
-  again as `model=`; in a new process, register the task first (`fedspan.register_task`).
+- `resume=True` continues an interrupted run, on the weights with which it began. In a new process, register the task
+  first (`fedspan.register_task`).
+- `predict` and `evaluate` take a module of the same class as `model=`, with any weights: they load those of
+  `state_dict.safetensors` into a copy. `export(form="merged")` needs no module. What the run did not export, such as
+  another round, and an adapter cut to a smaller rank need the module with the weights with which the run began; others
+  are refused. So are those of a Transformers model passed as `model=`, unless its layers are quantized.
+- No weights are loaded by the name of a class: `predict` without `model=` is refused for a module, and for a
+  Transformers model that was built from a config without a name.
 
 `examples/plain_pytorch.py` is a whole run.
 

@@ -6,6 +6,8 @@ Also Transformers models that read neither tokens nor images.
 from __future__ import annotations
 
 import importlib.util
+import json
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +18,7 @@ import datasets
 import pytest
 import torch
 import transformers
+from huggingface_hub import ModelCard
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -115,6 +118,66 @@ def test_an_export_loads_without_fedspan(example: ModuleType, finished: Path, tm
     with pytest.raises(FedspanError, match="pass such a model again as model="):
         fedspan.predict(merged, texts)
     assert torch.equal(logits(base, example), before)
+
+
+def test_a_new_module_gets_the_weights_of_the_run(example: ModuleType, finished: Path, tmp_path: Path) -> None:
+    """In a new process, a module is a freshly initialized one: its own weights are not those of the run."""
+    texts, fresh = [row["text"] for row in example.make_signals(4, 6)], example.Vibrations()
+    expected = fedspan.predict(finished, texts, model=example.pretrain(5))
+    assert fedspan.predict(finished, texts, model=fresh) == expected
+    data = arguments(example)["data"]["factory-1"]
+    assert fedspan.evaluate(finished, data=data, model=fresh) == fedspan.evaluate(
+        finished, data=data, model=example.pretrain(5)
+    )
+    whole = (finished / "adapter" / "state_dict.safetensors").read_bytes()
+    for given in (fresh, None):
+        merged = fedspan.export(finished, tmp_path / "merged", form="merged", model=given)
+        assert (merged / "state_dict.safetensors").read_bytes() == whole
+        shutil.rmtree(merged)
+
+
+def test_an_adapter_is_not_used_on_other_weights(example: ModuleType, finished: Path, tmp_path: Path) -> None:
+    """What no state dict holds needs the module with the weights that it had: a cut adapter, another round."""
+    texts, fresh = [row["text"] for row in example.make_signals(4, 6)], example.Vibrations()
+    cut = fedspan.export(finished, tmp_path / "cut", rank=1)
+    assert not (cut / "state_dict.safetensors").exists()
+    adapted = PeftModel.from_pretrained(example.pretrain(5), str(cut))
+    answers = [example.KINDS[at] for at in logits(adapted, example).argmax(1).tolist()]
+    assert [label for label, _ in fedspan.predict(cut, texts, model=example.pretrain(5))] == answers
+    with pytest.raises(FedspanError, match="frozen weights are not those with which the run began") as caught:
+        fedspan.predict(cut, texts, model=fresh)
+    assert caught.value.field == "model"
+    objects = {"data": arguments(example)["data"], "model": fresh}
+    other = 3 - fedspan.read_report(finished).best_round  # of two rounds, the one that the run did not export
+    for call in (
+        lambda: fedspan.export(finished, tmp_path / "other", round=other, **objects),
+        lambda: fedspan.diagnose(finished, pairs=0, **objects),
+    ):
+        with pytest.raises(FedspanError, match="frozen weights of the models are not those with which the run began"):
+            call()
+
+
+def test_no_hub_is_asked_for_the_name_of_a_class(
+    example: ModuleType, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forbid_downloads(monkeypatch)
+    cut = fedspan.export(finished, tmp_path / "cut", rank=1)
+    for folder in (finished, cut):
+        with pytest.raises(FedspanError, match=r"a Vibrations that was passed from Python: pass such a model again"):
+            fedspan.predict(folder, ["1 2"])
+    config = json.loads((finished / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] is None
+    assert ModelCard.load(finished / "adapter" / "README.md").data.base_model is None
+
+
+def test_the_card_has_the_call_that_starts_the_run_again(example: ModuleType, finished: Path, tmp_path: Path) -> None:
+    card = (finished / "adapter" / "README.md").read_text()
+    (call,) = (line for line in card.splitlines() if line.startswith("fedspan.run("))
+    assert call.startswith('fedspan.run("config.yaml", "run", data=data, model=model, task=task)')
+    given = {name: value for name, value in arguments(example).items() if name != "config"}
+    fedspan.run(finished / "config.yaml", tmp_path / "run", **given)
+    name = "adapter/state_dict.safetensors"
+    assert (tmp_path / "run" / name).read_bytes() == (finished / name).read_bytes()
 
 
 def test_the_same_call_resumes(example: ModuleType, finished: Path, tmp_path: Path) -> None:

@@ -289,6 +289,60 @@ def test_what_a_trainer_cannot_honour_is_refused(
     assert re.search(reason, refusal(tiny_folder, tmp_path, make_trainer(tiny_folder, "east"), **changes))
 
 
+def _replace_optimizer(trainer: Any, *args: Any) -> torch.optim.Optimizer:
+    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=1.0)
+    return trainer.optimizer
+
+
+def test_a_trainer_that_replaces_the_optimizer_is_refused_before_its_first_step(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    trainer = make_trainer(tiny_folder, "east")
+    before = {key: value.clone() for key, value in trainer.model.state_dict().items()}
+    trainer.__class__ = type("Own", (type(trainer),), {"create_optimizer": _replace_optimizer})
+    problem = refusal(tiny_folder, tmp_path, trainer)
+    assert "its create_optimizer replaces the round's optimizer" in problem
+    assert all(torch.equal(value, before[key]) for key, value in trainer.model.state_dict().items())
+
+
+def test_a_trainer_that_keeps_a_set_optimizer_may_make_its_own(tiny_folder: Path, tmp_path: Path) -> None:
+    def create(trainer: Any, *args: Any) -> torch.optim.Optimizer:
+        return trainer.optimizer or _replace_optimizer(trainer)
+
+    trainers = {owner: make_trainer(tiny_folder, owner) for owner in OWNERS}
+    for trainer in trainers.values():
+        trainer.__class__ = type("Own", (type(trainer),), {"create_optimizer": create})
+    report = fedspan.simulate(settings(federation={"rounds": 1}), tmp_path / "run", trainers=trainers)
+    assert report.rounds == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "field", "words"),
+    [
+        ([1, 2], "trainers", "Expected a dict of the clients' trainers by id"),
+        ({1: "trainer"}, "trainers", "1 is not accepted. Expected ids of clients, which are texts"),
+        ({"a": torch.nn.Linear(3, 2)}, "trainers['a']", "'Linear' is not accepted. Expected a transformers.Trainer"),
+        ({"a": fedspan.TorchTrainer}, "trainers['a']", "Expected a transformers.Trainer"),
+        ({"a": lambda owner: owner}, "trainers['a']", "a function without arguments that returns one"),
+    ],
+)
+def test_trainers_of_another_form_are_refused(given: Any, field: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(FedspanError) as caught:
+        fedspan.simulate(settings(), tmp_path / "run", trainers=given)
+    assert caught.value.field == field
+    assert words in str(caught.value)
+
+
+def test_the_card_has_the_call_and_the_trainers_scores(finished: Path, tiny_folder: Path, tmp_path: Path) -> None:
+    card, report = (finished / "adapter" / "README.md").read_text(), fedspan.read_report(finished)
+    assert 'fedspan.simulate("config.yaml", "run", trainers=trainers)' in card
+    assert f"the best round was chosen: loss {report.scores['validation']['loss']:.4f}" in card
+    assert "Nothing was held out" not in card
+    trainers = {owner: make_trainer(tiny_folder, owner) for owner in OWNERS}
+    fedspan.simulate(finished / "config.yaml", tmp_path / "run", trainers=trainers)
+    assert all(torch.equal(value, weights(finished)[name]) for name, value in weights(tmp_path / "run").items())
+
+
 def test_a_model_with_an_adapter_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
     peft_config = LoraConfig(r=4, lora_alpha=12, target_modules=["value", "query"])
     model = get_peft_model(tiny.fresh_classifier(tiny_folder / "bert"), peft_config)

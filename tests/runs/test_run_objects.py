@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,32 @@ def test_a_model_whose_weights_no_name_has(tiny_folder: Path, tmp_path: Path, fr
     assert [label for label, _ in fedspan.predict(merged, texts)] == [label for label, _ in answers]
     plain = fedspan.evaluate(tmp_path / "run", run_data=frame)  # the base that its name has
     assert plain["loss"] != pytest.approx(found["loss"], rel=1e-3)
+
+
+def test_a_model_without_a_name_is_passed_again_as_it_was(
+    tiny_folder: Path, tmp_path: Path, frame: pd.DataFrame
+) -> None:
+    """No weights are loaded by the name of its class, and no others are taken for those of the run."""
+    source = AutoModelForSequenceClassification.from_pretrained(
+        str(tiny_folder / "bert"), num_labels=frame["label"].nunique()
+    )
+    source.config.name_or_path = source.name_or_path = ""
+    other = copy.deepcopy(source)
+    with torch.no_grad():
+        other.bert.embeddings.word_embeddings.weight[0, 0] += 1
+    values = settings(tiny_folder, method={"name": "fedsa-lora"})  # each client has a model of its own
+    values["model"].pop("name")
+    tokenizer = AutoTokenizer.from_pretrained(str(tiny_folder / "bert"))
+    report = fedspan.run(values, tmp_path / "run", data=frame, model=source, tokenizer=tokenizer)
+    client = next(iter(report.adapters))
+    assert PeftConfig.from_pretrained(str(tmp_path / "run" / report.adapters[client])).base_model_name_or_path is None
+    for folder in (tmp_path / "run", fedspan.export(tmp_path / "run", tmp_path / "own", client=client)):
+        arguments: Any = {"client": client, "tokenizer": tokenizer}
+        assert len(fedspan.predict(folder, ["a1 b2"], model=source, **arguments)) == 1
+        with pytest.raises(FedspanError, match="a BertForSequenceClassification that was passed from Python: pass"):
+            fedspan.predict(folder, ["a1 b2"], **arguments)
+        with pytest.raises(FedspanError, match="frozen weights are not those with which the run began"):
+            fedspan.predict(folder, ["a1 b2"], model=other, **arguments)
 
 
 def test_models_that_do_not_fit(tiny_folder: Path, tmp_path: Path, frame: pd.DataFrame) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from fedspan.config.starter import write_starter_config
 from fedspan.models.heads import HEADS
 from fedspan.models.loading import adopt_loaded
 from fedspan.runs.setup import prepare
+from fedspan.tasks import registry
 from fedspan.tasks.losses import SMOOTHING
-from fedspan.tasks.seq2seq import Seq2Seq, Seq2SeqOptions
+from fedspan.tasks.seq2seq import SEQ2SEQ, Seq2Seq, Seq2SeqOptions
 from fedspan.training.batched import BatchedEngine
 from fedspan.training.prefix import PrefixCache
 from helpers import tiny, tiny_seq2seq
@@ -355,6 +357,16 @@ def test_init_finds_sources_and_targets(
     found = write_starter_config(str(tmp_path / "pairs.csv"), tmp_path / "config.yaml", model=model, **options).config
     assert (found.task, found.data.text, found.data.answer) == ("seq2seq", *fields)
     assert found.partition.column == "site"
+
+
+def test_init_finds_the_columns_of_a_task_of_another_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry._tasks, "my-summaries", replace(SEQ2SEQ, name="my-summaries"))
+    rows = [{"long": f"the first text {at}", "short": f"its text {at}"} for at in range(40)]
+    datasets.Dataset.from_list(rows).to_csv(tmp_path / "pairs.csv", index=False)
+    model = str(tiny_seq2seq.save_model("t5", tmp_path / "t5"))
+    options: dict[str, str] = {"model": model, "task": "my-summaries"}
+    found = write_starter_config(str(tmp_path / "pairs.csv"), tmp_path / "config.yaml", **options).config
+    assert (found.task, found.data.text, found.data.answer) == ("my-summaries", "long", "short")
 
 
 def test_init_takes_classes_and_numbers_for_no_targets(tmp_path: Path) -> None:

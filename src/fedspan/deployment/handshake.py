@@ -213,7 +213,7 @@ def compute_base_digest(model: RunModel) -> str:
     """
     adapted = model.adapted
     vocabulary: dict[str, int] = getattr(model.processor, "get_vocab", dict)()  # image processors have none
-    digest = hash_frozen(adapted.model, adapted)
+    digest = hash_frozen(adapted.model, adapted.get_values())
     digest.update(json.dumps(sorted(vocabulary.items())).encode())
     if model.pooling is not None:
         digest.update(repr(model.pooling).encode())

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
 import torch
-from safetensors import SafetensorError
-from torch import Tensor
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
 
 from fedspan.core.base import BaseUpdate, Delta
 from fedspan.core.lowrank import LowRank, concatenate, svd
@@ -27,6 +27,7 @@ from fedspan.core.tensors import group_by_layer, join_extra_name
 from fedspan.core.values import Job, Weights
 from fedspan.errors import FedspanError, suggest_nearest
 from fedspan.models.adapted import AdaptedModel
+from fedspan.models.digest import hash_frozen
 from fedspan.models.operators import Operator
 from fedspan.models.sentence_encoders import HEAD, PooledClassifier, read_output_layer, write_modules
 
@@ -34,12 +35,14 @@ if TYPE_CHECKING:
     from peft import LoraConfig, PeftConfig
 
 __all__ = [
+    "BASE_DIGEST",
     "NOTES",
     "StartingAdapter",
     "compute_layer_updates",
     "export_adapter",
     "get_job_extras",
     "read_adapter",
+    "require_same_base",
     "truncate_adapter",
 ]
 
@@ -47,6 +50,8 @@ _PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(.*)\.lora_(?:embedding_)?([AB])(?:\.weight)?")
 NOTES = "fedspan.json"
 """File that fedspan writes beside a model that it trained."""
+BASE_DIGEST = "base_sha256"
+"""Entry of that file with the digest of the frozen weights (``digest.hash_frozen``), if the base has no name."""
 _WEIGHTS = "adapter_model.safetensors"
 
 
@@ -201,6 +206,35 @@ def _write(folder: Path, tensors: Mapping[str, Tensor], config: PeftConfig, rank
     config.save_pretrained(str(folder))
     # Not save_file: a failed write raises OSError here, as everywhere else.
     (folder / _WEIGHTS).write_bytes(safetensors.torch.save(dict(tensors), metadata={"format": "pt"}))
+
+
+def require_same_base(folder: Path, notes: Mapping[str, object], base: nn.Module) -> None:
+    """Check that a base that was passed from Python is the one that an adapter was trained on.
+
+    Args:
+        folder: Folder of the adapter.
+        notes: The content of its fedspan.json; without a digest (a quantized base), there is nothing to compare, nor
+            is there without the adapter's tensors (a merged model).
+        base: The base, without the adapter.
+
+    Raises:
+        FedspanError: If its frozen weights are others.
+    """
+    digest, path = notes.get(BASE_DIGEST), folder / _WEIGHTS
+    if digest is None or not path.is_file():
+        return
+    try:
+        with safe_open(str(path), "pt") as file:
+            saved = {name.removeprefix(_PREFIX) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
+    except (OSError, SafetensorError) as error:
+        raise FedspanError("folder", str(path), problem=f"the tensors cannot be read ({error})") from None
+    values = base.state_dict(keep_vars=True)
+    if hash_frozen(base, {name: values[name] for name in saved & values.keys()}).hexdigest() != digest:
+        problem = (
+            "its frozen weights are not those with which the run began, so the adapter does not fit. Load the same "
+            "model in the same number format"
+        )
+        raise FedspanError("model", type(base).__name__, problem=problem)
 
 
 def truncate_adapter(folder: Path, rank: int) -> None:

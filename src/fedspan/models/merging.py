@@ -20,7 +20,7 @@ from fedspan.errors import FedspanError
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.export import NOTES
 from fedspan.models.loading import Processor, get_source
-from fedspan.models.names import get_architecture
+from fedspan.models.names import FROM_PYTHON, get_architecture
 from fedspan.models.plain import is_plain_module, write_state_dict
 from fedspan.models.quantized import is_quantized
 from fedspan.models.sentence_encoders import HEAD, PooledClassifier, write_modules
@@ -113,7 +113,8 @@ def save_model(
         folder: Folder to write to.
         model: A Transformers model, or another module.
         processor: The model's tokenizer or image processor; None: it has none.
-        name: Name that the model was loaded by, or the name of its class if it has no other.
+        name: Name that the model was loaded by; of one that was passed from Python and has no name, ``python:`` and
+            that of its class.
         revision: Revision of a model from the hub.
         weights: Weights to save in place of the model's own.
         max_length: Maximum number of tokens of a text, which a pooled classifier's modules name.
@@ -132,7 +133,7 @@ def save_model(
         weights = {path.removeprefix(prefix): value for path, value in values.items() if path.startswith(prefix)}
         model = model.encoder
     dropout = {key: value for key, value in model.config.to_dict().items() if "drop" in key}
-    if name != type(model).__name__ and get_architecture(name) is None:
+    if not name.startswith(FROM_PYTHON) and get_architecture(name) is None:
         for key, value in AutoConfig.from_pretrained(get_source(name), revision=revision).to_dict().items():
             if "drop" in key and isinstance(value, float):
                 setattr(model.config, key, value)

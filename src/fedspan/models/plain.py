@@ -16,7 +16,15 @@ from fedspan.errors import FedspanError
 from fedspan.models.calls import DROPOUTS
 from fedspan.models.sentence_encoders import PooledClassifier
 
-__all__ = ["STATE_DICT", "adopt_module", "is_plain_module", "read_dtype", "read_state_dict", "write_state_dict"]
+__all__ = [
+    "STATE_DICT",
+    "adopt_module",
+    "has_name",
+    "is_plain_module",
+    "read_dtype",
+    "read_state_dict",
+    "write_state_dict",
+]
 
 STATE_DICT = "state_dict.safetensors"
 """File of all weights of a model, beside its adapter or alone; ``model.load_state_dict(load_file(...))`` reads it."""
@@ -29,6 +37,15 @@ def is_plain_module(model: Any) -> bool:
     if isinstance(model, PreTrainedModel | PooledClassifier) or type(model).__module__.startswith("peft."):
         return False
     return isinstance(model, nn.Module)
+
+
+def has_name(model: Any) -> bool:
+    """Check whether a model that was passed from Python can be loaded by its ``name_or_path``.
+
+    A plain module cannot, nor can a Transformers model that was built from a config without a name: a repository that
+    is named like its class is somebody else's.
+    """
+    return not is_plain_module(model) and bool(getattr(model, "name_or_path", ""))
 
 
 def read_dtype(model: Any) -> str:

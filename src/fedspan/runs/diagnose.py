@@ -10,7 +10,7 @@ from fedspan.errors import FedspanError
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.checkpoint_format import load as load_checkpoint
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.integrity import read_resolved_config, require_intact
+from fedspan.runs.integrity import read_resolved_config, require_intact, require_same_base
 from fedspan.runs.objects import collect_objects
 from fedspan.runs.privacy_budget import load_noise_key
 from fedspan.runs.results import is_run, read_partition
@@ -66,6 +66,8 @@ def diagnose(
     objects = collect_objects(config, "fedspan.diagnose", data, model, tokenizer)
     checkpoint = load_checkpoint(checkpoints.select_checkpoint(run_files, round))
     prepared = prepare(config, read_partition(folder), load_noise_key(run_files.path, config), objects=objects)
+    if prepared.base_digest is not None:
+        require_same_base(run_files, prepared.base_digest(), "model")
     return diagnose_round(
         prepared.federation,
         checkpoint.progress,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,18 +14,20 @@ from safetensors import SafetensorError
 from fedspan.errors import FedspanError
 from fedspan.files import build_temporary_path, remove
 from fedspan.models.export import NOTES, truncate_adapter
-from fedspan.models.plain import is_plain_module
+from fedspan.models.names import FROM_PYTHON
+from fedspan.models.plain import STATE_DICT, is_plain_module
 from fedspan.models.sentence_encoders import PooledClassifier, write_modules
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.checkpoint_format import load as load_checkpoint
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.integrity import read_resolved_config, require_intact
+from fedspan.runs.integrity import read_resolved_config, require_intact, require_same_base
 from fedspan.runs.load import ADAPTER, find_adapter_folder, load_served
 from fedspan.runs.model_card import CARD, convert_card, cut_card
 from fedspan.runs.model_setup import ModelObjects
 from fedspan.runs.objects import collect_objects
 from fedspan.runs.results import is_run, read_partition, read_report, require_client
 from fedspan.runs.setup import prepare
+from fedspan.runs.task_setup import read_notes
 from fedspan.runs.trained_models import write_adapters
 from fedspan.tasks.registry import get_task
 
@@ -59,7 +61,8 @@ def export(
             error of each layer under ``relative_error``. None: exact, at the adapter's own rank.
         data: The data, if the run began with data passed from Python; needed for what it did not export at its end.
         model: The model, if the run began with one passed from Python, with its weights as they were then; needed for
-            what the run did not export at its end. ``merged`` loads it by its ``name_or_path`` if it is None.
+            what the run did not export at its end. ``merged`` loads it by its ``name_or_path`` if it is None, and
+            needs none for a plain module, all of whose weights the run exported.
         tokenizer: The tokenizer, if the run began with one passed from Python.
 
     Returns:
@@ -67,7 +70,7 @@ def export(
 
     Raises:
         FedspanError: If the form, client or round is unknown, the adapter does not have the rank, the run has no
-            finished round, or the folder is not empty.
+            finished round, the folder is not empty, or a model that was passed has other frozen weights.
     """
     out = Path(out)
     if form not in ("adapter", "merged"):
@@ -89,7 +92,10 @@ def export(
                 shutil.copytree(source, partial)
                 if rank is not None:
                     truncate_adapter(partial, rank)
+                    (partial / STATE_DICT).unlink(missing_ok=True)  # whose weights have the whole update
                     _rewrite_card(source, partial, lambda text: cut_card(text, rank))
+            elif (source / STATE_DICT).is_file():
+                _copy_state_dict(source, partial)
             else:
                 _merge(source, partial, ModelObjects(model, tokenizer))
             if out.exists():
@@ -121,6 +127,8 @@ def _find_source(
     checkpoint, config = load_checkpoint(checkpoints.select_checkpoint(run_files, round)), read_resolved_config(folder)
     passed = collect_objects(config, "fedspan.export", *objects)
     progress, prepared = checkpoint.progress, prepare(config, read_partition(folder), objects=passed)
+    if prepared.base_digest is not None:
+        require_same_base(run_files, prepared.base_digest(), "model")
     adapters = write_adapters(prepared, progress, RunFolder(scratch), () if client is None else (client,))
     if "global" in adapters:
         return adapters["global"]
@@ -143,12 +151,21 @@ def _merge(adapter: Path, out: Path, objects: ModelObjects) -> None:
     if get_task(served.task_settings.task).is_embedding and served.task_settings.pooling is not None:
         write_modules(out, served.task_settings.pooling, model.config.hidden_size, length)
     shutil.copyfile(served.folder / NOTES, out / NOTES)
-    plain = str(served.notes["base_model"]) if is_plain_module(model) else None
-    _rewrite_card(
-        served.folder,
-        out,
-        lambda text: convert_card(text, served.task_settings.task, served.task_settings.pooling, plain),
-    )
+    task, pooling = served.task_settings.task, served.task_settings.pooling
+    kind = _get_kind(served.notes) if is_plain_module(model) else None
+    _rewrite_card(served.folder, out, lambda text: convert_card(text, task, pooling, kind))
+
+
+def _copy_state_dict(source: Path, out: Path) -> None:
+    """Write the merged model of a plain module: the state dict beside its adapter has all weights."""
+    shutil.copytree(source, out, ignore=shutil.ignore_patterns("adapter_*"))
+    notes = read_notes(source)
+    _rewrite_card(source, out, lambda text: convert_card(text, notes["task"], plain=_get_kind(notes)))
+
+
+def _get_kind(notes: Mapping[str, Any]) -> str:
+    """Return the name of a plain module's class."""
+    return str(notes["base_model"]).removeprefix(FROM_PYTHON)
 
 
 def _rewrite_card(source: Path, out: Path, recast: Callable[[str], str]) -> None:

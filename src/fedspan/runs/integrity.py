@@ -177,6 +177,22 @@ def require_same_run(run_folder: RunFolder, config: RunConfig, stored: Checkpoin
         _require_same_inputs(run_folder, stored.inputs)
 
 
+def require_same_base(run_folder: RunFolder, digest: str, argument: str) -> None:
+    """Check the frozen weights of models that were passed from Python against those with which a run began.
+
+    Args:
+        run_folder: The run folder; a run that was not started yet has no digest to compare with.
+        digest: SHA-256 of the frozen weights.
+        argument: The Python argument that holds the models, for the error.
+
+    Raises:
+        FedspanError: If the run began with other weights.
+    """
+    if run_folder.base.exists() and run_folder.read_json(run_folder.base) != {"sha256": digest}:
+        problem = "the frozen weights of the models are not those with which the run began. Load the same models"
+        raise FedspanError(argument, str(run_folder.path), problem=problem)
+
+
 def require_intact(run_folder: RunFolder) -> None:
     """Check the files of a run, finished or not, against its newest checkpoint and its report.
 

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from fedspan.data.templates import parse_template
 from fedspan.errors import FedspanError, suggest_nearest
-from fedspan.models.export import NOTES
+from fedspan.models.export import NOTES, require_same_base
 from fedspan.models.fast_paths import BlockedFastPaths
+from fedspan.models.names import FROM_PYTHON
 from fedspan.models.plain import STATE_DICT, read_state_dict
 from fedspan.models.pooling import DENSE
 from fedspan.models.sentence_encoders import PooledClassifier, read_output_layer
@@ -57,7 +58,8 @@ class Served:
         task: The learning problem, with tokenizer, labels and maximum length.
         device: The device that the model computes on.
         revision: Revision of a base from the hub.
-        pretrained: The pretrained model of a merged one, if it was passed from Python and the task compares with it.
+        pretrained: The pretrained model of one without an adapter to switch off, if it was passed from Python and the
+            task compares with it.
     """
 
     folder: Path
@@ -167,10 +169,12 @@ def load_served(
         client: The client whose model is loaded; required if every client of the run has its own.
         device: ``auto``, or a device as in a config.
         quantized: Whether a base that was quantized to 4 or 8 bits in training is loaded quantized.
-        objects: The base that the model was trained on and its tokenizer, if they were passed from Python.
+        objects: The base that the model was trained on and its tokenizer, if they were passed from Python. A plain
+            module takes all weights from its state dict, so its own may be others.
 
     Raises:
-        FedspanError: If `find_adapter_folder` raises it, or the pretrained model or the adapter cannot be loaded.
+        FedspanError: If `find_adapter_folder` raises it, the pretrained model or the adapter cannot be loaded, or a
+            base that was passed has other frozen weights.
     """
     from peft import PeftConfig
 
@@ -179,20 +183,39 @@ def load_served(
     adapter_path = find_adapter_folder(folder, client)
     notes, target = read_notes(adapter_path), choose_device(device)
     task_settings = parse_task_settings(adapter_path, notes)
-    if get_task(task_settings.task).columns is None:
+    definition = get_task(task_settings.task)
+    if definition.columns is None:
         problem = "the task of this model was its owners' trainers' own. Load the adapter with PEFT on the same base"
         raise FedspanError("folder", str(adapter_path), problem=problem)
-    definition = get_task(task_settings.task)
     revision: str | None = notes.get("revision")
     pretrained: Any = None
-    if (adapter_path / ADAPTER).is_file():
+
+    def adopt() -> Loaded:
+        if objects is None or objects.model is None:
+            kind = str(notes["base_model"]).removeprefix(FROM_PYTHON)
+            problem = (
+                f"the model of this run is a {kind} that was passed from Python: pass such a model again as model="
+            )
+            raise FedspanError("model", None, problem=problem)
+        return adopt_loaded(objects.model, objects.tokenizer, definition.head, task_settings.labels, target)
+
+    is_passed = objects is not None and objects.model is not None
+    if (adapter_path / STATE_DICT).is_file():
+        loaded = adopt()
+        model = loaded.model
+        read_state_dict(adapter_path, model)
+        if definition.has_reference:
+            pretrained = adopt().model
+            require_same_base(adapter_path, notes, pretrained)
+    elif (adapter_path / ADAPTER).is_file():
         # PEFT may raise any exception for these files. Errors of the base model are reported separately.
         try:
             revision = PeftConfig.from_pretrained(str(adapter_path)).revision
         except Exception as error:
             raise _build_unreadable_error(adapter_path, error) from error
-        if objects is not None and objects.model is not None:
-            loaded = adopt_loaded(objects.model, objects.tokenizer, definition.head, task_settings.labels, target)
+        if is_passed or str(notes["base_model"]).startswith(FROM_PYTHON):
+            loaded = adopt()
+            require_same_base(adapter_path, notes, loaded.model)
         else:
             loaded = _load_base(notes, task_settings, revision, target, quantized=quantized)
         try:
@@ -201,13 +224,6 @@ def load_served(
                 model = _load_adapter(loaded.model, adapter_path)
         except Exception as error:
             raise _build_unreadable_error(adapter_path, error) from error
-    elif (adapter_path / STATE_DICT).is_file():
-        if objects is None or objects.model is None:
-            problem = f"the weights of a {notes['base_model']} from Python: pass such a model again as model="
-            raise FedspanError("model", None, problem=problem)
-        loaded = adopt_loaded(objects.model, objects.tokenizer, definition.head, task_settings.labels, target)
-        model = loaded.model
-        read_state_dict(adapter_path, model)
     else:
         loaded = load_pretrained(
             str(adapter_path), definition.head, task_settings.labels, pooling=task_settings.pooling, device=target
@@ -217,9 +233,8 @@ def load_served(
         elif loaded.new_modules:
             raise FedspanError("folder", str(adapter_path), f"a model with weights for {', '.join(loaded.new_modules)}")
         model = loaded.model
-        if definition.has_reference and objects is not None and objects.model is not None:
-            base = adopt_loaded(objects.model, objects.tokenizer, definition.head, task_settings.labels, target)
-            pretrained = base.model.eval()
+        if definition.has_reference and is_passed:
+            pretrained = adopt().model
     if objects is not None and objects.tokenizer is not None:
         loaded = replace(loaded, processor=objects.tokenizer)
     processor = definition.get_processor(loaded.processor)
@@ -233,23 +248,17 @@ def _load_base(
     """Load the pretrained model of an adapter by its name."""
     from fedspan.models.loading import load_pretrained
 
-    name = str(notes["base_model"])
-    try:
-        return load_pretrained(
-            name,
-            get_task(task_settings.task).head,
-            task_settings.labels,
-            revision=revision,
-            quantization=task_settings.quantization if quantized else None,
-            keep=notes["kept"],
-            image_size=task_settings.image_size,
-            pooling=task_settings.pooling,
-            device=device,
-        )
-    except FedspanError as error:
-        if not name.isidentifier():  # a class: the name of a model from Python without a ``name_or_path``
-            raise
-        raise error.relocate(note="If the model was passed from Python, pass it again as model=.") from None
+    return load_pretrained(
+        str(notes["base_model"]),
+        get_task(task_settings.task).head,
+        task_settings.labels,
+        revision=revision,
+        quantization=task_settings.quantization if quantized else None,
+        keep=notes["kept"],
+        image_size=task_settings.image_size,
+        pooling=task_settings.pooling,
+        device=device,
+    )
 
 
 def _load_adapter(model: Any, adapter_path: Path) -> Any:

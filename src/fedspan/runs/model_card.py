@@ -17,12 +17,13 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from fedspan.config import RunConfig
 from fedspan.data.catalogue import get_dataset_entry
-from fedspan.models.names import get_published_name
+from fedspan.data.files import FROM_TRAINERS, IN_MEMORY
+from fedspan.models.names import FROM_PYTHON, get_published_name
 from fedspan.models.pooling import DENSE, Pooling
 from fedspan.runs.environment import is_command
 from fedspan.runs.folder import RunFolder
 from fedspan.tasks.metrics import METRICS, order_metrics
-from fedspan.tasks.registry import get_task
+from fedspan.tasks.registry import get_task, is_installed
 
 if TYPE_CHECKING:
     from fedspan.runs.setup import Prepared
@@ -109,12 +110,12 @@ def write_card(prepared: Prepared, report: RunReport, command: Sequence[str], *,
         command: The command that started the run.
         adapter: Whether the card is for an adapter, not for a whole model.
     """
-    from fedspan.models.plain import is_plain_module  # imports Transformers, which takes seconds
+    from fedspan.models.plain import has_name, is_plain_module  # imports Transformers, which takes seconds
 
-    config = prepared.config
+    config, model = prepared.config, prepared.engine.adapted.model
     base = _get_base(config)
     data = ModelCardData(
-        base_model=base,
+        base_model=base if has_name(model) or not config.model.name.startswith(FROM_PYTHON) else None,
         library_name="peft" if adapter else "transformers",
         pipeline_tag=config.task_definition.pipeline_tag,
         tags=["federated-learning", "fedspan", *(["lora"] if adapter else []), *config.method.title.split("+")],
@@ -126,12 +127,13 @@ def write_card(prepared: Prepared, report: RunReport, command: Sequence[str], *,
     parts.append("## Scores\n\n" + _describe_scores(report))
     if report.privacy:
         parts.append("## Privacy\n\n" + _list(_describe_privacy(report)))
-    if is_plain_module(prepared.engine.adapted.model) and config.task_definition.columns is not None:
+    if is_plain_module(model) and config.task_definition.columns is not None:
         parts.append("## Use\n\n" + _describe_plain_use(base, adapter))
     else:
         parts.append("## Use\n\n" + _use(config.task, base, adapter, pooled=prepared.task_settings.pooling))
     if command:
-        parts.append(_write_command(command))
+        call = _write_call(config, has_processor=prepared.model.processor is not None)
+        parts.append(_write_command(command, call))
     return "\n".join(parts)
 
 
@@ -206,9 +208,14 @@ def _describe_training(prepared: Prepared, report: RunReport) -> dict[str, str]:
 
 def _describe_scores(report: RunReport) -> str:
     rows: list[str] = []
-    for part, title in (("test", "held-out examples"), ("clients", "the clients' own test parts, mean over clients")):
+    titles = {
+        "test": "held-out examples",
+        "clients": "the clients' own test parts, mean over clients",
+        "validation": "the clients' validation examples, by which the best round was chosen",
+    }
+    for part, title in titles.items():
         scores = report.scores.get(part)
-        if isinstance(scores, Mapping):
+        if isinstance(scores, Mapping) and (part != "validation" or not rows):
             numbers = ", ".join(f"{METRICS[name].title} {scores[name]:.4f}" for name in order_metrics(scores))
             rows.append(f"- {title}: {numbers}")
     return ("\n".join(rows) or "Nothing was held out.") + "\n"
@@ -281,16 +288,17 @@ _MERGE = ".merge_and_unload()  # torch's transformer layers pass over adapters i
 
 
 def _use(task: str, base: str, adapter: bool, *, pooled: Pooling | None = None) -> str:
-    if pooled is not None and get_task(task).is_embedding:
+    definition = get_task(task)
+    if pooled is not None and (definition.is_embedding or definition.columns is None):
         return _VECTORS
     if pooled is not None and not adapter:
         return _POOLED
     if pooled is not None:
         return f"{_POOLED}\nor, without sentence-transformers:\n\n{_write_pooling_code(base, pooled)}"
-    definition = get_task(task)
     if definition.columns is None:
         return (
             f"```python\nfrom peft import PeftModel\n\n# base: the model `{base}` as the clients' trainers had it\n"
+            "# (of a SentenceTransformer, its transformers_model)\n"
             f'model = PeftModel.from_pretrained(base, "FOLDER"){_MERGE}\n```\n'
             if adapter
             else "The folder holds the weights of the model as the clients' trainers had it (`from_pretrained`).\n"
@@ -324,11 +332,28 @@ def _describe_plain_use(base: str, adapter: bool) -> str:
     return f"{text}\nor, with the weights that the run began with in `base`:\n\n```python\n{peft}\n```\n"
 
 
-def _write_command(command: Sequence[str]) -> str:
+def _write_call(config: RunConfig, *, has_processor: bool) -> str:
+    """Return the call that starts a run again in Python, with the objects that its config does not name."""
+    if config.data.train == FROM_TRAINERS:
+        return 'fedspan.simulate("config.yaml", "run", trainers=trainers)  # the clients\' own trainers, by id'
+    is_passed = config.model.name.startswith(FROM_PYTHON)
+    objects = {
+        "data": config.data.train == IN_MEMORY,
+        "model": is_passed,
+        "tokenizer": is_passed and has_processor,
+        "task": not is_installed(config.task),
+    }
+    names = [name for name, is_needed in objects.items() if is_needed]
+    arguments = "".join(f", {name}={name}" for name in names)
+    comment = f"  # with its own {', '.join(names)}" if names else ""
+    return f'fedspan.run("config.yaml", "run"{arguments}){comment}'
+
+
+def _write_command(command: Sequence[str], call: str) -> str:
     """Return the section with the command line, or with the call in Python if no command of fedspan made the run."""
     if not is_command(command):
-        call = 'import fedspan\n\nfedspan.run("config.yaml", "run")'
-        return f"## Python\n\nWith the run folder's `config.yaml`:\n\n```python\n{call}\n```\n"
+        code = f"```python\nimport fedspan\n\n{call}\n```"
+        return f"## Python\n\nWith the run folder's `config.yaml`:\n\n{code}\n"
     words = ["fedspan", *map(_remove_path, command[1:])]
     return f"## Command\n\n```\n{' '.join(words)}\n```\n"
 

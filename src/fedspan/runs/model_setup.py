@@ -19,6 +19,7 @@ from fedspan.models.export import StartingAdapter, read_adapter
 from fedspan.models.head import find_untrained_head
 from fedspan.models.names import FROM_PYTHON, get_architecture, get_published_name
 from fedspan.models.offload import Offload, is_offloaded
+from fedspan.models.plain import has_name
 from fedspan.models.pooling import Pooling
 from fedspan.models.sentence_encoders import find_pooling
 from fedspan.models.targets import find_buffers, find_extras, find_other_parameters, find_targets
@@ -224,7 +225,7 @@ def adapt_model(
 def _find_targets(config: RunConfig, model: Any, saved: list[str]) -> tuple[LoraConfig, dict[str, nn.Module]]:
     """Find target layers by PEFT's rules, and build PEFT's description of them."""
     try:
-        peft_config = _build_lora_config(config, saved)
+        peft_config = _build_lora_config(config, saved, _name_base(config, model))
         return peft_config, find_targets(model, peft_config)
     # PEFT's own checks, and patterns that are not valid regexes; the last two: a{9999999999}, ((((...
     except (ValueError, re.error, OverflowError, RecursionError) as error:
@@ -346,14 +347,20 @@ def list_unnamed_modules(config: RunConfig, model: RunModel) -> list[str]:
     return [path for path in model.new_modules if not find_extras(module, [path]).keys() <= named.keys()]
 
 
-def _build_lora_config(config: RunConfig, modules_to_save: list[str]) -> LoraConfig:
+def _name_base(config: RunConfig, model: nn.Module) -> str | None:
+    """Return the name that an adapter's base is loaded by; None: the base was passed from Python and has none."""
+    name = config.model.name
+    return None if name.startswith(FROM_PYTHON) and not has_name(model) else get_published_name(name)
+
+
+def _build_lora_config(config: RunConfig, modules_to_save: list[str], base: str | None) -> LoraConfig:
     """Build PEFT's config with the run's target modules."""
     from peft import LoraConfig, TaskType
 
     model = config.model
     return LoraConfig(
         task_type=None if (kind := config.task_definition.peft_task_type) is None else TaskType(kind),
-        base_model_name_or_path=get_published_name(model.name),
+        base_model_name_or_path=base,
         revision=model.revision,
         target_modules=model.target_modules,
         exclude_modules=model.exclude_modules,

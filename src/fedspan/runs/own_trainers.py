@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -113,15 +114,31 @@ def adopt_trainer(trainer: Any, field: str = "trainer") -> LocalTrainer:
     Raises:
         FedspanError: If it is none of these, or a federation cannot honour it.
     """
-    if callable(trainer) and not isinstance(trainer, Trainer | LocalTrainer):
+    if _is_factory(trainer):
         trainer = trainer()
     if isinstance(trainer, Trainer):
         trainer = TransformersTrainer(trainer)
     if isinstance(trainer, LocalTrainer):
         _require_no_adapter(trainer)
         return trainer
-    expected = "a transformers.Trainer (or one derived from it), a TorchTrainer, or a function that returns one"
+    expected = (
+        "a transformers.Trainer (or one derived from it), a TorchTrainer, or a function without arguments that returns "
+        "one"
+    )
     raise FedspanError(field, type(trainer).__name__, expected)
+
+
+def _is_factory(value: Any) -> bool:
+    """Check whether a value is a function that can be called without arguments, and neither a class nor a module."""
+    if not callable(value) or isinstance(value, type | nn.Module | Trainer | LocalTrainer):
+        return False
+    try:
+        inspect.signature(value).bind()
+    except TypeError:
+        return False
+    except ValueError:  # of a builtin: Python does not know its arguments
+        return True
+    return True
 
 
 def _require_no_adapter(trainer: LocalTrainer) -> None:
@@ -152,8 +169,15 @@ def adopt_trainers(trainers: Mapping[str, Any]) -> dict[str, LocalTrainer]:
     """Return users' trainers by client id (``adopt_trainer``), all of which train in this process.
 
     Raises:
-        FedspanError: If there are none, one of them is no trainer, or the script runs in several processes.
+        FedspanError: If they are no mapping from ids, there are none, one of them is no trainer, or the script runs in
+            several processes.
     """
+    if not isinstance(trainers, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        expected = 'a dict of the clients\' trainers by id: {"a": trainer, "b": other}'
+        raise FedspanError("trainers", type(trainers).__name__, expected)
+    for id in trainers:
+        if not isinstance(id, str) or not id:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise FedspanError("trainers", id, 'ids of clients, which are texts: {"1": trainer}')
     if not trainers:
         raise FedspanError("trainers", dict(trainers), "a trainer, or a function that makes one, for each client")
     if (count := count_processes()) > 1:
@@ -291,9 +315,9 @@ class TrainerRuns:
                 owners, model = _adapt_models(config, self._trainers, restore)
             require_private_model(config, model.adapted)
             metric = config.evaluation.metric or config.task_definition.metric_names[0]
-            task_settings = collect_task_settings(
-                config, tuple(config.data.labels or ()), config.model.max_length, None
-            )
+            root = next(iter(self._trainers.values())).root  # a sentence-transformers model cuts texts itself
+            max_length = getattr(root, "max_seq_length", None) or config.model.max_length
+            task_settings = collect_task_settings(config, tuple(config.data.labels or ()), max_length, model.pooling)
             task, settings = TrainerTask(metric), config.build_training_settings(key)
             metric_needed = config.evaluation.metric
             engine = TrainerEngine(owners, task, settings, config.seed, stages, metric_needed, self._processes)

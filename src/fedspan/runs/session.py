@@ -42,6 +42,7 @@ from fedspan.runs.integrity import (
     format_config,
     read_config,
     read_resolved_config,
+    require_same_base,
     require_same_run,
 )
 from fedspan.runs.learning_rate import load_or_choose, read_range_test, run_range_test, set_rate
@@ -159,8 +160,10 @@ def _run(
             write_atomic(run_folder.partition, (prepared.partition.to_json() + "\n").encode())
 
     if prepared.base_digest is not None:
-        argument = "trainers" if config.data.train == FROM_TRAINERS else "model"
-        _require_same_base(run_folder, prepared.base_digest(), argument)
+        digest = prepared.base_digest()
+        if not run_folder.base.exists():
+            run_folder.write_json(run_folder.base, {"sha256": digest})
+        require_same_base(run_folder, digest, "trainers" if config.data.train == FROM_TRAINERS else "model")
 
     settings = prepared.federation.settings.buffered
     if settings is not None and settings.arrivals is not None:
@@ -177,24 +180,6 @@ def _run(
             return session.finish(session.run_rounds(stored, resumed))
 
     return run_rounds(prepared) if host is None else host(run_folder, prepared, run_rounds)
-
-
-def _require_same_base(run_folder: RunFolder, digest: str, argument: str) -> None:
-    """Store the digest of the frozen weights, or compare it with the stored one.
-
-    Args:
-        run_folder: Folder of the run.
-        digest: SHA-256 of the frozen weights.
-        argument: The Python argument that holds the models, for the error.
-
-    Raises:
-        FedspanError: If the run began with other weights.
-    """
-    if not run_folder.base.exists():
-        run_folder.write_json(run_folder.base, {"sha256": digest})
-    elif run_folder.read_json(run_folder.base) != {"sha256": digest}:
-        problem = "the frozen weights of the models are not those with which the run began. Load the same models"
-        raise FedspanError(argument, str(run_folder.path), problem=problem)
 
 
 class _Session:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -78,7 +79,8 @@ class Prepared:
         model: The model that the engine trains, with the data that its export needs.
         notes: Notes for the user about the examples (truncated answers).
         head: How the head starts; None: as loaded.
-        base_digest: Returns the digest of the frozen weights, which no config names; None: the config names the model.
+        base_digest: Returns the digest of the frozen weights, which no config names; called first before a server
+            state's base is set. None: the config names the model.
         count_passes: Returns the number of forward and backward passes of some steps, or of some epochs if these are
             None; None: the config decides it.
         test_parts: Indices of the held-out examples of each value of ``evaluation.by``, int64; empty without it.
@@ -239,7 +241,7 @@ def _build_base_digest(adapted: AdaptedModel, objects: ModelObjects | None) -> C
     """
     if objects is None or objects.model is None or any(value.is_meta for value in adapted.model.parameters()):
         return None
-    return lambda: hash_frozen(adapted.model, adapted).hexdigest()
+    return cache(lambda: hash_frozen(adapted.model, adapted.get_values()).hexdigest())
 
 
 def _find_test_parts(test: datasets.Dataset | None, by: str | None) -> dict[str, np.ndarray]:

@@ -15,7 +15,7 @@ from torch import nn
 from fedspan.config import RunConfig
 from fedspan.config.validation_errors import convert_validation_error
 from fedspan.errors import FedspanError
-from fedspan.models.export import NOTES
+from fedspan.models.export import BASE_DIGEST, NOTES
 from fedspan.models.pooling import Pooling
 from fedspan.tasks.causal import can_attend_across_examples
 from fedspan.tasks.registry import get_task
@@ -93,6 +93,7 @@ def read_notes(folder: Path) -> dict[str, Any]:
     failures = {
         "base_model": not isinstance(notes["base_model"], str) or not notes["base_model"],
         "revision": not isinstance(notes.get("revision"), str | None),
+        BASE_DIGEST: not isinstance(notes.get(BASE_DIGEST), str | None),
         "client": not isinstance(notes["client"], str | None),
         "kept": not isinstance(round_number, list) or not all(isinstance(name, str) for name in round_number),
     }

@@ -146,8 +146,6 @@ def _set_trainers(config: RunConfig | dict[str, Any], model: Any) -> RunConfig:
         problem = "the task of this run is what the trainers define; leave task out"
         raise FedspanError("task", values["task"], problem=problem)
     named = _get_section(values, "model")
-    if str(named.get("name", "")).startswith(FROM_PYTHON):
-        named.pop("name")
     dtype = str(getattr(model, "dtype", "float32")).removeprefix("torch.")
     if named.get("dtype", dtype) != dtype:
         problem = f"the trainers' models have the number format {dtype}; leave model.dtype out"
@@ -246,6 +244,8 @@ def _get_section(values: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _build_model_section(section: Mapping[str, Any], model: Any) -> dict[str, Any]:
+    if str(section.get("name", "")).startswith(FROM_PYTHON):  # of a run's own config.yaml
+        section = {option: value for option, value in section.items() if option != "name"}
     for option in ("name", "revision", "quantization"):
         if section.get(option) is not None:
             problem = f"a model was passed from Python; leave model.{option} out"

@@ -11,9 +11,11 @@ from fedspan.core.base import BaseUpdate
 from fedspan.core.values import Job
 from fedspan.federation.progress import Progress
 from fedspan.files import build_folder_name
-from fedspan.models.export import compute_layer_updates, export_adapter, get_job_extras
+from fedspan.models.adapted import AdaptedModel
+from fedspan.models.export import BASE_DIGEST, compute_layer_updates, export_adapter, get_job_extras
 from fedspan.models.names import FROM_PYTHON
-from fedspan.models.plain import is_plain_module, write_state_dict
+from fedspan.models.plain import has_name, is_plain_module, write_state_dict
+from fedspan.models.quantized import is_quantized
 from fedspan.models.sentence_encoders import PooledClassifier, write_modules
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.setup import Prepared
@@ -65,12 +67,12 @@ def write_model(
     """
     from fedspan.models.merging import export_merged, is_merging_required, merge_weights
 
-    adapted = prepared.engine.adapted
-    notes = {
+    adapted, name = prepared.engine.adapted, prepared.config.model.name
+    notes: dict[str, Any] = {
         **asdict(prepared.task_settings),
         "method": prepared.config.method.title,
         "round": round,
-        "base_model": prepared.config.model.name.removeprefix(FROM_PYTHON),
+        "base_model": name.removeprefix(FROM_PYTHON) if has_name(adapted.model) else name,
         "revision": prepared.config.model.revision,
         "kept": prepared.config.model.modules_to_save,
         "client": client,
@@ -82,13 +84,22 @@ def write_model(
         updates, extras = compute_layer_updates(job, base, adapted, built.adopted), get_job_extras(job, adapted)
         pooled = adapted.model if isinstance(adapted.model, PooledClassifier) else None
         assert built.lora_config is not None, "only workers, which export nothing, build models without PEFT"
+        is_served = prepared.config.task_definition.columns is not None  # by fedspan, not by the trainers' owners
+        if is_served and prepared.base_digest is not None and not _has_quantized_layers(adapted):
+            notes[BASE_DIGEST] = prepared.base_digest()
         export_adapter(folder, updates, extras, adapted.operators, built.lora_config, notes, pooled)
-        if is_plain_module(adapted.model) and prepared.config.task_definition.columns is not None:
+        if is_served and is_plain_module(adapted.model):
             write_state_dict(folder, merge_weights(adapted, job, base))
         if built.processor is not None:
             built.processor.save_pretrained(str(folder))
-    if prepared.config.task_definition.is_embedding and prepared.task_settings.pooling is not None:
+    definition = prepared.config.task_definition
+    if (definition.is_embedding or definition.columns is None) and prepared.task_settings.pooling is not None:
         model: Any = adapted.model
         write_modules(
             folder, prepared.task_settings.pooling, model.config.hidden_size, prepared.task_settings.max_length
         )
+
+
+def _has_quantized_layers(adapted: AdaptedModel) -> bool:
+    """Check whether a model has quantized target layers, which are merged into their weights before quantization."""
+    return any(is_quantized(layer.module) for layer in adapted.layers.values())

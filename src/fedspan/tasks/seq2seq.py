@@ -419,7 +419,7 @@ def _infer_columns(sample: datasets.Dataset, options: Mapping[str, str | None]) 
     Where the user named the task, also the columns that they named, or the only two columns of texts.
     """
     source, target, label = options["text"], options["answer"], options["label"]
-    is_requested = options["task"] == SEQ2SEQ.name
+    is_requested = options["task"] is not None
     if label is not None and not is_requested:
         return None
     names = [name for name in sample.column_names if name not in (options["by"], label) and _has_texts(sample, name)]

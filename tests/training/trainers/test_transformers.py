@@ -150,6 +150,31 @@ def test_the_adapter_of_a_federation_scores_as_its_trainers_reported(
     assert sum(losses) / len(OWNERS) == pytest.approx(reported, rel=1e-4)
 
 
+def test_the_result_of_sentence_trainers_is_a_sentence_encoder(tiny_folder: Path, tmp_path: Path) -> None:
+    """With the pooling and the normalization of the trainers' model: its vectors are those that they trained."""
+    library = pytest.importorskip("sentence_transformers")
+    modules = pytest.importorskip("sentence_transformers.sentence_transformer.modules")
+
+    def load() -> Any:
+        encoder = sentence_encoder(tiny_folder)[0]
+        return library.SentenceTransformer(
+            modules=[encoder, modules.Pooling(16, pooling_mode="cls"), modules.Normalize()], device="cpu"
+        )
+
+    config = {"model": {"target_modules": ENCODER}, "method": {"r": 2}, "federation": {"rounds": 1}}
+    training = {"training": {"lr": 0.05, "local_steps": 2}}
+    trainers = {"a": sentences(tmp_path, 0, load()), "b": sentences(tmp_path, 1, load())}
+    fedspan.simulate({**config, **training}, tmp_path / "run", trainers=trainers)
+    adapter, expected, texts = tmp_path / "run" / "adapter", load(), ["admin1 lab2", "billing3"]
+    before = expected.encode(texts)
+    PeftModel.from_pretrained(expected.transformers_model, adapter).merge_and_unload()  # in place
+    encoder = library.SentenceTransformer(str(adapter), device="cpu")
+    assert encoder.max_seq_length == 16
+    assert encoder.encode(texts) == pytest.approx(expected.encode(texts), abs=1e-5)
+    assert encoder.encode(texts) != pytest.approx(before, abs=1e-3)
+    assert "similarities = model.similarity(vectors, vectors)" in (adapter / "README.md").read_text()
+
+
 def test_metrics_of_trl_have_the_names_of_fedspan_s_tasks(decoders: Path) -> None:
     names = {
         sft: {"token_accuracy": "mean_token_accuracy"},

@@ -217,7 +217,7 @@ class TrainerEngine(Trainer):
     def digest(self) -> str:
         """Return the SHA-256 of the owners' frozen weights, before a server state's base was set."""
         first = next(iter(self.owners.values()))
-        return hash_frozen(first.trainer.root, first.adapted).hexdigest()
+        return hash_frozen(first.trainer.root, first.adapted.get_values()).hexdigest()
 
     @contextmanager
     def _run_in_processes(self, task: str, client: str, job: Job, **header: object) -> Generator[None]:
@@ -370,8 +370,8 @@ def _require_equal_models(owners: Mapping[str, Owner]) -> None:
         if owner.trainer.root in compared:
             continue
         compared.add(owner.trainer.root)
-        expected = expected or hash_frozen(first.trainer.root, first.adapted).digest()
-        if hash_frozen(owner.trainer.root, owner.adapted).digest() != expected:
+        expected = expected or hash_frozen(first.trainer.root, first.adapted.get_values()).digest()
+        if hash_frozen(owner.trainer.root, owner.adapted.get_values()).digest() != expected:
             problem = f"the frozen weights of the model of {id!r} differ from those of {next(iter(owners))!r}"
             raise FedspanError("trainers", id, problem=problem)
 

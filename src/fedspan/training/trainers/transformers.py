@@ -114,7 +114,7 @@ class TransformersTrainer:
         """``LocalTrainer.train``.
 
         Raises:
-            FedspanError: If the training ended before its planned end.
+            FedspanError: If the trainer made another optimizer, or the training ended before its planned end.
         """
         trainer, epochs = self.trainer, _StoppedEpochs()
         try:
@@ -125,6 +125,7 @@ class TransformersTrainer:
                 _count_examples(trainer, optimizer),
                 _draw_by_process(trainer, plan.seed),
                 _add_callback(trainer, epochs),
+                _add_callback(trainer, _RequiredOptimizer(optimizer)),
             ):
                 trainer.optimizer = optimizer
                 trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, _get_constant_rate)
@@ -294,6 +295,27 @@ class _StoppedEpochs(TrainerCallback):
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._ended += 1
         self.count += control.should_epoch_stop and state.epoch < self._ended
+
+
+class _RequiredOptimizer(TrainerCallback):
+    """Checks before the first step that a trainer kept the optimizer that was set.
+
+    Args:
+        optimizer: The optimizer of the round.
+    """
+
+    def __init__(self, optimizer: JobOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
+        if inner is not self._optimizer:
+            problem = (
+                "its create_optimizer replaces the round's optimizer, and the run's config decides the optimizer and "
+                "its schedule. Leave the method out, or have it return self.optimizer if that is set, as Trainer's own "
+                "does"
+            )
+            raise FedspanError("trainer", type(inner).__name__, problem=problem)
 
 
 @contextmanager
