@@ -43,15 +43,18 @@ def test_neither_clients_nor_paths_nor_labels_are_in_it(run: Path, tiny_folder: 
 
 def test_a_command_says_neither_where_things_are_nor_what_the_data_are() -> None:
     words = ["/usr/bin/fedspan", "run", "ward7/my.yaml", "--set", "data.train=patients/ward7.csv", "--set", "seed=3"]
-    assert _write_command(words) == "## Command\n\n```\nfedspan run my.yaml --set data.train=... --set seed=3\n```\n"
+    assert (
+        _write_command(words, "") == "## Command\n\n```\nfedspan run my.yaml --set data.train=... --set seed=3\n```\n"
+    )
     module = ["/usr/lib/python3/site-packages/fedspan/__main__.py", "demo"]
-    assert _write_command(module) == "## Command\n\n```\nfedspan demo\n```\n"
+    assert _write_command(module, "") == "## Command\n\n```\nfedspan demo\n```\n"
 
 
 @pytest.mark.parametrize("words", [["-c"], ["train.py", "--secret", "ward7"], ["/usr/bin/pytest", "tests"], [""]])
 def test_a_run_from_python_has_a_python_call(words: list[str]) -> None:
-    section = _write_command(words)
-    assert 'fedspan.run("config.yaml", "run")' in section
+    call = 'fedspan.run("config.yaml", "run")'
+    section = _write_command(words, call)
+    assert f"import fedspan\n\n{call}\n" in section
     assert "ward7" not in section
     assert "## Command" not in section
 

@@ -92,12 +92,11 @@ def write_model(
             write_state_dict(folder, merge_weights(adapted, job, base))
         if built.processor is not None:
             built.processor.save_pretrained(str(folder))
-    definition = prepared.config.task_definition
-    if (definition.is_embedding or definition.columns is None) and prepared.task_settings.pooling is not None:
-        model: Any = adapted.model
-        write_modules(
-            folder, prepared.task_settings.pooling, model.config.hidden_size, prepared.task_settings.max_length
-        )
+    definition, pooling = prepared.config.task_definition, prepared.task_settings.pooling
+    # A trainer's model may be one of several modalities, whose config has no common size.
+    features = getattr(getattr(adapted.model, "config", None), "hidden_size", None)
+    if (definition.is_embedding or definition.columns is None) and pooling is not None and features is not None:
+        write_modules(folder, pooling, features, prepared.task_settings.max_length)
 
 
 def _has_quantized_layers(adapted: AdaptedModel) -> bool:

@@ -254,7 +254,7 @@ def _count_examples(trainer: Trainer, optimizer: JobOptimizer) -> Generator[None
 
     def get_batch_samples(*args: Any, **kwargs: Any) -> Any:
         batches, items = inner(*args, **kwargs)
-        optimizer.count_examples(sum(_pop_examples(batch) for batch in batches))
+        optimizer.count_examples(sum(_pop_examples(batch, trainer) for batch in batches))
         return batches, items
 
     trainer.get_batch_samples = get_batch_samples
@@ -268,7 +268,7 @@ def _count_examples(trainer: Trainer, optimizer: JobOptimizer) -> Generator[None
             trainer.get_batch_samples = own_method
 
 
-def _pop_examples(batch: Any) -> int:
+def _pop_examples(batch: Any, trainer: Trainer) -> int:
     """Remove and return a batch's number of examples; of a loader without a collator, the rows of its first tensor.
 
     Raises:
@@ -279,7 +279,11 @@ def _pop_examples(batch: Any) -> int:
     values = batch.values() if isinstance(batch, Mapping) else batch
     rows = next((len(value) for value in values if isinstance(value, torch.Tensor) and value.ndim), None)
     if rows is None:
-        raise FedspanError("trainer", type(batch).__name__, "batches with a tensor, whose rows are counted")
+        problem = (
+            f"its batches ({type(batch).__name__}) hold no tensor, by whose rows examples are counted. Trainers that "
+            "generate their own examples, such as TRL's GRPOTrainer, are not supported"
+        )
+        raise FedspanError("trainer", type(trainer).__name__, problem=problem)
     return rows
 
 
