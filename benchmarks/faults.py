@@ -383,7 +383,7 @@ _REPLIES = {
     "extra": ("a client's reply has a tensor more", "backdoor"),
     "huge": ("a client's reply is moved by 1000 in every number", "the cohort's median"),
     "stale": ("a client's reply is one to the round before", "a reply of"),
-    "oversized": ("a reply of 3 MiB, where 1 MiB is the most (`federation.message_mib: 1`)", "larger than its order"),
+    "too-large": ("a reply of 3 MiB, where 1 MiB is the most (`federation.message_mib: 1`)", "larger than its order"),
     "no-header": ("a reply whose header is no JSON", "not a fedspan header"),
 }
 
@@ -392,7 +392,7 @@ def _make_spoilt_scenario(kind: str, words: str) -> Scenario:
     def scenario(stage: Stage) -> Outcome:
         expected = stage.without_west()
         with stage.spoilt(kind):
-            run = stage.submit(kind, min_replies=2, **({"message_mib": 1} if kind == "oversized" else {}))
+            run = stage.submit(kind, min_replies=2, **({"message_mib": 1} if kind == "too-large" else {}))
             before = run.in_the_middle()
             output = run.end()
         stage.finished(run, before).require_same(expected)

@@ -63,7 +63,7 @@ def main() -> None:
         "extra": more,
         "huge": tensors(lambda value: value + 1000),
         "stale": lambda _, back: replace(decode_reply(back), round=ROUND - 1).to_envelope(),
-        "oversized": lambda _, back: replace(decode_reply(back), body=bytes(3 << 20)).to_envelope(),
+        "too-large": lambda _, back: replace(decode_reply(back), body=bytes(3 << 20)).to_envelope(),
         "no-header": lambda _, back: Envelope('{"task": "train"', back.body),
     }
     kind_file, honest = Path(sys.argv[2]), Supervisor.answer
