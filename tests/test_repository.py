@@ -22,6 +22,7 @@ SEVERAL_MODULES = {
     "docs/test_blocks.py",
     "docs/test_first_hour.py",
     "docs/test_generated.py",
+    "docs/test_tables.py",
     "docs/test_traps.py",
     "methods/test_own_methods.py",
     "models/test_adapters.py",
