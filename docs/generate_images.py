@@ -51,8 +51,9 @@ def open_view(width: int, height: int) -> Generator[Any]:
 
 
 def render_report(folder: Path) -> None:
-    """Compare two methods on two seeds, render the report and take a screenshot of its top."""
-    fedspan.compare(CONFIG, folder / "series", ["fedit", "rolora"], seeds=[0, 1])
+    """Compare two methods on the demo's data and two seeds, render the report and take a screenshot of its top."""
+    demo = yaml.safe_load((files("fedspan") / "demo.yaml").read_text(encoding="utf-8"))
+    fedspan.compare(demo, folder / "series", ["fedit", "rolora"], seeds=[0, 1])
     page = fedspan.report(folder / "series", folder / "page.html")
     with open_view(1100, 1000) as view:
         view.goto(page.as_uri())

@@ -37,6 +37,7 @@ def convert_page(text: str) -> list[Any]:
 def convert_script(text: str, name: str) -> list[Any]:
     """Return a script's cells: its docstring as text, imports and constants by paragraph, each class and function.
 
+    The first paragraph of a class's or function's docstring is a text above its cell.
     The call of ``main`` at the end reads the options from a cell, because a notebook has no command line.
 
     Args:
@@ -46,24 +47,27 @@ def convert_script(text: str, name: str) -> list[Any]:
     module, lines = ast.parse(text), text.splitlines()
     cells = [new_markdown_cell(f"# {ast.get_docstring(module)}")]
     start = module.body[0].end_lineno or 0
-    ends = [*_list_ends(module.body[1:-1], lines)]
-    for end in ends:
+    for node, end in _list_ends(module.body[1:-1], lines):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and (described := ast.get_docstring(node)):
+            summary, _, _ = described.partition("\n\n")
+            cells.append(new_markdown_cell(f"`{node.name}`: {summary}"))
         cells.append(new_code_cell("\n".join(lines[start:end]).strip()))
         start = end
+    cells.append(new_markdown_cell("Run it. `options` has the arguments of the script's command line."))
     cells.append(new_code_cell('options = []  # those of the script: ["--smoke"] takes seconds, ["--help"] lists them'))
     cells[-1].metadata["tags"] = [PARAMETERS]
     cells.append(new_code_cell(f'import sys\n\nsys.argv = ["{name}", *options]\nmain()'))
     return cells
 
 
-def _list_ends(nodes: list[ast.stmt], lines: list[str]) -> list[int]:
-    """Return the last lines of the cells: a class or function ends one, and so does what precedes one."""
-    ends: list[int] = []
+def _list_ends(nodes: list[ast.stmt], lines: list[str]) -> list[tuple[ast.stmt, int]]:
+    """Return the last statements of the cells with their last lines: a class or function, or what precedes one."""
+    ends: list[tuple[ast.stmt, int]] = []
     for at, node in enumerate(nodes):
         following = nodes[at + 1] if at + 1 < len(nodes) else None
         is_definition = isinstance(node, ast.ClassDef | ast.FunctionDef)
         if is_definition or following is None or isinstance(following, ast.ClassDef | ast.FunctionDef):
-            ends.append(node.end_lineno or len(lines))
+            ends.append((node, node.end_lineno or len(lines)))
     return ends
 
 

@@ -21,7 +21,7 @@ import fedspan
 
 
 class Progress(fedspan.Listener):
-    """One line for each round."""
+    """Print one line for each round."""
 
     def on_round_finish(self, row: Any) -> None:
         spent = f", epsilon spent {row['privacy']['epsilon']:.2f}" if "privacy" in row else ""

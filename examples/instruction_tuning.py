@@ -1,4 +1,4 @@
-"""Four offices teach a Llama to follow instructions, each by its own kind of them.
+"""Four offices teach a Llama to follow instructions, each with its own kind.
 
     python examples/instruction_tuning.py                     # a Llama of 15 million parameters, from the hub
     python examples/instruction_tuning.py --model FOLDER      # any decoder of Transformers
@@ -25,7 +25,7 @@ WORDS = ("apple", "bread", "chair", "door", "house", "river", "stone", "table")
 
 
 class Progress(fedspan.Listener):
-    """One line for each round."""
+    """Print one line for each round."""
 
     def on_round_finish(self, row: Any) -> None:
         held_out = row["test"]
@@ -37,7 +37,7 @@ class Progress(fedspan.Listener):
 
 
 def write_instructions(path: Path, each: int) -> None:
-    """So many instructions of each kind, with the office that holds them."""
+    """Write a number of instructions of each kind, with the office that has them."""
     rng = random.Random(0)
     rows: list[dict[str, str]] = []
     for _ in range(each):

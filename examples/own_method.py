@@ -2,7 +2,7 @@
 
     python examples/own_method.py
 
-The method, Slow-A: A, what clients have in common, moves slowly at the server; B is averaged as ever.
+The method, Slow-A: A, what clients have in common, moves slowly at the server; B is averaged as usual.
 
     client i:  trains A_i, B_i from the global A, B
     server:    A <- keep A + (1 - keep) sum_i p_i A_i,   B <- sum_i p_i B_i

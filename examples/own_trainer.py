@@ -31,7 +31,7 @@ OFFICES = ("north", "south")
 
 
 def create_texts(office: str, count: int) -> Dataset:
-    """The letters of an office: each greets in its own way."""
+    """Write the letters of an office, which has its own greeting."""
     rng = random.Random(office)
     greeting = "Good morning" if office == "north" else "Dear"
     rows = [{"text": f"{greeting} {rng.choice(NAMES)}, here are {rng.randrange(10)} books."} for _ in range(count)]
@@ -39,7 +39,7 @@ def create_texts(office: str, count: int) -> Dataset:
 
 
 def make_trainer(office: str, name: str, out: Path, count: int) -> SFTTrainer:
-    """The training script of an office."""
+    """Build the trainer of an office, as its own training script does."""
     tokenizer = AutoTokenizer.from_pretrained(name)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     rows = create_texts(office, count).train_test_split(0.25, seed=0)

@@ -23,7 +23,7 @@ METHODS = ("local-only", "fedit", "fedsa-lora", "pfedloru")
 
 
 class Progress(fedspan.Watcher):
-    """One line for each run."""
+    """Print one line for each run."""
 
     def on_run_finish(self, step: Any, metric: str, value: float | None, seconds: float, is_new: bool) -> None:
         print(f"{step.label}: mean {metric} {value or 0.0:.1%}", flush=True)

@@ -53,7 +53,7 @@ class Vibrations(nn.Module):
 
 @dataclass(frozen=True)
 class Signals:
-    """Signals, (N, T) float32, with their labels and costs (one each)."""
+    """Signals, (N, T) float32, with one label and one cost each."""
 
     values: np.ndarray
     labels: np.ndarray
@@ -78,7 +78,7 @@ class SignalClassification(SingleLabelClassification):
         return {"signal": values.to(device), "labels": labels.to(device)}
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, generate: bool = False) -> Tensor:
-        """Compute the logits; the model is called as its own forward wants it."""
+        """Compute the logits; the model is called with the arguments of its own forward."""
         return model(batch["signal"])
 
     def describe_examples(self, examples: Signals) -> tuple[str, ...]:
@@ -120,7 +120,7 @@ def make_signals(factory: int, count: int) -> list[dict[str, Any]]:
 
 
 def pretrain(steps: int) -> Vibrations:
-    """Train a model on a public machine, as somebody has done before the federation."""
+    """Train a model on a public machine, before the federation."""
     torch.manual_seed(0)
     model, signals = Vibrations(), make_signals(0, 400)
     values = torch.tensor([[float(number) for number in row["text"].split()] for row in signals])

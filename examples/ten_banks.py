@@ -28,7 +28,7 @@ METHODS = ["fedit", "rolora", "flora"]
 
 
 class Progress(fedspan.Watcher):
-    """One line for each round."""
+    """Print one line for each round."""
 
     def on_run_start(self, step: Any) -> None:
         print(step.label, flush=True)
@@ -38,7 +38,7 @@ class Progress(fedspan.Watcher):
 
 
 def build_config(args: argparse.Namespace) -> dict[str, Any]:
-    """What all runs share: everything but the method's name."""
+    """Return the settings of all runs: everything but the method's name."""
     data: dict[str, Any] = {"train": "builtin:patient-messages"}
     if args.dataset:
         data = {"dataset": args.dataset}
@@ -63,7 +63,7 @@ def build_config(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def predict_with_peft(adapter: Path, model: str, text: str) -> tuple[str, float]:
-    """Label and probability, as anybody computes them who has never heard of fedspan."""
+    """Compute label and probability without fedspan."""
     logging.set_verbosity_error()  # that the classification head is new is no news: the adapter brings it
     labels = json.loads((adapter / "fedspan.json").read_text(encoding="utf-8"))["labels"]
     base = AutoModelForSequenceClassification.from_pretrained(fedspan.resolve_model(model), num_labels=len(labels))

@@ -34,7 +34,7 @@ OWNERS = ("clinic-a", "clinic-b", "clinic-c")
 
 
 def call(*arguments: str | Path) -> None:
-    """A command that does its work and ends."""
+    """Run a command to its end."""
     words = [str(argument) for argument in arguments]
     print("$ fedspan", shlex.join(words), flush=True)
     subprocess.run([*FEDSPAN, *words], check=True)
@@ -42,7 +42,7 @@ def call(*arguments: str | Path) -> None:
 
 @contextmanager
 def run_command(log: Path, *arguments: str | Path) -> Generator[subprocess.Popen[bytes]]:
-    """A command that stays; it ends with all that it started when the block is left."""
+    """Run a command while the block runs; then end it and all processes that it started."""
     words = [str(argument) for argument in arguments]
     print("$ fedspan", shlex.join(words), f"> {log} &", flush=True)
     with log.open("wb") as output:
@@ -61,7 +61,7 @@ def run_command(log: Path, *arguments: str | Path) -> Generator[subprocess.Popen
 
 
 def wait_for(words: str, log: Path, process: subprocess.Popen[bytes], seconds: float = 180) -> None:
-    """Until a process has said something."""
+    """Wait until a process has printed a text."""
     until = time.monotonic() + seconds
     while words not in log.read_text(errors="replace"):
         if process.poll() is not None or time.monotonic() > until:
@@ -70,7 +70,7 @@ def wait_for(words: str, log: Path, process: subprocess.Popen[bytes], seconds: f
 
 
 def write_partition(folder: Path, most: int | None) -> list[str]:
-    """A csv file for each data owner, of the built-in patients' messages; returns their labels, which all must know."""
+    """Write the built-in patients' messages to a csv file for each data owner; return the labels, which all must know."""
     text = find_corpus_file("builtin:patient-messages", "train", "data.train").read_text(encoding="utf-8")
     rows = list(csv.DictReader(text.splitlines()))[:most]
     for number, owner in enumerate(OWNERS):

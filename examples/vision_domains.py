@@ -30,7 +30,7 @@ METHODS: dict[str, dict[str, Any]] = {"fedavg": {}, "fedhm": {"r": 8}}
 
 
 def draw(shape: str, domain: str, rng: np.random.Generator) -> Image.Image:
-    """A shape somewhere in the picture, in a domain's style."""
+    """Draw a shape at a random place, in a domain's style."""
     dark, light = (int(level) for level in (rng.integers(0, 60), rng.integers(190, 256)))
     if domain == "colours":
         back, front = (tuple(int(level) for level in rng.integers(low, low + 110, 3)) for low in (0, 140))
@@ -58,7 +58,7 @@ def draw(shape: str, domain: str, rng: np.random.Generator) -> Image.Image:
 
 
 def draw_all(folder: Path, share: float) -> None:
-    """A folder of pictures as fedspan reads them: domain/class/picture."""
+    """Write a folder of pictures as fedspan reads them: domain/class/picture."""
     rng = np.random.default_rng(0)
     for domain, count in HELD.items():
         for shape in SHAPES:
