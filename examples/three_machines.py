@@ -70,7 +70,7 @@ def wait_for(words: str, log: Path, process: subprocess.Popen[bytes], seconds: f
 
 
 def write_partition(folder: Path, most: int | None) -> list[str]:
-    """Write the built-in patients' messages to a csv file for each data owner; return the labels, which all must know."""
+    """Write a csv file of the built-in patients' messages for each data owner; return the labels that all must know."""
     text = find_corpus_file("builtin:patient-messages", "train", "data.train").read_text(encoding="utf-8")
     rows = list(csv.DictReader(text.splitlines()))[:most]
     for number, owner in enumerate(OWNERS):
