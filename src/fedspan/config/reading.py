@@ -17,6 +17,24 @@ __all__ = ["ConfigLike", "load_config", "override", "parse_config", "parse_yaml"
 
 ConfigLike = RunConfig | Mapping[str, Any] | str | Path
 
+_MAX_DEPTH = 20
+"""Depth of nested sections and lists that a config may have; the deepest field is far above."""
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader with a limit on nesting: its time grows with the length of a text times its depth."""
+
+    _depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """``yaml.composer.Composer.compose_node``."""
+        self._depth += 1
+        if self._depth > _MAX_DEPTH:
+            raise yaml.YAMLError(f"it is nested more than {_MAX_DEPTH} levels deep")
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
 
 def parse_config(values: Mapping[str, Any]) -> RunConfig:
     """Parse a config from plain values.
@@ -66,7 +84,7 @@ def parse_yaml(text: str, source: str) -> dict[str, Any]:
         FedspanError: If the text is not YAML, or not a mapping.
     """
     try:
-        values = yaml.safe_load(text)
+        values = yaml.load(text, _Loader)
     # ValueError: a date with month 13. The parser itself raises the others, on texts such as "? [" and "!!int _".
     except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise FedspanError("config", source, problem=f"{source!r} is not valid YAML ({error})") from None
