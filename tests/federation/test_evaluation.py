@@ -143,8 +143,11 @@ def test_a_note_says_when_the_metrics_of_the_nodes_select_no_round() -> None:
 
 
 def test_a_single_client_and_one_whose_examples_are_known_here_are_not_trimmed(prepared: Prepared) -> None:
-    assert reported(prepared, [HONEST])[0].trimmed is None
-    assert reported(prepared, [HONEST, HONEST])[0].trimmed is not None
+    single, pair = (reported(prepared, [HONEST] * count)[0] for count in (1, 2))
+    assert single.trimmed is None
+    assert pair.trimmed is not None
+    assert single.rounded
+    assert pair.rounded
     old = prepared.federation
     rows = dict.fromkeys(old.clients, HONEST)
     federation = Federation(old.method, old.engine, old.clients, old.examples, old.settings, Reporting(rows))
@@ -152,6 +155,7 @@ def test_a_single_client_and_one_whose_examples_are_known_here_are_not_trimmed(p
     assert scores is not None
     assert len(scores.by_client) >= 3
     assert scores.trimmed is None
+    assert not scores.rounded
 
 
 def test_a_loss_is_compared_with_the_median_from_three_clients_on() -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import fedspan
-from fedspan.federation.evaluation import ClientScores
+from fedspan.clients.coarsening import coarsen_metrics
+from fedspan.federation.evaluation import ClientScores, compute_trimmed_means
 from fedspan.runs.selection import ClientLoss, Selection, compute_gain, rate_round
+from fedspan.tasks.bounded_losses import compute_guess_bound
 from fedspan.tasks.registry import TASKS
 from helpers import tiny
 
@@ -269,6 +272,63 @@ def test_a_round_with_the_same_loss_does_not_postpone_early_stopping() -> None:
     assert selection.best is not None
     assert selection.improved is not None
     assert (selection.best.round, selection.improved.round) == (3, 1)
+
+
+def rounded(*losses: float) -> ClientScores:
+    """Scores of nodes with these losses, each rounded as by a node with 16 validation examples of two classes."""
+    bound = compute_guess_bound(2)
+    rows = {
+        f"n{number}": coarsen_metrics({"loss": loss, "examples": 16.0}, 10, bound) for number, loss in enumerate(losses)
+    }
+    means = compute_trimmed_means(rows, ["loss"])
+    return ClientScores(means, rows, means, rounded=True)
+
+
+def get_rounds(selection: Selection) -> tuple[int, int]:
+    """Return the best round, and the one from which early stopping counts."""
+    assert selection.best is not None
+    assert selection.improved is not None
+    return selection.best.round, selection.improved.round
+
+
+def test_a_falling_loss_that_rounding_hides_postpones_early_stopping() -> None:
+    """The loss falls by less than a step of 0.43 in each round, and then rises by more."""
+    hidden = [rounded(*[0.6 - 0.03 * number] * 5) for number in range(6)]
+    assert len({scores.pooled["loss"] for scores in hidden}) == 1
+    assert get_rounds(select_reported(*hidden, metric="loss")) == (6, 6)
+    risen = [rounded(*[0.9] * 5)] * 2
+    assert get_rounds(select_reported(*hidden, *risen, metric="loss")) == (6, 6)
+    exact = [replace(scores, rounded=False) for scores in hidden]  # equal exact losses: the model does not change
+    assert get_rounds(select_reported(*exact, metric="loss")) == (6, 1)
+
+
+def test_a_round_that_equals_the_start_by_rounded_losses_replaces_it() -> None:
+    rounds = [rounded(0.5, 0.6, 0.5, 0.3, 0.3), rounded(0.4, 0.5, 0.5, 0.3, 0.3), rounded(0.4, 0.4, 0.4, 0.3, 0.3)]
+    assert get_rounds(select(*rounds)) == (2, 2)
+    assert get_rounds(select(*rounds, rounded(*[0.9] * 5))) == (2, 2)
+
+
+def test_equal_means_of_rounded_losses_are_equal_whichever_node_has_which_loss() -> None:
+    """Sums of floats depend on the order of their terms."""
+    step = compute_guess_bound(2) * 10 / (2 * 16)
+    rounds = [rounded(0.0, *row, 3 * step) for row in ((step, 3 * step, 3 * step), (3 * step, 3 * step, step))]
+    means = [scores.pooled["loss"] for scores in rounds]
+    assert means[0] != means[1] == pytest.approx(means[0], rel=1e-15)
+    for order in (rounds, rounds[::-1]):
+        assert get_rounds(select_reported(*order, metric="loss")) == (2, 2)
+
+
+def test_exact_scores_select_the_last_of_the_best_rounds_and_stall_from_the_first() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        ranks = [tuple(row) for row in rng.integers(0, 3, (6, 2)).tolist()]
+        selection = Selection()
+        for number, (accuracy, loss) in enumerate(ranks, 1):
+            selection = selection.add(
+                "accuracy", number, ClientScores({"accuracy": accuracy / 3, "loss": -loss / 3}, {})
+            )
+        last = max(number for number, rank in enumerate(ranks, 1) if rank == max(ranks))
+        assert get_rounds(selection) == (last, 1 + ranks.index(max(ranks)))
 
 
 def test_every_task_measures_the_loss() -> None:

@@ -58,11 +58,13 @@ class ClientScores:
         by_client: Metrics of each client.
         trimmed: Metrics without the clients at both ends, where the clients report their own; None: these scores were
             measured on examples that this process assigned, or by the only client.
+        rounded: Whether the clients may have rounded their metrics, as data owners' nodes do (``clients.coarsening``).
     """
 
     pooled: Metrics
     by_client: Mapping[str, Metrics]
     trimmed: Metrics | None = None
+    rounded: bool = False
 
     def summarize(self, metric: str) -> dict[str, Any]:
         """Return unweighted client means of every metric, and under ``worst`` the client with the worst ``metric``."""
@@ -330,7 +332,8 @@ class ReportedEvaluator(Evaluator):
         by_client = {id: {**row, "examples": weights[id]} for id, row in rows.items()}
         is_known = all(len(getattr(self.federation.clients[id], part)) for id in rows)
         trimmed = None if is_known or len(self.ids) == 1 else compute_trimmed_means(by_client, pooled)
-        return ClientScores({**pooled, "examples": sum(weights.values())}, by_client, trimmed)
+        pooled["examples"] = sum(weights.values())
+        return ClientScores(pooled, by_client, trimmed, rounded=not is_known)
 
     def _compute_weights(self, part: ScoredPart, reported: Mapping[str, float]) -> dict[str, float]:
         """Return the clients' weights: their known numbers of examples, or reported ones up to what is plausible.

@@ -9,6 +9,12 @@ gain is smaller than its standard error does not replace the start.
 Clients that report their own metrics may lie. At least three are compared by trimmed means, which no single one moves
 out of the others' range. A client that is not measured in a round counts with its last metrics, so silence in one round
 moves nothing. The metrics of two clients select nothing, because neither can be checked: the last round is the best.
+
+Exact losses of two rounds are equal only where the model does not change any more, so a round that merely equals the
+best one counts as stalled. The losses that nodes report are rounded, often to steps larger than what a whole run gains
+(docs/results/reported-losses.md): there, equal losses do not show whether the model still improves, and the mean over
+nodes has finer steps, but stays equal for many rounds. Such a round is the best, and the patience of early stopping
+begins anew. The price is that a converged run continues until its rounded loss rises, or to its last round.
 """
 
 from __future__ import annotations
@@ -29,6 +35,9 @@ __all__ = ["Best", "ClientLoss", "Gain", "Selection", "compute_gain", "has_stall
 _WORST = -1e308
 _MARGIN = 0.01
 """Share of the start's loss that counts as the standard error of a single client, which has none."""
+_TOLERANCE = 1e-12
+"""Difference, absolute and relative, up to which means of rounded metrics are equal: sums of floats depend on which
+client has which value."""
 _LEAST_SPREAD = 1e-9
 """1 - sum_i w_i^2 below which one client's weight is so large that its gain has no standard error either."""
 
@@ -80,8 +89,8 @@ class Selection:
     Args:
         best: The best round, which has a checkpoint; None: no round has been evaluated.
         improved: The first round with the best metric or, of equal ones, the lowest loss, whether or not it gained more
-            than noise. Early stopping counts from it, so that a run whose rounds improve slowly continues until their
-            gain exceeds its error.
+            than noise; the last such round, where clients may have rounded their metrics. Early stopping counts from
+            it, so that a run whose rounds improve slowly continues until their gain exceeds its error.
         start: Validation losses of the start by client, where rounds are compared with them.
         measured: Whether any round has validation scores that select. Until then the last round is the best; afterwards
             rounds without scores, because no client replied, do not count.
@@ -109,7 +118,7 @@ class Selection:
             latest = {id: {**self.reported.get(id, {}), **row} for id, row in scores.by_client.items()}
             reported = {**self.reported, **latest}
             deciding = replace(self, reported=reported).compute_deciding_means(metric)
-            scores = None if deciding is None else ClientScores(scores.pooled, reported, deciding)
+            scores = None if deciding is None else replace(scores, by_client=reported, trimmed=deciding)
         rated = plain = rate_round(metric, number, deciding)
         start = self.start
         if metric == "loss" and scores is not None:
@@ -121,8 +130,10 @@ class Selection:
         best, improved = self.best, self.improved
         if scores is not None and not self.measured:
             best = improved = None  # rated by their numbers, which cannot be compared with scores
-        best = rated if best is None else max(best, rated)
-        if improved is None or plain[:2] > improved[:2]:
+        rounded = scores is not None and scores.rounded
+        if best is None or _compare(rated, best, rounded) >= 0:
+            best = rated
+        if improved is None or _compare(plain, improved, rounded) >= (0 if rounded else 1):
             improved = plain
         return Selection(best, improved, start, measured=scores is not None, reported=reported)
 
@@ -224,6 +235,15 @@ def _select_losses(scores: ClientScores) -> dict[str, ClientLoss]:
         for id, row in scores.by_client.items()
         if math.isfinite(row.get("loss", math.nan)) and row.get("examples", 0) > 0
     }
+
+
+def _compare(first: Best, second: Best, rounded: bool) -> int:
+    """Return 1 if the first round is better, -1 if it is worse, and 0 if both have the same score and loss."""
+    tolerance = _TOLERANCE if rounded else 0.0
+    for one, other in zip(first[:2], second[:2], strict=True):
+        if not math.isclose(one, other, rel_tol=tolerance, abs_tol=tolerance):
+            return 1 if one > other else -1
+    return 0
 
 
 def _to_finite(rank: float) -> float:
