@@ -22,7 +22,7 @@ OF_SCRIPTS = {
     Path("docs/results/defaults.md"): {"--only", "--partitions", "--train"},
     Path("docs/results/named-entities.md"): {"--optimizer-state", "--trainings"},
     Path("docs/results/text-embedding.md"): {"--lr", "--seed"},
-    Path("docs/security.md"): {"--coverage", "--inputs", "--seed"},
+    Path("docs/security.md"): {"--coverage", "--number", "--seed"},
 }
 """Options of benchmarks and of published code, by the page that names them."""
 
