@@ -46,7 +46,11 @@ def compute_guess_entropy(choices: int) -> float:
 
 
 def compute_guess_bound(classes: int) -> float:
-    """Return twice the cross-entropy of a uniform guess among some classes, at least two."""
+    """Return twice the cross-entropy of a uniform guess among some classes, at least two.
+
+    Half of it would hide as many examples, because the steps of the rounded mean are a multiple of what one example
+    counts. It selects rounds about as well (docs/results/reported-losses.md), but no loss above a guess would show.
+    """
     return 2 * compute_guess_entropy(classes)
 
 
