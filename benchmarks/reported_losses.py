@@ -224,10 +224,11 @@ def format_tables(args: argparse.Namespace) -> str:
             together.setdefault(name, []).extend(runs)
     exact = [run[0] for run in together["exact"]]
     count = f"{len(exact)} of {len(SUBSETS) * len(args.seeds)} runs"
-    table = f"| losses | test accuracy, % ({count}) | less than exact | last round |\n|---|---|---|---|\n"
+    table = f"| losses | test accuracy, % ({count}) | difference to exact | last round |\n|---|---|---|---|\n"
     for name, runs in together.items():
         accuracies, _, lasts = zip(*runs, strict=True)
-        table += f"| {name} | {mean(accuracies):.1f} | {mean(exact) - mean(accuracies):.1f} | {mean(lasts):.0f} |\n"
+        difference = round(mean(accuracies) - mean(exact), 1) + 0.0  # no negative zero
+        table += f"| {name} | {mean(accuracies):.1f} | {difference:+.1f} | {mean(lasts):.0f} |\n"
     return "\n".join([table, *sections])
 
 
