@@ -208,7 +208,7 @@ def refused(call: Callable[..., Result]) -> Callable[..., str]:
         assert result.exit_code == 2, result.output
         assert result.stderr.startswith("error: ")
         line, *rest = result.stderr.splitlines()
-        assert rest in ([], [f"see docs/{find_page(line.removeprefix('error: `').partition('`')[0])}"])
+        assert rest in ([], [f"see {find_page(line.removeprefix('error: `').partition('`')[0])}"])
         assert "Traceback" not in result.output
         assert isinstance(result.exception, SystemExit)
         return line.removeprefix("error: ")

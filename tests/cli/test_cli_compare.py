@@ -107,7 +107,8 @@ def test_a_sweep_without_a_winner_shows_why(call: Call, config: Path, tmp_path: 
     assert result.exit_code == 2
     assert "failed" in result.stdout
     assert result.stderr == (
-        "error: `training.lr`: every trial diverged. Try lower learning rates.\nsee docs/config.md#training\n"
+        "error: `training.lr`: every trial diverged. Try lower learning rates.\n"
+        f"see {Path(__file__).parents[2] / 'docs' / 'config.md'}#training\n"
     )
 
 

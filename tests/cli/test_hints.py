@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fedspan.cli import hints
 from fedspan.cli.hints import PAGES, find_page
 from fedspan.config import RunConfig
 
@@ -15,8 +16,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 @pytest.mark.parametrize("field", PAGES)
 def test_the_page_and_its_heading_are_there(field: str) -> None:
-    page, _, anchor = PAGES[field].partition("#")
-    titles = re.findall(r"^#+ (.+)$", (DOCS / page).read_text(encoding="utf-8"), re.MULTILINE)
+    page, _, anchor = str(find_page(field)).partition("#")
+    titles = re.findall(r"^#+ (.+)$", Path(page).read_text(encoding="utf-8"), re.MULTILINE)
     slugs = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
     assert not anchor or anchor in slugs
 
@@ -27,6 +28,12 @@ def test_every_section_of_a_config_has_a_page() -> None:
 
 
 def test_the_longest_entry_counts() -> None:
-    assert find_page("federation.secure.bits") == "deployment.md#secure-aggregation"
-    assert find_page("federation.rounds") == "config.md#federation"
+    assert find_page("federation.secure.bits") == f"{DOCS / 'deployment.md'}#secure-aggregation"
+    assert find_page("federation.rounds") == f"{DOCS / 'config.md'}#federation"
     assert find_page("texts") is None
+
+
+def test_an_installed_package_has_the_pages_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "docs").mkdir()
+    monkeypatch.setattr(hints, "files", lambda _: tmp_path)
+    assert find_page("privacy") == str(tmp_path / "docs" / "privacy.md")

@@ -59,6 +59,6 @@ def test_the_command_line_says_it_behind_error_and_exits_with_2(tmp_path: Path) 
 
     result = CliRunner().invoke(app, ["run", str(tmp_path / "no.yaml")])
     line, page = result.stderr.splitlines()
-    assert (result.exit_code, page) == (2, "see docs/config.md")
+    assert (result.exit_code, page) == (2, f"see {Path(__file__).parents[2] / 'docs' / 'config.md'}")
     assert line.startswith("error: `config`: ")
     assert "Traceback" not in result.output

@@ -42,7 +42,7 @@ class _Group(TyperGroup):
         except FedspanError as error:
             typer.echo(f"error: {error}", err=True)
             if (page := find_page(error.field)) is not None:
-                typer.echo(f"see docs/{page}", err=True)
+                typer.echo(f"see {page}", err=True)
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
             typer.echo("stopped", err=True)

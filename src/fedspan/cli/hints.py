@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from importlib.resources import files
+from pathlib import Path
+
 __all__ = ["PAGES", "find_page"]
 
 PAGES = {
@@ -41,7 +44,7 @@ PAGES = {
 
 
 def find_page(field: str) -> str | None:
-    """Return the page about an error's field; None if no page explains it.
+    """Return the path of the page about an error's field, with the heading; None if no page explains it.
 
     Args:
         field: The field as the error names it: ``training.lr``. The longest matching entry counts.
@@ -49,5 +52,12 @@ def find_page(field: str) -> str | None:
     parts = field.split(".")
     for count in range(len(parts), 0, -1):
         if (page := PAGES.get(".".join(parts[:count]))) is not None:
-            return page
+            return f"{_find_docs() / page}"
     return None
+
+
+def _find_docs() -> Path:
+    """Return the folder of the pages: a wheel has them in the package, a checkout has them beside ``src``."""
+    package = Path(str(files("fedspan")))
+    installed = package / "docs"
+    return installed if installed.is_dir() else package.parents[1] / "docs"
