@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager
-from importlib.resources import files
+from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +51,10 @@ def open_view(width: int, height: int) -> Generator[Any]:
 
 
 def render_report(folder: Path) -> None:
-    """Compare two methods on the demo's data and two seeds, render the report and take a screenshot of its top."""
-    demo = yaml.safe_load((files("fedspan") / "demo.yaml").read_text(encoding="utf-8"))
-    fedspan.compare(demo, folder / "series", ["fedit", "rolora"], seeds=[0, 1])
-    page = fedspan.report(folder / "series", folder / "page.html")
+    """Run the demo, render its report and take a screenshot of its top."""
+    with as_file(files("fedspan") / "demo.yaml") as config:
+        fedspan.run(config, folder / "run")
+    page = fedspan.report(folder / "run", folder / "page.html")
     with open_view(1100, 1000) as view:
         view.goto(page.as_uri())
         view.wait_for_selector("#figure-0 .main-svg")

@@ -19,6 +19,7 @@ pytest.importorskip("plotly", reason="the extra fedspan[report] is not installed
 
 from fedspan.reports import charts
 from fedspan.reports.groups import group_runs, list_differences, summarize_curve
+from fedspan.reports.page import OutOfRoundEvents, render_page
 from fedspan.reports.run_data import RunData, read_runs
 from fedspan.reports.summary import format_score, write_sentences
 
@@ -111,14 +112,20 @@ def with_scores(runs: tuple[RunData, ...], scores: dict[str, list[float]]) -> tu
 def test_the_verdict_is_computed(series: Path) -> None:
     runs = read_runs([series])
     sure = " ".join(write_sentences(group_runs(with_scores(runs, {"fedit": [0.80, 0.82], "ffa-lora": [0.70, 0.72]}))))
-    assert "fedit has the best accuracy, 81.0 ± 1.4 % (mean of 2 seeds), after 3 rounds." in sure
+    assert "fedit has the best accuracy, 81.0 ± 1.4 % (mean of 2 seeds), at the best of 3 rounds by validation." in sure
     assert "ffa-lora is 10.0 points behind, which is more than two standard errors" in sure
     assert "ffa-lora sends the least" in sure
     close = " ".join(write_sentences(group_runs(with_scores(runs, {"fedit": [0.80, 0.70], "ffa-lora": [0.70, 0.79]}))))
     assert "within two standard errors" in close
     alone = " ".join(write_sentences(group_runs(with_scores(runs[:1], {"fedit": [0.8], "ffa-lora": [0.7]}))))
-    assert "The accuracy of fedit is 80.0 % (one seed), after 3 rounds." in alone
+    assert "The accuracy of fedit is 80.0 % (one seed), at the best of 3 rounds by validation." in alone
     assert "Before the first round" not in alone
+    (last,) = with_scores(runs[:1], {"fedit": [0.8]})
+    assert last.report is not None
+    last = replace(last, report=replace(last.report, selected=False))
+    assert "The accuracy of fedit is 80.0 % (one seed), after 3 rounds." in " ".join(
+        write_sentences(group_runs([last]))
+    )
     failing = with_scores(runs[:1], {"fedit": [0.8]})
     assert failing[0].report is not None
     failures = {"north": {"count": 3}, "west": {"count": 1}}
@@ -126,22 +133,49 @@ def test_the_verdict_is_computed(series: Path) -> None:
     assert "4 replies did not count, 3 of them north's." in " ".join(write_sentences(group_runs(failing)))
 
 
-def test_the_verdict_names_the_start_and_the_baselines(series: Path) -> None:
-    (run,) = with_scores(read_runs([series / "fedit-seed0"]), {"fedit": [0.8]})
+def compare_run(run: RunData, test: float, *, start: float, local: float, centralized: float) -> RunData:
+    """A run with these scores on held-out examples, whose best round was the last of three."""
     assert run.report is not None
-    baselines = {
-        name: {"scores": {"test": {"accuracy": score}}} for name, score in (("local", 0.4), ("centralized", 0.9))
-    }
-    run = replace(run, report=replace(run.report, baselines=baselines))
+    scores = {name: {"test": {"accuracy": value}} for name, value in (("local", local), ("centralized", centralized))}
+    baselines = {name: {"scores": score, "by_client": {"north": score["test"]}} for name, score in scores.items()}
+    final = {"test": {"accuracy": test}}
+    report = replace(run.report, scores=final, best_round=3, baselines=baselines, selected=True)
+    return replace(run, report=report, rows=({"round": 0, "test": {"accuracy": start}}, *run.rows))
 
-    def describe(start: float) -> str:
-        row = {"round": 0, "test": {"accuracy": start}}
-        return " ".join(write_sentences(group_runs([replace(run, rows=(row, *run.rows))])))
 
-    better = describe(0.75)
-    assert "Before the first round it was 75.0 %; the rounds improved it by 5.0 points." in better
-    assert "Local-only training (mean client) reached 40.0 %. Centralized training reached 90.0 %." in better
-    assert "Before the first round it was 82.0 %; the rounds did not improve it." in describe(0.82)
+def test_the_verdict_names_the_start_and_the_baselines(series: Path) -> None:
+    first, second, other, _ = read_runs([series])
+    above = compare_run(first, 0.975, start=0.971, local=0.606, centralized=0.972)
+    (group,) = group_runs([above])
+    assert group.references == {"start": 0.971, "local": 0.606, "centralized": 0.972}
+    assert write_sentences([group])[:3] == (
+        "The accuracy of fedit is 97.5 % (one seed), at the best of 3 rounds by validation.",
+        "Before the first round it was 97.1 %; the rounds improved it by 0.4 points.",
+        "Local-only training (mean client) reached 60.6 %. Centralized training reached 97.2 %.",
+    )
+    assert not any("more rounds" in sentence for sentence in write_sentences([group]))
+    below = compare_run(second, 0.955, start=0.971, local=0.606, centralized=0.992)
+    groups = group_runs([above, below, other])
+    means = " ".join(write_sentences(groups[:1]))
+    assert "Before the first round it was 97.1 %; the rounds did not improve it." in means
+    assert "Centralized training reached 98.2 %." in means
+    assert "The best round was the last one, so more rounds may improve the result." in means
+
+
+def test_baselines_are_level_lines_rows_and_marks_of_every_client(series: Path) -> None:
+    first, _, other, _ = read_runs([series])
+    compared = compare_run(first, 0.975, start=0.971, local=0.606, centralized=0.972)
+    groups = group_runs([compared, other])
+    figure = charts.draw_course(groups, {run.name: {1: 0.5, 2: 0.6} for run in (compared, other)}, "", True, True)
+    lines = {line.get("name"): line["y"] for line in json.loads(figure.to_json() or "")["data"]}
+    assert lines["fedit: local only"] == [0.606, 0.606]
+    assert lines["fedit: centralized"] == [0.972, 0.972]
+    assert not any(name.startswith("ffa-lora:") for name in lines)
+    text = render_page(groups[:1], OutOfRoundEvents(), "title", "version")
+    for name, score in (("start", "97.1 %"), ("local only", "60.6 %"), ("centralized", "97.2 %")):
+        assert f"<tr><td>fedit: {name}</td><td>0</td><td>{score}</td>" in text
+    (clients,) = [figure for figure in figures(text) if figure["data"][0].get("mode") == "markers"]
+    assert [marks["name"] for marks in clients["data"]] == ["fedit", "local only", "centralized"]
 
 
 def test_a_client_is_left_behind_by_the_metrics_own_measure(series: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import plotly.graph_objects as go
@@ -16,6 +17,7 @@ from fedspan.diagnostics.measures import MEASURES
 from fedspan.diagnostics.round_diagnosis import Diagnosis
 from fedspan.reports.groups import Curve, Group, summarize_curve
 from fedspan.reports.run_data import RunData
+from fedspan.runs.formatting import get_title
 from fedspan.tasks.metrics import METRICS
 
 __all__ = [
@@ -47,6 +49,11 @@ ON_DARK = {"#6b4c9a": "#a98be0", "#444444": "#bbbbbb", ABSENT: "#2a313a"}
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 MARKS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "star", "triangle-down")
 PATTERNS = ("", "/", "x", ".", "-", "|", "+", "\\")
+BASELINES = {
+    "local": ("#444444", "dot", "triangle-down-open"),
+    "centralized": ("#444444", "longdash", "triangle-up-open"),
+}
+"""Colour, dashes and marker of each baseline."""
 SHARES = ".2~%"
 """Format of an axis of shares, with as many of two decimals as its ticks need."""
 MAX_LISTED_CLIENTS = 60
@@ -97,7 +104,11 @@ def get_losses(run: RunData) -> dict[int, float]:
 
 
 def draw_course(
-    groups: Sequence[Group], values: Mapping[str, Mapping[int, float]], title: str, percent: bool
+    groups: Sequence[Group],
+    values: Mapping[str, Mapping[int, float]],
+    title: str,
+    percent: bool,
+    with_baselines: bool = False,
 ) -> Figure:
     """Draw a quantity by round; buttons replace rounds by bytes or time.
 
@@ -106,6 +117,7 @@ def draw_course(
         values: The values by name of the run, then by round.
         title: Title of the quantity.
         percent: Whether the quantity is a share.
+        with_baselines: Whether to draw the groups' baselines as level lines; the quantity is the score.
     """
     figure, curves = go.Figure(), [summarize_curve(group, values) for group in groups]
     axes = {"rounds": [], "bytes": [], "time": []}
@@ -114,17 +126,15 @@ def draw_course(
         if len(group.runs) > 1:
             _draw_band(figure, summary, colour, group.label)
             _extend_axes(axes, summary, 2)
-        has_markers = len(summary.rounds) <= 40
-        figure.add_scatter(
-            x=summary.rounds,
-            y=summary.mean,
-            name=group.label,
-            mode="lines+markers" if has_markers else "lines",
-            line={"color": colour, "dash": DASHES[index % len(DASHES)], "width": 2},
-            marker={"symbol": MARKS[index % len(MARKS)], "size": 7},
-            hovertemplate=f"%{{y{':.1%' if percent else ':.4g'}}} at %{{x}}<extra>{group.label}</extra>",
-        )
+        mark = MARKS[index % len(MARKS)]
+        _draw_line(figure, summary, group.label, colour, DASHES[index % len(DASHES)], mark, percent)
         _extend_axes(axes, summary, 1)
+    for group, summary in zip(groups, curves, strict=True) if with_baselines else ():
+        for name, (colour, dash, mark) in BASELINES.items():
+            if (score := group.references.get(name)) is not None:
+                level = replace(summary, mean=(score,) * len(summary.rounds))
+                _draw_line(figure, level, _title_baseline(group, name, len(groups)), colour, dash, mark, percent)
+                _extend_axes(axes, level, 1)
     titles = {"rounds": "round", "bytes": "megabytes transmitted, both ways", "time": "seconds of rounds"}
     tick = compute_tick_step(max((summary.rounds[-1] for summary in curves if summary.rounds), default=1))
     figure.update_xaxes(title=titles["rounds"], dtick=tick)
@@ -152,6 +162,23 @@ def _draw_band(figure: Figure, curve: Curve, colour: str, label: str) -> None:
         )
 
 
+def _draw_line(figure: Figure, curve: Curve, label: str, colour: str, dash: str, mark: str, percent: bool) -> None:
+    figure.add_scatter(
+        x=curve.rounds,
+        y=curve.mean,
+        name=label,
+        mode="lines+markers" if len(curve.rounds) <= 40 else "lines",
+        line={"color": colour, "dash": dash, "width": 2},
+        marker={"symbol": mark, "size": 7},
+        hovertemplate=f"%{{y{':.1%' if percent else ':.4g'}}} at %{{x}}<extra>{label}</extra>",
+    )
+
+
+def _title_baseline(group: Group, name: str, count: int) -> str:
+    """Return a baseline's name in a legend; of several groups, with that of the group."""
+    return get_title(name) if count == 1 else f"{group.label}: {get_title(name)}"
+
+
 def _extend_axes(axes: Mapping[str, list[Any]], curve: Curve, times: int) -> None:
     for _ in range(times):
         axes["rounds"].append(list(curve.rounds))
@@ -160,8 +187,17 @@ def _extend_axes(axes: Mapping[str, list[Any]], curve: Curve, times: int) -> Non
 
 
 def draw_clients(groups: Sequence[Group], metric: str) -> Figure | None:
-    """Draw every client's score on its own test part, worst at the bottom; for many clients, their distribution."""
-    scores = {group.label: _compute_client_scores(group, metric) for group in groups}
+    """Draw every client's score on its own test part, worst at the bottom; for many clients, their distribution.
+
+    The scores of baselines are beside those of the result.
+    """
+    scores: dict[str, dict[str, float]] = {}
+    for group in groups:
+        reports = [run.report for run in group.runs if run.report is not None]
+        scores[group.label] = _average_by_client([report.by_client for report in reports], metric)
+        for name in BASELINES:
+            if by_client := [report.baselines[name]["by_client"] for report in reports if name in report.baselines]:
+                scores[_title_baseline(group, name, len(groups))] = _average_by_client(by_client, metric)
     ids = list(dict.fromkeys(id for client_scores in scores.values() for id in client_scores))
     if not ids:
         return None
@@ -190,20 +226,21 @@ def draw_clients(groups: Sequence[Group], metric: str) -> Figure | None:
             y=listed,
             name=label,
             mode="markers",
-            marker={"color": COLOURS[index % len(COLOURS)], "symbol": MARKS[index % len(MARKS)], "size": 10},
+            # open, so that equal scores do not hide one another
+            marker={"color": COLOURS[index % len(COLOURS)], "symbol": f"{MARKS[index % len(MARKS)]}-open", "size": 10},
         )
     figure.update_xaxes(title=METRICS[metric].title, tickformat=SHARES if percent else None)
     figure.update_yaxes(type="category", categoryorder="array", categoryarray=ids)
     return style(figure, height=max(300, 22 * len(ids) + 140))
 
 
-def _compute_client_scores(group: Group, metric: str) -> dict[str, float]:
-    """Return the mean score of every client over the group's runs that measured it."""
+def _average_by_client(by_client: Sequence[Mapping[str, Mapping[str, float]]], metric: str) -> dict[str, float]:
+    """Return the mean score of every client over the runs that measured it."""
     scores_by_client: dict[str, list[float]] = {}
-    for run in group.runs:
-        for id, scores in (run.report.by_client if run.report is not None else {}).items():
-            if metric in scores:
-                scores_by_client.setdefault(id, []).append(float(scores[metric]))
+    for scores in by_client:
+        for id, own_scores in scores.items():
+            if metric in own_scores:
+                scores_by_client.setdefault(id, []).append(float(own_scores[metric]))
     return {id: sum(values) / len(values) for id, values in scores_by_client.items()}
 
 

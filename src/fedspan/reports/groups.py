@@ -42,6 +42,13 @@ class Group:
         """Standard deviation (n - 1) of the scores; None for one run."""
         return compute_deviation(self.scores)
 
+    @property
+    def references(self) -> Mapping[str, float]:
+        """Mean scores of what the results are compared with, as far as measured in all runs."""
+        names = dict.fromkeys(name for run in self.runs for name in run.references)
+        means = {name: compute_mean([run.score(run.references.get(name, {})) for run in self.runs]) for name in names}
+        return {name: mean for name, mean in means.items() if mean is not None}
+
 
 @dataclass(frozen=True)
 class Curve:

@@ -22,6 +22,7 @@ from fedspan.reports.charts import Figure
 from fedspan.reports.groups import Group, list_differences
 from fedspan.reports.run_data import RunData
 from fedspan.reports.summary import format_score, write_sentences
+from fedspan.runs.formatting import get_title
 from fedspan.tasks.metrics import METRICS
 
 __all__ = ["OutOfRoundEvents", "render_page"]
@@ -77,7 +78,7 @@ def render_page(groups: Sequence[Group], events: OutOfRoundEvents, title: str, v
     scores = {run.name: charts.get_scores(run) for run in runs}
     losses = {run.name: charts.get_losses(run) for run in runs}
     if any(scores.values()):
-        figure = charts.draw_course(groups, scores, METRICS[metric].title, percent)
+        figure = charts.draw_course(groups, scores, METRICS[metric].title, percent, with_baselines=True)
         sections.add_section("Score", sections.add_figure(figure, f"{metric} by round"), _note(groups))
     if any(losses.values()):
         sections.add_section(
@@ -137,18 +138,21 @@ def _render_summary(groups: Sequence[Group]) -> str:
         for run in group.runs:
             state = "finished" if run.report is not None else f"after round {run.rounds}"
             best = "-" if run.report is None else str(run.report.best_round)
-            worst = _format_worst(run, metric)
+            worst = _format_worst({} if run.report is None else run.report.scores, metric)
             seconds = "-" if math.isnan(run.seconds) else f"{run.seconds:.0f} s"
             cells = (format_score(metric, run.final), worst, best, format_size(run.bytes), seconds)
             rows.append((group.label, str(run.config.seed), *cells, _format_epsilon(run), state))
+            for name, scores in run.references.items():
+                cells = (format_score(metric, run.score(scores)), _format_worst(scores, metric))
+                rows.append((f"{group.label}: {get_title(name)}", str(run.config.seed), *cells, *["-"] * 4, ""))
     title = METRICS[metric].title
     return _render_table(
         ("run", "seed", title, "worst client", "best round", "bytes", "rounds' time", "epsilon", "state"), rows
     )
 
 
-def _format_worst(run: RunData, metric: str) -> str:
-    worst: Any = (run.report.scores.get("clients") or {}).get("worst") if run.report is not None else None
+def _format_worst(scores: Mapping[str, Any], metric: str) -> str:
+    worst: Any = (scores.get("clients") or {}).get("worst")
     return "-" if not isinstance(worst, Mapping) else f"{format_score(metric, worst.get(metric))} ({worst['client']})"
 
 

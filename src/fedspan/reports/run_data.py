@@ -71,6 +71,13 @@ class RunData:
         return next((score for row in reversed(self.rows) if (score := self.score(row)) is not None), None)
 
     @property
+    def references(self) -> Mapping[str, Mapping[str, Any]]:
+        """Scores of what the result is compared with: ``start``, ``local``, ``centralized``, as far as measured."""
+        baselines = {} if self.report is None else self.report.baselines
+        scores: dict[str, Row] = {name: baseline["scores"] for name, baseline in baselines.items()}
+        return {"start": self.rows[0], **scores} if self.rows and self.rows[0]["round"] == 0 else scores
+
+    @property
     def bytes(self) -> int:
         """Bytes of the training messages, in both directions."""
         return self.totals.run("down").bytes + self.totals.run("up").bytes

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from fedspan.experiments.tables import format_mean, format_size
 from fedspan.experiments.verdict import compare_pairs
 from fedspan.reports.groups import Group
-from fedspan.runs.curves import get_score
 from fedspan.tasks.metrics import METRICS
 
 __all__ = ["format_score", "write_sentences"]
@@ -49,7 +48,7 @@ def write_sentences(groups: Sequence[Group]) -> tuple[str, ...]:
             _compare_second(ranked, metric, sign),
             _describe_savings(ranked, metric, sign),
             _describe_worst_clients(ranked[0], metric, sign),
-            _describe_unfinished(ranked[0]),
+            _describe_unfinished(ranked[0], sign),
             _describe_failures(groups),
         )
         if sentence
@@ -61,36 +60,34 @@ def _describe_best(ranked: Sequence[Group], metric: str) -> str:
     seeds = f" (mean of {len(best.runs)} seeds)" if len(best.runs) > 1 else " (one seed)"
     title = METRICS[metric].title
     first = f"{best.label} has the best {title}," if len(ranked) > 1 else f"The {title} of {best.label} is"
-    return f"{first} {format_score(metric, best.mean, best.deviation)}{seeds}, after {_describe_rounds(best)}."
+    return f"{first} {format_score(metric, best.mean, best.deviation)}{seeds}, {_describe_rounds(best)}."
 
 
 def _describe_rounds(group: Group) -> str:
     counts = sorted({run.rounds for run in group.runs})
-    return f"{counts[0]} rounds" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} rounds"
+    rounds = f"{counts[0]} rounds" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} rounds"
+    is_selected = all(run.report is not None and run.report.selected for run in group.runs)
+    return f"at the best of {rounds} by validation" if is_selected else f"after {rounds}"
 
 
 def _compare_start(best: Group, metric: str, sign: int) -> str:
-    starts = [run.score(row) for run in best.runs for row in run.rows if row["round"] == 0]
-    measured = [score for score in starts if score is not None]
-    if best.mean is None or len(measured) < len(best.runs):
+    start = best.references.get("start")
+    if best.mean is None or start is None:
         return ""
-    start = sum(measured) / len(measured)
     gap = _format_gap(metric, best.mean - start)
     before = f"Before the first round it was {format_score(metric, start)}"
     if sign * (best.mean - start) > 0 and float(gap.split()[0]) > 0:
         return f"{before}; the rounds improved it by {gap}."
-    return f"{before}; the rounds did not improve it. The best round is selected by the validation parts."
+    return f"{before}; the rounds did not improve it."
 
 
 def _describe_baselines(best: Group, metric: str) -> str:
-    parts: list[str] = []
-    for name, title in (("local", "Local-only training (mean client)"), ("centralized", "Centralized training")):
-        reports = [run.report for run in best.runs if run.report is not None and name in run.report.baselines]
-        scores = [get_score(report.baselines[name]["scores"], metric) for report in reports]
-        measured = [score for score in scores if score is not None]
-        if len(measured) == len(best.runs):
-            parts.append(f"{title} reached {format_score(metric, sum(measured) / len(measured))}.")
-    return " ".join(parts)
+    titles = {"local": "Local-only training (mean client)", "centralized": "Centralized training"}
+    return " ".join(
+        f"{title} reached {format_score(metric, best.references[name])}."
+        for name, title in titles.items()
+        if name in best.references
+    )
 
 
 def _compare_second(ranked: Sequence[Group], metric: str, sign: int) -> str:
@@ -143,12 +140,15 @@ def _describe_worst_clients(best: Group, metric: str, sign: int) -> str:
     return f"{id} is left behind, {_format_gap(metric, gap)} from the clients' mean."
 
 
-def _describe_unfinished(best: Group) -> str:
+def _describe_unfinished(best: Group, sign: int) -> str:
+    """Say that more rounds may help, unless the result has reached that of centralized training."""
     reports = [run.report for run in best.runs if run.report is not None and run.report.selected]
     last = [report for report in reports if report.best_round == report.rounds]
-    if best.runs and len(last) == len(best.runs):
-        return "Its best round was its last: more rounds may bring more."
-    return ""
+    centralized = best.references.get("centralized")
+    has_reached = centralized is not None and sign * (best.mean or 0.0) >= sign * centralized
+    if has_reached or len(last) < len(best.runs):
+        return ""
+    return "The best round was the last one, so more rounds may improve the result."
 
 
 def _describe_failures(groups: Sequence[Group]) -> str:
