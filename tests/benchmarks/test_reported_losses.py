@@ -27,8 +27,8 @@ def make_config(folder: Path, rounds: int) -> RunConfig:
     """Three clients with 18 validation examples each."""
     partition = {"partitioner": "iid", "clients": 3, "column": None, "validation": 0.5}
     federation = {"rounds": rounds, "early_stopping": 4, "clients_per_round": None}
-    changes = {"partition": partition, "federation": federation, "evaluation": {"best_by": "loss"}}
-    return tiny.config(folder, model={"head_init": "auto"}, **changes)
+    model, evaluation = {"head_init": "auto"}, {"best_by": "loss"}
+    return tiny.config(folder, model=model, partition=partition, federation=federation, evaluation=evaluation)
 
 
 def test_a_rule_decides_by_what_nodes_report(benchmark_: ModuleType, tiny_folder: Path) -> None:
