@@ -141,4 +141,4 @@ def test_refused_where_nothing_is_shared() -> None:
     method = LocalOnly(spec=Problem(clients=1).adapted().spec)
     refusal = FedProx(inner=method).explain_refusal(method.declare_claims())
     assert refusal is not None
-    assert "share none" in refusal
+    assert "this method has none" in refusal

@@ -43,8 +43,8 @@ MEASURES = (
         "aggregation_error",
         "aggregation error",
         "high",
-        "Distance of the global update from the mean of the clients' updates, relative to that mean: 0 for an exact "
-        "method; otherwise the cost of averaging factors instead of products.",
+        "Relative distance of the global update from the mean of the clients' updates: the error of averaging; 0 if "
+        "exact.",
         "RoLoRA, arXiv:2502.01755, section 3.2 (interference)",
         lambda layer: layer.updates.aggregation_error,
     ),
@@ -52,8 +52,7 @@ MEASURES = (
         "drift",
         "client drift",
         "high",
-        "Spread of the clients' updates around their mean, relative to it: above 1 the clients disagree more than they "
-        "agree; fewer local steps or a lower learning rate reduce it.",
+        "Relative spread of the clients' updates around their mean. Above 1, clients disagree more than they agree.",
         "SCAFFOLD, arXiv:1910.06378",
         lambda layer: layer.updates.drift,
     ),
@@ -94,8 +93,7 @@ MEASURES = (
         "moments",
         "second moments",
         "high",
-        "Spread of the clients' AdamW second moments around their mean, relative to it: the error of "
-        "one shared state for all clients.",
+        "Relative spread of the clients' AdamW second moments around their mean: the error of one shared state.",
         "FedGaLore, arXiv:2602.01746, section 1",
         lambda layer: layer.moments,
     ),
