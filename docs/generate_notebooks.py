@@ -1,6 +1,8 @@
-"""Write the notebooks from a page and from examples: ``python docs/generate_notebooks.py``.
+"""Write the notebooks from pages: ``python docs/generate_notebooks.py``.
 
-Each is beside its source, has the same code, and no outputs.
+A page's text becomes cells of text, and its blocks of Python become cells of code. A block ``python own_method.py``
+lists definitions of that script, which become the cell, so that no code is written twice. The block ``python
+parameters`` has the settings of the notebook. Notebooks are stored without outputs.
 """
 
 from __future__ import annotations
@@ -14,77 +16,65 @@ import nbformat
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("docs/tour.md",)
-SCRIPTS = (
-    "examples/instruction_tuning.py",
-    "examples/own_method.py",
-    "examples/own_trainer.py",
-    "examples/three_machines.py",
-)
+EXAMPLES = ROOT / "examples"
+PAGES = {
+    "docs/tour.ipynb": "docs/tour.md",
+    **{
+        f"examples/{name}.ipynb": f"examples/tutorials/{name}.md"
+        for name in ("instruction_tuning", "own_method", "own_trainer", "three_machines")
+    },
+}
+"""Sources of the notebooks, by notebook."""
 PARAMETERS = "parameters"
-"""Tag of the cell with a script's options, as papermill names it."""
-_FENCE = re.compile(r"^```python\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
+"""Tag of the cell with the settings, as papermill names it."""
+_FENCE = re.compile(r"^```python(?: (\S+))?\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
 
 
 def convert_page(text: str) -> list[Any]:
     """Return a page's cells: its Python blocks, and the text between them."""
-    parts = _FENCE.split(text)
-    return [
-        (new_code_cell if at % 2 else new_markdown_cell)(part.strip()) for at, part in enumerate(parts) if part.strip()
-    ]
-
-
-def convert_script(text: str, name: str) -> list[Any]:
-    """Return a script's cells: its docstring as text, imports and constants by paragraph, each class and function.
-
-    The first paragraph of a class's or function's docstring is a text above its cell.
-    The call of ``main`` at the end reads the options from a cell, because a notebook has no command line.
-
-    Args:
-        text: The script.
-        name: Its file name.
-    """
-    module, lines = ast.parse(text), text.splitlines()
-    cells = [new_markdown_cell(f"# {ast.get_docstring(module)}")]
-    start = module.body[0].end_lineno or 0
-    for node, end in _list_ends(module.body[1:-1], lines):
-        if isinstance(node, ast.ClassDef | ast.FunctionDef) and (described := ast.get_docstring(node)):
-            summary, _, _ = described.partition("\n\n")
-            cells.append(new_markdown_cell(f"`{node.name}`: {summary}"))
-        cells.append(new_code_cell("\n".join(lines[start:end]).strip()))
-        start = end
-    cells.append(new_markdown_cell("Run it. `options` has the arguments of the script's command line."))
-    cells.append(new_code_cell('options = []  # those of the script: ["--smoke"] takes seconds, ["--help"] lists them'))
-    cells[-1].metadata["tags"] = [PARAMETERS]
-    cells.append(new_code_cell(f'import sys\n\nsys.argv = ["{name}", *options]\nmain()'))
+    cells: list[Any] = []
+    first, *parts = _FENCE.split(text)
+    texts, infos, blocks = [first, *parts[2::3]], [*(info or "" for info in parts[0::3]), ""], [*parts[1::3], ""]
+    for prose, info, block in zip(texts, infos, blocks, strict=True):
+        if prose.strip():
+            cells.append(new_markdown_cell(prose.strip()))
+        if block:
+            is_listing = info.endswith(".py")
+            cells.append(new_code_cell(_read_definitions(info, block.split()) if is_listing else block.strip()))
+        if info == PARAMETERS:
+            cells[-1].metadata["tags"] = [PARAMETERS]
     return cells
 
 
-def _list_ends(nodes: list[ast.stmt], lines: list[str]) -> list[tuple[ast.stmt, int]]:
-    """Return the last statements of the cells with their last lines: a class or function, or what precedes one."""
-    ends: list[tuple[ast.stmt, int]] = []
-    for at, node in enumerate(nodes):
-        following = nodes[at + 1] if at + 1 < len(nodes) else None
-        is_definition = isinstance(node, ast.ClassDef | ast.FunctionDef)
-        if is_definition or following is None or isinstance(following, ast.ClassDef | ast.FunctionDef):
-            ends.append((node, node.end_lineno or len(lines)))
-    return ends
+def _read_definitions(script: str, names: list[str]) -> str:
+    """Return the source of a script's classes, functions and constants, in the given order."""
+    text = (EXAMPLES / script).read_text(encoding="utf-8")
+    lines, sources = text.splitlines(), dict[str, str]()
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            start = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            sources[node.name] = "\n".join(lines[start - 1 : node.end_lineno])
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            sources[node.targets[0].id] = "\n".join(lines[node.lineno - 1 : node.end_lineno])
+    text = ""
+    for name in names:
+        gap = "\n\n\n" if sources[name].startswith(("def ", "class ", "@")) else "\n"
+        text += gap + sources[name]
+    return text.strip()
 
 
 def build_notebooks() -> dict[Path, str]:
     """Return the notebooks as JSON, by their paths in the repository."""
     notebooks: dict[Path, str] = {}
-    for source in (*PAGES, *SCRIPTS):
-        path = Path(source)
-        text = (ROOT / path).read_text(encoding="utf-8")
-        cells = convert_page(text) if source in PAGES else convert_script(text, path.name)
-        cells.insert(0, new_markdown_cell(f"This notebook is [{path.name}]({path.name}), cell by cell."))
+    for notebook_path, source in PAGES.items():
+        path = Path(notebook_path)
+        cells = convert_page((ROOT / source).read_text(encoding="utf-8"))
         for number, cell in enumerate(cells):
             cell["id"] = f"cell-{number}"  # nbformat's own are random
         kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
         notebook = new_notebook(cells=cells, metadata={"kernelspec": kernel, "language_info": {"name": "python"}})
         nbformat.validate(notebook)
-        notebooks[path.with_suffix(".ipynb")] = nbformat.writes(notebook) + "\n"
+        notebooks[path] = nbformat.writes(notebook) + "\n"
     return notebooks
 
 
