@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -214,6 +216,21 @@ def test_a_page_runs_from_its_first_block_to_its_last(
         elif block.language == "bash":
             for command in calls(block.text, desk):
                 called(command, block)
+
+
+@pytest.mark.slow  # a minute
+def test_the_demo_prints_what_the_first_page_of_the_site_shows(tmp_path: Path) -> None:
+    (shown,) = [block.text.splitlines() for block in blocks_of(Path("docs/index.md")) if block.language == "text"]
+    environment = {**os.environ, "COLUMNS": "80", "TERM": "dumb"}
+    command = [sys.executable, "-m", "fedspan", "demo"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    lines = [line.rstrip() for line in done.stdout.splitlines()]
+    start = next(at for at, line in enumerate(lines) if line.split() == ["client"])
+    printed = lines[start : start + len(shown)]
+    assert [re.sub("client-[0-9]+", "client", line) for line in without_scores(printed)] == [
+        re.sub("client-[0-9]+", "client", line) for line in without_scores(shown)
+    ]
+    assert list_scores(printed) == pytest.approx(list_scores(shown), abs=2.0)
 
 
 _SCORE = r"\d+\.\d+"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -32,9 +34,10 @@ def test_every_attack_has_a_test_that_is_there() -> None:
         assert set(named) <= there, set(named) - there
 
 
-def test_the_readme_counts_the_attacks_of_the_table() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert re.findall(r"(\d+)\s+attacks", readme) == [str(len(read_attacks()[0]))]
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_front_pages_count_the_attacks_of_the_table(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert re.findall(r"(\d+)\s+attacks", text) == [str(len(read_attacks()[0]))]
 
 
 def test_every_replayed_attack_is_in_the_table() -> None:
