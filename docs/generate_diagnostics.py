@@ -35,8 +35,8 @@ weights. The tables show the mean, minimum and maximum over the target layers, a
 |---|---|---|
 """
 REST = """
-The aggregation error of other methods is the cost of averaging factors instead of products. Fewer local steps or a lower
-learning rate reduce the client drift.
+The aggregation error of other methods is the cost of averaging factors instead of products. Fewer local steps or a
+lower learning rate reduce the client drift.
 
 For some pairs of clients (`--pairs`, default 3), the command also measures the loss on held-out examples at five points
 of the straight line between the two models, heads included. The *barrier* is the largest excess of this loss over the
