@@ -6,9 +6,12 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
+
+from fedspan.errors import FedspanError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,10 +42,55 @@ def test_every_part_is_measured(script: ModuleType, tmp_path: Path, monkeypatch:
         loop, one, two = (float(cell.replace(",", "")) for cell in row[2:5])
         assert float(row[5]) == pytest.approx(two / loop, rel=0.1, abs=0.06)
         assert one > 0
-    assert [row[1] for row in rows[2:]] == ["0.0e+00"] * 2  # the device is the CPU
+    for row in rows[2:]:
+        assert row[1] == row[2]  # the device is the CPU
+        assert row[3] == row[4]
+        assert 0 < float(row[1]) < 1e-4
     assert "| cpu | " in text
+    assert "--equality" not in text
     assert "pass |" not in text
     assert "FAIL" not in text
+
+
+@pytest.mark.slow
+def test_equality_is_a_section_of_its_own(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = page(script, tmp_path, monkeypatch, "--smoke", "--device", "cpu", "--equality")
+    assert text.startswith("## Equality")
+    assert "python benchmarks/gpu.py --equality --smoke" in text
+    assert "Tokens a second" not in text
+
+
+def test_results_farther_away_than_the_cpus_own_rounding_fail(script: ModuleType) -> None:
+    def agrees(sgd: tuple[float, float], adamw: tuple[float, float]) -> bool:
+        return script.Agreement({"sgd": sgd, "adamw": adamw}, {}).agrees
+
+    assert agrees((9e-5, 1e-9), (1.9e-3, 1e-3))
+    assert not agrees((1.1e-4, 1e-9), (0.0, 0.0))
+    assert not agrees((0.0, 0.0), (2.1e-3, 1e-3))
+    assert not agrees((float("nan"), 1.0), (0.0, 0.0))
+
+
+@pytest.mark.slow
+def test_too_little_memory_halves_the_clients_of_a_pass(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, cpu = script.SMOKE[0], torch.device("cpu")
+    adapted = script.adapt(shape, script.build(shape, torch.float32, cpu))
+    prepare = script.Bench.prepare
+
+    def fail(*args: Any, clients_per_pass: int) -> Any:
+        if clients_per_pass > limit:
+            try:
+                raise torch.OutOfMemoryError("no memory left")
+            except torch.OutOfMemoryError as error:
+                raise FedspanError("engine.clients_per_pass", clients_per_pass, problem="too large") from error
+        return prepare(*args, clients_per_pass=clients_per_pass)
+
+    monkeypatch.setattr(script.Bench, "prepare", fail)
+    limit = 2
+    found = script.measure_clients(shape, adapted, 5, 1, cpu)
+    assert found.clients_per_pass == 2  # 5, 3, 2
+    assert found.rate > 0
+    limit = 0
+    assert script.measure_clients(shape, adapted, 5, 1, cpu) == script.Measured(None, None, 1)
 
 
 @pytest.mark.slow
