@@ -1080,7 +1080,7 @@ def format_table(outcomes: Mapping[str, Outcome]) -> str:
 
 PAGE = """# Faults, one by one
 
-This page reports what a deployment loses when one fault is injected into it, as a rule into a run in progress.
+This page reports what a deployment loses when one fault is injected into it, usually during a run.
 
 Three nodes and a server run on one machine, with TLS and keys, and train a tiny BERT. After the fault, the run's
 finished rounds must all be there, unchanged, and its model must be finite and have the bits of an undisturbed run in

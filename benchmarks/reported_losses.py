@@ -237,8 +237,8 @@ def format_page(tables: str, args: argparse.Namespace) -> str:
     config = get_config(SUBSETS[0], args.seeds[0], args)
     return (
         "# Rounds selected by rounded losses\n\n"
-        "This page measures what it costs that nodes [round their validation losses](../deployment.md"
-        "#limits-of-a-node), by which the server selects a round and stops a run.\n\n"
+        "This page measures the cost of [rounding validation losses](../deployment.md#limits-of-a-node) on the nodes. "
+        "The server selects a round and stops a run by these losses.\n\n"
         f"{config.partition.clients} clients of equal distribution train with the config of `fedspan init`, in "
         "simulation and for all its rounds. What a deployment would have exported, and where early stopping (after "
         f"{config.federation.early_stopping} rounds) would have ended it, is replayed from the losses of the clients' "

@@ -20,10 +20,10 @@ OPENING = """# Claims
 This page lists papers' experiments and says in which of them this library found what the paper reports. `claims/` has a
 script for each, and every number comes from the run that the experiment's page names; most ran at a small scale, with
 small models on two cores. Comparisons are paired by seed. A statement *holds* if the mean difference exceeds two
-standard errors in the paper's direction, is *contradicted* if it does so in the other direction, and is *inconclusive*
-otherwise, as it is if the rows learned nothing. *Outdated* results were measured before a change that their page names,
-and have not been measured again; only the column *outdated* counts them. *Repeated* are statements on runs that another
-page has judged for the same two methods. [All statements](statements.md) has every measured number.
+standard errors in the paper's direction, and is *contradicted* if it does so in the other direction. It is
+*inconclusive* otherwise, also if no row learned anything. *Outdated* results were measured before a change that their
+page names, and have not been measured again; only the column *outdated* counts them. *Repeated* are statements on runs
+that another page has judged for the same two methods. [All statements](statements.md) has every measured number.
 `python claims/index.py` writes both pages from the saved results."""
 NOTED = """{count} pages have a note: they were measured in bfloat16, whose results differ between processors.
 Their presets now have float32."""
@@ -68,7 +68,7 @@ HEADLINES = (
     ("florg-procrustes", "Alignment makes FLoRG better"),
 )
 """Pages and the statements that their papers' abstracts rest on."""
-NATURAL = "as many as values"
+NATURAL = "one for each value of a column"
 """How a page's settings give the number of clients of a natural partition (``reproduction.cells``)."""
 EXPERIMENT = ("experiment", "first statement", "found here, all statements", "scale")
 """Columns of a paper's experiments."""
@@ -162,12 +162,17 @@ def _describe_findings(page: Mapping[str, Any], findings: Sequence[Mapping[str, 
         pair = COMPARED.search(finding["statement"])
         assert pair is not None, f"{finding['statement']} compares no two methods"
         difference = finding["measured"].partition(";")[0].removeprefix("by ").removesuffix(" of accuracy")
-        compared.setdefault(finding["verdict"], []).append(f"{pair[2]} ({difference})")
+        compared.setdefault(finding["verdict"], []).append(f"{_name_other(pair[2])} ({difference})")
     clauses = [
         f"{VERBS[verdict]} against {_join_words(compared[verdict])}" for verdict in VERDICTS if verdict in compared
     ]
     note = f" The results are {OUTDATED}." if "outdated" in page else ""
     return f"This {_join_words(clauses)}.{note}" if clauses else ""
+
+
+def _name_other(other: str) -> str:
+    """Return the name of what a method is compared with, of which its own variants have no other name."""
+    return f"the method {other}" if other.startswith("without ") else other
 
 
 def _join_words(words: Sequence[str]) -> str:

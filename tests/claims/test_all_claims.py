@@ -98,7 +98,7 @@ def test_the_index_names_natural_partitions_and_a_single_seed(scripts: None, tmp
         (row,) = [row for row in index(tmp_path)["index.md"].splitlines() if "(fedgalore-pacs.md)" in row]
         scales.append(row.split(" | ")[-1].removesuffix(" |"))
     model, clients, rounds = scales[0].split("; ")
-    assert (clients, rounds) == ("12 clients or as many as values", "6 rounds")
+    assert (clients, rounds) == ("12 clients or one for each value of a column", "6 rounds")
     assert scales[1] == f"{model}; {clients}; {rounds}; one seed"
 
 
@@ -283,7 +283,7 @@ def test_the_index_begins_with_the_papers_headlines(scripts: None, tmp_path: Pat
     save_page(tmp_path, "florg-procrustes", "FLoRG, Procrustes ablation: Title", [finding], outdated=["another rule"])
     headlines, _, _ = module.index(tmp_path)["index.md"].partition("## Verdicts")
     assert (
-        f"| FLoRG | [{statement}](florg-procrustes.md) | This holds against without alignment (+1.0). "
+        f"| FLoRG | [{statement}](florg-procrustes.md) | This holds against the method without alignment (+1.0). "
         "The results are outdated. |  |" in headlines
     )
 

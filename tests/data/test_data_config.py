@@ -14,7 +14,7 @@ from fedspan.data import DataConfig, PartitionConfig
         ({"text": "a", "label": "a"}, "'a' is also the column of text"),
         ({"text": "a", "text_pair": "a"}, "'a' is also the column of text"),
         ({"labels": ["x", "y"], "first_labels": 2}, "labels already selects the labels"),
-        ({"keep_only": True}, "it needs labels"),
+        ({"keep_only": True}, "set `data.labels` to the labels to keep"),
         ({"labels": ["x", "y", "x"]}, "each name once; repeated: x"),
         ({"columns": ["x", "x"]}, "each name once; repeated: x"),
         ({"labels": ["x"]}, "at least 2"),

@@ -68,7 +68,7 @@ def test_what_stands_for_a_paper_s_cell_is_said() -> None:
     ]
     shown = tabulate_settings(list_cells(load_preset("fedgalore-pacs"), "small", "/data", "/model"))
     assert [row[2:4] for row in shown.rows] == [
-        ("by domain", "as many as values"),
+        ("by domain", "one for each value of a column"),
         ("Dirichlet 0.5 within each domain", "12"),
     ]
     ranks = tabulate_settings(list_cells(load_preset("fedloru-table1"), "small", "/data")).rows[0][6]

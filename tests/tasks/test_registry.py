@@ -124,6 +124,20 @@ def test_an_unknown_task_is_refused_with_the_nearest(tiny_folder: Path) -> None:
         parse_config(tiny.settings(tiny_folder) | {"task": "regressio"})
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"), [("text-classification", "sequence-classification"), ("translation", "seq2seq")]
+)
+def test_names_of_pipelines_are_translated(name: str, meant: str, tiny_folder: Path) -> None:
+    with pytest.raises(FedspanError, match=f"no task is named '{name}'. Did you mean '{meant}'"):
+        parse_config(tiny.settings(tiny_folder) | {"task": name})
+
+
+def test_the_task_of_trainers_is_not_suggested(tiny_folder: Path) -> None:
+    with pytest.raises(FedspanError, match="no task is named 'trainr'") as caught:
+        parse_config(tiny.settings(tiny_folder) | {"task": "trainr"})
+    assert "'trainer'" not in str(caught.value)
+
+
 def test_options_are_validated(tiny_folder: Path) -> None:
     register_task(OWN)
     values = tiny.settings(tiny_folder) | {"task": "sharpened"}

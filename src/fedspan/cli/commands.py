@@ -69,6 +69,7 @@ def _format_examples(*lines: str) -> str:
 
 app = typer.Typer(
     cls=_Group,
+    suggest_commands=False,  # click adds the suggestion, too
     no_args_is_help=True,
     add_completion=True,
     rich_markup_mode="rich",

@@ -141,26 +141,35 @@ def _format_worst(scores: Mapping[str, Any], metric: str) -> str:
 
 
 def _describe_gain(report: RunReport) -> str:
-    """Compare the federation's model with the start and the baselines in one sentence."""
-    metric = report.metric
-    reached = (report.scores.get("test") or {}).get(metric)
-    others = {name: (baseline["scores"].get("test") or {}).get(metric) for name, baseline in report.baselines.items()}
-    others["start"] = (report.start.get("test") or {}).get(metric)
-    if reached is None or not report.baselines:
+    """Compare the federation's model with the start and the baselines, a sentence for each kind of test."""
+    if not report.baselines:
         return ""
+    title = METRICS[report.metric].title
+    sentences = [
+        _compare_with_baselines(report, "test", f"Held-out {title}", "local-only training (mean client)"),
+        _compare_with_baselines(
+            report, "clients", f"The clients' mean {title} on their own tests", "local-only training"
+        ),
+    ]
+    return " ".join(filter(None, sentences))
+
+
+def _compare_with_baselines(report: RunReport, part: str, subject: str, local: str) -> str:
+    """Compare the scores of one kind of test with those of the start and the baselines; empty: there are none."""
+    metric = report.metric
+    reached = (report.scores.get(part) or {}).get(metric)
+    others = {name: (baseline["scores"].get(part) or {}).get(metric) for name, baseline in report.baselines.items()}
+    others["start"] = (report.start.get(part) or {}).get(metric)
+    names = {"start": "the start", "local": local, "centralized": "centralized training"}
     parts = [
         f"{_format_difference(reached - value, METRICS[metric].is_percentage)} {against}"
-        for name, against in (
-            ("start", "the start"),
-            ("local", "local-only training (mean client)"),
-            ("centralized", "centralized training"),
-        )
-        if (value := others.get(name)) is not None
+        for name, against in names.items()
+        if reached is not None and (value := others.get(name)) is not None
     ]
     if not parts:
         return ""
     listed = ", ".join(parts[:-1]) + " and " + parts[-1] if parts[1:] else parts[0]
-    return f"Held-out {METRICS[metric].title} is {listed}."
+    return f"{subject} is {listed}."
 
 
 def _describe_start(report: RunReport) -> str:

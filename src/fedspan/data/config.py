@@ -287,7 +287,7 @@ class DataConfig(BaseModel):
             problem = "header: true takes the columns' names from the first line. Leave one of the two out"
             raise _contradiction("columns", self.columns, problem)
         if self.keep_only and self.labels is None:
-            raise _contradiction("keep_only", self.keep_only, "it needs labels, the labels that are kept")
+            raise _contradiction("keep_only", self.keep_only, "set `data.labels` to the labels to keep")
         return self
 
     @model_serializer(mode="wrap")

@@ -120,7 +120,7 @@ def tabulate_settings(cells: Sequence[Cell]) -> Table:
                 cell.name,
                 source,
                 _describe_partition(split),
-                ("as many as values" if split.partitioner == "natural" else str(split.clients))
+                ("one for each value of a column" if split.partitioner == "natural" else str(split.clients))
                 + ("" if cohort is None else f", {cohort} a round"),
                 Path(model.name).name,
                 layers,

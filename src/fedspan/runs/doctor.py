@@ -189,5 +189,5 @@ def _check_model() -> Check:
 def _check_hub() -> Check:
     cache = os.environ.get("HF_HOME") or str(Path.home() / ".cache" / "huggingface")
     offline = os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0")
-    description = "offline by HF_HUB_OFFLINE" if offline else "asked when a config names a model or data set of it"
+    description = "offline by HF_HUB_OFFLINE" if offline else "contacted if a config names a model or data set on it"
     return Check("hub", "note" if offline else "ok", f"{description}; cache in {cache}")

@@ -36,6 +36,20 @@ _OWN = (
     "A task of your own: register it first in this process, with fedspan.register_task. The command line, clusters and "
     f"nodes find those of installed packages (entry points in the group {GROUP})."
 )
+_PIPELINES = {
+    "text-classification": SEQUENCE_CLASSIFICATION.name,
+    "sentiment-analysis": SEQUENCE_CLASSIFICATION.name,
+    "text-generation": CAUSAL_LM.name,
+    "ner": TOKEN_CLASSIFICATION.name,
+    "fill-mask": MASKED_LM.name,
+    "feature-extraction": TEXT_EMBEDDING.name,
+    "sentence-similarity": TEXT_EMBEDDING.name,
+    "translation": SEQ2SEQ.name,
+    "summarization": SEQ2SEQ.name,
+    "text2text-generation": SEQ2SEQ.name,
+    "dpo": PREFERENCE.name,
+}
+"""What tasks are called on the hub, in Transformers' pipelines and in TRL, for the message about an unknown name."""
 _NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 BUILT_IN = (
     SEQUENCE_CLASSIFICATION,
@@ -121,7 +135,9 @@ def get_task(name: str, field: str = "task") -> TaskDefinition:
                 raise FedspanError(field, name, problem=problem)
             _register(definition, is_installed=True)
             return definition
-        problem = f"no task is named {name!r}. {suggest_nearest(name, _tasks)} {_OWN}"
+        meant = _PIPELINES.get(name)
+        hint = f"Did you mean {meant!r}?" if meant else suggest_nearest(name, _tasks.keys() - {TRAINER.name})
+        problem = f"no task is named {name!r}. {hint} {_OWN}"
         raise FedspanError(field, name, problem=problem)
     return _tasks[name]
 
