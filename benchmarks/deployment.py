@@ -154,7 +154,8 @@ def main() -> None:
         "# Overhead of a round in a deployment",
         "",
         "This page measures the overhead of a round beside training: three nodes on one machine, TLS and keys, "
-        f"all-MiniLM-L6-v2, one step of one example and {size / 1e6:.1f} MB per client and round, {len(seconds)} rounds.",
+        f"all-MiniLM-L6-v2, one step of one example and {size / 1e6:.1f} MB per client and round, "
+        f"{len(seconds)} rounds.",
         "",
         f"Command: `python benchmarks/deployment.py --rounds {args.rounds}{repeated}`  ",
         f"Date: {datetime.date.today()}. Machine: {platform.machine()}, {os.cpu_count()} cores, torch "
