@@ -20,6 +20,7 @@ from fedspan.federation.changes import (
     Change,
     ChangeSize,
     compute_norm_limits,
+    compute_reference,
     measure_change,
     rebase_change,
     shrink_reply,
@@ -148,6 +149,29 @@ def test_limits_are_multiples_of_the_median_by_number_of_entries() -> None:
     assert compute(a=(1.0, 100), b=(1.0, 100), c=(2.0, 400)) == pytest.approx({"a": 2.0, "b": 2.0, "c": 4.0})
     assert compute(a=(1.0, 100), c=(9.0, 100)) == {}
     assert compute(a=(0.0, 10), b=(0.0, 10), c=(0.0, 10)) == {}
+
+
+@pytest.mark.parametrize(
+    ("values", "reference"),
+    [
+        ([3.0], 3.0),
+        ([1.0, 2.0, 50.0], 2.0),
+        ([1.0, 2.0, 3.0, 9.0], 2.5),
+        ([1.0, 2.0, 1e9, 1e9], 4.0),
+        ([2.0, 1e308], 4.0),
+        ([0.0, 0.0, 1.0, 2.0], 0.5),
+    ],
+)
+def test_half_of_a_cohort_at_most_doubles_the_reference(values: list[float], reference: float) -> None:
+    assert compute_reference(values) == reference
+
+
+def test_two_of_four_do_not_raise_the_limits() -> None:
+    def limits(*norms: float) -> dict[str, dict[str, float]]:
+        return compute_norm_limits({f"c{n}": {MODEL: ChangeSize(norm, 10)} for n, norm in enumerate(norms)}, 1.5)
+
+    assert limits(1.0, 1.2, 1e9, 1e9)["c0"][MODEL] == pytest.approx(3.6)
+    assert limits(1.0, 1.2, 1.3, 1.4)["c0"][MODEL] == pytest.approx(1.5 * 1.25)  # an honest cohort's median
 
 
 def test_a_quantity_that_most_replies_leave_at_zero_has_no_room_for_the_others() -> None:
