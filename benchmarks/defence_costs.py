@@ -148,8 +148,8 @@ validated between machines always, and in the simulator under `simulation`.
 |---|---|---|---|---|---|
 {simulated}
 
-The run is short, and learns little. Where none of its replies was clipped, equal accuracies say nothing about the cost of
-clipping; [the defaults](defaults.md#what-clipping-costs) measure it.
+The run is short, and learns little. Where none of its replies was clipped, equal accuracies say nothing about the cost
+of clipping; [the defaults](defaults.md#what-clipping-costs) measure it.
 
 ## Between machines
 
