@@ -79,7 +79,7 @@ def test_a_label_of_the_test_set_that_training_lacks(refused: Refused, write: Wr
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (None, "cannot be read as a YAML file"),
+        (None, "there is no file"),
         ("a: [1, 2\nb: {", "valid YAML"),
         ("just text", "a YAML mapping"),
         ("methd: {name: fedit}\ndata: {train: x.csv}\n", "Did you mean 'method'"),

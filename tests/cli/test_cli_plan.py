@@ -162,6 +162,17 @@ def test_mistakes(arguments: list[str], field: str, bare: str) -> None:
     assert result.stderr.startswith(f"error: `{field}`: "), result.stderr
 
 
+def test_overrides_name_the_method(bare: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    config = {"model": {"name": bare}, "data": {"train": "unread.csv"}, "method": {"name": "fedit"}}
+    path.write_text(yaml.safe_dump(config), encoding="utf-8")
+    facts = ["--examples", "100", "--labels", "2", "--clients", "3"]
+    result = invoked(str(path), *facts, "--set", "method.name=ffa-lora", "--json")
+    assert list(json.loads(result.output)["plans"]) == ["ffa-lora"]
+    result = invoked(str(path), *facts, "--set", "method.name=fedot")
+    assert "`method.name`: no method is named 'fedot'" in " ".join(result.output.split())
+
+
 def test_a_wrong_method_is_blamed_on_where_it_was_named(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump({"method": {"name": "fedot"}}), encoding="utf-8")

@@ -238,6 +238,24 @@ def test_broken_overrides_are_refused() -> None:
         assert words in str(caught.value)
 
 
+def test_a_missing_config_is_named_with_the_ones_beside_it(tmp_path: Path) -> None:
+    with pytest.raises(FedspanError, match="fedspan init DATA"):
+        load_config(tmp_path / "run.yaml")
+    (tmp_path / "hospital.yaml").touch()
+    with pytest.raises(FedspanError, match=r"there is no file '.*hospitl\.yaml'\. Did you mean 'hospital\.yaml'"):
+        load_config(tmp_path / "hospitl.yaml")
+    with pytest.raises(FedspanError, match="does not exist"):
+        load_config(tmp_path / "nowhere" / "run.yaml")
+
+
+@pytest.mark.parametrize("name", ["train", "test"])
+def test_data_in_the_config_are_pointed_to_their_argument(name: str) -> None:
+    data = {**VALID["data"], name: [{"text": "a secret", "label": "x"}]}
+    with pytest.raises(FedspanError, match=rf"`data\.{name}`: an object \(list\) is not the path .* data=") as caught:
+        parse_config({**VALID, "data": data})
+    assert "secret" not in str(caught.value)
+
+
 def test_files_that_are_no_config_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     contents = {
@@ -245,9 +263,9 @@ def test_files_that_are_no_config_are_refused(tmp_path: Path) -> None:
         b"a: 2001-99-99": "valid YAML",
         b"a: " + b"[" * 3000: "nested more than 20 levels deep",
         b"- 1": "a YAML mapping",
-        b"": "a YAML mapping",
+        b"": "fedspan init FILE",
         b"\xff\xfe\x00": "cannot be read as a YAML file",
-        None: "cannot be read as a YAML file",
+        None: "there is no file",
     }
     for content, words in contents.items():
         path.unlink(missing_ok=True)

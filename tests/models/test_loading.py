@@ -123,6 +123,7 @@ def test_a_body_that_does_not_fit_its_config_is_refused(tiny_folder: Path, tmp_p
 
 def test_unknown_names_are_refused(tmp_path: Path) -> None:
     refused("nobody/no-such-model", "a hub id that can be reached")  # offline, as all tests
+    refused("nobody/no-such-model", "the hub cannot be reached, and its cache on this machine does not have the model")
     refused("not a name", "a hub id that can be reached")
     refused(str(tmp_path), "a local folder with a model")
     refused("builtin:all-minilm", "Did you mean 'all-minilm-l6-v2'")

@@ -58,6 +58,11 @@ def test_signs_of_divergence(made: list[dict[str, Any]], words: list[str]) -> No
     assert [word for word in words if word not in " ".join(found)] == []
 
 
+def test_small_losses_may_rise_by_a_multiple() -> None:
+    assert find_divergence(rows([0.0006, 0.0026], [1.0, 1.0]), "accuracy", 0.1, guess=log(3)) == ()
+    assert find_divergence(rows([0.05, 0.12], [1.0, 1.0]), "accuracy", 0.1, guess=log(3)) != ()
+
+
 def test_divergence_in_the_first_round() -> None:
     """All training losses are those of a diverged model, so they do not rise."""
     (note,) = find_divergence(rows([7e12, 6e12, 5e12]), "accuracy", 0.01, log(3))

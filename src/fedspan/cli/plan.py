@@ -104,9 +104,10 @@ def plan(
     }
     texts = [f"{path}={json.dumps(value)}" for path, value in changes.items() if value is not None]
     from fedspan.cli.formatting import create_console
-    from fedspan.config import read_values
+    from fedspan.config import override, read_values
 
     values = _make_config_values(task or _TASK) if config is None else read_values(config)
+    values = override(values, [*texts, *(overrides or ())])
     if config is not None and methods is None:  # so that the error names the field of the file, and not --methods
         from fedspan.methods.registry import get_method_class
 
@@ -117,13 +118,11 @@ def plan(
     screen.quiet = as_json
     activity = "timing some steps on this machine" if device == "here" else "loading torch and Transformers"
     with screen.status(activity):
-        from fedspan.config import override
         from fedspan.experiments.comparison import plan_comparison
         from fedspan.methods.registry import METHODS
 
         requested = "all" if methods is None and config is None else methods or _get_method_name(values)
         keys = list(METHODS) if requested == "all" else [part.strip() for part in requested.split(",") if part.strip()]
-        values = override(values, [*texts, *(overrides or ())])
         # before Transformers is imported, so that a mistake is reported at once
         plan_comparison(values, keys, [0], {}, None)
         from fedspan.planning.estimate import plan_methods

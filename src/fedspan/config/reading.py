@@ -11,7 +11,7 @@ import yaml
 
 from fedspan.config.run import RunConfig
 from fedspan.config.validation_errors import convert_validation_error
-from fedspan.errors import FedspanError
+from fedspan.errors import FedspanError, suggest_nearest
 
 __all__ = ["ConfigLike", "load_config", "override", "parse_config", "parse_yaml", "read_values", "to_plain_values"]
 
@@ -66,11 +66,23 @@ def read_values(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        problem = f"there is no file {str(path)!r}. {_suggest_configs(path)}"
+        raise FedspanError("config", str(path), problem=problem) from None
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path with a zero byte
         raise FedspanError(
             "config", str(path), problem=f"{str(path)!r} cannot be read as a YAML file ({error})"
         ) from None
     return parse_yaml(text, str(path))
+
+
+def _suggest_configs(path: Path) -> str:
+    """Return a sentence with the YAML files of a missing file's folder that have similar names."""
+    try:
+        names = [file.name for file in path.parent.iterdir() if file.suffix in (".yaml", ".yml")]
+    except OSError:
+        return f"The folder {path.parent} does not exist or cannot be read."
+    return suggest_nearest(path.name, names) or "Write a config with: fedspan init DATA --out my.yaml"
 
 
 def parse_yaml(text: str, source: str) -> dict[str, Any]:
@@ -93,7 +105,7 @@ def parse_yaml(text: str, source: str) -> dict[str, Any]:
             "config",
             source,
             "a YAML mapping with the sections model, data, method, ...",
-            problem=f"{source!r} holds no mapping",
+            problem=f"{source!r} holds no mapping. To write a config for a file of data, run: fedspan init FILE",
         )
     return values
 

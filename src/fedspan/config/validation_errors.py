@@ -14,6 +14,7 @@ from fedspan.errors import FedspanError, suggest_nearest
 
 __all__ = ["VARIANT", "convert_validation_error"]
 
+_DATA_FILES = ("data.train", "data.test")
 VARIANT = "="
 """Prefix of the tags of a field with several notations; the tags are not part of the user's input."""
 
@@ -45,6 +46,10 @@ def convert_validation_error(
         return FedspanError(contradicted, context["value"], problem=context["problem"])
     if detail["type"] == "missing":
         return FedspanError(field, None, problem="this field is required")
+    if field in _DATA_FILES and not isinstance(detail["input"], str | None):
+        kind = type(detail["input"]).__name__
+        problem = f"an object ({kind}) is not the path of a file. Pass data of this process as data=, beside the config"
+        return FedspanError(field, kind, problem=problem)
     return FedspanError(field, detail["input"], _format_expectation(message))
 
 

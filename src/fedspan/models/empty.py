@@ -17,7 +17,7 @@ from transformers.initialization import no_init_weights
 from fedspan.errors import FedspanError
 from fedspan.models.heads import Head, get_head
 from fedspan.models.loading import build_from_config, get_source, prepare_config
-from fedspan.models.names import MODEL_NAMES, describe_image_model_problem, get_architecture
+from fedspan.models.names import MODEL_NAMES, describe_image_model_problem, describe_load_error, get_architecture
 from fedspan.models.pooling import Pooling
 from fedspan.models.resnet import SmallResNetConfig
 
@@ -82,8 +82,7 @@ def load_empty(
         with no_init_weights(), device:
             model = build_from_config(config, head, pooling, dtype=dtype, **options)
     except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:200]
-        problem = f"{name!r} cannot be loaded ({reason})"
+        problem = f"{name!r} cannot be loaded ({describe_load_error(error)})"
         raise FedspanError("model.name", name, MODEL_NAMES, problem=problem) from error
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):

@@ -28,7 +28,13 @@ from transformers.utils import logging as transformers_logging
 
 from fedspan.errors import FedspanError
 from fedspan.models.heads import Head, get_head
-from fedspan.models.names import MODEL_NAMES, describe_image_model_problem, get_architecture, resolve_model
+from fedspan.models.names import (
+    MODEL_NAMES,
+    describe_image_model_problem,
+    describe_load_error,
+    get_architecture,
+    resolve_model,
+)
 from fedspan.models.offload import Offload, remove_with
 from fedspan.models.plain import adopt_module, is_plain_module
 from fedspan.models.pooling import Pooling
@@ -145,7 +151,7 @@ def load_pretrained(
         # Transformers, its tokenizers (a bare Exception) or the hub's client may raise anything on the files there.
         except Exception as error:
             _require_head(error, name, config, head)
-            problem = f"{name!r} cannot be loaded ({_describe_reason(error)})"
+            problem = f"{name!r} cannot be loaded ({describe_load_error(error)})"
             raise FedspanError("model.name", name, MODEL_NAMES, problem=problem) from error
     _prepare(model, processor, name)
     mismatched = {key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]}
@@ -230,7 +236,7 @@ def adopt_loaded(
         try:
             processor = _load_processor(model.name_or_path, head, None, None)
         except Exception as error:
-            raise FedspanError("tokenizer", None, f"the model's tokenizer ({_describe_reason(error)})") from error
+            raise FedspanError("tokenizer", None, f"the model's tokenizer ({describe_load_error(error)})") from error
     model = copy.deepcopy(model)  # training changes weights, and the caller's model stays as it is
     prepare_config(model.config, head, labels)
     _prepare(model, processor, model.name_or_path or kind)
@@ -299,7 +305,7 @@ def load_scratch(
             _require_head(error, name, config, head)
             expected = "a model whose architecture has the head that the task needs"
             raise FedspanError(
-                "model.name", name, expected, problem=f"{name!r} cannot be built ({_describe_reason(error)})"
+                "model.name", name, expected, problem=f"{name!r} cannot be built ({describe_load_error(error)})"
             ) from error
     _prepare(model, processor, name)
     model = model if device is None else model.to(device)
@@ -380,13 +386,6 @@ def _require_head(error: Exception, name: str, config: Any, head: Head) -> None:
         "it"
     )
     raise FedspanError("model.name", name, problem=problem) from error
-
-
-def _describe_reason(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    if not text or isinstance(error, LookupError):  # the text of a KeyError is only the key
-        text = f"{type(error).__name__} {text}".strip()
-    return text if len(text) <= 240 else f"{text[:237]}..."
 
 
 def _is_body(key: str, model: Any) -> bool:

@@ -16,6 +16,7 @@ __all__ = [
     "FROM_PYTHON",
     "MODEL_NAMES",
     "describe_image_model_problem",
+    "describe_load_error",
     "get_architecture",
     "get_published_name",
     "resolve_model",
@@ -62,6 +63,21 @@ def get_architecture(name: str) -> Mapping[str, tuple[int, ...]] | None:
 def describe_image_model_problem(name: str) -> str:
     """Return the problem of an error: a model of images for a task of texts."""
     return f"{name!r} is a model of images, and the task needs a model of texts (or task: image-classification)"
+
+
+def describe_load_error(error: BaseException) -> str:
+    """Return why a model cannot be loaded, in one line of at most 240 characters."""
+    from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, LocalEntryNotFoundError | OfflineModeIsEnabled):
+            return "the hub cannot be reached, and its cache on this machine does not have the model"
+        cause = cause.__cause__ or cause.__context__
+    text = " ".join(str(error).split())
+    if not text or isinstance(error, LookupError):  # the text of a KeyError is only the key
+        text = f"{type(error).__name__} {text}".strip()
+    return text if len(text) <= 240 else f"{text[:237]}..."
 
 
 def _compute_sha256(path: Path) -> str:

@@ -15,6 +15,7 @@ _LOSS_NOISE = 0.01  # relative difference of losses that other batches and seeds
 _CLEAR_FALL = 0.1  # relative; the share of right ones among a few examples varies
 _PARTS = {"validation": "validation", "test": "test", "clients": "the clients' test"}
 """Kinds of scores in a row, the first that a run has decides, and their names."""
+_NOTABLE = 0.1  # share of the untrained model's loss below which a training loss is small, however much it rose
 _RISE = 2.0  # a training loss of one round varies with its cohort, but rarely by this factor
 _RISE_OVER_START = 4.0  # a round's first steps, and other examples than those of the validation loss, count too
 
@@ -29,10 +30,10 @@ def find_divergence(
 ) -> tuple[str, ...]:
     """Find signs of divergence in a run's metrics.
 
-    The last round's training loss is compared with the first round's, and with the untrained model's: the larger of
-    its measured loss and the loss of a guess, as far as they are known. The last round's scores are compared with the
-    untrained model's, where it was measured, and with the first ones of the rounds: scores of validation or, without
-    them, of the held-out set or of the clients' test parts.
+    The last round's training loss is compared with the first round's, unless both are small, and with the untrained
+    model's: the larger of its measured loss and the loss of a guess, as far as they are known. The last round's scores
+    are compared with the untrained model's, where it was measured, and with the first ones of the rounds: scores of
+    validation or, without them, of the held-out set or of the clients' test parts.
 
     Args:
         rows: Lines of metrics.jsonl.
@@ -64,8 +65,9 @@ def find_divergence(
         # a multiple of a good model's loss is no sign yet, so the loss of a guess counts, too
         untrained = max((loss for loss in (measured, guess) if loss is not None), default=None)
         limit = math.inf if untrained is None else _RISE_OVER_START * untrained
+        floor = 0.0 if untrained is None else _NOTABLE * untrained
         limit = limit if bound is None else min(limit, _AT_BOUND * bound)
-        if not math.isfinite(after) or after > _RISE * max(before, 0.0) > 0:
+        if not math.isfinite(after) or (after > _RISE * max(before, 0.0) > 0 and after > floor):
             notes.append(
                 f"Training diverged: the training loss rose from {before:.4g} in round {first} to {after:.4g} in round "
                 f"{last}. {advice}"
