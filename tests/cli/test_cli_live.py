@@ -70,6 +70,18 @@ def test_lines_without_a_terminal(prepared: Prepared) -> None:
     assert {len(line) for line in lines[:3]} == {80}
 
 
+def test_the_best_round_so_far_is_bold(prepared: Prepared) -> None:
+    """Without scores that select rounds, as of two nodes, a row names no best round."""
+    shown, out = view(80, Clock(), terminal=True)
+    with shown:
+        shown.on_start(prepared, 0, False)
+        shown.on_round_finish(row(1, 0.5, best_round=1))
+        shown.on_round_finish(row(2, 0.25, best_round=1))
+        shown.on_round_finish(row(3, 0.75))
+    rows = [line for line in printed(out) if any(f"{number}/3 " in line for number in (1, 2, 3)) and "MB" in line]
+    assert [line.count("\x1b[1m") > 0 for line in rows] == [True, False, False]
+
+
 def test_without_a_terminal_long_work_is_reported_now_and_then(prepared: Prepared) -> None:
     clock = Clock()
     shown, out = view(80, clock, terminal=False)

@@ -34,7 +34,8 @@ _TARGET_COLUMNS: Mapping[TargetType, str] = {
 
 def show_report(out: Console, report: RunReport, folder: Path) -> None:
     """Print the report of the run in ``folder``."""
-    out.print(_make_score_table(report))
+    table = _make_score_table(report)
+    out.print(Text("no scores: there is no validation or test part", "dim") if table is None else table)
     for sentence in (_describe_gain(report), _describe_start(report)):
         if sentence:
             out.print(Text(sentence))
@@ -98,8 +99,12 @@ def _list_failures(report: RunReport) -> list[str]:
     return [*lines, remainder] if len(often) > _MAX_FAILURES else lines
 
 
-def _make_score_table(report: RunReport) -> Table:
+def _make_score_table(report: RunReport) -> Table | None:
+    """Make the table of test scores, or of validation scores where there are no others; None without any."""
     heldout, has_client_scores, metric = "test" in report.scores, "clients" in report.scores, report.metric
+    has_validation_alone = not (heldout or has_client_scores) and "validation" in report.scores
+    if not (heldout or has_client_scores or has_validation_alone):
+        return None
     # The selection metric, and the next one that the task measures.
     metrics = list(
         dict.fromkeys(
@@ -115,6 +120,8 @@ def _make_score_table(report: RunReport) -> Table:
     if has_client_scores:
         table.add_column("client tests\nmean", justify="right")
         table.add_column("client tests\nworst client", justify="right", no_wrap=True)
+    if has_validation_alone:
+        table.add_column(f"validation\n{METRICS[metric].title}", justify="right")
     rows = {
         report.method: report.scores,
         **({"start": report.start} if report.start.get("head_init", "random") != "random" else {}),
@@ -131,6 +138,8 @@ def _make_score_table(report: RunReport) -> Table:
         if has_client_scores:
             clients = scores.get("clients") or {}
             cells += [format_score(metric, clients.get(metric)), _format_worst(clients, metric)]
+        if has_validation_alone:
+            cells.append(format_score(metric, (scores.get("validation") or {}).get(metric)))
         table.add_row(get_title(name), *cells, style="bold" if name == report.method else "")
     return table
 

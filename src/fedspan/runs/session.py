@@ -327,7 +327,7 @@ class _Session:
                 self._note_few_reports(metric)
         elif validation is None and prepared.config.federation.early_stopping is not None:
             self._note_few_reports(metric)
-        if validation is not None and self.selection.best is not None:
+        if validation is not None and self.selection.measured and self.selection.best is not None:
             scores["best_round"] = self.selection.best.round
         return scores
 
