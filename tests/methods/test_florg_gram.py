@@ -36,6 +36,7 @@ def test_it_declares_what_it_does(gram: RunMethod) -> None:
 def test_claims(gram: RunMethod) -> None:
     claims.test_aggregation_is_exact_where_claimed_and_measurably_not_elsewhere(KEY, gram)
     claims.test_the_order_of_replies_does_not_matter(KEY, gram)
+    claims.test_tensors_with_the_names_of_a_job_are_new_values_from_a_common_start(KEY, gram)
     claims.test_nobody_writes_to_what_it_is_given(KEY, gram)
     claims.test_moments_do_not_outlive_the_factors_that_they_belong_to(KEY, gram)
     claims.test_frozen_tensors_never_move(KEY, {}, gram)

@@ -23,6 +23,7 @@ from helpers.watched_rounds import MethodRun, Round, RunMethod, differences, met
 
 GLOBAL = [key for key, cls in METHODS.items() if not cls.claims.personal]
 PERSONAL = [key for key, cls in METHODS.items() if cls.claims.personal]
+SUMS = [key for key, cls in METHODS.items() if cls.claims.reduction == "sum"]
 HETEROGENEOUS = [key for key, cls in METHODS.items() if cls.claims.heterogeneous_ranks]
 BUDGETS = [key for key, cls in METHODS.items() if cls.claims.budgets]
 RANKS = {"east": 1, "north": 2, "south": 3, "west": 5}
@@ -99,6 +100,27 @@ def split_messages(round: Round) -> dict[str, Tensors]:
 def test_replies_hold_what_is_claimed_of_them(key: str, run_method: RunMethod) -> None:
     """Wrappers rely on it: new values of tensors that all start from alike, under their names, or something else."""
     assert sends(run_method(key)) == METHODS[key].claims.sends
+
+
+@pytest.mark.parametrize("key", methods_by_family(SUMS))
+def test_tensors_with_the_names_of_a_job_are_new_values_from_a_common_start(key: str, run_method: RunMethod) -> None:
+    """So a wrapper may send their changes instead, except of the slots that are claimed to be whole."""
+    run = run_method(key)
+    whole = run.federation.method.declare_claims().whole
+    checked: set[str] = set()
+    for round in run.rounds:
+        common = split_extras(run.prepared.evaluator.build_job(round.before, None).tensors)[0]
+        started = {local.client: local.job.tensors for local in reversed(round.trained)}  # in the first phase
+        for call in round.of("contribute"):
+            reply, client = call.args
+            for name in reply.tensors.keys() & started.get(client.id, {}).keys() & common.keys():
+                is_new_value = torch.equal(started[client.id][name], common[name]) and (
+                    call.result.sum.get(name) is reply.tensors[name]
+                )
+                assert is_new_value != (name.rpartition("/")[2] in whole)
+                checked.add(name.rpartition("/")[2])
+    assert checked >= set(whole)
+    assert bool(checked) == (key not in ("fedask", "local-only", "lora-a2"))  # sketches, nothing, and changes
 
 
 @pytest.mark.parametrize("key", methods_by_family())
@@ -181,8 +203,10 @@ def test_gradients_of_scaffolds_option_1_are_added_epochs(run_method: RunMethod)
 def test_the_order_of_replies_does_not_matter(key: str, run_method: RunMethod) -> None:
     run = run_method(key)
     for round in run.rounds[:3]:
-        first = [(call.args[1], call.result) for call in round.of("contribute")]
-        second = [(call.args[2], Contribution(sum=call.result.tensors)) for call in round.of("build_second_reply")]
+        names = {name for call in round.of("build_second_reply") for name in call.result.tensors}
+        first, second = list[tuple[Client, Contribution]](), list[tuple[Client, Contribution]]()
+        for call in round.of("contribute"):
+            (second if names & call.args[0].tensors.keys() else first).append((call.args[1], call.result))
         for numbers in itertools.permutations(range(len(first))):
             reduced = _reduce([first[number] for number in numbers])
             if second:

@@ -34,6 +34,8 @@ WRAPPED: Mapping[str, tuple[dict[str, Any], Mapping[str, Any]]] = {
     "fedadam": ({"name": "fedit", "wrappers": ["fedadam"]}, EPOCH),
     "fedprox": ({"name": "rolora", "wrappers": ["fedprox"]}, EPOCH),
     "fedpaq": ({"name": "fedit", "wrappers": ["fedpaq"]}, EPOCH),
+    "low-precision, sketches": ({"name": "fedask", "wrappers": ["low-precision"]}, EPOCH),
+    "low-precision, slots": ({"name": "lora-a2", "wrappers": [{"name": "low-precision", "uplink": "int8"}]}, EPOCH),
     "scaffold II": ({"name": "fedit", "wrappers": ["scaffold"]}, SGD),
     "scaffold I": ({"name": "rolora", "wrappers": [{"name": "scaffold", "variate": "option-I"}]},
                    {**SGD, "max_grad_norm": 0}),

@@ -16,7 +16,7 @@ from fedspan.core.base import BaseUpdate, apply_patch, materialise
 from fedspan.core.method import Memory, Method, compute_scaling
 from fedspan.core.parametrization import compute_dense_change
 from fedspan.core.tensors import Tensors, count, select_slots, split_extras
-from fedspan.core.values import Client, Contribution, Job, Message, OptimizerSpec, Reduced, ServerState, Spec, Trained
+from fedspan.core.values import Client, Job, Message, OptimizerSpec, Reduced, ServerState, Spec, Trained
 from fedspan.federation.aggregation.reduction import Reducer
 from fedspan.federation.serialization import decode, decode_state, encode, encode_state
 from fedspan.planning.shape_inference import ShapeInference, rewrap_method, unwrap_method
@@ -157,7 +157,7 @@ class Federation:
         for client in clients:
             message, tensors = decode(encode(order)), split_extras(self.trained[client.id])[0]
             reply = decode(encode(self.method.build_second_reply(message, tensors, client, self.state.round)))
-            reducer.add(client.id, Contribution(sum=reply.tensors))
+            reducer.add(client.id, self.method.contribute(reply, client))
             down, up = self.elements[client.id]
             self.elements[client.id] = down + _elements(message), up + _elements(reply)
         self.reduced = replace(self.reduced, mean={**self.reduced.mean, **reducer.compute_result().mean})
@@ -208,8 +208,8 @@ class Federation:
         cohort, bare = [party.client.rank for party in self.parties.values()], unwrap_method(self.method)
         down = up = 0
         for layer in bare.spec.layers:
-            if (estimate := self.method.estimate_traffic(layer, rank, round)) is not None:
-                down, up = down + estimate.down // 4, up + estimate.up // 4
+            if (estimate := self.method.estimate_messages(layer, rank, round)) is not None:
+                down, up = (total + _elements(one) for total, one in zip((down, up), estimate, strict=True))
                 continue
             single = replace(bare, spec=Spec((layer,), clients=bare.spec.clients))
             inference = ShapeInference(rewrap_method(self.method, single), cohort)

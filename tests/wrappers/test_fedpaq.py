@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from fedspan.core.method import Method
+from fedspan.core.method import Claims, Method
 from fedspan.core.tensors import create_generator, join_tensor_name
 from fedspan.core.values import Message
 from fedspan.errors import FedspanError
@@ -23,6 +24,7 @@ from fedspan.wrappers.extras import WithExtras
 from fedspan.wrappers.fedavgm import FedAvgM
 from fedspan.wrappers.fedpaq import FedPAQ
 from fedspan.wrappers.scaffold import Scaffold
+from fedspan.wrappers.wrapper import Wrapper
 from toys.oracle import copied, descend
 from toys.problem import HEAD, LAYERS, Problem
 from toys.rounds import Double, Federation, close, sgd
@@ -145,6 +147,7 @@ def test_refused_where_a_change_is_not_what_is_transmitted() -> None:
     cases = {
         "this method's server needs single replies": FLoRA(spec=spec),
         "hold other values, too": Scaffold(inner=FedIT(spec=spec)),
+        "as control variates": LoRAA2(spec=spec),
         "hold nothing": LocalOnly(spec=spec),
     }
     for words, method in cases.items():
@@ -155,9 +158,16 @@ def test_refused_where_a_change_is_not_what_is_transmitted() -> None:
     assert FedPAQ(inner=optimized).explain_refusal(optimized.declare_claims()) is None
 
 
+@dataclass(frozen=True, kw_only=True)
+class _ClaimsValues(Wrapper):
+    def declare_claims(self) -> Claims:
+        return replace(self.inner.declare_claims(), sends="values")
+
+
 def test_a_reply_that_is_not_what_was_claimed_is_an_error() -> None:
     """LoRA-A2's replies are changes, whatever its claims say."""
     problem = Problem(clients=1)
-    federation = Federation(Double(inner=FedPAQ(inner=LoRAA2(spec=problem.adapted().spec, r=2))), problem, sgd(LR))
+    inner = _ClaimsValues(inner=LoRAA2(spec=problem.adapted().spec, r=2))
+    federation = Federation(Double(inner=FedPAQ(inner=inner)), problem, sgd(LR))
     with pytest.raises(FedspanError, match="the reply has a tensor that was not sent"):
         federation.round()

@@ -1,25 +1,54 @@
-"""Rounds in low precision against rounds computed by hand, the bytes that travel, and error feedback."""
+"""Rounds in low precision against rounds computed by hand, around every sum method, and error feedback."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from fedspan.core.tensors import create_generator, join_tensor_name
+from fedspan.core.method import Claims, Memory, Method
+from fedspan.core.tensors import Tensors, create_generator, join_tensor_name
 from fedspan.core.transfer_formats import Format, compress, decompress
+from fedspan.core.values import Client, Job, LayerSpec, Message, Reduced, ServerState, Spec, Trained
 from fedspan.errors import FedspanError
 from fedspan.federation.serialization import compute_payload_size
+from fedspan.federation.validation import build_untrained_reply, validate_reply
+from fedspan.methods.fedask import FedASK
 from fedspan.methods.fedit import FedIT
 from fedspan.methods.fedsvd import FedSVD
 from fedspan.methods.flora import FLoRA
+from fedspan.methods.local_only import LocalOnly
+from fedspan.methods.lora_a2 import LoRAA2
+from fedspan.methods.registry import METHODS
 from fedspan.wrappers.extras import WithExtras
 from fedspan.wrappers.low_precision import LowPrecision
+from fedspan.wrappers.scaffold import Scaffold
+from fedspan.wrappers.wrapper import Wrapper, compute_common_start, split_prefix
+from helpers.families import others_slow
 from toys.oracle import copied, descend
 from toys.problem import HEAD, LAYERS, Problem
 from toys.rounds import Double, Federation, close, sgd
 
 LR, SCALING, STEPS, SEED = 0.3, 2.0, 2, 9
+FORMATS: tuple[Format, ...] = ("bfloat16", "float16", "int8")
+SUMS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    **{
+        key: (key, {})
+        for key, cls in METHODS.items()
+        if cls.claims.reduction == "sum" and cls.claims.sends != "nothing"
+    },
+    "florg, Gram sums": ("florg", {"gram_sums": True, "init_std": 0.3}),
+    "scaffold": ("fedit", {}),
+}
+"""All methods whose replies sum, by the options that make them so; and one with control variates around it."""
+QUICK = ("fedit", "fed-sb", "fedask", "lora-a2", "florg, Gram sums", "scaffold")
+"""One whose replies hold new values alone, and all that send something else."""
+every_sum = pytest.mark.parametrize("kind", others_slow(SUMS, QUICK))
+every_format = pytest.mark.parametrize("format", others_slow(FORMATS, ("bfloat16", "int8")))
 
 
 def _rounded(name: str, value: Tensor, format: Format, rng: torch.Generator | None = None) -> Tensor:
@@ -105,6 +134,215 @@ def test_error_feedback_delivers_changes_below_the_resolution() -> None:
     assert float((total / rounds - change).abs().max()) <= 1.0 / rounds
 
 
+def _build_sum(kind: str, problem: Problem, *, extras: bool = True) -> Method:
+    key, options = SUMS[kind]
+    spec = replace(problem.adapted().spec, clients=len(problem.client_ids))
+    method: Method = METHODS[key](spec=spec, r=2, lora_alpha=4.0, **options)
+    method = WithExtras(inner=method, policy="average") if extras else method
+    return Scaffold(inner=method) if kind == "scaffold" else method
+
+
+def _wrap(kind: str, problem: Problem, **options: Any) -> Federation:
+    """A federation of a sum method with the wrapper, without which it is never refused."""
+    inner = _build_sum(kind, problem, extras=options.pop("extras", True))
+    method = LowPrecision(inner=inner, seed=SEED, **options)
+    assert method.explain_refusal(inner.declare_claims()) is None
+    return Federation(Double(inner=method), problem, sgd(0.1, steps=STEPS))
+
+
+def _restore(tensors: Tensors) -> dict[str, Tensor]:
+    """What was compressed in a message, by the name that every format shares."""
+    sent, _ = split_prefix("low-precision/", tensors)
+    return dict(decompress(name, value) for name, value in sent.items())
+
+
+def _get_resolution(value: Tensor, format: Format) -> Tensor | float:
+    """The largest error of every entry: half a unit of the last place of a float, a step of a row or column of int8."""
+    if format != "int8":
+        spacing = {"bfloat16": 2.0**-7, "float16": 2.0**-10}[format]
+        return spacing / 2 * value.abs() + 2.0**-25  # float16's smallest numbers lie 2^-24 apart
+    return value.abs().max() / 127 * 1.0001 if value.ndim else 0.0
+
+
+def _align(rounded: Federation, exact: Federation) -> None:
+    """Let a federation go on from another's state and memories, with the errors that its own clients remember."""
+    errors = {
+        id: {name: value for name, value in party.memory.items() if name.startswith("low-precision-memory/")}
+        for id, party in rounded.parties.items()
+    }
+    rounded.state = exact.state
+    rounded.parties = {id: replace(party, memory={**party.memory, **errors[id]}) for id, party in exact.parties.items()}
+
+
+def _get_errors(federation: Federation, id: str) -> Tensors:
+    """What rounding removed from a client's last replies, by the name that ``_restore`` gives."""
+    return split_prefix("low-precision-memory/error/", federation.parties[id].memory)[0]
+
+
+@every_sum
+@every_format
+def test_replies_and_sums_of_every_method_are_right_within_the_formats_rounding(kind: str, format: Format) -> None:
+    """Each round starts from the exact state; a message of float32 with the rounded values gives the same sum."""
+    problem = Problem()
+    exact = _wrap(kind, problem, uplink="float32", downlink="float32")
+    rounded = _wrap(kind, problem, uplink=format, downlink="float32")
+    plain = Federation(Double(inner=_build_sum(kind, problem)), problem, sgd(0.1, steps=STEPS))
+    for _ in range(3):
+        _align(rounded, exact)
+        for federation in (plain, exact, rounded):
+            federation.round()
+        shares = problem.shares(problem.client_ids)
+        limits: dict[str, float] = {}
+        for id, reply in exact.replies.items():
+            values, restored = _restore(reply.tensors), _restore(rounded.replies[id].tensors)
+            assert values.keys() == restored.keys()
+            for name, value in values.items():
+                assert bool(((restored[name] - value).abs() <= _get_resolution(value, format)).all()), name
+            client = exact.parties[id].client
+            sent = rounded.method.contribute(rounded.replies[id], client)
+            others = {name: value for name, value in reply.tensors.items() if not name.startswith("low-precision/")}
+            in_float32 = {**others, **{f"low-precision/{name}": value for name, value in restored.items()}}
+            by_float32 = exact.method.contribute(replace(reply, tensors=in_float32), client)
+            assert sent.sum.keys() == by_float32.sum.keys()
+            assert all(torch.equal(value, by_float32.sum[name]) for name, value in sent.sum.items())
+            for name, value in exact.method.contribute(reply, client).sum.items():
+                relative = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "int8": 8**0.5 / 127}[format]  # rows of 8 at most
+                # Both factors of a Gram matrix have an error; its norm is at least theirs over the root of the rank.
+                factor = 2 * 2**0.5 * (1 + relative) if name.endswith("/gram") else 1.0
+                limits[name] = limits.get(name, 1e-6) + shares[id] * factor * relative * float(value.norm())
+        for name, limit in limits.items():
+            assert float((rounded.reduced.mean[name] - exact.reduced.mean[name]).norm()) <= limit, name
+        for name, value in plain.state.tensors.items():
+            assert close(exact.state.tensors[name], value, 1e-5), name
+
+
+@every_sum
+@every_format
+def test_bytes_of_every_method_are_those_of_the_format_in_both_directions(kind: str, format: Format) -> None:
+    """Both messages of all exchanges; what is transmitted is what plans count."""
+    problem = Problem()
+    federation = _wrap(kind, problem, uplink=format, downlink=format, extras=False)
+    dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}[format]
+    for number in range(3):
+        messages = [federation.method.sync(federation.state, party.client) for party in federation.parties.values()]
+        federation.round()
+        for id, elements in federation.elements.items():
+            assert elements == federation.declare_claims(id, number)
+        for message in (*messages, *federation.replies.values()):
+            floats = {value.dtype for value in message.tensors.values()} - {torch.int32}  # indices of slots
+            assert floats <= {dtype}
+
+
+@pytest.mark.parametrize("kind", others_slow([kind for kind in SUMS if kind not in ("fedask", "lora-a2")], QUICK))
+@pytest.mark.parametrize("format", ["bfloat16", "int8"])
+def test_clients_remember_what_rounding_removed_from_every_reply(kind: str, format: Format) -> None:
+    """Where error feedback is refused otherwise, and after a gradient that no later reply continues, nothing is."""
+    problem = Problem()
+    inner = _build_sum(kind, problem)
+    if inner.declare_claims().reinitializes:
+        refusal = LowPrecision(inner=inner, error_feedback=True).explain_refusal(inner.declare_claims())
+        assert "re-initializes" in str(refusal)
+        return
+    exact = _wrap(kind, problem, uplink="float32", downlink="float32")
+    rounded = _wrap(kind, problem, uplink=format, downlink="float32", error_feedback=True)
+    generation = exact.state.generation
+    for number in range(4):
+        _align(rounded, exact)
+        is_renewed, generation = generation != exact.state.generation, exact.state.generation
+        before = {id: _get_errors(rounded, id) for id in rounded.parties if not is_renewed}
+        exact.round()
+        rounded.round()
+        for id, reply in exact.replies.items():
+            after, restored = _get_errors(rounded, id), _restore(rounded.replies[id].tensors)
+            if kind == "fed-sb" and not number:
+                assert not after
+                continue
+            for name, value in _restore(reply.tensors).items():
+                corrected = value + before.get(id, {}).get(name, 0.0)
+                assert bool(((after[name] - (corrected - restored[name])).abs() <= 1e-6).all()), name
+            assert any(bool(error.any()) for error in after.values())
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_both_messages_of_a_second_exchange_are_rounded(format: Format) -> None:
+    inner = FedASK(spec=Spec((LayerSpec("layer", 6, 4),)), r=2, oversampling=1)
+    method = LowPrecision(inner=inner, uplink=format, downlink=format, seed=SEED)
+    rng = torch.Generator().manual_seed(0)
+    B, A, Y = (torch.randn(shape, generator=rng) for shape in ((6, 2), (2, 4), (6, 3)))
+    tensors, client, state = {"layer/B": B, "layer/A": A}, Client("a", 2, 1.0, 1, 1.0), ServerState(round=3)
+    first = Reduced({"layer/Y": Y})
+    order = method.build_second_order(state, first)
+    Q = _rounded("layer/Q", inner.build_second_order(state, first).tensors["layer/Q"], format).float()
+    assert dict(decompress(name, value) for name, value in order.tensors.items()).keys() == {"layer/Q"}
+    reply = method.build_second_reply(order, tensors, client, 3)
+    P = inner.build_second_reply(Message({"layer/Q": Q}), tensors, client, 3).tensors["layer/P"]
+    name = "low-precision-whole/layer/P"
+    draws = create_generator(SEED, "low-precision", 3, "a", name) if format == "int8" else None
+    summed = method.contribute(reply, client).sum
+    assert summed.keys() == {"layer/P"}
+    assert torch.equal(summed["layer/P"].double(), _rounded(name, P, format, draws))
+    assert compute_payload_size(reply) == {"bfloat16": 2 * 12, "float16": 2 * 12, "int8": 12 + 3 * 4}[format]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SendsChanges(Wrapper):
+    """A method that sends changes, under names of their own: ``layer/dA``."""
+
+    def declare_claims(self) -> Claims:
+        return replace(self.inner.declare_claims(), sends="changes")
+
+    def finish(
+        self, job: Job, trained: Trained, client: Client, memory: Memory, round: int
+    ) -> tuple[Job | Message, Memory]:
+        result, memory = self.inner.finish(job, trained, client, memory, round)
+        assert isinstance(result, Message)
+        changes = {name.replace("/", "/d"): value - job.tensors[name] for name, value in result.tensors.items()}
+        return replace(result, tensors=changes), memory
+
+    def update(self, state: ServerState, reduced: Reduced) -> ServerState:
+        start = compute_common_start(self.inner, state)
+        mean = {name: start[name] + reduced.mean[name.replace("/", "/d")] for name in start}
+        return self.inner.update(state, replace(reduced, mean=mean))
+
+
+def test_replies_that_are_changes_already_are_rounded_as_they_are() -> None:
+    """Nothing is subtracted at the client, nor added at the server; the result is that of the method's own values."""
+    problem = Problem()
+    inner = FedIT(spec=problem.adapted().spec, r=2, lora_alpha=4.0)
+    values, changes = (
+        Federation(Double(inner=LowPrecision(inner=method)), problem, sgd(LR, steps=STEPS))
+        for method in (inner, _SendsChanges(inner=inner))
+    )
+    for federation in (values, changes):
+        federation.round()
+    for id, reply in values.replies.items():
+        sent, restored = _restore(changes.replies[id].tensors), _restore(reply.tensors)
+        assert sent.keys() == {f"low-precision-whole/{name.replace('/', '/d')}" for name in restored}
+        for name, value in restored.items():
+            assert torch.equal(sent[f"low-precision-whole/{name.replace('/', '/d')}"], value)
+    for name, value in values.state.tensors.items():
+        assert close(changes.state.tensors[name], value, 1e-6)
+
+
+def test_a_client_may_send_fewer_slots_and_none_of_a_layer_but_the_whole_head() -> None:
+    problem = Problem(clients=1)
+    inner = WithExtras(inner=LoRAA2(spec=problem.adapted().spec, r=2), policy="average")
+    method, client = LowPrecision(inner=inner, uplink="int8"), Client("a", 2, 1.0, 1, 1.0)
+    expected = build_untrained_reply(method, method.sync(method.init(problem.adapted()), client), client, 0)
+    layer = "low-precision/columns/low-precision-whole/fc1/dB"
+    for slots in (1, 0):
+        fewer = {
+            layer: compress("x", torch.ones(8, slots), "int8")[1],
+            "fc1/slots": torch.arange(slots, dtype=torch.int32),
+        }
+        summed = validate_reply(method, replace(expected, tensors={**expected.tensors, **fewer}), client, expected)
+        assert summed.contribution.sum["fc1/dB"].any(0).tolist() == [slots == 1, False]
+    head = next(name for name in expected.tensors if name.endswith("extras/head.weight"))
+    smaller = {**expected.tensors, head: expected.tensors[head][:1]}
+    with pytest.raises(ValueError, match=r"head\.weight is \[1, "):
+        validate_reply(method, replace(expected, tensors=smaller), client, expected)
+
+
 def test_refusals() -> None:
     spec = Problem(clients=1).adapted().spec
     stacked, renewed = FLoRA(spec=spec), FedSVD(spec=spec)
@@ -114,6 +352,14 @@ def test_refusals() -> None:
     refusal = LowPrecision(inner=renewed, error_feedback=True).explain_refusal(renewed.declare_claims())
     assert "re-initializes" in str(refusal)
     assert LowPrecision(inner=renewed).explain_refusal(renewed.declare_claims()) is None
+    silent, chosen = LocalOnly(spec=spec), LoRAA2(spec=spec)
+    assert "hold nothing" in str(LowPrecision(inner=silent).explain_refusal(silent.declare_claims()))
+    refusal = LowPrecision(inner=chosen, error_feedback=True).explain_refusal(chosen.declare_claims())
+    assert "other slots" in str(refusal)
+    wide = LoRAA2(spec=spec, r=6)  # the layers have 5 and 8 inputs
+    refusal = LowPrecision(inner=wide, uplink="int8").explain_refusal(wide.declare_claims())
+    assert "a scale for each slot" in str(refusal)
+    assert LowPrecision(inner=wide).explain_refusal(wide.declare_claims()) is None
 
 
 def test_values_that_float16_cannot_hold_name_the_option() -> None:

@@ -409,7 +409,7 @@ class Host:
         body = serialization.encode(reply)
         if order.secure is not None:
             secure = self._get_secure_client(order.to, order.secure.session)
-            summed = Contribution(sum=serialization.decode(body).tensors)
+            summed = self.method.contribute(serialization.decode(body), client)
             try:
                 body = serialization.encode(secure.mask(order, order.secure, summed, {}, factor)[0])
             except FedspanError as error:

@@ -95,6 +95,8 @@ class Claims:
             their names, and where replies sum, ``contribute`` passes them on unchanged; ``changes``: ``contribute``
             returns the changes of such tensors, which are 0 of a client that trained nothing; ``other``: it also holds
             anything else (the client's own tensors, sketches, moments); ``nothing``.
+        whole: Slots of a reply that compression does not reduce to changes although the job has tensors of their names:
+            ``contribute`` converts their values (into Gram matrices, for example), or clients do not start alike.
         directions: Slots of a reply that hold directions of norm 1 at most (projectors), which ``contribute`` checks;
             scaling a reply's change down leaves them as they are.
         quantities: Parts of a reply in other units than those of the model's tensors.
@@ -117,6 +119,7 @@ class Claims:
     moves_base: bool = False
     sends_base: bool = False
     sends: Literal["values", "changes", "other", "nothing"] = "values"
+    whole: tuple[str, ...] = ()
     directions: tuple[str, ...] = ()
     quantities: tuple[Quantity, ...] = ()
     adaptive_rank: bool = False
@@ -209,7 +212,8 @@ class Method(ABC):
     def contribute(self, message: Message, client: Client) -> Contribution:
         """Convert a reply for combination (server). Linear in the message's tensors for ``sum`` methods.
 
-        It sees neither the state nor other replies, so under secure aggregation it can run on the client.
+        It sees neither the state nor other replies, so under secure aggregation it can run on the client. Replies of a
+        second exchange are converted, too: a method that claims one accepts the names of both.
 
         Raises:
             ValueError: If a reply with the names, shapes and dtypes of the method's replies has contents that no client
@@ -256,10 +260,11 @@ class Method(ABC):
         """
         return ()
 
-    def estimate_traffic(self, layer: LayerSpec, rank: int, round: int) -> Traffic | None:
-        """Estimate the bytes transmitted for one layer, if their number depends on data.
+    def estimate_messages(self, layer: LayerSpec, rank: int, round: int) -> tuple[Message, Message] | None:
+        """Estimate the messages to and from a client for one layer, if their sizes depend on data.
 
-        None, the default: it follows from shapes alone, so plans count it by running the method without values.
+        Only shapes and dtypes of the tensors count. None, the default: sizes follow from shapes alone, so plans count
+        them by running the method without values.
 
         Args:
             layer: The target layer.

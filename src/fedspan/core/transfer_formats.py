@@ -27,7 +27,8 @@ _LEVELS = 127
 def compress(name: str, value: Tensor, format: Format, rng: torch.Generator | None = None) -> tuple[str, Tensor]:
     """Convert a tensor to a format of fewer bits.
 
-    Integer tensors are returned as they are. Scalars, and with int8 empty tensors, are stored as float32.
+    Integer tensors are returned as they are. With int8, scalars and tensors without an entry in the first and the last
+    dimension are stored as float32.
 
     Args:
         name: Name of the tensor.
@@ -43,7 +44,7 @@ def compress(name: str, value: Tensor, format: Format, rng: torch.Generator | No
     """
     if not value.is_floating_point():
         return name, value
-    if format == "int8" and value.ndim and value.numel():
+    if format == "int8" and value.ndim and max(value.shape[0], value.shape[-1]):
         return _quantize(name, value.float(), rng)
     if format == "int8":
         format = "float32"
@@ -65,10 +66,11 @@ def decompress(name: str, value: Tensor) -> tuple[str, Tensor]:
 def _quantize(name: str, value: Tensor, rng: torch.Generator | None) -> tuple[str, Tensor]:
     columns = value.shape[0] > value.shape[-1]
     last = value.movedim(0, -1) if columns else value
-    scales = (last.abs().amax(-1, keepdim=True) / _LEVELS).contiguous()
+    scales = last.abs().amax(-1, keepdim=True) / _LEVELS
     scaled = last / torch.where(scales > 0, scales, 1.0)
     levels = scaled.round() if rng is None else (scaled + torch.rand(scaled.shape, generator=rng)).floor()
-    codes = torch.cat([levels.clamp(-_LEVELS, _LEVELS).to(torch.int8), scales.view(torch.int8)], -1)
+    scale_bytes = scales.flatten().view(torch.int8).view(*last.shape[:-1], _SCALE)
+    codes = torch.cat([levels.clamp(-_LEVELS, _LEVELS).to(torch.int8), scale_bytes], -1)
     return (_COLUMNS + name, codes.movedim(-1, 0).contiguous()) if columns else (_ROWS + name, codes)
 
 

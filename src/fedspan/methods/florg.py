@@ -87,7 +87,7 @@ class FLoRG(RegisteredMethod):
 
     def declare_claims(self) -> Claims:
         claims = replace(self.claims, reinitializes=self.alignment == "none", sends_base=self.center)
-        return replace(claims, reduction="sum", sends="other") if self.gram_sums else claims
+        return replace(claims, reduction="sum", sends="other", whole=("A",)) if self.gram_sums else claims
 
     def draw_first_A(self, layer: LayerSpec) -> Tensor:
         """Draw A_1 (R, K), float32."""

@@ -33,7 +33,7 @@ from fedspan.core.factors import (
     list_alternating_factors,
     list_tensor_names,
 )
-from fedspan.core.method import Claims, Memory, RegisteredMethod, Traffic
+from fedspan.core.method import Claims, Memory, RegisteredMethod
 from fedspan.core.tensors import Tensors, join_tensor_name, select
 from fedspan.core.values import (
     Client,
@@ -166,8 +166,15 @@ class LoRAA2(RegisteredMethod):
         }
         return state.advance_round(tensors={**state.tensors, **updated})
 
-    def estimate_traffic(self, layer: LayerSpec, rank: int, round: int) -> Traffic:
-        # Slots are selected over all layers together: ``up`` is that of the mean layer, exact if all are selected.
-        sizes, budget = {"A": layer.in_features, "B": layer.out_features}, min(rank, self.r)
-        down = self.r * sizes[get_alternating_factor(round - 1)] if round else 0
-        return Traffic(down=4 * down, up=4 * budget * (sizes[get_alternating_factor(round)] + 1))
+    def estimate_messages(self, layer: LayerSpec, rank: int, round: int) -> tuple[Message, Message]:
+        # Slots are selected over all layers together: the reply is that of the mean layer, exact if all are selected.
+        def build_factor(slot: str, slots: int) -> Tensor:
+            return torch.zeros((slots, layer.in_features) if slot == "A" else (layer.out_features, slots))
+
+        received, active, budget = get_alternating_factor(round - 1), get_alternating_factor(round), min(rank, self.r)
+        down = {join_tensor_name(layer.name, received): build_factor(received, self.r)} if round else {}
+        up = {
+            join_tensor_name(layer.name, "slots"): torch.zeros(budget, dtype=torch.int32),
+            join_tensor_name(layer.name, "d" + active): build_factor(active, budget),
+        }
+        return Message(down), Message(up)

@@ -97,7 +97,7 @@ def count_layer(method: RegisteredMethod, layer: LayerSpec, rank: int) -> LayerC
     run = ShapeInference(replace(method, spec=Spec((layer,), clients=method.spec.clients)), [rank])
     state = run.state
     base = sum(delta.numel() for delta in state.base.total.values())
-    if method.estimate_traffic(layer, rank, 0) is None:
+    if method.estimate_messages(layer, rank, 0) is None:
         jobs = [job for _ in range(2) for job in run.run_round([rank])[rank].jobs]
     else:
         jobs = [run.start(rank)[1]]

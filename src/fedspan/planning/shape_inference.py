@@ -3,7 +3,7 @@
 Torch's meta device computes the shapes of almost every result, so a round costs milliseconds on a layer of any size.
 No values means that none can decide anything: a number that a method reads from a tensor is 1, and a comparison is
 false (HetLoRA, for example, prunes nothing). A method whose messages have sizes that depend on values defines
-``Method.estimate_traffic``.
+``Method.estimate_messages``.
 """
 
 from __future__ import annotations
@@ -190,8 +190,8 @@ class ShapeInference:
             if self._method.declare_claims().second_exchange:
                 order = self._method.build_second_order(self.state, reduced)
                 exchanges = {rank: self._add_second(one, order, rank) for rank, one in exchanges.items()}
-                means = [one.second[1].tensors for one in exchanges.values() if one.second]
-                reduced = replace(reduced, mean={**reduced.mean, **means[0]})
+                means = self._contribute_second(exchanges, next(iter(parts)))
+                reduced = replace(reduced, mean={**reduced.mean, **means})
             self.state = self._method.update(self.state, reduced)
         return exchanges
 
@@ -200,6 +200,12 @@ class ShapeInference:
         tensors = split_extras(_simulate_training(first.jobs[-1]).tensors)[0]
         reply = self._method.build_second_reply(order, tensors, self._build_client(rank), self.state.round)
         return replace(first, second=(order, reply))
+
+    def _contribute_second(self, exchanges: Mapping[int, Exchange], rank: int) -> Tensors:
+        """Return the tensors of a client's second reply in the form in which they are averaged."""
+        second = exchanges[rank].second
+        assert second is not None
+        return self._method.contribute(second[1], self._build_client(rank)).sum
 
     def _build_client(self, rank: int) -> Client:
         return Client(f"rank {rank}", rank, 1.0, 1, 1.0, self.state.round - 1 if self.state.round else None)
@@ -280,9 +286,9 @@ def _count_traffic(
 ) -> tuple[Mapping[int, Traffic], ...]:
     """Count the bytes; runs of one table differ in data and partition, so most of their layers are counted before."""
     layers = method.spec.layers
-    if layers and method.estimate_traffic(layers[0], ranks[0], 0) is not None:
+    if layers and method.estimate_messages(layers[0], ranks[0], 0) is not None:
         return tuple(
-            {rank: traffic for rank in ranks if (traffic := method.estimate_traffic(layers[0], rank, number))}
+            {rank: traffic for rank in ranks if (traffic := _estimate_traffic(method, rank, number))}
             for number in range(len(cohorts))
         )
     bare = unwrap_method(method)
@@ -299,6 +305,13 @@ def _count_traffic(
         else:
             rows.append({rank: exchange.traffic for rank, exchange in run.run_round(cohort).items()})
     return tuple(rows)
+
+
+def _estimate_traffic(method: Method, rank: int, round: int) -> Traffic | None:
+    """Return the bytes of the messages that a method estimates for its only layer; None if it estimates none."""
+    with _to_meta():
+        messages = method.estimate_messages(method.spec.layers[0], rank, round)
+    return None if messages is None else Traffic(*map(compute_payload_size, messages))
 
 
 def _find_period(rows: Sequence[object], largest: int) -> int | None:

@@ -2,7 +2,12 @@
 
     client i:  sends C(x_i - x), every tensor by itself;   server:  x_i' = x + C(x_i - x), then as the wrapped method's
 
-A change takes fewer bits than the new value at equal precision, because its entries are smaller.
+A change takes fewer bits than the new value at equal precision, because its entries are smaller. Tensors that are not
+new values of what all clients start from (changes, gradients, sketches, control variates), and values that the method
+converts before it sums them (``Claims.whole``), have no such x. They are compressed whole, and the server restores
+them before the method's ``contribute``:
+
+    client i:  sends C(y_i);   server:  y_i' = C(y_i), then as the wrapped method's
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ __all__ = ["Compression"]
 
 @dataclass(frozen=True, kw_only=True)
 class Compression(RegisteredWrapper):
-    """Compresses replies. Integer tensors (counters of batches) are sent as they are."""
+    """Compresses replies. Integer tensors (counters of batches, indices of slots) are sent as they are."""
 
     kind: ClassVar[str] = "compression"
     key: ClassVar[str]
@@ -34,10 +39,10 @@ class Compression(RegisteredWrapper):
     def compress(
         self, changes: Tensors, job: Job, client: Client, memory: Memory, round: int
     ) -> tuple[Tensors, Memory]:
-        """Compress the changes of a round's tensors (client).
+        """Compress the changes of a round's tensors, and tensors that are compressed whole (client).
 
         Args:
-            changes: Changes by tensor name.
+            changes: Changes, or whole tensors, by name.
             job: The last job of the round.
             client: The client.
             memory: The wrapper's own part of the client's memory.
@@ -49,7 +54,7 @@ class Compression(RegisteredWrapper):
 
     @abstractmethod
     def decompress(self, tensors: Tensors) -> Tensors:
-        """Decompress transmitted changes (server). They may be flat, with surplus entries at the end."""
+        """Decompress transmitted tensors (server). Changes may be flat, with surplus entries at the end."""
 
     def declare_claims(self) -> Claims:
         claims = self.inner.declare_claims()
@@ -57,14 +62,14 @@ class Compression(RegisteredWrapper):
             replace(quantity, names=frozenset(self._prefix + name for name in quantity.names))
             for quantity in claims.quantities
         )
-        return replace(claims, exact=False, sends="changes", quantities=quantities)  # of values, or it is refused
+        sends = "changes" if claims.sends == "values" else claims.sends
+        return replace(claims, exact=False, sends=sends, quantities=quantities)
 
     def explain_refusal(self, claims: Claims) -> str | None:
         if claims.reduction == "stack":
             return "compresses changes for a server that sums them, and this method's server needs single replies"
-        if claims.sends != "values":
-            other = claims.describe_other_replies()
-            return f"sends changes of tensors from which all clients start alike, and this method's {other}"
+        if claims.sends == "nothing":
+            return f"compresses replies, and this method's {claims.describe_other_replies()}"
         return None
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
@@ -81,24 +86,31 @@ class Compression(RegisteredWrapper):
         stored_residuals = add_prefix(self._memory_prefix, stored)
         if isinstance(result, Job):
             return result, {**inner_memory, **stored_residuals, **add_prefix(self._start_prefix, start)}
+        claims = self.inner.declare_claims()
         changes: dict[str, Tensor] = {}
+        integers: dict[str, Tensor] = {}
         for name, value in result.tensors.items():
-            if name not in start or start[name].shape != value.shape:
+            is_change = name in start and start[name].shape == value.shape
+            if claims.sends == "values" and not is_change:
                 raise FedspanError(
                     "method.wrappers", self.key, problem=f"the reply has a tensor that was not sent: {name}"
                 )
-            if value.is_floating_point():
+            if not value.is_floating_point():
+                integers[name] = value
+            elif is_change and name.rpartition("/")[2] not in claims.whole:
                 changes[name] = value - start[name]
-        counts = {name: value for name, value in result.tensors.items() if name not in changes}
+            else:
+                changes[self._whole_prefix + name] = value
         tensors, stored = self.compress(changes, job, client, stored, round)
-        reply = replace(result, tensors={**add_prefix(self._prefix, tensors), **counts})
+        reply = replace(result, tensors={**add_prefix(self._prefix, tensors), **integers})
         return reply, {**inner_memory, **add_prefix(self._memory_prefix, stored)}
 
     def contribute(self, message: Message, client: Client) -> Contribution:
-        # For methods that ``explain_refusal`` admits, the method's own contribution would be the unchanged tensors.
-        compressed, others = split_prefix(self._prefix, message.tensors)
-        contribution = self.inner.contribute(replace(message, tensors=others), client)
-        return replace(contribution, sum={**contribution.sum, **add_prefix(self._prefix, self.decompress(compressed))})
+        # The method passes tensors on unchanged unless they are whole, so it need not see those that changes are of.
+        compressed, integers = split_prefix(self._prefix, message.tensors)
+        whole, changes = split_prefix(self._whole_prefix, self.decompress(compressed))
+        contribution = self.inner.contribute(replace(message, tensors={**integers, **whole}), client)
+        return replace(contribution, sum={**contribution.sum, **add_prefix(self._prefix, changes)})
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         start = compute_common_start(self.inner, state)
@@ -112,6 +124,10 @@ class Compression(RegisteredWrapper):
     @property
     def _prefix(self) -> str:
         return f"{self.key}/"
+
+    @property
+    def _whole_prefix(self) -> str:
+        return f"{self.key}-whole/"
 
     @property
     def _start_prefix(self) -> str:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from fedspan.core.method import Memory, declare_bounded
+from fedspan.core.method import Claims, Memory, declare_bounded
 from fedspan.core.quantize import pack, quantize, unpack
 from fedspan.core.tensors import Tensors, create_generator
 from fedspan.core.values import Client, Job
@@ -43,6 +43,15 @@ class FedPAQ(Compression):
     key: ClassVar[str] = "fedpaq"
 
     bits: int = declare_bounded(8, 2, 16)
+
+    def explain_refusal(self, claims: Claims) -> str | None:
+        refusal = super().explain_refusal(claims)
+        if refusal is None and claims.sends != "values":
+            # Packed codes have no shape, so the server needs that of the start. The noise, in proportion to a tensor's
+            # norm, is too large for whole gradients, sketches and factors, and would add up in control variates.
+            other = claims.describe_other_replies()
+            return f"sends changes of tensors from which all clients start alike, and this method's {other}"
+        return refusal
 
     def compress(
         self, changes: Tensors, job: Job, client: Client, memory: Memory, round: int

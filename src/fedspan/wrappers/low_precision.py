@@ -6,7 +6,8 @@
 U and D round to the format of each direction (``core.transfer_formats``). The server's x stays in float32, so what D
 rounds off is not lost: changes below D's resolution add up in x until a client receives them. With error feedback a
 client adds what U rounded off to its next change: e_i <- e_i + (x_i - D(x)) - U(...), as in Karimireddy et al., "Error
-Feedback Fixes SignSGD and other Gradient Compression Schemes", ICML 2019, arXiv:1901.09847.
+Feedback Fixes SignSGD and other Gradient Compression Schemes", ICML 2019, arXiv:1901.09847. Tensors without a common
+start (``wrappers.compression``) are rounded themselves, and so are both messages of a second exchange.
 
 Deviations: int8 replies without error feedback are rounded stochastically, so that they are unbiased; the paper's
 scheme rounds deterministically, which int8 with error feedback does. A client drops its error when the method gives the
@@ -24,9 +25,10 @@ from torch import Tensor
 from fedspan.core.method import Claims, Memory
 from fedspan.core.tensors import Tensors, create_generator
 from fedspan.core.transfer_formats import Format, compress, decompress
-from fedspan.core.values import Client, Job, Message, ServerState, Trained
+from fedspan.core.values import Client, Job, LayerSpec, Message, Reduced, ServerState, Trained
 from fedspan.errors import FedspanError
 from fedspan.wrappers.compression import Compression
+from fedspan.wrappers.wrapper import add_prefix
 
 __all__ = ["LowPrecision"]
 
@@ -58,7 +60,18 @@ class LowPrecision(Compression):
         refusal = super().explain_refusal(claims)
         if refusal is None and self.error_feedback and claims.reinitializes:
             return "adds rounding errors to the next change, and this method re-initializes its tensors in every round"
+        if refusal is None and self.error_feedback and claims.shrinks:
+            return "adds rounding errors to the next change, and this method's replies hold other slots in every round"
+        if refusal is None and self.uplink == "int8" and claims.shrinks and self._has_short_sides():
+            return (
+                "stores a scale for each slot with int8, and this method's replies may have more slots than a layer "
+                "has inputs or outputs"
+            )
         return refusal
+
+    def _has_short_sides(self) -> bool:
+        """Return whether int8's scales, which lie along a tensor's shorter side, may lie along another than slots."""
+        return any(min(layer.shape) < self.get_rank(None) for layer in self.spec.layers)
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
         message = self.inner.sync(state, client)
@@ -82,15 +95,34 @@ class LowPrecision(Compression):
             result = replace(result, scalars={**result.scalars, _GENERATION: job.scalars[_GENERATION]})
         return result, memory
 
+    def build_second_order(self, state: ServerState, reduced: Reduced) -> Message:
+        order = self.inner.build_second_order(state, reduced)
+        return replace(order, tensors=_convert(order.tensors, self.downlink))
+
+    def build_second_reply(self, order: Message, tensors: Tensors, client: Client, round: int) -> Message:
+        restored = replace(order, tensors=_restore(order.tensors))
+        reply = self.inner.build_second_reply(restored, tensors, client, round)
+        whole = add_prefix(self._whole_prefix, reply.tensors)
+        sent = _convert(whole, self.uplink, self._create_generators(whole, client, round))
+        return replace(reply, tensors=add_prefix(self._prefix, sent))
+
+    def estimate_messages(self, layer: LayerSpec, rank: int, round: int) -> tuple[Message, Message] | None:
+        messages = self.inner.estimate_messages(layer, rank, round)
+        if messages is None:
+            return None
+        down, up = (
+            replace(message, tensors=_convert(message.tensors, format))
+            for message, format in zip(messages, (self.downlink, self.uplink), strict=True)
+        )
+        return down, up
+
     def compress(
         self, changes: Tensors, job: Job, client: Client, memory: Memory, round: int
     ) -> tuple[Tensors, Memory]:
-        if not self.error_feedback:
-            draws = changes if self.uplink == "int8" else {}
-            rngs = {name: create_generator(self.seed, self.key, round, client.id, name) for name in draws}
-            return _convert(changes, self.uplink, rngs), {}
-        generation = torch.tensor(job.scalars[_GENERATION])
-        if not torch.equal(memory.get(_GENERATION, generation), generation):
+        if not self.error_feedback or job.steps == 0:  # no later reply continues a gradient that no step follows
+            return _convert(changes, self.uplink, self._create_generators(changes, client, round)), memory
+        generation = int(job.scalars[_GENERATION])
+        if _GENERATION in memory and int(memory[_GENERATION]) != generation:
             memory = {}
         corrected = {
             name: change + memory[_ERROR + name] if _ERROR + name in memory else change
@@ -100,10 +132,15 @@ class LowPrecision(Compression):
         restored = _restore(sent)
         errors = {_ERROR + name: change - restored[name] for name, change in corrected.items()}
         # The memory holds errors of tensors, too, that the client does not train in this round.
-        return sent, {**memory, **errors, _GENERATION: generation}
+        return sent, {**memory, **errors, _GENERATION: torch.tensor(generation)}
 
     def decompress(self, tensors: Tensors) -> Tensors:
         return _restore(tensors)
+
+    def _create_generators(self, tensors: Tensors, client: Client, round: int) -> dict[str, torch.Generator]:
+        """Create the generators of stochastic rounding, by tensor name; none where the format needs none."""
+        draws = tensors if self.uplink == "int8" else {}
+        return {name: create_generator(self.seed, self.key, round, client.id, name) for name in draws}
 
 
 def _convert(tensors: Tensors, format: Format, rngs: dict[str, torch.Generator] | None = None) -> dict[str, Tensor]:

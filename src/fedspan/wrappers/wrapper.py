@@ -6,7 +6,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fedspan.core.method import Claims, Memory, Method, Traffic
+from fedspan.core.method import Claims, Memory, Method
 from fedspan.core.tensors import Tensors
 from fedspan.core.values import (
     Client,
@@ -75,8 +75,8 @@ class Wrapper(Method):
     def list_added_epochs(self) -> tuple[int, ...]:
         return self.inner.list_added_epochs()
 
-    def estimate_traffic(self, layer: LayerSpec, rank: int, round: int) -> Traffic | None:
-        return self.inner.estimate_traffic(layer, rank, round)
+    def estimate_messages(self, layer: LayerSpec, rank: int, round: int) -> tuple[Message, Message] | None:
+        return self.inner.estimate_messages(layer, rank, round)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -267,7 +267,7 @@ class PlaintextAggregation:
         Where sizes depend on the client's data, the limit is the reply of a client with the model's whole rank.
         """
         method, layers = self.context.method, self.context.method.spec.layers
-        if layers and method.estimate_traffic(layers[0], client.rank, self.context.state.round) is not None:
+        if layers and method.estimate_messages(layers[0], client.rank, self.context.state.round) is not None:
             client = replace(client, rank=method.get_rank(None))
         if client.rank not in self._reply_bytes:
             untrained = self._build_untrained_reply(client, self.context.state)
