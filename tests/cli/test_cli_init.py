@@ -91,7 +91,7 @@ def test_prompts_and_answers(row: dict[str, Any], wanted: dict[str, Any], call: 
         (["gone.csv"], "DATA"),
         (["{file}", "--text", "note"], "`--text`: no column named 'note'. The columns are x, y."),
         (["{file}", "--task", "chess"], "`--task`: no task is named 'chess'. "),
-        (["{file}", "--out", "{file}"], "a file that does not exist yet, or --force"),
+        (["{file}", "--out", "{file}"], "t.csv' exists. --force replaces it."),
         (["{numbers}"], "`--label`: no value is given. Expected the column of labels: a"),
         (["{file}", "--task", "causal-lm"], "`--answer`: no value is given. Expected the column of answers: "),
         (["{file}", "--method", "fedot"], "method"),

@@ -125,6 +125,15 @@ def test_a_rank_larger_than_a_layer_is_refused() -> None:
     assert parse_config({**VALID, "method": {"name": "fedavg", "r": 6}}).build_method(SPEC)
 
 
+def test_values_of_another_kind_get_the_right_form() -> None:
+    example = "Expected a section: names of fields with their values, for example {} for its defaults."
+    refused({"federation.secure": "flora"}, "federation.secure", "flora", example)
+    refused(
+        {"data.labels": "lable"}, "data.labels", "lable", "Expected a valid list. A single name belongs in data.label."
+    )
+    refused({"data": "rows.csv"}, "data", "rows.csv", "Expected a section: names of fields with their values.")
+
+
 def test_unknown_names_get_the_nearest() -> None:
     refused({"modle": {}}, "modle", {}, "no such field", "Did you mean 'model'")
     refused({"training.momentun": 1}, "training.momentun", 1, "momentum")

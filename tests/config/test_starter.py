@@ -336,6 +336,52 @@ def test_lists_of_texts_are_a_text(tmp_path: Path) -> None:
     assert (config.data.text, config.data.label) == ("sentences", "label")
 
 
+def test_lists_of_one_text_are_a_text_and_other_lists_are_named(tmp_path: Path) -> None:
+    path, shops = tmp_path / "t.parquet", [f"the shop number {number % 4} in the street" for number in range(60)]
+    columns: dict[str, list[Any]] = {
+        "t": [[f"text {number}"] for number in range(60)],
+        "l": ["a", "b"] * 30,
+        "s": shops,
+    }
+    pyarrow.parquet.write_table(pa.table(columns), path)
+    config, found = config_of(path)
+    assert (config.data.text, config.data.label) == ("s", "l")
+    assert "columns of lists that are not used: t (--text joins lists of texts)" in found
+    assert "examples are distinct: check that s is the right column" in found
+    columns["t"] = [[text] for text in TEXTS]
+    pyarrow.parquet.write_table(pa.table(columns), path)
+    config, found = config_of(path)
+    assert (config.data.text, config.data.label) == ("t", "l")
+    assert "not used" not in found
+
+
+def test_labels_that_are_combined_are_reported(tmp_path: Path) -> None:
+    kinds = ["billing", "tech", "billing|tech", "other", "billing|other", "tech|other"]
+    path = table(tmp_path / "t.csv", {"text": TEXTS, "label": kinds * 10})
+    advice = "--task multi-label-classification --label label"
+    config, found = config_of(path)
+    assert config.task == "sequence-classification"
+    assert f"Values of 'label' contain '|'; for several labels an example: {advice}." in found
+    places = ["Bonn, west", "Ulm, south", "Kiel, north"] * 20
+    _, found = config_of(table(tmp_path / "t.csv", {"text": TEXTS, "label": places}))
+    assert "several labels" not in found
+    rare = [*kinds[:5], *["billing"] * 40, *["tech"] * 15]  # a tenth of them or less is combined
+    _, found = config_of(table(tmp_path / "t.csv", {"text": TEXTS, "label": rare}))
+    assert "several labels" not in found
+
+
+def test_requested_labels_of_a_short_file_may_be_many(tmp_path: Path) -> None:
+    kinds = ["billing", "tech", "billing|tech", "other", "billing|other", "tech|other"]
+    path = table(tmp_path / "t.csv", {"text": TEXTS[:6], "label": kinds})
+    config, _ = config_of(path, task="multi-label-classification", label="label", options={"test_fraction": 0})
+    assert (config.task, config.data.label) == ("multi-label-classification", "label")
+
+
+def test_one_client_is_in_the_singular(tmp_path: Path) -> None:
+    _, found = config_of(table(tmp_path / "t.csv", {"text": TEXTS[:5], "label": ["a", "b", "a", "b", "a"]}))
+    assert "1 client, so that it has examples to train on, to validate and to test (--clients)" in found
+
+
 def test_a_client_column_with_blanks_is_not_used_unless_requested(tmp_path: Path) -> None:
     columns = {"text": TEXTS, "label": ["a", "b"] * 30, "site": ["x", "y", "z", "x", ""] * 12}
     path = table(tmp_path / "t.csv", columns)

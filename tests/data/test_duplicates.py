@@ -15,7 +15,13 @@ from PIL import Image
 
 from fedspan.data import PartitionConfig
 from fedspan.data.config import DataConfig
-from fedspan.data.duplicates import describe_shared, encode_contents, encode_groups, find_shared_between_clients
+from fedspan.data.duplicates import (
+    advise_grouping,
+    describe_shared,
+    encode_contents,
+    encode_groups,
+    find_shared_between_clients,
+)
 from fedspan.data.groups import draw_groups
 from fedspan.data.loading import load
 from fedspan.data.partition import Partition, partition
@@ -72,6 +78,12 @@ def test_duplicates_of_a_file_are_counted_and_can_be_kept_together(tmp_path: Pat
     assert describe_shared(data.train, parts, config, False) == ()
     assert sum(len(client.indices) for client in parts.clients) == len(data.train)
     assert all(len(client.train) and len(client.validation) and len(client.test) for client in parts.clients)
+
+
+def test_a_column_of_a_few_values_is_hardly_one_of_contents() -> None:
+    shops = datasets.Dataset.from_dict({"text": [f"shop {number % 6}" for number in range(60)]})
+    assert advise_grouping(shops, "s") == "only 6 of 60 examples are distinct: check that s is the right column"
+    assert advise_grouping(shops.select(range(59)), "s") == "data.group: s keeps equal examples together"
 
 
 def test_counts_are_those_of_the_rows() -> None:

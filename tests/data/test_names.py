@@ -38,6 +38,8 @@ def test_errors_list_the_columns_by_the_users_names(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     loaded = load(DataConfig(train=str(path), test_fraction=0), task=get_task("masked-lm").columns)  # pyright: ignore
     assert list_source_columns(loaded.train) == ["text", "label", "ward"]
-    with pytest.raises(FedspanError, match=r"no column named 'lable'\. The columns are label, ") as caught:
+    with pytest.raises(
+        FedspanError, match=r"no column named 'lable'\. The columns are text, label, ward\. Did you mean 'label'"
+    ) as caught:
         partition(loaded.train, PartitionConfig(partitioner="natural", column="lable"), 0)
     assert "source:" not in str(caught.value)

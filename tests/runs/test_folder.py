@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,10 +16,13 @@ import pytest
 import torch
 
 import fedspan
+from fedspan.deployment.status import read_status
 from fedspan.errors import FedspanError
 from fedspan.files import make_private_folder, write_atomic
+from fedspan.reports.run_data import read_runs
 from fedspan.runs.environment import record_environment
-from fedspan.runs.folder import RunFolder, read_process_start
+from fedspan.runs.folder import RunFolder, describe_missing_run, read_process_start, suggest_folder
+from fedspan.runs.results import read_report
 
 CONFIG = "seed: 1  # ключ\n"
 
@@ -106,6 +110,21 @@ def test_resuming_nothing(tmp_path: Path) -> None:
     with pytest.raises(FedspanError, match="holds no run"):
         RunFolder.resume(tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_similar_folder_is_suggested(tmp_path: Path) -> None:
+    for name, file in (("first", "config.yaml"), ("frist-notes", "notes.txt"), ("export", "fedspan.json")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).touch()
+    missing, meant = tmp_path / "frist", tmp_path / "first"
+    assert describe_missing_run(missing) == f"{str(missing)!r} holds no run. Did you mean {str(meant)!r}?"
+    for read in (RunFolder.resume, read_report, read_status, lambda path: read_runs([path]), fedspan.diagnose):
+        with pytest.raises(FedspanError, match=re.escape(f"holds no run. Did you mean {str(meant)!r}?")):
+            read(missing)
+    with pytest.raises(FedspanError, match=re.escape(f"Did you mean {str(tmp_path / 'export')!r}? Expected a run")):
+        fedspan.predict(tmp_path / "exprt", ["word1"])
+    assert suggest_folder(tmp_path / "frist-notes") == ""
+    assert suggest_folder(tmp_path / "no" / "first") == ""
 
 
 LOCK_HOLDER = """

@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from fedspan.data.dialects import describe_missing_header
 from fedspan.data.images import PICTURES
+from fedspan.data.label_lists import find_combined_labels
 from fedspan.data.names import describe_missing_column, get_arrow_column, is_list, read_names
 from fedspan.data.numbers import parse_numbers
 from fedspan.data.path_patterns import has_placeholders, list_placeholders
@@ -54,6 +55,8 @@ _EXCLUDED_COLUMNS = (
 _MAX_LABELS = 500
 _FEW_NUMBERS = 20
 """Number of different numbers up to which they are classes."""
+_SHOWN = 4
+"""Number of columns of a kind that a finding names."""
 _SAMPLE_ROWS = 2000
 """Number of rows that are inspected."""
 
@@ -266,11 +269,15 @@ def _infer_labelled_fields(
             if _get_numeric_kind(sample, label) == "float" and values > _FEW_NUMBERS
             else "sequence-classification"
         )
-    advice = _describe_numbers(sample, label) if get_task(task).target_type == "label" else ""
+    advice = ""
+    if get_task(task).target_type == "label":
+        advice = _describe_numbers(sample, label) or _describe_combined_labels(sample, label)
     fields = {"text": text, **({"text_pair": pair[1]} if pair else {}), "label": label}
     described = " and ".join(map(repr, pair)) if pair else repr(text)
     findings = [f"{task}: text {described}, label {label!r}"]
-    findings += _list_alternatives([name for name in alternatives if name not in fields.values()])
+    alternatives = [name for name in alternatives if name not in fields.values()]
+    findings += _list_alternatives(alternatives)
+    findings += _list_unused_lists(sample, {by, *alternatives[:_SHOWN], *fields.values()})
     return InferredData(task, fields, by, tuple(findings), advice)
 
 
@@ -286,8 +293,18 @@ def _describe_numbers(sample: datasets.Dataset, label: str) -> str:
     return f"{advice}--task regression predicts numbers."
 
 
+def _describe_combined_labels(sample: datasets.Dataset, label: str) -> str:
+    """Return a sentence on labels that seem to be several ones, with a separator; empty if they do not."""
+    is_text = _get_numeric_kind(sample, label) is None and not is_list(get_arrow_column(sample, label).type)
+    separator = find_combined_labels(read_names(sample, label)) if is_text else None
+    if separator is None:
+        return ""
+    advice = f"Values of {label!r} contain {separator!r}; for several labels an example: "
+    return f"{advice}--task multi-label-classification --label {label}."
+
+
 def _list_alternatives(columns: Sequence[str]) -> list[str]:
-    return [f"other columns that may be labels: {', '.join(columns[:4])} (--label)"] if columns else []
+    return [f"other columns that may be labels: {', '.join(columns[:_SHOWN])} (--label)"] if columns else []
 
 
 def _find_text_pair(columns: Sequence[str], texts: Sequence[str]) -> tuple[str, str] | None:
@@ -353,15 +370,29 @@ def _find_score_column(sample: datasets.Dataset, columns: Sequence[str]) -> str 
 def _compute_mean_text_length(sample: datasets.Dataset, column: str) -> float:
     """Compute the mean number of characters of a column of texts, or of lists of texts; 0 of others."""
     kind = get_arrow_column(sample, column).type
-    if is_list(kind) and (pa.types.is_string(kind.value_type) or pa.types.is_large_string(kind.value_type)):
-        if _has_single_element_lists(sample, column):
-            return 0.0  # a list of one label
+    if _is_text_list(kind):
+        if _has_single_element_lists(sample, column) and len(set(read_names(sample, column))) <= len(sample) / 3:
+            return 0.0  # lists of one label; one text each would rarely recur
         lengths = [len(" ".join(filter(None, value))) for value in sample[column] if value]
         return sum(lengths) / max(1, len(lengths))
     if str(getattr(sample.features[column], "dtype", "")) not in ("string", "large_string"):
         return 0.0
     values = [value for value in sample[column] if isinstance(value, str)]
     return sum(map(len, values)) / max(1, len(values))
+
+
+def _is_text_list(kind: pa.DataType) -> bool:
+    return is_list(kind) and (pa.types.is_string(kind.value_type) or pa.types.is_large_string(kind.value_type))
+
+
+def _list_unused_lists(sample: datasets.Dataset, used: Collection[str | None]) -> list[str]:
+    """Name the columns of lists that are not among `used`."""
+    kinds = {name: get_arrow_column(sample, name).type for name in sample.column_names if name not in used}
+    lists = [name for name, kind in kinds.items() if is_list(kind)]
+    if not lists:
+        return []
+    hint = " (--text joins lists of texts)" if any(_is_text_list(kinds[name]) for name in lists) else ""
+    return [f"columns of lists that are not used: {', '.join(lists[:_SHOWN])}{', ...' if lists[_SHOWN:] else ''}{hint}"]
 
 
 def _get_numeric_kind(sample: datasets.Dataset, column: str) -> Literal["int", "float"] | None:

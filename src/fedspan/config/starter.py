@@ -92,7 +92,7 @@ def write_starter_config(
     """
     path = Path(out)
     if path.exists() and not force:
-        raise FedspanError("--out", str(path), "a file that does not exist yet, or --force")
+        raise FedspanError("--out", str(path), problem=f"{str(path)!r} exists. --force replaces it")
     if task is not None and get_task(task, "--task").default_model is None and model is None:
         offered = [name for name, definition in TASKS.items() if definition.default_model is not None]
         raise FedspanError("--task", task, f"one of {', '.join(offered)}")
@@ -237,7 +237,8 @@ def _select_partition(
     units = len(loaded.train) if loaded.groups is None else len(set(loaded.groups.tolist()))
     possible = max(1, min(count, units // _PARTS))
     if clients is None and possible < count:
-        notes.append(f"{possible} clients, so that each has examples to train on, to validate and to test (--clients)")
+        noun, each = ("client", "it") if possible == 1 else ("clients", "each")
+        notes.append(f"{possible} {noun}, so that {each} has examples to train on, to validate and to test (--clients)")
         count = possible
     at_random = PartitionConfig(clients=count)
     try:

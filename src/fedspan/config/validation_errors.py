@@ -50,7 +50,29 @@ def convert_validation_error(
         kind = type(detail["input"]).__name__
         problem = f"an object ({kind}) is not the path of a file. Pass data of this process as data=, beside the config"
         return FedspanError(field, kind, problem=problem)
-    return FedspanError(field, detail["input"], _format_expectation(message))
+    expected = _format_expectation(message)
+    if detail["type"] == "model_type":
+        expected += _describe_example(_find_section(root, detail["loc"]))
+    if detail["type"] == "list_type" and isinstance(detail["input"], str):
+        singular = field.removesuffix("s")
+        if singular != field and singular.rpartition(".")[2] in _list_fields(root, detail["loc"][:-1]):
+            expected += f". A single name belongs in {singular}"
+    return FedspanError(field, detail["input"], expected)
+
+
+def _describe_example(section: type[BaseModel] | None) -> str:
+    """Return the shortest section, as a phrase that can follow "a section"; empty if some field has to be set.
+
+    Args:
+        section: The section's model; None: unknown.
+    """
+    if section is None:
+        return ""
+    try:
+        section.model_validate({})
+    except (pydantic.ValidationError, FedspanError):
+        return ""
+    return ", for example {} for its defaults"
 
 
 def _format_expectation(message: str) -> str:
@@ -69,6 +91,12 @@ def _format_expectation(message: str) -> str:
 
 
 def _list_fields(model: type[BaseModel] | None, location: Sequence[int | str]) -> list[str]:
+    section = _find_section(model, location)
+    return [] if section is None else list(section.model_fields)
+
+
+def _find_section(model: type[BaseModel] | None, location: Sequence[int | str]) -> type[BaseModel] | None:
+    """Return the model of the section at a place; None if there is none."""
     annotation: Any = model
     for part in location:
         annotation = _unwrap_optional(annotation)
@@ -77,7 +105,7 @@ def _list_fields(model: type[BaseModel] | None, location: Sequence[int | str]) -
         elif str(part).startswith(VARIANT):
             annotation = _find_tagged_type(annotation, str(part))
     annotation = _unwrap_optional(annotation)
-    return list(annotation.model_fields) if isinstance(annotation, type) and issubclass(annotation, BaseModel) else []
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
 
 
 def _unwrap_optional(annotation: Any) -> Any:

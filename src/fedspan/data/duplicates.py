@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import datasets
 
 __all__ = [
+    "advise_grouping",
     "describe_shared",
     "encode_contents",
     "encode_groups",
@@ -36,6 +37,8 @@ __all__ = [
 ]
 
 _INPUTS = ("text", "text_pair", "history")
+_FEW = 10
+"""Mean number of equal examples from which a column hardly holds the examples' contents."""
 _CHUNK = 1 << 16
 """Examples whose texts are in memory at a time."""
 
@@ -141,6 +144,20 @@ def find_shared_with_test(train: datasets.Dataset, test: datasets.Dataset) -> in
     return int(np.isin(test_codes, train_codes).sum())
 
 
+def advise_grouping(dataset: datasets.Dataset, column: str, field: str = "data") -> str:
+    """Return the advice on equal examples: to group them, or to check the column if only a few are distinct.
+
+    Args:
+        dataset: Examples as in `LoadedData`.
+        column: The column with their contents.
+        field: The user's name of their options.
+    """
+    distinct = len(np.unique(encode_contents(dataset)[0]))
+    if distinct * _FEW <= len(dataset):  # such as the names of six shops in place of texts
+        return f"only {distinct:,} of {len(dataset):,} examples are distinct: check that {column} is the right column"
+    return f"{field}.group: {column} keeps equal examples together"
+
+
 def find_shared_between_clients(dataset: datasets.Dataset, parts: Partition) -> tuple[int, int]:
     """Count equal examples across a partition.
 
@@ -179,7 +196,5 @@ def describe_shared(dataset: datasets.Dataset, parts: Partition, config: DataCon
     if not findings:
         return ()
     column = config.image if "image" in dataset.column_names else config.text
-    advice = f"data.group: {column} keeps equal examples together"
-    if natural:
-        advice = "the column of clients determines the partition"
+    advice = "the column of clients determines the partition" if natural else advise_grouping(dataset, column)
     return (f"duplicates: {' and '.join(findings)} ({advice})",)

@@ -15,7 +15,7 @@ from fedspan.data.columns import LABELLED_TEXTS, TaskColumns, ValidatedColumns, 
 from fedspan.data.config import DataConfig
 from fedspan.data.dataset_defaults import fill_data_defaults
 from fedspan.data.dialects import describe_missing_header, make_positional_names
-from fedspan.data.duplicates import encode_groups, find_shared_with_test
+from fedspan.data.duplicates import advise_grouping, encode_groups, find_shared_with_test
 from fedspan.data.files import has_own_splits, read_source
 from fedspan.data.groups import draw_groups
 from fedspan.data.invalid_rows import drop_invalid_rows, drop_rows_without_value
@@ -107,10 +107,9 @@ def load(
     elif config.test_fraction > 0:
         data, test = _hold_out(data, config, field, seed)
         if config.group is None and (count := find_shared_with_test(data, test)):
-            column = task.get_example_column(config)
             notes.append(
                 f"duplicates: {count:,} of {len(test):,} held-out test examples also occur in training "
-                f"({field}.group: {column} keeps equal examples together)"
+                f"({advise_grouping(data, task.get_example_column(config), field)})"
             )
     else:
         test = None

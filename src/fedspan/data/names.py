@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import SequenceMatcher
 from typing import TYPE_CHECKING, Any, cast
 
@@ -26,7 +26,6 @@ __all__ = [
     "list_source_columns",
     "make_dataset",
     "mark_source_column",
-    "rank_columns",
     "read_names",
     "read_required_names",
     "sort_names",
@@ -103,16 +102,17 @@ def describe_missing_column(name: str, columns: Iterable[str], file: str = "") -
         file: The file, if there are several.
     """
     columns = list(columns)
-    available = rank_columns(name, columns)
+    available = _list_nearest(name, columns)
     closest = find_similar(name, columns, 1)
     suggestion = f" Did you mean {closest[0]!r}?" if closest else ""
     return f"no column named {name!r}{f' in {file}' if file else ''}. The columns are {available}.{suggestion}"
 
 
-def rank_columns(name: str, columns: Iterable[str], count: int = 12) -> str:
-    """List the available columns, most similar to the missing one first."""
+def _list_nearest(name: str, columns: Sequence[str], count: int = 12) -> str:
+    """List the available columns in the order of the file; of many, those that are most similar to the missing one."""
     ranked = sorted(columns, key=lambda column: -SequenceMatcher(None, name.lower(), column.lower()).ratio())
-    return ", ".join(ranked[:count]) + (", ..." if len(ranked) > count else "")
+    nearest = {*ranked[:count]}
+    return ", ".join(column for column in columns if column in nearest) + (", ..." if len(ranked) > count else "")
 
 
 def read_names(dataset: Dataset, column: str) -> list[str | None]:

@@ -16,7 +16,7 @@ from fedspan.errors import FedspanError
 from fedspan.files import from_json, read_bytes, write_atomic
 from fedspan.logs import read_lines
 from fedspan.runs.failures import count_failures
-from fedspan.runs.folder import RunFolder, read_process_start
+from fedspan.runs.folder import RunFolder, describe_missing_run, read_process_start
 
 __all__ = ["NamedRun", "RunStatus", "is_at_work", "load_named_run", "read_status", "store_named_run"]
 
@@ -91,7 +91,7 @@ def read_status(folder: Path) -> RunStatus:
     """
     run = RunFolder(folder)
     if not os.path.isfile(run.config):
-        raise FedspanError("run folder", str(folder), problem=f"{str(folder)!r} holds no run")
+        raise FedspanError("run folder", str(folder), problem=describe_missing_run(folder))
     rows = list(read_lines(run.metrics))
     number = rows[-1].get("round") if rows else 0
     late: dict[str, int] = {}

@@ -12,7 +12,7 @@ from fedspan.config import RunConfig
 from fedspan.errors import FedspanError
 from fedspan.logs import read_lines
 from fedspan.runs.curves import get_score
-from fedspan.runs.folder import RunFolder
+from fedspan.runs.folder import RunFolder, describe_missing_run
 from fedspan.runs.integrity import read_config, require_intact
 from fedspan.runs.ledger import Totals, read_totals
 from fedspan.runs.model_card import RunReport
@@ -103,7 +103,8 @@ def read_runs(folders: Sequence[str | Path]) -> tuple[RunData, ...]:
             else sorted(entry.parent for entry in path.glob("**/config.yaml") if _is_run(entry.parent))
         )
         if not inside:
-            raise FedspanError("run folder", str(folder), "the folder of a run, or a folder with runs in it")
+            expected = "the folder of a run, or a folder with runs in it"
+            raise FedspanError("run folder", str(folder), expected, problem=describe_missing_run(folder))
         resolved |= dict.fromkeys(entry.resolve() for entry in inside)
     paths = list(resolved)
     names = _build_names(paths)

@@ -9,7 +9,7 @@ from fedspan.diagnostics.round_diagnosis import Diagnosis, diagnose_round
 from fedspan.errors import FedspanError
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.checkpoint_format import load as load_checkpoint
-from fedspan.runs.folder import RunFolder
+from fedspan.runs.folder import RunFolder, describe_missing_run
 from fedspan.runs.integrity import read_resolved_config, require_intact, require_same_base
 from fedspan.runs.objects import collect_objects
 from fedspan.runs.privacy_budget import load_noise_key
@@ -53,7 +53,8 @@ def diagnose(
             raise FedspanError(name, value, f"a whole number from {least}")
     folder = Path(run_folder)
     if not is_run(folder):
-        raise FedspanError("run folder", str(folder), "the folder of a run (config.yaml is in it)")
+        expected = "the folder of a run (config.yaml is in it)"
+        raise FedspanError("run folder", str(folder), expected, problem=describe_missing_run(folder))
     run_files, config = RunFolder(folder), read_resolved_config(folder)
     if not run_files.partition.is_file():
         raise FedspanError(

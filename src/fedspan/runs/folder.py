@@ -27,14 +27,14 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
 from filelock import FileLock, SoftFileLock, Timeout
 
-from fedspan.errors import FedspanError
+from fedspan.errors import FedspanError, find_similar
 from fedspan.files import (
     convert_disk_errors,
     delete_temporary_files,
@@ -45,7 +45,7 @@ from fedspan.files import (
     write_atomic,
 )
 
-__all__ = ["RunFolder", "read_process_start"]
+__all__ = ["RunFolder", "describe_missing_run", "read_process_start", "suggest_folder"]
 
 
 def _seal(values: Mapping[str, object]) -> str:
@@ -65,6 +65,29 @@ def read_process_start(pid: int) -> int | None:
         return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):
         return None
+
+
+def describe_missing_run(folder: str | Path) -> str:
+    """Return the sentences that report a folder without a run, for the ``problem`` of an error."""
+    return f"{str(folder)!r} holds no run. {suggest_folder(folder)}".rstrip()
+
+
+def suggest_folder(folder: str | Path, files: Collection[str] = ("config.yaml",)) -> str:
+    """Return a sentence that suggests a folder beside one that does not exist; empty if it exists or none is similar.
+
+    Args:
+        folder: The folder, as the user wrote it.
+        files: Files of which a suggested folder has at least one; the default is that of a run.
+    """
+    path = Path(folder)
+    if os.path.exists(path):
+        return ""
+    try:
+        names = [entry.name for entry in path.parent.iterdir() if any((entry / file).is_file() for file in files)]
+    except OSError:  # neither does the folder above exist, or it cannot be read
+        return ""
+    similar = find_similar(path.name, names, 1)
+    return f"Did you mean {str(path.parent / similar[0])!r}?" if similar else ""
 
 
 class RunFolder:
@@ -139,7 +162,7 @@ class RunFolder:
                 raise FedspanError(
                     "run folder",
                     str(run.path),
-                    problem=f"{str(run.path)!r} holds no run. Leave --resume out to start one",
+                    problem=f"{describe_missing_run(run.path)} Leave --resume out to start one",
                 )
             run.require_own()
             run._acquire()

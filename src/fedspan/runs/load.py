@@ -23,6 +23,7 @@ from fedspan.models.names import FROM_PYTHON
 from fedspan.models.plain import STATE_DICT, read_state_dict
 from fedspan.models.pooling import DENSE
 from fedspan.models.sentence_encoders import PooledClassifier, read_output_layer
+from fedspan.runs.folder import RunFolder, suggest_folder
 from fedspan.runs.model_setup import ModelObjects
 from fedspan.runs.results import is_run, read_report, require_client
 from fedspan.runs.setup import choose_device
@@ -137,11 +138,12 @@ def find_adapter_folder(folder: str | Path, client: str | None) -> Path:
 def _require_export(folder: Path, client: str | None) -> None:
     if not os.path.isfile(folder / NOTES):
         expected = f"a run folder, or a model that fedspan exported (with {NOTES} in it)"
+        similar = suggest_folder(folder, (RunFolder(folder).config.name, NOTES))
         raise FedspanError(
             "folder",
             str(folder),
             expected,
-            problem=None if os.path.exists(folder) else f"there is no folder {str(folder)!r}",
+            problem=None if os.path.exists(folder) else f"there is no folder {str(folder)!r}. {similar}",
         )
     exported_client = read_notes(folder)["client"]
     if client is not None and client != exported_client:

@@ -9,7 +9,7 @@ from pathlib import Path
 from fedspan.data.partition import Partition
 from fedspan.errors import FedspanError, suggest_nearest
 from fedspan.files import read_bytes
-from fedspan.runs.folder import RunFolder
+from fedspan.runs.folder import RunFolder, describe_missing_run
 from fedspan.runs.model_card import RunReport
 
 __all__ = ["is_run", "read_partition", "read_report", "require_client"]
@@ -31,7 +31,7 @@ def read_report(folder: str | Path) -> RunReport:
     """
     run_folder = RunFolder(folder)
     if not is_run(folder):
-        raise FedspanError("run folder", str(folder), problem=f"{str(folder)!r} holds no run")
+        raise FedspanError("run folder", str(folder), problem=describe_missing_run(folder))
     if not run_folder.report.is_file():
         raise FedspanError(
             "run folder", str(folder), problem=f"this run is not finished. Continue it with --resume {folder}"

@@ -254,8 +254,14 @@ def _infer_columns(sample: datasets.Dataset, options: Mapping[str, str | None]) 
             for name in sample.column_names
             if name not in others and (not _is_text(sample, name) or name.lower() in _SEPARATED_COLUMNS)
         ]
+    is_requested = options["task"] is not None and options["label"] is not None  # in a short file, labels hardly recur
     label = next(
-        (name for name in names if _can_hold_labels(sample, name, options) and _has_label_lists(sample, name)), None
+        (
+            name
+            for name in names
+            if _can_hold_labels(sample, name, options) and (is_requested or _has_label_lists(sample, name))
+        ),
+        None,
     )
     if label is None:
         return None

@@ -282,6 +282,7 @@ FIELDS = [
     Mistake(
         "dataset-task", "A data set for another task.", "task", _parse(task="regression", data={"dataset": "sst2"})
     ),
+    Mistake("labels-name", "A name where labels are listed.", "data.labels", _parse(data__labels="intent")),
     Mistake("labels-twice", "A label is listed twice.", "data.labels", _parse(data__labels=["a", "a"])),
     Mistake(
         "labels-and-first",
