@@ -219,9 +219,9 @@ def digest_folder(folder: Path) -> dict[str, Any]:
             digests[name] = [_remove_times(json.loads(line)) for line in path.read_text().splitlines()]
         elif path.name in ("report.json", "partition.json"):
             content = json.loads(path.read_text())
-            digests[name] = _remove_times(
-                {key: value for key, value in content.items() if key not in ("sha256", "logs")}
-            )
+            # The rest covers times and paths: digests of files, and the config with the paths of this machine.
+            repeated = ("config", "files", "logs", "sha256")
+            digests[name] = _remove_times({key: value for key, value in content.items() if key not in repeated})
     return digests
 
 

@@ -21,10 +21,12 @@ __all__ = [
     "DamagedFileError",
     "build_folder_name",
     "build_temporary_path",
+    "compute_sha256",
     "convert_disk_errors",
     "delete_temporary_files",
     "from_json",
     "fsync_folder",
+    "fsync_tree",
     "is_temporary",
     "make_private_folder",
     "read_bytes",
@@ -145,6 +147,16 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def fsync_tree(folder: Path) -> None:
+    """Make a folder that a library wrote, and everything below it, survive a power cut."""
+    for path in (folder, *folder.rglob("*")):
+        if path.is_dir():
+            fsync_folder(path)
+        else:
+            with path.open("r+b") as file:  # Windows syncs only what is open for writing
+                os.fsync(file.fileno())
+
+
 def write_all(descriptor: int, data: bytes) -> None:
     """Write all bytes; a single ``os.write`` may take only some of them (2 GiB at most on Linux)."""
     remaining = memoryview(data)
@@ -185,9 +197,25 @@ def read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise FedspanError(
-            str(path), error.strerror or str(error), problem=f"the file cannot be read ({error.strerror or error})"
-        ) from error
+        raise _build_unreadable_error(path, error) from error
+
+
+def _build_unreadable_error(path: Path, error: OSError) -> FedspanError:
+    reason = error.strerror or str(error)
+    return FedspanError(str(path), reason, problem=f"the file cannot be read ({reason})")
+
+
+def compute_sha256(path: Path) -> str:
+    """Return the SHA-256 of a file's content, in hexadecimal digits.
+
+    Raises:
+        FedspanError: If it is missing or cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise _build_unreadable_error(path, error) from error
 
 
 class DamagedFileError(FedspanError):

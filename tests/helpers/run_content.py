@@ -9,6 +9,7 @@ from pathlib import Path
 from fedspan.runs.model_card import CARD
 
 _TIMED = {"seconds", "chain", "logs", "sha256"}  # the time, and digests that cover it
+_REPEATED = {"config", "files"}  # what report.json names of files that are compared themselves
 
 
 def content(folder: Path) -> dict[str, object]:
@@ -24,7 +25,8 @@ def content(folder: Path) -> dict[str, object]:
             rows = [json.loads(line) for line in path.read_text().splitlines()]
             found[name] = [{key: value for key, value in row.items() if key not in _TIMED} for row in rows]
         elif path.name == "report.json":
-            found[name] = {key: value for key, value in json.loads(path.read_text()).items() if key not in _TIMED}
+            report = json.loads(path.read_text())
+            found[name] = {key: value for key, value in report.items() if key not in _TIMED | _REPEATED}
         elif path.name == CARD:  # it ends with the command, or the call in Python
             found[name] = re.split(r"^## (?:Command|Python)$", path.read_text(), maxsplit=1, flags=re.MULTILINE)[0]
         else:

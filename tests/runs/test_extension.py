@@ -12,7 +12,7 @@ import yaml
 
 import fedspan
 from fedspan.errors import FedspanError
-from fedspan.runs import extension, selection
+from fedspan.runs import extension, selection, session
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.selection import Best
 from helpers import tiny
@@ -100,6 +100,26 @@ def test_an_extension_that_is_interrupted_leaves_the_run_under_its_old_config(
             fedspan.resume(tmp_path / "run", overrides=["federation.rounds=3"])
     assert fedspan.resume(tmp_path / "run") == report
     assert content(tmp_path / "run") == before
+
+
+def test_an_extension_that_is_interrupted_before_its_report_goes_on(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new adapter is there, and no report names the old one."""
+    fedspan.run(values(tiny_folder, 2), tmp_path / "planned")
+    fedspan.run(values(tiny_folder, 1), tmp_path / "run")
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "compute_result_digests", killed)
+        with pytest.raises(KeyboardInterrupt):
+            fedspan.resume(tmp_path / "run", overrides=["federation.rounds=2"])
+    assert (tmp_path / "run" / "adapter").is_dir()
+    assert not (tmp_path / "run" / "report.json").exists()
+    fedspan.resume(tmp_path / "run")
+    assert_same(tmp_path / "planned", tmp_path / "run")
 
 
 def test_an_edited_number_of_rounds_is_found_in_a_finished_run(tiny_folder: Path, tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
-"""A run notices when one of its files is not what it wrote: on resume, in reports and in exports."""
+"""A run notices when one of its files is not what it wrote: on resume, in reports, in exports and when it is used."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,9 @@ from fedspan.reports.run_data import read_runs
 from fedspan.runs.checkpoint_format import Checkpoint
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.integrity import compute_input_digests, describe_config, require_intact, require_same_run
-from helpers.mistakes.world import World
+from fedspan.runs.records import require_intact_model
+from helpers.mistakes.world import World, flip
+from helpers.run_content import content
 
 Damage = Callable[[RunFolder], object]
 
@@ -78,6 +81,14 @@ BOTH: dict[str, tuple[Damage, str]] = {
     "linked-round": (linked_round, r"round-\d+`: it is a link to "),
 }
 FINISHED: dict[str, tuple[Damage, str]] = {
+    "adapter": (
+        lambda run: flip(run.adapter / "adapter_model.safetensors"),
+        r"adapter/adapter_model\.safetensors`: the file was changed after the run wrote it",
+    ),
+    "environment": (
+        replaced("environment.json", '"seed": ', '"seed": 1'),
+        r"environment\.json`: the file was changed after the run wrote it: .*report\.json names\. Restore the file\.$",
+    ),
     "report": (replaced("report.json", '"best_round": ', '"best_round": 1'), r"report\.json`: the file was changed"),
     "shortened": (shortened, r"ledger\.jsonl`: at the checkpoint a line ended at byte"),
 }
@@ -116,13 +127,108 @@ def test_a_finished_run_is_neither_read_nor_reported_nor_exported(world: World, 
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("name", ["rate", "partition"])
+def test_a_finished_run_needs_no_checkpoint_to_notice_an_edit(world: World, tmp_path: Path, name: str) -> None:
+    damage, expected = BOTH[name]
+    folder = copied(world, tmp_path, "finished", damage)
+    shutil.rmtree(folder / "checkpoints")
+    shutil.rmtree(folder / "best")
+    with pytest.raises(FedspanError, match=expected):
+        read_runs([folder])
+    with pytest.raises(FedspanError, match=expected):
+        fedspan.evaluate(folder)
+    with pytest.raises(FedspanError, match=expected):
+        fedspan.export(folder, tmp_path / "out")
+
+
+def test_every_exported_file_is_checked_in_each_of_its_parts(world: World, tmp_path: Path) -> None:
+    folder = copied(world, tmp_path, "finished", lambda run: None)
+    exported = [path for path in (folder / "adapter").rglob("*") if path.is_file()]
+    names = {path.name for path in exported}
+    assert names >= {"adapter_config.json", "adapter_model.safetensors", "fedspan.json", "README.md", "tokenizer.json"}
+    for path in exported:
+        intact = path.read_bytes()
+        for tenth in range(11):
+            damaged = bytearray(intact)
+            damaged[(len(intact) - 1) * tenth // 10] ^= 1
+            path.write_bytes(damaged)
+            with pytest.raises(FedspanError, match=f"{path.name}`: the file was changed"):
+                require_intact(RunFolder(folder))
+            with pytest.raises(FedspanError, match=f"{path.name}`: the file was changed"):
+                require_intact_model(folder / "adapter")
+        path.unlink()
+        with pytest.raises(FedspanError, match=f"{path.name}`: the file is missing, and report.json names it"):
+            require_intact_model(folder / "adapter")
+        path.write_bytes(intact)
+    require_intact(RunFolder(folder))
+
+
+def test_a_damaged_adapter_is_not_used(world: World, tmp_path: Path) -> None:
+    folder = copied(world, tmp_path, "finished", FINISHED["adapter"][0])
+    expected = FINISHED["adapter"][1]
+    for model in (folder, folder / "adapter"):
+        with pytest.raises(FedspanError, match=expected):
+            fedspan.predict(model, ["word1"])
+        with pytest.raises(FedspanError, match=expected):
+            fedspan.evaluate(model, data=world.tiny / "corpus.csv")
+        with pytest.raises(FedspanError, match=expected):
+            fedspan.export(model, tmp_path / "out")
+    with pytest.raises(FedspanError, match=expected):
+        world.prepare(model={"adapter": str(folder / "adapter")})
+
+
+def test_a_client_s_model_is_used_beside_a_damaged_one(world: World, tmp_path: Path) -> None:
+    folder = copied(world, tmp_path, "personal", lambda run: None)
+    damaged, intact = list(fedspan.read_report(folder).adapters)[:2]
+    flip(folder / fedspan.read_report(folder).adapters[damaged] / "adapter_model.safetensors")
+    assert len(fedspan.predict(folder, ["word1"], intact)) == 1
+    with pytest.raises(FedspanError, match=r"adapter_model\.safetensors`: the file was changed"):
+        fedspan.predict(folder, ["word1"], damaged)
+
+
+def test_files_of_the_user_may_lie_beside_those_of_the_run(world: World, tmp_path: Path) -> None:
+    folder = copied(world, tmp_path, "finished", lambda run: (run.adapter / "notes.txt").write_text("mine"))
+    require_intact(RunFolder(folder))
+    assert (fedspan.export(folder, tmp_path / "out") / "notes.txt").read_text() == "mine"
+
+
+def test_a_damaged_adapter_is_exported_again_from_its_checkpoint(world: World, tmp_path: Path) -> None:
+    before = content(copied(world, tmp_path, "finished", lambda run: None))
+    folder = tmp_path / "finished"
+    (folder / "adapter" / "adapter_config.json").unlink()
+    with pytest.raises(FedspanError, match=r"missing.* Restore the file, or delete \S+report\.json and resume the run"):
+        fedspan.resume(folder)
+    (folder / "report.json").unlink()
+    fedspan.resume(folder)
+    assert content(folder) == before
+
+
+def test_without_checkpoints_a_damaged_adapter_can_only_be_restored(world: World, tmp_path: Path) -> None:
+    folder = copied(world, tmp_path, "finished", FINISHED["adapter"][0])
+    shutil.rmtree(folder / "checkpoints")
+    with pytest.raises(FedspanError, match=r"names\. Restore the file\.$"):
+        fedspan.predict(folder, ["word1"])
+
+
+def test_the_exported_files_are_on_the_disk_before_the_report_that_names_them(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = copied(world, tmp_path, "finished", lambda run: run.report.unlink())
+    flushed: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: flushed.append(os.fstat(descriptor).st_ino))
+    fedspan.resume(folder)
+    before = flushed[: flushed.index((folder / "report.json").stat().st_ino)]
+    adapter = folder / "adapter"
+    assert {path.stat().st_ino for path in (adapter, *adapter.rglob("*"))} <= set(before)
+
+
 def test_a_chosen_learning_rate_cannot_be_edited(world: World, tmp_path: Path) -> None:
     run, config = RunFolder(tmp_path), parse_config(world.values())
     run.learning_rate.write_text('{"lr": 0.1}')
     kept = Checkpoint(ServerState(1, {}), inputs=compute_input_digests(run), extra={"config": describe_config(config)})
     require_same_run(run, config, kept)
     run.learning_rate.write_text('{"lr": 0.2}')
-    with pytest.raises(FedspanError, match=r"learning_rate\.json`: the file was changed after the run began"):
+    with pytest.raises(FedspanError, match=r"learning_rate\.json`: the file was changed after the run wrote it"):
         require_same_run(run, config, kept)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from fedspan.errors import FedspanError, build_install_command, suggest_nearest
+from fedspan.files import compute_sha256
 
 __all__ = [
     "ARCHITECTURES",
@@ -80,11 +80,6 @@ def describe_load_error(error: BaseException) -> str:
     return text if len(text) <= 240 else f"{text[:237]}..."
 
 
-def _compute_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 FROM_PYTHON = "python:"
 """Prefix of the name of a model that was passed from Python; behind it is its ``name_or_path``."""
 
@@ -125,7 +120,7 @@ def resolve_model(name: str) -> str:
         )
     folder = Path(module.origin).parent / packaged.folder
     weights = folder / "model.safetensors"
-    if not weights.is_file() or _compute_sha256(weights) != packaged.sha256:
+    if not weights.is_file() or compute_sha256(weights) != packaged.sha256:
         raise FedspanError(
             "model.name",
             name,

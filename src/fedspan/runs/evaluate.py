@@ -19,7 +19,8 @@ from fedspan.data.loading import load
 from fedspan.data.objects import read_objects
 from fedspan.data.source import Source
 from fedspan.errors import FedspanError
-from fedspan.runs.integrity import read_config
+from fedspan.runs.folder import RunFolder
+from fedspan.runs.integrity import read_config, require_intact
 from fedspan.runs.load import find_adapter_folder, load_served
 from fedspan.runs.model_setup import ModelObjects
 from fedspan.runs.objects import require_named_data
@@ -81,11 +82,12 @@ def evaluate(
         The task's metrics and the number of ``examples``.
 
     Raises:
-        FedspanError: If `load_served` raises it, there is no test set, or the file does not fit the model.
+        FedspanError: If `load_served` raises it, a file of the run is not what it wrote, there is no test set, or the
+            data do not fit the model.
     """
-    served_from = find_adapter_folder(folder, client)  # cheap mistakes before slow loading
     if is_run(folder):
-        read_config(folder)
+        require_intact(RunFolder(folder))  # the config names the test set and its columns
+    served_from = find_adapter_folder(folder, client)  # cheap mistakes before slow loading
     task_settings = parse_task_settings(served_from, read_notes(served_from))
     require_packages = get_task(task_settings.task).require_packages
     if generate and require_packages is not None:

@@ -25,6 +25,7 @@ from fedspan.runs.load import ADAPTER, find_adapter_folder, load_served
 from fedspan.runs.model_card import CARD, convert_card, cut_card
 from fedspan.runs.model_setup import ModelObjects
 from fedspan.runs.objects import collect_objects
+from fedspan.runs.records import require_intact_model
 from fedspan.runs.results import is_run, read_partition, read_report, require_client
 from fedspan.runs.setup import prepare
 from fedspan.runs.task_setup import read_notes
@@ -70,7 +71,8 @@ def export(
 
     Raises:
         FedspanError: If the form, client or round is unknown, the adapter does not have the rank, the run has no
-            finished round, the folder is not empty, or a model that was passed has other frozen weights.
+            finished round, the folder is not empty, a model that was passed has other frozen weights, or a file of the
+            run is not what it wrote.
     """
     out = Path(out)
     if form not in ("adapter", "merged"):
@@ -114,6 +116,7 @@ def _find_source(
 ) -> Path:
     """Return the adapter's folder: the one that the run exported at its end, or a new one from a checkpoint."""
     if not is_run(folder):
+        require_intact_model(folder)
         return find_adapter_folder(folder, client)
     run_files = RunFolder(folder)
     require_intact(run_files)

@@ -1,13 +1,13 @@
-"""Checks that the files of a run are those that it wrote: configuration, partition, learning rate, logs and report.
+"""Checks that the files of a run are those that it wrote: configuration, partition, logs, report, exported models.
 
 Every checkpoint names the run's configuration, the SHA-256 of the files that no round changes, and the ends of the
-logs. That finds damaged disks and edits of any of these files. It does not stop someone who rewrites all of them
-together with the checkpoints: for that, keep the logs' heads (``logs`` in report.json) elsewhere.
+logs. The report of a finished run names the same, and the SHA-256 of environment.json and of every exported file. That
+finds damaged disks and edits of any of these files. It does not stop someone who rewrites all of them together with
+the checkpoints: for that, keep the logs' heads (``logs`` in report.json) elsewhere.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,12 +17,13 @@ import yaml
 
 from fedspan.config import RunConfig, parse_config, parse_yaml
 from fedspan.errors import FedspanError
-from fedspan.files import read_bytes
+from fedspan.files import compute_sha256
 from fedspan.logs import Position, require_position
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.checkpoint_format import Checkpoint, read_positions
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.planned_rounds import ROUNDS_FIELD, require_independent_rounds
+from fedspan.runs.records import read_records, require_same_files
 
 __all__ = [
     "RESOLVED",
@@ -102,11 +103,7 @@ def describe_config(config: RunConfig) -> str:
 def compute_input_digests(run_folder: RunFolder) -> dict[str, str]:
     """Return the SHA-256 of the run's files that no round changes, by name; only of those that the run has."""
     files = (run_folder.partition, run_folder.learning_rate, run_folder.pooling, run_folder.arrivals)
-    return {path.name: _compute_digest(path) for path in files if path.is_file()}
-
-
-def _compute_digest(path: Path) -> str:
-    return hashlib.sha256(read_bytes(path)).hexdigest()
+    return {path.name: compute_sha256(path) for path in files if path.is_file()}
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -135,7 +132,7 @@ def _is_changeable(name: str) -> bool:
 
 
 def _require_same_config(run_folder: RunFolder, config: RunConfig, stored_text: str) -> None:
-    """Check a config against that of the newest checkpoint (``describe_config``; later fields have their defaults).
+    """Check a config against a stored one (``describe_config``; later fields have their defaults).
 
     The number of rounds may differ in a run that is not finished, if no finished round depends on it: so it is in one
     that was extended (``extension``) and has no new round yet.
@@ -154,13 +151,6 @@ def _require_same_config(run_folder: RunFolder, config: RunConfig, stored_text: 
             raise FedspanError(f"{run_folder.config}, {name}", after, expected, problem=problem)
 
 
-def _require_same_inputs(run_folder: RunFolder, digests: Mapping[str, str]) -> None:
-    for name, digest in digests.items():
-        if _compute_digest(run_folder.path / name) != digest:
-            problem = "the file was changed after the run began: its SHA-256 is not the one that the checkpoint names"
-            raise FedspanError(str(run_folder.path / name), name, problem=f"{problem}. Restore the file")
-
-
 def require_same_run(run_folder: RunFolder, config: RunConfig, stored: Checkpoint | None) -> None:
     """Check that configuration, partition and learning rate are those of the run that wrote a checkpoint.
 
@@ -174,7 +164,7 @@ def require_same_run(run_folder: RunFolder, config: RunConfig, stored: Checkpoin
     """
     if stored is not None:
         _require_same_config(run_folder, config, str(stored.extra["config"]))
-        _require_same_inputs(run_folder, stored.inputs)
+        require_same_files(run_folder, stored.inputs)
 
 
 def require_same_base(run_folder: RunFolder, digest: str, argument: str) -> None:
@@ -194,7 +184,7 @@ def require_same_base(run_folder: RunFolder, digest: str, argument: str) -> None
 
 
 def require_intact(run_folder: RunFolder) -> None:
-    """Check the files of a run, finished or not, against its newest checkpoint and its report.
+    """Check the files of a run, finished or not, against its report or, without one, its newest checkpoint.
 
     Only the checkpoint's index is read, no tensors. A process may work on the run meanwhile.
 
@@ -202,25 +192,14 @@ def require_intact(run_folder: RunFolder) -> None:
         FedspanError: If a file is not what the run wrote; the error names the file, and the line of a log.
     """
     config, index = read_resolved_config(run_folder.path), checkpoints.read_newest_index(run_folder)
-    positions: dict[str, Position] = {}
-    if index is not None:
-        _require_same_config(run_folder, config, str(index["extra"]["config"]))
-        _require_same_inputs(run_folder, index["inputs"])
-        positions = read_positions(index)
+    positions: dict[str, Position] = {} if index is None else read_positions(index)
     if run_folder.report.is_file():
-        positions |= _read_log_positions(run_folder)
+        records = read_records(run_folder)
+        _require_same_config(run_folder, config, records.config)
+        require_same_files(run_folder, records.files, run_folder.report.name)
+        positions |= records.positions
+    elif index is not None:
+        _require_same_config(run_folder, config, str(index["extra"]["config"]))
+        require_same_files(run_folder, index["inputs"])
     for name, position in positions.items():
         require_position(run_folder.path / name, position)
-
-
-def _read_log_positions(run_folder: RunFolder) -> dict[str, Position]:
-    """Return the ends of the logs that a finished run's report names, by file name.
-
-    Raises:
-        FedspanError: If report.json was changed.
-    """
-    content = run_folder.read_sealed(run_folder.report)
-    try:
-        return {str(name): Position(int(length), str(head)) for name, (length, head) in content["logs"].items()}
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise FedspanError(f"{run_folder.report}, logs", content.get("logs"), "the ends of the run's logs") from error

@@ -25,6 +25,7 @@ from fedspan.models.pooling import DENSE
 from fedspan.models.sentence_encoders import PooledClassifier, read_output_layer
 from fedspan.runs.folder import RunFolder, suggest_folder
 from fedspan.runs.model_setup import ModelObjects
+from fedspan.runs.records import require_intact_model
 from fedspan.runs.results import is_run, read_report, require_client
 from fedspan.runs.setup import choose_device
 from fedspan.runs.task_setup import parse_task_settings, read_notes
@@ -175,14 +176,15 @@ def load_served(
             module takes all weights from its state dict, so its own may be others.
 
     Raises:
-        FedspanError: If `find_adapter_folder` raises it, the pretrained model or the adapter cannot be loaded, or a
-            base that was passed has other frozen weights.
+        FedspanError: If `find_adapter_folder` raises it, a file in the folder is not what the run wrote, the pretrained
+            model or the adapter cannot be loaded, or a base that was passed has other frozen weights.
     """
     from peft import PeftConfig
 
     from fedspan.models.loading import adopt_loaded, load_pretrained
 
     adapter_path = find_adapter_folder(folder, client)
+    require_intact_model(adapter_path)
     notes, target = read_notes(adapter_path), choose_device(device)
     task_settings = parse_task_settings(adapter_path, notes)
     definition = get_task(task_settings.task)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +25,7 @@ from fedspan.models.plain import has_name
 from fedspan.models.pooling import Pooling
 from fedspan.models.sentence_encoders import find_pooling
 from fedspan.models.targets import find_buffers, find_extras, find_other_parameters, find_targets
+from fedspan.runs.records import require_intact_model
 from fedspan.runs.task_setup import require_packing
 from fedspan.tasks.task import Examples, RunTask
 
@@ -379,10 +382,11 @@ def adopt_adapter(config: RunConfig, adapted: AdaptedModel, labels: tuple[str, .
         labels: Labels of the data.
 
     Raises:
-        FedspanError: If the adapter does not exist or does not match.
+        FedspanError: If the adapter does not exist, does not match, or is not what the run that exported it wrote.
     """
     if config.model.adapter is None:
         return StartingAdapter({}, {})
+    require_intact_model(Path(os.path.expanduser(config.model.adapter)))
     start = read_adapter(config.model.adapter, adapted.operators, adapted.model)
     foreign = sorted(set(start.extras) - set(adapted.spec.extras))
     if foreign:

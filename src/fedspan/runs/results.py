@@ -11,6 +11,7 @@ from fedspan.errors import FedspanError, suggest_nearest
 from fedspan.files import read_bytes
 from fedspan.runs.folder import RunFolder, describe_missing_run
 from fedspan.runs.model_card import RunReport
+from fedspan.runs.records import RECORDS
 
 __all__ = ["is_run", "read_partition", "read_report", "require_client"]
 
@@ -36,8 +37,8 @@ def read_report(folder: str | Path) -> RunReport:
         raise FedspanError(
             "run folder", str(folder), problem=f"this run is not finished. Continue it with --resume {folder}"
         )
-    values = run_folder.read_sealed(run_folder.report)
-    values.pop("logs", None)
+    content = run_folder.read_sealed(run_folder.report)
+    values = {name: value for name, value in content.items() if name not in RECORDS}
     names = {field.name for field in dataclasses.fields(RunReport)}
     if not names - _LATER <= set(values) <= names:
         raise FedspanError(str(run_folder.report), sorted(values), f"a report with {', '.join(sorted(names))}")

@@ -21,7 +21,7 @@ from fedspan.errors import FedspanError
 from fedspan.federation.evaluation import ClientScores, describe_few_reports
 from fedspan.federation.head_start import start_head
 from fedspan.federation.progress import Progress, RoundResult, TooFewReplies, Transfer
-from fedspan.files import convert_disk_errors, read_bytes, remove, write_atomic
+from fedspan.files import convert_disk_errors, fsync_tree, read_bytes, remove, write_atomic
 from fedspan.logs import JsonLines, read_lines
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.arrivals import require_same_arrivals
@@ -51,6 +51,7 @@ from fedspan.runs.model_card import RunReport, write_cards
 from fedspan.runs.model_setup import resolve_pooling
 from fedspan.runs.privacy_budget import Budget, generate_key, load_noise_key, store_noise_key
 from fedspan.runs.progress_file import ProgressFile
+from fedspan.runs.records import compute_result_digests
 from fedspan.runs.selection import Selection, has_stalled
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.runs.suspects import find_limited
@@ -479,6 +480,9 @@ class _Session:
         )
         with convert_disk_errors(run_folder.path):
             write_cards(prepared, report, run_folder)
+            fsync_tree(run_folder.adapter)  # before the report that names the files
         content = {key: getattr(report, key) for key in report.__dataclass_fields__}
-        run_folder.write_sealed(run_folder.report, {**content, "logs": logs})
+        files = {**self.inputs, **compute_result_digests(run_folder)}
+        records = {"config": describe_config(prepared.config), "files": files, "logs": logs}
+        run_folder.write_sealed(run_folder.report, {**content, **records})
         return report

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import fedspan
-from helpers.mistakes.world import LONG_NAME, Mistake, World, cut, edit_json
+from helpers.mistakes.world import LONG_NAME, Mistake, World, cut, edit_json, flip
 
 
 def _predict(client: str | None = None, kind: str = "finished") -> Callable[[World], object]:
@@ -27,10 +27,10 @@ def _notes(**changes: Any) -> Callable[[World], object]:
     return _exported(lambda folder: edit_json(folder / "fedspan.json", **changes))
 
 
-def _report(**changes: Any) -> Callable[[World], object]:
+def _run(change: Callable[[Path], object]) -> Callable[[World], object]:
     def provoke(world: World) -> None:
         folder = world.run()
-        edit_json(folder / "report.json", **changes)
+        change(folder)
         fedspan.predict(folder, ["word1"])
 
     return provoke
@@ -93,7 +93,24 @@ USING = [
     ),
     Mistake("client", "A client is misspelt.", "client", _predict("weast")),
     Mistake("whose", "Each client has its own model, and no client is named.", "client", _predict(kind="personal")),
-    Mistake("report-edited", "report.json was edited.", "FOLDER/finished/report.json", _report(best_round=7)),
+    Mistake(
+        "adapter-flipped",
+        "A bit of a run's adapter is flipped.",
+        "FOLDER/finished/adapter/adapter_model.safetensors",
+        _run(lambda folder: flip(folder / "adapter" / "adapter_model.safetensors")),
+    ),
+    Mistake(
+        "adapter-file-missing",
+        "A file of a run's adapter is missing.",
+        "FOLDER/finished/adapter/tokenizer.json",
+        _run(lambda folder: (folder / "adapter" / "tokenizer.json").unlink()),
+    ),
+    Mistake(
+        "report-edited",
+        "report.json was edited.",
+        "FOLDER/finished/report.json",
+        _run(lambda folder: edit_json(folder / "report.json", best_round=7)),
+    ),
     Mistake(
         "notes-cut",
         "fedspan.json is truncated.",
