@@ -18,7 +18,7 @@
     best/                the best round's checkpoint
     adapter/             the exported adapter
     baselines/           local/, centralized/: their checkpoints while they train, then a report.json each
-    report.json          the summary, once the run is finished
+    report.json          the summary, once the run is finished; names the files above
     run.lock             held while a process works on the run; names that process
 """
 

@@ -3,7 +3,7 @@
 Every checkpoint names the run's configuration, the SHA-256 of the files that no round changes, and the ends of the
 logs. The report of a finished run names the same, and the SHA-256 of environment.json and of every exported file. That
 finds damaged disks and edits of any of these files. It does not stop someone who rewrites all of them together with
-the checkpoints: for that, keep the logs' heads (``logs`` in report.json) elsewhere.
+the checkpoints: for that, keep the ``sha256`` of report.json elsewhere.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ __all__ = ["CARD", "RunReport", "convert_card", "cut_card", "write_card", "write
 
 @dataclass(frozen=True)
 class RunReport:
-    """The summary of a finished run; ``report.json`` holds the same.
+    """The summary of a finished run; ``report.json`` holds the same, and what ``runs.records`` describes.
 
     Args:
         method: Registry key of the method, with those of its wrappers: ``fedit+fedprox``.
