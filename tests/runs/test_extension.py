@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -222,14 +222,16 @@ def test_a_last_round_that_was_measured_is_named(tiny_folder: Path, tmp_path: Pa
 
 
 def test_the_command_line(
-    call: Callable[..., Any], refused: Callable[..., str], tiny_folder: Path, tmp_path: Path
+    call: Callable[..., Any],
+    refused: Callable[..., str],
+    tiny_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path, folder = tmp_path / "my.yaml", tmp_path / "run"
     path.write_text(yaml.safe_dump(values(tiny_folder, 2)))
+    monkeypatch.setattr(sys, "argv", ["fedspan", "run", str(path), "--out", str(folder)])
     assert call("run", path, "--out", folder).exit_code == 0
-    recorded = json.loads((folder / "environment.json").read_text())
-    recorded["command"] = ["fedspan", "run", str(path), "--out", str(folder)]
-    (folder / "environment.json").write_text(json.dumps(recorded))
     result = call("run", "--resume", folder, "--set", "federation.rounds=3")
     assert result.exit_code == 0, result.output
     assert "note: federation.rounds is 3 from now on, and was 2" in result.output
