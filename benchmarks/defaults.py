@@ -61,14 +61,14 @@ class TextSet:
     Args:
         columns: Column names of the csv files.
         read: Reads the part ``train`` or ``test`` from the folder of all data sets.
-        train: Number of training rows.
+        train: Number of training rows; None: all.
         test: Number of test rows, at most.
         split: Whether the set has a test part of its own; False: ``read`` returns all rows, which are then split.
     """
 
     columns: tuple[str, ...]
     read: Callable[[Path, str], Rows]
-    train: int = 800
+    train: int | None = 800
     test: int = 400
     split: bool = True
 
@@ -174,10 +174,10 @@ def pacs(data: Path, part: str) -> Images:
 
 SETS: dict[str, TextSet | ImageSet] = {
     "Banking77": TextSet(("text", "category"), banking77(None), train=1200, test=1000),
-    "Banking77, 20 classes": TextSet(("text", "category"), banking77(20), test=800),
+    "Banking77, 20 classes": TextSet(("text", "category"), banking77(20), train=None, test=800),
     "SST-2": TextSet(("sentence", "label"), sst2),
     "reviews, sentiment": TextSet(("review", "sentiment"), sentiments, train=400),
-    "reviews, domain": TextSet(("review", "topic"), domains, train=400),
+    "reviews, domain": TextSet(("review", "topic"), domains, train=None),
     "PACS": ImageSet(pacs, split=False),
     "Fashion-MNIST": ImageSet(fashion_mnist),
 }
@@ -222,10 +222,10 @@ def write_rows(path: Path, columns: Sequence[str], rows: Rows) -> None:
 
 
 def draw(kind: TextSet | ImageSet, data: Path, rng: random.Random, most: int | None) -> tuple[list[Any], list[Any]]:
-    """Draw the training and the test examples of a subset, ``most`` training examples where the set has a split."""
+    """Draw the training and the test examples of a subset, ``most`` training examples where the set has a test part."""
     if kind.split:
         parts = kind.read(data, "train"), kind.read(data, "test")
-        sizes = min(most or kind.train, len(parts[0])), min(kind.test, len(parts[1]))
+        sizes = min(most or kind.train or len(parts[0]), len(parts[0])), min(kind.test, len(parts[1]))
         return rng.sample(parts[0], sizes[0]), rng.sample(parts[1], sizes[1])
     drawn = rng.sample(kind.read(data, "all"), kind.train + kind.test)
     return drawn[: kind.train], drawn[kind.train :]
@@ -564,7 +564,7 @@ def page(tables: str, args: argparse.Namespace) -> str:
         more += ["--seeds", *map(str, args.seeds)]
     command = " ".join(["python benchmarks/defaults.py --data PATH/data --models PATH/models", *more])
     size = next(kind.size for kind in SETS.values() if isinstance(kind, ImageSet))
-    few, many = (bound(kind.train for kind in SETS.values()) // 10 for bound in (min, max))
+    whole = ", ".join(f"*{name}*" for name, kind in SETS.items() if kind.train is None)
     seconds = (
         "" if args.clips else " Seconds are those of a run's rounds on one thread, beside other work on the machine."
     )
@@ -575,9 +575,9 @@ def page(tables: str, args: argparse.Namespace) -> str:
         f"{torch.__version__}.{seconds}"
         f"\n\n{tables}\n"
         "## Data\n\n"
-        "To keep the table affordable on a CPU, the sets are small subsets, drawn by the seed: ten clients of "
-        f"{few} to {many} examples, of which `init` sets three tenths aside for validation and for the clients' own "
-        f"tests. Product reviews have at most {WORDS} words, images are resized to {size} x {size} pixels. "
+        f"The small sets ({whole}) have all their training examples. To keep the table affordable on a CPU, the others "
+        "are subsets, drawn by the seed. Ten clients share the training examples; `init` sets three tenths of them "
+        f"aside for validation and for the clients' own tests. Product reviews have at most {WORDS} words, images are resized to {size} x {size} pixels. "
         f"Differences of about one per cent are within the noise of a seed.\n\n{size_table(args)}"
     )
 
@@ -605,7 +605,7 @@ def main() -> None:
     parser.add_argument("--clips", type=float, nargs="+", default=[], metavar="RATIO", help="only what clips cost")
     parser.add_argument("--no-run", action="store_true", help="only the tables of what is finished")
     parser.add_argument(
-        "--train", type=int, help="training examples of sets with a test part, at most; left out: small subsets"
+        "--train", type=int, help="training examples of sets with a test part, at most; left out: by set"
     )
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--page", type=Path, help="write the tables to this file")
