@@ -577,7 +577,8 @@ def page(tables: str, args: argparse.Namespace) -> str:
         "## Data\n\n"
         f"The small sets ({whole}) have all their training examples. To keep the table affordable on a CPU, the others "
         "are subsets, drawn by the seed. Ten clients share the training examples; `init` sets three tenths of them "
-        f"aside for validation and for the clients' own tests. Product reviews have at most {WORDS} words, images are resized to {size} x {size} pixels. "
+        f"aside for validation and for the clients' own tests. Product reviews have at most {WORDS} words, images are "
+        f"resized to {size} x {size} pixels. "
         f"Differences of about one per cent are within the noise of a seed.\n\n{size_table(args)}"
     )
 
