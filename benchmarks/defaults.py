@@ -10,7 +10,8 @@ from the set's own train and test parts.
 
 Finished cells are not run again, so the script can be stopped at any moment; cells run seed by seed, so that an
 unfinished table covers all sets. ``--only`` names sets, ``--partitions`` names partitions, ``--one-seed`` runs the
-first seed, ``--leave-one-out`` chooses settings on all other sets and tests them on the left-out one. ``--clips``
+first seed, ``--leave-one-out`` chooses settings on all other sets and tests them on the left-out one.
+``--unclipped`` runs again without clipping what had a clipped reply, and shows what clipping changed. ``--clips``
 compares values of ``federation.clip_ratio`` with unclipped replies instead, without centralized training;
 a value that clipped nothing leaves wider ones nothing to do, so they are not run. ``--page`` writes the tables.
 """
@@ -30,7 +31,7 @@ import struct
 import tarfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -464,9 +465,26 @@ def count_clipped_rounds(cell: Cell, args: argparse.Namespace) -> int:
 
 
 def list_clip_cells(args: argparse.Namespace, name: str, partition: str, seed: int) -> list[Cell]:
-    """Return a row's cells: the clips from the narrowest on, and last the one without."""
-    names = [*(f"clip {ratio:g}" for ratio in sorted(args.clips)), UNCLIPPED]
-    return [Cell(name, partition, seed, setting) for setting in names]
+    """Return a row's cells: the clips from the narrowest on, and last the one without.
+
+    A finished cell with the default ratio is not run again.
+    """
+    default = Cell(name, partition, seed)
+    known = get_default_ratio() if is_finished(default, args) else None
+    cells = [default if ratio == known else replace(default, setting=f"clip {ratio:g}") for ratio in sorted(args.clips)]
+    return [*cells, replace(default, setting=UNCLIPPED)]
+
+
+def with_default_clip(args: argparse.Namespace) -> argparse.Namespace:
+    """Return the arguments with ``--clips`` and the default ratio."""
+    return argparse.Namespace(**{**vars(args), "clips": [get_default_ratio()]})
+
+
+def get_default_ratio() -> float:
+    """Return the default of ``federation.clip_ratio``."""
+    from fedspan.config.federation import FederationConfig
+
+    return float(FederationConfig.model_fields["clip_ratio"].default)
 
 
 def find_clip_run(cells: Sequence[Cell], number: int, args: argparse.Namespace) -> Cell | None:
@@ -543,6 +561,11 @@ ABOUT_DEFAULTS = (
     "early stopping, by seed: in a run of four rounds, none lowered the validation loss. The goal is reached if "
     f"federated training has at least {GOAL:.0%} of centralized training's accuracy and no less than the start."
 )
+ABOUT_COSTS = (
+    "All clients are honest. The column of the clip has the difference between the config as `init` writes it and the "
+    "same run without clipping, in points, paired by seed: mean (smallest to largest). The last column counts the "
+    "rounds of all seeds in which a reply was clipped."
+)
 ABOUT_CLIPS = (
     "# What clipping costs with the config of `fedspan init`\n\n"
     "This page compares federations of honest clients with and without a limit on the norm of their changes "
@@ -557,7 +580,8 @@ def page(tables: str, args: argparse.Namespace) -> str:
     """The tables with the command, the machine and the date."""
     import torch
 
-    more = [*(["--one-seed"] if args.one_seed else []), *(["--leave-one-out"] if args.leave_one_out else [])]
+    flags = ("one_seed", "leave_one_out", "unclipped")
+    more = [f"--{flag.replace('_', '-')}" for flag in flags if getattr(args, flag)]
     if args.clips:
         more += ["--clips", *(f"{ratio:g}" for ratio in args.clips)]
         more += ["--only", *map(shlex.quote, args.only), "--partitions", *map(shlex.quote, args.partitions)]
@@ -603,6 +627,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     parser.add_argument("--one-seed", action="store_true", help="the first seed only")
     parser.add_argument("--leave-one-out", action="store_true", help="the other settings, too, and their table")
+    parser.add_argument("--unclipped", action="store_true", help="what clipped replies change, too")
     parser.add_argument("--clips", type=float, nargs="+", default=[], metavar="RATIO", help="only what clips cost")
     parser.add_argument("--no-run", action="store_true", help="only the tables of what is finished")
     parser.add_argument(
@@ -621,6 +646,8 @@ def main() -> None:
     other = [Cell(name, "Dirichlet 0.3", args.seeds[0], setting) for setting in SETTINGS for name in args.only]
     if not args.no_run:
         run_cells([*cells, *(other if args.leave_one_out else [])], args)
+        if args.unclipped:
+            run_clips(with_default_clip(args))
     tables = default_table(args)
     tables = f"{verdict(tables, len(args.seeds))}\n\n{tables}"
     if missed := missed_table(args):
@@ -635,6 +662,8 @@ def main() -> None:
             f"validation accuracy over the best setting's, and tested on the left-out set. {partition_text}\n\n"
             f"{left_out_table(args)}"
         )
+    if args.unclipped:
+        tables += f"\n## What clipping costs\n\n{ABOUT_COSTS}\n\n{clipping_table(with_default_clip(args))}"
     print_tables(tables, args)
 
 

@@ -169,6 +169,20 @@ def test_a_clip_that_clipped_nothing_has_the_result_of_wider_ones(defaults: Modu
     assert "| 80.0 | -10.0 (-10.0 to -10.0) | +0.0 (+0.0 to +0.0) |" in line
 
 
+def test_the_config_of_init_is_the_run_with_the_default_clip(defaults: ModuleType, args: Namespace) -> None:
+    args.partitions, args.seeds = ["Dirichlet 0.3"], [0]
+    costs = defaults.with_default_clip(args)
+    own = defaults.Cell(NAME, "Dirichlet 0.3", 0)
+    first, last = defaults.list_clip_cells(costs, NAME, "Dirichlet 0.3", 0)
+    assert (first.setting, last.setting) == (f"clip {costs.clips[0]:g}", defaults.UNCLIPPED)
+    assert defaults.config_of(own, args).federation.clip_ratio == costs.clips[0]
+    finish_clip(defaults, args, own, 0.8, 2)
+    finish_clip(defaults, args, last, 0.83, 0)
+    assert defaults.list_clip_cells(costs, NAME, "Dirichlet 0.3", 0)[0] == own
+    (line,) = defaults.clipping_table(costs).splitlines()[2:]
+    assert line == f"| {NAME} | Dirichlet 0.3 | 1 | 83.0 | -3.0 (-3.0 to -3.0) | 2 of 7 |"
+
+
 def test_the_page_states_the_sizes_of_the_sets(defaults: ModuleType, args: Namespace) -> None:
     """This small set is used whole; of its test examples, there are more than a subset needs."""
     assert defaults.size_table(args).splitlines()[2:] == [f"| {NAME} | 2000 | 800 |"]
