@@ -185,6 +185,10 @@ def _to_dict(plan: Plan) -> dict[str, Any]:
     return plain
 
 
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def _show(out: Console, plans: Mapping[str, Plan], refused: Mapping[str, str], is_max_length: bool) -> None:
     from fedspan.cli.formatting import create_table
     from fedspan.experiments.tables import format_size
@@ -192,10 +196,10 @@ def _show(out: Console, plans: Mapping[str, Plan], refused: Mapping[str, str], i
 
     first = next(iter(plans.values()))
     cohort = "all" if first.cohort == first.clients else str(first.cohort)
-    steps = "" if first.steps is None else f", {first.steps:,} steps of a client in a round"
+    steps = "" if first.steps is None else f", {_count(first.steps, 'step')} of a client in a round"
     out.print(
-        f"{first.model}: {first.parameters:,} parameters, {first.layers} target layers; {first.clients} clients, "
-        f"{cohort} a round, {first.rounds} rounds{steps}",
+        f"{first.model}: {first.parameters:,} parameters, {_count(first.layers, 'target layer')}; "
+        f"{_count(first.clients, 'client')}, {cohort} a round, {_count(first.rounds, 'round')}{steps}",
         style="bold",
     )
     table = create_table()
