@@ -658,8 +658,9 @@ def main() -> None:
     if args.leave_one_out and all(is_finished(cell, args) for cell in other):
         partition_text = f"Dirichlet 0.3, seed {args.seeds[0]}."
         tables += (
-            "\n## Settings chosen on the other sets\n\nEvery setting is compared on all sets but one, by its "
-            f"validation accuracy over the best setting's, and tested on the left-out set. {partition_text}\n\n"
+            "\n## Settings chosen on the other sets\n\nThe settings are the config as `init` writes it, and the same "
+            "with a fourth and with four times its learning rate. Every setting is compared on all sets but one, by "
+            f"its validation accuracy over the best setting's, and tested on the left-out set. {partition_text}\n\n"
             f"{left_out_table(args)}"
         )
     if args.unclipped:
