@@ -381,7 +381,7 @@ _REPLIES = {
     "nan": ("a client's reply is NaN throughout", "not finite"),
     "shapes": ("a client's reply has tensors of other shapes", "not ["),
     "extra": ("a client's reply has a tensor more", "backdoor"),
-    "huge": ("a client's reply is moved by 1000 in every number", "the cohort's median"),
+    "huge": ("a client's reply is moved by 1000 in every number", "times the cohort's norm"),
     "stale": ("a client's reply is one to the round before", "a reply of"),
     "too-large": ("a reply of 3 MiB, where 1 MiB is the most (`federation.message_mib: 1`)", "larger than its order"),
     "no-header": ("a reply whose header is no JSON", "not a fedspan header"),

@@ -265,6 +265,11 @@ def test_data_in_the_config_are_pointed_to_their_argument(name: str) -> None:
     assert "secret" not in str(caught.value)
 
 
+def test_a_list_of_files_is_not_taken_for_data() -> None:
+    with pytest.raises(FedspanError, match="a valid string"):
+        parse_config({**VALID, "data": {**VALID["data"], "train": ["a.csv", "b.csv"]}})
+
+
 def test_files_that_are_no_config_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     contents = {

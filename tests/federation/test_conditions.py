@@ -159,7 +159,7 @@ def test_over_selection_continues_with_the_first_that_reply(tiny_folder: Path) -
 
 
 @pytest.mark.parametrize(
-    ("kind", "reason"), [("nan", "not finite"), ("scale", "median is"), ("noise", None), ("sign-flip", None)]
+    ("kind", "reason"), [("nan", "not finite"), ("scale", "the limit is"), ("noise", None), ("sign-flip", None)]
 )
 def test_validation_finds_some_faults(kind: str, reason: str | None, tiny_folder: Path) -> None:
     faults = {"share": 0.25, "kind": kind, "factor": 1000.0 if kind == "scale" else None}

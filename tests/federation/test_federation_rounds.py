@@ -100,7 +100,7 @@ SPOILT: dict[str, tuple[Spoil, str]] = {
     "other numbers": (changed(lambda _, value: value.half()), "torch.float16"),
     "tensors too many": (more, "with ['more'] too"),
     "tensors too few": (fewer, "without ["),
-    "far away": (changed(lambda _, value: value + 100), "the cohort's median"),
+    "far away": (changed(lambda _, value: value + 100), "times the cohort's norm"),
     "another round": (lambda _, answer: replace(answer, round=7).to_envelope(), "a reply of"),
     "another client": (lambda _, answer: replace(answer, id="north").to_envelope(), "a reply of"),
     "an evaluation": (lambda _, answer: replace(answer, task="evaluate").to_envelope(), "evaluate"),

@@ -346,7 +346,7 @@ def test_claims_with_a_second_exchange_must_sum() -> None:
 HOSTILE: dict[str, tuple[Spoil, str]] = {
     "not a number": (lambda _, answer: alter(answer, lambda value: value * float("nan")), "not finite"),
     "another shape": (lambda _, answer: alter(answer, lambda value: value[:1]), "not ["),
-    "far away": (lambda _, answer: alter(answer, lambda value: value + 100), "the cohort's median"),
+    "far away": (lambda _, answer: alter(answer, lambda value: value + 100), "times the cohort's norm"),
     "the first reply": (lambda _, answer: replace(answer, task="train").to_envelope(), "where the order was to"),
     "no message": (lambda _, answer: replace(answer, body=b"\x08").to_envelope(), "not a fedspan message"),
 }

@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from fedspan.runs.model_card import CARD
+from fedspan.runs.folder import CARD
 
 _TIMED = {"seconds", "chain", "logs", "sha256"}  # the time, and digests that cover it
 _REPEATED = {"config", "files"}  # what report.json names of files that are compared themselves

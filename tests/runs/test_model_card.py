@@ -10,7 +10,8 @@ import pytest
 from huggingface_hub import ModelCard
 
 import fedspan
-from fedspan.runs.model_card import CARD, _write_command
+from fedspan.runs.folder import CARD
+from fedspan.runs.model_card import _write_command
 from helpers import tiny
 
 

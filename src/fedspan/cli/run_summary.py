@@ -35,7 +35,7 @@ _TARGET_COLUMNS: Mapping[TargetType, str] = {
 def show_report(out: Console, report: RunReport, folder: Path) -> None:
     """Print the report of the run in ``folder``."""
     table = _make_score_table(report)
-    out.print(Text("no scores: there is no validation or test part", "dim") if table is None else table)
+    out.print(Text("no scores were measured", "dim") if table is None else table)
     for sentence in (_describe_gain(report), _describe_start(report)):
         if sentence:
             out.print(Text(sentence))

@@ -46,7 +46,7 @@ def convert_validation_error(
         return FedspanError(contradicted, context["value"], problem=context["problem"])
     if detail["type"] == "missing":
         return FedspanError(field, None, problem="this field is required")
-    if field in _DATA_FILES and not isinstance(detail["input"], str | None):
+    if field in _DATA_FILES and _is_object(detail["input"]):
         kind = type(detail["input"]).__name__
         problem = f"an object ({kind}) is not the path of a file. Pass data of this process as data=, beside the config"
         return FedspanError(field, kind, problem=problem)
@@ -73,6 +73,13 @@ def _describe_example(section: type[BaseModel] | None) -> str:
     except (pydantic.ValidationError, FedspanError):
         return ""
     return ", for example {} for its defaults"
+
+
+def _is_object(value: Any) -> bool:
+    """Check whether a value cannot come from a YAML file that was meant to name files."""
+    if isinstance(value, list):
+        return any(not isinstance(item, str) for item in value)
+    return value is not None and not isinstance(value, str | int | float | dict)
 
 
 def _format_expectation(message: str) -> str:

@@ -22,8 +22,8 @@ __all__ = [
     "MODEL",
     "Change",
     "ChangeSize",
+    "compute_capped_median",
     "compute_norm_limits",
-    "compute_reference",
     "measure_change",
     "rebase_change",
     "shrink_reply",
@@ -89,24 +89,23 @@ def measure_change(
     return {key: ChangeSize(math.sqrt(total), entries) for key, (total, entries) in totals.items()}
 
 
-def compute_reference(values: Collection[float]) -> float:
+def compute_capped_median(values: Collection[float]) -> float:
     """Return the number with which a cohort's numbers are compared: their median.
 
-    Of an even number of values it is the mean of the middle two, but at most twice the lower one (unless that is zero),
-    so that half of a cohort cannot raise it further.
+    Of an even number of values it is the mean of the middle two, but at most twice the lower one, so that half of a
+    cohort cannot raise it further.
 
     Args:
         values: The clients' numbers, not negative; at least one.
     """
-    median, low = statistics.median(values), statistics.median_low(values)
-    return min(median, 2 * low) if low > 0 else median
+    return min(statistics.median(values), 2 * statistics.median_low(values))
 
 
 def compute_norm_limits(changes: Mapping[str, Change], ratio: float) -> dict[str, dict[str, float]]:
     """Return the norms that each client's change may have, by client and quantity.
 
-    A norm is ``ratio`` times the median (``compute_reference``) of the cohort's norms of this quantity; of clients with
-    more entries, as many times the square root of their number.
+    A norm is ``ratio`` times the median (``compute_capped_median``) of the cohort's norms of this quantity; of clients
+    with more entries, as many times the square root of their number.
 
     Args:
         changes: The changes by client.
@@ -118,7 +117,7 @@ def compute_norm_limits(changes: Mapping[str, Change], ratio: float) -> dict[str
     if len(changes) < ENOUGH_REPLIES:
         return {}
     medians = {
-        quantity: compute_reference([change[quantity].norm / change[quantity].scale for change in changes.values()])
+        quantity: compute_capped_median([one[quantity].norm / one[quantity].scale for one in changes.values()])
         for quantity in next(iter(changes.values()))
     }
     if not any(median > 0 for median in medians.values()):

@@ -17,7 +17,7 @@ from fedspan.core.tensors import create_generator
 from fedspan.core.values import Job
 from fedspan.federation import serialization
 from fedspan.federation.absences import Awaited, EvaluationAbsences
-from fedspan.federation.changes import compute_reference
+from fedspan.federation.changes import compute_capped_median
 from fedspan.federation.federation import Federation
 from fedspan.federation.plausibility import drop_impossible_metrics
 from fedspan.federation.progress import ClientData, Failure, Progress, Transfer
@@ -349,7 +349,7 @@ class ReportedEvaluator(Evaluator):
         limit = compute_weight_limit(list(counts.values()), self.federation.settings.max_weight_ratio)
         if limit is None:
             return {id: float(count) for id, count in counts.items()}
-        share = compute_reference([counts[id] / max(1, train[id]) for id in counts])
+        share = compute_capped_median([counts[id] / max(1, train[id]) for id in counts])
         limits = {id: limit if clients[id].max_weight is None else share * max(1, train[id]) for id in counts}
         return {id: float(count if examples_by_client[id] else min(count, limits[id])) for id, count in counts.items()}
 

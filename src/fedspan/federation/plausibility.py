@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from fedspan.federation.changes import ENOUGH_REPLIES, compute_reference
+from fedspan.federation.changes import ENOUGH_REPLIES, compute_capped_median
 from fedspan.federation.protocol import Reply, Scores
 from fedspan.tasks.metrics import METRICS
 
@@ -33,7 +33,7 @@ def drop_impossible_metrics(
     impossible: list[tuple[str, str]] = []
     for name, metric in METRICS.items():
         values = {id: row[name] for id, row in reported.items() if name in row}
-        median = compute_reference(values.values()) if len(values) >= ENOUGH_REPLIES else math.inf
+        median = compute_capped_median(values.values()) if len(values) >= ENOUGH_REPLIES else math.inf
         limit = math.inf if metric.is_bounded else _FAR * max(1.0, median)
         for id, value in values.items():
             if metric.is_possible(value) and value <= limit:

@@ -237,8 +237,7 @@ def find_outliers(changes: Mapping[str, Change], factor: float | None) -> dict[s
             if not norm <= limit:
                 subject = "its change has" if quantity == MODEL else f"its {quantity} have"
                 outliers[id] = (
-                    f"{subject} a norm of {norm:.3g}; the cohort's median is {limit / (factor or 1):.3g}, the limit "
-                    f"{limit:.3g}"
+                    f"{subject} a norm of {norm:.3g}; the limit is {limit:.3g}, {factor:g} times the cohort's norm"
                 )
     return outliers
 

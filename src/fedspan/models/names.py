@@ -73,7 +73,7 @@ def describe_load_error(error: BaseException) -> str:
     while cause is not None:
         if isinstance(cause, LocalEntryNotFoundError | OfflineModeIsEnabled):
             return "the hub cannot be reached, and its cache on this machine does not have the model"
-        cause = cause.__cause__ or cause.__context__
+        cause = cause.__cause__
     text = " ".join(str(error).split())
     if not text or isinstance(error, LookupError):  # the text of a KeyError is only the key
         text = f"{type(error).__name__} {text}".strip()

@@ -15,7 +15,7 @@ _LOSS_NOISE = 0.01  # relative difference of losses that other batches and seeds
 _CLEAR_FALL = 0.1  # relative; the share of right ones among a few examples varies
 _PARTS = {"validation": "validation", "test": "test", "clients": "the clients' test"}
 """Kinds of scores in a row, the first that a run has decides, and their names."""
-_NOTABLE = 0.1  # share of the untrained model's loss below which a training loss is small, however much it rose
+_SMALL = 0.1  # share of the untrained model's loss below which a training loss is small, however much it rose
 _RISE = 2.0  # a training loss of one round varies with its cohort, but rarely by this factor
 _RISE_OVER_START = 4.0  # a round's first steps, and other examples than those of the validation loss, count too
 
@@ -65,7 +65,7 @@ def find_divergence(
         # a multiple of a good model's loss is no sign yet, so the loss of a guess counts, too
         untrained = max((loss for loss in (measured, guess) if loss is not None), default=None)
         limit = math.inf if untrained is None else _RISE_OVER_START * untrained
-        floor = 0.0 if untrained is None else _NOTABLE * untrained
+        floor = _SMALL * untrained if untrained is not None and math.isfinite(untrained) else 0.0
         limit = limit if bound is None else min(limit, _AT_BOUND * bound)
         if not math.isfinite(after) or (after > _RISE * max(before, 0.0) > 0 and after > floor):
             notes.append(

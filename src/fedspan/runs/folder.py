@@ -18,7 +18,7 @@
     best/                the best round's checkpoint
     adapter/             the exported adapter
     baselines/           local/, centralized/: their checkpoints while they train, then a report.json each
-    report.json          the summary, once the run is finished; names the files above
+    report.json          the summary, once the run is finished; names the config, inputs, logs and exported files
     run.lock             held while a process works on the run; names that process
 """
 
@@ -45,7 +45,11 @@ from fedspan.files import (
     write_atomic,
 )
 
-__all__ = ["RunFolder", "describe_missing_run", "read_process_start", "suggest_folder"]
+__all__ = ["CARD", "RunFolder", "describe_missing_run", "read_process_start", "suggest_folder"]
+
+
+CARD = "README.md"
+"""File name of the model card beside an exported model."""
 
 
 def _seal(values: Mapping[str, object]) -> str:

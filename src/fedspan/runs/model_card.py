@@ -21,14 +21,14 @@ from fedspan.data.files import FROM_TRAINERS, IN_MEMORY
 from fedspan.models.names import FROM_PYTHON, get_published_name
 from fedspan.models.pooling import DENSE, Pooling
 from fedspan.runs.environment import is_command
-from fedspan.runs.folder import RunFolder
+from fedspan.runs.folder import CARD, RunFolder
 from fedspan.tasks.metrics import METRICS, order_metrics
 from fedspan.tasks.registry import get_task, is_installed
 
 if TYPE_CHECKING:
     from fedspan.runs.setup import Prepared
 
-__all__ = ["CARD", "RunReport", "convert_card", "cut_card", "write_card", "write_cards"]
+__all__ = ["RunReport", "convert_card", "cut_card", "write_card", "write_cards"]
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,6 @@ class RunReport:
     start: Mapping[str, Any] = field(default_factory=dict)
     by_value: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     selected: bool = True
-
-
-CARD = "README.md"
 
 
 def write_cards(prepared: Prepared, report: RunReport, run_folder: RunFolder) -> None:

@@ -14,7 +14,7 @@ from fedspan.errors import FedspanError
 from fedspan.files import compute_sha256
 from fedspan.logs import Position
 from fedspan.runs import checkpoint as checkpoints
-from fedspan.runs.folder import RunFolder
+from fedspan.runs.folder import CARD, RunFolder
 
 __all__ = [
     "RECORDS",
@@ -60,8 +60,11 @@ def read_records(run_folder: RunFolder) -> Records:
 
 
 def compute_result_digests(run_folder: RunFolder) -> dict[str, str]:
-    """Return the SHA-256 of environment.json and of every exported file, by path relative to the run folder."""
-    exported = sorted(path for path in run_folder.adapter.rglob("*") if path.is_file())
+    """Return the SHA-256 of environment.json and of every exported file, by path relative to the run folder.
+
+    Model cards are left out: their readers complete them.
+    """
+    exported = sorted(path for path in run_folder.adapter.rglob("*") if path.is_file() and path.name != CARD)
     files = (run_folder.environment, *exported)
     return {path.relative_to(run_folder.path).as_posix(): compute_sha256(path) for path in files}
 
@@ -101,10 +104,10 @@ def require_intact_model(folder: Path) -> None:
     Raises:
         FedspanError: If a file is missing or not what the run wrote, or the report was changed.
     """
-    folder = Path(os.path.abspath(folder))
-    for parent in folder.parents[:2]:  # adapter/ or, in it, the folder of a client
-        run_folder = RunFolder(parent)
-        if folder.is_relative_to(run_folder.adapter) and run_folder.config.is_file() and run_folder.report.is_file():
-            files = read_records(run_folder).files
-            exported = {name: files[name] for name in files if (parent / name).is_relative_to(folder)}
-            require_same_files(run_folder, exported, run_folder.report.name)
+    for path in dict.fromkeys((Path(os.path.abspath(folder)), Path(os.path.realpath(folder)))):  # links, too
+        for parent in path.parents[:2]:  # adapter/ or, in it, the folder of a client
+            run_folder = RunFolder(parent)
+            if path.is_relative_to(run_folder.adapter) and run_folder.config.is_file() and run_folder.report.is_file():
+                files = read_records(run_folder).files
+                exported = {name: files[name] for name in files if (parent / name).is_relative_to(path)}
+                require_same_files(run_folder, exported, run_folder.report.name)

@@ -64,14 +64,15 @@ class LowPrecision(Compression):
             return "adds rounding errors to the next change, and this method's replies hold other slots in every round"
         if refusal is None and self.uplink == "int8" and claims.shrinks and self._has_short_sides():
             return (
-                "stores a scale for each slot with int8, and this method's replies may have more slots than a layer "
-                "has inputs or outputs"
+                "stores a scale for each slot with int8, and this method's replies may have as many slots as a layer "
+                "has outputs, or more than it has inputs"
             )
         return refusal
 
     def _has_short_sides(self) -> bool:
         """Return whether int8's scales, which lie along a tensor's shorter side, may lie along another than slots."""
-        return any(min(layer.shape) < self.get_rank(None) for layer in self.spec.layers)
+        rank = self.get_rank(None)
+        return any(layer.out_features <= rank or layer.in_features < rank for layer in self.spec.layers)
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
         message = self.inner.sync(state, client)

@@ -266,14 +266,19 @@ class PlaintextAggregation:
 
         Where sizes depend on the client's data, the limit is the reply of a client with the model's whole rank.
         """
-        method, layers = self.context.method, self.context.method.spec.layers
-        if layers and method.estimate_messages(layers[0], client.rank, self.context.state.round) is not None:
-            client = replace(client, rank=method.get_rank(None))
+        client = self._widen(client)
         if client.rank not in self._reply_bytes:
             untrained = self._build_untrained_reply(client, self.context.state)
             size = len(serialization.encode(untrained)) + _SCALAR_BYTES * (1 + len(untrained.scalars))
             self._reply_bytes[client.rank] = size
         return self._reply_bytes[client.rank]
+
+    def _widen(self, client: Client) -> Client:
+        """Return the client with the model's whole rank where the sizes of its replies depend on its data."""
+        method, layers = self.context.method, self.context.method.spec.layers
+        if layers and method.estimate_messages(layers[0], client.rank, self.context.state.round) is not None:
+            return replace(client, rank=method.get_rank(None))
+        return client
 
     def add(self, client: Client, reply: Reply, attempt: int) -> bool:
         """``Aggregation.add``."""
@@ -317,7 +322,7 @@ class PlaintextAggregation:
         if (owner, state.round) not in self._expected:
             if any(other != owner for other, _ in self._expected):
                 self._expected.clear()  # replies come one by one
-            self._expected[owner, state.round] = self._build_untrained_reply(client, state)
+            self._expected[owner, state.round] = self._build_untrained_reply(self._widen(client), state)
         return self._expected[owner, state.round]
 
     def _rebase(self, contribution: Contribution, client: Client) -> Contribution:
