@@ -323,3 +323,12 @@ def test_a_reply_that_cannot_be_reduced_fails_its_own_client(changes: dict[str, 
         assert {failure.client for failure in result.failures} == {bad}
         assert "not finite" in result.failures[0].reason
         assert all(bool(value.isfinite().all()) for value in result.progress.state.tensors.values())
+
+
+@pytest.mark.parametrize("wrappers", [[], [{"name": "low-precision", "uplink": "int8"}]])
+def test_validated_replies_of_lora_a2_may_have_slots_in_any_layer(wrappers: list[Any], tiny_folder: Path) -> None:
+    """The budget of a client of a smaller rank is not that of an untrained one, whose slots are in the first layers."""
+    ranks = {"east": 1, "north": 2, "south": 2, "west": 4}
+    method = {"name": "lora-a2", "r": 4, "wrappers": wrappers}
+    for result in rounds(built(tiny_folder, method=method, federation={"ranks": ranks}, simulation={}), 2):
+        assert result.failures == ()
