@@ -116,7 +116,7 @@ def test_a_similar_folder_is_suggested(tmp_path: Path) -> None:
     for name, file in (("first", "config.yaml"), ("frist-notes", "notes.txt"), ("export", "fedspan.json")):
         (tmp_path / name).mkdir()
         (tmp_path / name / file).touch()
-    missing, meant = tmp_path / "frist", tmp_path / "first"
+    missing, meant = tmp_path / "firsst", tmp_path / "first"
     assert describe_missing_run(missing) == f"{str(missing)!r} holds no run. Did you mean {str(meant)!r}?"
     for read in (RunFolder.resume, read_report, read_status, lambda path: read_runs([path]), fedspan.diagnose):
         with pytest.raises(FedspanError, match=re.escape(f"holds no run. Did you mean {str(meant)!r}?")):
