@@ -19,7 +19,6 @@ OPTIONS = {
 OF_SCRIPTS = {
     Path("docs/methods/fedloru.md"): {"--accumulate"},
     Path("docs/published-code.md"): {"--accumulate"},
-    Path("docs/results/defaults.md"): {"--only", "--partitions", "--train"},
     Path("docs/results/named-entities.md"): {"--optimizer-state", "--trainings"},
     Path("docs/results/text-embedding.md"): {"--lr", "--seed"},
     Path("docs/security.md"): {"--coverage", "--number", "--seed"},
