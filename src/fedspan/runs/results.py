@@ -15,9 +15,6 @@ from fedspan.runs.records import RECORDS
 
 __all__ = ["is_run", "read_partition", "read_report", "require_client"]
 
-_LATER = {"by_value", "failures", "learning_rate", "other_bytes", "privacy", "selected", "warnings"}
-"""Fields that reports of earlier versions lack."""
-
 
 def is_run(folder: str | Path) -> bool:
     """Check whether a folder holds a run (an exported model has a config.json, but no config.yaml)."""
@@ -40,9 +37,9 @@ def read_report(folder: str | Path) -> RunReport:
     content = run_folder.read_sealed(run_folder.report)
     values = {name: value for name, value in content.items() if name not in RECORDS}
     names = {field.name for field in dataclasses.fields(RunReport)}
-    if not names - _LATER <= set(values) <= names:
+    if set(values) != names:
         raise FedspanError(str(run_folder.report), sorted(values), f"a report with {', '.join(sorted(names))}")
-    examples, warnings = values.pop("examples"), values.pop("warnings", ())
+    examples, warnings = values.pop("examples"), values.pop("warnings")
     return RunReport(examples=tuple(examples), warnings=tuple(warnings), **values)
 
 
