@@ -21,9 +21,9 @@ from pydantic import ValidationError
 
 from fedspan.config.node import NodeConfig
 from fedspan.deployment.base_checks import require_own_names
-from fedspan.deployment.base_offers import OFFERS, BaseFile, compute_offer_digest, compute_sha256, find_local_base
+from fedspan.deployment.base_offers import OFFERS, BaseFile, compute_offer_digest, find_local_base
 from fedspan.errors import FedspanError
-from fedspan.files import convert_disk_errors, write_atomic
+from fedspan.files import compute_sha256, convert_disk_errors, write_atomic
 
 __all__ = [
     "BaseDownloads",

@@ -21,14 +21,13 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from fedspan.deployment.base_checks import INDEX, POOLING, list_shards, require_own_names
 from fedspan.errors import FedspanError
-from fedspan.files import convert_disk_errors, write_atomic
+from fedspan.files import compute_sha256, convert_disk_errors, write_atomic
 
 __all__ = [
     "MOST_FILES",
     "OFFERS",
     "BaseFile",
     "compute_offer_digest",
-    "compute_sha256",
     "find_local_base",
     "list_base_files",
     "offer_base",
@@ -143,12 +142,6 @@ def list_base_files(folder: Path) -> list[BaseFile]:
 
 def _is_accepted(name: str) -> bool:
     return name in _NAMES or _WEIGHTS_NAME.fullmatch(name) is not None
-
-
-def compute_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file, in hexadecimal digits."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager
