@@ -47,11 +47,19 @@ class Here(ReplyingTransport):
                 yield id, reply_as(self.run, torch.get_num_threads(), self.ids.index(id), envelope)
 
 
-def host(*tasks: str, kind: type[Here] = Here) -> session.Host:
+def host(*tasks: str, kind: type[Here] = Here, reads_nodes: bool = True) -> session.Host:
+    """A host of runs whose clients are behind a transport.
+
+    Args:
+        tasks: Tasks in which the failing client fails.
+        kind: The transport's class.
+        reads_nodes: Whether the server reads what the clients store, as in a simulation; in deployments, it does not.
+    """
+
     def simulated(place: RunFolder, prepared: Prepared, played: Any) -> RunReport:
         transport = kind(place.path.resolve(), list(prepared.federation.clients), tasks)
         rules = prepared.config.federation.build_reply_rules()
-        return played(connect(prepared, transport, rules, nodes=get_nodes_folder(place.path)))
+        return played(connect(prepared, transport, rules, nodes=get_nodes_folder(place.path) if reads_nodes else None))
 
     return simulated
 
@@ -103,6 +111,16 @@ def test_what_evaluation_sends_is_in_the_ledger_and_apart_from_the_training(tiny
     assert len(asked) == 3 * len(tiny.SITES)  # after each round, and of the best one at the end
     sent = sum(row["bytes"] for row in asked)  # type: ignore[misc]
     assert report.other_bytes == {"evaluate": {"down": sent, "up": 0}}
+
+
+def test_a_run_whose_models_are_all_personal_ends_without_an_adapter_of_its_own(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    federation = {"clients_per_round": None, "rounds": 1}
+    config = tiny.config(tiny_folder, method={"name": "local-only"}, federation=federation)
+    report = session.run(config, tmp_path / "run", host=host(reads_nodes=False))
+    assert report.adapters == {}
+    assert not (tmp_path / "run" / "adapter").exists()
 
 
 class Forgetful(Here):

@@ -480,7 +480,8 @@ class _Session:
         )
         with convert_disk_errors(run_folder.path):
             write_cards(prepared, report, run_folder)
-            fsync_tree(run_folder.adapter)  # before the report that names the files
+            if adapters:  # in deployments, personal models stay with their clients
+                fsync_tree(run_folder.adapter)  # before the report that names the files
         content = {key: getattr(report, key) for key in report.__dataclass_fields__}
         files = {**self.inputs, **compute_result_digests(run_folder)}
         records = {"config": describe_config(prepared.config), "files": files, "logs": logs}
