@@ -191,8 +191,8 @@ def test_orders_that_differ_from_the_config_are_refused_and_totals_end(scene: Sc
     evaluation = replace(order, task="evaluate", client=None)
     assert not refusal(transport.inner, evaluation)
     assert "this server has used 1 evaluations of this node's data" in refusal(transport.inner, evaluation)
-    # Every model is another question about the data, and a new run starts no new count. Whether the victim trained in the
-    # secure round, too, depends on how early the others refused it.
+    # Every model is another question about the data, and a new run starts no new count. Whether the victim trained in
+    # the secure round, too, depends on how early the others refused it.
     assert not federation.run_round(first.progress).failures
     last = [asked for asked in transport.sent if asked.to == VICTIM][-1]
     book = json.loads((scene.made.folder / f"{VICTIM}-state" / "budget.json").read_text())
