@@ -1,4 +1,5 @@
-"""What a round of the batched engine spends its time on, by kinds of operators; one JSON line about it.
+"""What a round of the batched engine spends its time on, by kinds of operators, and how many floating-point operations
+its products of matrices are; one JSON line about both.
 
 python fedspan_profile.py CONFIG.json
 """
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from peers_answers import Answers
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
 
 from fedspan.config import parse_config
 from fedspan.runs.setup import prepare
@@ -45,8 +47,11 @@ def main() -> None:
     for event in profiler.key_averages():
         seconds[names.get(event.key, "other operators")] += event.self_cpu_time_total / 1e6
     seconds["outside of operators"] = seconds_in_all - sum(seconds.values())
+    with FlopCounterMode(display=False) as counter:  # in this thread only: there is one worker
+        federation.run_round(progress)
     examples = sum(len(member.train) for member in federation.clients.values())
-    answers.say(milliseconds={kind: 1000 * spent / examples for kind, spent in seconds.items()})
+    milliseconds = {kind: 1000 * spent / examples for kind, spent in seconds.items()}
+    answers.say(milliseconds=milliseconds, operations=counter.get_total_flops() / examples)
 
 
 if __name__ == "__main__":

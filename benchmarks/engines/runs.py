@@ -11,8 +11,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from engines.contenders import run_once
-from engines.page import Limit, format_table
+from engines.page import SHAPES, Limit, format_table, measure_products
+from engines.speed import RESULTS, SUBJECT
 from engines.work import Work
 
 __all__ = ["measure_accuracy", "measure_memory", "measure_overhead", "profile_round"]
@@ -20,6 +23,8 @@ __all__ = ["measure_accuracy", "measure_memory", "measure_overhead", "profile_ro
 MIB = 2**20
 OVERHEAD, STACKED, REGISTERED = 0.05, 1.3, 1.1
 """Limits: share of a round; peak memory against one client's; of many registered clients against few."""
+PRODUCTS = {32: 1.3}
+"""Most of a round's time against that of its products of matrices alone, by batch."""
 
 
 def run_config(values: dict[str, Any], args: argparse.Namespace, name: str) -> dict[str, Any]:
@@ -82,6 +87,10 @@ def profile_round(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:
     folder = args.out / "runs"
     folder.mkdir(parents=True, exist_ok=True)
     profiles: list[dict[str, float]] = []
+    limits: list[Limit] = []
+    rates = [measure_products(shape, args.threads)[torch.bfloat16] for shape in SHAPES]
+    rate = statistics.harmonic_mean(rates)
+    bounds: list[str] = []
     for batch, examples in args.examples.items():
         work = Work(args.data, batch, examples, args.clients, threads=args.threads)
         engine = {"name": "batched", "clients_per_pass": max(1, 64 // batch), "workers": 1}
@@ -90,6 +99,14 @@ def profile_round(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:
         result = run_once("fedspan_profile.py", [str(config)], args.threads, config.with_suffix(".log"))
         profiles.append(result["milliseconds"])
         print(f"  profile, batch {batch}: {profiles[-1]}", flush=True)
+        bound = result["operations"] / rate / 1e6
+        bounds.append(f"batch {batch} {bound:.2f} ms ({result['operations'] / 1e9:.2f} billion operations)")
+        if batch in PRODUCTS and f"batch{batch}" in args.sections:
+            measured = json.loads((args.out / f"batch-{batch}" / RESULTS).read_text())[SUBJECT]["rounds"]
+            taken = statistics.median(1000 * round["seconds"] / round["examples"] for round in measured)
+            kept = taken <= PRODUCTS[batch] * bound if args.judged else None
+            quantity = f"batch {batch}: in bfloat16, a round's time against that of its products of matrices"
+            limits.append(Limit(quantity, f"{taken / bound:.2f}", f"at most {PRODUCTS[batch]:g} times", kept))
     rows: list[list[str]] = []
     for kind in profiles[0]:
         shares = [f"{one[kind]:.2f} ({one[kind] / sum(one.values()):.0%})" for one in profiles]
@@ -102,8 +119,11 @@ def profile_round(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:
         "The profiler itself adds to small operators.",
         "",
         *format_table(["", *(f"batch {batch}" for batch in args.examples)], rows),
+        "An example's products of matrices, at the speed of the model's own shapes in the table above "
+        f"({rate:.0f} GFLOP/s in bfloat16), would take: {'; '.join(bounds)}.",
+        "",
     ]
-    return lines, []
+    return lines, limits
 
 
 def measure_memory(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:

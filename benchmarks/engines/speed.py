@@ -15,7 +15,7 @@ from engines.environment import get_peer_variables
 from engines.page import Limit, compute_ratios, format_equal_table, format_speed_table, format_table
 from engines.work import Work, write_plan
 
-__all__ = ["LAST", "compare", "compare_checkouts", "measure_compiled", "measure_last_layers"]
+__all__ = ["LAST", "RESULTS", "SUBJECT", "compare", "compare_checkouts", "measure_compiled", "measure_last_layers"]
 
 SUBJECT = "fedspan batched, bfloat16"
 EQUAL = {"float32": "fedspan batched, float32", "bfloat16": SUBJECT}
@@ -26,10 +26,13 @@ ALL_LAYERS, CACHED = "fedspan batched, bfloat16, all layers", "fedspan batched, 
 TARGETS = {4: {PLAIN: 4.0, SAME: 2.0, "Flower": 3.0}, 32: {PLAIN: 4.0, SAME: 1.5}}
 MORE = 2.2
 """Required speedups by batch; and of the last layers with the prefix cache against all layers."""
+MILLISECONDS = {4: 1.6}
+"""Most milliseconds an example by batch, in bfloat16."""
 SLOWER = 0.97
 """Least speed over that of another checkout."""
 NEAR = 1e-3
 """How far losses of the same training may be apart, relatively."""
+RESULTS = "results.json"
 
 
 class Field:
@@ -107,6 +110,10 @@ def compare(args: argparse.Namespace, python: Path | None, batch: int) -> tuple[
     results = take_turns(contenders, args.repetitions, field.folder)
     keep(results, field.folder)
     limits = [check_agreement(results, batch)]
+    if (most := MILLISECONDS.get(batch)) is not None:
+        taken = statistics.median(results[SUBJECT].milliseconds())
+        kept = taken <= most if args.judged else None
+        limits.append(Limit(f"batch {batch}: in bfloat16, ms an example", f"{taken:.2f}", f"at most {most:g}", kept))
     for name, target in TARGETS.get(batch, {}).items():
         if faster := compare_subject(results, name):
             kept = statistics.median(faster) >= target if args.judged else None
@@ -189,7 +196,7 @@ def check_agreement(results: Mapping[str, Measured], batch: int) -> Limit:
 def keep(results: Mapping[str, Measured], folder: Path) -> None:
     """Every number, beside the logs."""
     content = {name: {"ready": result.ready, "rounds": result.rounds} for name, result in results.items()}
-    (folder / "results.json").write_text(json.dumps(content, indent=1))
+    (folder / RESULTS).write_text(json.dumps(content, indent=1))
 
 
 def measure_last_layers(args: argparse.Namespace, python: Path | None, batch: int) -> tuple[list[str], list[Limit]]:
