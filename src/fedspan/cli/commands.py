@@ -54,7 +54,8 @@ class _Command(TyperCommand):
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        annotations = get_type_hints(self.callback, include_extras=True)
+        assert self.callback is not None
+        annotations = self.callback.__annotations__
         for param in self.params:
             if isinstance(param, TyperArgument):
                 param.help = next(
@@ -92,7 +93,9 @@ def register_command(name: str, *examples: str, panel: str | None = None) -> Cal
     """
 
     def register(function: _Function) -> _Function:
-        for annotation in get_type_hints(function, include_extras=True).values():
+        # Typer evaluates annotations that are texts several times for each command, whenever it shows help or runs one.
+        function.__annotations__ = get_type_hints(function, include_extras=True)
+        for annotation in function.__annotations__.values():
             for info in getattr(annotation, "__metadata__", ()):
                 if isinstance(info, ParameterInfo) and info.help is not None:
                     info.help = escape(info.help.replace("\\[", "["))  # shared options are processed more than once
