@@ -340,6 +340,39 @@ def test_quick_commands_are_quick(arguments: list[str]) -> None:
     )
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"]])
+def test_help_loads_no_parser_of_markdown_or_code(arguments: list[str]) -> None:
+    """The look stays Rich's; each of these modules would take a tenth of the time of ``fedspan --help`` or more."""
+    script = "import sys; from fedspan.cli import app; app(sys.argv[1:], standalone_mode=False); print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", script, *arguments], check=True, capture_output=True, text=True)
+    assert "╭─ Options ─" in loaded.stdout
+    modules = set(loaded.stdout.splitlines()[-1].split())
+    assert "typer.rich_utils" in modules
+    assert not {"markdown_it", "pygments", "rich.markdown", "rich.traceback"} & modules
+
+
+def test_typer_draws_markdown_and_tracebacks_after_fedspan_s_help() -> None:
+    """The contract of ``fedspan.cli.rich_help``: another program of Typer in the same process is drawn as ever."""
+    script = """
+from fedspan.cli.rich_help import import_rich_help
+import_rich_help()
+import sys, typer.rich_utils
+from rich.markdown import Markdown
+from rich.traceback import Traceback
+from typer.models import DeveloperExceptionConfig
+
+assert sys.modules["rich.markdown"].__file__
+text = typer.rich_utils._make_rich_text(text="**bold**", markup_mode="markdown")
+assert type(text) is Markdown, type(text)
+try:
+    raise ValueError
+except ValueError as error:
+    drawn = typer.rich_utils.get_traceback(error, DeveloperExceptionConfig(), [])
+assert type(drawn) is Traceback, type(drawn)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
 def test_help_describes_every_argument_and_option() -> None:
     group = get_program()
     assert isinstance(group, typer.core.TyperGroup)

@@ -14,6 +14,7 @@ from typer.models import ParameterInfo
 
 import fedspan
 from fedspan.cli.hints import find_page
+from fedspan.cli.rich_help import import_rich_help
 from fedspan.errors import FedspanError
 
 __all__ = ["MACHINES", "SERVER", "Json", "Overrides", "ServerFolder", "app", "register_command"]
@@ -35,6 +36,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 class _Group(TyperGroup):
     """Group of commands that prints a user error on one line, followed by the page that explains it."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        import_rich_help()
+        super().format_help(ctx, formatter)
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -61,6 +66,10 @@ class _Command(TyperCommand):
                 param.help = next(
                     info.help for info in annotations[str(param.name)].__metadata__ if isinstance(info, ParameterInfo)
                 )
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        import_rich_help()
+        super().format_help(ctx, formatter)
 
 
 def _format_examples(*lines: str) -> str:
