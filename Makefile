@@ -1,6 +1,6 @@
 # make demo     install into .venv and train on the built-in banking queries
 # make test     the tests, side by side (PYTEST_ARGS="-m slow -n 0" for the slow ones, PYTEST_ARGS=tests/data for some)
-# make lint     ruff, codespell, proselint: rules, format, spelling, words, style       make format   fix what ruff can
+# make lint     ruff, codespell, proselint, Harper: rules, format, spelling, style, grammar  make format   fix what ruff can
 # make types    pyright                         make imports  import rules between packages
 # make check    lint, types and imports         make clean    remove .venv and caches
 # make docs     the documentation as a site, in site/; every link within it is checked
@@ -66,6 +66,8 @@ lint: dev
 	$(BIN)/codespell -D docs/words.txt --regex "(?i)\b($$(sed 's/->.*//' docs/words.txt | paste -sd'|' -))\b" \
 	  --skip docs/results/faults.md $(WORDS_PAGES) $(WORDS_ONLY)
 	$(BIN)/proselint --config .proselintrc.json check $(WORDS_PAGES)
+	$(BIN)/harper lint --quiet --no-color --format compact \
+	  --ignore $$(grep -v '^#' .harperoff | paste -sd,) $(WORDS_PAGES)
 
 format: dev
 	$(BIN)/ruff check --fix .

@@ -708,7 +708,7 @@ def same_key(stage: Stage) -> Outcome:
     return Outcome(line(stage.made.log("double"), "refused the connection"), ALL)
 
 
-@register_fault("same-id", "a node that was admitted under another name calls itself as one that is there")
+@register_fault("same-id", "a node that was admitted under another name uses the name of one that is connected")
 def same_id(stage: Stage) -> Outcome:
     expected = stage.clean()
     path = stage.node("twin", NORTH)

@@ -62,7 +62,7 @@ class EvaluationConfig(Section):
         default=None,
         min_length=1,
         description="A regular expression for what counts of an answer, such as '####\\s*(\\S+)' for GSM8K: its first "
-        "group, or the whole match; left out: all of the text. Numbers are compared as numbers.",
+        "group, or the whole match; left out: the whole text. Numbers are compared as numbers.",
     )
 
     def get_selection_metric(self, metric: str) -> str:
