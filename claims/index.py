@@ -1,4 +1,4 @@
-"""Write docs/claims/index.md and statements.md from what the claims saved: ``python claims/index.py``."""
+"""Write docs/claims/index.md, experiments.md and statements.md from saved results: ``python claims/index.py``."""
 
 from __future__ import annotations
 
@@ -17,14 +17,19 @@ from fedspan.reproduction.presets import list_presets
 
 OPENING = """# Claims
 
-This page lists papers' experiments and says in which of them this library found what the paper reports. `claims/` has a
-script for each, and every number comes from the run that the experiment's page names; most ran at a small scale, with
-small models on two cores. Comparisons are paired by seed. A statement *holds* if the mean difference exceeds two
-standard errors in the paper's direction, and is *contradicted* if it does so in the other direction. It is
-*inconclusive* otherwise, also if no row learned anything. *Outdated* results were measured before a change that their
-page names, and have not been measured again; only the column *outdated* counts them. *Repeated* are statements on runs
-that another page has judged for the same two methods. [All statements](statements.md) has every measured number.
-`python claims/index.py` writes both pages from the saved results."""
+This page says what the papers claim and what this library found. Each experiment was rerun, most at a small scale, with
+small models on two cores."""
+TERMS = """A statement *holds* if the mean difference, paired by seed, exceeds two standard errors in the paper's
+direction, and is *contradicted* if it does so in the other direction. It is *inconclusive* otherwise, also if no row
+learned anything. *Outdated* results were measured before a change that their page names, and have not been measured
+again; they are counted as outdated only. *Repeated* are statements on runs that another page has judged for the same
+two methods. [All experiments](experiments.md) has every page with its scale and the counts of verdicts, and [all
+statements](statements.md) every measured number. `claims/` has a script for each experiment; `python claims/index.py`
+writes the three pages from the saved results."""
+EXPERIMENTS = """# All experiments
+
+This page lists every experiment that was rerun, with its scale, and those that were not. [Claims](index.md) sums them
+up by paper and says what the verdicts mean."""
 NOTED = """{count} pages have a note: they were measured in bfloat16, whose results differ between processors.
 Their presets now have float32."""
 STATEMENTS = """# All statements
@@ -57,6 +62,8 @@ VERBS = {
 }
 """The verdicts as verbs of a sentence."""
 OUTDATED, REPEATED = "outdated", "repeated"
+COLUMNS = (*VERDICTS, OUTDATED, REPEATED)
+"""What statements are counted as."""
 HEADLINES = (
     ("rolora-table1", "With 20 or 50 clients RoLoRA keeps the accuracy that LoRA and FFA-LoRA lose"),
     ("rolora-figure5", "Under an equal budget RoLoRA is above LoRA and FFA-LoRA on most tasks"),
@@ -77,27 +84,25 @@ EXPERIMENT = ("experiment", "first statement", "found here, all statements", "sc
 def index(folder: Path) -> dict[str, str]:
     """Return the pages in Markdown by file name."""
     parts, examined = read_pages(folder)
-    papers = [OPENING, *list_headlines(folder, parts), *count_notes(parts)]
-    papers.append(f"## Verdicts\n\n{summarize_papers(parts)}" if parts else "No results yet.")
+    papers = [OPENING, *list_headlines(folder, parts), TERMS, *count_notes(parts)]
+    experiments = [EXPERIMENTS, *([f"## Verdicts\n\n{summarize_papers(parts)}"] if parts else [])]
     statements = [STATEMENTS]
     for title, pages in parts.items():
-        papers += [f"## {title}", *([name_paper(pages)] if title != REST else []), *state_headlines(title, pages)]
-        papers.append(format_table(EXPERIMENT, list_experiments(folder, title, pages)))
+        paper = [name_paper(pages)] if title != REST else []
+        papers += [f"## {title}", *paper, *state_findings(title, pages), link_pages(title, pages)]
+        experiments += [f"## {title}", *paper, format_table(EXPERIMENT, list_experiments(folder, title, pages))]
         statements.append(
             f"## {title}\n\n"
             + format_table(("claim", "the paper's statement", "measured", "verdict"), format_rows(pages))
         )
     if examined:
-        rows = format_rows(examined)
         header = ("page", "statement under the change", "measured", "verdict")
-        statements += [EXAMINED, format_table(header, rows)]
-        papers += [
-            EXAMINED,
-            format_table(EXPERIMENT, list_experiments(folder, REASONS, examined)),
-        ]
-    existing = {page["name"] for pages in parts.values() for page in pages}
-    papers += list_missing_pages(existing)
-    return {name: "\n\n".join(page) + "\n" for name, page in (("index.md", papers), ("statements.md", statements))}
+        papers += [EXAMINED, link_pages(REASONS, examined)]
+        experiments += [EXAMINED, format_table(EXPERIMENT, list_experiments(folder, REASONS, examined))]
+        statements += [EXAMINED, format_table(header, format_rows(examined))]
+    experiments += list_missing_pages({page["name"] for pages in parts.values() for page in pages})
+    written = {"index.md": papers, "experiments.md": experiments, "statements.md": statements}
+    return {name: "\n\n".join(page) + "\n" for name, page in written.items()}
 
 
 def read_pages(folder: Path) -> tuple[dict[str, list[dict[str, Any]]], list[dict[str, Any]]]:
@@ -148,26 +153,48 @@ def list_headlines(folder: Path, parts: Mapping[str, Sequence[Mapping[str, Any]]
     for name, statement in HEADLINES:
         if name in saved:
             title, page = saved[name]
-            findings = [one for one in page["findings"] if one["statement"].startswith(f"{statement}: ")]
-            link = f"[{statement}]({name}.md)"
-            rows.append((title, link, _describe_findings(page, findings), read_scale(folder, name)))
-    header = ("paper", "the paper says", "found here", "scale")
-    return [f"## Headlines by paper\n\n{format_table(header, rows)}"] if rows else []
+            compared = _group_findings(page, statement)
+            found = "; ".join(f"{verdict} against {', '.join(others)}" for verdict, others in compared.items())
+            note = f" ({OUTDATED})" if "outdated" in page else ""
+            link = f"[{_name_item(title, page)}]({name}.md)"
+            rows.append((title, statement, f"{found}{note}", read_scale(folder, name), link))
+    header = ("paper", "the paper says", "found here", "scale", "page")
+    return [format_table(header, rows)] if rows else ["No results yet."]
 
 
-def _describe_findings(page: Mapping[str, Any], findings: Sequence[Mapping[str, str]]) -> str:
-    """Return a sentence with the verdicts, the methods compared with and the differences; empty: no finding."""
-    compared: dict[str, list[str]] = {}
-    for finding in findings:
-        pair = COMPARED.search(finding["statement"])
-        assert pair is not None, f"{finding['statement']} compares no two methods"
-        difference = finding["measured"].partition(";")[0].removeprefix("by ").removesuffix(" of accuracy")
-        compared.setdefault(finding["verdict"], []).append(f"{_name_other(pair[2])} ({difference})")
+def _group_findings(page: Mapping[str, Any], statement: str) -> dict[str, dict[str, str]]:
+    """Return a statement's differences by verdict and the method compared with."""
+    compared: dict[str, dict[str, str]] = {}
+    for finding in page["findings"]:
+        if finding["statement"].startswith(f"{statement}: "):
+            pair = COMPARED.search(finding["statement"])
+            assert pair is not None, f"{finding['statement']} compares no two methods"
+            difference = finding["measured"].partition(";")[0].removeprefix("by ").removesuffix(" of accuracy")
+            compared.setdefault(finding["verdict"], {})[_name_other(pair[2])] = difference
+    return {verdict: compared[verdict] for verdict in VERDICTS if verdict in compared}
+
+
+def _describe_findings(page: Mapping[str, Any], statement: str) -> str:
+    """Return sentences with the verdicts on a statement, the methods compared with and the differences."""
     clauses = [
-        f"{VERBS[verdict]} against {_join_words(compared[verdict])}" for verdict in VERDICTS if verdict in compared
+        f"{VERBS[verdict]} against {_join_words([f'{other} ({difference})' for other, difference in others.items()])}"
+        for verdict, others in _group_findings(page, statement).items()
     ]
     note = f" The results are {OUTDATED}." if "outdated" in page else ""
-    return f"This {_join_words(clauses)}.{note}" if clauses else ""
+    return f"Here, this {_join_words(clauses)}.{note}"
+
+
+def _name_item(title: str, page: Mapping[str, Any]) -> str:
+    """Return the short name of a page, such as its table of the paper."""
+    name = page["title"].removeprefix(f"{title}, ")
+    name = name.removeprefix(f"{title}: ") if name.startswith(f"{title}: ") else name.partition(":")[0]
+    return f"{name}, one learning rate" if page["name"].endswith("-matched") else name
+
+
+def link_pages(title: str, pages: Sequence[Mapping[str, Any]]) -> str:
+    """Return a line with links to a paper's experiments."""
+    links = ", ".join(f"[{_name_item(title, page)}]({page['name']}.md)" for page in pages)
+    return f"Experiments: {links}."
 
 
 def _name_other(other: str) -> str:
@@ -200,13 +227,22 @@ def name_paper(pages: Sequence[Mapping[str, Any]]) -> str:
     return f"Paper: {Counter(page['paper'] for page in pages).most_common(1)[0][0]}."
 
 
-def state_headlines(system: str, pages: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a list of sentences: how often the paper's statements about its system and each other method hold.
+def state_findings(system: str, pages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return how a paper's statements fared: all of them, its headlines, and those on each other method.
 
     Args:
         system: Name of the paper's system.
-        pages: Its saved results; outdated and repeated ones, and statements without a verdict, are left out.
+        pages: Its saved results; outdated and repeated ones, and statements without a verdict, are only in the first
+            sentence.
     """
+    total = Counter(classify(page, finding) for page in pages for finding in page["findings"])
+    saved = {page["name"]: page for page in pages}
+    sentences = [f"- **All {total.total()} statements:** {_format_counts(total)}."] if total else []
+    sentences += [
+        f"- **{statement}.** {_describe_findings(saved[name], statement)}"
+        for name, statement in HEADLINES
+        if name in saved and _group_findings(saved[name], statement)
+    ]
     counts: dict[str, Counter[str]] = {}
     for page in pages:
         for finding in page["findings"]:
@@ -214,7 +250,7 @@ def state_headlines(system: str, pages: Sequence[Mapping[str, Any]]) -> list[str
             if pair is None or pair[1] != system or classify(page, finding) not in VERDICTS[:3]:
                 continue
             counts.setdefault(pair[2], Counter())[finding["verdict"]] += 1
-    sentences = [
+    sentences += [
         f"- **Against {other}:** {sum(count.values())} statements in favour of {system}: {_format_counts(count)}."
         for other, count in sorted(counts.items(), key=lambda item: (-sum(item[1].values()), item[0]))
         if sum(count.values()) > 1
@@ -223,11 +259,11 @@ def state_headlines(system: str, pages: Sequence[Mapping[str, Any]]) -> list[str
 
 
 def _format_counts(count: Mapping[str, int]) -> str:
-    words = {verdict: verdict.removesuffix(" here") for verdict in VERDICTS}
+    words = {column: column.removesuffix(" here") for column in COLUMNS}
     return ", ".join(
-        f"{count[verdict]} {'hold' if verdict == 'holds' and count[verdict] > 1 else words[verdict]}"
-        for verdict in VERDICTS
-        if verdict in count
+        f"{count[column]} {'hold' if column == 'holds' and count[column] > 1 else words[column]}"
+        for column in COLUMNS
+        if column in count
     )
 
 
@@ -282,14 +318,13 @@ def summarize_papers(parts: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
         title: Counter(classify(page, finding) for page in pages for finding in page["findings"])
         for title, pages in parts.items()
     }
-    columns = (*VERDICTS, OUTDATED, REPEATED)
     rows = [
-        (f"[{title}](#{title.lower().replace(' ', '-')})", sum(count.values()), *(count[column] for column in columns))
+        (f"[{title}](#{title.lower().replace(' ', '-')})", sum(count.values()), *(count[column] for column in COLUMNS))
         for title, count in counts.items()
     ]
     total = sum(counts.values(), Counter[str]())
-    rows.append(("all", sum(total.values()), *(total[column] for column in columns)))
-    return format_table(("paper", "statements", *(column.removesuffix(" here") for column in columns)), rows)
+    rows.append(("all", sum(total.values()), *(total[column] for column in COLUMNS)))
+    return format_table(("paper", "statements", *(column.removesuffix(" here") for column in COLUMNS)), rows)
 
 
 def format_rows(pages: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:

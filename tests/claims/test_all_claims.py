@@ -63,9 +63,9 @@ def save_page(
 
 def test_the_index_names_what_was_not_run(scripts: None, tmp_path: Path) -> None:
     index = importlib.import_module("index").index
-    assert "| `python claims/reproduced.py rolora-table1 --data FOLDER` |" in index(tmp_path)["index.md"]
+    assert "| `python claims/reproduced.py rolora-table1 --data FOLDER` |" in index(tmp_path)["experiments.md"]
     save_page(tmp_path, "rolora-table1", "RoLoRA, Table 1: Accuracy", [])
-    page = index(tmp_path)["index.md"]
+    page = index(tmp_path)["experiments.md"]
     assert "reproduced.py rolora-table1 " not in page
     assert "| FedLoRU, Table 1: FedLoRU, FedLoRA and FedHM on three image sets" in page
     assert "| matched | `python claims/reproduced.py fedgalore-table3 --protocol matched --data FOLDER` |" in page
@@ -95,7 +95,7 @@ def test_the_index_names_natural_partitions_and_a_single_seed(scripts: None, tmp
     scales: list[str] = []
     for seeds in ((0, 1, 2), (0,)):
         page(replace(found, seeds=seeds), load_preset("fedgalore-pacs"), tmp_path)
-        (row,) = [row for row in index(tmp_path)["index.md"].splitlines() if "(fedgalore-pacs.md)" in row]
+        (row,) = [row for row in index(tmp_path)["experiments.md"].splitlines() if "(fedgalore-pacs.md)" in row]
         scales.append(row.split(" | ")[-1].removesuffix(" |"))
     model, clients, rounds = scales[0].split("; ")
     assert (clients, rounds) == ("12 clients or one for each value of a column", "6 rounds")
@@ -120,7 +120,7 @@ def test_what_was_looked_into_is_in_the_index_and_not_counted(scripts: None, tmp
     for name in ("reasons", "fedloru-table1"):
         save_page(tmp_path, name, name.title(), [finding])
     pages = index(tmp_path)
-    assert "| all | 1 | 1 | 0 | 0 | 0 | 0 | 0 | 0 |" in pages["index.md"]
+    assert "| all | 1 | 1 | 0 | 0 | 0 | 0 | 0 | 0 |" in pages["experiments.md"]
     row = "| [Reasons](reasons.md), 2026-11-22 | After 80 rounds | by +1.0 ± 0.1 | **holds** |"
     assert row in pages["statements.md"]
 
@@ -139,9 +139,12 @@ def test_the_headlines_count_comparisons_of_the_paper_s_system(scripts: None, tm
     setting += "| a | 20, 10 a round | builtin:resnet-8 | 20 |\n| b | 5 | builtin:resnet-8 | 10 (LoRA); 40 (RoLoRA) |\n"
     save_page(tmp_path, "rolora-table1", "RoLoRA, Table 1: Accuracy", findings, setting)
     save_page(tmp_path, "rolora-table2", "RoLoRA, Table 2: Loss", findings, outdated=["another rate"])
-    page = index(tmp_path)["index.md"]
-    assert page.count("- **Against ") == 1
-    assert "- **Against FFA-LoRA:** 3 statements in favour of RoLoRA: 2 hold, 1 contradicted." in page
+    pages = index(tmp_path)
+    assert pages["index.md"].count("- **Against ") == 1
+    assert "- **Against FFA-LoRA:** 3 statements in favour of RoLoRA: 2 hold, 1 contradicted." in pages["index.md"]
+    assert "- **All 12 statements:** 4 hold, 1 contradicted, 1 not runnable, 6 outdated." in pages["index.md"]
+    assert "Experiments: [Table 1](rolora-table1.md), [Table 2](rolora-table2.md)." in pages["index.md"]
+    page = pages["experiments.md"]
     fared, scale = "4 hold, 1 contradicted, 1 not runnable", "resnet-8; 5 to 20 clients; 10 to 40 rounds"
     assert f"| [Table 1: Accuracy](rolora-table1.md) | It is ahead (0) | {fared} | {scale} |" in page
     assert f"| [Table 2: Loss](rolora-table2.md) | It is ahead (0) | {fared} (outdated) |  |" in page
@@ -195,7 +198,7 @@ def test_an_outdated_page_names_every_change_once_and_is_counted_apart(scripts: 
     assert page.read_text().replace(note, "") == before
     assert page.read_text().count(note) == 1
     pages = importlib.import_module("index").index(tmp_path)
-    assert f"| all | {count} | 0 | 0 | 0 | 0 | 0 | {count} | 0 |" in pages["index.md"]
+    assert f"| all | {count} | 0 | 0 | 0 | 0 | 0 | {count} | 0 |" in pages["experiments.md"]
     assert pages["statements.md"].count("**, outdated |") == count
     reproduced.page(reproduce_preset("fedloru-table1", tmp_path), load_preset("fedloru-table1"), tmp_path)
     assert page.read_text() == before
@@ -255,7 +258,7 @@ def test_statements_on_the_same_runs_are_counted_once(scripts: None, tmp_path: P
         table = "".join(f"| cell {number} | {method} | 0.5 | {value} |\n" for method, value in seconds.items())
         (tmp_path / f"{name}.md").write_text(f"{header}{table}\n## Setting\n", encoding="utf-8")
     pages = index(tmp_path)
-    assert "| all | 4 | 3 | 0 | 0 | 0 | 0 | 0 | 1 |" in pages["index.md"]
+    assert "| all | 4 | 3 | 0 | 0 | 0 | 0 | 0 | 1 |" in pages["experiments.md"]
     assert "| Statement 2: A against B | by +1.0 ± 0.1 | **holds**, repeated |" in pages["statements.md"]
 
 
@@ -281,11 +284,15 @@ def test_the_index_begins_with_the_papers_headlines(scripts: None, tmp_path: Pat
     statement = "Alignment makes FLoRG better"
     finding = {"statement": f"{statement}: FLoRG against without alignment", "measured": "by +1.0", "verdict": "holds"}
     save_page(tmp_path, "florg-procrustes", "FLoRG, Procrustes ablation: Title", [finding], outdated=["another rule"])
-    headlines, _, _ = module.index(tmp_path)["index.md"].partition("## Verdicts")
-    assert (
-        f"| FLoRG | [{statement}](florg-procrustes.md) | This holds against the method without alignment (+1.0). "
-        "The results are outdated. |  |" in headlines
-    )
+    page = module.index(tmp_path)["index.md"]
+    (table,) = re.findall(r"(?m)(?:^\|.*\n)+", page)  # one table
+    assert table.splitlines()[2:] == [
+        f"| FLoRG | {statement} | holds against the method without alignment (outdated) |  "
+        "| [Procrustes ablation](florg-procrustes.md) |"
+    ]
+    assert page.index(table) < page.index("\n## ")
+    sentence = "Here, this holds against the method without alignment (+1.0). The results are outdated."
+    assert f"- **{statement}.** {sentence}\n" in page
 
 
 def test_every_script_and_preset_has_its_place(every: ModuleType) -> None:

@@ -155,20 +155,23 @@ def test_the_index_lists_every_finding(make_page: MakePage, tmp_path: Path) -> N
         for file in page.parent.glob(f"{page.stem}.*"):
             shutil.copy(file, tmp_path)
     run("index", "--folder", str(tmp_path))
-    index, statements = (tmp_path / "index.md").read_text(), (tmp_path / "statements.md").read_text()
+    index, experiments, statements = (
+        (tmp_path / f"{name}.md").read_text() for name in ("index", "experiments", "statements")
+    )
     count = 0
     for script, (_, saved) in made.items():
         assert f"[{saved['title']}]({script}.md)" in statements
-        assert f"]({script}.md) |" in index
+        assert f"]({script}.md)" in index
+        assert f"]({script}.md) |" in experiments
         for finding in saved["findings"]:
             count += 1
             assert f"| {finding['statement']} | {finding['measured']} | **{finding['verdict']}** |" in statements
-    assert f"| all | {count} |" in index
+    assert f"| all | {count} |" in experiments
 
 
 def test_the_pages_in_the_docs_are_indexed(tmp_path: Path) -> None:
-    """docs/claims/index.md and statements.md are what the command writes from the results beside them."""
-    docs, written = CLAIMS.parent / "docs" / "claims", ("index.md", "statements.md")
+    """The three pages are what the command writes from the results beside them."""
+    docs, written = CLAIMS.parent / "docs" / "claims", ("index.md", "experiments.md", "statements.md")
     for path in (*docs.glob("*.json"), *docs.glob("*.md")):
         if path.name not in written:
             (tmp_path / path.name).write_bytes(path.read_bytes())
