@@ -2,18 +2,25 @@
 
 A page's text becomes cells of text, and its blocks of Python become cells of code. A block ``python own_method.py``
 lists definitions of that script, which become the cell, so that no code is written twice. The block ``python
-parameters`` has the settings of the notebook. Notebooks are stored without outputs.
+parameters`` has the settings of the notebook.
+
+``--run docs/tour.ipynb`` runs a notebook from its first cell to its last and stores what the cells print; ``--model
+FOLDER`` is a copy of the model that its settings name, for machines that cannot reach the hub. Outputs stay until the
+code of the notebook changes.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import nbformat
-from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+from nbclient import NotebookClient
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
@@ -71,6 +78,7 @@ def build_notebooks() -> dict[Path, str]:
         cells = convert_page((ROOT / source).read_text(encoding="utf-8"))
         for number, cell in enumerate(cells):
             cell["id"] = f"cell-{number}"  # nbformat's own are random
+        _keep_outputs(ROOT / path, cells)
         kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
         notebook = new_notebook(cells=cells, metadata={"kernelspec": kernel, "language_info": {"name": "python"}})
         nbformat.validate(notebook)
@@ -78,11 +86,77 @@ def build_notebooks() -> dict[Path, str]:
     return notebooks
 
 
+def _get_code(cells: list[Any]) -> list[Any]:
+    return [cell for cell in cells if cell.cell_type == "code"]
+
+
+def _keep_outputs(path: Path, cells: list[Any]) -> None:
+    """Copy the outputs of a stored notebook, if its code is still that of the cells."""
+    stored = _get_code(nbformat.read(path, as_version=4).cells) if path.exists() else []
+    code = _get_code(cells)
+    if [cell.source for cell in stored] == [cell.source for cell in code]:
+        for cell, old in zip(code, stored, strict=True):
+            cell.outputs, cell.execution_count = old.outputs, old.execution_count
+
+
+def run_cells(notebook: Any, folder: Path, **settings: Any) -> None:
+    """Run a notebook, whose cells get their outputs.
+
+    Args:
+        notebook: The notebook.
+        folder: Folder in which it runs.
+        settings: Further settings, set at the end of the cell of parameters while it runs.
+
+    Raises:
+        KeyError: If that cell does not have a setting.
+    """
+    sources = [cell.source for cell in notebook.cells]
+    for cell in notebook.cells:
+        if settings and PARAMETERS in cell.metadata.get("tags", ()):
+            if unknown := settings.keys() - {line.split(" = ")[0] for line in cell.source.splitlines()}:
+                raise KeyError(*unknown)
+            cell.source += "".join(f"\n{name} = {value!r}" for name, value in settings.items())
+    resources = {"metadata": {"path": str(folder)}}
+    NotebookClient(notebook, timeout=900, record_timing=False, resources=resources).execute()
+    for cell, source in zip(notebook.cells, sources, strict=True):
+        cell.source = source
+
+
+def _clean(output: Any, folder: str) -> Any:
+    output.text = re.sub(r"\x1b\[[0-9;]*m", "", output.text.replace(folder, ""))
+    return output
+
+
+def store_outputs(path: Path, **settings: str) -> None:
+    """Run a stored notebook in a temporary folder and store what its cells print.
+
+    Left out are standard error, empty outputs and the temporary folder's path. Other settings than the notebook's own
+    are named below its cell of parameters, paths by their last part.
+    """
+    notebook = nbformat.read(ROOT / path, as_version=4)
+    with tempfile.TemporaryDirectory() as folder:
+        run_cells(notebook, Path(folder), **settings)
+    for cell in _get_code(notebook.cells):
+        cell.outputs = [_clean(output, f"{folder}/") for output in cell.outputs if output.get("name") == "stdout"]
+        if settings and PARAMETERS in cell.metadata.get("tags", ()):
+            changed = ", ".join(f"{name} = {Path(value).name!r}" for name, value in settings.items())
+            cell.outputs = [new_output("stream", name="stdout", text=f"The outputs below are those of {changed}.\n")]
+    notebook.metadata.language_info = {"name": "python"}  # as generated; the kernel adds its version
+    (ROOT / path).write_text(nbformat.writes(notebook) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     """Write the notebooks."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", nargs="+", choices=PAGES, default=[], metavar="NOTEBOOK", help="store its outputs")
+    parser.add_argument("--model", type=Path, help="folder with the model that the notebooks' settings name")
+    args = parser.parse_args()
     for path, text in build_notebooks().items():
         (ROOT / path).write_text(text, encoding="utf-8")
         print(f"wrote {path}")
+    for name in args.run:
+        store_outputs(Path(name), **({} if args.model is None else {"model": str(args.model.resolve())}))
+        print(f"ran {name}")
 
 
 if __name__ == "__main__":

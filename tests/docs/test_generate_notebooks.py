@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import nbformat
 import pytest
-from nbclient import NotebookClient
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -50,53 +50,84 @@ def test_every_cell_of_a_tutorial_has_an_explanation_nearby(generator: ModuleTyp
         assert not any("argparse" in cell.source or "sys.argv" in cell.source for cell in cells), path
 
 
-def run_notebook(path: Path, folder: Path, **settings: Any) -> str:
+def test_every_notebook_shows_what_it_prints(generator: ModuleType) -> None:
+    for path in generator.PAGES:
+        cells = nbformat.read(ROOT / path, as_version=4).cells
+        outputs = [output for cell in cells for output in cell.get("outputs", ())]
+        assert outputs, f"run docs/generate_notebooks.py --run {path}"
+        assert not any(output.get("name") == "stderr" or output.output_type == "error" for output in outputs), path
+        assert not re.search(r"/(tmp|home|root|var)/", str(outputs)), path
+
+
+def test_outputs_stay_until_the_code_changes(
+    generator: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generator, "ROOT", tmp_path)
+    monkeypatch.setattr(generator, "PAGES", {"page.ipynb": "page.md"})
+    page, notebook = tmp_path / "page.md", tmp_path / "page.ipynb"
+
+    def written(text: str) -> list[Any]:
+        page.write_text(text, encoding="utf-8")
+        notebook.write_text(generator.build_notebooks()[Path("page.ipynb")], encoding="utf-8")
+        return [cell.get("outputs") for cell in nbformat.read(notebook, as_version=4).cells]
+
+    settings = "```python parameters\ncount = 2\n```\n"
+    assert written(f"# Title\n\n{settings}```python\nprint(count)\n```\n") == [None, [], []]
+    with pytest.raises(KeyError, match="other"):
+        generator.store_outputs(Path("page.ipynb"), other="1")
+    generator.store_outputs(Path("page.ipynb"), count="3")
+    kept = written(f"# Another title\n\n{settings}```python\nprint(count)\n```\n")
+    assert [output["text"] for outputs in kept[1:] for output in outputs] == [
+        "The outputs below are those of count = '3'.\n",
+        "3\n",
+    ]
+    assert nbformat.read(notebook, as_version=4).cells[1].source == "count = 2"
+    assert written(f"# Title\n\n{settings}```python\nprint(count + 1)\n```\n") == [None, [], []]
+
+
+def run_notebook(generator: ModuleType, path: Path, folder: Path, **settings: Any) -> str:
     """Run a copy of a notebook in a folder, with other settings in its cell of parameters; returns what it printed."""
     notebook = nbformat.read(ROOT / path, as_version=4)
-    for cell in notebook.cells:
-        if settings and "parameters" in cell.metadata.get("tags", ()):
-            assert {line.split(" = ")[0] for line in cell.source.splitlines()} >= settings.keys()
-            cell.source += "".join(f"\n{name} = {value!r}" for name, value in settings.items())
-    NotebookClient(notebook, timeout=900, resources={"metadata": {"path": str(folder)}}).execute()
+    generator.run_cells(notebook, folder, **settings)
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     return "".join(output["text"] for output in outputs if output["output_type"] == "stream")
 
 
 @pytest.mark.slow
-def test_one_round_step_by_step(tmp_path: Path) -> None:
-    assert "'round': 1" in run_notebook(Path("docs/tour.ipynb"), tmp_path)
+def test_one_round_step_by_step(generator: ModuleType, tmp_path: Path) -> None:
+    assert "'round': 1" in run_notebook(generator, Path("docs/tour.ipynb"), tmp_path)
     assert (tmp_path / "runs" / "tour" / "adapter" / "adapter_model.safetensors").is_file()
 
 
 @pytest.mark.slow
-def test_an_own_method(tiny_folder: Path, tmp_path: Path) -> None:
+def test_an_own_method(generator: ModuleType, tiny_folder: Path, tmp_path: Path) -> None:
     settings = {"model": str(tiny_folder / "bert"), "layer": 1, "rounds": 1, "examples": 120}
-    printed = run_notebook(Path("examples/own_method.ipynb"), tmp_path, **settings)
+    printed = run_notebook(generator, Path("examples/own_method.ipynb"), tmp_path, **settings)
     assert "slow-a: held-out accuracy " in printed
     assert (tmp_path / "runs" / "own_method" / "slow-a-seed0").is_dir()
 
 
 @pytest.mark.slow
-def test_an_own_trainer(decoders: Path, tmp_path: Path) -> None:
+def test_an_own_trainer(generator: ModuleType, decoders: Path, tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="the extra fedspan[trl] is not installed")
     settings = {"model": str(decoders / "llama-lm"), "texts": 16, "rounds": 2}
-    printed = run_notebook(Path("examples/own_trainer.ipynb"), tmp_path, **settings)
+    printed = run_notebook(generator, Path("examples/own_trainer.ipynb"), tmp_path, **settings)
     assert "on held-out letters" in printed
     assert (tmp_path / "runs" / "own_trainer" / "run" / "adapter").is_dir()
 
 
 @pytest.mark.slow
-def test_instruction_tuning(decoders: Path, tmp_path: Path) -> None:
+def test_instruction_tuning(generator: ModuleType, decoders: Path, tmp_path: Path) -> None:
     settings = {"model": str(decoders / "llama-lm"), "each": 10, "rounds": 1}
-    printed = run_notebook(Path("examples/instruction_tuning.ipynb"), tmp_path, **settings)
+    printed = run_notebook(generator, Path("examples/instruction_tuning.ipynb"), tmp_path, **settings)
     assert "round 1: held-out loss " in printed
     assert (tmp_path / "runs" / "instruction_tuning" / "run" / "adapter").is_dir()
 
 
 @pytest.mark.slow
-def test_three_machines(tiny_folder: Path, tmp_path: Path) -> None:
+def test_three_machines(generator: ModuleType, tiny_folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
     settings = {"model": str(tiny_folder / "bert"), "layer": 1, "rounds": 1, "texts": 360}
-    printed = run_notebook(Path("examples/three_machines.ipynb"), tmp_path, **settings)
+    printed = run_notebook(generator, Path("examples/three_machines.ipynb"), tmp_path, **settings)
     assert printed.count(" on its own test part") == 3
     assert (tmp_path / "runs" / "three_machines" / "run" / "adapter").is_dir()

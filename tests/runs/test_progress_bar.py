@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from rich.console import Console
 
 import fedspan
+from fedspan.cli.formatting import create_console
 from fedspan.runs import progress_bar
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.progress_bar import ProgressBar, is_bar_wanted
@@ -111,6 +113,49 @@ def test_fifty_clients_are_as_calm_as_four(prepared: Prepared, bar: ProgressBar)
     for index in range(50):
         bar.on_client_finish(1, f"client-{index:02}", 1.0)
         assert len(shown(bar).splitlines()) == lines == 4
+
+
+@pytest.mark.parametrize("notebook", [False, True], ids=["file", "notebook"])
+def test_without_bars_there_are_lines(
+    prepared: Prepared, clock: Clock, notebook: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A notebook without ipywidgets gets them, and no warning for each frame that Rich cannot draw."""
+    monkeypatch.setattr(progress_bar, "find_spec", lambda name: None)
+    printed = list[str]()
+    console = Console(file=io.StringIO(), width=80, force_jupyter=notebook)
+    monkeypatch.setattr(console, "print", lambda text, **_: printed.append(text.plain))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with ProgressBar(console, clock) as bar:
+            bar.on_stage_change(Stage("model"))
+            clock.now = 4.0
+            bar.on_start(prepared, 0, False)
+            bar.on_stage_change(Stage("training", 8, 24))
+            clock.now = 12.0
+            bar.on_stage_change(Stage("training", 16, 24))
+            bar.on_stage_change(Stage("training", 17, 24))
+            for round in (1, 2, 3):
+                bar.on_round_finish({"round": round})
+    first, state, last = printed
+    assert first == "reading the data and loading the model"
+    assert state.startswith("  training, 16 of 24 examples, elapsed 0:12")
+    assert last == "3 rounds in 0:12"
+
+
+def test_ipywidgets_draw_the_bars_of_a_notebook(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress_bar, "find_spec", lambda name: name)
+    assert ProgressBar(Console(file=io.StringIO(), force_jupyter=True), clock).is_live
+
+
+def test_forced_colours_are_not_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of notebooks and CI set FORCE_COLOR, and would print every frame of a bar."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    for stream, live in ((_Terminal(), True), (io.StringIO(), False)):
+        monkeypatch.setattr("sys.stderr", stream)
+        monkeypatch.setattr("sys.stdout", stream)
+        assert ProgressBar().is_live is live
+        assert create_console().is_terminal
+        assert create_console().is_interactive is live
 
 
 class _Terminal(io.StringIO):

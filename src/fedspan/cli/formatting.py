@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -24,8 +26,12 @@ __all__ = [
 
 
 def create_console() -> Console:
-    """Create a console on standard output; it has colours only in a terminal."""
-    return Console(highlight=False, markup=False, emoji=False)
+    """Create a console on standard output; it has colours in a terminal, or where FORCE_COLOR is set.
+
+    Only in a terminal is it interactive: notebooks and CI set FORCE_COLOR, and show every frame of a bar.
+    """
+    interactive = None if sys.stdout.isatty() else False
+    return Console(highlight=False, markup=False, emoji=False, force_interactive=interactive)
 
 
 def create_table() -> Table:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -20,17 +20,10 @@ from fedspan.runs.setup import Prepared
 from fedspan.tasks.metrics import METRICS
 from fedspan.training.stages import Stage, StageName
 
-__all__ = ["RunView", "compute_report_interval"]
+__all__ = ["RunView"]
 
 _WORST = 4  # the cell with the worst client
-_QUIET = 10.0
-_RARER = 20  # progress lines become less frequent: one per this fraction of the elapsed time
 _SHORT = 1.0  # seconds; shorter stages before the first round are not printed
-
-
-def compute_report_interval(elapsed: float) -> float:
-    """Compute the seconds without output after which a progress line is printed, outside of a terminal."""
-    return max(_QUIET, elapsed / _RARER)
 
 
 class RunView(ProgressBar):
@@ -46,12 +39,8 @@ class RunView(ProgressBar):
         super().__init__(out, clock)
         self._live.transient = True
         self._folder = folder
-        self._lines = 0
         self._one_time: dict[StageName, float] = {}  # seconds of one-time stages that are not printed yet
-        self._since = self._printed = self._began  # when the current stage began, and the last line was printed
-
-    def __enter__(self) -> Self:
-        return super().__enter__() if self._out.is_terminal else self
+        self._since = self._began  # when the current stage began
 
     def on_environment_change(self, changes: Mapping[str, tuple[object, object]]) -> None:
         text = ", ".join(f"{name} was {before} and is {after}" for name, (before, after) in changes.items())
@@ -91,17 +80,11 @@ class RunView(ProgressBar):
 
     def on_stage_change(self, stage: Stage | None) -> None:
         before, now = self._stage, self._clock()
-        super().on_stage_change(stage)
         if (once := get_unrepeated_name(before)) != get_unrepeated_name(stage):
             if once is not None:
                 self._one_time[once] = self._one_time.get(once, 0.0) + now - self._since
             self._since = now
-        if stage is None or self._out.is_terminal:
-            return
-        if self._prepared is None and not self._lines:
-            self._print(Text(self._now, "dim"))
-        elif now - self._printed >= compute_report_interval(now - self._began):
-            self._print(Text(f"  {self.describe_state()}", "dim"))
+        super().on_stage_change(stage)
 
     def on_round_finish(self, row: Mapping[str, Any]) -> None:
         super().on_round_finish(row)
@@ -127,10 +110,6 @@ class RunView(ProgressBar):
         assert self._baseline is not None
         if round == self._baseline[2]:
             self._print(Text(f"baseline {get_title(name)}: {round} epochs, loss {format_number(loss)}", "dim"))
-
-    def _print(self, text: Text) -> None:
-        self._printed, self._lines = self._clock(), self._lines + 1
-        self._out.print(text, soft_wrap=True)
 
     def _compute_widths(self) -> list[int]:
         """Compute the widths of eight cells, in 80 to 92 columns."""

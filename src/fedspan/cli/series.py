@@ -5,18 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Self
 
 from rich.console import Console
 from rich.text import Text
 
 from fedspan.cli.formatting import format_duration, format_score, shorten
-from fedspan.cli.live import compute_report_interval
 from fedspan.experiments.series import Step
 from fedspan.experiments.series_bar import SeriesBar
 from fedspan.runs.formatting import format_runs
 from fedspan.runs.setup import Prepared
-from fedspan.training.stages import Stage
 
 __all__ = ["SeriesView"]
 
@@ -36,11 +33,7 @@ class SeriesView(SeriesBar):
         super().__init__(out, clock)
         self._live.transient = True
         self._folder = folder
-        self._printed = self._began
         self._said: set[str] = set()
-
-    def __enter__(self) -> Self:
-        return super().__enter__() if self._out.is_terminal else self
 
     def on_series_start(self, steps: Sequence[Step]) -> None:
         super().on_series_start(steps)
@@ -66,14 +59,6 @@ class SeriesView(SeriesBar):
         for note in prepared.notes:
             self._note(note)
 
-    def on_stage_change(self, stage: Stage | None) -> None:
-        super().on_stage_change(stage)
-        now = self._clock()
-        if stage is None or self._step is None or self._out.is_terminal:
-            return
-        if now - self._printed >= compute_report_interval(now - self._began):
-            self._print(Text(shorten(f"  {self._step.label}: {self._run.describe_state()}", self._out.width), "dim"))
-
     def _format_line(self, step: Step, result: str, style: str) -> None:
         left = f"{self.done:>{len(str(self.runs))}}/{self.runs}  {step.label}"
         self._print(Text(f"{shorten(left, _LEFT):<{_LEFT}} {result}", style))
@@ -83,7 +68,3 @@ class SeriesView(SeriesBar):
         if text not in self._said:
             self._said.add(text)
             self._print(Text(f"note: {text}", "yellow"))
-
-    def _print(self, text: Text) -> None:
-        self._printed = self._clock()
-        self._out.print(text, soft_wrap=True)

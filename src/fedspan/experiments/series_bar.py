@@ -35,7 +35,7 @@ class SeriesBar(LiveBar, Watcher):
         self._run = self._create_bar()
 
     def _create_bar(self) -> ProgressBar:
-        return ProgressBar(Console(quiet=True, force_terminal=self._out.is_terminal), self._clock)
+        return ProgressBar(Console(quiet=True, force_interactive=self.is_live), self._clock)
 
     def on_series_start(self, steps: Sequence[Step]) -> None:
         self.done, self.runs = 0, len(steps)
@@ -54,6 +54,8 @@ class SeriesBar(LiveBar, Watcher):
 
     def on_stage_change(self, stage: Stage | None) -> None:
         self._run.on_stage_change(stage)
+        if stage is not None and self._step is not None:
+            self._report(shorten(f"{self._step.label}: {self._run.describe_state()}", self._out.width - 2))
 
     def on_client_finish(self, round: int, client: str, loss: float) -> None:
         self._run.on_client_finish(round, client, loss)

@@ -1,4 +1,4 @@
-"""The progress bars of a run: of a call in Python, and the footer of the command line's view."""
+"""The progress of a run: bars in a terminal or a notebook, and lines elsewhere; of calls and of the command line."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from typing import Any, Self
 
 from rich.console import Console, Group, RenderableType
@@ -23,6 +24,14 @@ from fedspan.training.stages import Stage
 
 __all__ = ["LiveBar", "ProgressBar", "is_bar_wanted"]
 
+_QUIET = 10.0
+_RARER = 20  # progress lines become less frequent: one per this fraction of the elapsed time
+
+
+def compute_report_interval(elapsed: float) -> float:
+    """Compute the seconds without output after which a progress line is printed, where there are no bars."""
+    return max(_QUIET, elapsed / _RARER)
+
 
 def is_bar_wanted(progress: bool | None) -> bool:
     """Return whether a call shows a bar; None: if standard error is a terminal, or in a notebook."""
@@ -34,15 +43,24 @@ def is_bar_wanted(progress: bool | None) -> bool:
 class LiveBar(ABC):
     """A footer that is rendered several times per second while the object is entered as a context manager.
 
+    Where no footer can be drawn, it prints lines: into files, and in notebooks without ipywidgets.
+
     Args:
         console: The console; None: standard error, in a notebook below the cell.
         clock: Function that returns the time in seconds.
+
+    Attributes:
+        is_live: Whether the footer is drawn.
     """
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._out = Console(stderr=True, highlight=False) if console is None else console
+        if console is None:  # FORCE_COLOR does not make a file a terminal
+            console = Console(stderr=True, highlight=False, force_interactive=None if sys.stderr.isatty() else False)
+        self._out = console
         self._clock, self._began = clock, clock()
+        self._printed, self._lines = self._began, 0  # when the last line was printed, and how many there were
         self._ended = False
+        self.is_live = self._out.is_interactive or (self._out.is_jupyter and find_spec("ipywidgets") is not None)
         self._live = Live(
             get_renderable=self.render_footer,
             console=self._out,
@@ -51,12 +69,26 @@ class LiveBar(ABC):
         )
 
     def __enter__(self) -> Self:
-        self._live.start()
+        if self.is_live:
+            self._live.start()
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         self._ended = error is None
-        self._live.stop()
+        if self.is_live:
+            self._live.stop()
+        elif self._ended and not self._live.transient:
+            self._out.print(self.render_footer())
+
+    def _print(self, text: Text) -> None:
+        self._printed, self._lines = self._clock(), self._lines + 1
+        self._out.print(text, soft_wrap=True)
+
+    def _report(self, state: str) -> None:
+        """Print the state if there is no footer, and no line was printed for a while."""
+        now = self._clock()
+        if not self.is_live and now - self._printed >= compute_report_interval(now - self._began):
+            self._print(Text(f"  {state}", "dim"))
 
     @abstractmethod
     def render_footer(self) -> RenderableType:
@@ -91,6 +123,10 @@ class ProgressBar(LiveBar, Listener):
         self._stage = stage
         if self._effort is not None:
             self._effort.stage(stage)
+        if stage is not None and self._prepared is None and not self._lines and not self.is_live:
+            self._print(Text(self._now, "dim"))
+        elif stage is not None:
+            self._report(self.describe_state())
 
     def on_client_finish(self, round: int, client: str, loss: float) -> None:
         self._losses[client], self._last = loss, client
@@ -125,7 +161,7 @@ class ProgressBar(LiveBar, Listener):
         """Describe the current stage, the elapsed time and the time left in one line."""
         stage, now = self._stage, self._now
         if stage is not None:
-            now, bars = describe_stage(stage), self._prepared is not None and self._out.is_terminal
+            now, bars = describe_stage(stage), self._prepared is not None and self.is_live
             if self._baseline is not None and not bars:
                 now = f"for comparison, {get_title(self._baseline[0])}: {now}"
             if stage.total and stage.done < stage.total and not bars:
