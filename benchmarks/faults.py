@@ -1037,10 +1037,10 @@ def joins_and_leaves(stage: Stage) -> Outcome:
     files = site_files(stage.folder / "corpus.csv", folder, (*SITES, LATE))
     stage.files[LATE] = files[LATE]
     key = stage.made.folder / f"{LATE}.key"
-    stage.made.call("join", "--new-key", str(key))
+    stage.made.call_here("join", "--new-key", str(key))
     run = stage.submit("joins-and-leaves", steps=LONG, engine=LOOP, late_joiners=True, rounds=LATE_ROUNDS)
     run.until(1)
-    stage.made.call("admit", f"{key}.pub", "--as", LATE, "--server", str(stage.made.server))
+    stage.made.call_here("admit", f"{key}.pub", "--as", LATE, "--server", str(stage.made.server))
     stage.join(LATE, stage.node(LATE))
     run.until_event("joined")
     os.kill(stage.made.processes[SOUTH].pid, signal.SIGTERM)

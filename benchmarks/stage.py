@@ -13,7 +13,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import typer.main
 import yaml
+from click.testing import CliRunner
+
+from fedspan.cli import app
 
 BUSY = 0.2
 """Seconds of a processor after which a node is taken to be in the middle of its training."""
@@ -78,6 +82,12 @@ class Deployment:
         )
         assert not check or completed.returncode == 0, completed.stdout + completed.stderr + self.logs()
         return completed
+
+    def call_here(self, *arguments: str) -> str:
+        """Call a short command in this process, and return its output: a new one would take seconds for imports."""
+        result = CliRunner(env=build_environment()).invoke(typer.main.get_command(app), arguments)
+        assert result.exit_code == 0, result.output + self.logs()
+        return result.output
 
     def start(self, name: str, *arguments: str, options: Sequence[str] = ()) -> subprocess.Popen[bytes]:
         """Start a command of fedspan, or whatever is given."""
@@ -151,8 +161,8 @@ class Deployment:
         """
         key = self.folder / f"{id}.key"
         if not self.insecure and not key.exists():
-            self.call("join", "--new-key", str(key))
-            self.call("admit", f"{key}.pub", "--as", id, "--server", str(self.server))
+            self.call_here("join", "--new-key", str(key))
+            self.call_here("admit", f"{key}.pub", "--as", id, "--server", str(self.server))
         values = {
             "id": id,
             "server": f"127.0.0.1:{self.port}",

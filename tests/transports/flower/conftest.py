@@ -1,7 +1,9 @@
 """The processes of a deployment are started as the benchmarks start them; Flower's messages can be made."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,3 +16,27 @@ def identity() -> None:
     from fedspan.transports.flower.adapter import set_identity
 
     set_identity(1, 1, 1)
+
+
+@pytest.fixture(scope="module")
+def kept_worker() -> Iterator[None]:
+    """A worker that all simulations of one worker share: Ray and the import of torch take most of a short run's time.
+
+    Whatever a run leaves in its process is there in the next one.
+    """
+    ray = pytest.importorskip("ray", reason="the extra fedspan[flower-sim] is not installed")
+    RayBackend = pytest.importorskip("flwr.server.superlink.fleet.vce.backend.raybackend").RayBackend
+    build, pools = RayBackend.build, list[Any]()
+
+    def keep(backend: Any, app_fn: Any) -> None:
+        if pools:
+            backend.pool, backend.app_fn = pools[0], app_fn
+            return
+        build(backend, app_fn)
+        pools.append(backend.pool)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RayBackend, "build", keep)
+        patch.setattr(RayBackend, "terminate", lambda backend: None)
+        yield
+    ray.shutdown()

@@ -23,6 +23,7 @@ from stage import Deployment, build_command, build_environment, find_child
 import fedspan
 from fedspan.runs.checkpoint import load_latest
 from fedspan.runs.folder import RunFolder
+from fedspan.transports.flower.keys import make_authority
 from helpers.sites import SITES, local_values, run_values, site_files
 from helpers.watched_rounds import differences
 
@@ -160,7 +161,7 @@ def test_whoever_is_killed_costs_no_finished_round_and_changes_no_bit(
 
 def test_strangers_are_kept_out(deployment: tuple[Deployment, dict[str, Path]], tmp_path: Path) -> None:
     made, files = deployment
-    made.call("join", "--new-key", str(made.folder / "stranger.key"))
+    made.call_here("join", "--new-key", str(made.folder / "stranger.key"))
     path = made.folder / "stranger.yaml"
     known = yaml.safe_load((made.folder / f"{SITES[0]}.yaml").read_text())
     stranger = {**known, "id": "stranger", "folder": str(tmp_path / "stranger")}
@@ -168,13 +169,12 @@ def test_strangers_are_kept_out(deployment: tuple[Deployment, dict[str, Path]], 
     made.join("stranger", path)
     made.wait_for("stranger", "refused the connection")
 
-    with Deployment(tmp_path / "other") as other:
-        pass
+    make_authority(tmp_path / "other", [])
     path = made.folder / "misled.yaml"
-    path.write_text(yaml.safe_dump({**stranger, "authority": str(other.server / "ca.crt")}))
+    path.write_text(yaml.safe_dump({**stranger, "authority": str(tmp_path / "other" / "ca.crt")}))
     made.join("misled", path)
     made.wait_for("misled", "no connection")
-    shown = made.call("status", "--server", str(made.server)).stdout
+    shown = made.call_here("status", "--server", str(made.server))
     assert shown.count("online") - shown.count("online for") == len(SITES)
     copy = made.folder / "secretless"
     shutil.copytree(made.server, copy, ignore=shutil.ignore_patterns("flower*"))
@@ -229,11 +229,11 @@ def test_nodes_join_and_leave_a_run_under_way(tiny_folder: Path, tmp_path: Path)
         for site in SITES:
             made.join(site, made.node_file(site, files[site]))
         key = made.folder / f"{late}.key"
-        made.call("join", "--new-key", str(key))
+        made.call_here("join", "--new-key", str(key))
         process = submitted(made, plan, run)
         made.join(late, made.node_file(late, files[late]))  # refused until it is admitted
         wait_for_round(run, 1, process)
-        made.call("admit", f"{key}.pub", "--as", late, "--server", str(made.server))
+        made.call_here("admit", f"{key}.pub", "--as", late, "--server", str(made.server))
         wait_for_event(run, "joined", process)
         os.kill(made.processes[SITES[1]].pid, signal.SIGTERM)
         wait_for_event(run, "left", process)

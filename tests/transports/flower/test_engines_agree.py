@@ -64,16 +64,25 @@ def references(tiny_folder: Path, tmp_path: Path) -> Any:
     return files, made
 
 
-@pytest.mark.parametrize("method", [*FAMILIES, *OTHERS])
-def test_flower_s_simulation_gives_the_loop_s_adapter(method: str, references: Any) -> None:
-    pytest.importorskip("ray", reason="the extra fedspan[flower-sim] is not installed")
+def require_equal_engines(method: str, references: Any, workers: int) -> None:
     _, made = references
     _, loop = made(method, "loop")
-    # Each worker is a process that imports torch: only one method has two of them, side by side.
-    workers = {"workers": 2 if method == FAMILIES[0] else 1}
-    for engine, options in (("batched", {}), ("flower-sim", workers)):
+    for engine, options in (("batched", {}), ("flower-sim", {"workers": workers})):
         _, other = made(method, engine, **options)
         require_equal(loop / "adapter", other / "adapter", method)
+
+
+@pytest.mark.parametrize("method", FAMILIES)
+def test_flower_s_simulation_gives_the_loop_s_adapter(method: str, references: Any) -> None:
+    pytest.importorskip("ray", reason="the extra fedspan[flower-sim] is not installed")
+    # Each worker is a process that imports torch: only one method has two of them, side by side.
+    require_equal_engines(method, references, workers=2 if method == FAMILIES[0] else 1)
+
+
+@pytest.mark.parametrize("method", OTHERS)
+@pytest.mark.usefixtures("kept_worker")
+def test_flower_s_simulation_gives_the_loop_s_adapter_in_a_worker_of_earlier_runs(method: str, references: Any) -> None:
+    require_equal_engines(method, references, workers=1)
 
 
 @pytest.mark.parametrize("methods", [FAMILIES, OTHERS], ids=["families", "others"])
