@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import argparse
 import ast
+import os
+import platform
 import re
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -117,30 +120,38 @@ def run_cells(notebook: Any, folder: Path, **settings: Any) -> None:
                 raise KeyError(*unknown)
             cell.source += "".join(f"\n{name} = {value!r}" for name, value in settings.items())
     resources = {"metadata": {"path": str(folder)}}
-    NotebookClient(notebook, timeout=900, record_timing=False, resources=resources).execute()
+    client = NotebookClient(notebook, timeout=900, record_timing=False, coalesce_streams=True, resources=resources)
+    client.execute()
     for cell, source in zip(notebook.cells, sources, strict=True):
         cell.source = source
 
 
 def _clean(output: Any, folder: str) -> Any:
     output.text = re.sub(r"\x1b\[[0-9;]*m", "", output.text.replace(folder, ""))
+    output.text = re.sub(r"--port \d+", "--port PORT", output.text)
     return output
 
 
 def store_outputs(path: Path, **settings: str) -> None:
     """Run a stored notebook in a temporary folder and store what its cells print.
 
-    Left out are standard error, empty outputs and the temporary folder's path. Other settings than the notebook's own
-    are named below its cell of parameters, paths by their last part.
+    Left out are standard error and the temporary folder's path; ports, which are random, are ``PORT``. Below the cell
+    of parameters, or else the first cell of code, stand machine and date, and other settings than the notebook's own,
+    paths by their last part.
     """
     notebook = nbformat.read(ROOT / path, as_version=4)
     with tempfile.TemporaryDirectory() as folder:
         run_cells(notebook, Path(folder), **settings)
-    for cell in _get_code(notebook.cells):
+    code = _get_code(notebook.cells)
+    for cell in code:
         cell.outputs = [_clean(output, f"{folder}/") for output in cell.outputs if output.get("name") == "stdout"]
-        if settings and PARAMETERS in cell.metadata.get("tags", ()):
-            changed = ", ".join(f"{name} = {Path(value).name!r}" for name, value in settings.items())
-            cell.outputs = [new_output("stream", name="stdout", text=f"The outputs below are those of {changed}.\n")]
+    changed = "".join(f", {name} = {Path(value).name!r}" for name, value in settings.items())
+    text = (
+        f"Outputs of {time.strftime('%Y-%m-%d')}, {platform.machine()}, {os.cpu_count()} cores{changed} "
+        f"(python docs/generate_notebooks.py --run {path})\n"
+    )
+    first = next((cell for cell in code if PARAMETERS in cell.metadata.get("tags", ())), code[0])
+    first.outputs.insert(0, new_output("stream", name="stdout", text=text))
     notebook.metadata.language_info = {"name": "python"}  # as generated; the kernel adds its version
     (ROOT / path).write_text(nbformat.writes(notebook) + "\n", encoding="utf-8")
 
