@@ -15,6 +15,7 @@ from fedspan.config import RunConfig, load_config, override, parse_config
 from fedspan.data.loading import load
 from fedspan.data.partition import partition
 from fedspan.data.templates import parse_template
+from fedspan.errors import FedspanError
 from helpers.fuzzing import CHANGES, CUTS, HUGE, answered, changed, fuzz, mangled
 from helpers.mistakes.world import GOOD, QUESTIONS
 
@@ -71,6 +72,14 @@ def test_configs(values: dict[str, Any], changes: list[Any]) -> None:
     config = answered(lambda: parse_config(changed(values, changes)))
     if isinstance(config, RunConfig):
         answered(lambda: divided(config))
+
+
+def test_half_of_a_surrogate_pair_is_refused() -> None:
+    """Pydantic cannot hold the message about the repeated label, which quotes it."""
+    values = {**CONFIGS[0], "data": {"train": "t.csv", "labels": ["\ud800", "\ud800"]}}
+    with pytest.raises(FedspanError, match=r"without half of a surrogate pair") as caught:
+        parse_config(values)
+    assert str(caught.value).isprintable()
 
 
 YAML = st.text(st.sampled_from("abd:-[]{},&*!|>?#'\"%@`\n\t 01.=~<\ud7ff"), max_size=60)

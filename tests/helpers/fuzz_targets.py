@@ -26,7 +26,7 @@ import torch
 from fedspan import __version__
 from fedspan.config import parse_config, parse_yaml
 from fedspan.config.node import NodeConfig
-from fedspan.config.validation_errors import convert_validation_error
+from fedspan.config.validation_errors import convert_validation_errors
 from fedspan.core.base import BasePatch, BaseUpdate, Increment
 from fedspan.core.lowrank import LowRank
 from fedspan.core.values import Client, Message, ServerState
@@ -583,16 +583,12 @@ class Configs(_Json):
 
     def read(self, data: bytes) -> None:
         """``Target.read``."""
-        import pydantic
-
         text = data.decode(errors="replace")
         # YAML takes a hundred times as long as JSON.
         values = parse_yaml(text, "config.yaml") if random.Random(data).random() < 0.1 else _values(text)
         if isinstance(values, dict) and "server" in values:
-            try:
+            with convert_validation_errors(root=NodeConfig):
                 NodeConfig.model_validate(values)
-            except pydantic.ValidationError as error:
-                raise convert_validation_error(error, root=NodeConfig) from None
             return
         config = parse_config(values)
         given = config.model_dump(mode="json")

@@ -6,13 +6,12 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import pydantic
 from pydantic import AfterValidator, Field, model_validator
 
 from fedspan.config.reading import read_values
 from fedspan.config.section import Section
 from fedspan.config.tags import Tags
-from fedspan.config.validation_errors import convert_validation_error
+from fedspan.config.validation_errors import convert_validation_errors
 from fedspan.data.path_patterns import list_placeholders
 from fedspan.errors import FedspanError, require_printable
 
@@ -271,10 +270,8 @@ def load_node(path: str | Path) -> NodeConfig:
         FedspanError: If the file is missing, unreadable or no YAML mapping, or for the first mistake in it.
     """
     path = Path(path)
-    try:
+    with convert_validation_errors(root=NodeConfig):
         node = NodeConfig.model_validate(read_values(path))
-    except pydantic.ValidationError as error:
-        raise convert_validation_error(error, root=NodeConfig) from None
 
     def resolve(name: str | None) -> str | None:
         # pathlib would raise for a name that is too long or has a zero byte; opening the file gives a clearer error.

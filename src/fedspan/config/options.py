@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 import pydantic
 from pydantic import ConfigDict
 
-from fedspan.config.validation_errors import convert_validation_error
+from fedspan.config.validation_errors import convert_validation_errors
 from fedspan.errors import FedspanError
 from fedspan.methods.registry import get_method_class
 from fedspan.wrappers.registry import WRAPPERS, get_wrapper_class
@@ -50,10 +50,8 @@ def _validate_options(cls: type[Any], name: str, values: Mapping[str, Any], pref
         if option not in model.model_fields:
             problem = f"{name} has no such option. Its options are {', '.join(model.model_fields)}"
             raise FedspanError(f"{prefix}.{option}", values[option], problem=problem)
-    try:
+    with convert_validation_errors(prefix):
         validated = model(**values).model_dump()
-    except pydantic.ValidationError as error:
-        raise convert_validation_error(error, prefix) from None
     for option in _list_options(cls):
         _require_range(f"{prefix}.{option.name}", validated[option.name], option.metadata)
     return validated

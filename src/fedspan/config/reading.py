@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pydantic
 import yaml
 
 from fedspan.config.run import RunConfig
-from fedspan.config.validation_errors import convert_validation_error
+from fedspan.config.validation_errors import convert_validation_errors
 from fedspan.errors import FedspanError, suggest_nearest
 
 __all__ = ["ConfigLike", "load_config", "override", "parse_config", "parse_yaml", "read_values", "to_plain_values"]
@@ -42,10 +41,8 @@ def parse_config(values: Mapping[str, Any]) -> RunConfig:
     Raises:
         FedspanError: If the values are invalid, for the first mistake.
     """
-    try:
+    with convert_validation_errors(root=RunConfig):
         return RunConfig.model_validate(values)
-    except pydantic.ValidationError as error:
-        raise convert_validation_error(error, root=RunConfig) from None
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:

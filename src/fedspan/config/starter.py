@@ -8,13 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import pydantic
 import yaml
 
 from fedspan.config import RunConfig, parse_config
 from fedspan.config.column_inference import infer_data
 from fedspan.config.starter_template import get_default_model, render_config, suggest_target_modules
-from fedspan.config.validation_errors import convert_validation_error
+from fedspan.config.validation_errors import convert_validation_errors
 from fedspan.data.config import DataConfig, PartitionConfig
 from fedspan.data.files import read_source
 from fedspan.data.loading import LoadedData, load
@@ -161,10 +160,8 @@ def _check_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read_sample(location: str, option: str, settings: Mapping[str, Any], columns: Mapping[str, str | None]) -> Source:
     values = {"train": location, "test_split": None, "invalid": "skip", **settings}
-    try:
+    with convert_validation_errors("data", DataConfig):
         config = DataConfig.model_validate(values)
-    except pydantic.ValidationError as error:
-        raise convert_validation_error(error, "data", DataConfig) from None
     # A first row with a requested column is a header; the reader knows columns by their role.
     roles = {"by": "group"}
     requested = {roles.get(option, option): name for option, name in columns.items() if name is not None}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from types import NoneType
 from typing import Any, get_args
 
@@ -12,11 +13,26 @@ from pydantic import BaseModel
 from fedspan.data.config import CONTRADICTION
 from fedspan.errors import FedspanError, suggest_nearest
 
-__all__ = ["VARIANT", "convert_validation_error"]
+__all__ = ["VARIANT", "convert_validation_error", "convert_validation_errors"]
 
 _DATA_FILES = ("data.train", "data.test")
 VARIANT = "="
 """Prefix of the tags of a field with several notations; the tags are not part of the user's input."""
+
+
+@contextmanager
+def convert_validation_errors(prefix: str = "", root: type[BaseModel] | None = None) -> Generator[None]:
+    """Convert pydantic's errors within this context (``convert_validation_error``).
+
+    Raises:
+        FedspanError: For the first mistake.
+    """
+    try:
+        yield
+    except pydantic.ValidationError as error:
+        raise convert_validation_error(error, prefix, root) from None
+    except UnicodeEncodeError as error:  # pydantic cannot hold a validator's message that quotes such a text
+        raise FedspanError(prefix or "config", error.object, "text without half of a surrogate pair") from None
 
 
 def convert_validation_error(

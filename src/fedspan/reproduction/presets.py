@@ -11,11 +11,10 @@ from functools import cache
 from importlib.resources import files
 from typing import Annotated, Any, Literal, Self
 
-import pydantic
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from fedspan.config.validation_errors import convert_validation_error
+from fedspan.config.validation_errors import convert_validation_errors
 from fedspan.errors import FedspanError, suggest_nearest
 from fedspan.methods.registry import METHODS
 
@@ -363,10 +362,8 @@ def read_preset(values: Mapping[str, Any], name: str) -> Preset:
     Raises:
         FedspanError: If a value is invalid; it names the first mistake, prefixed with ``name``.
     """
-    try:
+    with convert_validation_errors(name, Preset):
         return Preset.model_validate(values)
-    except pydantic.ValidationError as error:
-        raise convert_validation_error(error, prefix=name, root=Preset) from None
 
 
 def list_presets() -> tuple[Preset, ...]:

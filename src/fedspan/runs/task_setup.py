@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 from torch import nn
 
 from fedspan.config import RunConfig
-from fedspan.config.validation_errors import convert_validation_error
+from fedspan.config.validation_errors import convert_validation_errors
 from fedspan.errors import FedspanError
 from fedspan.models.export import BASE_DIGEST, NOTES
 from fedspan.models.pooling import Pooling
@@ -114,12 +114,10 @@ def parse_task_settings(folder: Path, notes: dict[str, Any]) -> TaskSettings:
         FedspanError: If a value is one that no run can have.
     """
     path = folder / NOTES
-    try:
+    with convert_validation_errors(str(path)):
         task_settings = TypeAdapter(TaskSettings).validate_python(
             {name: notes[name] for name in _FIELDS if name in notes}
         )
-    except ValidationError as error:
-        raise convert_validation_error(error, str(path)) from None
     try:
         re.compile(task_settings.answer_pattern or "")
         pattern = True
