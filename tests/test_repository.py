@@ -161,3 +161,15 @@ def test_folders_of_tests_belong_to_a_folder_or_module() -> None:
         package = ROOT / "src" / "fedspan" / folder
         places = (package, package.with_suffix(".py"), ROOT / folder)
         assert folder.as_posix() == "toys" or any(place.exists() for place in places), folder
+
+
+def test_drawings_of_the_pages_have_a_dark_variant() -> None:
+    """Every color of a drawing, but for its white ground, has another one where the reader prefers dark pages."""
+    drawings = list((ROOT / "docs" / "images").glob("*.svg"))
+    assert drawings
+    for path in drawings:
+        style, _, drawn = path.read_text(encoding="utf-8").partition("</style>")
+        dark = style.partition("@media (prefers-color-scheme: dark)")[2]
+        assert re.search(r"^text \{ fill: .*\nsvg > rect:first-of-type \{ fill: ", dark, flags=re.MULTILINE), path
+        colors = set(re.findall(r'(?:fill|stroke)="#\w+"', drawn)) - {'fill="#fff"'}
+        assert {color for color in colors if f"[{color}]" not in dark} == set(), path
