@@ -137,7 +137,7 @@ def variable(monkeypatch: pytest.MonkeyPatch) -> None:
         self.variable = True
 
     monkeypatch.setattr(Unpadded, "__init__", start)
-    monkeypatch.setattr(unpadded, "varlen_attn", reference_attention)
+    monkeypatch.setattr(unpadded, "import_variable_attention", lambda: reference_attention)
 
 
 @pytest.mark.parametrize("kind", others_slow(KINDS, ["bert", "gpt2", "llama-lm", "gemma-lm"]))
@@ -159,7 +159,7 @@ def test_where_the_gpu_has_no_such_attention_texts_stand_in_bins(
     def refuse(*args: Any, **options: Any) -> Any:
         raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
 
-    monkeypatch.setattr(unpadded, "varlen_attn", refuse)
+    monkeypatch.setattr(unpadded, "import_variable_attention", lambda: refuse)
     require_equal_to_padded(built("bert", tiny_folder, decoders), 1e-4)
     assert packed
 

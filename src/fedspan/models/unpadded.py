@@ -11,15 +11,11 @@ import sys
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # PyTorch before 2.10
-    varlen_attn = None
 
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.calls import DROPOUTS, HIDDEN, find_block_chains, get_hidden, replace_forward, trace_calls
@@ -31,6 +27,19 @@ __all__ = ["Unpadded", "get_current_layout"]
 _ATTENTION = "fedspan_unpadded"
 
 _CURRENT: ContextVar[TokenLayout | None] = ContextVar("layout", default=None)
+
+
+@cache
+def import_variable_attention() -> Callable[..., Any] | None:
+    """Import PyTorch's attention over texts of variable length; None: PyTorch before 2.10.
+
+    The import takes seconds (it loads ``torch._dynamo``), and only GPUs have this attention.
+    """
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn
 
 
 def get_current_layout() -> TokenLayout | None:
@@ -66,7 +75,8 @@ def _attend_variable(
         Padded: If the model's attention has more than a scale, causality and a window.
     """
     others = ("softcap", "position_bias", "s_aux")
-    if varlen_attn is None or options.get("dropout") or any(options.get(name) is not None for name in others):
+    attend = import_variable_attention()
+    if attend is None or options.get("dropout") or any(options.get(name) is not None for name in others):
         raise Padded("its attention has parts that attention over texts of variable length lacks")
     causal = options.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
@@ -75,7 +85,7 @@ def _attend_variable(
     q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
     ends, longest = layout.text_ends
     grouped: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
-    output = varlen_attn(
+    output = attend(
         *(q, k, v, ends, ends, longest, longest),
         scale=options.get("scaling"),
         window_size=(reach, 0 if causal else reach),
@@ -146,7 +156,7 @@ class Unpadded:
                 raise Padded(f"{path} is not a linear layer")
 
         narrow = torch.finfo(next(model.parameters()).dtype).bits == 16
-        self.variable = varlen_attn is not None and narrow and adapted.device.type == "cuda"
+        self.variable = narrow and adapted.device.type == "cuda" and import_variable_attention() is not None
         """Whether attention takes texts of variable length, which PyTorch has for GPUs in half precision."""
 
     @contextmanager
