@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  # with Ray's default its workers starve on a busy machine
-LOGS = pytest.StashKey[object]()
 LONGEST = [
     f"tests/{path}.py"
     for path in (
@@ -98,19 +97,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[item for part in by_part for item in part])
     places = {path: place for place, path in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> None:
-    """Record logs for tests that look at them only: pytest goes through thousands of loggers six times a test."""
-    manager, name = item.config.pluginmanager, "logging-plugin"
-    recorder = item.config.stash.setdefault(LOGS, manager.get_plugin(name))
-    if ("caplog" in getattr(item, "fixturenames", ())) == manager.is_registered(recorder):
-        return
-    if manager.is_registered(recorder):
-        manager.unregister(recorder)
-    else:
-        manager.register(recorder, name)
 
 
 @pytest.fixture(scope="session", autouse=True)

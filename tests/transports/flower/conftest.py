@@ -1,5 +1,6 @@
 """The processes of a deployment are started as the benchmarks start them; Flower's messages can be made."""
 
+import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +26,8 @@ def kept_worker() -> Iterator[None]:
     Whatever a run leaves in its process is there in the next one.
     """
     ray = pytest.importorskip("ray", reason="the extra fedspan[flower-sim] is not installed")
-    RayBackend = pytest.importorskip("flwr.server.superlink.fleet.vce.backend.raybackend").RayBackend
+    # Flower's own class: if a release renames it, this fails.
+    RayBackend = importlib.import_module("flwr.server.superlink.fleet.vce.backend.raybackend").RayBackend
     build, pools = RayBackend.build, list[Any]()
 
     def keep(backend: Any, app_fn: Any) -> None:
