@@ -33,7 +33,7 @@ This page goes from a csv file that fedspan has never seen to predictions with p
 share a booking system. They want a model that sorts patients' messages by concern, trained on the messages of all five
 without moving them.
 
-Every block below a command is what the command printed ({stamp}). `python docs/generate_first_hour.py` in the
+The block below each command shows its output ({stamp}). `python docs/generate_first_hour.py` in the
 repository runs the commands and writes this page.
 """
 

@@ -214,7 +214,8 @@ def render_peft_snippet(adapter: Path) -> list[str]:
         outputs = "vectors" if get_task(notes["task"]).is_embedding else "logits"
         return [
             "import sentence_transformers",
-            f'model = sentence_transformers.SentenceTransformer("{adapter}")  # model.encode(texts): the {outputs}',
+            f'model = sentence_transformers.SentenceTransformer("{adapter}")',
+            f"model.encode(texts)  # the {outputs}",
         ]
     if not (adapter / "adapter_config.json").is_file():
         imports = ["import fedspan.models.resnet"] if get_architecture(notes["base_model"]) else []

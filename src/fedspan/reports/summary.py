@@ -13,7 +13,7 @@ from fedspan.tasks.metrics import METRICS
 __all__ = ["format_score", "write_sentences"]
 
 _BEHIND = 0.1
-"""Gap below the clients' mean at which a client is left behind: absolute for a share, else relative to that mean."""
+"""Gap below the clients' mean from which the worst client is named: absolute for a share, else relative to the mean."""
 
 
 def format_score(metric: str, value: float | None, deviation: float | None = None) -> str:
@@ -136,8 +136,8 @@ def _describe_worst_clients(best: Group, metric: str, sign: int) -> str:
         return ""
     gap, unit, id = max(worst)
     if gap < _BEHIND * unit:
-        return f"No client is left behind: the worst is {_format_gap(metric, gap)} from the clients' mean."
-    return f"{id} is left behind, {_format_gap(metric, gap)} from the clients' mean."
+        return f"The clients score alike: the worst is {_format_gap(metric, gap)} from their mean."
+    return f"The clients' scores differ: {id} is {_format_gap(metric, gap)} from their mean."
 
 
 def _describe_unfinished(best: Group, sign: int) -> str:
