@@ -18,7 +18,7 @@ from helpers import tiny
 pytest.importorskip("plotly", reason="the extra fedspan[report] is not installed")
 
 from fedspan.reports import charts
-from fedspan.reports.groups import group_runs, list_differences, summarize_curve
+from fedspan.reports.groups import Group, group_runs, list_differences, summarize_curve
 from fedspan.reports.page import OutOfRoundEvents, render_page
 from fedspan.reports.run_data import RunData, read_runs
 from fedspan.reports.summary import format_score, write_sentences
@@ -150,16 +150,35 @@ def test_the_verdict_names_the_start_and_the_baselines(series: Path) -> None:
     assert group.references == {"start": 0.971, "local": 0.606, "centralized": 0.972}
     assert write_sentences([group])[:3] == (
         "The accuracy of fedit is 97.5 % (one seed), at the best of 3 rounds by validation.",
-        "Before the first round it was 97.1 %; the rounds improved it by 0.4 points.",
+        "Before the first round it was 97.1 %, 0.4 points lower.",
         "Local-only training (mean client) reached 60.6 %. Centralized training reached 97.2 %.",
     )
     assert not any("more rounds" in sentence for sentence in write_sentences([group]))
     below = compare_run(second, 0.955, start=0.971, local=0.606, centralized=0.992)
     groups = group_runs([above, below, other])
     means = " ".join(write_sentences(groups[:1]))
-    assert "Before the first round it was 97.1 %; the rounds did not improve it." in means
+    assert "Before the first round it was 97.1 %, 0.6 points higher." in means
     assert "Centralized training reached 98.2 %." in means
     assert "The best round was the last one, so more rounds may improve the result." in means
+
+
+def test_the_verdict_names_the_clients_own_tests_beside_held_out_examples(series: Path) -> None:
+    compared = compare_run(read_runs([series])[0], 0.975, start=0.971, local=0.606, centralized=0.972)
+    assert compared.report is not None
+    assert not any("own tests" in sentence for sentence in write_sentences([Group("fedit", (compared,))]))
+    scores = {name: {**compared.references[name], "clients": {"accuracy": 0.911}} for name in ("local", "centralized")}
+    report = replace(
+        compared.report,
+        scores={**compared.report.scores, "clients": {"accuracy": 0.971}},
+        baselines={name: {"scores": score, "by_client": {}} for name, score in scores.items()},
+    )
+    start = {**compared.rows[0], "clients": {"accuracy": 0.979}}
+    group = Group("fedit", (replace(compared, report=report, rows=(start, *compared.rows[1:])),))
+    assert group.client_means == {"result": 0.971, "start": 0.979, "local": 0.911, "centralized": 0.911}
+    assert (
+        "On their own tests, the clients' mean is 97.1 % (97.9 % before the first round, "
+        "91.1 % with local-only training, 91.1 % with centralized training)."
+    ) in write_sentences([group])
 
 
 def test_baselines_are_level_lines_rows_and_marks_of_every_client(series: Path) -> None:

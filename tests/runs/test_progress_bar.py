@@ -142,6 +142,17 @@ def test_without_bars_there_are_lines(
     assert last == "3 rounds in 0:12"
 
 
+def test_the_state_is_described_only_for_a_line(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    described: list[float] = []
+    bar = ProgressBar(Console(file=io.StringIO()), clock)
+    monkeypatch.setattr(bar, "describe_state", lambda: described.append(clock.now) or "training")
+    bar.on_stage_change(Stage("model"))  # announced with a line of its own
+    for now in (1.0, 2.0, 12.0, 13.0):
+        clock.now = now
+        bar.on_stage_change(Stage("training", int(now), 20))
+    assert described == [12.0]
+
+
 def test_ipywidgets_draw_the_bars_of_a_notebook(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress_bar, "find_spec", lambda name: name)
     assert ProgressBar(Console(file=io.StringIO(), force_jupyter=True), clock).is_live

@@ -55,7 +55,11 @@ class SeriesBar(LiveBar, Watcher):
     def on_stage_change(self, stage: Stage | None) -> None:
         self._run.on_stage_change(stage)
         if stage is not None and self._step is not None:
-            self._report(shorten(f"{self._step.label}: {self._run.describe_state()}", self._out.width - 2))
+            self._report(self._describe_run)
+
+    def _describe_run(self) -> str:
+        assert self._step is not None
+        return shorten(f"{self._step.label}: {self._run.describe_state()}", self._out.width - 2)
 
     def on_client_finish(self, round: int, client: str, loss: float) -> None:
         self._run.on_client_finish(round, client, loss)

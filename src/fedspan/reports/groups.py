@@ -45,8 +45,24 @@ class Group:
     @property
     def references(self) -> Mapping[str, float]:
         """Mean scores of what the results are compared with, as far as measured in all runs."""
-        names = dict.fromkeys(name for run in self.runs for name in run.references)
-        means = {name: compute_mean([run.score(run.references.get(name, {})) for run in self.runs]) for name in names}
+        return self._average([run.references for run in self.runs])
+
+    @property
+    def client_means(self) -> Mapping[str, float]:
+        """Mean scores on the clients' own tests, of the ``result`` and of what it is compared with."""
+        tables: list[dict[str, Any]] = []
+        for run in self.runs:
+            results = {} if run.report is None else {"result": run.report.scores}
+            parts = {name: scores.get("clients") for name, scores in {**results, **run.references}.items()}
+            tables.append({name: {"clients": part} for name, part in parts.items() if part})
+        return self._average(tables)
+
+    def _average(self, tables: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, float]:
+        names = dict.fromkeys(name for table in tables for name in table)
+        means = {
+            name: compute_mean([run.score(table.get(name, {})) for run, table in zip(self.runs, tables, strict=True)])
+            for name in names
+        }
         return {name: mean for name, mean in means.items() if mean is not None}
 
 

@@ -43,8 +43,9 @@ def write_sentences(groups: Sequence[Group]) -> tuple[str, ...]:
         sentence
         for sentence in (
             _describe_best(ranked, metric),
-            _compare_start(ranked[0], metric, sign),
+            _compare_start(ranked[0], metric),
             _describe_baselines(ranked[0], metric),
+            _compare_client_means(ranked[0], metric),
             _compare_second(ranked, metric, sign),
             _describe_savings(ranked, metric, sign),
             _describe_worst_clients(ranked[0], metric, sign),
@@ -70,15 +71,19 @@ def _describe_rounds(group: Group) -> str:
     return f"at the best of {rounds} by validation" if is_selected else f"after {rounds}"
 
 
-def _compare_start(best: Group, metric: str, sign: int) -> str:
+def _compare_start(best: Group, metric: str) -> str:
     start = best.references.get("start")
     if best.mean is None or start is None:
         return ""
-    gap = _format_gap(metric, best.mean - start)
-    before = f"Before the first round it was {format_score(metric, start)}"
-    if sign * (best.mean - start) > 0 and float(gap.split()[0]) > 0:
-        return f"{before}; the rounds improved it by {gap}."
-    return f"{before}; the rounds did not improve it."
+    return f"Before the first round it was {format_score(metric, start)}, {_describe_change(best.mean, start, metric)}."
+
+
+def _describe_change(value: float, reference: float, metric: str) -> str:
+    """Describe how far a reference is from a value."""
+    gap = _format_gap(metric, value - reference)
+    if not float(gap.split()[0]):
+        return "the same"
+    return f"{gap} {'lower' if value > reference else 'higher'}"
 
 
 def _describe_baselines(best: Group, metric: str) -> str:
@@ -88,6 +93,22 @@ def _describe_baselines(best: Group, metric: str) -> str:
         for name, title in titles.items()
         if name in best.references
     )
+
+
+def _compare_client_means(best: Group, metric: str) -> str:
+    """Compare the clients' mean on their own tests, where the scores above are those of held-out examples."""
+    means = best.client_means
+    result = means.get("result")
+    if result is None or result == best.mean:
+        return ""
+    titles = {
+        "start": "before the first round",
+        "local": "with local-only training",
+        "centralized": "with centralized training",
+    }
+    others = [f"{format_score(metric, means[name])} {title}" for name, title in titles.items() if name in means]
+    compared = f" ({', '.join(others)})" if others else ""
+    return f"On their own tests, the clients' mean is {format_score(metric, result)}{compared}."
 
 
 def _compare_second(ranked: Sequence[Group], metric: str, sign: int) -> str:

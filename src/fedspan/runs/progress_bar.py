@@ -84,11 +84,11 @@ class LiveBar(ABC):
         self._printed, self._lines = self._clock(), self._lines + 1
         self._out.print(text, soft_wrap=True)
 
-    def _report(self, state: str) -> None:
+    def _report(self, describe: Callable[[], str]) -> None:
         """Print the state if there is no footer, and no line was printed for a while."""
         now = self._clock()
         if not self.is_live and now - self._printed >= compute_report_interval(now - self._began):
-            self._print(Text(f"  {state}", "dim"))
+            self._print(Text(f"  {describe()}", "dim"))
 
     @abstractmethod
     def render_footer(self) -> RenderableType:
@@ -126,7 +126,7 @@ class ProgressBar(LiveBar, Listener):
         if stage is not None and self._prepared is None and not self._lines and not self.is_live:
             self._print(Text(self._now, "dim"))
         elif stage is not None:
-            self._report(self.describe_state())
+            self._report(self.describe_state)
 
     def on_client_finish(self, round: int, client: str, loss: float) -> None:
         self._losses[client], self._last = loss, client
