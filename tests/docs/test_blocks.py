@@ -98,7 +98,7 @@ def configs_of_runs() -> list[Block]:
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_a_block_says_what_it_is_and_nothing_to_run_hides_in_a_text(block: Block) -> None:
-    assert block.language in ("bash", "python", "yaml", "text", "indented")
+    assert block.language in ("bash", "python", "yaml", "bibtex", "text", "indented")
     if block.language in ("text", "indented"):
         first = {line.split()[0] for line in block.text.splitlines() if line.strip()}
         prints_commands = block.page.name == "CONTRIBUTING.md" or block.page == TRANSCRIPT
