@@ -44,10 +44,14 @@ class Task:
 
 
 TASKS: Mapping[str, Task] = {
-    "sst2": Task("SST-2", 10, {"train": "train.tsv", "test": "dev.tsv", "text": "sentence", "label": "label"}),
+    "sst2": Task(
+        "SST-2",
+        10,
+        {"train": "train.tsv", "test": "dev.tsv", "text": "sentence", "label": "label", "max_examples": 20_000},
+    ),
     "banking77": Task(
         "Banking77's first 20 intents",
-        40,
+        20,
         {"train": "train.csv", "test": "test.csv", "text": "text", "label": "category", "first_labels": 20},
     ),
 }
@@ -72,7 +76,7 @@ def build_config(cell: Cell, lr: float, args: argparse.Namespace) -> dict[str, A
     values: dict[str, Any] = {
         "seed": seed,
         "threads": 1,
-        "model": {"name": args.model, "target_modules": ["query", "value"]},
+        "model": {"name": args.model, "target_modules": ["query", "value"], "layers_to_transform": args.layers},
         "data": {**data, "train": str(folder / data["train"]), "test": str(folder / data["test"])},
         "partition": {"partitioner": "iid", "clients": args.clients},
         "method": {"name": method, "r": 8, "lora_alpha": 16},
@@ -130,11 +134,13 @@ def format_section(task: str, selected: Mapping[Cell, Selected], args: argparse.
     def describe(method: str, epsilon: float) -> str:
         return format_score([selected[task, method, epsilon, seed] for seed in args.seeds], args.rates)
 
+    most = TASKS[task].data.get("max_examples")
+    examples = "" if most is None else f"; {most:,} examples, validation and the clients' tests included"
     heads = ["without privacy" if not epsilon else f"ε = {epsilon:g}" for epsilon in args.epsilons]
     lines = [
         f"## {TASKS[task].name}",
         "",
-        f"{get_rounds(task, args)} rounds.",
+        f"{get_rounds(task, args)} rounds{examples}.",
         "",
         f"| method | {' | '.join(heads)} | MB |",
         f"|{'---|' * (len(heads) + 2)}",
@@ -153,8 +159,9 @@ def format_page(selected: Mapping[Cell, Selected], args: argparse.Namespace) -> 
     options = {"clients": args.clients, "steps": args.steps, "batch-size": args.batch_size}
     if args.rounds is not None:
         options["rounds"] = args.rounds
+    layers = " and ".join(map(str, args.layers))
     options_text = " ".join(f"--{name} {value}" for name, value in options.items())
-    lists = {"epsilons": args.epsilons, "rates": args.rates, "seeds": args.seeds}
+    lists = {"layers": args.layers, "epsilons": args.epsilons, "rates": args.rates, "seeds": args.seeds}
     lists_text = " ".join(f"--{name} {' '.join(f'{value:g}' for value in values)}" for name, values in lists.items())
     if args.methods != list(METHODS):
         lists_text += f" --methods {' '.join(args.methods)}"
@@ -170,7 +177,8 @@ def format_page(selected: Mapping[Cell, Selected], args: argparse.Namespace) -> 
         f"Date: {time.strftime('%Y-%m-%d')}. Machine: {platform.machine()}, {os.cpu_count()} cores, "
         f"torch {torch.__version__}, 1 thread.",
         "",
-        f"{args.model.removeprefix('builtin:')}, rank 8 on query and value, {args.clients} clients of equal "
+        f"{args.model.removeprefix('builtin:')}, rank 8 on query and value of layer {layers}, counted from 0; "
+        f"{args.clients} clients of equal "
         f"distribution, rounds of {args.steps} steps with batches of {args.batch_size} on average; δ = "
         f"{DELTA:g}, gradients of single examples clipped to {args.clip:g}, AdamW, a random head that trains and is "
         "averaged. Held-out accuracy in % after the last round, with the learning rate selected on validation examples "
@@ -192,6 +200,7 @@ def main() -> None:
     parser.add_argument("--model", default="builtin:all-minilm-l6-v2")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--epsilons", type=float, nargs="+", default=[1.0, 3.0, 8.0], help="0: without privacy")
+    parser.add_argument("--layers", type=int, nargs="+", default=[5], help="layers with adapters, counted from 0")
     parser.add_argument("--clients", type=int, default=4)
     rounds = ", ".join(f"{task.rounds} of {name}" for name, task in TASKS.items())
     parser.add_argument("--rounds", type=int, help=f"rounds of all tasks; default: {rounds}")

@@ -31,7 +31,7 @@ def test_the_page_of_two_tasks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.setattr(sys, "argv", ["privacy.py", *words])
     privacy.main()
     first, second = page.read_text(encoding="utf-8").split("\n## ")[1:]
-    assert first.startswith("SST-2\n\n10 rounds.\n")
+    assert first.startswith("SST-2\n\n10 rounds; 20,000 examples, validation and the clients' tests included.\n")
     assert "| rolora | 60.0 (0.008) | 3.50 |" in first
-    assert second.startswith("Banking77's first 20 intents\n\n40 rounds.\n")
+    assert second.startswith("Banking77's first 20 intents\n\n20 rounds.\n")
     assert "| fedask | 40.0 (0.002 ↓) | 3.50 |" in second
