@@ -93,11 +93,13 @@ def run_cell(cell: Cell, lr: float, args: argparse.Namespace, work: Path) -> dic
     """Return the report of a run, which is done if it is not there yet."""
     from fedspan.config import parse_config
     from fedspan.runs.session import run
+    from fedspan.training.prefix_rows import start_next_run
 
     task, method, epsilon, seed = cell
     folder = work / f"{task}-{method}-epsilon{epsilon:g}-lr{lr:g}-seed{seed}"
     if not (folder / "report.json").exists():
         began = time.process_time()
+        start_next_run()
         run(parse_config(build_config(cell, lr, args)), folder, resume=(folder / "config.yaml").exists())
         print(f"{folder.name}: {time.process_time() - began:.0f} processor seconds", flush=True)
     return json.loads((folder / "report.json").read_text(encoding="utf-8"))
@@ -214,7 +216,9 @@ def main() -> None:
     args = parser.parse_args()
     if len(args.data) != len(args.task):
         parser.error(f"--data: {len(args.data)} folders for {len(args.task)} tasks")
-    with tempfile.TemporaryDirectory() as temporary:
+    from fedspan.training.prefix_rows import share_prefixes
+
+    with tempfile.TemporaryDirectory() as temporary, share_prefixes():
         work = args.work or Path(temporary)
         cells = itertools.product(args.task, args.methods, args.epsilons, args.seeds)
         selected = {cell: select_rate(cell, args, work) for cell in cells}
