@@ -52,8 +52,7 @@ class Group:
         """Mean scores on the clients' own tests, of the ``result`` and of what it is compared with."""
         tables: list[dict[str, Any]] = []
         for run in self.runs:
-            results = {} if run.report is None else {"result": run.report.scores}
-            parts = {name: scores.get("clients") for name, scores in {**results, **run.references}.items()}
+            parts = {name: scores.get("clients") for name, scores in {"result": run.result, **run.references}.items()}
             tables.append({name: {"clients": part} for name, part in parts.items() if part})
         return self._average(tables)
 

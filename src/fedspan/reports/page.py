@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import plotly.io
 import plotly.utils
@@ -20,7 +19,7 @@ from fedspan.experiments.tables import format_size
 from fedspan.reports import charts, matrices
 from fedspan.reports.charts import Figure
 from fedspan.reports.groups import Group, list_differences
-from fedspan.reports.run_data import RunData
+from fedspan.reports.run_data import Row, RunData
 from fedspan.reports.summary import format_score, write_sentences
 from fedspan.runs.formatting import get_title
 from fedspan.tasks.metrics import METRICS
@@ -133,27 +132,33 @@ def _note(groups: Sequence[Group]) -> str:
 
 def _render_summary(groups: Sequence[Group]) -> str:
     metric = groups[0].runs[0].metric
+    runs = [run for group in groups for run in group.runs]
+    scored = [scores for run in runs for scores in (run.result, *run.references.values())]
+    has_clients = any(scores.get("clients") for scores in scored)
+    has_heldout = any(scores.get("test") for scores in scored) or not has_clients
+
+    def format_scores(scores: Row) -> tuple[str, ...]:
+        heldout, clients = (scores.get(part) or {} for part in ("test", "clients"))
+        worst = clients.get("worst")
+        worst_text = f"{format_score(metric, worst[metric])} ({worst['client']})" if worst else "-"
+        cells = (format_score(metric, heldout.get(metric)),) if has_heldout else ()
+        return (*cells, *((format_score(metric, clients.get(metric)), worst_text) if has_clients else ()))
+
     rows: list[tuple[str, ...]] = []
     for group in groups:
         for run in group.runs:
             state = "finished" if run.report is not None else f"after round {run.rounds}"
             best = "-" if run.report is None else str(run.report.best_round)
-            worst = _format_worst({} if run.report is None else run.report.scores, metric)
             seconds = "-" if math.isnan(run.seconds) else f"{run.seconds:.0f} s"
-            cells = (format_score(metric, run.final), worst, best, format_size(run.bytes), seconds)
-            rows.append((group.label, str(run.config.seed), *cells, _format_epsilon(run), state))
+            cells = (*format_scores(run.result), best, format_size(run.bytes), seconds, _format_epsilon(run), state)
+            rows.append((group.label, str(run.config.seed), *cells))
             for name, scores in run.references.items():
-                cells = (format_score(metric, run.score(scores)), _format_worst(scores, metric))
-                rows.append((f"{group.label}: {get_title(name)}", str(run.config.seed), *cells, *["-"] * 4, ""))
+                cells = (*format_scores(scores), *["-"] * 4, "")
+                rows.append((f"{group.label}: {get_title(name)}", str(run.config.seed), *cells))
     title = METRICS[metric].title
-    return _render_table(
-        ("run", "seed", title, "worst client", "best round", "bytes", "rounds' time", "epsilon", "state"), rows
-    )
-
-
-def _format_worst(scores: Mapping[str, Any], metric: str) -> str:
-    worst: Any = (scores.get("clients") or {}).get("worst")
-    return "-" if not isinstance(worst, Mapping) else f"{format_score(metric, worst.get(metric))} ({worst['client']})"
+    heads = (f"held-out {title}",) if has_heldout else ()
+    heads += (f"{title} on the clients' own tests", "worst client there") if has_clients else ()
+    return _render_table(("run", "seed", *heads, "best round", "bytes", "rounds' time", "epsilon", "state"), rows)
 
 
 def _format_epsilon(run: RunData) -> str:

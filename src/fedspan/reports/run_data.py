@@ -64,11 +64,16 @@ class RunData:
         return get_score(row, self.metric)
 
     @property
-    def final(self) -> float | None:
-        """Score of the run's resulting models (those of the best round); for a run in progress, the last score."""
+    def result(self) -> Row:
+        """Scores of the run's resulting models (those of the best round); for a run in progress, the last scores."""
         if self.report is not None:
-            return self.score(self.report.scores)
-        return next((score for row in reversed(self.rows) if (score := self.score(row)) is not None), None)
+            return self.report.scores
+        return next((row for row in reversed(self.rows) if self.score(row) is not None), {})
+
+    @property
+    def final(self) -> float | None:
+        """Score of the run's result."""
+        return self.score(self.result)
 
     @property
     def references(self) -> Mapping[str, Mapping[str, Any]]:

@@ -12,9 +12,6 @@ from fedspan.tasks.metrics import METRICS
 
 __all__ = ["format_score", "write_sentences"]
 
-_BEHIND = 0.1
-"""Gap below the clients' mean from which the worst client is named: absolute for a share, else relative to the mean."""
-
 
 def format_score(metric: str, value: float | None, deviation: float | None = None) -> str:
     """Format a score as ``84.2 %``, ``84.2 ± 0.3 %`` or ``0.1234``; a dash for a score that was not measured."""
@@ -75,15 +72,9 @@ def _compare_start(best: Group, metric: str) -> str:
     start = best.references.get("start")
     if best.mean is None or start is None:
         return ""
-    return f"Before the first round it was {format_score(metric, start)}, {_describe_change(best.mean, start, metric)}."
-
-
-def _describe_change(value: float, reference: float, metric: str) -> str:
-    """Describe how far a reference is from a value."""
-    gap = _format_gap(metric, value - reference)
-    if not float(gap.split()[0]):
-        return "the same"
-    return f"{gap} {'lower' if value > reference else 'higher'}"
+    gap = _format_gap(metric, best.mean - start)
+    change = f"{'raised' if best.mean > start else 'lowered'} it by {gap}" if float(gap.split()[0]) else "kept it"
+    return f"Before the first round it was {format_score(metric, start)}; the rounds {change}."
 
 
 def _describe_baselines(best: Group, metric: str) -> str:
@@ -141,7 +132,7 @@ def _describe_savings(ranked: Sequence[Group], metric: str, sign: int) -> str:
 
 
 def _describe_worst_clients(best: Group, metric: str, sign: int) -> str:
-    worst: list[tuple[float, float, str]] = []
+    worst: list[tuple[float, str]] = []
     for run in best.runs:
         scores = {
             id: float(client_scores[metric])
@@ -152,13 +143,13 @@ def _describe_worst_clients(best: Group, metric: str, sign: int) -> str:
             continue
         mean = sum(scores.values()) / len(scores)
         id = min(scores, key=lambda candidate: sign * scores[candidate])
-        worst.append((sign * (mean - scores[id]), 1.0 if METRICS[metric].is_percentage else abs(mean), id))
+        worst.append((sign * (mean - scores[id]), id))
     if not worst:
         return ""
-    gap, unit, id = max(worst)
-    if gap < _BEHIND * unit:
-        return f"The clients score alike: the worst is {_format_gap(metric, gap)} from their mean."
-    return f"The clients' scores differ: {id} is {_format_gap(metric, gap)} from their mean."
+    gap, id = max(worst)
+    return (
+        f"The worst client, {id}, is {_format_gap(metric, gap)} {'below' if sign > 0 else 'above'} the clients' mean."
+    )
 
 
 def _describe_unfinished(best: Group, sign: int) -> str:

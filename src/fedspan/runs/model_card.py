@@ -175,7 +175,7 @@ def _get_base(config: RunConfig) -> str:
 def _describe_model(config: RunConfig, base: str, adapter: bool) -> str:
     kind = "A PEFT adapter" if adapter else "A model"
     return (
-        f"{kind} for `{base}`, trained by [fedspan](https://pypi.org/project/fedspan/) across data owners whose data "
+        f"{kind} for `{base}`, trained by fedspan across data owners whose data "
         f"never left them: federated fine-tuning by `{config.method.title}`.\n"
     )
 
