@@ -289,6 +289,13 @@ def test_version_and_help(call: Call) -> None:
         assert "Examples" in said
 
 
+def test_help_truncates_no_word_in_80_columns() -> None:
+    runner, program = CliRunner(env={"COLUMNS": "80", "TERM": "dumb"}), get_program()
+    assert isinstance(program, click.Group)
+    cut = {name for name in program.commands if "…" in runner.invoke(get_program(), [name, "--help"]).output}
+    assert cut == set()
+
+
 def test_help_shows_texts_as_they_are_written() -> None:
     """Rich takes ``[report]`` for markup, unless it is escaped."""
     runner, program = CliRunner(env={"COLUMNS": "400", "TERM": "dumb"}), get_program()

@@ -38,8 +38,8 @@ def admit(
             metavar="N",
             min=0,
             max=2**53 - 1,
-            help="Largest number of training examples that counts as the node's weight, instead of "
-            "federation.max_weight_ratio; 0: limited only by that ratio. Default: as admitted before.",
+            help="Largest number of training examples that counts as the node's weight, instead of max_weight_ratio "
+            "(of federation); 0: limited only by that ratio. Default: as admitted before.",
         ),
     ] = None,
     folder: ServerFolder = SERVER,
