@@ -109,7 +109,8 @@ def test_folders_that_are_no_place_for_a_run(refused: Refused, write: Write, sto
     missing = write(model={"name": "nobody/no-such-model"})  # the folder is inspected before a model is loaded
     assert "thesis.tex" in refused("run", missing, "--out", tmp_path / "taken")
     assert "already holds a run" in refused("run", write(), "--out", stopped)
-    assert "holds no run" in refused("run", "--resume", tmp_path / "nothing")
+    assert "holds no run" in refused("run", "--resume", tmp_path / "taken")
+    assert "there is no folder" in refused("run", "--resume", tmp_path / "nothing")
 
 
 def test_a_second_process_on_the_same_run(refused: Refused, stopped: Path) -> None:

@@ -30,7 +30,7 @@ PAGES = {
     "partition": "config.md#partition",
     "preset": "reproducing.md",
     "privacy": "privacy.md",
-    "run folder": "faq.md#the-run-was-killed",
+    "run folder": "first-hour.md#the-run",
     "server": "deployment.md",
     "simulation": "simulation.md",
     "task": "tasks.md",

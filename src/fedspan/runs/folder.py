@@ -72,8 +72,10 @@ def read_process_start(pid: int) -> int | None:
 
 
 def describe_missing_run(folder: str | Path) -> str:
-    """Return the sentences that report a folder without a run, for the ``problem`` of an error."""
-    return f"{str(folder)!r} holds no run. {suggest_folder(folder)}".rstrip()
+    """Return the sentences that report a missing folder or one without a run, for the ``problem`` of an error."""
+    if os.path.exists(folder):
+        return f"{str(folder)!r} holds no run."
+    return f"there is no folder {str(folder)!r}. {suggest_folder(folder)}".rstrip()
 
 
 def suggest_folder(folder: str | Path, files: Collection[str] = ("config.yaml",)) -> str:
