@@ -107,7 +107,7 @@ def test_a_file_in_the_place_of_the_folder(tmp_path: Path) -> None:
 
 
 def test_resuming_nothing(tmp_path: Path) -> None:
-    with pytest.raises(FedspanError, match="there is no folder '.*run'"):
+    with pytest.raises(FedspanError, match="there is no folder"):
         RunFolder.resume(tmp_path / "run")
     assert not (tmp_path / "run").exists()
     with pytest.raises(FedspanError, match="holds no run"):
@@ -119,9 +119,10 @@ def test_a_similar_folder_is_suggested(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / file).touch()
     missing, meant = tmp_path / "firsst", tmp_path / "first"
-    assert describe_missing_run(missing) == f"there is no folder {str(missing)!r}. Did you mean {str(meant)!r}?"
+    described = f"there is no folder {str(missing)!r}. Did you mean {str(meant)!r}?"
+    assert describe_missing_run(missing) == described
     for read in (RunFolder.resume, read_report, read_status, lambda path: read_runs([path]), fedspan.diagnose):
-        with pytest.raises(FedspanError, match=re.escape(f"there is no folder {str(missing)!r}. Did you mean {str(meant)!r}?")):
+        with pytest.raises(FedspanError, match=re.escape(described)):
             read(missing)
     with pytest.raises(FedspanError, match=re.escape(f"Did you mean {str(tmp_path / 'export')!r}? Expected a run")):
         fedspan.predict(tmp_path / "exprt", ["word1"])
