@@ -194,7 +194,7 @@ class Stage:
         self.folder = folder
         self.work: tuple[int | None, int | None] = (None, None)
         tiny.save_corpus(folder)
-        tiny.save_model("bert", folder)
+        tiny.save_model("deep-bert", folder).rename(folder / "bert")  # with one layer, rounds would pass before faults
         self.files = site_files(folder / "corpus.csv", folder)
         self.made = Deployment(folder / "deployment", names=[OUTSIDE])
         self.kind = folder / "kind"

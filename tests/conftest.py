@@ -128,11 +128,11 @@ def no_mode_outlives_its_test() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Holds ``bert``, ``roberta``, ``distilbert``, ``gpt2`` and ``corpus.csv``."""
+    """Holds ``bert``, ``deep-bert``, ``roberta``, ``distilbert``, ``gpt2`` and ``corpus.csv``."""
     from helpers import tiny
 
     folder = tmp_path_factory.mktemp("tiny")
-    for kind in ("bert", "roberta", "distilbert", "gpt2"):
+    for kind in ("bert", "deep-bert", "roberta", "distilbert", "gpt2"):
         tiny.save_model(kind, folder)
     tiny.save_corpus(folder)
     return folder

@@ -33,7 +33,7 @@ def args(tiny_folder: Path, tmp_path: Path) -> Namespace:
             rows.writerow(["text", "category"])
             rows.writerows((f"{word} word{number}", word[:-1]) for number in range(8) for word in words)
     return Namespace(
-        **{"data": tmp_path, "work": tmp_path / "work", "model": str(tiny_folder / "bert"), "layers": [1]},
+        **{"data": tmp_path, "work": tmp_path / "work", "model": str(tiny_folder / "bert"), "layers": [0]},
         **{"labels": 4, "examples": 250, "alpha": 5.0, "rounds": 1, "steps": 2, "batch": 4, "lr": 0.01},
         **{"poisoned": 0.5, "methods": ["fedit"], "seeds": [0], "defences": ["mean", "clip 1"], "seconds": 60.0},
         attacks=["none", "1 of 10, boosted"],

@@ -87,7 +87,7 @@ def questions(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     text = (tiny_folder / "corpus.csv").read_text().replace("text,label,site", "text,category,site")
     for part in ("train", "test"):
         (folder / f"{part}.csv").write_text(text)
-    (folder / "bert").symlink_to(tiny_folder / "bert")
+    (folder / "bert").symlink_to(tiny_folder / "deep-bert")
     return folder
 
 

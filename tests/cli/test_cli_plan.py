@@ -25,7 +25,7 @@ def bare(tiny_folder: Path) -> str:
     """A folder with a model's config alone."""
     folder = tiny_folder / "config-alone"
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text((tiny_folder / "bert" / "config.json").read_text())
+    (folder / "config.json").write_text((tiny_folder / "deep-bert" / "config.json").read_text())
     return str(folder)
 
 

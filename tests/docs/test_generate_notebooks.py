@@ -100,7 +100,7 @@ def test_one_round_step_by_step(generator: ModuleType, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_an_own_method(generator: ModuleType, tiny_folder: Path, tmp_path: Path) -> None:
-    settings = {"model": str(tiny_folder / "bert"), "layer": 1, "rounds": 1, "examples": 120}
+    settings = {"model": str(tiny_folder / "deep-bert"), "layer": 1, "rounds": 1, "examples": 120}
     printed = run_notebook(generator, Path("examples/own_method.ipynb"), tmp_path, **settings)
     assert "slow-a: held-out accuracy " in printed
     assert (tmp_path / "runs" / "own_method" / "slow-a-seed0").is_dir()
@@ -126,7 +126,7 @@ def test_instruction_tuning(generator: ModuleType, decoders: Path, tmp_path: Pat
 @pytest.mark.slow
 def test_three_machines(generator: ModuleType, tiny_folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
-    settings = {"model": str(tiny_folder / "bert"), "layer": 1, "rounds": 1, "texts": 360}
+    settings = {"model": str(tiny_folder / "deep-bert"), "layer": 1, "rounds": 1, "texts": 360}
     printed = run_notebook(generator, Path("examples/three_machines.ipynb"), tmp_path, **settings)
     assert printed.count(" on its own test part") == 3
     assert (tmp_path / "runs" / "three_machines" / "run" / "adapter").is_dir()

@@ -21,7 +21,7 @@ import fedspan
 pytestmark = pytest.mark.slow  # together they take minutes
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 ENCODER = ("--layer", "1", "--model")
-"""The tiny models have two layers."""
+"""The tiny models of this file have two layers."""
 
 
 def command(name: str, out: Path, *arguments: str | Path) -> list[str]:
@@ -54,7 +54,7 @@ def percent(value: float) -> str:
 
 def test_ten_banks(tiny_folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    printed = run_example("ten_banks", out, *ENCODER, tiny_folder / "bert")
+    printed = run_example("ten_banks", out, *ENCODER, tiny_folder / "deep-bert")
     rows = table(printed)
     for method in ("fedit", "rolora", "flora"):
         report = fedspan.read_report(out / f"{method}-seed0")
@@ -117,7 +117,7 @@ def test_vision_domains(tmp_path: Path) -> None:
 
 def test_personalisation(tiny_folder: Path, tmp_path: Path) -> None:
     out, methods = tmp_path / "out", ("local-only", "fedit", "fedsa-lora", "pfedloru")
-    printed = run_example("personalisation", out, *ENCODER, tiny_folder / "bert")
+    printed = run_example("personalisation", out, *ENCODER, tiny_folder / "deep-bert")
     rows, reports = table(printed), {method: fedspan.read_report(out / f"{method}-seed0") for method in methods}
     clients = [f"client-{number:02}" for number in range(10)]
     for client in clients:
@@ -137,7 +137,7 @@ def test_personalisation(tiny_folder: Path, tmp_path: Path) -> None:
 def test_differential_privacy(tiny_folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
     out = tmp_path / "out"
-    printed = run_example("differential_privacy", out, "--epsilon", "3", *ENCODER, tiny_folder / "bert")
+    printed = run_example("differential_privacy", out, "--epsilon", "3", *ENCODER, tiny_folder / "deep-bert")
     plain, private = fedspan.read_report(out / "plain"), fedspan.read_report(out / "private")
     assert not plain.privacy
     assert 0 < private.privacy["epsilon"] <= 3
@@ -148,7 +148,7 @@ def test_differential_privacy(tiny_folder: Path, tmp_path: Path) -> None:
 
 def test_own_method(tiny_folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    printed = run_example("own_method", out, *ENCODER, tiny_folder / "bert")
+    printed = run_example("own_method", out, *ENCODER, tiny_folder / "deep-bert")
     for method in ("fedit", "slow-a"):
         report = fedspan.read_report(out / f"{method}-seed0")
         assert report.method == method
@@ -157,7 +157,7 @@ def test_own_method(tiny_folder: Path, tmp_path: Path) -> None:
 
 def test_named_entities(tiny_folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    printed = run_example("named_entities", out, *ENCODER, tiny_folder / "bert")
+    printed = run_example("named_entities", out, *ENCODER, tiny_folder / "deep-bert")
     report = fedspan.read_report(out)
     assert set(report.by_client) <= {"cardiology", "pharmacy", "orthopaedics", "village"}
     assert f"federated: entity F1 {report.scores['test']['entity_f1']:.1%}" in printed
@@ -167,7 +167,7 @@ def test_named_entities(tiny_folder: Path, tmp_path: Path) -> None:
 
 def test_embedding_search(tiny_folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    printed = run_example("embedding_search", out, *ENCODER, tiny_folder / "bert")
+    printed = run_example("embedding_search", out, *ENCODER, tiny_folder / "deep-bert")
     report = fedspan.read_report(out)
     alone = report.baselines["local"]["scores"]["test"]["spearman"]
     assert f"Spearman {report.scores['test']['spearman']:.3f}, one desk alone {alone:.3f}" in printed
@@ -178,7 +178,7 @@ def test_embedding_search(tiny_folder: Path, tmp_path: Path) -> None:
 
 def test_own_task(tiny_folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    printed = run_example("own_task", out, *ENCODER, tiny_folder / "bert")
+    printed = run_example("own_task", out, *ENCODER, tiny_folder / "deep-bert")
     report = fedspan.read_report(out / "median-regression")
     assert report.metric == "absolute_error"
     assert report.scores["test"]["absolute_error"] == pytest.approx(report.scores["test"]["loss"])
@@ -209,7 +209,7 @@ def processes_of(out: Path) -> list[int]:
 def test_three_machines(tiny_folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
     out, clinics = tmp_path / "out", ("clinic-a", "clinic-b", "clinic-c")
-    printed = run_example("three_machines", out, *ENCODER, tiny_folder / "bert")
+    printed = run_example("three_machines", out, *ENCODER, tiny_folder / "deep-bert")
     report = fedspan.read_report(out / "run")
     assert set(report.by_client) == set(clinics)
     assert not report.failures
@@ -223,7 +223,7 @@ def test_three_machines_leave_no_process_behind_when_asked_to_end(tiny_folder: P
     pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
     out = tmp_path / "out"
     process = subprocess.Popen(
-        command("three_machines", out, *ENCODER, tiny_folder / "bert"),
+        command("three_machines", out, *ENCODER, tiny_folder / "deep-bert"),
         env=environment(out),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

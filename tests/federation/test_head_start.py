@@ -37,7 +37,8 @@ LAYER = OutputLayer("classifier", outputs=4, features=16, bias=True)
 @pytest.fixture(scope="module")
 def prepared(tiny_folder: Path) -> Prepared:
     """A run on BERT, whose clients are of different sizes and labels."""
-    return prepare(tiny.config(tiny_folder, model={"head_init": "lda"}, federation={"clients_per_round": None}))
+    federation = {"clients_per_round": None}
+    return prepare(tiny.config(tiny_folder, "deep-bert", model={"head_init": "lda"}, federation=federation))
 
 
 def start_of(run: Prepared) -> dict[str, Tensor]:
@@ -129,7 +130,7 @@ def test_the_local_baseline_starts_from_each_clients_own_examples(prepared: Prep
 @pytest.mark.parametrize("kind", ["class-means", "lda"])
 def test_a_secure_sum_gives_the_head_of_plaintext(prepared: Prepared, tiny_folder: Path, kind: str) -> None:
     federation = {"clients_per_round": None, "secure": {"bits": 64}}
-    run = prepare(tiny.config(tiny_folder, model={"head_init": kind}, federation=federation))
+    run = prepare(tiny.config(tiny_folder, "deep-bert", model={"head_init": kind}, federation=federation))
     assert run.head is not None
     assert run.head.bound == 8.0
     secure = start_of(run)
@@ -233,7 +234,7 @@ def test_trusted_replies_are_added_on_arrival(prepared: Prepared, monkeypatch: p
 
 
 def test_a_client_that_refuses_is_left_out(prepared: Prepared, tiny_folder: Path) -> None:
-    config = tiny.config(tiny_folder, model={"head_init": "lda"}, simulation={"dropout": {"east": 1.0}})
+    config = tiny.config(tiny_folder, "deep-bert", model={"head_init": "lda"}, simulation={"dropout": {"east": 1.0}})
     run = prepare(config)
     got = start_of(run)
     beside = run.federation.pop_events()

@@ -82,7 +82,9 @@ def built(tiny_folder: Path) -> Prepared:
 def make_config(folder: Path, **changes: Mapping[str, Any]) -> Any:
     method = {"name": "fedask", "r": 2, **changes.pop("method", {})}
     federation = {"clients_per_round": None, "clip_ratio": None, **changes.pop("federation", {})}
-    return tiny.config(folder, method=method, federation=federation, **{"training": {"local_steps": 1}, **changes})
+    return tiny.config(
+        folder, "deep-bert", method=method, federation=federation, **{"training": {"local_steps": 1}, **changes}
+    )
 
 
 def connect(prepared: Prepared, folder: Path, spoil: Spoil = good, **rules: Any) -> tuple[Federation, Second]:

@@ -79,7 +79,7 @@ OTHER_RUNS: dict[str, Settings] = {
     "task images from scratch": _run("builtin:resnet-8", model={"pretrained": False}),
     "conv1d": _run("gpt2"),
     "roberta": _run("roberta"),
-    "prefix cache": _run(model={"layers_to_transform": [1]}),
+    "prefix cache": _run("deep-bert", model={"layers_to_transform": [1]}),
     "head start": _run(model={"head_init": "class-means"}),
     "dropout": _run(training={"lora_dropout": 0.4}),
     "accumulation": _run(training={"gradient_accumulation_steps": 2}),
@@ -143,7 +143,7 @@ def distance(expected: Mapping[str, Any], found: Mapping[str, Any]) -> float:
 
 def save_models(folder: Path) -> None:
     """All models and data of the runs."""
-    for kind in ("bert", "roberta", "gpt2"):
+    for kind in ("bert", "deep-bert", "roberta", "gpt2"):
         tiny.save_model(kind, folder)
     for kind in ("vit", "resnet"):
         tiny_images.save_model(kind, folder)

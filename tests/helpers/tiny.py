@@ -2,7 +2,8 @@
 
 The models are real Hugging Face classes with random weights (larger than usual, so that logits differ), the corpus is
 a csv file; both are read from a folder as a user's would be. ``BERT`` names target modules of three shapes: 16 x 16
-(query, value), 24 x 16 (intermediate.dense) and 16 x 24 (output.dense).
+(query, value), 24 x 16 (intermediate.dense) and 16 x 24 (output.dense). ``bert``, which most tests train, has one layer
+with them, to save time; ``deep-bert`` and the others have two.
 """
 
 from __future__ import annotations
@@ -54,10 +55,16 @@ _ENCODER = {
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
 }
+
+
+def _bert(layers: int) -> nn.Module:
+    shape = {**_ENCODER, "num_hidden_layers": layers}
+    return transformers.BertModel(transformers.BertConfig(**_SMALL, **shape, max_position_embeddings=32))
+
+
 _MODELS: dict[str, Callable[[], nn.Module]] = {
-    "bert": lambda: transformers.BertModel(
-        transformers.BertConfig(**_SMALL, **_ENCODER, max_position_embeddings=32),
-    ),
+    "bert": lambda: _bert(layers=1),
+    "deep-bert": lambda: _bert(layers=2),
     "roberta": lambda: transformers.RobertaModel(
         transformers.RobertaConfig(**_SMALL, **_ENCODER, max_position_embeddings=34, type_vocab_size=1),
         add_pooling_layer=False,

@@ -167,7 +167,7 @@ def test_one_job_of_every_method_gives_the_same_in_float64(
 def loaded(request: pytest.FixtureRequest, tiny_folder: Path, prepared: Prepared) -> tuple[list[int] | None, Prepared]:
     """The layers with adapters, and the model with them, loaded once for all methods."""
     layers = request.param
-    config = tiny.config(tiny_folder, model={} if layers is None else {"layers_to_transform": layers})
+    config = tiny.config(tiny_folder, "deep-bert", model={} if layers is None else {"layers_to_transform": layers})
     return layers, prepare(config, prepared.partition)
 
 
@@ -179,6 +179,7 @@ def test_a_federation_of_every_method_is_the_same_with_several_clients_at_once(
     layers, whole = loaded
     config = tiny.config(
         tiny_folder,
+        "deep-bert",
         model={} if layers is None else {"layers_to_transform": layers},
         method={"name": key, "r": 2},
         training={"optimizer": "sgd", "lr": 0.005, "local_steps": None, "batch_size": 12},

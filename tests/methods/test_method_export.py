@@ -25,7 +25,7 @@ from helpers.watched_rounds import method_config
 MODELS: Mapping[str, Mapping[str, object]] = {
     "bert": {},
     "gpt2": {},  # Conv1D: weights are stored transposed (fan_in_fan_out)
-    "bert-last-layer": {"layers_to_transform": [1]},
+    "deep-bert": {"layers_to_transform": [1]},
     "bert-local-head": {"extras": "local"},
 }
 
@@ -33,7 +33,7 @@ MODELS: Mapping[str, Mapping[str, object]] = {
 @pytest.fixture(scope="module", params=others_slow(MODELS, ["bert", "gpt2"]))
 def case(request: pytest.FixtureRequest, tiny_folder: Path, prepared: Prepared) -> tuple[str, Prepared]:
     """A model with the target layers of its case, loaded once for all methods."""
-    kind = request.param.partition("-")[0]
+    kind = request.param.removesuffix("-local-head")
     config = tiny.config(tiny_folder, kind, model=MODELS[request.param])
     return request.param, prepare(config, prepared.partition)
 

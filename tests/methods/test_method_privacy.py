@@ -174,7 +174,7 @@ def test_every_local_reply_is_within_the_clip_and_its_noise(
         return made
 
     monkeypatch.setattr(host, "privatize", watched)
-    run = tiny.variant(prepared, settings(tiny_folder, key, "local", noise=1e-9))
+    run = tiny.variant(prepared, settings(tiny_folder, key, "local", noise=1e-9, training={"lr": 0.05}))
     run_rounds(run.federation)
     assert found
     assert all(after <= 0.5 * (1 + 1e-5) for after, _ in found)

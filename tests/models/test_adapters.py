@@ -28,13 +28,13 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "rslora": ("bert", {"r": 4, "lora_alpha": 5, "use_rslora": True}),
     "patterns": ("bert", {"r": 3, "rank_pattern": {"query": 5}, "alpha_pattern": {"0.output.dense": 7, "query": 2}}),
     "gpt2": ("gpt2", {"r": 3, "lora_alpha": 5}),
-    "fewer-layers": ("bert", {"r": 2, "target_modules": ["value"], "layers_to_transform": [1]}),
+    "fewer-layers": ("deep-bert", {"r": 2, "target_modules": ["value"], "layers_to_transform": [1]}),
 }
 
 
 def save_adapter(folder: Path, tiny_folder: Path, kind: str = "bert", **options: Any) -> PeftModel:
     """A PEFT model with random A, B and head, saved as PEFT saves it."""
-    targets = {"bert": tiny.BERT, "gpt2": tiny.GPT2}[kind]
+    targets = {"bert": tiny.BERT, "deep-bert": tiny.BERT, "gpt2": tiny.GPT2}[kind]
     config = LoraConfig(task_type="SEQ_CLS", init_lora_weights=False, **{"target_modules": targets, **options})
     with torch.random.fork_rng():
         torch.manual_seed(8)

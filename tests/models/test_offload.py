@@ -41,7 +41,7 @@ def state(prepared: Prepared) -> Mapping[str, Tensor]:
     [
         pytest.param("bert", {}, marks=pytest.mark.slow),
         pytest.param("bert", {"model": {"gradient_checkpointing": True}}, marks=pytest.mark.slow),
-        pytest.param("bert", {"model": {"layers_to_transform": [1]}}, marks=pytest.mark.slow),
+        pytest.param("deep-bert", {"model": {"layers_to_transform": [1]}}, marks=pytest.mark.slow),
         pytest.param("bert", {"model": {"pooling": "mean"}}, marks=pytest.mark.slow),
         pytest.param("bert", {"method": {"name": "fed-sb"}}, marks=pytest.mark.slow),
         ("bert", {"method": {"name": "flora"}}),  # moves the base

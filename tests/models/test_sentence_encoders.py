@@ -46,7 +46,7 @@ def encoders(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     """The tiny encoders as sentence encoders, and ``corpus.csv``."""
     folder = tmp_path_factory.mktemp("encoders")
     shutil.copy(tiny_folder / "corpus.csv", folder)
-    for kind in KINDS:
+    for kind in (*KINDS, "deep-bert"):
         shutil.copytree(tiny_folder / kind, folder / kind)
         save_modules(folder / kind, "Transformer", "Pooling", "Normalize", pooling_mode_mean_tokens=True)
     return folder
@@ -228,20 +228,20 @@ def test_a_run_starts_from_an_exported_adapter(encoders: Path, runs: dict[str, P
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("kind", "changes"),
     [
-        pytest.param({"model": {"gradient_checkpointing": True}}, marks=pytest.mark.slow),
-        pytest.param({"model": {"dtype": "bfloat16"}}, marks=pytest.mark.slow),
-        pytest.param({"model": {"layers_to_transform": [1]}}, marks=pytest.mark.slow),
-        pytest.param({"model": {"pretrained": False, "head_init": "random"}}, marks=pytest.mark.slow),
-        pytest.param({"method": {"name": "fedavg"}}, marks=pytest.mark.slow),
-        {"method": {"name": "fedsa-lora"}, "model": {"modules_to_save": ["LayerNorm"]}},
+        pytest.param("bert", {"model": {"gradient_checkpointing": True}}, marks=pytest.mark.slow),
+        pytest.param("bert", {"model": {"dtype": "bfloat16"}}, marks=pytest.mark.slow),
+        pytest.param("deep-bert", {"model": {"layers_to_transform": [1]}}, marks=pytest.mark.slow),
+        pytest.param("bert", {"model": {"pretrained": False, "head_init": "random"}}, marks=pytest.mark.slow),
+        pytest.param("bert", {"method": {"name": "fedavg"}}, marks=pytest.mark.slow),
+        ("bert", {"method": {"name": "fedsa-lora"}, "model": {"modules_to_save": ["LayerNorm"]}}),
     ],
 )
 def test_what_runs_on_a_stock_classifier_runs_on_a_pooled_one(
-    changes: dict[str, Any], encoders: Path, tmp_path: Path
+    kind: str, changes: dict[str, Any], encoders: Path, tmp_path: Path
 ) -> None:
-    report = fedspan.run(settings(encoders, "bert", **changes), tmp_path / "run")
+    report = fedspan.run(settings(encoders, kind, **changes), tmp_path / "run")
     assert report.rounds == 3
     place = tmp_path / "run" / next(iter(report.adapters.values()))
     found = torch.from_numpy(SentenceTransformer(str(place), device="cpu").encode(TEXTS))
@@ -254,7 +254,7 @@ def test_numbers_are_predicted_from_pooled_features(encoders: Path, tmp_path: Pa
     lines = [f"{row.rsplit(',', 2)[0]},{len(row.split())},{row.rsplit(',', 1)[1]}" for row in rows[1:]]
     (tmp_path / "numbers.csv").write_text("\n".join(["text,target,site", *lines]) + "\n")
     data = {"train": str(tmp_path / "numbers.csv"), "label": "target"}
-    values = settings(encoders, "bert", data=data)
+    values = settings(encoders, "deep-bert", data=data)
     report = fedspan.run({**values, "task": "regression"}, tmp_path / "run")
     assert report.start["head_init"] == "least-squares"
     assert report.start["validation"]["pearson"] > 0.5

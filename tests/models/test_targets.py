@@ -19,17 +19,17 @@ from helpers import tiny
 
 HEADS = ["classifier", "score"]  # what PEFT takes out of a sequence classifier without being asked
 CASES: list[tuple[str, dict[str, Any], int]] = [
-    ("bert", {"target_modules": ["query", "value"]}, 4),
-    ("bert", {"target_modules": ["bert.encoder.layer.1.attention.self.query", "intermediate.dense"]}, 3),
-    ("bert", {"target_modules": ["dense"]}, 7),
-    ("bert", {"target_modules": ["dense"], "modules_to_save": ["pooler"]}, 6),
-    ("bert", {"target_modules": r".*layer\.0\..*\.(key|dense)"}, 4),
-    ("bert", {"target_modules": "all-linear"}, 13),
-    ("bert", {"target_modules": "all-linear", "exclude_modules": ["key", "pooler.dense"]}, 10),
-    ("bert", {"target_modules": ["query", "dense"], "exclude_modules": r".*layer\.0.*"}, 5),
-    ("bert", {"target_modules": ["dense"], "layers_to_transform": 1}, 3),
-    ("bert", {"target_modules": ["dense"], "layers_to_transform": [0, 1], "layers_pattern": "layer"}, 6),
-    ("bert", {"target_modules": None}, 4),
+    ("deep-bert", {"target_modules": ["query", "value"]}, 4),
+    ("deep-bert", {"target_modules": ["bert.encoder.layer.1.attention.self.query", "intermediate.dense"]}, 3),
+    ("deep-bert", {"target_modules": ["dense"]}, 7),
+    ("deep-bert", {"target_modules": ["dense"], "modules_to_save": ["pooler"]}, 6),
+    ("deep-bert", {"target_modules": r".*layer\.0\..*\.(key|dense)"}, 4),
+    ("deep-bert", {"target_modules": "all-linear"}, 13),
+    ("deep-bert", {"target_modules": "all-linear", "exclude_modules": ["key", "pooler.dense"]}, 10),
+    ("deep-bert", {"target_modules": ["query", "dense"], "exclude_modules": r".*layer\.0.*"}, 5),
+    ("deep-bert", {"target_modules": ["dense"], "layers_to_transform": 1}, 3),
+    ("deep-bert", {"target_modules": ["dense"], "layers_to_transform": [0, 1], "layers_pattern": "layer"}, 6),
+    ("deep-bert", {"target_modules": None}, 4),
     ("roberta", {"target_modules": ["dense", "key"]}, 8),
     ("roberta", {"target_modules": "all-linear"}, 12),
     ("roberta", {"target_modules": None}, 4),
@@ -70,7 +70,7 @@ def test_shapes_are_rows_by_columns_of_the_weight_matrix(tiny_folder: Path) -> N
 
 
 def test_extras_are_the_parameters_of_the_named_modules(tiny_folder: Path) -> None:
-    model = tiny.fresh_classifier(tiny_folder / "bert")
+    model = tiny.fresh_classifier(tiny_folder / "deep-bert")
     found = find_extras(model, ["classifier", "attention.output.LayerNorm"])
     assert sorted(found) == sorted(
         [
@@ -86,7 +86,7 @@ def test_extras_are_the_parameters_of_the_named_modules(tiny_folder: Path) -> No
 
 
 def test_a_name_that_matches_nothing_gets_the_nearest(tiny_folder: Path) -> None:
-    model = tiny.fresh_classifier(tiny_folder / "bert")
+    model = tiny.fresh_classifier(tiny_folder / "deep-bert")
     kinds = "is a LayerNorm, which cannot be a target. Targets are nn.Linear, Conv1D"
     cases: list[tuple[dict[str, Any], object, str]] = [
         ({"target_modules": ["qurey"]}, "qurey", "query"),
@@ -106,7 +106,7 @@ def test_a_name_that_matches_nothing_gets_the_nearest(tiny_folder: Path) -> None
 
 
 def test_the_head_is_not_suggested_as_a_target(tiny_folder: Path) -> None:
-    model = tiny.fresh_classifier(tiny_folder / "bert")
+    model = tiny.fresh_classifier(tiny_folder / "deep-bert")
     for wanted in ("clasifier", "classifier"):
         with pytest.raises(FedspanError, match="matches no layer") as caught:
             find_targets(model, config(target_modules=[wanted]))

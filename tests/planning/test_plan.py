@@ -170,8 +170,8 @@ def test_the_public_function_fills_in_what_the_catalogue_knows(tiny_folder: Path
     values["training"] = {"local_epochs": 1, "batch_size": 10}
     found = fedspan.plan(values, overrides=["data.max_examples=500"])
     assert (found.clients, found.steps) == (4, 10)
-    # three of 16 x 16 and two of 24 x 16 in each of two layers, of rank 2; a head for 2 labels
-    assert found.trainable == 2 * 2 * (3 * 32 + 2 * 40) + 2 * 17
+    # three of 16 x 16 and two of 24 x 16, of rank 2; a head for 2 labels
+    assert found.trainable == 2 * (3 * 32 + 2 * 40) + 2 * 17
 
 
 def test_an_architecture_takes_the_place_of_the_model_s_config(tiny_folder: Path) -> None:

@@ -95,7 +95,7 @@ def test_a_baseline_takes_the_federation_s_rounds_and_tells_of_each(prepared: Pr
 def test_baselines_share_hidden_states_with_the_run_and_have_the_same_bits_without_it(
     engine: str, tiny_folder: Path, tmp_path: Path
 ) -> None:
-    values = tiny.settings(tiny_folder, model={"layers_to_transform": [1]}, engine={"name": engine})
+    values = tiny.settings(tiny_folder, "deep-bert", model={"layers_to_transform": [1]}, engine={"name": engine})
     after, alone = prepare(parse_config(values)), prepare(parse_config(values))
     after.evaluator.evaluate_clients(run_rounds(after))
     told = {number: Losses() for number in range(2)}

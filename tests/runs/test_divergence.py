@@ -140,7 +140,9 @@ def test_other_tasks_report_a_run_that_diverges_in_its_first_round(
 
 def test_a_resumed_run_knows_the_loss_of_the_untrained_model(tiny_folder: Path, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"optimizer": "sgd", "lr": 30.0, "max_grad_norm": 0.0}
-    values = tiny.settings(tiny_folder, training=changes, federation={"rounds": 1}, partition={"validation": 0.2})
+    values = tiny.settings(
+        tiny_folder, "deep-bert", training=changes, federation={"rounds": 1}, partition={"validation": 0.2}
+    )
     report = fedspan.run(values, tmp_path / "run")
     found = re.search(r"that of the untrained model (\d+\.\d+)", report.warnings[0])
     assert found is not None

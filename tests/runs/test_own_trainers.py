@@ -66,6 +66,15 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
+def tiny_folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny models, of which ``bert`` is the deeper one: that of one layer learns nothing in two short rounds."""
+    folder = tmp_path_factory.mktemp("deep")
+    for path in tiny_folder.iterdir():
+        (folder / path.name).symlink_to(tiny_folder / "deep-bert" if path.name == "bert" else path)
+    return folder
+
+
+@pytest.fixture(scope="module")
 def finished(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of two owners."""
     folder = tmp_path_factory.mktemp("own") / "run"

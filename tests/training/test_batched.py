@@ -125,7 +125,7 @@ def test_what_trains_and_how(
     changes: dict[str, Any], tiny_folder: Path, decoders: Path, images: Path, passes: list[int]
 ) -> None:
     federation = changes.get("federation", {})
-    made = values("bert", tiny_folder, decoders, images, **{k: v for k, v in changes.items() if k != "federation"})
+    made = values("deep-bert", tiny_folder, decoders, images, **{k: v for k, v in changes.items() if k != "federation"})
     made["federation"] = {**made["federation"], **federation}
     gap, engine = same(made)
     assert gap < 1e-5

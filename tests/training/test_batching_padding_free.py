@@ -186,7 +186,7 @@ def test_several_clients_at_once(
     }
     states: list[Mapping[str, Tensor]] = []
     for padding_free in (False, True):
-        prepared = built("bert", tiny_folder, decoders, **changes)
+        prepared = built("deep-bert", tiny_folder, decoders, **changes)
         prefix = prepared.config.engine.build_prefix_settings(8)
         settings = prepared.config.build_training_settings()
         engine = BatchedEngine(

@@ -27,7 +27,7 @@ from helpers.families import others_slow
 
 MEMORY = PrefixSettings()
 LAST: Mapping[str, Any] = {"layers_to_transform": [1]}
-TEXTS = ("bert", "roberta", "distilbert", "gpt2")
+TEXTS = ("deep-bert", "roberta", "distilbert", "gpt2")
 SINGLE = ("llama-lm", "qwen-lm", "opt-lm", "gemma-lm")
 """Compute parts of attention or norms in float32 whatever their format."""
 KINDS = (*TEXTS, *(f"{family}-lm" for family in tiny_decoders.FAMILIES), "vit")
@@ -95,7 +95,7 @@ def uses(adapted: AdaptedModel) -> Generator[list[int]]:
         handle.remove()
 
 
-@pytest.mark.parametrize("kind", others_slow(KINDS, ["bert", "llama-lm"]))
+@pytest.mark.parametrize("kind", others_slow(KINDS, ["deep-bert", "llama-lm"]))
 def test_a_job_in_float64_is_the_same(kind: str, folders: Mapping[str, Path]) -> None:
     """1e-9; padding alone moves more where a model computes softmax and norms in float32 whatever its format."""
     prepared = built(kind, folders, training={"local_steps": None, "local_epochs": 2, "batch_size": 4})
@@ -155,7 +155,7 @@ def test_predictions_are_the_same_in_float32(kind: str, folders: Mapping[str, Pa
 def test_methods_that_inspect_more_than_factors(method: str, folders: Mapping[str, Path]) -> None:
     """Projectors from whole gradients, probes, dense weights; adapters' dropout draws the same masks."""
     prepared = built(
-        "bert", folders, method={"name": method}, training={"lora_dropout": 0.3 if method == "ffa-lora" else 0.0}
+        "deep-bert", folders, method={"name": method}, training={"lora_dropout": 0.3 if method == "ffa-lora" else 0.0}
     )
     prepared.engine.adapted.model.double()
     job = job_of(prepared, "south", torch.float64)
@@ -168,7 +168,7 @@ def test_methods_that_inspect_more_than_factors(method: str, folders: Mapping[st
 
 def test_a_whole_federation_whose_base_moves(folders: Mapping[str, Path]) -> None:
     """FLoRA merges into the base every round; clients are drawn again; float32 with SGD."""
-    prepared = built("bert", folders, method={"name": "flora", "r": 2}, training={"optimizer": "sgd", "lr": 0.05})
+    prepared = built("deep-bert", folders, method={"name": "flora", "r": 2}, training={"optimizer": "sgd", "lr": 0.05})
     states: list[Mapping[str, Tensor]] = []
     for prefix in (None, MEMORY):
         tiny.use_engine(prepared.federation, engine_of(prepared, prefix))
@@ -182,7 +182,7 @@ def test_a_whole_federation_whose_base_moves(folders: Mapping[str, Path]) -> Non
 
 
 def test_each_example_is_computed_once(folders: Mapping[str, Path]) -> None:
-    prepared = built("bert", folders, training={"local_steps": None, "local_epochs": 3})
+    prepared = built("deep-bert", folders, training={"local_steps": None, "local_epochs": 3})
     adapted, part = prepared.engine.adapted, prepared.federation.clients["south"].train
     engine = engine_of(prepared, MEMORY)
     cache = engine.prefixes.get_cache(prepared.train)
@@ -199,7 +199,7 @@ def test_each_example_is_computed_once(folders: Mapping[str, Path]) -> None:
 def test_hidden_states_are_zero_behind_each_example_s_own_and_come_in_the_model_s_format(
     folders: Mapping[str, Path],
 ) -> None:
-    prepared = built("bert", folders, {**LAST, "dtype": "bfloat16"})
+    prepared = built("deep-bert", folders, {**LAST, "dtype": "bfloat16"})
     cache, reason = PrefixCache.make(prepared.engine.adapted, prepared.task, prepared.train, budget=1 << 20)
     assert cache is not None, reason
     indices = [int(prepared.train.lengths.argmin()), int(prepared.train.lengths.argmax()), 3]
@@ -215,7 +215,7 @@ def test_hidden_states_are_zero_behind_each_example_s_own_and_come_in_the_model_
 
 
 def test_a_model_in_bfloat16(folders: Mapping[str, Path]) -> None:
-    prepared = built("bert", folders, {**LAST, "dtype": "bfloat16"})
+    prepared = built("deep-bert", folders, {**LAST, "dtype": "bfloat16"})
     job = job_of(prepared, "south", torch.float32)
     engine = engine_of(prepared, MEMORY)
     assert engine.prefixes.explain_refusal(prepared.train) is None
@@ -226,7 +226,7 @@ def test_a_model_in_bfloat16(folders: Mapping[str, Path]) -> None:
 def test_beyond_the_budget_a_file_holds_them_and_leaves_nothing_behind(
     folders: Mapping[str, Path], tmp_path: Path
 ) -> None:
-    prepared = built("bert", folders)
+    prepared = built("deep-bert", folders)
     job = job_of(prepared, "south", torch.float32)
     inside, mapped = (
         engine_of(prepared, PrefixSettings(budget=budget, folder=tmp_path / "made" / "here")) for budget in (1 << 20, 0)
@@ -240,7 +240,7 @@ def test_beyond_the_budget_a_file_holds_them_and_leaves_nothing_behind(
 
 
 def test_the_budget_is_for_all_data_sets_together(folders: Mapping[str, Path]) -> None:
-    prepared = built("bert", folders)
+    prepared = built("deep-bert", folders)
     adapted, task = prepared.engine.adapted, prepared.task
     cache, reason = PrefixCache.make(adapted, task, prepared.train, budget=1 << 20)
     assert cache is not None, reason
@@ -257,7 +257,7 @@ def test_the_budget_is_for_all_data_sets_together(folders: Mapping[str, Path]) -
 
 def test_a_folder_that_can_not_be_made(folders: Mapping[str, Path], tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    prepared = built("bert", folders)
+    prepared = built("deep-bert", folders)
     engine = engine_of(prepared, PrefixSettings(budget=0, folder=tmp_path / "file"))
     assert "can't hold" in str(engine.prefixes.explain_refusal(prepared.train))
 
@@ -306,15 +306,15 @@ def saving(module: str) -> Mapping[str, Any]:
 @pytest.mark.parametrize(
     ("kind", "model", "spoil", "reason"),
     [
-        ("bert", {}, None, "bert.encoder.layer.0.attention.self.query changes, and it is used in the first block"),
-        ("bert", saving("word_embeddings"), None, "word_embeddings changes"),
+        ("deep-bert", {}, None, "bert.encoder.layer.0.attention.self.query changes, and it is used in the first block"),
+        ("deep-bert", saving("word_embeddings"), None, "word_embeddings changes"),
         ("gpt2-lm", saving("lm_head"), None, "lm_head changes, and it is used in the first block or before it"),
         ("vit", saving("patch_embeddings"), None, "patch_embeddings.projection changes"),
-        ("bert", {**LAST, "gradient_checkpointing": True}, None, "gradient checkpointing"),
-        ("bert", LAST, _dropping, "bert.embeddings.dropout draws at random (dropout 0.1)"),
+        ("deep-bert", {**LAST, "gradient_checkpointing": True}, None, "gradient checkpointing"),
+        ("deep-bert", LAST, _dropping, "bert.embeddings.dropout draws at random (dropout 0.1)"),
         ("llama-lm", LAST, _dropping_attention, "between training and evaluation"),
-        ("bert", LAST, _mixing, "when hidden states are taken from the cache"),
-        ("bert", LAST, _measuring, "when hidden states are taken from the cache"),
+        ("deep-bert", LAST, _mixing, "when hidden states are taken from the cache"),
+        ("deep-bert", LAST, _measuring, "when hidden states are taken from the cache"),
     ],
 )
 def test_there_is_none_where_it_would_not_be_exact(
@@ -356,7 +356,7 @@ def test_images_through_convolutions_have_none(images: Path) -> None:
 
 def test_a_data_set_that_was_not_asked_for_is_computed_whole(folders: Mapping[str, Path]) -> None:
     """In mid-job nothing may be tried on the model."""
-    prepared = built("bert", folders)
+    prepared = built("deep-bert", folders)
     prefixes = engine_of(prepared, MEMORY).prefixes
     batch = prepared.task.collate(prepared.train, [0, 1], prepared.engine.adapted.device)
     with uses(prepared.engine.adapted) as seen, prefixes.feed(prepared.train, [0, 1]):
@@ -385,7 +385,7 @@ class Interrupting:
 
 
 def test_interrupted_and_taken_up_again(folders: Mapping[str, Path]) -> None:
-    prepared = built("bert", folders)
+    prepared = built("deep-bert", folders)
     adapted = prepared.engine.adapted
     whole, reason = PrefixCache.make(adapted, prepared.task, prepared.train, budget=1 << 20)
     cache, _ = PrefixCache.make(adapted, prepared.task, prepared.train, budget=1 << 20)
@@ -422,7 +422,7 @@ def test_a_pass_that_fails_leaves_the_model_as_it_was(folders: Mapping[str, Path
 
 
 def test_replicas_in_threads_share_what_is_computed(folders: Mapping[str, Path]) -> None:
-    prepared = built("bert", folders)
+    prepared = built("deep-bert", folders)
     adapted = prepared.engine.adapted
     first = engine_of(prepared, MEMORY).prefixes
     cache = first.get_cache(prepared.train)

@@ -41,7 +41,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def built(folder: Path, **changes: Any) -> Prepared:
-    return prepare(tiny.config(folder, model=LAST, **changes))
+    return prepare(tiny.config(folder, "deep-bert", model=LAST, **changes))
 
 
 def cache_of(prepared: Prepared, settings: PrefixSettings = SETTINGS) -> PrefixCache:
@@ -172,7 +172,7 @@ def test_what_the_next_run_does_not_need_is_let_go(tiny_folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_series_has_the_bits_of_its_runs_alone(tiny_folder: Path, tmp_path: Path, computed: list[int]) -> None:
-    values = tiny.settings(tiny_folder, model=LAST, federation={"rounds": 2})
+    values = tiny.settings(tiny_folder, "deep-bert", model=LAST, federation={"rounds": 2})
     fedspan.compare(values, tmp_path / "series", ["fedit", "ffa-lora"], [3, 4])
     shared = sum(computed)
     runs = sorted(path.parent for path in (tmp_path / "series").glob("*/report.json"))

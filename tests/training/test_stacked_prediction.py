@@ -105,7 +105,7 @@ def test_models_predict_together_what_they_predict_alone(
 def test_what_trains_and_how(
     changes: dict[str, Any], tiny_folder: Path, decoders: Path, images: Path, passes: list[int]
 ) -> None:
-    prepared = prepared_run("bert", tiny_folder, decoders, images, **changes)
+    prepared = prepared_run("deep-bert", tiny_folder, decoders, images, **changes)
     assert largest_gap(prepared, personal_models(prepared, [4, 6, 3]), 18) < 1e-5
     assert passes == [3]
 

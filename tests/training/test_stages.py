@@ -92,7 +92,9 @@ def test_the_long_work_of_a_run_is_counted_to_its_end(engine: str, tiny_folder: 
     """Prefix cache, statistics, training, evaluation and baselines: every example that is announced is counted."""
     model: dict[str, Any] = {"target_modules": ["query"], "layers_to_transform": [1], "head_init": "lda"}
     training = {"local_steps": None, "local_epochs": 2, "batch_size": 16}
-    values = tiny.settings(tiny_folder, model=model, training=training, engine={"name": engine, "workers": 2})
+    values = tiny.settings(
+        tiny_folder, "deep-bert", model=model, training=training, engine={"name": engine, "workers": 2}
+    )
     values["federation"] = {"rounds": 2}
     seen = Recorder()
     fedspan.run({**values, "baselines": ["local", "centralized"]}, tmp_path / "run", listener=seen)

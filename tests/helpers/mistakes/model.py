@@ -151,7 +151,7 @@ FOLDERS = [
     Mistake(
         "config-shape", "The layers have other shapes than in config.json.", "model.name", _config(intermediate_size=32)
     ),
-    Mistake("config-layers", "The weights of one layer are missing.", "model.name", _config(num_hidden_layers=3)),
+    Mistake("config-layers", "The weights of one layer are missing.", "model.name", _config(num_hidden_layers=2)),
     Mistake("no-weights", "There are no weights.", "model.name", _without("model.safetensors"), "cannot be loaded ("),
     Mistake(
         "no-tensors",

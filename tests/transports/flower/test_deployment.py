@@ -28,7 +28,7 @@ from helpers.sites import SITES, local_values, run_values, site_files
 from helpers.watched_rounds import differences
 
 pytestmark = pytest.mark.slow
-STEPS = 400
+STEPS = 600
 """Of a client's round, so that there is time to kill somebody in it."""
 TRAINED = 0.3
 """Seconds of CPU time after which a node is surely training: far less than a round's training takes."""

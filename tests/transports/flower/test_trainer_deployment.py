@@ -20,7 +20,7 @@ from test_deployment import finish, rounds, submitted, was_asked_twice
 from helpers.sites import SITES, run_values
 
 pytestmark = pytest.mark.slow
-STEPS = 200
+STEPS = 300
 """Of a client's round, so that there is time to kill somebody in it."""
 ROUNDS = 2
 
