@@ -276,7 +276,7 @@ def test_labels_beside_images_are_part_of_what_was_read(tmp_path: Path) -> None:
     assert not known.copy(config, tmp_path / "other")
 
 
-def test_noise_that_is_secret_has_no_equal(preset: Path, tmp_path: Path) -> None:
+def test_runs_with_secret_noise_or_changed_files_are_not_reused(preset: Path, tmp_path: Path) -> None:
     run = tiny.config(preset, federation={"rounds": 1})
     fedspan.run(run, tmp_path / "one" / "run")
     known = FinishedRuns([tmp_path / "one"])
@@ -285,6 +285,11 @@ def test_noise_that_is_secret_has_no_equal(preset: Path, tmp_path: Path) -> None
     assert not known.copy(run.model_copy(update={"privacy": PrivacyConfig.model_validate(privacy)}), tmp_path / "other")
     other_threads = run.model_copy(update={"threads": (run.threads or torch.get_num_threads()) + 1})
     assert not known.copy(other_threads, tmp_path / "other")
+    adapter = tmp_path / "one" / "run" / "adapter" / "adapter_model.safetensors"
+    content = bytearray(adapter.read_bytes())
+    content[-1] ^= 1
+    adapter.write_bytes(content)
+    assert not known.copy(run, tmp_path / "changed")
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ from fedspan.files import (
 from fedspan.runs import train
 from fedspan.runs.environment import is_same_environment
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.integrity import read_config
+from fedspan.runs.integrity import read_config, require_intact
 from fedspan.runs.model_card import RunReport
 from fedspan.runs.privacy_budget import is_secret
 from fedspan.runs.results import is_run
@@ -84,7 +84,7 @@ class FinishedRuns:
 
         Returns:
             Whether a run was copied. A run with secret noise is never copied, nor is a run that is older than one of
-            the local data or model files that it read.
+            the local data or model files that it read, or whose own files were changed after it finished.
 
         Raises:
             FedspanError: If the disk is full or not writable.
@@ -97,7 +97,7 @@ class FinishedRuns:
             run_folder = RunFolder(source)
             if not run_folder.config.is_file() or run_folder.config.stat().st_mtime < since:
                 continue
-            if is_same_environment(run_folder, config):
+            if is_same_environment(run_folder, config) and _is_intact(run_folder):
                 partial = build_temporary_path(folder)
                 try:
                     with convert_disk_errors(folder.parent, "choose another folder"):
@@ -108,6 +108,14 @@ class FinishedRuns:
                     raise
                 return True
         return False
+
+
+def _is_intact(run_folder: RunFolder) -> bool:
+    try:
+        require_intact(run_folder)
+    except FedspanError:
+        return False
+    return True
 
 
 def _build_key(config: RunConfig) -> str:
