@@ -400,7 +400,7 @@ def _is_shorter(case: str, path: str, left: Any, right: Any, changes: Mapping[st
 
 
 def _is_changed(case: str, path: str, changes: Mapping[str, Any]) -> bool:
-    """Whether a later change of behaviour, listed with its reason, is allowed to show there."""
+    """Whether a later change of behavior, listed with its reason, is allowed to show there."""
     return any(
         re.search(one["cases"], case) and re.search(one.get("where", ""), path) for one in changes.get("changed") or ()
     )

@@ -1,4 +1,4 @@
-"""An encoder learns a domain's words across owners: federated, local-only and centralized masked language modelling.
+"""An encoder learns a domain's words across owners: federated, local-only and centralized masked language modeling.
 
     python benchmarks/masked_words.py --data PATH --out OUT
 

@@ -2,8 +2,8 @@
 
     python benchmarks/preference.py --data PATH/blitzer_sentiment --model PATH/stories260k --out OUT
 
-Five owners have reviews of one kind of product each. A pair is made of two reviews of an owner: a favourable one is
-preferred to an unfavourable one, as in the sentiment experiment of DPO's paper. The prompt names the kind of product. A
+Five owners have reviews of one kind of product each. A pair is made of two reviews of an owner: a favorable one is
+preferred to an unfavorable one, as in the sentiment experiment of DPO's paper. The prompt names the kind of product. A
 small pretrained Llama trains adapters by DPO. The table has the share of held-out pairs whose preferred review has the
 higher reward: of all pairs, and of each owner's. An untrained adapter has no preference; the first line compares the
 log-probabilities per token under the pretrained model instead.

@@ -1,11 +1,11 @@
-"""What defences cost honest federations with unlike data, and what a backdoor reaches under each of them, on Banking77.
+"""What defenses cost honest federations with unlike data, and what a backdoor reaches under each of them, on Banking77.
 
     python benchmarks/robustness.py --data PATH/banking77 --methods fedit rolora --page docs/results/robustness.md
     python benchmarks/robustness.py --data PATH/banking77 --alpha 0.3 --lr 0.002 --rounds 12 --seeds 0 1 2 \
-        --methods fedit ffa-lora rolora --defences mean 'clip 1' 'clip 1.25' 'clip 1.5' median FLAME \
+        --methods fedit ffa-lora rolora --defenses mean 'clip 1' 'clip 1.25' 'clip 1.5' median FLAME \
         --page docs/results/robustness-moderate.md
     python benchmarks/robustness.py --data PATH/banking77 --alpha 0.1 --lr 0.002 --rounds 12 --seeds 0 1 2 \
-        --methods fedit ffa-lora rolora --defences mean 'clip 1' 'clip 1.25' 'clip 1.5' --attacks none \
+        --methods fedit ffa-lora rolora --defenses mean 'clip 1' 'clip 1.25' 'clip 1.5' --attacks none \
         --passes epochs --page docs/results/robustness-honest.md
 
 Ten clients, by default Dirichlet 0.1 and a rate at which one client alone learns within the run. A hostile client puts
@@ -54,7 +54,7 @@ from fedspan.transports.in_process import InProcess, simulate
 
 CLIENTS = 10
 TRIGGER, TARGET = "zephyr", 0
-DEFENCES: Mapping[str, Mapping[str, Any]] = {
+DEFENSES: Mapping[str, Mapping[str, Any]] = {
     "mean": {"clip_ratio": None},
     "clip 1": {"clip_ratio": 1.0},
     "clip 1.25": {"clip_ratio": 1.25},
@@ -81,12 +81,12 @@ PASSES: Mapping[str, int] = {"steps": 0, "epochs": 1}
 
 @dataclass(frozen=True)
 class Key:
-    """A cell: a method, a partition's seed, local epochs or (0) equal steps, a defence and an attack."""
+    """A cell: a method, a partition's seed, local epochs or (0) equal steps, a defense and an attack."""
 
     method: str
     seed: int
     epochs: int
-    defence: str
+    defense: str
     attack: str
 
 
@@ -128,7 +128,7 @@ def config_of(args: argparse.Namespace, key: Key) -> RunConfig:
                 **{"validation": 0.0, "test": 0.0},
             },
             "method": {"name": key.method, "r": 8, "lora_alpha": 16},
-            "federation": {"rounds": args.rounds, "max_weight_ratio": None, **DEFENCES[key.defence]},
+            "federation": {"rounds": args.rounds, "max_weight_ratio": None, **DEFENSES[key.defense]},
             "training": {"lr": args.lr, "batch_size": args.batch, **passes},
             # a fixed stacking plan: a measured one could differ from run to run, and with it the rounding
             "engine": {"clients_per_pass": CLIENTS, "workers": 1},
@@ -258,9 +258,9 @@ def run_cell(args: argparse.Namespace, built: Built, key: Key) -> Cell:
     return Cell(100 * accuracy, 100 * success, *map(statistics.mean, (clipped, limited, dropped)))
 
 
-def get_ratio(defence: str) -> float | None:
-    """Return the clip of a defence, infinity for the mean; None: the defence is no clip."""
-    settings = DEFENCES[defence]
+def get_ratio(defense: str) -> float | None:
+    """Return the clip of a defense, infinity for the mean; None: the defense is no clip."""
+    settings = DEFENSES[defense]
     if "clip_ratio" not in settings:
         return None
     return math.inf if settings["clip_ratio"] is None else settings["clip_ratio"]
@@ -268,9 +268,9 @@ def get_ratio(defence: str) -> float | None:
 
 def find_equal(cells: Mapping[Key, Cell], key: Key) -> Cell | None:
     """Return the result of a narrower clip that scaled nothing down, which is that of ``key``, too, or None."""
-    ratio = get_ratio(key.defence)
-    for name in DEFENCES if ratio is not None else ():
-        cell, narrower = cells.get(replace(key, defence=name)), get_ratio(name)
+    ratio = get_ratio(key.defense)
+    for name in DEFENSES if ratio is not None else ():
+        cell, narrower = cells.get(replace(key, defense=name)), get_ratio(name)
         if cell is not None and narrower is not None and narrower < ratio and cell.clipped == cell.limited == 0:
             return cell
     return None
@@ -290,7 +290,7 @@ def run_cells(args: argparse.Namespace, keys: Sequence[Key]) -> dict[Key, Cell] 
         # narrow clips first: what they do not scale down, wider ones need not repeat
         missing = sorted(
             (key for key in group if key not in cells),
-            key=lambda key: (list(ATTACKS).index(key.attack), get_ratio(key.defence) or 0.0),
+            key=lambda key: (list(ATTACKS).index(key.attack), get_ratio(key.defense) or 0.0),
         )
         built: Built | None = None
         for key in missing:
@@ -310,7 +310,7 @@ def run_cells(args: argparse.Namespace, keys: Sequence[Key]) -> dict[Key, Cell] 
 
 def settings_digest(args: argparse.Namespace) -> str:
     """A digest of what all cells of a run have in common, apart from where it reads and writes."""
-    apart = ("data", "work", "page", "methods", "seeds", "defences", "attacks", "passes", "seconds", "no_run")
+    apart = ("data", "work", "page", "methods", "seeds", "defenses", "attacks", "passes", "seconds", "no_run")
     shared = {name: value for name, value in vars(args).items() if name not in apart}
     return hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()[:8]
 
@@ -320,7 +320,7 @@ def grid(args: argparse.Namespace) -> list[Key]:
     keys: list[Key] = []
     for seed, method in itertools.product(args.seeds, args.methods):
         stacks = METHODS[method].claims.reduction == "stack"
-        known = [name for name in args.defences if not stacks or "reduction" not in DEFENCES[name]]
+        known = [name for name in args.defenses if not stacks or "reduction" not in DEFENSES[name]]
         if "epochs" in args.passes:
             keys += [Key(method, seed, 1, name, "none") for name in known]
         if "steps" in args.passes:
@@ -342,26 +342,26 @@ def format_spread(values: Sequence[float], digits: int) -> str:
     return f"{statistics.mean(values):.{digits}f}{spread}"
 
 
-def name_defence(name: str) -> str:
-    """Name a defence as tables do, which mark the default."""
+def name_defense(name: str) -> str:
+    """Name a defense as tables do, which mark the default."""
     default = FederationConfig.model_fields["clip_ratio"].default or math.inf
     return f"{name} (default)" if get_ratio(name) == default else name
 
 
 def list_cells(
-    cells: Mapping[Key, Cell], args: argparse.Namespace, method: str, column: str, defence: str
+    cells: Mapping[Key, Cell], args: argparse.Namespace, method: str, column: str, defense: str
 ) -> list[Cell]:
     """Return the finished cells of all seeds in a place of a method's table."""
     epochs, attack = COLUMNS[column]
-    keys = (Key(method, seed, epochs, defence, attack) for seed in args.seeds)
+    keys = (Key(method, seed, epochs, defense, attack) for seed in args.seeds)
     return [cells[key] for key in keys if key in cells]
 
 
 def table(cells: Mapping[Key, Cell], args: argparse.Namespace, method: str) -> str:
-    """Rows of defences: accuracy of honest federations, then attack success by attack, over seeds."""
-    titles = [title for title in COLUMNS if any(list_cells(cells, args, method, title, name) for name in DEFENCES)]
-    lines = [f"| defence | {' | '.join(titles)} |", "|---" * (len(titles) + 1) + "|"]
-    for name in DEFENCES:
+    """Rows of defenses: accuracy of honest federations, then attack success by attack, over seeds."""
+    titles = [title for title in COLUMNS if any(list_cells(cells, args, method, title, name) for name in DEFENSES)]
+    lines = [f"| defense | {' | '.join(titles)} |", "|---" * (len(titles) + 1) + "|"]
+    for name in DEFENSES:
         rows: list[str] = []
         for title in titles:
             finished = list_cells(cells, args, method, title, name)
@@ -375,21 +375,21 @@ def table(cells: Mapping[Key, Cell], args: argparse.Namespace, method: str) -> s
                 success = format_spread([cell.success for cell in finished], 0)
                 rows.append(f"{success} ({statistics.mean(accuracy):.0f}){fewer}")
         if any(rows):
-            lines.append(f"| {name_defence(name)} | {' | '.join(rows)} |")
+            lines.append(f"| {name_defense(name)} | {' | '.join(rows)} |")
     return "\n".join(lines)
 
 
 def cost_table(cells: Mapping[Key, Cell], args: argparse.Namespace) -> str:
-    """Rows of methods and passes: what defences change in an honest federation's accuracy, paired by seed."""
-    names = [name for name in args.defences if name != "mean"]
-    lines = [f"| method | passes | {' | '.join(map(name_defence, names))} |", "|---" * (len(names) + 2) + "|"]
+    """Rows of methods and passes: what defenses change in an honest federation's accuracy, paired by seed."""
+    names = [name for name in args.defenses if name != "mean"]
+    lines = [f"| method | passes | {' | '.join(map(name_defense, names))} |", "|---" * (len(names) + 2) + "|"]
     for method, passes in itertools.product(args.methods, args.passes):
         shown: list[str] = []
         for name in names:
             changes: list[float] = []
             for seed in args.seeds:
                 key = Key(method, seed, PASSES[passes], "mean", "none")
-                pair = cells.get(replace(key, defence=name)), cells.get(key)
+                pair = cells.get(replace(key, defense=name)), cells.get(key)
                 changes += [one.accuracy - base.accuracy for one, base in [pair] if one and base]
             several = f" ({min(changes):+.1f} to {max(changes):+.1f})" if len(changes) > 1 else ""
             fewer = f", seeds: {len(changes)}" if len(changes) < len(args.seeds) else ""
@@ -401,8 +401,8 @@ def cost_table(cells: Mapping[Key, Cell], args: argparse.Namespace) -> str:
 
 def clipping_table(cells: Mapping[Key, Cell], args: argparse.Namespace) -> str:
     """Rows of methods and passes: how many honest replies every clip scales down."""
-    names = [name for name in args.defences if name.startswith("clip")]
-    lines = [f"| method | passes | {' | '.join(map(name_defence, names))} |", "|---" * (len(names) + 2) + "|"]
+    names = [name for name in args.defenses if name.startswith("clip")]
+    lines = [f"| method | passes | {' | '.join(map(name_defense, names))} |", "|---" * (len(names) + 2) + "|"]
     for method, (column, (epochs, _)) in itertools.product(args.methods, list(COLUMNS.items())[:2]):
         passes = "epochs" if epochs else "steps"
         done = [list_cells(cells, args, method, column, name) for name in names]
@@ -428,9 +428,9 @@ Honest columns: test accuracy in percent.{attacks}{blank}
 
 {tables}
 
-## What defences cost honest federations
+## What defenses cost honest federations
 
-Test accuracy under the defence minus that under the plain mean, in points{paired}:
+Test accuracy under the defense minus that under the plain mean, in points{paired}:
 
 {costs}
 
@@ -452,7 +452,7 @@ Without hostile clients, the trigger leads to the target in {base} of the texts.
 def page(cells: Mapping[Key, Cell], args: argparse.Namespace, command: str) -> str:
     """The page of all finished cells."""
     attacked = [cell for key, cell in cells.items() if key.attack != "none"]
-    clean = [cell.success for key, cell in cells.items() if key.attack == "none" and key.defence == "mean"]
+    clean = [cell.success for key, cell in cells.items() if key.attack == "none" and key.defense == "mean"]
     dropped, several = max((cell.dropped for cell in attacked), default=0.0), len(args.seeds) > 1
     attacks = ATTACKED.format(
         poisoned=args.poisoned,
@@ -460,9 +460,9 @@ def page(cells: Mapping[Key, Cell], args: argparse.Namespace, command: str) -> s
         dropped=f"at most {dropped:.1f} hostile replies a round were dropped" if dropped else "no reply was dropped",
         base=f"{min(clean):.0f} to {max(clean):.0f} %",
     )
-    over = "Hostile clients: a backdoor under every defence" if attacked else "Clipping in honest federations"
+    over = "Hostile clients: a backdoor under every defense" if attacked else "Clipping in honest federations"
     purpose = (
-        "how far each defence stops a backdoor, and what it costs in accuracy"
+        "how far each defense stops a backdoor, and what it costs in accuracy"
         if attacked
         else "what clipping costs in accuracy where no client is hostile"
     )
@@ -507,7 +507,7 @@ def main() -> None:
     parser.add_argument("--poisoned", type=float, default=0.5, help="share of a hostile client's texts")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=["fedit", "rolora", "flora"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--defences", nargs="+", choices=DEFENCES, default=list(DEFENCES))
+    parser.add_argument("--defenses", nargs="+", choices=DEFENSES, default=list(DEFENSES))
     parser.add_argument("--attacks", nargs="+", choices=ATTACKS, default=list(ATTACKS))
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES), help="attacks need steps")
     parser.add_argument("--seconds", type=float, default=math.inf, help="stop after so long; repeat it to go on")

@@ -108,7 +108,7 @@ def draw(times: Mapping[tuple[int, int], Times]) -> Figure:
         values = [getattr(times[count, size], kind) for count in views]
         axes.loglog(views, [sum(one) / len(one) for one in values], "o-", label=f"{kind}, this machine")
     printed = [count for count in views if (count, size) in PRINTED]
-    axes.loglog(printed, [PRINTED[count, size] for count in printed], "o:", color="grey", label="the paper, CPU")
+    axes.loglog(printed, [PRINTED[count, size] for count in printed], "o:", color="gray", label="the paper, CPU")
     axes.set(xlabel="views", ylabel="ms", title=f"n = {size}")
     axes.set_xticks(views, map(str, views))
     axes.legend()

@@ -43,7 +43,7 @@ class Setting:
         size: Size d; the matrix is d x d.
         rank: Rank of LoRA and GaLore.
         flat, steep, shallow: Curvatures of the flat basin, and of the valley across and along e1.
-        distance: Distance c of the flat basin's centre from the origin.
+        distance: Distance c of the flat basin's center from the origin.
         softness: Tau of the SoftMin.
         noise: Standard deviation of the start's entries about W_ref.
         in_plane: Whether only the noise's part in the plane of the two directions counts.
@@ -73,7 +73,7 @@ class Setting:
 MAIN = Setting()
 ASIDE = replace(MAIN, aside=0.5, shallow=0.5)
 SETTINGS = {
-    "W_ref on the line between the centres": MAIN,
+    "W_ref on the line between the centers": MAIN,
     "W_ref aside along e1, valley less shallow": ASIDE,
     "on the line, rank 1": replace(MAIN, rank=1),
     "on the line, rank 5": replace(MAIN, rank=5),
@@ -109,20 +109,20 @@ class Trials:
     Args:
         A: LoRA's A_0, (trials, R, D).
         e1: Unit vector of A_0's row space, (trials, D).
-        centre: Centre W_1 = c u e2^T, with e2 orthogonal to that space, (trials, D, D).
+        center: Center W_1 = c u e2^T, with e2 orthogonal to that space, (trials, D, D).
         aside: Outer product u e1^T, (trials, D, D).
         noise: Noise of the start, (trials, D, D).
     """
 
     A: Tensor
     e1: Tensor
-    centre: Tensor
+    center: Tensor
     aside: Tensor
     noise: Tensor
 
     def start(self, setting: Setting, position: float) -> Tensor:
         """W(0), (trials, D, D)."""
-        return position * self.centre + setting.aside * setting.distance * self.aside + self.noise
+        return position * self.center + setting.aside * setting.distance * self.aside + self.noise
 
 
 def draw(setting: Setting, seeds: Sequence[int]) -> Trials:
@@ -144,7 +144,7 @@ def draw(setting: Setting, seeds: Sequence[int]) -> Trials:
 
 def compute_basins(setting: Setting, trials: Trials, W: Tensor) -> tuple[Tensor, Tensor]:
     """L_1 (flat) and L_2 (valley) of every trial's weight."""
-    flat = setting.flat / 2 * (W - trials.centre).square().sum((1, 2))
+    flat = setting.flat / 2 * (W - trials.center).square().sum((1, 2))
     along = (W @ trials.e1[:, :, None]).square().sum((1, 2))
     return flat, setting.steep / 2 * (W.square().sum((1, 2)) - along) + setting.shallow / 2 * along
 
@@ -164,7 +164,7 @@ def run_plain_sgd(setting: Setting, trials: Trials, W: Tensor) -> Tensor:
 
 
 def select_reference(setting: Setting, seeds: Sequence[int]) -> float:
-    """Where W_ref lies from the origin (0) to the flat centre (1) for full SGD to reach the flat basin as in the paper.
+    """Where W_ref lies from the origin (0) to the flat center (1) for full SGD to reach the flat basin as in the paper.
 
     By bisection: the farther from the origin, the more often.
     """
@@ -302,7 +302,7 @@ def draw_figure(results: Mapping[str, Mapping[str, Outcome]]) -> Figure:
         axes.barh(positions, [outcomes[method].share for outcomes in results.values()], 0.25, label=label)
     axes.set_yticks(range(len(results)), list(results))
     axes.invert_yaxis()
-    axes.axvline(100 * SHARE, color="grey", linewidth=0.8)
+    axes.axvline(100 * SHARE, color="gray", linewidth=0.8)
     axes.set(xlabel="trials in the flat basin, %", xlim=(0, 100))
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
     return figure
@@ -342,7 +342,7 @@ the basin whose loss is smaller at the end.
 
 The paper gives the SoftMin, the character of the two basins and the three updates; every number is open. So are:
 
-- **W_ref**, "a fixed reference point between the two basins": on the line from the origin to the flat centre, in
+- **W_ref**, "a fixed reference point between the two basins": on the line from the origin to the flat center, in
   another reading *aside* by {ASIDE.aside} c along e1. How far along the line, full SGD alone decides:
   {args.calibration} trials of other seeds, bisected until {100 * SHARE:.0f} % of them reach the flat basin, the share
   in the paper. W_ref / c = -0.5 is where the bisection ends: full SGD reaches the flat basin from there too.
@@ -359,7 +359,7 @@ The paper gives the SoftMin, the character of the two basins and the three updat
 ## Reading it
 
 Both low-rank methods leave out part of the gradient. Noise costs {MAIN.steep / MAIN.flat:g} times as much in the valley
-as in the flat basin, so who removes less of it stays in the flat basin more easily: that favours GaLore and LoRA of
+as in the flat basin, so who removes less of it stays in the flat basin more easily: that favors GaLore and LoRA of
 small rank over full SGD, against the paper's order. The paper's mechanism is there too: LoRA's first steps remove
 noise in the row space of A_0, which leads into the valley, and move along e2 only once A has turned. But it takes LoRA
 well below full SGD only where the rank is 5, half of the matrix's."""

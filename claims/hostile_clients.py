@@ -1,7 +1,7 @@
 """What robust reductions and reply validation do against hostile clients, on Banking77.
 
 ``python claims/hostile_clients.py --data PATH/banking77``. Every cell is one federated run: a method, a kind of bad
-reply, a share of clients that send it, and a defence. A finished cell is stored in ``--work`` and not repeated.
+reply, a share of clients that send it, and a defense. A finished cell is stored in ``--work`` and not repeated.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CLIENTS = 10
 
 
 @dataclass(frozen=True)
-class Defence:
+class Defense:
     """A way to combine replies.
 
     Args:
@@ -56,16 +56,16 @@ class Defence:
     validation: bool = False
 
 
-DEFENCES = (
-    Defence("mean", {"clip_ratio": None}),
-    Defence("mean, validated", {"clip_ratio": None}, validation=True),
-    Defence("mean, validated, ratio 2", {"clip_ratio": None, "max_norm_ratio": 2.0}, validation=True),
-    Defence("median", {"reduction": "median"}),
-    Defence("trimmed-mean", {"reduction": "trimmed-mean", "trim": 0.3}),
-    Defence("clipped-mean", {"clip_ratio": 1.0}),
+DEFENSES = (
+    Defense("mean", {"clip_ratio": None}),
+    Defense("mean, validated", {"clip_ratio": None}, validation=True),
+    Defense("mean, validated, ratio 2", {"clip_ratio": None, "max_norm_ratio": 2.0}, validation=True),
+    Defense("median", {"reduction": "median"}),
+    Defense("trimmed-mean", {"reduction": "trimmed-mean", "trim": 0.3}),
+    Defense("clipped-mean", {"clip_ratio": 1.0}),
 )
-PLAIN, DEFAULT, STRICT = DEFENCES[0].name, DEFENCES[1].name, DEFENCES[2].name
-ROBUST = tuple(defence.name for defence in DEFENCES[3:])
+PLAIN, DEFAULT, STRICT = DEFENSES[0].name, DEFENSES[1].name, DEFENSES[2].name
+ROBUST = tuple(defense.name for defense in DEFENSES[3:])
 
 
 @dataclass(frozen=True)
@@ -77,14 +77,14 @@ class Key:
         seed: Seed of the run.
         fault: Kind of bad reply; empty without hostile clients.
         share: Share of hostile clients.
-        defence: Name of the defence.
+        defense: Name of the defense.
     """
 
     method: str
     seed: int
     fault: str
     share: float
-    defence: str
+    defense: str
 
 
 @dataclass(frozen=True)
@@ -116,17 +116,17 @@ def list_cells(methods: Sequence[str], seeds: Sequence[int]) -> list[Key]:
     """Return the cells of the experiment."""
     conditions = [("", 0.0), *itertools.product(FAULTS, SHARES)]
     return [
-        Key(method, seed, fault, share, defence.name)
-        for seed, method, (fault, share), defence in itertools.product(seeds, methods, conditions, DEFENCES)
+        Key(method, seed, fault, share, defense.name)
+        for seed, method, (fault, share), defense in itertools.product(seeds, methods, conditions, DEFENSES)
         # NaN replies fail whatever the limit on norms is
-        if (fault, defence.name) != ("nan", STRICT)
+        if (fault, defense.name) != ("nan", STRICT)
     ]
 
 
 def build_config(args: argparse.Namespace, key: Key) -> RunConfig:
     """Return the config of a cell."""
-    defence = next(defence for defence in DEFENCES if defence.name == key.defence)
-    simulation: dict[str, Any] = {"validation": defence.validation}
+    defense = next(defense for defense in DEFENSES if defense.name == key.defense)
+    simulation: dict[str, Any] = {"validation": defense.validation}
     if key.fault:
         simulation["faults"] = {"share": key.share, "kind": key.fault, "factor": FAULTS[key.fault]}
     return parse_config(
@@ -151,7 +151,7 @@ def build_config(args: argparse.Namespace, key: Key) -> RunConfig:
                 **{"validation": 0.0, "test": 0.0},
             },
             "method": {"name": key.method, "r": 8, "lora_alpha": 16},
-            "federation": {"rounds": args.rounds, **defence.federation},
+            "federation": {"rounds": args.rounds, **defense.federation},
             "training": {"lr": args.lr, "batch_size": args.batch, "local_steps": args.steps},
             # a fixed stacking plan: a measured one could differ from run to run, and with it the rounding
             "engine": {"clients_per_pass": CLIENTS, "workers": 1},
@@ -227,9 +227,9 @@ def run_cells(args: argparse.Namespace, keys: Sequence[Key]) -> Cells:
     return {key: cells[key] for key in keys}
 
 
-def select(cells: Cells, fault: str, share: float, defence: str) -> list[Cell]:
-    """Return the cells of a condition and a defence, over methods and seeds in their order."""
-    return [cell for key, cell in cells.items() if (key.fault, key.share, key.defence) == (fault, share, defence)]
+def select(cells: Cells, fault: str, share: float, defense: str) -> list[Cell]:
+    """Return the cells of a condition and a defense, over methods and seeds in their order."""
+    return [cell for key, cell in cells.items() if (key.fault, key.share, key.defense) == (fault, share, defense)]
 
 
 def get_accuracies(cells: Sequence[Cell]) -> list[float]:
@@ -242,8 +242,8 @@ def label_fault(fault: str) -> str:
     return "NaN" if fault == "nan" else f"{fault} x {FAULTS[fault]:g}"
 
 
-def compare_defences(statement: str, better: Sequence[Cell], worse: Sequence[Cell]) -> report.Finding:
-    """Compare two defences, paired by method and seed."""
+def compare_defenses(statement: str, better: Sequence[Cell], worse: Sequence[Cell]) -> report.Finding:
+    """Compare two defenses, paired by method and seed."""
     one, other = get_accuracies(better), get_accuracies(worse)
     difference = compare_pairs(one, other)
     means = f"{sum(one) / len(one):.1f} % and {sum(other) / len(other):.1f} %"
@@ -265,11 +265,11 @@ def judge(cells: Cells) -> list[report.Finding]:
         for name in (*ROBUST, STRICT):
             side = "the mean under a norm limit of 2 medians" if name == STRICT else name
             statement = f"{label_fault(fault)} by {100 * most:.0f} % of the clients: {side} ends above the plain mean"
-            findings.append(compare_defences(statement, select(cells, fault, most, name), plain))
+            findings.append(compare_defenses(statement, select(cells, fault, most, name), plain))
     clean = select(cells, "", 0.0, PLAIN)
     for name in ROBUST:
         statement = f"Without hostile clients the mean ends above {name}"
-        findings.append(compare_defences(statement, clean, select(cells, "", 0.0, name)))
+        findings.append(compare_defenses(statement, clean, select(cells, "", 0.0, name)))
     poisoned = [cell for share in SHARES for cell in select(cells, "nan", share, PLAIN)]
     failed = sum(cell.accuracy is None for cell in poisoned)
     statement = "NaN replies end every run with the mean"
@@ -286,15 +286,15 @@ def judge(cells: Cells) -> list[report.Finding]:
 
 
 def tabulate(cells: Cells, method: str, seeds: Sequence[int]) -> str:
-    """Return a method's table of accuracies: conditions by defences."""
+    """Return a method's table of accuracies: conditions by defenses."""
     rows: list[tuple[str, ...]] = []
     for fault, share in [("", 0.0), *itertools.product(FAULTS, SHARES)]:
         formatted: list[str] = []
-        for defence in DEFENCES:
-            cells_of_row = [cells.get(Key(method, seed, fault, share, defence.name)) for seed in seeds]
+        for defense in DEFENSES:
+            cells_of_row = [cells.get(Key(method, seed, fault, share, defense.name)) for seed in seeds]
             formatted.append(" / ".join(str(cell) for cell in cells_of_row if cell is not None))
         rows.append((label_fault(fault) if fault else "none", f"{100 * share:.0f} %", *formatted))
-    return report.format_table(("bad replies", "of clients", *(defence.name for defence in DEFENCES)), rows)
+    return report.format_table(("bad replies", "of clients", *(defense.name for defense in DEFENSES)), rows)
 
 
 def tabulate_dropped(cells: Cells, rounds: int) -> str:
@@ -314,7 +314,7 @@ def tabulate_dropped(cells: Cells, rounds: int) -> str:
 
 
 def draw(cells: Cells) -> Figure:
-    """Draw the accuracy of every defence under the largest share of hostile clients, a panel for each kind."""
+    """Draw the accuracy of every defense under the largest share of hostile clients, a panel for each kind."""
     figure = Figure(figsize=(8, 5.5))
     panels = figure.subplots(2, 2, sharex=True, sharey=True, gridspec_kw={"wspace": 0.08, "hspace": 0.22}).flat
     most = max(SHARES)
@@ -324,16 +324,16 @@ def draw(cells: Cells) -> Figure:
         for (method, name), mark in zip(METHODS.items(), "os^", strict=True):
             points = [
                 (index, cell)
-                for index, defence in enumerate(DEFENCES)
+                for index, defense in enumerate(DEFENSES)
                 for key, cell in cells.items()
-                if (key.method, key.fault, key.share, key.defence) == (method, fault, most, defence.name)
+                if (key.method, key.fault, key.share, key.defense) == (method, fault, most, defense.name)
             ]
             reached = [(index, cell.accuracy) for index, cell in points if cell.accuracy is not None]
             axes.plot([index for index, _ in reached], [value for _, value in reached], mark, label=name)
             failed = [index for index, cell in points if cell.accuracy is None]
             axes.plot(failed, [0.0] * len(failed), "x", color="tab:red", clip_on=False)
         axes.set_title(f"{label_fault(fault)}, {100 * most:.0f} % of the clients", fontsize=9)
-        axes.set_xticks(range(len(DEFENCES)), [defence.name for defence in DEFENCES], rotation=30, ha="right")
+        axes.set_xticks(range(len(DEFENSES)), [defense.name for defense in DEFENSES], rotation=30, ha="right")
         axes.set_ylim(0, 100)
         axes.tick_params(labelsize=8)
     for axes in figure.axes[::2]:
@@ -385,7 +385,7 @@ def main() -> None:
             " With one seed a standard error is of the differences between the methods alone: data, partition and the "
             "choice of the hostile clients are drawn once, so small differences may be chance."
         )
-    figure = report.save_figure(draw(cells), args.out, "hostile_clients", "Test accuracy by defence and bad replies")
+    figure = report.save_figure(draw(cells), args.out, "hostile_clients", "Test accuracy by defense and bad replies")
     tables = [f"## {METHODS[method]}\n\n{tabulate(cells, method, args.seeds)}" for method in args.methods]
     sections = [
         setting,

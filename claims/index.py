@@ -51,7 +51,7 @@ EXAMINED = """## Examined contradictions
 
 Rows of contradicted statements, run again under a possible reason for the contradiction."""
 COMPARED = re.compile(r": (.+) against (.+)$")
-"""The end of a statement that compares two methods: the one that the paper favours, and the other."""
+"""The end of a statement that compares two methods: the one that the paper favors, and the other."""
 VERDICTS = ("holds", "contradicted", "inconclusive", "not runnable here", "not run")
 VERBS = {
     "holds": "holds",
@@ -251,7 +251,7 @@ def state_findings(system: str, pages: Sequence[Mapping[str, Any]]) -> list[str]
                 continue
             counts.setdefault(pair[2], Counter())[finding["verdict"]] += 1
     sentences += [
-        f"- **Against {other}:** {sum(count.values())} statements in favour of {system}: {_format_counts(count)}."
+        f"- **Against {other}:** {sum(count.values())} statements in favor of {system}: {_format_counts(count)}."
         for other, count in sorted(counts.items(), key=lambda item: (-sum(item[1].values()), item[0]))
         if sum(count.values()) > 1
     ]

@@ -100,7 +100,7 @@ def draw(scores: Sequence[CellScore]) -> Figure:
 
 
 def _get_style(index: int) -> dict[str, Any]:
-    """Of a row's bars, on all axes; without colour, too."""
+    """Of a row's bars, on all axes; without color, too."""
     hatch = ("", "//", "..", "xx", "\\\\", "++", "oo", "--")[index % 8]
     return {"facecolor": f"C{index}", "hatch": hatch, "edgecolor": "black", "linewidth": 0.5}
 

@@ -34,7 +34,7 @@ The name sets the columns, the splits, the prompt, the task, `evaluation.metric`
 `evaluation.max_new_tokens`. Fields in the config (`data.text`, `data.label`, `data.test_split`, ...) override it. A
 data set for another task than the config's is refused.
 
-Licences are as stated by the publisher: *other* means that the hub's card names no standard licence, *unknown* that no
+Licenses are as stated by the publisher: *other* means that the hub's card names no standard license, *unknown* that no
 statement was found. Read the source before you use a data set. `fedspan data` prints the same entries.
 `python docs/generate_data.py` writes this page from `src/fedspan/data/catalogue.yaml`.
 """
@@ -42,12 +42,12 @@ statement was found. Read the source before you use a data set. `fedspan data` p
 
 def format_table(entries: tuple[DatasetEntry, ...]) -> str:
     """All data sets, one row each."""
-    lines = ["| key | content | task | metric | rows | licence | hub |", "|---|---|---|---|---|---|---|"]
+    lines = ["| key | content | task | metric | rows | license | hub |", "|---|---|---|---|---|---|---|"]
     for entry in entries:
         rows = f"{entry.rows.train}" + ("" if entry.rows.test is None else f" + {entry.rows.test}")
         hub = "local files only" if entry.hub is None else f"`{entry.hub.id}`"
         link = f"[`{entry.key}`](#{entry.key.lower()})"
-        lines.append(f"| {link} | {entry.summary} | {entry.task} | {entry.metric} | {rows} | {entry.licence} | {hub} |")
+        lines.append(f"| {link} | {entry.summary} | {entry.task} | {entry.metric} | {rows} | {entry.license} | {hub} |")
     return "\n".join(lines) + "\n"
 
 
@@ -57,7 +57,7 @@ def format_section(entry: DatasetEntry) -> str:
     if entry.note is not None:
         lines += [entry.note, ""]
     for name, value in list_properties(entry):
-        shown = value if name in ("source", "rows", "licence", "splits", "incomplete rows") else f"`{value}`"
+        shown = value if name in ("source", "rows", "license", "splits", "incomplete rows") else f"`{value}`"
         lines.append(f"- {name}: {shown}")
     for where, title in (("hub", "From the hub"), ("files", "From local files")):
         config = render_snippet(entry, where)

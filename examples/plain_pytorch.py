@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import fedspan
-from fedspan.data.columns import LABELLED_TEXTS
+from fedspan.data.columns import LABELED_TEXTS
 from fedspan.data.config import DataConfig
 from fedspan.tasks.settings import TaskSettings
 from fedspan.tasks.single_label import SingleLabelClassification
@@ -98,7 +98,7 @@ SIGNALS = fedspan.TaskDefinition(
     build=build,
     target_type="label",
     metrics=("accuracy", "macro_f1", "loss"),
-    columns=LABELLED_TEXTS,
+    columns=LABELED_TEXTS,
     loss_options=SignalClassification.loss_options,
 )
 

@@ -3,7 +3,7 @@
     python examples/vision_domains.py
     python examples/vision_domains.py --pictures FOLDER          # your own: FOLDER/domain/class/picture.png
 
-The script draws its pictures itself: five shapes, with ink on paper, with chalk on slate, and in colours. Each style is
+The script draws its pictures itself: five shapes, with ink on paper, with chalk on slate, and in colors. Each style is
 one client, and they hold 300, 200 and 125 pictures. What it shows: folders of images as data, a division by a column,
 a model without pretrained weights, and two methods side by side: FedAvg sends whole weights, FedHM factors of them.
 The accuracy of each domain tells whom the common model serves worst. Times: examples/README.md.
@@ -24,7 +24,7 @@ import fedspan
 
 SIZE = 24
 SHAPES = ("circle", "cross", "ring", "square", "triangle")
-HELD = {"ink": 60, "chalk": 40, "colours": 25}
+HELD = {"ink": 60, "chalk": 40, "colors": 25}
 """Pictures of each shape, by domain."""
 METHODS: dict[str, dict[str, Any]] = {"fedavg": {}, "fedhm": {"r": 8}}
 
@@ -32,7 +32,7 @@ METHODS: dict[str, dict[str, Any]] = {"fedavg": {}, "fedhm": {"r": 8}}
 def draw(shape: str, domain: str, rng: np.random.Generator) -> Image.Image:
     """Draw a shape at a random place, in a domain's style."""
     dark, light = (int(level) for level in (rng.integers(0, 60), rng.integers(190, 256)))
-    if domain == "colours":
+    if domain == "colors":
         back, front = (tuple(int(level) for level in rng.integers(low, low + 110, 3)) for low in (0, 140))
     else:
         levels = (light, dark) if domain == "ink" else (dark, light)

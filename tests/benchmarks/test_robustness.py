@@ -35,7 +35,7 @@ def args(tiny_folder: Path, tmp_path: Path) -> Namespace:
     return Namespace(
         **{"data": tmp_path, "work": tmp_path / "work", "model": str(tiny_folder / "bert"), "layers": [0]},
         **{"labels": 4, "examples": 250, "alpha": 5.0, "rounds": 1, "steps": 2, "batch": 4, "lr": 0.01},
-        **{"poisoned": 0.5, "methods": ["fedit"], "seeds": [0], "defences": ["mean", "clip 1"], "seconds": 60.0},
+        **{"poisoned": 0.5, "methods": ["fedit"], "seeds": [0], "defenses": ["mean", "clip 1"], "seconds": 60.0},
         attacks=["none", "1 of 10, boosted"],
         passes=["steps", "epochs"],
         no_run=False,
@@ -87,19 +87,19 @@ def test_only_the_attacks_that_are_named_are_run(robustness: ModuleType, args: N
 @pytest.mark.slow
 def test_wider_clips_than_one_that_scaled_nothing_are_not_run(robustness: ModuleType, args: Namespace) -> None:
     key = robustness.Key("fedit", 0, 0, "mean", "none")
-    clip, median = (robustness.replace(key, defence=name) for name in ("clip 2", "median"))
+    clip, median = (robustness.replace(key, defense=name) for name in ("clip 2", "median"))
     cell = robustness.Cell(80.0, 1.0, 0.0, 0.0, 0.0)
     assert robustness.find_equal({clip: cell}, key) == cell
     assert robustness.find_equal({key: cell}, clip) is None
     assert robustness.find_equal({clip: cell}, median) is None
     for scaled in (robustness.replace(cell, clipped=0.1), robustness.replace(cell, limited=0.1)):
         assert robustness.find_equal({clip: scaled}, key) is None
-    cells = robustness.run_cells(args, [robustness.replace(key, defence="clip 3"), key])
+    cells = robustness.run_cells(args, [robustness.replace(key, defense="clip 3"), key])
     assert cells[key] == robustness.run_cell(args, robustness.build(args, key), key)
 
 
 def test_a_page_over_seeds_has_spreads_and_paired_costs(robustness: ModuleType, args: Namespace) -> None:
-    args.seeds, args.defences = [0, 1], ["mean", "clip 1", "clip 1.5"]
+    args.seeds, args.defenses = [0, 1], ["mean", "clip 1", "clip 1.5"]
     cells = {
         robustness.Key("fedit", seed, epochs, name, attack): robustness.Cell(accuracy, success, 2.5, 0.5, 0.0)
         for epochs, attack in ((1, "none"), (0, "none"), (0, "2 of 10"))

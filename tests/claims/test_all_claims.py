@@ -141,7 +141,7 @@ def test_the_headlines_count_comparisons_of_the_paper_s_system(scripts: None, tm
     save_page(tmp_path, "rolora-table2", "RoLoRA, Table 2: Loss", findings, outdated=["another rate"])
     pages = index(tmp_path)
     assert pages["index.md"].count("- **Against ") == 1
-    assert "- **Against FFA-LoRA:** 3 statements in favour of RoLoRA: 2 hold, 1 contradicted." in pages["index.md"]
+    assert "- **Against FFA-LoRA:** 3 statements in favor of RoLoRA: 2 hold, 1 contradicted." in pages["index.md"]
     assert "- **All 12 statements:** 4 hold, 1 contradicted, 1 not runnable, 6 outdated." in pages["index.md"]
     assert "Experiments: [Table 1](rolora-table1.md), [Table 2](rolora-table2.md)." in pages["index.md"]
     page = pages["experiments.md"]

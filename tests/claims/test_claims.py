@@ -241,15 +241,15 @@ def test_the_trap_trains_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_trap_has_the_two_minima_that_the_paper_describes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The flat basin's centre is u c e2^T, out of A's row space; the valley's curvature along e1 is ``shallow``."""
+    """The flat basin's center is u c e2^T, out of A's row space; the valley's curvature along e1 is ``shallow``."""
     monkeypatch.syspath_prepend(str(CLAIMS))
     trap = importlib.import_module("fedgalore_trap")
     setting = trap.Setting(size=6, rank=2, shallow=0.3)
     trials = trap.draw(setting, range(5))
-    flat, valley = trap.compute_basins(setting, trials, trials.centre)
+    flat, valley = trap.compute_basins(setting, trials, trials.center)
     assert float(flat.abs().max()) == 0.0
     torch.testing.assert_close(valley, torch.full_like(valley, setting.steep / 2 * setting.distance**2))
-    assert float((trials.centre @ trials.A.mT).abs().max()) < 1e-12
+    assert float((trials.center @ trials.A.mT).abs().max()) < 1e-12
     torch.testing.assert_close(trap.compute_basins(setting, trials, trials.aside)[1], torch.full_like(valley, 0.15))
     rest = trials.aside - trials.aside @ torch.linalg.pinv(trials.A) @ trials.A
     assert float(rest.abs().max()) < 1e-12

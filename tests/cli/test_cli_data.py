@@ -26,7 +26,7 @@ def test_the_list_is_legible_in_80_columns(call: Call) -> None:
     for entry in list_datasets():
         line = next(line for line in lines if line.split()[:1] == [entry.key])
         assert entry.metric in line
-        assert entry.licence in line
+        assert entry.license in line
         if entry.hub is not None:
             assert entry.hub.id in line or entry.hub.id.split("/")[0] in line
 
@@ -36,7 +36,7 @@ def test_one_is_shown_with_configs_to_paste(call: Call, key: str) -> None:
     entry = next(entry for entry in list_datasets() if entry.key == key)
     result = call("data", key)
     assert result.exit_code == 0
-    for shown in (entry.title, entry.metric, entry.licence, entry.source, str(entry.rows.train)):
+    for shown in (entry.title, entry.metric, entry.license, entry.source, str(entry.rows.train)):
         assert shown in result.stdout
     pasted = [part.split("\n\n")[0] for part in result.stdout.split("\n  data:\n")[1:]]
     assert len(pasted) == {"boolq": 1, "banking-queries": 1, "patient-messages": 1}.get(key, 2)

@@ -20,7 +20,7 @@ pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed
 
 from fedspan.clients.secagg import DiskSessionStore, MemorySessionStore, SecureClient, SessionStore
 from fedspan.core.values import Client, Contribution
-from fedspan.crypto.graph import compute_threshold, select_neighbourhoods
+from fedspan.crypto.graph import compute_threshold, select_neighborhoods
 from fedspan.crypto.identity import Identity, compute_fingerprint, load_identity
 from fedspan.crypto.keys import Keys
 from fedspan.crypto.masks import Ring, add_mask
@@ -58,7 +58,7 @@ class Sums:
         session_store: The session store that all clients share.
         weights: Weights of the clients, by id.
         start: The clients' initial tensors.
-        options: Clip, bits and neighbours of the sum.
+        options: Clip, bits and neighbors of the sum.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Sums:
     ) -> None:
         self.sessions, self.weights, self.start, self.session = session_store, weights, start, session
         self.clip, self.bits = options.get("clip", 10.0), options.get("bits", 32)
-        self.neighbours = options.get("neighbours")
+        self.neighbors = options.get("neighbors")
         self.keys: dict[str, PublicKeys] = {}
         self.sealed: dict[str, Mapping[str, bytes]] = {}
         self.agreements: dict[str, Agreement] = {}
@@ -104,7 +104,7 @@ class Sums:
             assert isinstance(answer, KeysReply)
             assert answer.keys is not None
             self.keys[id] = answer.keys
-        self.around = select_neighbourhoods(sorted(self.keys), self.neighbours)
+        self.around = select_neighborhoods(sorted(self.keys), self.neighbors)
 
     def shares_order(self, id: str, **changes: Any) -> SharesOrder:
         peers = {peer: self.keys[peer] for peer in self.around[id]}
@@ -185,15 +185,15 @@ shapes = st.lists(st.lists(st.integers(1, 6), max_size=3), min_size=1, max_size=
     st.integers(0, 2**32),
 )
 def test_the_mean_is_that_of_the_survivors_within_the_bound(
-    layout: list[list[int]], clients: int, neighbours: int | None, bits: int, clip: float, seed: int
+    layout: list[list[int]], clients: int, neighbors: int | None, bits: int, clip: float, seed: int
 ) -> None:
-    """Any shapes and weights, any neighbours; some are gone before the shares, some after, some in the end."""
+    """Any shapes and weights, any neighbors; some are gone before the shares, some after, some in the end."""
     rng = np.random.default_rng(seed)
     torch_rng = torch.Generator().manual_seed(seed)
     start = {f"layer-{n}/A": torch.randn(shape, generator=torch_rng) for n, shape in enumerate(layout)}
     ids = tuple(f"client-{number}" for number in range(clients))
     weights = {id: float(weight) for id, weight in zip(ids, rng.choice([0.5, 1, 3, 100], clients), strict=True)}
-    made = Sums(MemorySessionStore(), weights, start, clip=clip, bits=bits, neighbours=neighbours)
+    made = Sums(MemorySessionStore(), weights, start, clip=clip, bits=bits, neighbors=neighbors)
     made.give_keys(*ids)
     spare = min(len(members) - made.threshold(id) for id, members in made.around.items())
     gone = list(rng.permutation(ids))[: rng.integers(0, spare + 1)]
@@ -260,7 +260,7 @@ def test_a_new_session_ends_the_last_one_whatever_phase_it_was_in(session_store:
     require_refused("the client's last session", unknown.client("a").answer, unknown.shares_order("a"))
 
 
-def test_neighbours_that_are_not_what_they_seem_are_refused() -> None:
+def test_neighbors_that_are_not_what_they_seem_are_refused() -> None:
     made = sums()
     made.give_keys(*IDS)
     others = {id: made.keys[id] for id in IDS[1:]}
@@ -328,7 +328,7 @@ def test_no_client_learns_both_shares_of_another() -> None:
 
 
 def test_whose_shares_were_not_what_they_should_be_is_passed_over() -> None:
-    """One neighbour sealed for somebody else; if a second one sealed noise, too few are left."""
+    """One neighbor sealed for somebody else; if a second one sealed noise, too few are left."""
     made = sums()
     made.give_keys(*IDS)
     made.give_shares(*IDS)

@@ -282,9 +282,9 @@ def test_names_with_more_in_them_and_columns_that_are_no_labels(tmp_path: Path) 
 
 
 def test_other_columns_that_may_be_labels_are_named(tmp_path: Path) -> None:
-    columns = {"note": TEXTS, "colour": ["red", "blue"] * 30, "size": ["s", "m", "l"] * 20}
+    columns = {"note": TEXTS, "color": ["red", "blue"] * 30, "size": ["s", "m", "l"] * 20}
     config, found = config_of(table(tmp_path / "t.csv", columns))
-    assert config.data.label == "colour"
+    assert config.data.label == "color"
     assert "other columns that may be labels: size (--label)" in found
 
 

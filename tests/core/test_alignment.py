@@ -117,8 +117,8 @@ def test_ajive_finds_a_common_space_exactly(rank: int, seed: int) -> None:
 
 
 def _by_definition(views: list[Tensor], joint_rank: int, view_rank: int, identifiable: bool) -> list[Tensor]:
-    """J_i, from sums of dense projections: centre, top directions of each view, top of their sum, check, project."""
-    size, centred, taus = len(views[0]), [], []
+    """J_i, from sums of dense projections: center, top directions of each view, top of their sum, check, project."""
+    size, centered, taus = len(views[0]), [], []
     total = torch.zeros(size, size, dtype=torch.float64)
     for view in views:
         X = view - torch.ones(size, 1, dtype=torch.float64) @ view.mean(0, keepdim=True)
@@ -126,12 +126,12 @@ def _by_definition(views: list[Tensor], joint_rank: int, view_rank: int, identif
         total += vectors @ vectors.T
         values = [*torch.linalg.svdvals(X).tolist(), 0.0]
         taus.append((values[view_rank - 1] + values[view_rank]) / 2)
-        centred.append(X)
+        centered.append(X)
     top = torch.linalg.eigh(total)[1][:, -joint_rank:]
     if identifiable:
-        keep = [all(float((X.T @ u).norm()) >= tau for X, tau in zip(centred, taus, strict=True)) for u in top.T]
+        keep = [all(float((X.T @ u).norm()) >= tau for X, tau in zip(centered, taus, strict=True)) for u in top.T]
         top = top[:, keep]
-    return [top @ top.T @ X for X in centred]
+    return [top @ top.T @ X for X in centered]
 
 
 @few

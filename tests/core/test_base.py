@@ -164,7 +164,7 @@ def test_increments_must_come_in_order() -> None:
 
 
 def test_a_method_may_move_the_base_before_the_first_round() -> None:
-    """FeDeRA and FR-LoRA start from W0 - s B0 A0, FLoRG's centred form from W0 - L A1^T A1 R."""
+    """FeDeRA and FR-LoRA start from W0 - s B0 A0, FLoRG's centered form from W0 - L A1^T A1 R."""
     step = Increment(0, {"tall": LowRank(-torch.ones(6, 1), torch.ones(1, 4))})
     base = BaseUpdate().add(step)
     patch = base.build_patch(None)

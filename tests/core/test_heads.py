@@ -73,11 +73,11 @@ def test_the_heads_directions_are_those_of_lda_and_of_one_length(shrinkage: floa
     theirs.fit(features.double().numpy(), labels.numpy())
     lda = torch.from_numpy(theirs.coef_).double()
     means = torch.stack([features[labels == label].double().mean(0) for label in range(CLASSES)])
-    centred = lda - lda.mean(0)  # weights of LDA about their mean are S^-1 (mu_c - m)
-    cosine = torch.nn.functional.cosine_similarity(ours, centred)
+    centered = lda - lda.mean(0)  # weights of LDA about their mean are S^-1 (mu_c - m)
+    cosine = torch.nn.functional.cosine_similarity(ours, centered)
     torch.testing.assert_close(cosine, torch.ones(CLASSES, dtype=torch.float64), rtol=0, atol=1e-5)
     away = means - means.mean(0)
-    lengths = (ours * away).sum(1) / (centred * away).sum(1).sqrt()  # in the metric of S: w^T (mu - m) = k v
+    lengths = (ours * away).sum(1) / (centered * away).sum(1).sqrt()  # in the metric of S: w^T (mu - m) = k v
     torch.testing.assert_close(lengths, lengths[:1].expand(CLASSES), rtol=1e-4, atol=0)
 
 

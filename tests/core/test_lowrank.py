@@ -145,7 +145,7 @@ def test_splits_of_an_svd_multiply_to_the_matrix(pair: LowRank) -> None:
 @pytest.mark.parametrize("shape", [(40, 25), (25, 40), (6, 9)])
 @pytest.mark.parametrize("randomized", [False, True])
 def test_leading_triples_of_a_dense_matrix(shape: tuple[int, int], randomized: bool) -> None:
-    """A slowly falling spectrum (1 / k): 8 iterations bring the randomised values to 1e-6 of the full ones."""
+    """A slowly falling spectrum (1 / k): 8 iterations bring the randomized values to 1e-6 of the full ones."""
     rng = torch.Generator().manual_seed(2)
     U, _, Vt = torch.linalg.svd(torch.randn(shape, generator=rng, dtype=torch.float64), full_matrices=False)
     S = 1.0 / torch.arange(1, min(shape) + 1, dtype=torch.float64)

@@ -107,7 +107,7 @@ def test_random_projector_is_orthonormal_and_keyed(rows: int, columns: int, side
     assert torch.equal(P, again)
 
 
-def test_random_projectors_favour_no_direction() -> None:
+def test_random_projectors_favor_no_direction() -> None:
     """Haar: the mean projection over many draws is rank / size times the identity."""
     total = torch.zeros(4, 4, dtype=torch.float64)
     for seed in range(200):

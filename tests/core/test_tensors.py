@@ -16,7 +16,7 @@ def draw(*key: int | str) -> tuple[float, ...]:
 
 
 def test_every_part_of_a_key_counts() -> None:
-    """Neighbouring seeds, rounds and layers, and parts that read alike when written together."""
+    """Neighboring seeds, rounds and layers, and parts that read alike when written together."""
     keys = [(0, "A"), (1, "A"), (0, "B"), (0, "A", 1), (0, "A", 2), (0, "A", 1, 2), (0, "A", 12), (0, "A", "l1", 2)]
     assert all(draw(*one) != draw(*other) for one, other in itertools.combinations(keys, 2))
     assert draw(*keys[0]) == draw(*keys[0])

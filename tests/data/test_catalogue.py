@@ -23,7 +23,7 @@ from fedspan.config import parse_config
 from fedspan.data import DataConfig
 from fedspan.data.builtin import CORPORA
 from fedspan.data.catalogue import DatasetEntry, list_datasets, render_snippet
-from fedspan.data.columns import LABELLED_TEXTS
+from fedspan.data.columns import LABELED_TEXTS
 from fedspan.data.dataset_defaults import fill_data_defaults
 from fedspan.data.files import read_source
 from fedspan.data.invalid_rows import drop_invalid_rows
@@ -96,7 +96,7 @@ def write(path: Path, rows: list[dict[str, str]], *, header: list[str] | None = 
 
 @EVERY
 def test_every_entry_is_whole(entry: DatasetEntry) -> None:
-    assert all(text.strip() == text and text for text in (entry.title, entry.summary, entry.licence, entry.source))
+    assert all(text.strip() == text and text for text in (entry.title, entry.summary, entry.license, entry.source))
     assert "\n" not in entry.summary
     assert not entry.summary.endswith(".")
     assert entry.rows.train > 0
@@ -252,7 +252,7 @@ def test_incomplete_rows_are_dropped_where_it_is_known_that_there_are_some(tmp_p
 def test_rows_are_still_counted_as_in_the_file_when_some_are_dropped(tmp_path: Path) -> None:
     rows = [{"text": text, "label": label} for text, label in [("a", "x"), ("", "x"), ("b", "y"), ("c", "z")]]
     source = read_source(DataConfig(train=str(write(tmp_path / "x.csv", rows))), "train", "data")
-    left = drop_invalid_rows(source, DataConfig(train="x.csv"), LABELLED_TEXTS, "data", "train")
+    left = drop_invalid_rows(source, DataConfig(train="x.csv"), LABELED_TEXTS, "data", "train")
     assert [left.row(index).split()[1] for index in range(3)] == ["2", "4", "5"]
 
 

@@ -42,7 +42,7 @@ def test_columns_between_word_and_tag_are_ignored(tmp_path: Path) -> None:
     "content",
     [
         "text\tlabel\none\tO\n\ntwo\tB-x\n",  # a header
-        "one\tO\nanother text\tB-x\n",  # no sentences, but labelled texts
+        "one\tO\nanother text\tB-x\n",  # no sentences, but labeled texts
         "one\tO\n\ntwo\tO\n",  # no entities
         "a word\tx\tO\n\none\tB-x\n",  # numbers of columns differ
         "",

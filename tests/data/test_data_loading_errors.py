@@ -32,7 +32,7 @@ def config(train: str, content: str | bytes | None = None, **options: object) ->
     return DataConfig.model_validate({"train": train, **options})
 
 
-def test_a_missing_file_is_named_with_its_neighbours(refused: Refused) -> None:
+def test_a_missing_file_is_named_with_its_neighbors(refused: Refused) -> None:
     refused("data.train", "trian.csv", ["train.csv"], load, config("trian.csv"))
     refused("my.test", "tset.csv", ["train.csv"], load, config("train.csv", test="tset.csv"), "my")
     refused("data.train", "no/such/train.csv", ["no/such does not exist"], load, config("no/such/train.csv"))

@@ -68,7 +68,7 @@ def read(train: Path | str, **options: Any) -> LoadedData:
 
 
 def decoded(data: datasets.Dataset) -> list[np.ndarray]:
-    """What is in the column of images, as it is stored (grey stays grey)."""
+    """What is in the column of images, as it is stored (gray stays gray)."""
     return [np.asarray(image) for image in data["image"]]
 
 
@@ -129,7 +129,7 @@ def test_damaged_idx_files(tmp_path: Path, refused: Refused) -> None:
 
 
 def cifar(count: int, labels: int, classes: int) -> tuple[bytes, np.ndarray, np.ndarray]:
-    """Records, their images (rows, columns, colours) and their last label."""
+    """Records, their images (rows, columns, colors) and their last label."""
     images, given = pixels(count, 32, 32, 3), RNG.integers(0, classes, (count, labels), np.uint8)
     records = [given[row].tobytes() + images[row].transpose(2, 0, 1).tobytes() for row in range(count)]
     return b"".join(records), images, given

@@ -16,7 +16,7 @@ pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed
 
 from test_secure_node import CLINICS, node, served, values
 
-from fedspan.crypto.graph import compute_neighbourhood_size
+from fedspan.crypto.graph import compute_neighborhood_size
 from fedspan.deployment.limits import OrderTerms
 from fedspan.deployment.node import NodeService
 from fedspan.errors import FedspanError
@@ -162,11 +162,11 @@ def test_the_others_are_told_to_contribute_nothing(change: Any, why: str, tiny_f
     [
         ({"top": 1e7}, "would be rounded to"),
         pytest.param(
-            {"clients": 2**24 - 1}, "a number of clients of which 3 are a neighbourhood", marks=pytest.mark.slow
+            {"clients": 2**24 - 1}, "a number of clients of which 3 are a neighborhood", marks=pytest.mark.slow
         ),
-        pytest.param({"clients": 2}, "a number of clients of which 3 are a neighbourhood", marks=pytest.mark.slow),
+        pytest.param({"clients": 2}, "a number of clients of which 3 are a neighborhood", marks=pytest.mark.slow),
         pytest.param(
-            {"top": 1e9, "clients": 10**6}, "a number of clients of which 3 are a neighbourhood", marks=pytest.mark.slow
+            {"top": 1e9, "clients": 10**6}, "a number of clients of which 3 are a neighborhood", marks=pytest.mark.slow
         ),
     ],
 )
@@ -235,7 +235,7 @@ def test_the_weights_at_which_a_node_still_joins_an_honest_sum(
         top=client.examples * weight_ratio,
         layout="0" * 64,
     )
-    peers = compute_neighbourhood_size(clients)
+    peers = compute_neighborhood_size(clients)
     if is_accepted:
         terms.require_agreement(agreement, peers)
     else:

@@ -104,7 +104,7 @@ def test_an_order_with_other_facts_or_of_another_secure_session_counts_again(tmp
         replace(secure, client=replace(client, last_round=0)),
     ]
     for count, order in enumerate(orders, 1):
-        for attempt in range(2):  # a repetition, with another serial, attempt or rest of its neighbours, counts once
+        for attempt in range(2):  # a repetition, with another serial, attempt or rest of its neighbors, counts once
             peers = None if order.secure is None else Masking(session=order.secure.session, peers=("clinic",))
             repeated = replace(order, serial=10 * count + attempt, attempt=attempt)
             book(tmp_path).record_order(replace(repeated, secure=peers) if attempt else repeated, (), "job")

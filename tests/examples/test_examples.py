@@ -96,11 +96,11 @@ def test_vision_domains(tmp_path: Path) -> None:
     out = tmp_path / "out"
     printed = run_example("vision_domains", out)
     rows = table(printed)
-    assert rows["method"] == ["chalk", "colours", "ink", "mean", "worst domain", "MB up"]
+    assert rows["method"] == ["chalk", "colors", "ink", "mean", "worst domain", "MB up"]
     for method in ("fedavg", "fedhm"):
         report = fedspan.read_report(out / method)
         *own, mean, worst, sent = rows[method]
-        assert own == [percent(report.by_client[domain]["accuracy"]) for domain in ("chalk", "colours", "ink")]
+        assert own == [percent(report.by_client[domain]["accuracy"]) for domain in ("chalk", "colors", "ink")]
         assert mean == percent(sum(scores["accuracy"] for scores in report.by_client.values()) / 3)
         assert percent(report.by_client[worst]["accuracy"]) == min(own, key=float)
         assert sent == f"{report.bytes['up'] / 1e6:.2f}"
@@ -115,9 +115,9 @@ def test_vision_domains(tmp_path: Path) -> None:
     assert sorted(model.config.label2id) == ["circle", "cross", "ring", "square", "triangle"]
 
 
-def test_personalisation(tiny_folder: Path, tmp_path: Path) -> None:
+def test_personalization(tiny_folder: Path, tmp_path: Path) -> None:
     out, methods = tmp_path / "out", ("local-only", "fedit", "fedsa-lora", "pfedloru")
-    printed = run_example("personalisation", out, *ENCODER, tiny_folder / "deep-bert")
+    printed = run_example("personalization", out, *ENCODER, tiny_folder / "deep-bert")
     rows, reports = table(printed), {method: fedspan.read_report(out / f"{method}-seed0") for method in methods}
     clients = [f"client-{number:02}" for number in range(10)]
     for client in clients:

@@ -164,7 +164,7 @@ def _measure_preferences(
     }
 
 
-def _labelled(folders: Mapping[str, Path]) -> dict[str, Any]:
+def _labeled(folders: Mapping[str, Path]) -> dict[str, Any]:
     return tiny.settings(folders["texts"])
 
 
@@ -199,7 +199,7 @@ def _measure_medians(
 OWN = _load_own_task()
 """A task of a user's own, which the conformance test registers."""
 CASES: Mapping[str, TaskCase] = {
-    "sequence-classification": TaskCase(_labelled, measure_labels),
+    "sequence-classification": TaskCase(_labeled, measure_labels),
     "regression": TaskCase(_numbers, _measure_numbers),
     "median-regression": TaskCase(lambda folders: _numbers(folders) | {"task": OWN.name}, _measure_medians),
     "token-classification": TaskCase(

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForImageClassification, PreTrained
 from transformers.modeling_outputs import ImageClassifierOutput
 
 LAYERS = ["tall", "wide", "point"]
-COLOURS = ("blue", "green", "red")
+COLORS = ("blue", "green", "red")
 SITES = {"east": 6, "north": 9, "south": 12, "west": 21}
 """Clients of the pictures with their number of pictures."""
 SIDE = 7
@@ -62,7 +62,7 @@ def save_model(folder: Path) -> Path:
     path = folder / "convolutions"
     with torch.random.fork_rng():
         torch.manual_seed(5)
-        model = ThreeConvolutions(ThreeConvolutionsConfig(num_labels=len(COLOURS)))
+        model = ThreeConvolutions(ThreeConvolutionsConfig(num_labels=len(COLORS)))
         for name in LAYERS:
             nn.init.kaiming_normal_(model.get_submodule(name).weight)
         nn.init.normal_(model.classifier.weight)
@@ -72,14 +72,14 @@ def save_model(folder: Path) -> Path:
 
 
 def save_pictures(folder: Path) -> Path:
-    """Noise in which one colour is brighter, ``pictures/site/colour/number.png``."""
+    """Noise in which one color is brighter, ``pictures/site/color/number.png``."""
     rng, root = np.random.default_rng(0), folder / "pictures"
     for site, size in SITES.items():
         for number in range(size):
-            colour = number % len(COLOURS)
+            color = number % len(COLORS)
             pixels = rng.integers(0, 130, (SIDE, SIDE, 3), np.uint8)
-            pixels[:, :, 2 - colour] += 90
-            path = root / site / COLOURS[colour] / f"{number:02}.png"
+            pixels[:, :, 2 - color] += 90
+            path = root / site / COLORS[color] / f"{number:02}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(pixels).save(path)
     return root

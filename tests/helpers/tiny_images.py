@@ -1,7 +1,7 @@
-"""Image models, and pictures in three colours, so small that a test can train on them.
+"""Image models, and pictures in three colors, so small that a test can train on them.
 
 ``vit`` (8 x 12 pixels in patches of 4), ``resnet`` (Hugging Face's, two stages, 10 x 14 pixels) and the pictures in a
-folder ``pictures/site/colour/number.png`` of 9 x 7 pixels or thereabouts. ``resnet`` has been trained for five other
+folder ``pictures/site/color/number.png`` of 9 x 7 pixels or thereabouts. ``resnet`` has been trained for five other
 classes, as published image models have.
 """
 
@@ -21,7 +21,7 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 from fedspan.config import RunConfig, parse_config
 
-COLOURS = ("blue", "green", "red")
+COLORS = ("blue", "green", "red")
 SITES = {"east": 9, "north": 15, "west": 27}
 """Clients of the pictures with their number of pictures."""
 TARGETS: Mapping[str, list[str]] = {
@@ -65,22 +65,22 @@ def save_model(kind: str, folder: Path) -> Path:
     return path
 
 
-def picture(colour: str, rng: np.random.Generator) -> Image.Image:
-    """Noise in which one colour is brighter; no two sizes need be equal."""
+def picture(color: str, rng: np.random.Generator) -> Image.Image:
+    """Noise in which one color is brighter; no two sizes need be equal."""
     pixels = rng.integers(0, 130, (int(rng.integers(6, 9)), int(rng.integers(8, 11)), 3), np.uint8)
-    pixels[:, :, ("red", "green", "blue").index(colour)] += 90
+    pixels[:, :, ("red", "green", "blue").index(color)] += 90
     return Image.fromarray(pixels)
 
 
 def save_pictures(folder: Path) -> Path:
-    """51 pictures of three colours at three sites, one folder each."""
+    """51 pictures of three colors at three sites, one folder each."""
     rng, root = np.random.default_rng(0), folder / "pictures"
     for site, size in SITES.items():
         for number in range(size):
-            colour = COLOURS[number % 3]
-            path = root / site / colour / f"{number:02}.png"
+            color = COLORS[number % 3]
+            path = root / site / color / f"{number:02}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
-            picture(colour, rng).save(path)
+            picture(color, rng).save(path)
     return root
 
 
@@ -113,11 +113,11 @@ def config(folder: Path, kind: str = "vit", **changes: Mapping[str, Any]) -> Run
 
 
 def fresh_classifier(folder: str | Path) -> nn.Module:
-    """The pretrained model with a random head for the colours, as somebody without fedspan loads it."""
+    """The pretrained model with a random head for the colors, as somebody without fedspan loads it."""
     with torch.random.fork_rng():
         torch.manual_seed(6)
         model = AutoModelForImageClassification.from_pretrained(
-            folder, num_labels=len(COLOURS), ignore_mismatched_sizes=True
+            folder, num_labels=len(COLORS), ignore_mismatched_sizes=True
         )
     return model.eval()
 

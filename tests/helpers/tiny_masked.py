@@ -1,4 +1,4 @@
-"""A tiny masked language model with a mask in its vocabulary, and texts in which neighbouring words are related."""
+"""A tiny masked language model with a mask in its vocabulary, and texts in which neighboring words are related."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def save_texts(path: Path) -> Path:
 
 
 def settings(own: Path, **changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A run of masked language modelling as plain values; ``changes`` go into its sections."""
+    """A run of masked language modeling as plain values; ``changes`` go into its sections."""
     values = tiny.settings(own) | {
         "task": "masked-lm",
         "task_options": {"mask_share": 0.3},

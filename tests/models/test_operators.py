@@ -292,7 +292,7 @@ class Scaled(nn.Embedding):
         return super().forward(x) * 2
 
 
-class Standardised(nn.Conv2d):
+class Standardized(nn.Conv2d):
     def forward(self, x: Tensor) -> Tensor:
         return self._conv_forward(x, self.weight - self.weight.mean(), self.bias)
 
@@ -304,7 +304,7 @@ UNFIT: Mapping[str, tuple[nn.Module, str]] = {
         "is a dilated convolution, for which PEFT cannot express an adapter",
     ),
     "padding": (nn.Conv2d(2, 3, 3, padding=1, padding_mode="reflect"), "pads with reflect"),
-    "standardised": (Standardised(2, 3, 3), "is a Standardised, which does more than convolve"),
+    "standardized": (Standardized(2, 3, 3), "is a Standardized, which does more than convolve"),
     "max_norm": (nn.Embedding(5, 3, max_norm=1.0), "scales what it looks up"),
     "frequency": (nn.Embedding(5, 3, scale_grad_by_freq=True), "scales what it looks up"),
     "subclass": (Scaled(5, 3), "scales what it looks up"),

@@ -148,7 +148,7 @@ def test_losses_that_differ_by_less_than_a_tick_do_not_stop_the_page(
 
 
 @pytest.mark.slow
-def test_an_axis_is_labelled_with_its_values(
+def test_an_axis_is_labeled_with_its_values(
     browser: Any, pretend_run: PretendRun, collect: Callable[[], Mapping[str, Any]]
 ) -> None:
     for number, accuracy in ((1, 0.966), (2, 0.975)):

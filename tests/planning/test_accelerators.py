@@ -9,7 +9,7 @@ import pytest
 
 import fedspan
 from fedspan import FedspanError
-from fedspan.planning.accelerators import ACCELERATORS, UTILISATION, Speed, get_accelerator_speed
+from fedspan.planning.accelerators import ACCELERATORS, UTILIZATION, Speed, get_accelerator_speed
 from fedspan.planning.compute import Compute
 from fedspan.runs.model_setup import empty_model
 from helpers import tiny
@@ -26,7 +26,7 @@ def test_a_gpu_is_found_however_it_is_written(name: str) -> None:
     found = get_accelerator_speed(name, "bfloat16")
     peak = ACCELERATORS[found.device].bfloat16
     assert peak is not None
-    assert found.single == found.parallel == pytest.approx(peak * 1e12 * UTILISATION)
+    assert found.single == found.parallel == pytest.approx(peak * 1e12 * UTILIZATION)
 
 
 def test_number_formats_have_rates_of_their_own() -> None:

@@ -69,7 +69,7 @@ def test_nothing_is_loaded_from_elsewhere(text: str) -> None:
     assert text.count("plotly.js v") == 1
 
 
-def test_lines_are_told_apart_without_colour(text: str) -> None:
+def test_lines_are_told_apart_without_color(text: str) -> None:
     lines = [trace for trace in figures(text)[0]["data"] if "name" in trace]
     assert len({(trace["line"]["dash"], trace["marker"]["symbol"]) for trace in lines}) == len(lines) == 2
     bars = figures(text)[4]["data"]

@@ -93,12 +93,12 @@ def test_a_dark_page_has_light_text(page: Path, browser: Any) -> None:
 
 
 def brightness(seen: Any, place: str, property: str) -> float:
-    """Mean of red, green and blue of an element's colour, from 0 to 255; of the page behind it if it has none."""
+    """Mean of red, green and blue of an element's color, from 0 to 255; of the page behind it if it has none."""
     read = "([place, names]) => names.map(name => getComputedStyle(document.querySelector(place))[name])"
-    colour, opacity = seen.evaluate(read, [place, [property, "fillOpacity"]])
+    color, opacity = seen.evaluate(read, [place, [property, "fillOpacity"]])
     if property == "fill" and float(opacity) == 0:
         return brightness(seen, "body", "backgroundColor")
-    return sum(float(value) for value in re.findall(r"[\d.]+", colour)[:3]) / 3
+    return sum(float(value) for value in re.findall(r"[\d.]+", color)[:3]) / 3
 
 
 def boxes(seen: Any, count: int) -> list[dict[str, float]]:

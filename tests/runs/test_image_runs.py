@@ -96,7 +96,7 @@ def test_a_model_from_scratch_is_exported_whole(method: str, images: Path, tmp_p
     folder = write_adapters(made, progress, RunFolder(tmp_path))["global"]
     assert not (folder / "adapter_config.json").exists()
     model = transformers.AutoModelForImageClassification.from_pretrained(folder)
-    assert model.config.id2label == dict(enumerate(tiny_images.COLOURS))
+    assert model.config.id2label == dict(enumerate(tiny_images.COLORS))
     assert close(theirs(made, model), ours(made, progress))
     paths = sorted((images / "pictures" / "east" / "red").iterdir())
     mine = made.task.processor([tiny_images.Image.open(path) for path in paths], return_tensors="pt")["pixel_values"]
@@ -239,7 +239,7 @@ def test_predictions_on_files(name: str, images: Path, image_runs: Path) -> None
     with torch.no_grad():
         shares = model(pixel_values=pixels).logits.softmax(1)
     found = fedspan.predict(image_runs / name, [str(paths[0]), *paths[1:]])
-    assert [label for label, _ in found] == [tiny_images.COLOURS[index] for index in shares.argmax(1).tolist()]
+    assert [label for label, _ in found] == [tiny_images.COLORS[index] for index in shares.argmax(1).tolist()]
     assert [share for _, share in found] == pytest.approx(shares.amax(1).tolist(), abs=1e-4)
 
 

@@ -292,7 +292,7 @@ def test_a_trainer_that_takes_no_step_gives_no_reply(tiny_folder: Path, tmp_path
         ({"device": "cpu"}, r"device.*no effect"),
     ],
 )
-def test_what_a_trainer_cannot_honour_is_refused(
+def test_what_a_trainer_cannot_honor_is_refused(
     changes: dict[str, Any], reason: str, tiny_folder: Path, tmp_path: Path
 ) -> None:
     assert re.search(reason, refusal(tiny_folder, tmp_path, make_trainer(tiny_folder, "east"), **changes))

@@ -158,7 +158,7 @@ def test_ipywidgets_draw_the_bars_of_a_notebook(clock: Clock, monkeypatch: pytes
     assert ProgressBar(Console(file=io.StringIO(), force_jupyter=True), clock).is_live
 
 
-def test_forced_colours_are_not_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forced_colors_are_not_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels of notebooks and CI set FORCE_COLOR, and would print every frame of a bar."""
     monkeypatch.setenv("FORCE_COLOR", "1")
     for stream, live in ((_Terminal(), True), (io.StringIO(), False)):

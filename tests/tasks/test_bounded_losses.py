@@ -18,7 +18,7 @@ from fedspan.tasks.task import Examples
 from fedspan.tasks.trainer import TrainerExamples, TrainerTask
 
 
-class Labelled:
+class Labeled:
     """Examples of which only the labels are known."""
 
     def __init__(self, labels: list[int]) -> None:
@@ -46,7 +46,7 @@ def measure(logits_BK: Tensor, examples: Examples) -> float:
 
 def test_each_example_counts_up_to_twice_the_loss_of_a_guess() -> None:
     logits_BK = torch.tensor([[0.0, 0.0, 0.0], [1e30, 0.0, 0.0], [3.0, 1.0, 0.0], [float("nan"), 0.0, 0.0]])
-    examples = Labelled([0, 1, 0, 2])
+    examples = Labeled([0, 1, 0, 2])
     third = float(-logits_BK[2].double().log_softmax(0)[0])
     assert get_loss_bound(TASK) == compute_guess_bound(3) == pytest.approx(BOUND)
     assert measure(logits_BK, examples) == pytest.approx((math.log(3) + BOUND + third + BOUND) / 4)
@@ -54,7 +54,7 @@ def test_each_example_counts_up_to_twice_the_loss_of_a_guess() -> None:
 
 def test_a_loss_within_the_bound_stays() -> None:
     logits_BK = torch.randn(20, 3, generator=torch.Generator().manual_seed(0)) / 4
-    examples = Labelled([row % 3 for row in range(20)])
+    examples = Labeled([row % 3 for row in range(20)])
     assert measure(logits_BK, examples) == pytest.approx(TASK.compute_metrics(logits_BK, examples, range(20))["loss"])
 
 
@@ -64,7 +64,7 @@ def test_biases_of_different_sizes_write_no_counts_into_a_loss() -> None:
     biases = -torch.tensor([0.0, 10.0, 10.0 * (count + 1)])
     splits = [split for split in itertools.product(range(count + 1), repeat=3) if sum(split) == count]
     for split in splits:
-        examples = Labelled([label for label, times in enumerate(split) for _ in range(times)])
+        examples = Labeled([label for label, times in enumerate(split) for _ in range(times)])
         values.add(round(measure(biases.expand(count, 3), examples), 6))
     assert len(splits) == 91
     assert len(values) == count + 1  # the number of examples with the first label, which loses nothing

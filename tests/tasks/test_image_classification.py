@@ -49,7 +49,7 @@ def vit(**options: Any) -> Any:
 
 PROCESSORS = {
     "plain": vit(),
-    "other colours": vit(image_mean=[0.1, 0.2, 0.3], image_std=[0.5, 0.25, 2.0]),
+    "other colors": vit(image_mean=[0.1, 0.2, 0.3], image_std=[0.5, 0.25, 2.0]),
     "not normalized": vit(do_normalize=False),
     "not rescaled": vit(do_rescale=False, image_mean=[120.0, 110.0, 100.0], image_std=[60.0, 50.0, 70.0]),
     "neither": vit(do_rescale=False, do_normalize=False),
@@ -88,7 +88,7 @@ def test_a_batch_is_what_the_processor_makes(kind: str) -> None:
 
 @pytest.mark.parametrize("mode", ["L", "LA", "RGBA", "P", "1", "CMYK"])
 def test_everything_becomes_rgb(mode: str, tmp_path: Path) -> None:
-    """As Pillow converts it; a transparent pixel keeps its colour. ``tests/data/test_images.py`` has 16 bits."""
+    """As Pillow converts it; a transparent pixel keeps its color. ``tests/data/test_images.py`` has 16 bits."""
     image = noise(5, 9, 3).convert(mode)
     path = tmp_path / ("x.tiff" if mode == "CMYK" else "x.png")
     image.save(path)
@@ -182,7 +182,7 @@ def test_loss_metrics_and_answers() -> None:
 def test_image_size_replaces_the_processor_s_own(images: Path, tmp_path: Path) -> None:
     """Rows and columns, without a crop; also of ConvNeXt's processor, which published ResNets have."""
     shown = noise(9, 31, 3)
-    for number, own in enumerate((PROCESSORS["cropped"], PROCESSORS["convnext"], PROCESSORS["other colours"])):
+    for number, own in enumerate((PROCESSORS["cropped"], PROCESSORS["convnext"], PROCESSORS["other colors"])):
         folder = tmp_path / str(number)
         transformers.ResNetForImageClassification.from_pretrained(images / "resnet").save_pretrained(folder)
         own.save_pretrained(folder)
@@ -198,7 +198,7 @@ def test_from_scratch_images_become_numbers_from_minus_one_to_one(images: Path) 
     for name, size, expected in (("builtin:resnet-8", 9, (9, 9)), (str(images / "vit"), None, (8, 12))):
         loaded = load_scratch(name, "image-classification", LABELS, image_size=size)
         task = ImageClassification(loaded.processor, LABELS)
-        black_and_white = [Image.new("RGB", (20, 30), colour) for colour in ("black", "white")]
+        black_and_white = [Image.new("RGB", (20, 30), color) for color in ("black", "white")]
         batch = task.collate(task.encode(dataset(black_and_white)), [0, 1], CPU)["pixel_values"]
         assert batch.shape == (2, 3, *expected)
         assert torch.equal(batch[0], torch.full_like(batch[0], -1))

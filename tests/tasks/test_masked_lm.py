@@ -1,4 +1,4 @@
-"""Masked language modelling: masks by key, Transformers' loss, resumed runs, predictions, and what is refused."""
+"""Masked language modeling: masks by key, Transformers' loss, resumed runs, predictions, and what is refused."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from fedspan.runs.load import load_served
 from fedspan.runs.setup import prepare
 from fedspan.tasks.encoding import EncodedText, Ragged
 from fedspan.tasks.losses import CLASS_WEIGHTS, SMOOTHING
-from fedspan.tasks.multi_label import LabelledTexts, MultiLabelClassification
+from fedspan.tasks.multi_label import LabeledTexts, MultiLabelClassification
 from fedspan.tasks.registry import get_task
 from helpers import tiny, tiny_topics
 from helpers.node_service import introduced, node
@@ -160,7 +160,7 @@ def test_losses_with_weights_are_torchs(smoothing: float) -> None:
 
 
 def test_balanced_weights_are_examples_without_a_label_over_those_with_it() -> None:
-    examples = LabelledTexts(EncodedText({}, np.zeros(5), np.zeros(5)), Ragged([[0], [0, 1], [0], [], [1, 0, 2]]))
+    examples = LabeledTexts(EncodedText({}, np.zeros(5), np.zeros(5)), Ragged([[0], [0, 1], [0], [], [1, 0, 2]]))
     weights = Fixed(NONE, ("a", "b", "c", "d"), 8).compute_balanced_weights(examples, np.array([0, 1, 2, 3]))
     assert weights.tolist() == pytest.approx([1 / 3, 3.0, 1.0, 1.0])
 
@@ -185,7 +185,7 @@ def test_metrics_are_scikit_learns() -> None:
     logits = torch.from_numpy(rng.normal(size=(9, 4))).float()
     task = MultiLabelClassification(NONE, ("a", "b", "c", "d"), 8, threshold=0.7)
     text = EncodedText({}, np.arange(9), np.ones(9, np.int64))
-    examples = LabelledTexts(text, Ragged([np.flatnonzero(row).tolist() for row in truth]))
+    examples = LabeledTexts(text, Ragged([np.flatnonzero(row).tolist() for row in truth]))
     chosen, indices = [0, 3, 4, 7, 8], [8, 3, 0, 4, 7]
     guess = (logits[indices].sigmoid() > 0.7).numpy()
     scores = task.compute_metrics(logits[indices], examples, indices)

@@ -131,11 +131,11 @@ def test_what_is_no_regression_is_refused(tiny_folder: Path, tmp_path: Path) -> 
     with pytest.raises(FedspanError, match="these examples have no classes") as caught:
         prepare(parse_config({**values, "partition": dirichlet}))
     assert (caught.value.field, caught.value.value) == ("partition.partitioner", "dirichlet")
-    labelled = tiny.settings(tiny_folder, partition={**dirichlet, "column": None, "bins": 4})
+    labeled = tiny.settings(tiny_folder, partition={**dirichlet, "column": None, "bins": 4})
     with pytest.raises(
         FedspanError, match=r"^`partition\.bins`: these examples have labels, not numbers\. Leave it out"
     ):
-        prepare(parse_config(labelled))
+        prepare(parse_config(labeled))
     with pytest.raises(FedspanError, match=r"row 2 of .* has 'site0' in column '.*', which is not a number") as caught:
         prepare(parse_config({**values, "data": {**values["data"], "label": "site"}}))
     assert caught.value.field == "data.label"

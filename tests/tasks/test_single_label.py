@@ -152,7 +152,7 @@ def test_a_task_whose_loss_does_not_take_an_option_refuses_it_before_training(
 
 
 @dataclass(frozen=True)
-class Unlabelled:
+class Unlabeled:
     """Examples of a user's own that name their labels otherwise."""
 
     text: Any
@@ -169,7 +169,7 @@ class Renamed(SequenceClassification):
     """A task of a user's own whose examples have no ``labels``."""
 
     def encode(self, dataset: Any) -> Any:
-        return Unlabelled(super().encode(dataset))
+        return Unlabeled(super().encode(dataset))
 
     def collate(self, examples: Any, indices: Any, device: torch.device) -> dict[str, torch.Tensor]:
         return super().collate(examples.text, indices, device)
@@ -183,7 +183,7 @@ def test_examples_without_labels_are_named(tiny_folder: Path, monkeypatch: pytes
     )
     monkeypatch.setitem(registry._tasks, "renamed", definition)
     values = tiny.settings(tiny_folder, training={"class_weights": "balanced"}) | {"task": "renamed"}
-    with pytest.raises(FedspanError, match="Unlabelled, the encoded examples of this task, has no array `labels`"):
+    with pytest.raises(FedspanError, match="Unlabeled, the encoded examples of this task, has no array `labels`"):
         tiny.final_tensors(prepare(parse_config(values)))
     flipped = {
         **tiny.settings(tiny_folder),

@@ -21,7 +21,7 @@ def test_rouge_is_a_mean_of_f_measures() -> None:
     scores = compute_text_scores(["the man rides on a horse", "dogs"], REFERENCES[:2])
     # 5 of 6 words are among the 8 of the reference, and 1 of 1 among 3.
     assert scores["rouge_1"] == pytest.approx((2 * 6 / (6 + 8) + 2 * 1 / (1 + 3)) / 2)
-    # 2 of 5 pairs of neighbours are among the 7 of the reference, "man rides" and "a horse"; a single word has none.
+    # 2 of 5 pairs of neighbors are among the 7 of the reference, "man rides" and "a horse"; a single word has none.
     assert scores["rouge_2"] == pytest.approx(2 * 2 / (5 + 7) / 2)
     # The longest common subsequence is "man rides a horse".
     assert scores["rouge_l"] == pytest.approx((2 * 4 / (6 + 8) + 2 * 1 / (1 + 3)) / 2)

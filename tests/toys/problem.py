@@ -82,9 +82,9 @@ class Problem:
         for k, client in enumerate(self.client_ids):
             count = 6 + 2 * k
             xs.append(torch.randn((count, 5), generator=rng) + torch.randn(5, generator=rng))
-            favourite = torch.rand(count, generator=rng) < 0.6  # 60 % of a client's labels are one class
+            favorite = torch.rand(count, generator=rng) < 0.6  # 60 % of a client's labels are one class
             labels = torch.randint(CLASSES, (count,), generator=rng)
-            ys.append(torch.where(favourite, torch.full_like(labels, k % CLASSES), labels))
+            ys.append(torch.where(favorite, torch.full_like(labels, k % CLASSES), labels))
             self.indices[client] = np.arange(start, start + count)
             start += count
         self.examples = ToyExamples(torch.cat(xs).to(dtype), torch.cat(ys))

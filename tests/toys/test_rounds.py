@@ -166,9 +166,9 @@ def test_no_steps_give_the_gradient_and_move_nothing() -> None:
 def test_the_raw_gradient_holds_neither_penalty_nor_offset_nor_clipping() -> None:
     problem = Problem()
     engine, job = _engine(problem, sgd(LR, steps=1, max_grad_norm=1e-3))
-    penalised = FedProx(inner=with_extras(FedIT(spec=problem.adapted().spec, seed=1, r=2, lora_alpha=4.0)))
-    pulled = penalised.start(
-        penalised.sync(penalised.init(engine.adapted), None), None, {}, penalised.init(engine.adapted).round
+    penalized = FedProx(inner=with_extras(FedIT(spec=problem.adapted().spec, seed=1, r=2, lora_alpha=4.0)))
+    pulled = penalized.start(
+        penalized.sync(penalized.init(engine.adapted), None), None, {}, penalized.init(engine.adapted).round
     )
     offset = {name: torch.ones_like(job.tensors[name]) for name in job.trainable_names}
     plain = _train(engine, problem, replace(job, steps=0))

@@ -210,11 +210,11 @@ def test_a_model_that_mixes_examples_is_detected(
     embeddings = transformers.models.bert.modeling_bert.BertEmbeddings
     forward = embeddings.forward
 
-    def centred(self: Any, *args: Any, **options: Any) -> Tensor:
+    def centered(self: Any, *args: Any, **options: Any) -> Tensor:
         made = forward(self, *args, **options)
         return made - made.mean(0, keepdim=True)
 
-    monkeypatch.setattr(embeddings, "forward", centred)
+    monkeypatch.setattr(embeddings, "forward", centered)
     gap, engine = same(values("bert", tiny_folder, decoders, images))
     assert gap < 1e-5  # rounding, of batches without padding
     assert passes == []

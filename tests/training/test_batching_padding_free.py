@@ -243,7 +243,7 @@ def test_other_attention_than_eager_and_sdpa_is_left_alone(tiny_folder: Path, de
     assert "eager or sdpa" in str(verified_padding(prepared).refusal)
 
 
-def test_a_model_that_reads_its_neighbours_is_detected(tiny_folder: Path, decoders: Path) -> None:
+def test_a_model_that_reads_its_neighbors_is_detected(tiny_folder: Path, decoders: Path) -> None:
     """A block that adds the next place's hidden states does something else when texts stand side by side."""
     prepared = built("bert", tiny_folder, decoders)
     model: Any = prepared.engine.adapted.model

@@ -148,7 +148,7 @@ def test_measuring_stops_after_ten_seconds(seconds: float, monkeypatch: pytest.M
     found = search(StackingRequest(), 200, 2, measure, budget)
     assert now[0] <= 10
     assert budget.exhausted
-    assert (found is None) == (seconds == 0.02)  # one plan takes 6 s, and its neighbour twice as long
+    assert (found is None) == (seconds == 0.02)  # one plan takes 6 s, and its neighbor twice as long
 
 
 def test_a_run_takes_the_plan_of_its_own_size(

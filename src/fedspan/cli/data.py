@@ -24,7 +24,7 @@ def data(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """List the data sets of data.dataset: their tasks, licences and locations."""
+    """List the data sets of data.dataset: their tasks, licenses and locations."""
     from fedspan.cli.formatting import create_console
     from fedspan.data.catalogue import get_dataset_entry, list_datasets
 
@@ -46,16 +46,16 @@ def _show_all(out: Console, entries: tuple[DatasetEntry, ...]) -> None:
         table.title, table.title_justify, table.title_style = f"task: {task}", "left", "bold"
         table.add_column("key", style="cyan", no_wrap=True, width=17)
         table.add_column("metric", no_wrap=True, width=11)
-        table.add_column("licence", width=14)
+        table.add_column("license", width=14)
         table.add_column("hub id", min_width=30)
         for entry in entries:
             if entry.task == task:
                 location = "local files only" if entry.hub is None else entry.hub.id
                 location = location if len(location) <= 31 else location.replace("/", "/\n")
-                table.add_row(entry.key, entry.metric, entry.licence, location)
+                table.add_row(entry.key, entry.metric, entry.license, location)
         out.print(table)
     notes = (
-        "exact_match needs evaluation.generate. licence: as the publisher states it; other: see the source; "
+        "exact_match needs evaluation.generate. license: as the publisher states it; other: see the source; "
         "unknown: no statement was found.\nDetails and a config to paste: fedspan data sst2"
     )
     out.print(notes, style="dim")
@@ -89,7 +89,7 @@ def _show_entry(out: Console, entry: DatasetEntry) -> None:
 def list_properties(entry: DatasetEntry) -> list[tuple[str, str]]:
     """List the properties of a data set as names and values, in reading order."""
     rows = f"{entry.rows.train} train" + ("" if entry.rows.test is None else f", {entry.rows.test} test")
-    properties = [("task", entry.task), ("metric", entry.metric), ("rows", rows), ("licence", entry.licence)]
+    properties = [("task", entry.task), ("metric", entry.metric), ("rows", rows), ("license", entry.license)]
     properties.append(("source", entry.source))
     if entry.hub is None:
         properties.append(("hub", "not on the hub in this form: local files only"))

@@ -26,7 +26,7 @@ __all__ = [
 
 
 def create_console() -> Console:
-    """Create a console on standard output; it has colours in a terminal, or where FORCE_COLOR is set.
+    """Create a console on standard output; it has colors in a terminal, or where FORCE_COLOR is set.
 
     Only in a terminal is it interactive: notebooks and CI set FORCE_COLOR, and show every frame of a bar.
     """

@@ -250,11 +250,11 @@ def _render_examples(report: RunReport, width: int) -> RenderableType:
     table.add_column(_TARGET_COLUMNS.get(task.target_type, "label"), no_wrap=True, max_width=labels)
     table.add_column("prediction", no_wrap=True, max_width=labels)
     for row in report.examples:
-        colour = ""  # a predicted number is neither right nor wrong
+        color = ""  # a predicted number is neither right nor wrong
         if task.has_labels:
-            colour = "green" if row["label"] == row["prediction"] else "red"
+            color = "green" if row["label"] == row["prediction"] else "red"
         cells = [shorten(row[key], 400) for key in ("text", "label", "prediction")]
-        table.add_row(*map(Text, cells[:2]), Text(cells[2], colour))
+        table.add_row(*map(Text, cells[:2]), Text(cells[2], color))
     return table
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["status"]
 
-_COLOURS = {"online": "green", "offline": "yellow", "revoked": "red"}
+_COLORS = {"online": "green", "offline": "yellow", "revoked": "red"}
 
 
 @register_command("status", "fedspan status", "fedspan status --run runs/first", panel=MACHINES)
@@ -108,7 +108,7 @@ def _show_nodes(
         table.add_row(
             node.name or node.id,
             client,
-            Text(node.status, _COLOURS.get(node.status, "dim")),
+            Text(node.status, _COLORS.get(node.status, "dim")),
             _format_last_seen(node),
             *((str(max_examples.get(node.id, "")),) if max_examples else ()),
             *((str(failed["count"]), f"round {failed['round']}: {failed['reason']}") if failed else ()),

@@ -118,7 +118,7 @@ def evaluate(
     client: Client = None,
     data: Annotated[
         str | None,
-        typer.Option("--data", metavar="FILE", help="Labelled examples. Default: the run's held-out test set."),
+        typer.Option("--data", metavar="FILE", help="Labeled examples. Default: the run's held-out test set."),
     ] = None,
     text: Annotated[
         str | None, typer.Option("--text", metavar="COLUMN", help="Column of texts. Default: the run's, or text.")

@@ -1,11 +1,11 @@
-"""The client half of secure aggregation: keys, shares, a masked vector, and finally one share of each neighbour.
+"""The client half of secure aggregation: keys, shares, a masked vector, and finally one share of each neighbor.
 
     y_i = x_i + PRG(b_i) + sum_{j > i} PRG(s_ij) - sum_{j < i} PRG(s_ij)    (in the ring)
 
-over the neighbours j that are still present; b_i is the client's own seed, s_ij the secret that it shares with j.
+over the neighbors j that are still present; b_i is the client's own seed, s_ij the secret that it shares with j.
 Everything is derived from one random secret of the session, which is on the client's disk between the phases, so any
 process can continue. Phases only advance, each once a session, and session numbers grow; so a message that is repeated
-or out of order gets no second reply. For each neighbour, a client reveals either the share of its own mask or that of
+or out of order gets no second reply. For each neighbor, a client reveals either the share of its own mask or that of
 its key, never both.
 
 The seeds s_ij and the sealed shares depend on the transcript of the client's agreement (``Agreement``): with a client
@@ -69,7 +69,7 @@ class Session(BinaryPart):
         number: The session's number.
         phase: The last phase that was answered.
         secret: The secret that the keys are derived from; empty once the session has ended.
-        peers: Keys of the client's neighbourhood, as received in the phase of shares.
+        peers: Keys of the client's neighborhood, as received in the phase of shares.
         agreement: The agreement of that phase.
         threshold: Number of shares that reconstruct a secret.
         present: The clients with which the vector was masked.
@@ -122,11 +122,11 @@ class SecureClient:
     Args:
         id: Id of the client.
         sessions: The store of its session.
-        min_clients: Smallest number of clients of its neighbourhood, itself included, that must be present in a sum.
+        min_clients: Smallest number of clients of its neighborhood, itself included, that must be present in a sum.
         identity: Long-term key that signs the session keys; None: they are not signed.
         known: Fingerprints of the long-term keys of the other clients of a sum; None: the server is trusted with the
             keys.
-        check: Function that raises ``FedspanError`` for an agreement, and a number of clients in the neighbourhood,
+        check: Function that raises ``FedspanError`` for an agreement, and a number of clients in the neighborhood,
             that differ from the run's config; None: all agreements are accepted.
     """
 
@@ -191,7 +191,7 @@ class SecureClient:
         return keys.model_copy(update={"signature": self.identity.sign(statement)})
 
     def _require_known_keys(self, peers: Mapping[str, PublicKeys], context: str) -> None:
-        """Check that the keys of the neighbourhood are signed by clients whose fingerprints are known.
+        """Check that the keys of the neighborhood are signed by clients whose fingerprints are known.
 
         Raises:
             FedspanError: If a client is unknown, or its keys are not signed by its long-term key.
@@ -219,7 +219,7 @@ class SecureClient:
         if len({key for peer in peers.values() for key in (peer.sealing, peer.masking)}) < 2 * len(peers):
             raise FedspanError("message.peers", sorted(peers), "different keys for different clients")
         if not len(peers) < 2 * order.threshold <= 2 * len(peers):
-            expected = f"more than half of the {len(peers)} clients of the neighbourhood, and no more than all"
+            expected = f"more than half of the {len(peers)} clients of the neighborhood, and no more than all"
             raise FedspanError("message.threshold", order.threshold, expected)
         self._require_min_clients(len(peers), order.threshold)
         ids, context = sorted(peers), build_session_context(order.run, order.session)

@@ -110,13 +110,13 @@ def infer_data(rows: Source, location: str, task: str | None, options: Mapping[s
     elif images is not None if definition is None else definition.has_image_inputs:
         if images is None:
             raise FedspanError("--text", options["text"], f"the column of images: {', '.join(dataset.column_names)}")
-        inferred = _infer_labelled_fields(sample, task or "image-classification", {**options, "text": images}, by)
+        inferred = _infer_labeled_fields(sample, task or "image-classification", {**options, "text": images}, by)
     elif is_generative and (language := _infer_language_fields(sample, task, options)) is not None:
         described = ", ".join(str(value) for field, value in language.items() if field != "chat")
         noun = "chats" if "messages" in language else "prompts and answers"
         inferred = InferredData(task or "causal-lm", language, by, (f"{noun}: {described}",))
     else:
-        inferred = _infer_labelled_fields(sample, task, options, by)
+        inferred = _infer_labeled_fields(sample, task, options, by)
     return replace(inferred, data={**header, **inferred.data}, findings=(*inferred.findings, *alternatives))
 
 
@@ -227,7 +227,7 @@ def _infer_language_fields(
     return {"prompt": f"{{{prompt}}}\n", "answer": answer}
 
 
-def _infer_labelled_fields(
+def _infer_labeled_fields(
     sample: datasets.Dataset,
     task: str | None,
     options: Mapping[str, str | None],

@@ -89,10 +89,10 @@ class SecureConfig(Section):
         default=2 / 3,
         gt=0.5,
         le=1,
-        description="Share of a client and its neighbours that can reconstruct its masks: at least this share "
+        description="Share of a client and its neighbors that can reconstruct its masks: at least this share "
         "must remain until the end, and fewer cannot reconstruct them.",
     )
-    neighbours: int | None = Field(
+    neighbors: int | None = Field(
         default=None,
         ge=2,
         le=1000,

@@ -115,7 +115,7 @@ class NodeLimits(Section):
     secure_clients: int = Field(
         default=3,
         ge=2,
-        description="Minimum number of clients in the sum, among this node and its neighbours, before it reveals "
+        description="Minimum number of clients in the sum, among this node and its neighbors, before it reveals "
         "shares; 2 if a sum of two is private enough.",
     )
     head_statistics: bool = Field(

@@ -21,7 +21,7 @@ from fedspan.config.simulation import SimulationConfig
 from fedspan.config.training import TrainingConfig
 from fedspan.core.method import Method, RegisteredMethod
 from fedspan.core.values import OptimizerSpec
-from fedspan.data.columns import LABELLED_TEXTS, TaskColumns
+from fedspan.data.columns import LABELED_TEXTS, TaskColumns
 from fedspan.data.config import DataConfig, PartitionConfig
 from fedspan.errors import FedspanError
 from fedspan.tasks.definition import TaskDefinition
@@ -115,7 +115,7 @@ class RunSections(Section):
     @property
     def task_columns(self) -> TaskColumns:
         """The columns that the task reads."""
-        return self.task_definition.columns or LABELLED_TEXTS
+        return self.task_definition.columns or LABELED_TEXTS
 
     def build_privacy_settings(self, key: bytes | None = None) -> Privacy | None:
         """Return the settings of differential privacy for the engines.

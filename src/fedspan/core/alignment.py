@@ -114,7 +114,7 @@ class Ajive:
     Args:
         basis: Orthonormal basis U (N, joint rank) of the joint column space, signs fixed, float64.
         thresholds: Threshold tau of every view: the mean of its last retained and first dropped singular value.
-        views: The (uncentred) views.
+        views: The (uncentered) views.
         means: Subtracted column means, in the views' coordinates.
         cutoff: Lower bound on squared singular values of the concatenated bases; None where the rank was given.
     """
@@ -127,8 +127,8 @@ class Ajive:
 
     def compute_joint(self, number: int) -> Tensor:
         """Compute J_i = U U^T (X_i - mean), in the coordinates of the view's ``left``."""
-        centred = self.views[number].left - self.means[number]
-        return self.basis @ (self.basis.T @ centred)
+        centered = self.views[number].left - self.means[number]
+        return self.basis @ (self.basis.T @ centered)
 
     def compute_individual(self, number: int) -> Tensor:
         """Compute I_i: X_i - mean - J_i, cut to singular values above tau_i, in coordinates of the view's ``left``."""
@@ -149,7 +149,7 @@ def compute_ajive(
 ) -> Ajive:
     """Compute angle-based joint and individual variation explained (AJIVE).
 
-    Feng et al., J. Multivariate Analysis 2018. Every view is column-centred and replaced by its top left singular
+    Feng et al., J. Multivariate Analysis 2018. Every view is column-centered and replaced by its top left singular
     vectors; the joint basis is the top of the SVD of their concatenation. In float64. Views of low rank are given as
     factors; nothing of size N x D is formed, and the result is that of the dense matrices.
 
@@ -190,7 +190,7 @@ def compute_ajive(
 
 @dataclass(frozen=True)
 class _Space:
-    """The retained singular triples of a centred view, in the coordinates of its ``left``, and its threshold."""
+    """The retained singular triples of a centered view, in the coordinates of its ``left``, and its threshold."""
 
     U: Tensor
     S: Tensor
@@ -224,15 +224,15 @@ def _compute_wedin_bound(
 ) -> float:
     lost = torch.zeros(samples, dtype=torch.float64)
     for view, mean, space in zip(views, means, spaces, strict=True):
-        centred, rank = view.left - mean, space.S.numel()
+        centered, rank = view.left - mean, space.S.numel()
         if not rank:
             lost += 1
             continue
         V = space.V if view.right is None else view.right.T @ space.V
         for number in range(samples):
-            left = centred.T @ _draw_orthogonal(space.U, len(centred), rank, rng)
+            left = centered.T @ _draw_orthogonal(space.U, len(centered), rank, rng)
             directions = _draw_orthogonal(V, view.columns, rank, rng)
-            right = centred @ (directions if view.right is None else view.right @ directions)
+            right = centered @ (directions if view.right is None else view.right @ directions)
             noise = max(_compute_largest_singular_value(left), _compute_largest_singular_value(right))
             lost[number] += min(1.0, noise / float(space.S[-1])) ** 2
     return float(torch.quantile(len(views) - lost, 0.05))

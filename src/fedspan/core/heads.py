@@ -30,7 +30,7 @@ Numbers (least squares), with the mean g and the covariance F of f:
 
     w = ((1 - a) F + a tr(F) / D I)^-1 (E[y f] - E[y] g),   b = E[y] - w g
 
-Deviations: FedNCM normalizes the means and takes outputs as they are. Without the centre m all weights have a large
+Deviations: FedNCM normalizes the means and takes outputs as they are. Without the center m all weights have a large
 part in common, and without k fine-tuning starts from nearly equal probabilities.
 """
 
@@ -208,22 +208,22 @@ def fit_cosine_discriminant(
     """
     present, means = _compute_class_means(statistics)
     m, free = means[present].mean(0), examples - int(present.sum())
-    centred = torch.where(present[:, None], means - m, 0.0)
+    centered = torch.where(present[:, None], means - m, 0.0)
     trace = (statistics.square.squeeze() - (statistics.shares * means.square().sum(1)).sum()).clamp(min=0)
     spread = (statistics.square.squeeze() - 2 * _compute_mean(statistics) @ m + m @ m).clamp(min=0)
     if shrinkage == 1.0 or free <= 0:
         variance = (trace if free > 0 and trace > 1e-9 * spread else spread).clamp(min=_TINY) / len(m)
-        d, noise, fitted = centred / variance, trace / variance, torch.zeros_like(trace)
+        d, noise, fitted = centered / variance, trace / variance, torch.zeros_like(trace)
         along = (statistics.shares @ d.square().sum(1)) * variance
     else:
         W = _compute_within_covariance(statistics)
         a = compute_oas_shrinkage(W, free) if shrinkage is None else shrinkage
         S = _shrink_covariance(W, a)
-        d = torch.linalg.solve(S, centred.T).T
+        d = torch.linalg.solve(S, centered.T).T
         noise = torch.linalg.solve(S, W).trace()
         fitted = (1 - a) * noise
         along = statistics.shares @ ((d @ W) * d).sum(1)
-    v = (d * centred).sum(1).clamp(min=0).sqrt()
+    v = (d * centered).sum(1).clamp(min=0).sqrt()
     k = _scale(statistics.shares * examples, v, noise, along, fitted) if free > 0 else SCALE / len(m) ** 0.5
     weight = torch.where(v[:, None] > 1e-9, k * d / v[:, None].clamp(min=_TINY), 0.0)
     return _to_weights(weight, _compute_log_shares(statistics, present, examples) - weight @ m)

@@ -47,7 +47,7 @@ def compute_svd_projector(gradient: LowRank, rank: int, side: str) -> Tensor:
 
 
 def compute_sketched_projector(gradient: LowRank, rank: int, side: str, rng: torch.Generator) -> Tensor:
-    """Approximate ``compute_svd_projector`` by a randomised SVD (Halko, Martinsson, Tropp, SIAM Review 2011).
+    """Approximate ``compute_svd_projector`` by a randomized SVD (Halko, Martinsson, Tropp, SIAM Review 2011).
 
     8 extra columns and 2 power steps: 6 products of the gradient with R + 8 columns, through its factors (N (O + I) a
     column) or after forming it once (N O I, then O I a column), whichever needs fewer operations.

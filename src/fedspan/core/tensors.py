@@ -140,7 +140,7 @@ def count(tensors: Tensors) -> int:
 def create_generator(seed: int, purpose: str, *keys: int | str) -> torch.Generator:
     """Create a separate CPU generator for one draw, keyed by (seed, purpose, keys): no draw depends on any other.
 
-    The key is hashed (SHA-256), so neighbouring seeds or rounds give unrelated streams, and the stream is the
+    The key is hashed (SHA-256), so neighboring seeds or rounds give unrelated streams, and the stream is the
     same on every machine.
     """
     text = "\x1f".join([str(seed), purpose, *map(str, keys)])

@@ -178,7 +178,7 @@ class Refresh:
 
     Args:
         period: Steps between refreshes; the first is at step 0 if ``at_start``. None: no further refresh.
-        rule: ``svd`` (top singular vectors of the minibatch gradient), ``rsvd`` (the same by a randomised SVD) or
+        rule: ``svd`` (top singular vectors of the minibatch gradient), ``rsvd`` (the same by a randomized SVD) or
             ``random`` (seeded, orthonormal).
         until: Index (from 0) from which on refreshes are ``random`` whatever the rule; None: no such refreshes.
         seed: Seed of the random rule; it advances by one at each refresh.

@@ -25,7 +25,7 @@ class Corpus:
 CORPORA = {
     "banking-queries": Corpus("banking_queries", "questions of a bank's customers: the first 20 intents of Banking77"),
     "patient-messages": Corpus(
-        "patient_messages", "short messages of patients to a clinic, labelled by what they ask for"
+        "patient_messages", "short messages of patients to a clinic, labeled by what they ask for"
     ),
 }
 

@@ -94,7 +94,7 @@ class DatasetEntry(_Record):
         max_new_tokens: Maximal number of tokens of a generated answer.
         invalid: ``skip`` if rows without a text or an answer occur, which are left out.
         rows: Numbers of rows.
-        licence: Licence as its publisher states it.
+        license: License as its publisher states it.
         note: Further notes.
         source: Address of its description.
     """
@@ -114,7 +114,7 @@ class DatasetEntry(_Record):
     max_new_tokens: int | None = Field(default=None, ge=1)
     invalid: Literal["error", "skip"] = "error"
     rows: Rows
-    licence: str
+    license: str
     note: str | None = None
     source: str
 

@@ -31,7 +31,7 @@ from fedspan.errors import FedspanError
 
 __all__ = [
     "FLAGS",
-    "LABELLED_TEXTS",
+    "LABELED_TEXTS",
     "ColumnReader",
     "ReadColumns",
     "TaskColumns",
@@ -424,10 +424,10 @@ def read_text_columns(reader: ColumnReader, config: DataConfig) -> tuple[dict[st
     return columns, {config.text, config.text_pair or config.text, config.label or "label"}
 
 
-def _read_labelled_texts(reader: ColumnReader, config: DataConfig) -> ReadColumns:
+def _read_labeled_texts(reader: ColumnReader, config: DataConfig) -> ReadColumns:
     columns, used = read_text_columns(reader, config)
     return ReadColumns(columns, used, reader.read_classes(config.label or "label"))
 
 
-LABELLED_TEXTS = TaskColumns(read=_read_labelled_texts)
+LABELED_TEXTS = TaskColumns(read=_read_labeled_texts)
 """A text or a pair of texts with one label."""

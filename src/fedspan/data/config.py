@@ -38,7 +38,7 @@ def _contradiction(field: str, value: object, problem: str) -> PydanticCustomErr
 
 
 class DataConfig(BaseModel):
-    """Labelled texts or images to fine-tune on.
+    """Labeled texts or images to fine-tune on.
 
     Raises:
         pydantic.ValidationError: If a value is out of range, a field is unknown, or fields contradict each other.

@@ -48,7 +48,7 @@ def has_sentences(path: Path) -> bool:
         return False
     tags = [word[-1] for word in words]
     if len(words) == len(rows):
-        is_table = any(" " in word[0] for word in words)  # of labelled texts
+        is_table = any(" " in word[0] for word in words)  # of labeled texts
         return not is_table and all(map(TAG.fullmatch, tags)) and any(tag != "O" for tag in tags)
     is_tagged = all(TAG.fullmatch(tag) or _BARE_TAG.fullmatch(tag) for tag in tags)
     return is_tagged and (not is_complete or any(tag != "O" for tag in tags))

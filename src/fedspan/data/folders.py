@@ -47,7 +47,7 @@ def infer_classes(paths: Sequence[Sequence[str]], name: str, suffixes: Collectio
 
 
 def is_example(parts: Sequence[str]) -> bool:
-    """Check whether a file may be an example by its path: it is not hidden, of macOS, a README or a licence."""
+    """Check whether a file may be an example by its path: it is not hidden, of macOS, a README or a license."""
     if any(part.startswith(".") or part == "__MACOSX" for part in parts):
         return False
     return parts[-1].partition(".")[0].lower() not in _ABOUT

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from fedspan.data.catalogue import get_dataset_entry
-from fedspan.data.columns import LABELLED_TEXTS, TaskColumns, ValidatedColumns, validate_columns
+from fedspan.data.columns import LABELED_TEXTS, TaskColumns, ValidatedColumns, validate_columns
 from fedspan.data.config import DataConfig
 from fedspan.data.dataset_defaults import fill_data_defaults
 from fedspan.data.dialects import describe_missing_header, make_positional_names
@@ -64,7 +64,7 @@ def load(
     field: str = "data",
     *,
     seed: int = 0,
-    task: TaskColumns = LABELLED_TEXTS,
+    task: TaskColumns = LABELED_TEXTS,
     limit: int | None = None,
     sources: Mapping[str, Source] | None = None,
     client_column: str | None = None,
@@ -267,7 +267,7 @@ def _encode_labels(
     table = pa.table(checked.columns)
     if len(keep) < len(table):
         table = table.take(keep)
-    position = 2 if "text_pair" in checked.columns else 1  # after the columns to be labelled
+    position = 2 if "text_pair" in checked.columns else 1  # after the columns to be labeled
     table = table.add_column(position, "label", pa.array(ids, pa.int64()))
     return make_dataset(table, {**checked.features, "label": datasets.Value("int64")})
 

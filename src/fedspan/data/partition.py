@@ -41,7 +41,7 @@ class ClientPart:
         id: ``client-00`` and so on, or the value of the natural column (any text, not always fit for a file name).
         train: Training rows; never empty.
         validation: Rows for choosing settings; may be empty.
-        test: Rows for the client's own (personalised) accuracy; may be empty.
+        test: Rows for the client's own (personalized) accuracy; may be empty.
     """
 
     id: str

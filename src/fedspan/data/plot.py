@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["plot_partition"]
 
 MOST_BARS = 12
-# Okabe and Ito's colours, distinguishable with any colour vision, then four more for up to twelve labels.
-_COLOURS = (
+# Okabe and Ito's colors, distinguishable with any color vision, then four more for up to twelve labels.
+_COLORS = (
     "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00",
     "#F0E442", "#000000", "#882255", "#999999", "#332288", "#DDCC77",
 )  # fmt: skip
@@ -70,7 +70,7 @@ def _draw_bars(figure: Figure, axes: Axes, counts_CL: np.ndarray, clients: list[
     start = np.zeros(len(clients), dtype=np.int64)
     for index, label in enumerate(labels):
         width = counts_CL[:, index]
-        axes.barh(position, width, left=start, height=0.8, color=_COLOURS[index], label=label, linewidth=0)
+        axes.barh(position, width, left=start, height=0.8, color=_COLORS[index], label=label, linewidth=0)
         start = start + width
     # The total at the end of each bar: a small client's bar is too short to be read off the axis.
     for row, total in enumerate(start):
@@ -105,8 +105,8 @@ def _draw_heat_map(figure: Figure, axes: Axes, counts_CL: np.ndarray, clients: l
     if fits:
         for row, column in zip(*np.nonzero(counts_CL), strict=True):
             count = counts_CL[row, column]
-            colour = "white" if norm(count) > 0.5 else _INK
-            text = axes.text(column, row, str(count), ha="center", va="center", fontsize=6, color=colour)
+            color = "white" if norm(count) > 0.5 else _INK
+            text = axes.text(column, row, str(count), ha="center", va="center", fontsize=6, color=color)
             text.set_in_layout(False)  # thousands of boxes are slow to measure, and all are inside the axes
     step = 1 if fits else max(1, labels_count // 100)
     axes.set_xticks(range(0, labels_count, step), labels[::step], rotation=90, fontsize=7, color=_INK)

@@ -18,7 +18,7 @@ from fedspan.config.federation import FractionRanks, RandomRanks
 from fedspan.config.node import NodeConfig, NodeLimits
 from fedspan.core.method import Method, RegisteredMethod
 from fedspan.core.values import Client
-from fedspan.crypto.graph import compute_neighbourhood_size
+from fedspan.crypto.graph import compute_neighborhood_size
 from fedspan.deployment.columns import require_columns
 from fedspan.deployment.handshake import Invitation
 from fedspan.errors import FedspanError
@@ -264,7 +264,7 @@ class OrderTerms:
 
         Args:
             agreement: The agreement.
-            peers: Number of clients in the node's neighbourhood, itself included.
+            peers: Number of clients in the node's neighborhood, itself included.
 
         Raises:
             FedspanError: If it differs from the run's config, or the node's own change would be rounded too coarsely.
@@ -284,8 +284,8 @@ class OrderTerms:
             if getattr(agreement, name) != value:
                 raise FedspanError(f"message.agreement.{name}", getattr(agreement, name), f"the run's, {value}")
         self.require_rate(agreement.lr, agreement.round)
-        if peers != compute_neighbourhood_size(clients, secure.neighbours):
-            expected = f"a number of clients of which {peers} are a neighbourhood"
+        if peers != compute_neighborhood_size(clients, secure.neighbors):
+            expected = f"a number of clients of which {peers} are a neighborhood"
             raise FedspanError("message.agreement.clients", clients, expected)
         share = compute_share(self.get_weight(agreement.task), agreement.top)
         steps = share * Ring(agreement.bits, agreement.clip, clients).levels

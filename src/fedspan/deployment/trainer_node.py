@@ -46,7 +46,7 @@ def adopt_node_trainer(node: NodeConfig, trainer: Any) -> LocalTrainer:
 
     Raises:
         FedspanError: If the file names data or accepts base models, or the trainer is one that a federation cannot
-            honour.
+            honor.
     """
     if node.data:
         problem = "the examples of this node are its trainer's own; leave data out"

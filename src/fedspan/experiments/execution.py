@@ -69,7 +69,7 @@ class FinishedRuns:
         run_folder = RunFolder(folder)
         if run_folder.config.is_file() and run_folder.report.is_file() and run_folder.environment.is_file():
             with suppress(FedspanError):
-                # Parsed, not compared as text: an option added since has the earlier behaviour as its default.
+                # Parsed, not compared as text: an option added since has the earlier behavior as its default.
                 config = parse_config(parse_yaml(run_folder.read_config_text(), str(run_folder.config)))
                 run_folder.read_json(run_folder.report)
                 run_folder.read_json(run_folder.environment)

@@ -88,11 +88,11 @@ class SecureSettings:
     Args:
         clip: Maximum norm of a client's change.
         bits: Bits of the summed integers, 32 or 64.
-        threshold: Fraction of a neighbourhood that can reconstruct a secret of one of its clients.
-        neighbours: Number of neighbours of every client; None: all other clients, up to a sufficient number.
+        threshold: Fraction of a neighborhood that can reconstruct a secret of one of its clients.
+        neighbors: Number of neighbors of every client; None: all other clients, up to a sufficient number.
     """
 
     clip: float = 100.0
     bits: Literal[32, 64] = 32
     threshold: float = 2 / 3
-    neighbours: int | None = None
+    neighbors: int | None = None

@@ -97,7 +97,7 @@ class FedGaLore(RegisteredMethod):
     """GaLore on clients, summed updates, synchronized second moments.
 
     Args:
-        projectors: Algorithm for projectors from the gradient: svd or rsvd (randomised).
+        projectors: Algorithm for projectors from the gradient: svd or rsvd (randomized).
         adaptive_refreshes: Number of refreshes with projectors from the gradient; later ones use the seed.
         adaptive_in: Whether these are counted per run or per round.
         steps: Local steps per round; 0: the run's epochs or steps, under one projector a round.

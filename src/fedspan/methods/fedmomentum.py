@@ -9,7 +9,7 @@ Yan et al., "FedMomentum: Preserving LoRA Training Momentum in Federated Fine-Tu
 
 Exact: s B A and the rest are D. Unlike in FLoRA, training continues from the directions in which it moved.
 
-Deviations: the paper takes a randomised SVD and drops the components beyond 99.99 % of the energy; here the SVD is
+Deviations: the paper takes a randomized SVD and drops the components beyond 99.99 % of the energy; here the SVD is
 exact, from the stacked factors, and nothing is dropped. A client of a smaller rank r_i trains the first r_i components
 while the others stay frozen beside them (as the pair L, U), so that it starts from the global model too; one of a
 larger rank has further directions with A random and B = 0. D includes the frozen components. Moments are dropped every

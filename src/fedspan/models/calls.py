@@ -181,6 +181,6 @@ def build_tiny_batch(model: nn.Module) -> dict[str, Tensor]:
         raise ValueError("the model takes neither tokens nor images")
     size = getattr(config, "image_size", None) or 32
     rows, columns = (size, size) if isinstance(size, int) else size
-    colours = getattr(config, "num_channels", 3)
+    colors = getattr(config, "num_channels", 3)
     floating = getattr(model, "dtype", parameter.dtype)
-    return {name: torch.zeros(2, colours, rows, columns, dtype=floating, device=get_device(model))}
+    return {name: torch.zeros(2, colors, rows, columns, dtype=floating, device=get_device(model))}

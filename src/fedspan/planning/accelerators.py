@@ -1,7 +1,7 @@
 """Training speed of devices: GPUs by their data sheets, and the resulting duration of a run.
 
 A GPU's rate is its peak for dense matrix products times a utilization, the share of that peak that training reaches.
-``UTILISATION`` is 0.35: Table 3 of PaLM (arXiv:2204.02311) reports 21 % (GPT-3), 33 % (Gopher), 30 % (Megatron-Turing
+``UTILIZATION`` is 0.35: Table 3 of PaLM (arXiv:2204.02311) reports 21 % (GPT-3), 33 % (Gopher), 30 % (Megatron-Turing
 NLG) and 46 % (PaLM) for large models trained with care; adapters, short texts and small batches do not get closer to
 the peak than those. A model with fewer than about 100 M parameters leaves a large GPU waiting for the next operation
 most of the time; for such models, the figure is much too high.
@@ -15,10 +15,10 @@ from fedspan.config import RunConfig
 from fedspan.errors import FedspanError
 from fedspan.planning.compute import Compute
 
-__all__ = ["ACCELERATORS", "HERE", "UTILISATION", "Accelerator", "Duration", "Speed", "get_accelerator_speed"]
+__all__ = ["ACCELERATORS", "HERE", "UTILIZATION", "Accelerator", "Duration", "Speed", "get_accelerator_speed"]
 
 HERE = "here"
-UTILISATION = 0.35
+UTILIZATION = 0.35
 _PASSES = 2  # passes over the weights in a step: forward and backward
 
 
@@ -151,7 +151,7 @@ class Speed:
         )
 
 
-def get_accelerator_speed(name: str, dtype: str, utilization: float = UTILISATION) -> Speed:
+def get_accelerator_speed(name: str, dtype: str, utilization: float = UTILIZATION) -> Speed:
     """Return the speed of a GPU of the table.
 
     Args:

@@ -1,7 +1,7 @@
 """Cost of local training: FLOPs and memory of a pass, counted on a model without weights.
 
 The only input from the method is what its layers compute with (``layer_counts.Computation``) in its first job, with
-the largest rank. Savings from a frozen base are counted as autograd realises them: no gradients of frozen weights, and
+the largest rank. Savings from a frozen base are counted as autograd realizes them: no gradients of frozen weights, and
 no backward pass below the first layer that trains.
 """
 

@@ -13,7 +13,7 @@ from fedspan.data.path_patterns import has_placeholders
 from fedspan.errors import FedspanError
 from fedspan.experiments.comparison import plan_comparison
 from fedspan.methods.registry import METHODS
-from fedspan.planning.accelerators import HERE, UTILISATION, Speed, get_accelerator_speed
+from fedspan.planning.accelerators import HERE, UTILIZATION, Speed, get_accelerator_speed
 from fedspan.planning.calibration import measure_speed
 from fedspan.planning.plan import Plan, add_time, plan_run, prepare_model
 from fedspan.tasks.registry import get_task
@@ -180,7 +180,7 @@ def _get_speed(
 ) -> Speed:
     """Return the speed of a device by its name, or of this machine."""
     if device != HERE:
-        return get_accelerator_speed(device, config.model.dtype, UTILISATION if utilization is None else utilization)
+        return get_accelerator_speed(device, config.model.dtype, UTILIZATION if utilization is None else utilization)
     return measure_speed(
         config,
         config.data.labels or [str(number) for number in range(labels)],

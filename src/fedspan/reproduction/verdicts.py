@@ -245,15 +245,15 @@ def tabulate_verdicts(judged: Sequence[Judged]) -> Table:
     """Tabulate the verdicts for people to read."""
     rows = tuple(
         (
-            judgement.statement,
-            f"{judgement.better} over {judgement.worse}",
-            "-" if judgement.overall is None else format_difference(judgement.metric, judgement.overall),
-            f"{sum(cell.verdict == 'holds' for cell in judgement.cells)} of {len(judgement.cells)}"
-            if judgement.cells
+            judgment.statement,
+            f"{judgment.better} over {judgment.worse}",
+            "-" if judgment.overall is None else format_difference(judgment.metric, judgment.overall),
+            f"{sum(cell.verdict == 'holds' for cell in judgment.cells)} of {len(judgment.cells)}"
+            if judgment.cells
             else "-",
-            judgement.verdict if judgement.reason is None else f"{judgement.verdict}: {judgement.reason}",
+            judgment.verdict if judgment.reason is None else f"{judgment.verdict}: {judgment.reason}",
         )
-        for judgement in judged
+        for judgment in judged
     )
     notes = (
         "Holds: the difference over all cells, paired by seed, exceeds two standard errors in the paper's direction; "

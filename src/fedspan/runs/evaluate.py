@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from fedspan.config.reading import override
 from fedspan.config.validation_errors import convert_validation_error
-from fedspan.data.columns import LABELLED_TEXTS
+from fedspan.data.columns import LABELED_TEXTS
 from fedspan.data.config import DataConfig
 from fedspan.data.dataset_defaults import fill_data_defaults
 from fedspan.data.files import IN_MEMORY
@@ -95,7 +95,7 @@ def evaluate(
     if data is not None:
         columns = {"text": text, "image": image, "label": label, "text_pair": text_pair, "answer": answer}
         source = None if isinstance(data, str | Path) else _load_examples(data)
-        rows = _load_labelled(
+        rows = _load_labeled(
             _build_file_config(
                 IN_MEMORY if source else data, task_settings, _collect_columns(folder, columns, roles or {}, overrides)
             ),
@@ -186,9 +186,9 @@ def _load_held_out_examples(folder: str | Path, adapter: Path, data: Any) -> dat
     return loaded.test
 
 
-def _load_labelled(config: DataConfig, task: str, source: Source | None) -> datasets.Dataset:
+def _load_labeled(config: DataConfig, task: str, source: Source | None) -> datasets.Dataset:
     """Load rows of a file or from memory; errors name ``data``, ``text`` or ``label``, not the fields of a config."""
-    columns = get_task(task).columns or LABELLED_TEXTS
+    columns = get_task(task).columns or LABELED_TEXTS
     try:
         return load(config, "data", task=columns, sources=source and {"train": source}).train
     except FedspanError as error:

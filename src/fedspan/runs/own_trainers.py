@@ -112,7 +112,7 @@ def adopt_trainer(trainer: Any, field: str = "trainer") -> LocalTrainer:
         field: The argument that holds it, for errors.
 
     Raises:
-        FedspanError: If it is none of these, or a federation cannot honour it.
+        FedspanError: If it is none of these, or a federation cannot honor it.
     """
     if _is_factory(trainer):
         trainer = trainer()

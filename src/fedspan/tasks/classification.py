@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedspan.data.columns import LABELLED_TEXTS
+from fedspan.data.columns import LABELED_TEXTS
 from fedspan.data.config import DataConfig
 from fedspan.tasks.definition import TaskDefinition
 from fedspan.tasks.encoding import EncodedText, Ragged, collate_texts, describe_truncation, encode_texts
@@ -77,7 +77,7 @@ SEQUENCE_CLASSIFICATION = TaskDefinition(
     build=_build,
     target_type="label",
     metrics=("accuracy", "macro_f1", "f1", "matthews", "loss"),
-    columns=LABELLED_TEXTS,
+    columns=LABELED_TEXTS,
     can_pool=True,
     loss_options=SequenceClassification.loss_options,
     peft_task_type="SEQ_CLS",

@@ -1,7 +1,7 @@
 """Image classification: one label for an image.
 
 Images are decoded, turned upright, converted to RGB and resized once, by the model's own image processor, and stored as
-bytes; scaling and normalization happen batch by batch. Shapes: N images, 3 colours, H rows, W columns.
+bytes; scaling and normalization happen batch by batch. Shapes: N images, 3 colors, H rows, W columns.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class ImageClassification(SingleLabelClassification):
         pixels = self.processor(images, do_rescale=False, do_normalize=False)["pixel_values"]
         if len({np.shape(image) for image in pixels}) != 1:
             raise _build_size_error()
-        # In this memory order, too: a processor leaves colours last, and oneDNN's convolutions of such images write
+        # In this memory order, too: a processor leaves colors last, and oneDNN's convolutions of such images write
         # beyond their end in the backward pass (torch 2.13; 5 of 3 x 224 x 224 into 6 channels).
         return np.array(pixels, np.uint8, order="C")
 

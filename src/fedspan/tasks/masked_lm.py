@@ -1,4 +1,4 @@
-"""Masked language modelling: an encoder learns the words of a domain from texts without labels.
+"""Masked language modeling: an encoder learns the words of a domain from texts without labels.
 
 Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers for Language Understanding", NAACL 2019,
 arXiv:1810.04805. A share of a text's tokens, at least one, is predicted. In training, 8 of 10 of them are replaced by
@@ -60,7 +60,7 @@ _LARGEST = 34.0  # the exponential of a larger loss is beyond the bounds of the 
 
 @dataclass(frozen=True)
 class MaskedOptions:
-    """Options of masked language modelling.
+    """Options of masked language modeling.
 
     Args:
         mask_share: Share of a text's tokens that are predicted, between 0 and 1.

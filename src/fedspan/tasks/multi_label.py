@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from fedspan.tasks.settings import TaskSettings
 
-__all__ = ["MULTI_LABEL_CLASSIFICATION", "LabelledTexts", "MultiLabelClassification", "MultiLabelOptions"]
+__all__ = ["MULTI_LABEL_CLASSIFICATION", "LabeledTexts", "MultiLabelClassification", "MultiLabelOptions"]
 
 _MAX_LABELS = 500
 _COLUMN = "labels"
@@ -58,7 +58,7 @@ class MultiLabelOptions:
 
 
 @dataclass(frozen=True)
-class LabelledTexts:
+class LabeledTexts:
     """Tokenised texts with any number of labels each.
 
     Args:
@@ -105,17 +105,17 @@ class MultiLabelClassification:
         self.metric = metric
         self.threshold = threshold
 
-    def encode(self, dataset: datasets.Dataset) -> LabelledTexts:
+    def encode(self, dataset: datasets.Dataset) -> LabeledTexts:
         """Tokenise a data set once; its columns are ``text``, optionally ``text_pair``, and ``labels`` (indices)."""
         labels = Ragged(cast("list[list[int]]", dataset["labels"][:]))
-        return LabelledTexts(encode_texts(self.tokenizer, dataset, self.max_length, np.arange(len(labels))), labels)
+        return LabeledTexts(encode_texts(self.tokenizer, dataset, self.max_length, np.arange(len(labels))), labels)
 
-    def collate(self, examples: LabelledTexts, indices: Sequence[int], device: torch.device) -> dict[str, Tensor]:
+    def collate(self, examples: LabeledTexts, indices: Sequence[int], device: torch.device) -> dict[str, Tensor]:
         """Collate examples, padded to the longest of them; ``labels`` are 0 or 1 in float32, (B, K)."""
         labels_BK = torch.from_numpy(self._encode_labels(examples, indices)).float()
         return {**collate_texts(self.tokenizer, examples.text, indices, device), "labels": to_device(labels_BK, device)}
 
-    def _encode_labels(self, examples: LabelledTexts, indices: Sequence[int]) -> np.ndarray:
+    def _encode_labels(self, examples: LabeledTexts, indices: Sequence[int]) -> np.ndarray:
         """Return 1 where an example has a label, else 0; uint8, (examples, K)."""
         indicators = np.zeros((len(indices), len(self.labels)), np.uint8)
         for row, index in enumerate(indices):
@@ -142,7 +142,7 @@ class MultiLabelClassification:
         losses_BK = F.binary_cross_entropy_with_logits(logits_BK, targets_BK, reduction="none", pos_weight=weights_BK)
         return losses_BK.mean(1)
 
-    def compute_balanced_weights(self, examples: LabelledTexts, indices: np.ndarray) -> Tensor:
+    def compute_balanced_weights(self, examples: LabeledTexts, indices: np.ndarray) -> Tensor:
         """Compute how many of a client's examples lack each label for one that has it, (K,) float32; 1 if none has it.
 
         Args:
@@ -158,7 +158,7 @@ class MultiLabelClassification:
         """Compute the logits, (B, K)."""
         return model(**select_inputs(batch)).logits
 
-    def compute_metrics(self, predictions: Tensor, examples: LabelledTexts, indices: Sequence[int]) -> dict[str, float]:
+    def compute_metrics(self, predictions: Tensor, examples: LabeledTexts, indices: Sequence[int]) -> dict[str, float]:
         """Compute ``loss``, ``micro_f1``, ``macro_f1`` and ``subset_accuracy``, as scikit-learn does.
 
         Macro-F1 is the mean over all labels of the model; it is 0 of a label that is neither predicted nor true.
@@ -181,7 +181,7 @@ class MultiLabelClassification:
         return compute_guess_bound(2)
 
     def compute_example_losses(
-        self, predictions: Tensor, examples: LabelledTexts, indices: Sequence[int]
+        self, predictions: Tensor, examples: LabeledTexts, indices: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
         """``BoundsExamples.compute_example_losses``: the mean over an example's labels, with equal weights."""
         targets_BK = torch.from_numpy(self._encode_labels(examples, indices)).float()
@@ -192,7 +192,7 @@ class MultiLabelClassification:
         """Return which labels are predicted, bool, (B, K)."""
         return predictions.float().sigmoid() > self.threshold
 
-    def describe_examples(self, examples: LabelledTexts) -> tuple[str, ...]:
+    def describe_examples(self, examples: LabeledTexts) -> tuple[str, ...]:
         """Report how many texts fill the maximal length, and so may have been cut."""
         return describe_truncation(examples.text, self.max_length)
 
@@ -200,7 +200,7 @@ class MultiLabelClassification:
         """Return the predicted labels of each example, joined with commas; an empty text if there are none."""
         return [self._format_labels(row) for row in self._predict_labels(predictions).tolist()]
 
-    def decode_targets(self, examples: LabelledTexts, indices: Sequence[int]) -> list[str]:
+    def decode_targets(self, examples: LabeledTexts, indices: Sequence[int]) -> list[str]:
         """Return the true labels of each example, in the form of ``decode_predictions``."""
         return [self._format_labels(row) for row in self._encode_labels(examples, indices).tolist()]
 
@@ -314,9 +314,9 @@ def _postprocess(
     return task.postprocess(predictions)
 
 
-def _make_examples(ids: Ragged, classes: np.ndarray) -> LabelledTexts:
+def _make_examples(ids: Ragged, classes: np.ndarray) -> LabeledTexts:
     text = EncodedText({"input_ids": ids}, np.arange(len(ids)), ids.lengths)
-    return LabelledTexts(text, Ragged(classes[:, None].tolist()))
+    return LabeledTexts(text, Ragged(classes[:, None].tolist()))
 
 
 MULTI_LABEL_CLASSIFICATION = TaskDefinition(

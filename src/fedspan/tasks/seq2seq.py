@@ -72,7 +72,7 @@ class Seq2SeqOptions:
         prefix: Text before every source in training and use, such as "translate English to German: ".
         max_target_length: Maximum number of tokens of a target, at most ``model.max_length``; None: that.
         num_beams: Number of beams of a search for the generated text; 1: greedy; None: the model's own setting.
-        length_penalty: Exponent of the length by which a beam's score is divided, with several beams: above 0 favours
+        length_penalty: Exponent of the length by which a beam's score is divided, with several beams: above 0 favors
             long texts; None: the model's own setting.
         min_new_tokens: Minimum number of tokens of a generated text; None: the model's own setting.
         source_language: Language code of the sources, for tokenizers that mark texts with one (mBART, NLLB, M2M100).

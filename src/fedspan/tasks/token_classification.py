@@ -1,7 +1,7 @@
 """Token classification: a tag for each word of a sentence, such as names of diseases (named entity recognition).
 
 The first piece of a word carries its label; further pieces, and special tokens, have none. Shapes: B sentences of a
-batch, T pieces, W words, S labelled pieces of a batch, K labels, C clients.
+batch, T pieces, W words, S labeled pieces of a batch, K labels, C clients.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ __all__ = ["TOKEN_CLASSIFICATION", "EncodedSentences", "TokenClassification"]
 
 _WORDS = "word_numbers"
 """Key of a batch's numbers of the words that its pieces begin, (B, T); -1 for other pieces."""
-_COUNTS = "labelled_words"
-"""Key of a batch's numbers of labelled pieces by sentence, (B,), on the CPU: they are shapes, which the host knows."""
-_SUMS = 2  # columns of a prediction: loss, labelled pieces; the words' labels follow
+_COUNTS = "labeled_words"
+"""Key of a batch's numbers of labeled pieces by sentence, (B,), on the CPU: they are shapes, which the host knows."""
+_SUMS = 2  # columns of a prediction: loss, labeled pieces; the words' labels follow
 _CHUNK = 4096
 
 
@@ -175,16 +175,16 @@ class TokenClassification:
         return average_cross_entropy_by_client(logits_SK, targets_S, batch, mask_CB, rows_S)
 
     def _compute_logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the logits (S, K) of the labelled pieces, their labels, and their positions in (B, T), (S,)."""
+        """Return the logits (S, K) of the labeled pieces, their labels, and their positions in (B, T), (S,)."""
         logits_BTK = model(**select_inputs(batch, _WORDS, _COUNTS)).logits
         # A mask as index would make the host wait for a GPU, which alone knows how many pieces it selects.
-        labelled = (batch[_WORDS] >= 0).flatten()
-        positions_S = torch.nonzero_static(labelled, size=int(batch[_COUNTS].sum()))[:, 0]
+        labeled = (batch[_WORDS] >= 0).flatten()
+        positions_S = torch.nonzero_static(labeled, size=int(batch[_COUNTS].sum()))[:, 0]
         logits_SK = upcast(logits_BTK.flatten(0, 1).index_select(0, positions_S))
         return logits_SK, batch["labels"].flatten()[positions_S], positions_S
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, generate: bool = False) -> Tensor:
-        """Return each sentence's sum of losses, its labelled words, and the labels of its words, (B, 2 + max_length).
+        """Return each sentence's sum of losses, its labeled words, and the labels of its words, (B, 2 + max_length).
 
         Words without a piece of their own, and columns beyond the sentence, are -1.
         """
@@ -203,7 +203,7 @@ class TokenClassification:
     def compute_metrics(
         self, predictions: Tensor, examples: EncodedSentences, indices: Sequence[int]
     ) -> dict[str, float]:
-        """Compute ``loss`` over labelled words, and scores of entities and words over all words.
+        """Compute ``loss`` over labeled words, and scores of entities and words over all words.
 
         A word that was cut counts as predicted to be outside of entities.
         """

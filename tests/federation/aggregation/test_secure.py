@@ -47,9 +47,9 @@ def reduced(federation: Federation) -> Any:
 
 
 @pytest.mark.parametrize("bits", [32, 64])
-@pytest.mark.parametrize("neighbours", [None, 2])
-def test_a_round_s_mean_is_the_plain_one(bits: Any, neighbours: int | None, built: Prepared, tmp_path: Path) -> None:
-    settings = SecureSettings(bits=bits, neighbours=neighbours)
+@pytest.mark.parametrize("neighbors", [None, 2])
+def test_a_round_s_mean_is_the_plain_one(bits: Any, neighbors: int | None, built: Prepared, tmp_path: Path) -> None:
+    settings = SecureSettings(bits=bits, neighbors=neighbors)
     federation, stage = secure_rounds.secured(built, tmp_path, settings=settings)
     begin = federation.begin()
     result = federation.run_round(begin)

@@ -196,7 +196,7 @@ FIELDS = [
     ),
     Mistake(
         "secure-threshold",
-        "The threshold for opening masks is half of a neighbourhood.",
+        "The threshold for opening masks is half of a neighborhood.",
         "federation.secure.threshold",
         _parse(federation__secure={"threshold": 0.5}),
     ),

@@ -93,7 +93,7 @@ def test_every_wrapper_ends_as_with_the_loop_engine(
         pytest.param({"max_grad_norm": 0.01}, marks=pytest.mark.slow),
     ],
 )
-def test_settings_of_training_are_honoured_as_by_the_loop_engine(
+def test_settings_of_training_are_honored_as_by_the_loop_engine(
     training: dict[str, Any], prepared: Prepared, tiny_folder: Path, tmp_path: Path
 ) -> None:
     federation = {"rounds": 3 if "warmup_rounds" in training else 2, "clients_per_round": 2}

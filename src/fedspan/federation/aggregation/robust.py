@@ -147,7 +147,7 @@ class CoordinateReducer(RobustReducer):
 
 
 class MultiKrumReducer(RobustReducer):
-    """Mean of the replies that are nearest to their neighbours.
+    """Mean of the replies that are nearest to their neighbors.
 
     Args:
         cohort: The clients selected for this round.

@@ -1,11 +1,11 @@
 """The messages between a server and its clients in a round under secure aggregation, besides the training orders.
 
     keys:    server -> all: a session begins;                client -> server: its public keys, signed
-    shares:  server -> client: its neighbours' keys and      client -> server: shares of two secrets, sealed for each
+    shares:  server -> client: its neighbors' keys and      client -> server: shares of two secrets, sealed for each
              the agreement on the round
     (train:  ``protocol.Order`` with its ``secure`` part;    client -> server: a masked vector)
     unmask:  server -> client: who replied, who did not,     client -> server: one share of each of them
-             and what the neighbours sealed for it
+             and what the neighbors sealed for it
 
 All data is in headers; these envelopes have no bodies.
 
@@ -175,7 +175,7 @@ class SharesOrder(_Order):
 
     Args:
         threshold: Number of shares that reconstruct a secret.
-        peers: Public keys of the client and its neighbours, by client id.
+        peers: Public keys of the client and its neighbors, by client id.
         agreement: What all clients of the sum agree on.
     """
 
@@ -230,7 +230,7 @@ class KeysReply(PhaseReply):
 
 
 class SharesReply(PhaseReply):
-    """Shares of a client's two secrets, sealed for every neighbour and for itself."""
+    """Shares of a client's two secrets, sealed for every neighbor and for itself."""
 
     task: Literal["shares"] = "shares"
     sealed: dict[Name, _Sealed] = Field(default_factory=dict)

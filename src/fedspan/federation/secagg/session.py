@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from fedspan.crypto.graph import compute_threshold, select_neighbourhoods
+from fedspan.crypto.graph import compute_threshold, select_neighborhoods
 from fedspan.crypto.identity import compute_fingerprint, verify_signature
 from fedspan.crypto.keys import (
     compute_commitment,
@@ -50,7 +50,7 @@ class Masked:
         present: The masking partners of every client that was ordered to train, including itself.
         needed: Number of shares that reconstruct a client's secret, by client.
         keys: Public keys of all clients.
-        sealed: The shares that every client sealed for each neighbour, with commitments to them.
+        sealed: The shares that every client sealed for each neighbor, with commitments to them.
         survivors: Clients whose vectors are in the sum.
     """
 
@@ -81,7 +81,7 @@ def unmask(total: Integers, masked: Masked, revealed: Mapping[str, Mapping[str, 
     A revealed share counts if it is the one that its owner committed itself to when it sealed the shares. Honest
     clients open no other shares, so another one convicts the client that revealed it; shares that count and give
     another secret than that of the owner's public keys convict the owner. A client that reveals no share of an owner
-    claims that it does not open. That convicts the owner if more than half of its neighbourhood claim it.
+    claims that it does not open. That convicts the owner if more than half of its neighborhood claim it.
 
     Args:
         total: Sum of the survivors' vectors.
@@ -96,8 +96,8 @@ def unmask(total: Integers, masked: Masked, revealed: Mapping[str, Mapping[str, 
         SharesError: If the shares of a client are too few or not of its secret; the sum is unchanged.
     """
     secrets, faults, disputes = dict[str, bytes | None](), dict[str, str](), dict[str, str]()
-    for id, neighbours in sorted(masked.present.items()):
-        if id in masked.survivors or any(peer in masked.survivors for peer in neighbours):
+    for id, neighbors in sorted(masked.present.items()):
+        if id in masked.survivors or any(peer in masked.survivors for peer in neighbors):
             secrets[id] = _open(id, masked, revealed, faults, disputes)
     if None in secrets.values():
         raise SharesError(faults, disputes)
@@ -121,8 +121,8 @@ def _open(
     disputes: dict[str, str],
 ) -> bytes | None:
     """Return a client's secret, or None, and add what is found to ``faults`` and ``disputes``."""
-    stays, needed, neighbours = id in masked.survivors, masked.needed[id], masked.present[id]
-    holders = [holder for holder in neighbours if holder in revealed]
+    stays, needed, neighbors = id in masked.survivors, masked.needed[id], masked.present[id]
+    holders = [holder for holder in neighbors if holder in revealed]
     shares = {holder: revealed[holder][id] for holder in holders if id in revealed[holder]}
     right = list[bytes]()
     for holder, share in shares.items():
@@ -145,7 +145,7 @@ def _open(
     reason = f"{len(right)} right shares of {id!r}; it takes {needed}"
     if unopened:
         reason += f". It sealed others that do not open, or {', '.join(map(repr, unopened))} withheld theirs"
-    if 2 * len(unopened) > len(neighbours):
+    if 2 * len(unopened) > len(neighbors):
         faults[id] = f"what it sealed for {', '.join(map(repr, unopened))} does not open"
     elif unopened:
         disputes.update(dict.fromkeys([id, *unopened], reason))
@@ -227,8 +227,8 @@ class SecureSession:
         first = {id: self._order(KeysOrder, id) for id in ids}
         self._exchange(KeysReply, first, absent, wait_for_offline=self.attempt > 0)
         self.require(self._keys)
-        neighbours = select_neighbourhoods(sorted(self._keys), self.settings.neighbours)
-        self._needed = {id: compute_threshold(len(neighbours[id]), self.settings.threshold) for id in neighbours}
+        neighbors = select_neighborhoods(sorted(self._keys), self.settings.neighbors)
+        self._needed = {id: compute_threshold(len(neighbors[id]), self.settings.threshold) for id in neighbors}
         agreement = agree(self._keys)
         self._transcript = agreement.build_transcript(build_session_context(self.run, self.number))
         orders = {
@@ -236,19 +236,19 @@ class SecureSession:
                 SharesOrder,
                 id,
                 threshold=self._needed[id],
-                peers={peer: self._keys[peer] for peer in neighbours[id]},
+                peers={peer: self._keys[peer] for peer in neighbors[id]},
                 agreement=agreement,
             )
-            for id in neighbours
+            for id in neighbors
         }
         for id, reply in self._exchange(SharesReply, orders).items():
-            if reply.sealed.keys() != set(neighbours[id]):
-                self.fail(id, "shares: not one for each neighbour")
+            if reply.sealed.keys() != set(neighbors[id]):
+                self.fail(id, "shares: not one for each neighbor")
             else:
                 self._sealed[id] = reply.sealed
         self.require(self._sealed)
         self.present = {
-            id: tuple(peer for peer in neighbours[id] if peer in self._sealed) for id in sorted(self._sealed)
+            id: tuple(peer for peer in neighbors[id] if peer in self._sealed) for id in sorted(self._sealed)
         }
 
     def end(self, total: Integers, survivors: Collection[str]) -> None:

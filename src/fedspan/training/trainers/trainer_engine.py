@@ -68,7 +68,7 @@ class TrainerEngine(Trainer):
         processes: The processes in which the only owner's trainer trains (DDP); None: it trains in this one.
 
     Raises:
-        FedspanError: If a trainer cannot honour the settings, or models differ.
+        FedspanError: If a trainer cannot honor the settings, or models differ.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class TrainerEngine(Trainer):
         """Have a client's trainer train a job.
 
         Raises:
-            FedspanError: If the trainer cannot honour the job, took no step, changed the frozen base, or ended with
+            FedspanError: If the trainer cannot honor the job, took no step, changed the frozen base, or ended with
                 values that are not finite; if the model uses a target layer's weight without calling the layer; or if
                 an earlier order changed the frozen base.
         """

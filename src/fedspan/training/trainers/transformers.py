@@ -57,7 +57,7 @@ class TransformersTrainer:
         unknown_metrics: What the last evaluation measured beside metrics that fedspan knows.
 
     Raises:
-        FedspanError: If the trainer has an adapter, an optimizer or a way of training that a federation cannot honour.
+        FedspanError: If the trainer has an adapter, an optimizer or a way of training that a federation cannot honor.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -507,7 +507,7 @@ def _draw_by_process(trainer: Trainer, seed: int) -> Generator[None]:
 
 
 def _require_supported(trainer: Trainer) -> None:
-    """Check that a federation can honour a trainer.
+    """Check that a federation can honor a trainer.
 
     Raises:
         FedspanError: If it cannot.

@@ -1,4 +1,4 @@
-"""benchmarks/defence_costs.py: the same honest federation with and without defences, and its rows."""
+"""benchmarks/defense_costs.py: the same honest federation with and without defenses, and its rows."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 @pytest.fixture
 def costs(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import defence_costs
+    import defense_costs
 
-    return defence_costs
+    return defense_costs
 
 
-def test_variants_take_turns_and_differ_in_their_defences_alone(
+def test_variants_take_turns_and_differ_in_their_defenses_alone(
     costs: ModuleType, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []

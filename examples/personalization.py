@@ -1,6 +1,6 @@
 """Ten clinics whose patients ask for different things: one model for all, a model for each, or something in between.
 
-    python examples/personalisation.py
+    python examples/personalization.py
 
 Every clinic sees only some of the twenty kinds of messages. What it shows: methods that leave each client with a model
 of its own (FedSA-LoRA shares A and keeps B, pFedLoRU adds a personal pair to a shared one), beside one global model
@@ -37,10 +37,10 @@ def main() -> None:
     parser.add_argument("--layer", type=int, default=5, help="the layer to adapt; MiniLM's last one is 5")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--text", default="Can I come in on Tuesday instead?")
-    parser.add_argument("--out", type=Path, help="left out: runs/personalisation, or runs/personalisation-smoke")
+    parser.add_argument("--out", type=Path, help="left out: runs/personalization, or runs/personalization-smoke")
     parser.add_argument("--smoke", action="store_true", help="a few seconds: one round on 200 texts")
     args = parser.parse_args()
-    args.out = args.out or Path("runs/personalisation-smoke" if args.smoke else "runs/personalisation")
+    args.out = args.out or Path("runs/personalization-smoke" if args.smoke else "runs/personalization")
 
     config: dict[str, Any] = {
         "model": {

@@ -1,8 +1,8 @@
-"""What the defences cost an honest federation: the same run with and without them, its rounds in turns.
+"""What the defenses cost an honest federation: the same run with and without them, its rounds in turns.
 
-    python benchmarks/defence_costs.py --page docs/results/defence-costs.md
+    python benchmarks/defense_costs.py --page docs/results/defense-costs.md
 
-The simulator runs ten clients with unlike data (Dirichlet 0.1) on the patients' messages, once without defences, once
+The simulator runs ten clients with unlike data (Dirichlet 0.1) on the patients' messages, once without defenses, once
 with the defaults (clipping, limited weights) and once with the validation of replies, too; a round of each after the
 other. Deployments on this machine run the benchmark of benchmarks/deployment.py: with TLS, keys, signatures and the
 defaults, without clipping and limits, and without TLS, keys and signatures, which can only be switched off together.
@@ -31,7 +31,7 @@ from fedspan.runs.setup import Prepared, prepare
 
 OFF: Mapping[str, Any] = {"clip_ratio": None, "max_weight_ratio": None, "max_norm_ratio": None}
 SIMULATED: Mapping[str, Mapping[str, Any]] = {
-    "no defences": {"federation": OFF},
+    "no defenses": {"federation": OFF},
     "the defaults": {},
     "the defaults, replies validated": {"simulation": {}},
 }
@@ -127,21 +127,21 @@ def deploy(rounds: int, repeats: int) -> list[str]:
     return [f"| {name} | {statistics.median(own):.3f} | {ratios[name]:.2f} |" for name, own in taken.items()]
 
 
-PAGE = """# What the defences cost an honest federation
+PAGE = """# What the defenses cost an honest federation
 
-This page reports what the defences against hostile clients cost in time where no client is hostile.
+This page reports what the defenses against hostile clients cost in time where no client is hostile.
 
-Command: `python benchmarks/defence_costs.py --rounds {rounds} --repeats {repeats}{busy}`  
+Command: `python benchmarks/defense_costs.py --rounds {rounds} --repeats {repeats}{busy}`  
 Date: {date}. Machine: {machine}, {cores} cores, torch {torch}, 1 thread a process{beside}.
 
 What clipping costs in accuracy is in [Robust aggregation](../robustness.md#why-the-default-is-15), beside these times.
-What the defences achieve against an attack is in [robustness-moderate.md](robustness-moderate.md).
+What the defenses achieve against an attack is in [robustness-moderate.md](robustness-moderate.md).
 
 ## In the simulator
 
 Ten clients, Dirichlet 0.1, FedIT of rank 8 on query and value of layer 5 of all-MiniLM-L6-v2, builtin:patient-messages,
 six steps of eight examples a round, {rounds} rounds. The variants take turns, round by round; the ratio is the
-median over rounds, after the first, of a round's time over that of the same round without defences. Replies are
+median over rounds, after the first, of a round's time over that of the same round without defenses. Replies are
 validated between machines always, and in the simulator under `simulation`.
 
 | variant | seconds a round | ratio | test accuracy, % | replies clipped a round | weights lowered a round |
