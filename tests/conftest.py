@@ -181,7 +181,7 @@ def prepared(tiny_folder: Path) -> Prepared:
     from fedspan.runs.setup import prepare
     from helpers import tiny
 
-    return prepare(tiny.config(tiny_folder))
+    return prepare(tiny.config(tiny_folder, federation={"rounds": 3}))
 
 
 @pytest.fixture(scope="session")

@@ -145,7 +145,7 @@ def settings(folder: Path, kind: str = "bert", **changes: Mapping[str, Any]) -> 
         "data": {"train": str(folder / "corpus.csv"), "test_fraction": 0.1},
         "partition": {"partitioner": "natural", "column": "site"},
         "method": {"name": "fedit", "r": 2, "lora_alpha": 4},
-        "federation": {"rounds": 3, "clients_per_round": 3},
+        "federation": {"rounds": 2, "clients_per_round": 3},
         "training": {"lr": 0.02, "local_steps": 2, "batch_size": 4},
         "evaluation": {"batch_size": 32},
         "engine": {"name": "loop"},

@@ -139,7 +139,7 @@ def test_what_trains_is_what_moves(key: str, prepared: Prepared, planned: Planne
 
 def test_steps_follow_from_examples_or_are_given(planned: PlannedModel, tiny_folder: Path) -> None:
     config = tiny.config(tiny_folder)
-    assert plan_run(config, planned, clients=4).all_steps == 3 * 3 * 2
+    assert plan_run(config, planned, clients=4).all_steps == 2 * 3 * 2
     partition = {"validation": 0.1, "test": 0.1}
     epochs = tiny.config(tiny_folder, partition=partition, training={"local_steps": None, "local_epochs": 2})
     assert plan_run(epochs, planned, clients=4).steps is None

@@ -75,7 +75,7 @@ def interrupted(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     """A run that was interrupted after its first round, not to be changed."""
     folder = tmp_path_factory.mktemp("interrupted") / "run"
     with pytest.raises(KeyboardInterrupt):
-        fedspan.run(tiny.settings(tiny_folder, training=AUTO), folder, listener=Interrupted())
+        fedspan.run(tiny.settings(tiny_folder, training=AUTO, federation={"rounds": 3}), folder, listener=Interrupted())
     return folder
 
 

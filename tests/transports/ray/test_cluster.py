@@ -200,7 +200,7 @@ def test_data_may_be_passed_and_a_model_may_not(tiny_folder: Path, tmp_path: Pat
     rows = [{"text": f"lab{number % 8} word{number % 12}", "label": tiny.LABELS[number % 4]} for number in range(60)]
     settings = {**tiny.settings(tiny_folder), "data": {}, "partition": {"clients": 3}, **WORKERS}
     report = fedspan.run(settings, tmp_path / "run", data=rows, progress=False)
-    assert report.rounds == 3
+    assert report.rounds == 2
     model = tiny.fresh_classifier(tiny_folder / "bert")
     with pytest.raises(FedspanError, match="workers load the model themselves"):
         fedspan.run({**settings, "model": {"target_modules": tiny.BERT}}, tmp_path / "refused", data=rows, model=model)
