@@ -41,7 +41,7 @@ _ENCODED = (pa.types.is_string, pa.types.is_large_string, pa.types.is_integer, p
 
 def get_arrow_column(dataset: Dataset, column: str) -> pa.ChunkedArray:
     """Return one column of a data set as Arrow stores it, with the data set's number of rows."""
-    return get_arrow_table(dataset.select_columns([column])).column(column)
+    return cast(pa.Table, dataset.with_format("arrow", columns=[column])[:]).column(column)
 
 
 def get_arrow_table(dataset: Dataset, rows: slice = slice(None)) -> pa.Table:
