@@ -22,19 +22,19 @@ from helpers import tiny
 from helpers.families import UNLIKE, methods_by_family, others_slow
 from helpers.watched_rounds import method_config
 
-MODELS: Mapping[str, Mapping[str, object]] = {
-    "bert": {},
-    "gpt2": {},  # Conv1D: weights are stored transposed (fan_in_fan_out)
-    "deep-bert": {"layers_to_transform": [1]},
-    "bert-local-head": {"extras": "local"},
+MODELS: Mapping[str, tuple[str, Mapping[str, object]]] = {
+    "bert": ("bert", {}),
+    "gpt2": ("gpt2", {}),  # Conv1D: weights are stored transposed (fan_in_fan_out)
+    "bert-last-layer": ("deep-bert", {"layers_to_transform": [1]}),
+    "bert-local-head": ("bert", {"extras": "local"}),
 }
 
 
 @pytest.fixture(scope="module", params=others_slow(MODELS, ["bert", "gpt2"]))
 def case(request: pytest.FixtureRequest, tiny_folder: Path, prepared: Prepared) -> tuple[str, Prepared]:
     """A model with the target layers of its case, loaded once for all methods."""
-    kind = request.param.removesuffix("-local-head")
-    config = tiny.config(tiny_folder, kind, model=MODELS[request.param])
+    kind, model = MODELS[request.param]
+    config = tiny.config(tiny_folder, kind, model=model)
     return request.param, prepare(config, prepared.partition)
 
 
@@ -63,11 +63,12 @@ def test_pretrained_weights_that_count_as_zero_are_gone_from_what_is_written(
 ) -> None:
     """FedLoRU from scratch: rho = 0, which no adapter expresses, so the model is written whole."""
     name, loaded = case
+    kind, model = MODELS[name]
     config = method_config(
         tiny_folder,
         "fedloru",
-        name.partition("-")[0],
-        model={**MODELS[name], "extras": "average"},
+        kind,
+        model={**model, "extras": "average"},
         federation={"rounds": 3},
         method={"from_scratch": True},
     )
@@ -88,11 +89,10 @@ def test_peft_gives_the_engine_s_logits(
     key: str, case: tuple[str, Prepared], tiny_folder: Path, tmp_path: Path
 ) -> None:
     name, loaded = case
+    kind, model = MODELS[name]
     rounds = {"rounds": 2, "clients_per_round": 2}
     training = {"lr": 0.05, "weight_decay": 0}  # no adapter can say that the base itself has decayed
-    config = method_config(
-        tiny_folder, key, name.partition("-")[0], model=MODELS[name], federation=rounds, training=training
-    )
+    config = method_config(tiny_folder, key, kind, model=model, federation=rounds, training=training)
     prepared = tiny.variant(loaded, config)
     begin = progress = prepared.federation.begin()
     for _ in range(2):

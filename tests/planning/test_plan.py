@@ -69,7 +69,8 @@ def test_bytes_are_the_ledger_s(
 ) -> None:
     """Every method with the head as it likes it, every client in every round."""
     changes = {"federation": {"rounds": ROUNDS, "clients_per_round": None}}
-    config = tiny.config(tiny_folder, method={"name": key, "r": RANK, "lora_alpha": 6}, **changes)
+    never_prunes = {"gamma": 1.0} if key == "hetlora" else {}
+    config = tiny.config(tiny_folder, method={"name": key, "r": RANK, "lora_alpha": 6, **never_prunes}, **changes)
     totals = count_run(tiny.variant(prepared, config), tmp_path / "ledger.jsonl")
     plan = plan_run(config, planned, clients=len(tiny.SITES))
     if METHODS[key].claims.adaptive_rank:  # the largest rank is planned
@@ -102,6 +103,18 @@ def test_wrappers_are_planned_too(
     totals = count_run(tiny.variant(prepared, config), tmp_path / "ledger.jsonl")
     plan = plan_run(config, planned, clients=len(tiny.SITES))
     assert (plan.bytes_down, plan.bytes_up) == (totals.run("down").payload, totals.run("up").payload)
+
+
+def test_ranks_that_clients_prune_are_planned_as_they_were(
+    prepared: Prepared, planned: PlannedModel, tiny_folder: Path, tmp_path: Path
+) -> None:
+    changes = {"federation": {"rounds": ROUNDS, "clients_per_round": None}}
+    config = tiny.config(tiny_folder, method={"name": "hetlora", "r": RANK, "lora_alpha": 6}, **changes)
+    totals = count_run(tiny.variant(prepared, config), tmp_path / "ledger.jsonl")
+    plan = plan_run(config, planned, clients=len(tiny.SITES))
+    assert not plan.exact
+    assert totals.run("up").payload < plan.bytes_up
+    assert totals.run("down").payload <= plan.bytes_down
 
 
 def test_ranks_and_sampled_cohorts(

@@ -100,8 +100,8 @@ class Claims:
         directions: Slots of a reply that hold directions of norm 1 at most (projectors), which ``contribute`` checks;
             scaling a reply's change down leaves them as they are.
         quantities: Parts of a reply in other units than those of the model's tensors.
-        adaptive_rank: Whether the rank of what clients receive depends on the replies' values, so that plans, which
-            have none, count the largest.
+        adaptive_rank: Whether the rank of what clients receive or send depends on values of replies, so that plans,
+            which have none, count the largest.
         second_exchange: Whether a round has a second exchange of orders and replies after training
             (``Method.build_second_order``). Its replies are summed, so ``reduction`` must be ``sum``.
     """

@@ -87,6 +87,9 @@ class HetLoRA(RegisteredMethod):
     penalty: float = declare_bounded(1e-3, 0.0)
     weighting: Literal["norm", "examples"] = "norm"
 
+    def declare_claims(self) -> Claims:
+        return replace(self.claims, adaptive_rank=self.gamma < 1)
+
     def init(self, weights: Weights) -> ServerState:
         return ServerState(tensors={**draw_a_factors(self, self.r), **create_b_factors(self.spec, self.r)})
 

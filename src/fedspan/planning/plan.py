@@ -103,8 +103,9 @@ class Plan:
         head_up: Bytes of tensor data from a client before the first round, for the head's start; 0 without one. Not
             part of ``bytes_up``, as in the ledger.
         exact: Whether the bytes equal the ledger's: true if every client participates in every round, and the method's
-            ranks do not depend on the replies (FLoRIST: the largest are counted). Otherwise, returning clients may be
-            sent more of the base, and one-time transfers are counted for the drawn cohorts.
+            ranks do not depend on the replies (those of FLoRIST and of HetLoRA with pruning do: the largest are
+            counted). Otherwise, returning clients may be sent more of the base, and one-time transfers are counted for
+            the drawn cohorts.
         steps: Optimizer steps of a client in a round, in a method's main phase; None if the number of examples is
             unknown.
         all_steps: Optimizer steps over cohorts and rounds; None likewise.
