@@ -237,7 +237,7 @@ def page(sent_by_method: Mapping[str, Sent], folder: Path) -> None:
         report.save_figure(draw(sent_by_method), folder, "bytes", "Bytes of one client and round by method"),
     ]
     findings = [build_finding(key, sent) for key, sent in sent_by_method.items()]
-    report.write(folder, "bytes", "Bytes: what every method sends", "of each method its own", findings, sections)
+    report.write(folder, "bytes", "Bytes: what every method sends", "see the page of each method", findings, sections)
 
 
 def measure(methods: Sequence[str], model: str, layer: int) -> dict[str, Sent]:

@@ -71,7 +71,7 @@ HYPOTHESES: dict[str, Hypothesis] = {
         "sst-2-p3",
         "The budget may be too small. With eight times the rank, on all linear layers, for the page's 20 rounds; "
         "learning rates are lower, and several are shown for each method:",
-        "With rank 32 on every linear layer FFA-LoRA at its better rate is above the others",
+        "With rank 32 on every linear layer FFA-LoRA at its better rate outperforms the others",
         (
             Row("FFA-LoRA at 0.001", "FFA-LoRA", _set_rate(0.001, *EVERYWHERE)),
             Row("RoLoRA at 0.002", "RoLoRA", _set_rate(0.002, *EVERYWHERE)),
@@ -85,7 +85,7 @@ HYPOTHESES: dict[str, Hypothesis] = {
         "banking77-p3",
         "RoLoRA is far below FFA-LoRA on 77 classes with the largest budget. With three times as many rounds, at the "
         "page's rate and at a quarter of it:",
-        "After 60 rounds RoLoRA at a quarter of its rate is above FFA-LoRA, and above itself at the page's rate",
+        "After 60 rounds RoLoRA at a quarter of its rate outperforms FFA-LoRA, and itself at the page's rate",
         (
             Row("RoLoRA at a quarter of the rate", "RoLoRA", _set_rate(0.004, MORE(60))),
             Row("FFA-LoRA", "FFA-LoRA", _set_rate(0.016, MORE(60))),
@@ -122,7 +122,7 @@ HYPOTHESES: dict[str, Hypothesis] = {
         "FedGaLore is below FedIT on non-IID data. After its first refreshes, its projectors are random. With "
         "projectors from the gradient in all rounds, or from the gradient again at the start of every round, and "
         "FedGaLore at four times the page's rate:",
-        "With projectors from the gradient in all rounds FedGaLore is above the others",
+        "With projectors from the gradient in all rounds FedGaLore outperforms the others",
         (
             Row("FedGaLore, gradient in all rounds", "FedGaLore", _set_rate(0.016, GRADIENT)),
             Row("FedGaLore", "FedGaLore", _set_rate(0.016)),
@@ -134,7 +134,7 @@ HYPOTHESES: dict[str, Hypothesis] = {
         "fedgalore-table11",
         "non-iid-reviews",
         "The same with a domain of reviews for each client:",
-        "With projectors from the gradient in all rounds FedGaLore is above the others, by domain",
+        "With projectors from the gradient in all rounds FedGaLore outperforms the others, by domain",
         (
             Row("FedGaLore, gradient in all rounds", "FedGaLore", _set_rate(0.004, GRADIENT)),
             Row("FedGaLore", "FedGaLore", _set_rate(0.004)),

@@ -17,8 +17,9 @@ from fedspan.reproduction.presets import list_presets
 
 OPENING = """# Claims
 
-This page says what the papers claim and what this library found. Each experiment was rerun, most at a small scale, with
-small models on two cores."""
+This page says what the papers claim and what this library found. Most experiments were rerun, nearly all at a small
+scale, with small models on two cores. Some have not been run yet, some statements cannot be run here, and some results
+are outdated."""
 TERMS = """A statement *holds* if the mean difference, paired by seed, exceeds two standard errors in the paper's
 direction, and is *contradicted* if it does so in the other direction. It is *inconclusive* otherwise, also if no row
 learned anything. *Outdated* results were measured before a change that their page names, and have not been measured
@@ -30,7 +31,7 @@ EXPERIMENTS = """# All experiments
 
 This page lists every experiment that was rerun, with its scale, and those that were not. [Claims](index.md) sums them
 up by paper and says what the verdicts mean."""
-NOTED = """{count} pages have a note: they were measured in bfloat16, whose results differ between processors.
+NOTED = """Because they were measured in bfloat16, whose results differ between processors, {count} pages have a note.
 Their presets now have float32."""
 STATEMENTS = """# All statements
 
@@ -44,6 +45,8 @@ These experiments have no page under this protocol yet. Each command runs one at
 
 SYSTEMS = {"rolora": "RoLoRA", "fedloru": "FedLoRU", "fedgalore": "FedGaLore", "florg": "FLoRG"}
 """Names of the papers' systems by the first word of their pages' file names."""
+VARIANTS = {"FedGaLore": "FedGaLore- is FedGaLore without synchronization of the optimizers' second moments."}
+"""Explanations of rows whose names the paper gives to variants of its system."""
 REST = "All methods"
 REASONS = "reasons"
 """The page that examines contradictions; its statements are not those of a paper, and are not counted."""
@@ -66,12 +69,12 @@ COLUMNS = (*VERDICTS, OUTDATED, REPEATED)
 """What statements are counted as."""
 HEADLINES = (
     ("rolora-table1", "With 20 or 50 clients RoLoRA keeps the accuracy that LoRA and FFA-LoRA lose"),
-    ("rolora-figure5", "Under an equal budget RoLoRA is above LoRA and FFA-LoRA on most tasks"),
+    ("rolora-figure5", "Under an equal budget RoLoRA outperforms LoRA and FFA-LoRA on most tasks"),
     ("fedloru-table1", "FedLoRU consistently outperforms FedLoRA"),
-    ("fedloru-table7", "From 100 clients FedLoRU is above FedAvg"),
+    ("fedloru-table7", "From 100 clients FedLoRU outperforms FedAvg"),
     ("fedgalore-table4", "FedGaLore loses less to heterogeneity than federated LoRA"),
-    ("fedgalore-table3", "Without IID FedGaLore is above all other low-rank methods"),
-    ("florg-table1", "FLoRG is above FedIT, FeDeRA, FFA-LoRA and FedSA-LoRA"),
+    ("fedgalore-table3", "FedGaLore outperforms all other low-rank methods on non-IID data"),
+    ("florg-table1", "FLoRG outperforms FedIT, FeDeRA, FFA-LoRA and FedSA-LoRA"),
     ("florg-procrustes", "Alignment makes FLoRG better"),
 )
 """Pages and the statements that their papers' abstracts rest on."""
@@ -89,6 +92,7 @@ def index(folder: Path) -> dict[str, str]:
     statements = [STATEMENTS]
     for title, pages in parts.items():
         paper = [name_paper(pages)] if title != REST else []
+        paper += [VARIANTS[title]] if title in VARIANTS else []
         papers += [f"## {title}", *paper, *state_findings(title, pages), link_pages(title, pages)]
         experiments += [f"## {title}", *paper, format_table(EXPERIMENT, list_experiments(folder, title, pages))]
         statements.append(

@@ -139,7 +139,7 @@ def build_findings(results: Mapping[str, Sequence[dict[str, float]]], budgets: S
         less = compare_pairs(none, [one["auc"] for one in budget_results])
         made.append(
             report.Finding(
-                f"DP-SGD with epsilon {budget:g} takes AUC from the attack",
+                f"DP-SGD with epsilon {budget:g} lowers the attack's AUC",
                 f"{sum(one['auc'] for one in budget_results) / len(budget_results):.1f} %, lower by {less} points",
                 less.verdict,
             )

@@ -25,7 +25,7 @@ from fedspan.training.prefix_rows import share_prefixes
 
 PAGE = "reasons"
 TITLE = "Examined contradictions at the small scale"
-PAPER = "the one of each page"
+PAPER = "see the page of each statement"
 OPENING = """\
 Where a page contradicts its paper, the reason may be the small scale, a setting, or an error in this library. Here rows
 of such pages are run again with one change. Learning rates are not searched again: each is the one that the page

@@ -233,7 +233,7 @@ def test_rows_that_learned_nothing_have_no_verdict(scripts: None, tmp_path: Path
 def test_a_statement_whose_cells_were_not_run_is_named_with_its_command(scripts: None, tmp_path: Path) -> None:
     """A page of before 200 clients had a cell at the small scale; a statement that takes something else stays."""
     pages, preset = importlib.import_module("pages"), load_preset("fedloru-table7")
-    statement = "From 200 clients FedLoRA is above FedAvg: FedLoRA against FedAvg"
+    statement = "From 200 clients FedLoRA outperforms FedAvg: FedLoRA against FedAvg"
     finding = {"statement": statement, "measured": "no cell", "verdict": "not runnable here"}
     save_page(tmp_path, preset.id, "FedLoRU, Table 7: Clients", [finding])
     page = tmp_path / f"{preset.id}.md"
