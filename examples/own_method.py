@@ -11,6 +11,7 @@ The method, Slow-A: A, what clients have in common, moves slowly at the server; 
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, final
@@ -58,6 +59,11 @@ class SlowA(RegisteredMethod):
         return state.advance_round(tensors=tensors)
 
 
+def read_losses(run: Path) -> list[float]:
+    """The loss on the clients' validation parts before the first round and after each."""
+    return [json.loads(line)["validation"]["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -87,6 +93,8 @@ def main() -> None:
     report = fedspan.compare(config, args.out, ["fedit", "slow-a"], seeds=[0])
     for row in report.rows:
         print(f"{row.name}: held-out accuracy {row.mean:.1%}, {(row.bytes_up or 0) / 1e6:.2f} MB up")
+        losses = read_losses(args.out / f"{row.name}-seed0")
+        print("  validation loss by round: " + ", ".join(f"{loss:.3f}" for loss in losses))
 
 
 if __name__ == "__main__":

@@ -103,6 +103,7 @@ def test_an_own_method(generator: ModuleType, tiny_folder: Path, tmp_path: Path)
     settings = {"model": str(tiny_folder / "deep-bert"), "layer": 1, "rounds": 1, "examples": 120}
     printed = run_notebook(generator, Path("examples/own_method.ipynb"), tmp_path, **settings)
     assert "slow-a: held-out accuracy " in printed
+    assert len(re.findall(r"^slow-a: \d\.\d{3}, \d\.\d{3}$", printed, re.MULTILINE)) == 1
     assert (tmp_path / "runs" / "own_method" / "slow-a-seed0").is_dir()
 
 

@@ -153,6 +153,7 @@ def test_own_method(tiny_folder: Path, tmp_path: Path) -> None:
         report = fedspan.read_report(out / f"{method}-seed0")
         assert report.method == method
         assert f"{method}: held-out accuracy {report.scores['test']['accuracy']:.1%}" in printed
+        assert f"{report.scores['validation']['loss']:.3f}" in printed
 
 
 def test_named_entities(tiny_folder: Path, tmp_path: Path) -> None:
