@@ -51,13 +51,12 @@ test: dev
 
 # docs/words.txt, the words to avoid on these pages, is codespell's dictionary and its pattern at once. The skipped page
 # quotes the output of earlier versions.
-WORDS_PAGES := README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md examples/README.md \
-               docs/*.md docs/architecture docs/methods docs/results
+WORDS_PAGES := README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md examples/README.md examples/tutorials \
+               docs/*.md docs/architecture docs/claims/*.md docs/methods docs/results \
+               src/fedspan/data/corpus/*/README.md src/fedspan/deployment/templates/README.md
 
-# Their texts are pieces of code, or written by scripts, beside numbers: words only, no rules of style. The last ones are
-# the sources of docs/errors.md and what the demo and data owners are given.
-WORDS_ONLY := docs/claims/*.md examples/*.py tests/helpers/mistakes/*.py src/fedspan/demo.yaml \
-              src/fedspan/deployment/templates/README.md
+# Their texts are pieces of code and of YAML: words only, no rules of style. The tests' are the sources of docs/errors.md.
+WORDS_ONLY := .github/ISSUE_TEMPLATE/*.yml examples/*.py tests/helpers/mistakes/*.py src/fedspan/demo.yaml
 
 lint: dev
 	$(BIN)/ruff check .
