@@ -6,7 +6,11 @@ import ast
 import functools
 import re
 import shlex
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+
+from fedspan.cli.hints import PAGES
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests"
@@ -173,3 +177,34 @@ def test_drawings_of_the_pages_have_a_dark_variant() -> None:
         assert re.search(r"^text \{ fill: .*\nsvg > rect:first-of-type \{ fill: ", dark, flags=re.MULTILINE), path
         colors = set(re.findall(r'(?:fill|stroke)="#\w+"', drawn)) - {'fill="#fff"'}
         assert {color for color in colors if f"[{color}]" not in dark} == set(), path
+
+
+def find_named_pages() -> Iterator[str]:
+    """Pages of docs/ that an installed package names: in messages, options and files for data owners."""
+    yield from (f"docs/{page.partition('#')[0]}" for page in PAGES.values())
+    texts: list[str] = []
+    for path in (ROOT / "src" / "fedspan").rglob("*"):
+        if path.suffix == ".py" and "docs/" in (text := path.read_text(encoding="utf-8")):
+            tree = ast.parse(text)
+            docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+            constants = (
+                node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in docstrings
+            )
+            texts += [node.value for node in constants if isinstance(node.value, str)]
+        elif path.suffix in {".md", ".yaml", ".html"}:
+            texts.append(path.read_text(encoding="utf-8"))
+    for text in texts:
+        yield from re.findall(r"docs/[\w/-]+\.md", text)
+
+
+def test_the_wheel_has_the_pages_that_it_names_and_none_about_the_repository() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    excluded = [pattern.strip("/") for pattern in project["tool"]["hatch"]["build"]["targets"]["wheel"]["exclude"]]
+    pages = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert all((ROOT / path).exists() for path in excluded if "*" not in path)
+    packed = {page for page in pages if not is_within(page, excluded)}
+    named = set(find_named_pages())
+    assert {"docs/node.md", "docs/deployment.md", "docs/tasks.md"} <= named
+    assert named - packed == set()
+    about_the_repository = ["docs/architecture", "docs/claims", "docs/results", "docs/published-code.md"]
+    assert {page for page in packed if is_within(page, about_the_repository)} == set()
