@@ -58,12 +58,12 @@ WORDS_PAGES := README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md examples/READM
 # Their texts are pieces of code and of YAML: words only, no rules of style. The tests' are the sources of docs/errors.md.
 WORDS_ONLY := .github/ISSUE_TEMPLATE/*.yml examples/*.py tests/helpers/mistakes/*.py src/fedspan/demo.yaml
 
-# British spellings are refused everywhere but in the code of the reports, whose names have some.
+# British spellings are refused in every file.
 lint: dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
-	$(BIN)/codespell --builtin en-GB_to_en-US --skip './src/fedspan/reports/*'
+	$(BIN)/codespell --builtin en-GB_to_en-US
 	$(BIN)/codespell -D docs/words.txt --regex "(?i)\b($$(sed 's/->.*//' docs/words.txt | paste -sd'|' -))\b" \
 	  --skip docs/results/faults.md $(WORDS_PAGES) $(WORDS_ONLY)
 	$(BIN)/proselint --config .proselintrc.json check $(WORDS_PAGES)

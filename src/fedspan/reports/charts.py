@@ -1,6 +1,6 @@
 """Figures of the report.
 
-Colours are ones that most people can distinguish, and never the only cue: lines differ in dashes and markers, bars in
+Colors are ones that most people can distinguish, and never the only cue: lines differ in dashes and markers, bars in
 patterns.
 """
 
@@ -22,7 +22,7 @@ from fedspan.tasks.metrics import METRICS
 
 __all__ = [
     "ABSENT",
-    "COLOURS",
+    "COLORS",
     "MAX_LISTED_CLIENTS",
     "ON_DARK",
     "Figure",
@@ -40,12 +40,12 @@ __all__ = [
 ]
 
 Figure = go.Figure
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8f7a00", "#56b4e9", "#6b4c9a", "#444444")
-"""Okabe and Ito's colours, which most colour-blind people can distinguish, darkened where they were pale."""
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8f7a00", "#56b4e9", "#6b4c9a", "#444444")
+"""Okabe and Ito's colors, which most color-blind people can distinguish, darkened where they were pale."""
 ABSENT = "#eeeeee"
-"""Colour of a client's cell in a round without it."""
+"""Color of a client's cell in a round without it."""
 ON_DARK = {"#6b4c9a": "#a98be0", "#444444": "#bbbbbb", ABSENT: "#2a313a"}
-"""Colours that are hard to see on a dark page, or too bright for it, and what replaces them there."""
+"""Colors that are hard to see on a dark page, or too bright for it, and what replaces them there."""
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 MARKS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "star", "triangle-down")
 PATTERNS = ("", "/", "x", ".", "-", "|", "+", "\\")
@@ -53,16 +53,16 @@ BASELINES = {
     "local": ("#444444", "dot", "triangle-down-open"),
     "centralized": ("#444444", "longdash", "triangle-up-open"),
 }
-"""Colour, dashes and marker of each baseline."""
+"""Color, dashes and marker of each baseline."""
 SHARES = ".2~%"
 """Format of an axis of shares, with as many of two decimals as its ticks need."""
 MAX_LISTED_CLIENTS = 60
 """Number of clients above which individual clients are not readable."""
 
 
-def fade(colour: str) -> str:
-    """Return a translucent colour for a band behind a line of the same colour."""
-    red, green, blue = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
+def fade(color: str) -> str:
+    """Return a translucent color for a band behind a line of the same color."""
+    red, green, blue = (int(color[start : start + 2], 16) for start in (1, 3, 5))
     return f"rgba({red},{green},{blue},0.15)"
 
 
@@ -122,18 +122,18 @@ def draw_course(
     figure, curves = go.Figure(), [summarize_curve(group, values) for group in groups]
     axes = {"rounds": [], "bytes": [], "time": []}
     for index, (group, summary) in enumerate(zip(groups, curves, strict=True)):
-        colour = COLOURS[index % len(COLOURS)]
+        color = COLORS[index % len(COLORS)]
         if len(group.runs) > 1:
-            _draw_band(figure, summary, colour, group.label)
+            _draw_band(figure, summary, color, group.label)
             _extend_axes(axes, summary, 2)
         mark = MARKS[index % len(MARKS)]
-        _draw_line(figure, summary, group.label, colour, DASHES[index % len(DASHES)], mark, percent)
+        _draw_line(figure, summary, group.label, color, DASHES[index % len(DASHES)], mark, percent)
         _extend_axes(axes, summary, 1)
     for group, summary in zip(groups, curves, strict=True) if with_baselines else ():
-        for name, (colour, dash, mark) in BASELINES.items():
+        for name, (color, dash, mark) in BASELINES.items():
             if (score := group.references.get(name)) is not None:
                 level = replace(summary, mean=(score,) * len(summary.rounds))
-                _draw_line(figure, level, _title_baseline(group, name, len(groups)), colour, dash, mark, percent)
+                _draw_line(figure, level, _title_baseline(group, name, len(groups)), color, dash, mark, percent)
                 _extend_axes(axes, level, 1)
     titles = {"rounds": "round", "bytes": "megabytes transmitted, both ways", "time": "seconds of rounds"}
     tick = compute_tick_step(max((summary.rounds[-1] for summary in curves if summary.rounds), default=1))
@@ -147,28 +147,28 @@ def draw_course(
     return style(figure)
 
 
-def _draw_band(figure: Figure, curve: Curve, colour: str, label: str) -> None:
+def _draw_band(figure: Figure, curve: Curve, color: str, label: str) -> None:
     for edge, fill in ((curve.low, None), (curve.high, "tonexty")):
         figure.add_scatter(
             x=curve.rounds,
             y=edge,
             mode="lines",
-            line={"width": 0, "color": colour},
+            line={"width": 0, "color": color},
             fill=fill,
-            fillcolor=fade(colour),
+            fillcolor=fade(color),
             hoverinfo="skip",
             showlegend=False,
             legendgroup=label,
         )
 
 
-def _draw_line(figure: Figure, curve: Curve, label: str, colour: str, dash: str, mark: str, percent: bool) -> None:
+def _draw_line(figure: Figure, curve: Curve, label: str, color: str, dash: str, mark: str, percent: bool) -> None:
     figure.add_scatter(
         x=curve.rounds,
         y=curve.mean,
         name=label,
         mode="lines+markers" if len(curve.rounds) <= 40 else "lines",
-        line={"color": colour, "dash": dash, "width": 2},
+        line={"color": color, "dash": dash, "width": 2},
         marker={"symbol": mark, "size": 7},
         hovertemplate=f"%{{y{':.1%' if percent else ':.4g'}}} at %{{x}}<extra>{label}</extra>",
     )
@@ -206,12 +206,12 @@ def draw_clients(groups: Sequence[Group], metric: str) -> Figure | None:
     if len(ids) > MAX_LISTED_CLIENTS:
         for index, (label, client_scores) in enumerate(scores.items()):
             pattern = {"shape": PATTERNS[index % len(PATTERNS)]}
-            colour = COLOURS[index % len(COLOURS)]
+            color = COLORS[index % len(COLORS)]
             figure.add_histogram(
                 x=list(client_scores.values()),
                 name=label,
                 opacity=0.7,
-                marker={"color": colour, "pattern": pattern},
+                marker={"color": color, "pattern": pattern},
                 nbinsx=30,
             )
         figure.update_layout(barmode="overlay")
@@ -227,7 +227,7 @@ def draw_clients(groups: Sequence[Group], metric: str) -> Figure | None:
             name=label,
             mode="markers",
             # open, so that equal scores do not hide one another
-            marker={"color": COLOURS[index % len(COLOURS)], "symbol": f"{MARKS[index % len(MARKS)]}-open", "size": 10},
+            marker={"color": COLORS[index % len(COLORS)], "symbol": f"{MARKS[index % len(MARKS)]}-open", "size": 10},
         )
     figure.update_xaxes(title=METRICS[metric].title, tickformat=SHARES if percent else None)
     figure.update_yaxes(type="category", categoryorder="array", categoryarray=ids)
@@ -254,7 +254,7 @@ def draw_traffic(groups: Sequence[Group]) -> Figure:
             y=[group.label for group in groups],
             orientation="h",
             name=f"{direction} ({'to' if direction == 'down' else 'from'} the clients)",
-            marker={"color": COLOURS[index], "pattern": {"shape": PATTERNS[index]}},
+            marker={"color": COLORS[index], "pattern": {"shape": PATTERNS[index]}},
             text=[f"{value:.3g}" for value in means],
         )
     figure.update_layout(barmode="group")
@@ -278,7 +278,7 @@ def draw_privacy(runs: Sequence[RunData]) -> Figure | None:
                 y=list(epsilons.values()),
                 name=run.name,
                 mode="lines+markers",
-                line={"color": COLOURS[index % len(COLOURS)], "dash": DASHES[index % len(DASHES)]},
+                line={"color": COLORS[index % len(COLORS)], "dash": DASHES[index % len(DASHES)]},
                 marker={"symbol": MARKS[index % len(MARKS)]},
             )
     if not figure.data:
@@ -302,7 +302,7 @@ def draw_spectra(values: Mapping[str, Sequence[float]]) -> Figure | None:
                 y=[value / spectrum[0] for value in spectrum],
                 name=layer,
                 mode="lines+markers",
-                line={"width": 1, "color": COLOURS[index % len(COLOURS)], "dash": DASHES[index % len(DASHES)]},
+                line={"width": 1, "color": COLORS[index % len(COLORS)], "dash": DASHES[index % len(DASHES)]},
                 marker={"symbol": MARKS[index % len(MARKS)], "size": 5},
                 showlegend=len(values) <= 12,
             )
@@ -330,7 +330,7 @@ def draw_layers(diagnoses: Mapping[str, Diagnosis]) -> Figure:
                 name=label,
                 mode="markers",
                 visible=number == 0,
-                marker={"color": COLOURS[index % len(COLOURS)], "symbol": MARKS[index % len(MARKS)], "size": 9},
+                marker={"color": COLORS[index % len(COLORS)], "symbol": MARKS[index % len(MARKS)], "size": 9},
             )
         visible = [number * count <= trace < (number + 1) * count for trace in range(len(MEASURES) * count)]
         args = [{"visible": visible}, {"xaxis.title.text": measure.title}]

@@ -1,4 +1,4 @@
-"""Groups of runs that differ only in their seed, labelled by the settings that distinguish the groups."""
+"""Groups of runs that differ only in their seed, labeled by the settings that distinguish the groups."""
 
 from __future__ import annotations
 
