@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -56,6 +57,20 @@ def test_the_stub_has_the_names_of_the_package() -> None:
 def test_the_list_of_methods_needs_no_torch() -> None:
     script = "import sys, fedspan; assert fedspan.list_methods(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [({}, "10000"), ({"GOMP_SPINCOUNT": "5"}, "5"), ({"OMP_WAIT_POLICY": "active"}, "None")],
+    ids=["unset", "count", "policy"],
+)
+def test_waiting_threads_do_not_spin_for_long_unless_the_user_says_how(values: dict[str, str], expected: str) -> None:
+    inherited = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    script = "import os, fedspan; print(os.environ.get('GOMP_SPINCOUNT'))"
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True, env={**inherited, **values}
+    )
+    assert done.stdout.strip() == expected
 
 
 def test_no_public_name_config_or_error_needs_transformers(tiny_folder: Path, tmp_path: Path) -> None:

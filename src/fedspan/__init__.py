@@ -9,6 +9,7 @@ Names are loaded when they are first used, so the import itself takes no torch a
 """
 
 import logging
+import os
 from importlib import import_module
 from typing import Any
 
@@ -18,6 +19,11 @@ __version__ = "0.1.0"
 # in every pass over float32 inputs, which are the rule on a CPU.
 for _name in ("bitsandbytes.backends.cpu.ops", "bitsandbytes.autograd._functions"):
     logging.getLogger(_name).setLevel(logging.ERROR)
+
+# GNU OpenMP's threads spin while they wait for each other, by default for so long that beside other work they keep the
+# processor from those that they wait for. It reads this when torch is loaded.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 _HOMES = {
     "CompareReport": "fedspan.experiments.comparison",

@@ -96,9 +96,8 @@ def test_what_is_computed_once_is_paid_once_and_its_weights_are_read_once(tiny_f
 @pytest.mark.parametrize("kind", ["bert", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_this_machine_is_timed(engine: str, kind: str, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDSPAN_CACHE", str(tiny_folder / f"cache-{engine}-{kind}"))
-    found = fedspan.plan(
-        tiny.settings(tiny_folder, kind, engine={"name": engine}), labels=4, clients=4, device="here", length=7
-    ).time
+    values = tiny.settings(tiny_folder, kind, engine={"name": engine}, federation={"rounds": 3})
+    found = fedspan.plan(values, labels=4, clients=4, device="here", length=7).time
     assert found is not None
     assert found.client is not None
     assert found.simulated is not None
