@@ -56,7 +56,8 @@ def references(tiny_folder: Path, tmp_path: Path) -> Any:
 
     def made(method: str, engine: str, **options: Any) -> tuple[dict[str, Any], Path]:
         changes = {"model": {"head_init": "lda"}} if method in FAMILIES else {}
-        values = run_values(tiny_folder, {"name": method, "r": 2}, **changes)
+        # In the model of one layer, rounding of some methods grows beyond the bounds.
+        values = run_values(tiny_folder, {"name": method, "r": 2}, kind="deep-bert", **changes)
         out = tmp_path / f"{method}-{engine}"
         fedspan.run(local_values(values, files["all"], {"name": engine, **options}), out)
         return values, out
