@@ -140,7 +140,7 @@ def _render_summary(groups: Sequence[Group]) -> str:
     def format_scores(scores: Row) -> tuple[str, ...]:
         heldout, clients = (scores.get(part) or {} for part in ("test", "clients"))
         worst = clients.get("worst")
-        worst_text = f"{format_score(metric, worst[metric])} ({worst['client']})" if worst else "-"
+        worst_text = f"{format_score(metric, worst.get(metric))} ({worst['client']})" if worst else "-"
         cells = (format_score(metric, heldout.get(metric)),) if has_heldout else ()
         return (*cells, *((format_score(metric, clients.get(metric)), worst_text) if has_clients else ()))
 
