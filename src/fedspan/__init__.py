@@ -20,8 +20,8 @@ __version__ = "0.1.0"
 for _name in ("bitsandbytes.backends.cpu.ops", "bitsandbytes.autograd._functions"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 
-# GNU OpenMP's threads spin while they wait for each other. By default they do so for so long that, beside other work, the
-# threads that they wait for get no processor. GNU OpenMP reads the variable when torch is loaded.
+# GNU OpenMP's threads spin while they wait for each other. By default they do so for so long that, beside other work,
+# the threads that they wait for get no processor. GNU OpenMP reads the variable when torch is loaded.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 

@@ -73,7 +73,9 @@ def _compare_start(best: Group, metric: str) -> str:
     if best.mean is None or start is None:
         return ""
     gap = _format_gap(metric, best.mean - start)
-    change = f"{'raised' if best.mean > start else 'lowered'} it by {gap}" if float(gap.split()[0]) else "did not change it"
+    change = (
+        f"{'raised' if best.mean > start else 'lowered'} it by {gap}" if float(gap.split()[0]) else "did not change it"
+    )
     return f"Before the first round it was {format_score(metric, start)}; the rounds {change}."
 
 
