@@ -55,6 +55,18 @@ EVERYWHERE = (
 )
 
 HYPOTHESES: dict[str, Hypothesis] = {
+    "rolora-clients": Hypothesis(
+        "rolora-table1",
+        "sst-2-20-clients-rank-4",
+        "RoLoRA is below LoRA after nine rounds with ten clients, four of which train its other factor. With as many "
+        "rounds as with three clients:",
+        "With ten clients RoLoRA is above LoRA after 30 rounds",
+        (
+            Row("RoLoRA, 30 rounds", "RoLoRA", _set_rate(0.004, MORE(30))),
+            Row("LoRA, 30 rounds", "LoRA", _set_rate(0.016, MORE(30))),
+            Row("LoRA, 30 rounds, at RoLoRA's rate", "LoRA", _set_rate(0.004, MORE(30))),
+        ),
+    ),
     "rolora-budgets": Hypothesis(
         "rolora-figure4",
         "sst-2-p3",

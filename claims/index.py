@@ -18,8 +18,8 @@ from fedspan.reproduction.presets import list_presets
 OPENING = """# Claims
 
 This page says what the papers claim and what this library found. Most experiments were rerun, nearly all at a small
-scale, with small models on two cores. Some have not been run yet, some statements cannot be run here, and some results
-are outdated."""
+scale, with small models on two cores or one GPU. Some have not been run yet, some statements cannot be run here, and
+some results are outdated."""
 TERMS = """A statement *holds* if the mean difference, paired by seed, exceeds two standard errors in the paper's
 direction, and is *contradicted* if it does so in the other direction. It is *inconclusive* otherwise, also if no row
 learned anything. *Outdated* results were measured before a change that their page names, and have not been measured
@@ -78,6 +78,29 @@ HEADLINES = (
     ("florg-procrustes", "Alignment makes FLoRG better"),
 )
 """Pages and the statements that their papers' abstracts rest on."""
+CAUSES = {
+    "With 20 or 50 clients RoLoRA keeps the accuracy that LoRA and FFA-LoRA lose": (
+        "The cause is the scale: LoRA loses nothing here with more clients of identical distribution "
+        "([same page](rolora-table1.md)), also not after more rounds ([examined](reasons.md))."
+    ),
+    "From 100 clients FedLoRU outperforms FedAvg": (
+        "The cause is the scale: in a small ResNet that is trained from scratch for 20 rounds, FedLoRA at the same rank "
+        "is below FedAvg, too ([same page](fedloru-table7.md))."
+    ),
+    "FedGaLore loses less to heterogeneity than federated LoRA": (
+        "The cause is the measure: FLoRA and FR-LoRA lose less, but are below FedGaLore with IID data and without "
+        "([same page](fedgalore-table4.md))."
+    ),
+    "FedGaLore outperforms all other low-rank methods on non-IID data": (
+        "The cause is the scale: SST-2 has two classes, and one layer trains. On images of ten classes, FedGaLore "
+        "outperforms FedIT, FLoRA and LoRA-FAIR ([table 4](fedgalore-table4.md))."
+    ),
+    "FLoRG outperforms FedIT, FeDeRA, FFA-LoRA and FedSA-LoRA": (
+        "The cause is the scale, at which the grid of learning rates matters more than the method: with another grid, "
+        "FLoRG and FedIT are level on the same partition ([table 3](florg-table3.md))."
+    ),
+}
+"""Why a headline is contradicted (scale, setting, protocol or the paper itself), and the page whose runs show it."""
 NATURAL = "one for each value of a column"
 """How a page's settings give the number of clients of a natural partition (``reproduction.cells``)."""
 EXPERIMENT = ("experiment", "first statement", "found here, all statements", "scale")
@@ -185,7 +208,8 @@ def _describe_findings(page: Mapping[str, Any], statement: str) -> str:
         for verdict, others in _group_findings(page, statement).items()
     ]
     note = f" The results are {OUTDATED}." if "outdated" in page else ""
-    return f"Here, this {_join_words(clauses)}.{note}"
+    cause = f" {CAUSES[statement]}" if "contradicted" in _group_findings(page, statement) else ""
+    return f"Here, this {_join_words(clauses)}.{note}{cause}"
 
 
 def _name_item(title: str, page: Mapping[str, Any]) -> str:
@@ -213,7 +237,8 @@ def _join_words(words: Sequence[str]) -> str:
 
 def count_notes(parts: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
     """Return how many pages have a note on their number format, if any has."""
-    count = sum("noted" in page for pages in parts.values() for page in pages)
+    notes = [" ".join(page.get("noted", ())) for pages in parts.values() for page in pages]
+    count = sum("bfloat16" in text for text in notes)
     return [NOTED.format(count=count)] if count else []
 
 

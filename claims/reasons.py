@@ -1,15 +1,18 @@
 """Test hypotheses about why runs at the small scale contradict a paper.
 
 ``python claims/reasons.py --data PATH --model PATH``. Finished runs of a page are copied if they are in ``--runs``.
-After an interruption, the same command continues.
+After an interruption, the same command continues. With ``--hypotheses`` the page keeps what it says of the others.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import report
 from hypotheses import HYPOTHESES, Hypothesis
@@ -100,11 +103,31 @@ def write_section(hypothesis: Hypothesis, scores: Sequence[CellScore], findings:
     link = f"[{report.build_title(preset)}]({hypothesis.preset}.md)"
     parts = (
         f"## {report.build_title(preset)}",
+        f"Date: {time.strftime('%Y-%m-%d')}. Machine: {report.describe_machine()}.",
         f"{link}, {hypothesis.cell}. {hypothesis.reason}",
         report.format_table(head, rows),
         format_verdicts(findings),
     )
     return "\n\n".join(parts)
+
+
+def read_sections(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the text and the findings of every hypothesis that the page in the folder has; empty without a page."""
+    path = folder / f"{PAGE}.json"
+    return json.loads(path.read_text(encoding="utf-8"))["sections"] if path.is_file() else {}
+
+
+def write_page(folder: Path, sections: Mapping[str, Mapping[str, Any]], seeds: Sequence[int]) -> None:
+    """Write the page and its JSON file, with the sections in the order of the hypotheses."""
+    ordered = {name: sections[name] for name in HYPOTHESES if name in sections}
+    findings = [report.Finding(**finding) for section in ordered.values() for finding in section["findings"]]
+    names = ", ".join(map(str, seeds))
+    closing = f"Mean ± standard deviation over the seeds {names}; MB and seconds are those of one run."
+    texts = [OPENING, *(section["text"] for section in ordered.values()), closing]
+    report.write(folder, PAGE, TITLE, PAPER, findings, texts, stated="statement under the change")
+    path = folder / f"{PAGE}.json"
+    saved = {**json.loads(path.read_text(encoding="utf-8")), "sections": ordered}
+    path.write_text(json.dumps(saved, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def main() -> None:
@@ -125,18 +148,15 @@ def main() -> None:
     for name in [name for name, hypothesis in hypotheses.items() if args.model is None and is_model_needed(hypothesis)]:
         print(f"{name}: skipped, because no --model is given", flush=True)
         del hypotheses[name]
-    findings: list[report.Finding] = []
-    sections = [OPENING]
+    sections = read_sections(args.out)
     with share_prefixes(), reuse_finished_runs([args.runs]):
         for name, hypothesis in hypotheses.items():
             scores = run_rows(hypothesis, args, args.runs / PAGE / name)
             judged = build_findings(hypothesis, scores)
-            findings += judged
-            sections.append(write_section(hypothesis, scores, judged))
+            text = write_section(hypothesis, scores, judged)
+            sections[name] = {"text": text, "findings": [dataclasses.asdict(finding) for finding in judged]}
     args.out.mkdir(parents=True, exist_ok=True)
-    seeds = ", ".join(map(str, args.seeds))
-    closing = f"Mean ± standard deviation over the seeds {seeds}; MB and seconds are those of one run."
-    report.write(args.out, PAGE, TITLE, PAPER, findings, [*sections, closing], stated="statement under the change")
+    write_page(args.out, sections, args.seeds)
 
 
 if __name__ == "__main__":

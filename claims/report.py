@@ -28,6 +28,7 @@ __all__ = [
     "FOLDER",
     "Finding",
     "build_title",
+    "describe_machine",
     "format_command_line",
     "format_row",
     "format_table",
@@ -83,6 +84,13 @@ def format_command_line() -> str:
     return " ".join(["python", f"claims/{Path(sys.argv[0]).name}", *map(shlex.quote, words)])
 
 
+def describe_machine() -> str:
+    """What this process runs on."""
+    return (
+        f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, {torch.get_num_threads()} thread(s)"
+    )
+
+
 def write(
     folder: Path,
     name: str,
@@ -91,6 +99,7 @@ def write(
     findings: Sequence[Finding],
     sections: Sequence[str],
     stated: str = "the paper's statement",
+    machine: str = "",
 ) -> None:
     """Write ``<name>.md`` and ``<name>.json``.
 
@@ -102,12 +111,12 @@ def write(
         findings: The verdicts, first on the page.
         sections: The rest of the page, in Markdown.
         stated: Column title of the findings' statements.
+        machine: What the measurements ran on; empty: this machine.
     """
     run = {
         "command": format_command_line(),
         "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, "
-        f"{torch.get_num_threads()} thread(s)",
+        "machine": machine or describe_machine(),
     }
     facts = {"name": name, "title": title, "paper": paper, **run}
     rows = [(finding.statement, finding.measured, f"**{finding.verdict}**") for finding in findings]

@@ -9,6 +9,8 @@ preset's page cites (``pages.py``).
 from __future__ import annotations
 
 import argparse
+import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, stdev
@@ -84,6 +86,18 @@ def describe_ends(reproduction: Reproduction, preset: Preset) -> str:
     return "Chosen at an end of the grid, beyond which more might be found:\n\n" + "\n".join(rows)
 
 
+def describe_machines(folder: Path) -> str:
+    """What the runs in a folder ran on, the most frequent first, with numbers of runs where there are several."""
+    machines: Counter[str] = Counter()
+    for path in folder.rglob("environment.json"):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        device = found["accelerator"] or "CPU"
+        machines[f"{found['machine']}, {device}, torch {found['torch']}, {found['threads']} thread(s)"] += 1
+    if len(machines) < 2:
+        return "".join(machines)
+    return "; ".join(f"{count} runs on {machine}" for machine, count in machines.most_common())
+
+
 def draw(scores: Sequence[CellScore]) -> Figure:
     """Every cell's scores, a group of bars each; those of another metric on axes of their own."""
     metrics = list(dict.fromkeys(score.metric for score in scores if score.metric))
@@ -148,7 +162,8 @@ def page(reproduction: Reproduction, preset: Preset, folder: Path) -> None:
         "## Setting\n\n" + "\n".join(format_markdown(reproduction.settings)) + f"\n\n{notes}",
     ]
     title = report.build_title(preset) + ("" if is_best else ", all rows at one learning rate")
-    report.write(folder, name, title, preset.paper, findings, [part for part in sections if part])
+    machine = describe_machines(Path(reproduction.folder))
+    report.write(folder, name, title, preset.paper, findings, [part for part in sections if part], machine=machine)
     pages.complete(folder, preset)
 
 

@@ -182,7 +182,7 @@ def test_the_pages_in_the_docs_are_indexed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_page_of_what_was_looked_into(questions: Path, tmp_path: Path) -> None:
-    """At a size that takes seconds; a second call runs nothing, and its page says the same."""
+    """At a size that takes seconds; a second call runs nothing, and its page keeps what it says of other hypotheses."""
     model = (f"model.name={questions / 'bert'}", "model.layers_to_transform=null")
     small = ("data.max_examples=null", "federation.rounds=2", "partition.clients=2", "training.local_steps=1")
     words = ("--hypotheses", "rolora-77-classes", "--seeds", "0", "1", "--set", *model, *small)
@@ -200,10 +200,17 @@ def test_the_page_of_what_was_looked_into(questions: Path, tmp_path: Path) -> No
     ]
     reports = sorted((tmp_path / "runs").rglob("report.json"))
     before = [path.stat().st_mtime_ns for path in reports]
+    earlier = {"statement": "Earlier", "measured": "by +1.0", "verdict": "holds"}
+    saved["sections"]["rolora-budgets"] = {"text": "## Of another day", "findings": [earlier]}
+    (tmp_path / "reasons.json").write_text(json.dumps(saved))
     run("reasons", *places, *words)
     assert len(reports) == 2 * 3
     assert [path.stat().st_mtime_ns for path in reports] == before
-    assert json.loads((tmp_path / "reasons.json").read_text())["findings"] == saved["findings"]
+    assert json.loads((tmp_path / "reasons.json").read_text())["findings"] == [earlier, *saved["findings"]]
+    page = (tmp_path / "reasons.md").read_text()
+    assert (
+        page.index("| Earlier | by +1.0 | **holds** |") < page.index("## Of another day") < page.index("banking77-p3.")
+    )
 
 
 def test_the_exact_statements_of_the_linear_model_hold_at_any_size(make_page: MakePage) -> None:
