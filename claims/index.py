@@ -84,8 +84,8 @@ CAUSES = {
         "([same page](rolora-table1.md)), also not after more rounds ([examined](reasons.md))."
     ),
     "From 100 clients FedLoRU outperforms FedAvg": (
-        "The cause is the scale: in a small ResNet that is trained from scratch for 20 rounds, FedLoRA at the same rank "
-        "is below FedAvg, too ([same page](fedloru-table7.md))."
+        "The cause is the scale: in a small ResNet that is trained from scratch for 20 rounds, FedLoRA at the same "
+        "rank is below FedAvg, too ([same page](fedloru-table7.md))."
     ),
     "FedGaLore loses less to heterogeneity than federated LoRA": (
         "The cause is the measure: FLoRA and FR-LoRA lose less, but are below FedGaLore with IID data and without "
