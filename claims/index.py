@@ -208,7 +208,8 @@ def _describe_findings(page: Mapping[str, Any], statement: str) -> str:
         for verdict, others in _group_findings(page, statement).items()
     ]
     note = f" The results are {OUTDATED}." if "outdated" in page else ""
-    cause = f" {CAUSES[statement]}" if "contradicted" in _group_findings(page, statement) else ""
+    is_contradicted = "contradicted" in _group_findings(page, statement)
+    cause = f" {CAUSES[statement]}" if is_contradicted and statement in CAUSES else ""
     return f"Here, this {_join_words(clauses)}.{note}{cause}"
 
 

@@ -276,6 +276,19 @@ def test_the_readme_has_the_index_s_counts(scripts: None) -> None:
     assert numbers == [count.total(), *counts, count["repeated"] + count["not run"]]
 
 
+def test_contradicted_headlines_have_a_cause_with_a_page(scripts: None) -> None:
+    module = importlib.import_module("index")
+    folder = CLAIMS.parent / "docs" / "claims"
+    assert set(module.CAUSES) <= {statement for _, statement in module.HEADLINES}
+    for name, statement in module.HEADLINES:
+        findings = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))["findings"]
+        verdicts = {one["verdict"] for one in findings if one["statement"].startswith(f"{statement}: ")}
+        if "contradicted" in verdicts:
+            pages = re.findall(r"\]\((\S+\.md)\)", module.CAUSES[statement])
+            assert pages
+            assert all((folder / page).is_file() for page in pages)
+
+
 def test_the_index_begins_with_the_papers_headlines(scripts: None, tmp_path: Path) -> None:
     """Every headline is a statement of its preset; those that have a page are listed."""
     module = importlib.import_module("index")
