@@ -32,7 +32,8 @@ EXPERIMENTS = """# All experiments
 This page lists every experiment that was rerun, with its scale, and those that were not. [Claims](index.md) sums them
 up by paper and says what the verdicts mean."""
 NOTED = """Because they were measured in bfloat16, whose results differ between processors, {count} pages have a note.
-Their presets now have float32."""
+Their presets now have float32. FLoRG has the same settings in [table 1](florg-table1.md), which ran on a GPU, and in
+[its ablation](florg-procrustes.md), which ran on a CPU."""
 STATEMENTS = """# All statements
 
 This page lists every statement that was measured, with its number and verdict. [Claims](index.md) sums them up by paper
@@ -80,27 +81,27 @@ HEADLINES = (
 """Pages and the statements that their papers' abstracts rest on."""
 CAUSES = {
     "With 20 or 50 clients RoLoRA keeps the accuracy that LoRA and FFA-LoRA lose": (
-        "The cause is the scale: LoRA loses nothing here with more clients of identical distribution "
-        "([same page](rolora-table1.md)), also not after more rounds ([examined](reasons.md))."
+        "Few rounds are not the cause ([examined](reasons.md)). The scale may be: here LoRA loses nothing when ten or "
+        "fifteen clients divide the examples of three ([same page](rolora-table1.md)); more clients were not run."
     ),
     "From 100 clients FedLoRU outperforms FedAvg": (
-        "The cause is the scale: in a small ResNet that is trained from scratch for 20 rounds, FedLoRA at the same "
-        "rank is below FedAvg, too ([same page](fedloru-table7.md))."
+        "No cause was isolated. FedLoRA, of the same rank and without accumulation, is below FedAvg, too; 200 clients "
+        "were not run ([same page](fedloru-table7.md))."
     ),
     "FedGaLore loses less to heterogeneity than federated LoRA": (
-        "The cause is the measure: FLoRA and FR-LoRA lose less, but are below FedGaLore with IID data and without "
+        "FLoRA and FR-LoRA have less to lose: with IID data both are below FedGaLore "
         "([same page](fedgalore-table4.md))."
     ),
     "FedGaLore outperforms all other low-rank methods on non-IID data": (
-        "The cause is the scale: SST-2 has two classes, and one layer trains. On images of ten classes, FedGaLore "
-        "outperforms FedIT, FLoRA and LoRA-FAIR ([table 4](fedgalore-table4.md))."
+        "The cause is the scale: on these non-IID data full fine-tuning, which FedGaLore follows, is not above FedIT "
+        "itself ([same page](fedgalore-table3.md))."
     ),
     "FLoRG outperforms FedIT, FeDeRA, FFA-LoRA and FedSA-LoRA": (
-        "The cause is the scale, at which the grid of learning rates matters more than the method: with another grid, "
-        "FLoRG and FedIT are level on the same partition ([table 3](florg-table3.md))."
+        "No cause was found: with four learning rates FLoRG is below FedIT at each of three ranks "
+        "([table 2](florg-table2.md))."
     ),
 }
-"""Why a headline is contradicted (scale, setting, protocol or the paper itself), and the page whose runs show it."""
+"""What is known of why a headline is contradicted, and the page whose runs show it."""
 NATURAL = "one for each value of a column"
 """How a page's settings give the number of clients of a natural partition (``reproduction.cells``)."""
 EXPERIMENT = ("experiment", "first statement", "found here, all statements", "scale")
@@ -213,6 +214,15 @@ def _describe_findings(page: Mapping[str, Any], statement: str) -> str:
     return f"Here, this {_join_words(clauses)}.{note}{cause}"
 
 
+def _describe_matched(page: Mapping[str, Any], statement: str) -> str:
+    """Return a sentence with the verdicts on a statement where all rows have one learning rate."""
+    clauses = [
+        f"{VERBS[verdict]} against {_join_words(list(others))}"
+        for verdict, others in _group_findings(page, statement).items()
+    ]
+    return f"With [one learning rate for all rows]({page['name']}.md), it {_join_words(clauses)}."
+
+
 def _name_item(title: str, page: Mapping[str, Any]) -> str:
     """Return the short name of a page, such as its table of the paper."""
     name = page["title"].removeprefix(f"{title}, ")
@@ -268,11 +278,11 @@ def state_findings(system: str, pages: Sequence[Mapping[str, Any]]) -> list[str]
     total = Counter(classify(page, finding) for page in pages for finding in page["findings"])
     saved = {page["name"]: page for page in pages}
     sentences = [f"- **All {total.total()} statements:** {_format_counts(total)}."] if total else []
-    sentences += [
-        f"- **{statement}.** {_describe_findings(saved[name], statement)}"
-        for name, statement in HEADLINES
-        if name in saved and _group_findings(saved[name], statement)
-    ]
+    for name, statement in HEADLINES:
+        if name in saved and _group_findings(saved[name], statement):
+            matched = saved.get(name_page(name, "matched"))
+            other = "" if matched is None else f" {_describe_matched(matched, statement)}"
+            sentences.append(f"- **{statement}.** {_describe_findings(saved[name], statement)}{other}")
     counts: dict[str, Counter[str]] = {}
     for page in pages:
         for finding in page["findings"]:

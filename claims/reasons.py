@@ -86,7 +86,15 @@ def format_verdicts(findings: Sequence[report.Finding]) -> str:
     return "\n".join(f"- {finding.statement}: {finding.measured}: **{finding.verdict}**." for finding in findings)
 
 
-def write_section(hypothesis: Hypothesis, scores: Sequence[CellScore], findings: Sequence[report.Finding]) -> str:
+def build_command(name: str) -> str:
+    """Return the command that runs a hypothesis."""
+    model = " --model FOLDER" if is_model_needed(HYPOTHESES[name]) else ""
+    return f"python claims/reasons.py --hypotheses {name} --data FOLDER{model}"
+
+
+def write_section(
+    name: str, hypothesis: Hypothesis, scores: Sequence[CellScore], findings: Sequence[report.Finding]
+) -> str:
     """Write the section of a hypothesis in Markdown."""
     preset = load_preset(hypothesis.preset)
     rows = [
@@ -103,7 +111,7 @@ def write_section(hypothesis: Hypothesis, scores: Sequence[CellScore], findings:
     link = f"[{report.build_title(preset)}]({hypothesis.preset}.md)"
     parts = (
         f"## {report.build_title(preset)}",
-        f"Date: {time.strftime('%Y-%m-%d')}. Machine: {report.describe_machine()}.",
+        f"Command: `{build_command(name)}`  \nDate: {time.strftime('%Y-%m-%d')}. Machine: {report.describe_machine()}.",
         f"{link}, {hypothesis.cell}. {hypothesis.reason}",
         report.format_table(head, rows),
         format_verdicts(findings),
@@ -153,7 +161,7 @@ def main() -> None:
         for name, hypothesis in hypotheses.items():
             scores = run_rows(hypothesis, args, args.runs / PAGE / name)
             judged = build_findings(hypothesis, scores)
-            text = write_section(hypothesis, scores, judged)
+            text = write_section(name, hypothesis, scores, judged)
             sections[name] = {"text": text, "findings": [dataclasses.asdict(finding) for finding in judged]}
     args.out.mkdir(parents=True, exist_ok=True)
     write_page(args.out, sections, args.seeds)
