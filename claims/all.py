@@ -5,7 +5,8 @@
 
 Each is a process of its own, whose page goes to ``--work`` first and to ``--out`` when it is finished. Stopped, the
 same command continues: pages in ``--work`` are not made again, and runs that were started continue. ``--one-seed``
-runs the first ones on one seed, one on each core, to see that they run; verdicts need more.
+makes the short pages and those of headlines on one seed and at a smaller size, one on each core, to see that they can
+be made; verdicts need more.
 """
 
 from __future__ import annotations
@@ -60,13 +61,9 @@ SHORT = (
     *("federation.rounds=2", "data.max_examples=600", "partition.min_examples=2"),  # Dirichlet draws have to succeed
     *("evaluation.every=2", "training.lr=0.01"),
 )
-QUICK = {
-    "rolora-figure3": (*SHORT, "partition.clients=3"),
-    "fedloru-table6": SHORT,
-    "fedgalore-figure4": SHORT,
-    "florg-procrustes": SHORT,
-}
-"""Pages of presets, one for each paper, that ``--one-seed`` makes, with the changes to their configs."""
+"""Changes to the configs of presets under ``--one-seed``."""
+QUICK = ("rolora-figure5", "fedloru-table1", "fedgalore-table4", "florg-table1", "florg-procrustes")
+"""Pages of headlines (``index.HEADLINES``), of each paper at least one, that ``--one-seed`` makes."""
 
 
 def list_preset_jobs() -> tuple[Job, ...]:
@@ -82,7 +79,7 @@ def list_preset_jobs() -> tuple[Job, ...]:
         words = ("reproduced.py", preset.id, "--data", "{data}", "--runs", "{work}/runs")
         model = next((token for token in (MODEL, IMAGE_MODEL) if token in text), None)
         words = (*words, *(() if model is None else ("--model", model)))
-        quick = ("--seeds", "0", "--set", *QUICK[preset.id]) if preset.id in QUICK else None
+        quick = ("--seeds", "0", "--set", *SHORT) if preset.id in QUICK else None
         jobs.append(Job(preset.id, words, data, model, quick))
         if preset.small.matched:
             jobs.append(Job(name_page(preset.id, "matched"), (*words, "--protocol", "matched"), data, model))
@@ -181,7 +178,7 @@ def main() -> None:
     parser.add_argument("--image-model", type=Path, help="folder with an image classifier, likewise")
     parser.add_argument("--work", type=Path, help="what is made so far; left out: runs/claims, or runs/claims-one-seed")
     parser.add_argument("--out", type=Path, help=f"for finished pages; left out: {FOLDER}, or none with --one-seed")
-    parser.add_argument("--one-seed", action="store_true", help="the first ones, on one seed")
+    parser.add_argument("--one-seed", action="store_true", help="short pages and headlines, on one seed")
     args = parser.parse_args()
     if unknown := set(args.pages) - {job.page for job in JOBS}:
         parser.error(f"no such claim: {', '.join(sorted(unknown))}")
