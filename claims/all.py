@@ -62,7 +62,7 @@ SHORT = (
     *("evaluation.every=2", "training.lr=0.01"),
 )
 """Changes to the configs of presets under ``--one-seed``."""
-QUICK = ("rolora-figure5", "fedloru-table1", "fedgalore-table4", "florg-table1", "florg-procrustes")
+QUICK = ("rolora-table1", "fedloru-table1", "fedgalore-table4", "florg-table1", "florg-procrustes")
 """Pages of headlines (``index.HEADLINES``), of each paper at least one, that ``--one-seed`` makes."""
 
 
