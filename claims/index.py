@@ -89,8 +89,8 @@ CAUSES = {
         "were not run ([same page](fedloru-table7.md))."
     ),
     "FedGaLore loses less to heterogeneity than federated LoRA": (
-        "The cause is the protocol, in which each row has its own learning rate; the paper has one for all "
-        "([that page](fedgalore-table4-matched.md))."
+        "The cause is the protocol: each row has its own learning rate here, where the paper has one for all "
+        "([measured](fedgalore-table4-matched.md))."
     ),
     "FedGaLore outperforms all other low-rank methods on non-IID data": (
         "The cause is the scale: on these non-IID data full fine-tuning, which FedGaLore follows, is not above FedIT "
