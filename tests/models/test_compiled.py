@@ -28,7 +28,7 @@ def rounds(folder: Path, kind: str, **engine: Any) -> list[RoundResult]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+@pytest.mark.parametrize("kind", ["deep-bert", "gpt2"])
 def test_rounds_are_those_of_blocks_that_are_not_compiled(
     kind: str, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
