@@ -31,8 +31,9 @@ EXPERIMENTS = """# All experiments
 
 This page lists every experiment that was rerun, with its scale, and those that were not. [Claims](index.md) sums them
 up by paper and says what the verdicts mean."""
-NOTED = """Because they were measured in bfloat16, whose results differ between processors, {count} pages have a note.
-Their presets now have float32. FLoRG has the same settings in [table 1](florg-table1.md), which ran on a GPU, and in
+PRECISION = """Verdicts are those of runs in float32. What was measured in bfloat16, whose results differ between
+processors, counts as outdated. Between machines, float32 results differ by rounding, and after 30 rounds by little:
+FLoRG has the same setting in [table 1](florg-table1.md), which ran on a GPU, and in
 [its ablation](florg-procrustes.md), which ran on a CPU."""
 STATEMENTS = """# All statements
 
@@ -80,10 +81,6 @@ HEADLINES = (
 )
 """Pages and the statements that their papers' abstracts rest on."""
 CAUSES = {
-    "With 20 or 50 clients RoLoRA keeps the accuracy that LoRA and FFA-LoRA lose": (
-        "Few rounds are not the cause ([examined](reasons.md)). The scale may be: here LoRA loses nothing when ten or "
-        "fifteen clients divide the examples of three ([same page](rolora-table1.md)); more clients were not run."
-    ),
     "From 100 clients FedLoRU outperforms FedAvg": (
         "No cause was isolated. FedLoRA, of the same rank and without accumulation, is below FedAvg, too; 200 clients "
         "were not run ([same page](fedloru-table7.md))."
@@ -97,8 +94,8 @@ CAUSES = {
         "itself ([same page](fedgalore-table3.md))."
     ),
     "FLoRG outperforms FedIT, FeDeRA, FFA-LoRA and FedSA-LoRA": (
-        "No cause was found: with four learning rates FLoRG is below FedIT at each of three ranks "
-        "([table 2](florg-table2.md))."
+        "The cause is the protocol: each row has its own learning rate here. With FLoRG's for all rows, FedIT is not "
+        "above it ([measured](florg-table1-matched.md))."
     ),
 }
 """What is known of why a headline is contradicted, and the page whose runs show it."""
@@ -111,7 +108,7 @@ EXPERIMENT = ("experiment", "first statement", "found here, all statements", "sc
 def index(folder: Path) -> dict[str, str]:
     """Return the pages in Markdown by file name."""
     parts, examined = read_pages(folder)
-    papers = [OPENING, *list_headlines(folder, parts), TERMS, *count_notes(parts)]
+    papers = [OPENING, *list_headlines(folder, parts), TERMS, PRECISION]
     experiments = [EXPERIMENTS, *([f"## Verdicts\n\n{summarize_papers(parts)}"] if parts else [])]
     statements = [STATEMENTS]
     for title, pages in parts.items():
@@ -204,13 +201,13 @@ def _group_findings(page: Mapping[str, Any], statement: str) -> dict[str, dict[s
 
 def _describe_findings(page: Mapping[str, Any], statement: str) -> str:
     """Return sentences with the verdicts on a statement, the methods compared with and the differences."""
+    found = _group_findings(page, statement)
     clauses = [
         f"{VERBS[verdict]} against {_join_words([f'{other} ({difference})' for other, difference in others.items()])}"
-        for verdict, others in _group_findings(page, statement).items()
+        for verdict, others in found.items()
     ]
     note = f" The results are {OUTDATED}." if "outdated" in page else ""
-    is_contradicted = "contradicted" in _group_findings(page, statement)
-    cause = f" {CAUSES[statement]}" if is_contradicted and statement in CAUSES else ""
+    cause = f" {CAUSES[statement]}" if "contradicted" in found and statement in CAUSES else ""
     return f"Here, this {_join_words(clauses)}.{note}{cause}"
 
 
@@ -244,13 +241,6 @@ def _name_other(other: str) -> str:
 def _join_words(words: Sequence[str]) -> str:
     """Return words as an enumeration."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
-
-
-def count_notes(parts: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
-    """Return how many pages have a note on their number format, if any has."""
-    notes = [" ".join(page.get("noted", ())) for pages in parts.values() for page in pages]
-    count = sum("bfloat16" in text for text in notes)
-    return [NOTED.format(count=count)] if count else []
 
 
 def classify(page: Mapping[str, Any], finding: Mapping[str, str]) -> str:

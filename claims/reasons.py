@@ -46,7 +46,7 @@ def run_rows(hypothesis: Hypothesis, args: argparse.Namespace, folder: Path) -> 
     cells = {cell.name: cell for cell in list_cells(preset, "small", str(args.data), args.model and str(args.model))}
     scores: list[CellScore] = []
     for number, row in enumerate(hypothesis.rows):
-        key = preset.methods[row.label].key
+        key = row.key or preset.methods[row.label].key
         config = dict(cells[hypothesis.cell].configs[row.label])
         overrides = [*row.changes, *args.overrides]
         compared = compare(config, folder / f"row-{number}", [key], args.seeds, overrides=overrides)

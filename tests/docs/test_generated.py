@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import re
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import yaml
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -25,6 +28,12 @@ def test_the_pages_of_the_config_and_of_a_node_s_file_are_current() -> None:
     module = load("generate_config")
     for page, written in (("config.md", module.page()), ("node.md", module.format_node_page())):
         assert (DOCS / page).read_text(encoding="utf-8") == written, "run: python docs/generate_config.py"
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    nav = yaml.safe_load((DOCS.parent / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    listed = Counter(re.findall(r"[\w/.-]+\.md", str(nav)))
+    assert listed == Counter(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
 
 
 @pytest.mark.parametrize("front", ["README.md", "docs/index.md"])
