@@ -110,7 +110,8 @@ def test_what_is_looked_into_is_a_cell_of_its_preset(scripts: None) -> None:
             parse_config(override(dict(cells[hypothesis.cell].configs[row.label]), row.changes))
             for row in hypothesis.rows
         ]
-        assert len({config.model_dump_json() for config in configs}) == len({row.name for row in hypothesis.rows}) > 1
+        runs = {(config.model_dump_json(), row.key) for config, row in zip(configs, hypothesis.rows, strict=True)}
+        assert len(runs) == len({row.name for row in hypothesis.rows}) > 1
         assert all(config.seed == configs[0].seed for config in configs)
 
 
