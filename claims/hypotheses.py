@@ -61,7 +61,7 @@ HYPOTHESES: dict[str, Hypothesis] = {
     "rolora-clients": Hypothesis(
         "rolora-table1",
         "sst-2-20-clients-rank-4",
-        "RoLoRA is below LoRA after nine rounds with ten clients, four of which train its other factor. With as many "
+        "RoLoRA is below LoRA with ten clients after nine rounds, four of which train its other factor. With as many "
         "rounds as with three clients:",
         "With ten clients RoLoRA is above LoRA after 30 rounds",
         (
@@ -72,7 +72,7 @@ HYPOTHESES: dict[str, Hypothesis] = {
     "rolora-exact": Hypothesis(
         "rolora-table1",
         "sst-2-20-clients-rank-4",
-        "RoLoRA is to avoid the error of LoRA, which averages factors where their products should be averaged. "
+        "RoLoRA is meant to avoid the error of LoRA, which averages factors where products should be averaged. "
         "FedEx-LoRA averages the same products exactly:",
         "With ten clients exact averages of the products outperform averages of the factors",
         (
@@ -169,7 +169,7 @@ HYPOTHESES: dict[str, Hypothesis] = {
     "florg-exact": Hypothesis(
         "florg-table1",
         "sst-2-minilm",
-        "FLoRG is to avoid the error of FedIT, which averages factors where their products should be averaged. "
+        "FLoRG is meant to avoid the error of FedIT, which averages factors where products should be averaged. "
         "FedEx-LoRA averages the same products exactly:",
         "Exact averages of the products outperform averages of the factors",
         (
@@ -182,9 +182,9 @@ HYPOTHESES: dict[str, Hypothesis] = {
         "100",
         "The paper's FedAvg loses 15 points from 20 to 100 clients, the page's hardly any. At the paper's scale all "
         "numbers of clients have the same local epochs and batches, so that a client with fewer images takes fewer "
-        "steps; the page has more epochs and smaller batches with 100 clients. With those of 20 clients, at 0.3, for "
-        "both the better of 0.1 and 0.3 on the first seed:",
-        "With 100 clients of two steps a round FedLoRU outperforms FedAvg",
+        "steps; the page has more epochs and smaller batches with 100 clients. Here 100 clients have the epochs and "
+        "batches of 20. The learning rate is 0.3, on the first seed's test set better than 0.1 for both rows:",
+        "With 100 clients that take two steps a round FedLoRU outperforms FedAvg",
         (
             Row("FedLoRU, two steps", "FedLoRU", _set_rate(0.3, *TWO_STEPS)),
             Row("FedAvg, two steps", "FedAvg", _set_rate(0.3, *TWO_STEPS)),
@@ -193,8 +193,8 @@ HYPOTHESES: dict[str, Hypothesis] = {
     "fedloru-rounds": Hypothesis(
         "fedloru-table7",
         "100",
-        "FedLoRU is below FedAvg with 100 clients, after 20 rounds with two accumulations, where the preset has 300 "
-        "and six at the paper's scale. With six accumulations in 60 rounds:",
+        "FedLoRU is below FedAvg with 100 clients, after 20 rounds with two accumulations; at the paper's scale "
+        "there are 300 rounds and six. With six accumulations in 60 rounds:",
         "With 100 clients FedLoRU outperforms FedAvg after 60 rounds",
         (
             Row("FedLoRU, 60 rounds", "FedLoRU", _set_rate(0.1, MORE(60))),

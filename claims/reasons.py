@@ -110,7 +110,7 @@ def write_section(
     head = ("row", "config", f"held-out {scores[0].metric}", "MB up", "seconds")
     link = f"[{report.build_title(preset)}]({hypothesis.preset}.md)"
     parts = (
-        f"## {report.build_title(preset)}",
+        f"## {hypothesis.statement}",
         f"Command: `{build_command(name)}`  \nDate: {time.strftime('%Y-%m-%d')}. Machine: {report.describe_machine()}.",
         f"{link}, {hypothesis.cell}. {hypothesis.reason}",
         report.format_table(head, rows),
@@ -132,7 +132,8 @@ def write_page(folder: Path, sections: Mapping[str, Mapping[str, Any]], seeds: S
     names = ", ".join(map(str, seeds))
     closing = f"Mean ± standard deviation over the seeds {names}; MB and seconds are those of one run."
     texts = [OPENING, *(section["text"] for section in ordered.values()), closing]
-    report.write(folder, PAGE, TITLE, PAPER, findings, texts, stated="statement under the change")
+    command = "python claims/reasons.py --data FOLDER --model FOLDER"  # each section names its own
+    report.write(folder, PAGE, TITLE, PAPER, findings, texts, stated="statement under the change", command=command)
     path = folder / f"{PAGE}.json"
     saved = {**json.loads(path.read_text(encoding="utf-8")), "sections": ordered}
     path.write_text(json.dumps(saved, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

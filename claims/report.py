@@ -100,6 +100,7 @@ def write(
     sections: Sequence[str],
     stated: str = "the paper's statement",
     machine: str = "",
+    command: str = "",
 ) -> None:
     """Write ``<name>.md`` and ``<name>.json``.
 
@@ -112,9 +113,10 @@ def write(
         sections: The rest of the page, in Markdown.
         stated: Column title of the findings' statements.
         machine: What the measurements ran on; empty: this machine.
+        command: The command that makes the page; empty: the one that runs.
     """
     run = {
-        "command": format_command_line(),
+        "command": command or format_command_line(),
         "date": time.strftime("%Y-%m-%d"),
         "machine": machine or describe_machine(),
     }
