@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -35,9 +36,12 @@ def read_processor_seconds(pid: int) -> float:
 
 
 def free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return int(bound.getsockname()[1])
+    """Return an unused port below those that the system hands out, so that no other process is given it meanwhile."""
+    while True:
+        port = 10_000 + secrets.randbelow(22_000)
+        with suppress(OSError), socket.socket() as bound:
+            bound.bind(("127.0.0.1", port))
+            return port
 
 
 def build_command(*arguments: str) -> list[str]:
@@ -117,7 +121,7 @@ class Deployment:
         return (self.folder / f"{name}.log").read_text(errors="replace")
 
     def logs(self) -> str:
-        logs = [*self.folder.glob("*.log"), self.server / "superlink.log"]
+        logs = [*self.folder.glob("*.log"), *self.server.glob("superlink.log")]
         return "".join(f"\n--- {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in logs)
 
     def wait_for_training(
