@@ -16,7 +16,7 @@ from typing import Any
 
 import report
 from hypotheses import HYPOTHESES, Hypothesis
-from reproduced import build_finding
+from reproduced import build_finding, describe_machines
 
 from fedspan.experiments.execution import reuse_finished_runs
 from fedspan.experiments.run_comparison import compare
@@ -48,7 +48,7 @@ def run_rows(hypothesis: Hypothesis, args: argparse.Namespace, folder: Path) -> 
     for number, row in enumerate(hypothesis.rows):
         key = row.key or preset.methods[row.label].key
         config = dict(cells[hypothesis.cell].configs[row.label])
-        overrides = [*row.changes, *args.overrides]
+        overrides = [*(change.replace("{data}", str(args.data)) for change in row.changes), *args.overrides]
         compared = compare(config, folder / f"row-{number}", [key], args.seeds, overrides=overrides)
         row_scores = compared.rows[0]
         scores.append(
@@ -93,9 +93,9 @@ def build_command(name: str) -> str:
 
 
 def write_section(
-    name: str, hypothesis: Hypothesis, scores: Sequence[CellScore], findings: Sequence[report.Finding]
+    name: str, hypothesis: Hypothesis, scores: Sequence[CellScore], findings: Sequence[report.Finding], folder: Path
 ) -> str:
-    """Write the section of a hypothesis in Markdown."""
+    """Write the section of a hypothesis, whose runs are in a folder, in Markdown."""
     preset = load_preset(hypothesis.preset)
     rows = [
         (
@@ -111,7 +111,7 @@ def write_section(
     link = f"[{report.build_title(preset)}]({hypothesis.preset}.md)"
     parts = (
         f"## {hypothesis.statement}",
-        f"Command: `{build_command(name)}`  \nDate: {time.strftime('%Y-%m-%d')}. Machine: {report.describe_machine()}.",
+        f"Command: `{build_command(name)}`  \nDate: {time.strftime('%Y-%m-%d')}. Machine: {describe_machines(folder)}.",
         f"{link}, {hypothesis.cell}. {hypothesis.reason}",
         report.format_table(head, rows),
         format_verdicts(findings),
@@ -160,9 +160,10 @@ def main() -> None:
     sections = read_sections(args.out)
     with share_prefixes(), reuse_finished_runs([args.runs]):
         for name, hypothesis in hypotheses.items():
-            scores = run_rows(hypothesis, args, args.runs / PAGE / name)
+            folder = args.runs / PAGE / name
+            scores = run_rows(hypothesis, args, folder)
             judged = build_findings(hypothesis, scores)
-            text = write_section(name, hypothesis, scores, judged)
+            text = write_section(name, hypothesis, scores, judged, folder)
             sections[name] = {"text": text, "findings": [dataclasses.asdict(finding) for finding in judged]}
     args.out.mkdir(parents=True, exist_ok=True)
     write_page(args.out, sections, args.seeds)
