@@ -12,7 +12,7 @@ class Row:
     Args:
         name: Name on the page.
         label: Label of the preset's row.
-        changes: Changes to that row's config, each ``section.field=value``; ``{data}`` is the folder with data sets.
+        changes: Changes to that row's config, each ``section.field=value``.
         key: Registry key of the method that runs with that row's config, if it is another one than the row's.
     """
 
@@ -56,25 +56,6 @@ EVERYWHERE = (
     "method.lora_alpha=64",
 )
 TWO_STEPS = ("training.batch_size=32", "training.local_epochs=2")
-RESNET_10 = (
-    "model.name=builtin:resnet-10",
-    r"model.target_modules=layer([234]\.\d\.conv[12]|[34]\.0\.downsample\.0)",
-    "method.r=128",
-)
-PACS = (
-    *RESNET_10,
-    "data.dataset=pacs",
-    "data.train={data}/pacs/{domain}.tar",
-    "data.test=null",
-    "data.max_examples=4000",
-    "partition.test=0.2",
-    "model.image_size=24",
-    "training.batch_size=32",
-    "training.local_epochs=5",
-    "training.cycle_rounds=20",
-    "evaluation.every=20",
-    MORE(60),
-)
 
 HYPOTHESES: dict[str, Hypothesis] = {
     "rolora-clients": Hypothesis(
@@ -218,26 +199,6 @@ HYPOTHESES: dict[str, Hypothesis] = {
         (
             Row("FedLoRU, 60 rounds", "FedLoRU", _set_rate(0.1, MORE(60))),
             Row("FedAvg, 60 rounds", "FedAvg", _set_rate(0.1, MORE(60))),
-        ),
-    ),
-    "fedloru-model": Hypothesis(
-        "fedloru-table7",
-        "100",
-        "REASON",
-        "With 100 clients FedLoRU outperforms FedAvg in a ResNet-10",
-        (
-            Row("FedLoRU, ResNet-10", "FedLoRU", _set_rate(0.1, *RESNET_10)),
-            Row("FedAvg, ResNet-10", "FedAvg", _set_rate(0.1, *RESNET_10)),
-        ),
-    ),
-    "fedloru-pacs": Hypothesis(
-        "fedloru-table7",
-        "100",
-        "REASON",
-        "With 100 clients FedLoRU outperforms FedAvg on photographs, paintings, cartoons and sketches",
-        (
-            Row("FedLoRU on PACS", "FedLoRU", _set_rate(0.1, *PACS, "method.tau=20")),
-            Row("FedAvg on PACS", "FedAvg", _set_rate(0.1, *PACS)),
         ),
     ),
 }

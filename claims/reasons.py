@@ -48,7 +48,7 @@ def run_rows(hypothesis: Hypothesis, args: argparse.Namespace, folder: Path) -> 
     for number, row in enumerate(hypothesis.rows):
         key = row.key or preset.methods[row.label].key
         config = dict(cells[hypothesis.cell].configs[row.label])
-        overrides = [*(change.replace("{data}", str(args.data)) for change in row.changes), *args.overrides]
+        overrides = [*row.changes, *args.overrides]
         compared = compare(config, folder / f"row-{number}", [key], args.seeds, overrides=overrides)
         row_scores = compared.rows[0]
         scores.append(
@@ -132,8 +132,9 @@ def write_page(folder: Path, sections: Mapping[str, Mapping[str, Any]], seeds: S
     names = ", ".join(map(str, seeds))
     closing = f"Mean ± standard deviation over the seeds {names}; MB and seconds are those of one run."
     texts = [OPENING, *(section["text"] for section in ordered.values()), closing]
-    command = "python claims/reasons.py --data FOLDER --model FOLDER"  # each section names its own
-    report.write(folder, PAGE, TITLE, PAPER, findings, texts, stated="statement under the change", command=command)
+    command, machine = "python claims/reasons.py --data FOLDER --model FOLDER", "each section names its own"
+    stated = "statement under the change"
+    report.write(folder, PAGE, TITLE, PAPER, findings, texts, stated, machine=machine, command=command)
     path = folder / f"{PAGE}.json"
     saved = {**json.loads(path.read_text(encoding="utf-8")), "sections": ordered}
     path.write_text(json.dumps(saved, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from stage import free_port
 from torch import distributed
 
 import fedspan
@@ -31,12 +31,6 @@ from helpers.trainer_clients import make_trainer, site_rows
 
 ROOT = Path(__file__).resolve().parents[3]
 DEADLINE = 240
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def environment(rank: int, port: int) -> dict[str, str]:
