@@ -61,7 +61,7 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str
 
 def format_row(cells: Sequence[object]) -> str:
     """A line of a markdown table."""
-    return "| " + " | ".join(str(cell).replace("|", r"\|") for cell in cells) + " |"
+    return "| " + " | ".join(map(str, cells)) + " |"
 
 
 def save_figure(figure: Figure, folder: Path, name: str, alt: str) -> str:
