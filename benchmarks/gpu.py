@@ -437,8 +437,6 @@ def format_command(args: argparse.Namespace, device: torch.device) -> tuple[str,
     """The command, and the date and the device."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     options = " --equality" if args.equality else f" --minutes {args.minutes:g}"
-    options += f" --shapes {' '.join(args.shapes)}" if args.shapes else ""
-    options += f" --batches {' '.join(map(str, args.batches))}" if args.shapes else ""
     return (
         f"Command: `python benchmarks/gpu.py{options}{' --smoke' if args.smoke else ''}`  ",
         f"Date: {time.strftime('%Y-%m-%d')}. Device: {name}, torch {torch.__version__}.",
@@ -473,45 +471,37 @@ def format_agreement(shapes: Sequence[Shape], device: torch.device, args: argpar
     ]
 
 
-def format_rates(shapes: Sequence[Shape], device: torch.device, args: argparse.Namespace, until: float) -> list[str]:
-    """Measure tokens a second of each shape, and return the section about them."""
-    rows: list[list[str]] = []
-    for number, shape in enumerate(shapes):  # no shape takes the time of those after it
-        now = time.monotonic()
-        rows += measure_rows(shape, args, device, now + (until - now) / (len(shapes) - number))
-    counts = " | ".join(f"clients: {clients}" for clients in args.clients)
-    rule = "|".join(["---"] * (7 + len(args.clients)))
-    return [
-        *format_command(args, device),
-        "",
-        "## Tokens a second",
-        "",
-        f"FedIT at rank {RANK}, {STEPS} steps a client. Memory is the peak, in GiB, with the fewest and with the "
-        f"most clients. Where a pass of all clients needs more memory than the GPU has, the cell says how many "
-        f"shared one. Goal at batch 1 with the most clients: {GOAL:g} times PEFT's loop.",
-        "",
-        f"| shape | batch | PEFT in a loop | {counts} | times faster | memory, fewest | memory, most | goal |",
-        f"|{rule}|",
-        *("| " + " | ".join(row) + " |" for row in rows),
-        "",
-    ]
-
-
 def page(args: argparse.Namespace, device: torch.device) -> str:
     """Measure everything, and write the page."""
-    until = time.monotonic() + 60 * args.minutes
+    start, seconds = time.monotonic(), 60 * args.minutes
     shapes: Sequence[Shape] = SMOKE if args.smoke else SHAPES
     agreement = format_agreement(shapes, device, args)
-    rates = format_rates(shapes, device, args, until)
+    rows: list[list[str]] = []
+    for number, shape in enumerate(shapes):  # no shape takes the time of those after it
+        left = start + seconds - time.monotonic()
+        rows += measure_rows(shape, args, device, time.monotonic() + left / (len(shapes) - number))
     size = 32 if args.smoke else 4096
     steps = {
         device_name: measure_server_step(size, args.clients[-1], torch.device(device_name))
         for device_name in ("cpu", str(device))
     }
+    counts = " | ".join(f"clients: {clients}" for clients in args.clients)
+    rule = "|".join(["---"] * (7 + len(args.clients)))
     return "\n".join(
         [
             *HEADER,
-            *rates,
+            *format_command(args, device),
+            "",
+            "## Tokens a second",
+            "",
+            f"FedIT at rank {RANK}, {STEPS} steps a client. Memory is the peak, in GiB, with the fewest and with the "
+            f"most clients. Where a pass of all clients needs more memory than the GPU has, the cell says how many "
+            f"shared one. Goal at batch 1 with the most clients: {GOAL:g} times PEFT's loop.",
+            "",
+            f"| shape | batch | PEFT in a loop | {counts} | times faster | memory, fewest | memory, most | goal |",
+            f"|{rule}|",
+            *("| " + " | ".join(row) + " |" for row in rows),
+            "",
             *agreement,
             "## Server steps",
             "",
@@ -560,9 +550,6 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="tiny shapes")
     parser.add_argument("--clients", type=int, nargs="+", default=None)
     parser.add_argument("--batches", type=int, nargs="+", default=None)
-    parser.add_argument(
-        "--shapes", nargs="+", choices=[shape.name for shape in SHAPES], help="only tokens a second, of these shapes"
-    )
     parser.add_argument("--equality", action="store_true", help="only equality with the CPU, and with itself")
     parser.add_argument("--page", type=Path, help="write the tables to this file")
     args = parser.parse_args()
@@ -572,10 +559,6 @@ def main() -> None:
         text = NOT_MEASURED
     elif args.equality:
         text = "\n".join(format_agreement(SMOKE if args.smoke else SHAPES, torch.device(args.device), args))
-    elif args.shapes:
-        shapes = [shape for shape in SHAPES if shape.name in args.shapes]
-        until = time.monotonic() + 60 * args.minutes
-        text = "\n".join(format_rates(shapes, torch.device(args.device), args, until))
     else:
         text = page(args, torch.device(args.device))
     print(text)

@@ -20,6 +20,7 @@ from reproduced import build_finding, describe_machines
 
 from fedspan.experiments.execution import reuse_finished_runs
 from fedspan.experiments.run_comparison import compare
+from fedspan.experiments.series import compute_deviation, compute_mean
 from fedspan.experiments.tables import format_mean, format_megabytes, format_seconds
 from fedspan.reproduction.cells import MODEL, list_cells
 from fedspan.reproduction.presets import Claim, load_preset
@@ -27,6 +28,7 @@ from fedspan.reproduction.verdicts import CellScore, judge
 from fedspan.training.prefix_rows import share_prefixes
 
 PAGE = "reasons"
+SEEDS = (0, 1, 2)
 TITLE = "Examined contradictions at the small scale"
 PAPER = "see the page of each statement"
 OPENING = """\
@@ -48,28 +50,29 @@ def run_rows(hypothesis: Hypothesis, args: argparse.Namespace, folder: Path) -> 
     for number, row in enumerate(hypothesis.rows):
         key = row.key or preset.methods[row.label].key
         config = dict(cells[hypothesis.cell].configs[row.label])
-        overrides = [*row.changes, *args.overrides]
-        compared = compare(config, folder / f"row-{number}", [key], args.seeds, overrides=overrides)
-        row_scores = compared.rows[0]
-        scores.append(
-            CellScore(
-                cell=hypothesis.cell,
-                method=row.name,
-                selected={},
-                metric=compared.metric,
-                higher=compared.higher,
-                scores=row_scores.scores,
-                mean=row_scores.mean,
-                deviation=row_scores.deviation,
-                bytes_down=row_scores.bytes_down,
-                bytes_up=row_scores.bytes_up,
-                seconds=row_scores.seconds,
-            )
+        overrides = [*row.list_changes(str(args.data)), *args.overrides]
+        place = folder / f"row-{number}"
+        if hypothesis.partitions:  # one comparison has one partition for all of its seeds
+            parts = [compare(config, place / f"seed-{seed}", [key], [seed], overrides=overrides) for seed in args.seeds]
+        else:
+            parts = [compare(config, place, [key], args.seeds, overrides=overrides)]
+        values = tuple(value for part in parts for value in part.rows[0].scores)
+        metric = parts[0].metric
+        score = CellScore(
+            cell=hypothesis.cell,
+            method=row.name,
+            selected={},
+            metric=metric,
+            higher=parts[0].higher,
+            scores=values,
+            mean=compute_mean(values),
+            deviation=compute_deviation(values),
+            bytes_down=compute_mean([part.rows[0].bytes_down for part in parts]),
+            bytes_up=compute_mean([part.rows[0].bytes_up for part in parts]),
+            seconds=compute_mean([part.rows[0].seconds for part in parts]),
         )
-        print(
-            f"{hypothesis.preset}, {row.name}: {format_mean(compared.metric, row_scores.mean, row_scores.deviation)}",
-            flush=True,
-        )
+        scores.append(score)
+        print(f"{hypothesis.preset}, {row.name}: {format_mean(metric, score.mean, score.deviation)}", flush=True)
     return tuple(scores)
 
 
@@ -86,21 +89,27 @@ def format_verdicts(findings: Sequence[report.Finding]) -> str:
     return "\n".join(f"- {finding.statement}: {finding.measured}: **{finding.verdict}**." for finding in findings)
 
 
-def build_command(name: str) -> str:
+def build_command(name: str, seeds: Sequence[int] = SEEDS) -> str:
     """Return the command that runs a hypothesis."""
     model = " --model FOLDER" if is_model_needed(HYPOTHESES[name]) else ""
-    return f"python claims/reasons.py --hypotheses {name} --data FOLDER{model}"
+    chosen = "" if tuple(seeds) == SEEDS else f" --seeds {' '.join(map(str, seeds))}"
+    return f"python claims/reasons.py --hypotheses {name} --data FOLDER{model}{chosen}"
 
 
 def write_section(
-    name: str, hypothesis: Hypothesis, scores: Sequence[CellScore], findings: Sequence[report.Finding], folder: Path
+    name: str,
+    hypothesis: Hypothesis,
+    scores: Sequence[CellScore],
+    findings: Sequence[report.Finding],
+    seeds: Sequence[int],
+    folder: Path,
 ) -> str:
     """Write the section of a hypothesis, whose runs are in a folder, in Markdown."""
     preset = load_preset(hypothesis.preset)
     rows = [
         (
             row.name,
-            ", ".join(row.changes),
+            ", ".join(row.changes).replace("|", r"\|"),
             format_mean(score.metric, score.mean, score.deviation),
             format_megabytes(score.bytes_up),
             format_seconds(score.seconds),
@@ -111,7 +120,8 @@ def write_section(
     link = f"[{report.build_title(preset)}]({hypothesis.preset}.md)"
     parts = (
         f"## {hypothesis.statement}",
-        f"Command: `{build_command(name)}`  \nDate: {time.strftime('%Y-%m-%d')}. Machine: {describe_machines(folder)}.",
+        f"Command: `{build_command(name, seeds)}`  \nDate: {time.strftime('%Y-%m-%d')}. "
+        f"Machine: {describe_machines(folder)}.",
         f"{link}, {hypothesis.cell}. {hypothesis.reason}",
         report.format_table(head, rows),
         format_verdicts(findings),
@@ -125,12 +135,15 @@ def read_sections(folder: Path) -> dict[str, dict[str, Any]]:
     return json.loads(path.read_text(encoding="utf-8"))["sections"] if path.is_file() else {}
 
 
-def write_page(folder: Path, sections: Mapping[str, Mapping[str, Any]], seeds: Sequence[int]) -> None:
+def write_page(folder: Path, sections: Mapping[str, Mapping[str, Any]]) -> None:
     """Write the page and its JSON file, with the sections in the order of the hypotheses."""
     ordered = {name: sections[name] for name in HYPOTHESES if name in sections}
     findings = [report.Finding(**finding) for section in ordered.values() for finding in section["findings"]]
-    names = ", ".join(map(str, seeds))
-    closing = f"Mean ± standard deviation over the seeds {names}; MB and seconds are those of one run."
+    names = ", ".join(map(str, SEEDS))
+    closing = (
+        f"Mean ± standard deviation over the seeds {names}, or those that a section's command names; MB and seconds "
+        "are those of one run."
+    )
     texts = [OPENING, *(section["text"] for section in ordered.values()), closing]
     command, machine = "python claims/reasons.py --data FOLDER --model FOLDER", "each section names its own"
     stated = "statement under the change"
@@ -149,7 +162,7 @@ def main() -> None:
     )
     parser.add_argument("--runs", type=Path, default=Path("runs/claims"))
     parser.add_argument("--hypotheses", nargs="+", choices=tuple(HYPOTHESES), default=tuple(HYPOTHESES))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     parser.add_argument("--set", dest="overrides", nargs="*", default=[], help="section.field=value")
     parser.add_argument("--out", type=Path, default=report.FOLDER)
     args = parser.parse_args()
@@ -164,10 +177,10 @@ def main() -> None:
             folder = args.runs / PAGE / name
             scores = run_rows(hypothesis, args, folder)
             judged = build_findings(hypothesis, scores)
-            text = write_section(name, hypothesis, scores, judged, folder)
+            text = write_section(name, hypothesis, scores, judged, args.seeds, folder)
             sections[name] = {"text": text, "findings": [dataclasses.asdict(finding) for finding in judged]}
     args.out.mkdir(parents=True, exist_ok=True)
-    write_page(args.out, sections, args.seeds)
+    write_page(args.out, sections)
 
 
 if __name__ == "__main__":

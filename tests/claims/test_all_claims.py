@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from statistics import stdev
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -111,7 +111,7 @@ def test_what_is_looked_into_is_a_cell_of_its_preset(scripts: None) -> None:
             parse_config(
                 override(
                     dict(cells[hypothesis.cell].configs[row.label]),
-                    (*row.changes, f"method.name={row.key or methods[row.label].key}"),
+                    (*row.list_changes("DATA"), f"method.name={row.key or methods[row.label].key}"),
                 )
             )
             for row in hypothesis.rows
@@ -280,6 +280,32 @@ def test_the_readme_has_the_index_s_counts(scripts: None) -> None:
     assert sentence is not None
     numbers = [int(number) for number in re.findall(r"\d+", sentence[1])]
     assert numbers == [count.total(), *counts, count["repeated"] + count["not run"]]
+
+
+@pytest.mark.parametrize(("name", "folders"), [("fedloru-pacs", ["seed-3", "seed-5"]), ("fedloru-steps", [""])])
+def test_a_hypothesis_with_partitions_draws_one_for_each_seed(
+    scripts: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, folders: list[str]
+) -> None:
+    """A comparison has one partition for all of its seeds, so that each seed takes a comparison of its own."""
+    reasons = importlib.import_module("reasons")
+    calls: list[tuple[Path, tuple[int, ...], list[str]]] = []
+
+    def compare(_: object, folder: Path, keys: list[str], seeds: list[int], *, overrides: list[str]) -> SimpleNamespace:
+        calls.append((folder, tuple(seeds), overrides))
+        row = SimpleNamespace(scores=tuple(seed / 10 for seed in seeds), bytes_down=1.0, bytes_up=2.0, seconds=3.0)
+        return SimpleNamespace(metric="accuracy", higher=True, rows=[row])
+
+    monkeypatch.setattr(reasons, "compare", compare)
+    args = SimpleNamespace(data=Path("sets"), model=None, seeds=[3, 5], overrides=[])
+    scores = reasons.run_rows(reasons.HYPOTHESES[name], args, tmp_path)
+    assert [folder for folder, _, _ in calls] == [
+        tmp_path / f"row-{row}" / folder for row in (0, 1) for folder in folders
+    ]
+    assert {seeds for _, seeds, _ in calls} == ({(3,), (5,)} if len(folders) > 1 else {(3, 5)})
+    assert all("data.train=sets/pacs/{domain}.tar" in overrides for _, _, overrides in calls) == (len(folders) > 1)
+    assert [score.scores for score in scores] == [(0.3, 0.5)] * 2
+    assert scores[0].mean == pytest.approx(0.4)
+    assert scores[0].deviation == pytest.approx(0.02**0.5)
 
 
 def test_contradicted_headlines_have_a_cause_with_a_page(scripts: None) -> None:
