@@ -1,7 +1,8 @@
 """Image classification: one label for an image.
 
 Images are decoded, turned upright, converted to RGB and resized once, by the model's own image processor, and stored as
-bytes; scaling and normalization happen batch by batch. Shapes: N images, 3 colors, H rows, W columns.
+bytes; random changes in training (``augmentation``), scaling and normalization happen batch by batch. Shapes: N images,
+3 colors, H rows, W columns.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedspan.core.tensors import to_device
+from fedspan.core.tensors import create_generator, to_device
 from fedspan.data.columns import ColumnReader, ReadColumns, TaskColumns
 from fedspan.data.config import DataConfig
 from fedspan.data.images import decode_image, find_readable_images
 from fedspan.errors import FedspanError
+from fedspan.tasks.augmentation import ImageOptions, augment
 from fedspan.tasks.definition import TaskDefinition
 from fedspan.tasks.encoding import require_processor
 from fedspan.tasks.single_label import SingleLabelClassification
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 
     from fedspan.tasks.settings import TaskSettings
 
-__all__ = ["IMAGE_CLASSIFICATION", "EncodedImages", "ImageClassification"]
+__all__ = ["IMAGE_CLASSIFICATION", "AugmentedImageClassification", "EncodedImages", "ImageClassification"]
 
 _CHUNK = 256
 
@@ -125,9 +127,16 @@ class ImageClassification(SingleLabelClassification):
 
     def collate(self, examples: EncodedImages, indices: Sequence[int], device: torch.device) -> dict[str, Tensor]:
         """Collate ``pixel_values``, (batch, 3, H, W), as the model's processor computes them, and ``labels``."""
-        rows = list(indices)
-        scaled = self._scale_pixels(to_device(torch.from_numpy(examples.pixels[rows]), device))
-        return {"pixel_values": scaled, "labels": to_device(torch.from_numpy(examples.labels[rows]), device)}
+        return self._scale_batch(torch.from_numpy(examples.pixels[list(indices)]), examples, indices, device)
+
+    def _scale_batch(
+        self, pixels: Tensor, examples: EncodedImages, indices: Sequence[int], device: torch.device
+    ) -> dict[str, Tensor]:
+        labels = torch.from_numpy(examples.labels[list(indices)])
+        return {
+            "pixel_values": self._scale_pixels(to_device(pixels, device)),
+            "labels": to_device(labels, device),
+        }
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, generate: bool = False) -> Tensor:
         """Compute the logits, (images, labels).
@@ -142,6 +151,47 @@ class ImageClassification(SingleLabelClassification):
     def describe_examples(self, examples: EncodedImages) -> tuple[str, ...]:
         """Return no notes: no image is cut."""
         return ()
+
+
+class AugmentedImageClassification(ImageClassification):
+    """Image classification that trains on randomly changed images; evaluation sees the images as they are.
+
+    The draw depends on seed, round, client, batch and image only.
+
+    Args:
+        processor: The model's image processor.
+        labels: Label names by index.
+        metric: Metric by which rounds are compared.
+        advice: Sentence on images that cannot be decoded, for errors.
+        options: The changes.
+    """
+
+    def __init__(
+        self, processor: Any, labels: Sequence[str], metric: str, advice: str = "", *, options: ImageOptions
+    ) -> None:
+        super().__init__(processor, labels, metric, advice)
+        self.options = options
+
+    def collate_for_training(
+        self, examples: EncodedImages, indices: Sequence[int], device: torch.device, keys: Sequence[Sequence[int | str]]
+    ) -> dict[str, Tensor]:
+        """Collate changed images, as ``collate`` does the images themselves.
+
+        Args:
+            examples: The images.
+            indices: The batch's images.
+            device: Device of the batch.
+            keys: Key of each image's draw: the seed of the run, followed by round, client, phase and batch.
+        """
+        changed = [
+            augment(
+                torch.from_numpy(examples.pixels[index]),
+                self.options,
+                create_generator(int(seed), "changed images", *key, index),
+            )
+            for (seed, *key), index in zip(keys, indices, strict=True)
+        ]
+        return self._scale_batch(torch.stack(changed), examples, indices, device)
 
 
 @contextmanager
@@ -171,7 +221,10 @@ def _read(reader: ColumnReader, config: DataConfig) -> ReadColumns:
 
 def _build(processor: Any, settings: TaskSettings, data: DataConfig | None) -> ImageClassification:
     advice = "" if data is None else "To leave such rows out, set data.invalid: skip."
-    return ImageClassification(processor, settings.labels, settings.metric, advice)
+    options: ImageOptions = IMAGE_CLASSIFICATION.parse_options(settings.options)
+    if options == ImageOptions():  # what needs the same inputs in every batch (DP-SGD, the frozen prefix) applies
+        return ImageClassification(processor, settings.labels, settings.metric, advice)
+    return AugmentedImageClassification(processor, settings.labels, settings.metric, advice, options=options)
 
 
 IMAGE_CLASSIFICATION = TaskDefinition(
@@ -192,6 +245,7 @@ IMAGE_CLASSIFICATION = TaskDefinition(
     default_model=("google/vit-base-patch16-224-in21k", "[q_proj, v_proj]"),
     lr=1e-3,
     summary_metrics=("macro_f1",),
+    options=ImageOptions,
     loss_options=ImageClassification.loss_options,
     pipeline_tag="image-classification",
 )
