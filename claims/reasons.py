@@ -141,8 +141,8 @@ def write_page(folder: Path, sections: Mapping[str, Mapping[str, Any]]) -> None:
     findings = [report.Finding(**finding) for section in ordered.values() for finding in section["findings"]]
     names = ", ".join(map(str, SEEDS))
     closing = (
-        f"Mean ± standard deviation over the seeds {names}, or those that a section's command names; MB and seconds "
-        "are those of one run."
+        f"Rows: mean ± standard deviation over the seeds {names}, or those that a section's command names; MB and "
+        "seconds are those of one run. Verdicts: difference ± its standard error, paired by seed."
     )
     texts = [OPENING, *(section["text"] for section in ordered.values()), closing]
     command, machine = "python claims/reasons.py --data FOLDER --model FOLDER", "each section names its own"

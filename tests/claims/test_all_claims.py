@@ -302,7 +302,9 @@ def test_a_hypothesis_with_partitions_draws_one_for_each_seed(
         tmp_path / f"row-{row}" / folder for row in (0, 1) for folder in folders
     ]
     assert {seeds for _, seeds, _ in calls} == ({(3,), (5,)} if len(folders) > 1 else {(3, 5)})
-    assert all("data.train=sets/pacs/{domain}.tar" in overrides for _, _, overrides in calls) == (len(folders) > 1)
+    assert [("data.train=sets/pacs/{domain}.tar" in overrides) for _, _, overrides in calls] == [
+        name == "fedloru-pacs"
+    ] * len(calls)
     assert [score.scores for score in scores] == [(0.3, 0.5)] * 2
     assert scores[0].mean == pytest.approx(0.4)
     assert scores[0].deviation == pytest.approx(0.02**0.5)

@@ -49,7 +49,8 @@ def test_changes_are_those_of_pillow(options: dict[str, Any]) -> None:
     made = ImageOptions(**options)
     changed = 0
     for seed in range(25):
-        result = augment(image(seed), made, torch.Generator().manual_seed(seed))
+        generators = [torch.Generator().manual_seed(seed + other) for other in (100, 0)]
+        result = augment(torch.stack([image(99), image(seed)]), made, generators)[1]
         expected = change_with_pillow(image(seed), made, torch.Generator().manual_seed(seed))
         assert result.dtype == torch.float32
         assert result.shape == expected.shape
@@ -60,21 +61,19 @@ def test_changes_are_those_of_pillow(options: dict[str, Any]) -> None:
 
 
 def test_without_options_an_image_stays() -> None:
-    assert torch.equal(augment(image(1), ImageOptions(), torch.Generator().manual_seed(3)), image(1).float())
+    assert torch.equal(augment(image(1)[None], ImageOptions(), [torch.Generator()])[0], image(1).float())
 
 
 def test_every_shift_occurs_and_flips_are_as_frequent_as_asked() -> None:
     """In both directions, by the whole padding, with black beside the image."""
-    generator, white = torch.Generator().manual_seed(0), torch.full((3, 6, 9), 255, dtype=torch.uint8)
-    shifts = {
-        tuple((augment(white, ImageOptions(crop_padding=2), generator) == 0).sum((0, 1)).tolist()) for _ in range(200)
-    }
-    assert len(shifts) > 2 * 5  # a side is black by no, one or two columns, above rows of three depths
+    generator, white = torch.Generator().manual_seed(0), torch.full((200, 3, 6, 9), 255, dtype=torch.uint8)
+    shifted = augment(white, ImageOptions(crop_padding=2), [generator] * 200)
+    assert (
+        len({tuple((one == 0).sum((0, 1)).tolist()) for one in shifted}) == 5 * 3
+    )  # a side is black; rows by 3 depths
     pixels = image(2)
-    flips = sum(
-        torch.equal(augment(pixels, ImageOptions(flip=0.3), generator), pixels.float().flip(2)) for _ in range(400)
-    )
-    assert 80 < flips < 160
+    changed = augment(pixels.expand(400, -1, -1, -1), ImageOptions(flip=0.3), [generator] * 400)
+    assert 80 < sum(torch.equal(one, pixels.float().flip(2)) for one in changed) < 160
 
 
 def settings(folder: Path, **changes: Any) -> dict[str, Any]:
@@ -96,9 +95,8 @@ def test_draws_depend_on_the_key_and_evaluation_draws_nothing(images: Path) -> N
     plain = ImageClassification(task.processor, task.labels)
     expected = plain.collate(examples, [4, 5], CPU)["pixel_values"]
     assert torch.equal(task.collate(examples, [4, 5], CPU)["pixel_values"], expected)
-    changed = augment(
-        torch.from_numpy(examples.pixels[4]), task.options, create_generator(0, "changed images", *keys[0][1:], 4)
-    )
+    generators = [create_generator(0, "changed images", *keys[0][1:], 4)]
+    changed = augment(torch.from_numpy(examples.pixels[[4]]), task.options, generators)[0]
     assert torch.allclose(
         batch[0],
         (changed / 255 - torch.tensor([0.4, 0.5, 0.6]).reshape(3, 1, 1))
@@ -129,3 +127,10 @@ def test_engines_agree_and_the_changes_matter(images: Path, tmp_path: Path) -> N
 def test_options_are_checked(images: Path, options: dict[str, Any]) -> None:
     with pytest.raises(FedspanError, match=f"task_options.{next(iter(options))}"):
         parse_config({**settings(images), "task_options": options})
+
+
+def test_images_are_not_shifted_beyond_their_side(images: Path) -> None:
+    values = settings(images)
+    with pytest.raises(FedspanError, match="fewer pixels than the images' shorter side, 8") as caught:
+        prepare(parse_config({**values, "task_options": {"crop_padding": 8}}))
+    assert caught.value.field == "task_options.crop_padding"

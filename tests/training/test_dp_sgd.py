@@ -332,5 +332,5 @@ def test_a_task_that_draws_its_inputs_is_refused(tmp_path: Path) -> None:
     values = tiny_masked.settings(tmp_path, partition={"validation": 0.0})
     run = prepare(parse_config({**values, "privacy": {"mechanism": "dp-sgd", "clip": 1.0, "noise": 1.0}}))
     assert isinstance(run.engine, LoopEngine)
-    with pytest.raises(FedspanError, match="dp-sgd cannot train this method or model: its passes draw no masks"):
+    with pytest.raises(FedspanError, match="dp-sgd cannot train this method or model: its inputs are drawn anew"):
         run.engine.train(work_of(run), run.train)

@@ -127,16 +127,17 @@ class ImageClassification(SingleLabelClassification):
 
     def collate(self, examples: EncodedImages, indices: Sequence[int], device: torch.device) -> dict[str, Tensor]:
         """Collate ``pixel_values``, (batch, 3, H, W), as the model's processor computes them, and ``labels``."""
-        return self._scale_batch(torch.from_numpy(examples.pixels[list(indices)]), examples, indices, device)
+        return self._scale_batch(self._load(examples, indices, device), examples, indices, device)
+
+    def _load(self, examples: EncodedImages, indices: Sequence[int], device: torch.device) -> Tensor:
+        """Return the bytes of some images on a device, (batch, 3, H, W)."""
+        return to_device(torch.from_numpy(examples.pixels[list(indices)]), device)
 
     def _scale_batch(
         self, pixels: Tensor, examples: EncodedImages, indices: Sequence[int], device: torch.device
     ) -> dict[str, Tensor]:
         labels = torch.from_numpy(examples.labels[list(indices)])
-        return {
-            "pixel_values": self._scale_pixels(to_device(pixels, device)),
-            "labels": to_device(labels, device),
-        }
+        return {"pixel_values": self._scale_pixels(pixels), "labels": to_device(labels, device)}
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, generate: bool = False) -> Tensor:
         """Compute the logits, (images, labels).
@@ -172,6 +173,19 @@ class AugmentedImageClassification(ImageClassification):
         super().__init__(processor, labels, metric, advice)
         self.options = options
 
+    def encode(self, dataset: datasets.Dataset) -> EncodedImages:
+        """Encode as without changes.
+
+        Raises:
+            FedspanError: As without changes, or if images could be shifted beyond their side.
+        """
+        examples = super().encode(dataset)
+        shortest = min(examples.pixels.shape[2:])
+        if self.options.crop_padding >= shortest:
+            expected = f"fewer pixels than the images' shorter side, {shortest}"
+            raise FedspanError("task_options.crop_padding", self.options.crop_padding, expected)
+        return examples
+
     def collate_for_training(
         self, examples: EncodedImages, indices: Sequence[int], device: torch.device, keys: Sequence[Sequence[int | str]]
     ) -> dict[str, Tensor]:
@@ -183,15 +197,12 @@ class AugmentedImageClassification(ImageClassification):
             device: Device of the batch.
             keys: Key of each image's draw: the seed of the run, followed by round, client, phase and batch.
         """
-        changed = [
-            augment(
-                torch.from_numpy(examples.pixels[index]),
-                self.options,
-                create_generator(int(seed), "changed images", *key, index),
-            )
+        generators = [
+            create_generator(int(seed), "changed images", *key, index)
             for (seed, *key), index in zip(keys, indices, strict=True)
         ]
-        return self._scale_batch(torch.stack(changed), examples, indices, device)
+        changed = augment(self._load(examples, indices, device), self.options, generators)
+        return self._scale_batch(changed, examples, indices, device)
 
 
 @contextmanager

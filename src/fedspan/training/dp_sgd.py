@@ -250,7 +250,7 @@ def _require_private(job: Job, task: Task) -> None:
         "its loss compares the examples of a batch (task_options.loss)": getattr(
             task, "has_batch_dependent_loss", False
         ),
-        "its passes draw no masks or changed images of their own for each step": hasattr(task, "collate_for_training"),
+        "its inputs are drawn anew for each step (masks, changed images)": hasattr(task, "collate_for_training"),
     }
     if reason := next((reason for reason, is_given in reasons.items() if is_given), None):
         raise FedspanError("privacy.mechanism", "dp-sgd", problem=f"dp-sgd cannot train this method or model: {reason}")
