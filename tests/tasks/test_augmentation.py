@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from fedspan.core.tensors import create_generator
 from fedspan.errors import FedspanError
 from fedspan.runs.setup import prepare
 from fedspan.tasks.augmentation import ImageOptions, augment
-from fedspan.tasks.images import AugmentedImageClassification, ImageClassification
+from fedspan.tasks.images import AugmentedImageClassification, EncodedImages, ImageClassification
 from helpers import tiny_images
 
 CPU = torch.device("cpu")
@@ -82,7 +82,7 @@ def settings(folder: Path, **changes: Any) -> dict[str, Any]:
 
 def test_draws_depend_on_the_key_and_evaluation_draws_nothing(images: Path) -> None:
     run = prepare(parse_config(settings(images)))
-    task, examples = run.task, run.train
+    task, examples = run.task, cast(EncodedImages, run.train)
     assert isinstance(task, AugmentedImageClassification)
     keys = [(0, 1, "east", "a", 0)] * 3
     batch = task.collate_for_training(examples, [4, 5, 4], CPU, keys)["pixel_values"]
