@@ -36,7 +36,7 @@ def read_processor_seconds(pid: int) -> float:
 
 
 def free_port() -> int:
-    """Return an unused port below those that the system hands out, so that no other process is given it meanwhile."""
+    """Return an unused port below those that the system assigns, so that no other process receives it meanwhile."""
     while True:
         port = 10_000 + secrets.randbelow(22_000)
         with suppress(OSError), socket.socket() as bound:

@@ -7,7 +7,7 @@ extras (head, norms, buffers) ``extras/<parameter path>``. Module paths contain 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ __all__ = [
     "add",
     "compute_norm",
     "count",
+    "create_example_generators",
     "create_generator",
     "group_by_layer",
     "is_extra",
@@ -146,3 +147,17 @@ def create_generator(seed: int, purpose: str, *keys: int | str) -> torch.Generat
     text = "\x1f".join([str(seed), purpose, *map(str, keys)])
     digest = hashlib.sha256(text.encode()).digest()
     return torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+def create_example_generators(
+    purpose: str, indices: Sequence[int], keys: Sequence[Sequence[int | str]]
+) -> list[torch.Generator]:
+    """Create the generator of each example's draw in a batch of training.
+
+    Args:
+        purpose: What is drawn.
+        indices: The batch's examples.
+        keys: Key of each example: the seed of the run, followed by round, client, phase and batch.
+    """
+    pairs = zip(keys, indices, strict=True)
+    return [create_generator(int(seed), purpose, *key, index) for (seed, *key), index in pairs]

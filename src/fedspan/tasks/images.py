@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedspan.core.tensors import create_generator, to_device
+from fedspan.core.tensors import create_example_generators, to_device
 from fedspan.data.columns import ColumnReader, ReadColumns, TaskColumns
 from fedspan.data.config import DataConfig
 from fedspan.data.images import decode_image, find_readable_images
@@ -197,10 +197,7 @@ class AugmentedImageClassification(ImageClassification):
             device: Device of the batch.
             keys: Key of each image's draw: the seed of the run, followed by round, client, phase and batch.
         """
-        generators = [
-            create_generator(int(seed), "changed images", *key, index)
-            for (seed, *key), index in zip(keys, indices, strict=True)
-        ]
+        generators = create_example_generators("changed images", indices, keys)
         changed = augment(self._load(examples, indices, device), self.options, generators)
         return self._scale_batch(changed, examples, indices, device)
 

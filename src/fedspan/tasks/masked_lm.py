@@ -23,7 +23,7 @@ from pydantic import Field
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
-from fedspan.core.tensors import create_generator, sum_rows, to_device
+from fedspan.core.tensors import create_example_generators, create_generator, sum_rows, to_device
 from fedspan.data.columns import ColumnReader, ReadColumns, TaskColumns
 from fedspan.data.config import DataConfig
 from fedspan.errors import FedspanError
@@ -148,10 +148,7 @@ class MaskedLanguageModel:
             device: Device of the batch.
             keys: Key of each text's draw: the seed of the run, followed by round, client, phase and batch.
         """
-        generators = [
-            create_generator(int(seed), "masked tokens", *key, index)
-            for (seed, *key), index in zip(keys, indices, strict=True)
-        ]
+        generators = create_example_generators("masked tokens", indices, keys)
         return self._collate(examples, indices, device, generators)
 
     def _collate(
