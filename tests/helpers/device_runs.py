@@ -18,7 +18,17 @@ from fedspan.federation.head_start import start_head
 from fedspan.methods.registry import METHODS
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.wrappers.registry import WRAPPERS
-from helpers import tiny, tiny_decoders, tiny_images, tiny_preferences, tiny_seq2seq
+from helpers import (
+    tiny,
+    tiny_decoders,
+    tiny_images,
+    tiny_masked,
+    tiny_pairs,
+    tiny_preferences,
+    tiny_seq2seq,
+    tiny_tags,
+    tiny_topics,
+)
 from helpers.watched_rounds import OPTIONS, flat
 from helpers.wrapped_configs import TRAINING
 
@@ -53,8 +63,33 @@ def _preferences(folder: Path) -> dict[str, Any]:
     return tiny_preferences.settings(folder, folder)
 
 
-def _pairs(folder: Path) -> dict[str, Any]:
+def _translations(folder: Path) -> dict[str, Any]:
     return tiny_seq2seq.settings(folder)
+
+
+def _tags(folder: Path) -> dict[str, Any]:
+    return tiny_tags.settings(folder, folder)
+
+
+def _topics(folder: Path) -> dict[str, Any]:
+    return tiny_topics.settings(folder, folder)
+
+
+def _masked(folder: Path) -> dict[str, Any]:
+    return tiny_masked.settings(folder)
+
+
+def _triplets(folder: Path) -> dict[str, Any]:
+    return tiny_pairs.settings(folder, folder)
+
+
+def _scored_pairs(folder: Path) -> dict[str, Any]:
+    return tiny_pairs.settings(folder, folder, scored=True)
+
+
+def _augmented(folder: Path) -> dict[str, Any]:
+    options = {"crop_padding": 2, "flip": 0.5, "brightness": 0.2, "contrast": 0.2}
+    return tiny_images.settings(folder) | {"task_options": options}
 
 
 METHOD_RUNS = {key: _run(method={"name": key, **OPTIONS.get(key, {})}) for key in METHODS}
@@ -72,15 +107,23 @@ OTHER_RUNS: dict[str, Settings] = {
     "task causal-lm": _run("llama-lm"),
     "task causal-lm packed": _run("llama-lm", data={"packing": True}),
     "task preference": _preferences,
-    "task seq2seq": _pairs,
+    "task seq2seq": _translations,
     "task regression": _regression,
+    "task token-classification": _tags,
+    "task multi-label-classification": _topics,
+    "task masked-lm": _masked,
+    "task text-embedding": _triplets,
+    "task text-embedding of scored pairs": _scored_pairs,
     "task images": _run("vit"),
     "task images, batch norm": _run("resnet"),
+    "task images, augmented": _augmented,
     "task images from scratch": _run("builtin:resnet-8", model={"pretrained": False}),
     "conv1d": _run("gpt2"),
     "roberta": _run("roberta"),
     "prefix cache": _run("deep-bert", model={"layers_to_transform": [1]}),
     "head start": _run(model={"head_init": "class-means"}),
+    "head start lda": _run(model={"head_init": "lda"}),
+    "head start least-squares": _run(model={"head_init": "least-squares"}),
     "dropout": _run(training={"lora_dropout": 0.4}),
     "accumulation": _run(training={"gradient_accumulation_steps": 2}),
     "momentum": _run(training={"optimizer": "sgd", "momentum": 0.9, "weight_decay": 0.1, "optimizer_state": "keep"}),
@@ -101,7 +144,10 @@ RUNS: dict[str, Settings] = {
     **OTHER_RUNS,
 }
 """Every method, wrapper, kind of task and way of training, by name."""
-WAITS = ("method fedit", "task causal-lm", "task images")
+WAITS = (
+    *("method fedit", "method rolora", "method la-lora", "wrapper scaffold", "wrapper fedprox"),
+    *("dropout", "accumulation", "task causal-lm", "task seq2seq", "task token-classification", "task images"),
+)
 """Runs whose inner loop is watched for waits of the host."""
 
 

@@ -1,6 +1,6 @@
 """The same runs on the CPU and on the pretend device, in a process of its own: ``python -m helpers.pretend_runs FILE``.
 
-Writes one JSON object: under ``names``, the names of all runs; under ``runs``, for every run that was asked for, the
+Writes one JSON object: under ``names``, the names of all runs; under ``tasks``, the tasks of the runs; under ``runs``, for every run that was asked for, the
 largest relative distance between the two results, or the error on the device; under ``refusals``, what the device
 answers to mistakes; under ``waits``, how often the host waits for it in the inner loop.
 """
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
+from fedspan.config import parse_config
 from fedspan.training.stacking import wait_for
 from helpers import pretend_device
 from helpers.device_runs import ENGINES, RUNS, WAITS, compare, inner_waits, save_models
@@ -82,7 +83,8 @@ def main(target: Path, names: list[str]) -> None:
             for name in WAITS
         }
         waits["clock"] = clock_waits()
-    found = {"names": list(RUNS), "runs": results, "refusals": refusals(), "waits": waits}
+        tasks = {parse_config(run(folder)).task for run in RUNS.values()}
+    found = {"names": list(RUNS), "tasks": sorted(tasks), "runs": results, "refusals": refusals(), "waits": waits}
     target.write_text(json.dumps(found), encoding="utf-8")
 
 

@@ -3,7 +3,8 @@
 The device is a pretend one in CPU memory (``helpers.pretend_device``), which refuses tensors on two devices in one
 operator. It finds tensors that were left on the CPU, results that were left on the device, and waits of the host. It
 does not cover real kernels, streams and memory: CUDA's own numbers, pinned copies, varlen attention, autocast, 4- and
-8-bit bases (bitsandbytes has kernels for real devices only), compiled blocks and MPS.
+8-bit bases (bitsandbytes has kernels for real devices only), compiled blocks and MPS. Users' own trainers choose their
+device themselves; ``test_cuda.py`` has them.
 
 Its registration lasts as long as the process, so the runs are compared in a process of their own.
 """
@@ -20,15 +21,21 @@ from typing import Any
 import pytest
 
 from fedspan.methods.registry import METHODS
+from fedspan.tasks.registry import BUILT_IN
+from fedspan.tasks.trainer import TRAINER
 from fedspan.wrappers.registry import WRAPPERS
+from helpers.device_runs import WAITS
 
 pytestmark = pytest.mark.slow  # a process that imports everything, and minutes of runs
 ENGINES = ("loop", "batched")
 WAYS = (
     *("privacy central", "privacy local", "privacy dp-sgd", "secure sums", "median"),
     *("task causal-lm", "task causal-lm packed", "task preference", "task seq2seq", "task regression"),
-    *("task images", "task images, batch norm", "task images from scratch"),
-    *("conv1d", "roberta", "prefix cache", "head start", "dropout", "accumulation", "momentum", "moments kept"),
+    *("task token-classification", "task multi-label-classification", "task masked-lm"),
+    *("task text-embedding", "task text-embedding of scored pairs"),
+    *("task images", "task images, batch norm", "task images, augmented", "task images from scratch"),
+    *("conv1d", "roberta", "prefix cache", "head start", "head start lda", "head start least-squares"),
+    *("dropout", "accumulation", "momentum", "moments kept"),
     *(
         "logit adjustment",
         "head updates",
@@ -80,13 +87,17 @@ def test_the_device_refuses_what_accelerators_refuse(compared: dict[str, Any]) -
     assert all(refusals.values())
 
 
-def test_the_host_waits_for_no_step(compared: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", WAITS)
+def test_the_host_waits_for_no_step(name: str, compared: dict[str, Any]) -> None:
     """More steps, no more waits: batches are copied from pinned memory, and losses are read when a job has ended."""
-    waits = compared["waits"]
-    assert waits["task causal-lm"] == waits["task images"] == {}
-    assert waits["clock"] == {"synchronize": 1}
-    assert set(waits["method fedit"]) <= {"_local_scalar_dense"}  # Transformers' mask of a pass with little padding
+    assert set(compared["waits"][name]) <= {"_local_scalar_dense"}  # Transformers' mask of a pass with little padding
 
 
-def test_the_table_holds_every_run(compared: dict[str, Any]) -> None:
+def test_most_runs_wait_nowhere(compared: dict[str, Any]) -> None:
+    assert all(compared["waits"][name] == {} for name in ("task causal-lm", "task images"))
+    assert compared["waits"]["clock"] == {"synchronize": 1}
+
+
+def test_the_table_holds_every_run_and_task(compared: dict[str, Any]) -> None:
     assert compared["names"] == NAMES
+    assert set(compared["tasks"]) == {definition.name for definition in BUILT_IN} - {TRAINER.name}

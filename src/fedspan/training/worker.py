@@ -186,7 +186,11 @@ class Worker:
         for turn in sorted(set(turns)):  # clients of one kind share passes, whichever of their tensors train next
             rows = [number for number, slot_turn in enumerate(turns) if slot_turn == turn]
             selected = [complete[number] for number in rows]
-            self._step(selected, gradients if len(rows) == len(complete) else gradients[rows])
+            if len(rows) < len(complete):  # numbers of rows in pageable memory would have the host wait for a GPU
+                indices = to_device(torch.tensor(rows), gradients.device)
+                self._step(selected, gradients.index_select(0, indices))
+            else:
+                self._step(selected, gradients)
 
     def _compute_gradients(self, group: Sequence[ClientSlot], examples: Examples) -> tuple[Tensor, Tensor]:
         """Compute losses (C,) and gradients (C, P) of the clients' next batches."""

@@ -206,8 +206,9 @@ def test_data_may_be_passed_and_a_model_may_not(tiny_folder: Path, tmp_path: Pat
         fedspan.run({**settings, "model": {"target_modules": tiny.BERT}}, tmp_path / "refused", data=rows, model=model)
 
 
+@pytest.mark.parametrize("ranks", [[2], [1, 2]], ids=["one-rank", "two-ranks"])
 def test_a_message_enters_the_object_store_once(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ranks: list[int], tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import ray
 
@@ -226,9 +227,10 @@ def test_a_message_enters_the_object_store_once(
 
     monkeypatch.setattr(ray, "put", count)
     monkeypatch.setattr(Orders, "__getitem__", count_order)
-    settings = tiny.settings(tiny_folder, federation={"clients_per_round": None, "rounds": 2})
+    federation = {"clients_per_round": None, "rounds": 2, "ranks": ranks}
+    settings = tiny.settings(tiny_folder, method={"name": "hetlora", "gamma": 1.0}, federation=federation)
     fedspan.run({**settings, **WORKERS}, tmp_path / "run", progress=False)
-    assert sum(made.values()) == len(made) == 2  # one of each round
+    assert sum(made.values()) == len(made) == 2 * len(ranks)  # one of each round and rank
     assert sum(orders.values()) == 2 * len(tiny.SITES)
 
 

@@ -32,21 +32,24 @@ from helpers.run_content import content
 pytestmark = pytest.mark.slow
 
 
-def config(folder: Path, **cluster: Any) -> Any:
+BATCHED = {"name": "batched", "clients_per_pass": 2, "workers": 1}
+
+
+def config(folder: Path, engine: dict[str, Any] | None = None, **cluster: Any) -> Any:
     """All four clients, for long enough that a worker can die meanwhile."""
     changes: dict[str, Any] = {"federation": {"clients_per_round": None}, "training": {"local_steps": 40}}
-    return tiny.config(folder, **changes, cluster={"workers": 2, "start_timeout": 60.0, **cluster})
+    cluster = {"workers": 2, "start_timeout": 60.0, **cluster}
+    return tiny.config(folder, **changes, engine=engine or {}, cluster=cluster)
 
 
 def undisturbed(prepared: Prepared) -> list[RoundResult]:
-    """Two rounds in this process."""
+    """Two rounds in this process, or on workers if the clients are connected to them."""
     results = [prepared.federation.run_round(prepared.federation.begin())]
     return [*results, prepared.federation.run_round(results[0].progress)]
 
 
-def require_same_rounds(prepared: Prepared, connected: Prepared, interrupt: Any) -> None:
+def require_same_rounds(expected: list[RoundResult], connected: Prepared, interrupt: Any) -> None:
     """Two rounds on workers, one of which is lost in the first, have the bits of uninterrupted ones."""
-    expected = undisturbed(prepared)
     pending = [interrupt]
     first = connected.federation.run_round(
         connected.federation.begin(), lambda client, loss: pending.pop()() if pending else None
@@ -68,7 +71,7 @@ def test_workers_that_die_are_started_again_in_this_run_and_the_next(tiny_folder
             ray.kill(handle.actor)
 
     with open_team(get_resources(prepared.config)) as team:
-        require_same_rounds(prepared, connect_workers(prepared, team), kill)
+        require_same_rounds(undisturbed(prepared), connect_workers(prepared, team), kill)
         assert [handle.deaths for handle in team.handles] == [1, 1]
         for handle in team.handles:
             handle.lost = True  # as if they had died more often than a run starts them again
@@ -116,18 +119,26 @@ def machines() -> Iterator[Cluster]:
         cluster.shutdown()
 
 
-def test_a_machine_that_dies_costs_its_workers_stacks(machines: Cluster, tiny_folder: Path) -> None:
-    prepared = prepare(config(tiny_folder, address=machines.address))
+@pytest.mark.parametrize("engine", [{}, BATCHED], ids=["loop", "batched"])
+def test_a_machine_that_dies_costs_its_workers_stacks(
+    engine: dict[str, Any], machines: Cluster, tiny_folder: Path
+) -> None:
+    prepared = prepare(config(tiny_folder, engine, address=machines.address))
     with open_team(get_resources(prepared.config)) as team:
         connected = connect_workers(prepared, team, build=build_host)
+        expected = undisturbed(connected if engine else prepared)  # on workers, other clients share a pass
         node = machines.list_all_nodes()[-1]
-        require_same_rounds(prepared, connected, lambda: machines.remove_node(node, allow_graceful=False))
+        require_same_rounds(expected, connected, lambda: machines.remove_node(node, allow_graceful=False))
         assert [handle.version for handle in team.handles].count(None) == 1  # no room to start it again
 
 
-def test_a_driver_that_is_killed_continues_to_the_same_bits(tiny_folder: Path, tmp_path: Path) -> None:
-    settings = tiny.settings(tiny_folder, training={"local_steps": 60}, cluster={"workers": 2})
-    fedspan.run({key: value for key, value in settings.items() if key != "cluster"}, tmp_path / "whole")
+@pytest.mark.parametrize("engine", [{}, BATCHED], ids=["loop", "batched"])
+def test_a_driver_that_is_killed_continues_to_the_same_bits(
+    engine: dict[str, Any], tiny_folder: Path, tmp_path: Path
+) -> None:
+    settings = tiny.settings(tiny_folder, training={"local_steps": 60}, engine=engine, cluster={"workers": 2})
+    uninterrupted = settings if engine else {key: value for key, value in settings.items() if key != "cluster"}
+    fedspan.run(uninterrupted, tmp_path / "whole", progress=False)
     code = "import json, sys, fedspan; fedspan.run(json.loads(sys.argv[1]), sys.argv[2])"
     command = [sys.executable, "-c", code, json.dumps(settings), str(tmp_path / "killed")]
     metrics = tmp_path / "killed" / "metrics.jsonl"

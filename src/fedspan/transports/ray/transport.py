@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +25,9 @@ from fedspan.transports.ray.team import Piece, Team, WorkerHandle
 from fedspan.transports.ray.worker import Outcome, StackedOrder
 
 __all__ = ["ClusterTransport", "cut_stacks"]
+
+_RETAINED = 8
+"""Number of messages that stay in the object store for the next clients, such as one for each rank."""
 
 
 def cut_stacks(work: Mapping[str, int], stack_size: int, workers: int) -> list[list[str]]:
@@ -65,6 +70,7 @@ class ClusterTransport(InProcess):
         super().__init__(host, conditions)
         self.team = team
         self._last: tuple[bytes, Any] | None = None
+        self._references: OrderedDict[bytes, Any] = OrderedDict()
 
     def begin(self, progress: Progress, on_trained: OnTrained | None = None) -> None:
         """``Transport.begin``.
@@ -143,17 +149,27 @@ class ClusterTransport(InProcess):
 
     def _pack(self, orders: Orders, ids: Sequence[str]) -> tuple[list[Any], list[StackedOrder]]:
         """Return references of the orders' messages, each once, and what else belongs to the orders."""
-        bodies: list[Any] = []
+        positions: dict[Any, int] = {}
         stacked: list[StackedOrder] = []
         for id in ids:
             envelope = orders[id]
-            if self._last is None or self._last[0] is not envelope.body:  # clients with one message follow each other
-                self._last = envelope.body, ray.put(envelope.body)
-            if not bodies or bodies[-1] is not self._last[1]:
-                bodies.append(self._last[1])
+            position = positions.setdefault(self._put(envelope.body), len(positions))
             session = None if self.host.secure is None else self.host.secure[id].sessions.load(id)
-            stacked.append(StackedOrder(envelope.header, len(bodies) - 1, self._encode_state(id, envelope), session))
-        return bodies, stacked
+            stacked.append(StackedOrder(envelope.header, position, self._encode_state(id, envelope), session))
+        return list(positions), stacked
+
+    def _put(self, body: bytes) -> Any:
+        """Return the reference of a message in the object store; equal messages of a few kinds are stored once."""
+        if self._last is not None and self._last[0] is body:  # most clients have one message
+            return self._last[1]
+        digest = hashlib.sha256(body).digest()
+        if digest not in self._references:
+            self._references[digest] = ray.put(body)
+        self._references.move_to_end(digest)
+        while len(self._references) > _RETAINED:
+            self._references.popitem(last=False)
+        self._last = body, self._references[digest]
+        return self._last[1]
 
     def _encode_state(self, id: str, envelope: Envelope) -> bytes | None:
         client = decode_order(envelope).client
