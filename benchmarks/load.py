@@ -11,12 +11,10 @@ larger ones than the limits are refused.
 from __future__ import annotations
 
 import argparse
-import datetime
 import io
 import logging
 import multiprocessing
 import os
-import platform
 import re
 import statistics
 import tempfile
@@ -24,11 +22,12 @@ import threading
 import time
 from contextlib import redirect_stdout
 from dataclasses import dataclass
-from importlib.metadata import entry_points
+from importlib.metadata import entry_points, version
 from pathlib import Path
 from threading import Event
 from typing import Any
 
+from engines.page import describe_machine
 from stage import Deployment, find_child, read_processor_seconds
 
 from fedspan.federation.protocol import Envelope
@@ -265,7 +264,7 @@ process use the door's own requests: an answer waits for an order and includes i
 [Overhead](deployment.md) compares rounds of three nodes that train with and without these requests.
 
 Command: `{command}`  
-Date: {date}. Machine: {machine}, {cores} cores, flwr 1.41.0.
+{machine} flwr {flwr}.
 
 | nodes | rounds | lost replies | seconds per round: median, maximum | goal | |
 |---|---|---|---|---|---|
@@ -275,7 +274,7 @@ Date: {date}. Machine: {machine}, {cores} cores, flwr 1.41.0.
 |---|---|---|---|---|
 {requests}
 
-Memory in MiB after an early round and the last; it should grow by less than {growth:.0%} where there are many rounds:
+Memory in MiB after an early round and the last. From 20 rounds on it is judged, and should grow by less than {growth:.0%}:
 
 | nodes | rounds compared | SuperLink | submitting process | |
 |---|---|---|---|---|
@@ -293,7 +292,7 @@ Large messages, one node:
 def page(
     results: list[Measured], messages: list[tuple[str, str, bool]], args: argparse.Namespace, command: str
 ) -> tuple[str, bool]:
-    """The page, and whether all is as wanted."""
+    """The page, and whether all goals are met."""
     rounds, requests, memory = list[str](), list[str](), list[str]()
     good = all(ok for *_, ok in messages)
     for one in results:
@@ -320,9 +319,8 @@ def page(
         processes=args.processes,
         body=BODY // 1000,
         command=command,
-        date=datetime.date.today(),
-        machine=platform.machine(),
-        cores=os.cpu_count(),
+        machine=describe_machine(),
+        flwr=version("flwr"),
         rounds="\n".join(rounds),
         requests="\n".join(requests),
         growth=GROWTH,
@@ -369,7 +367,7 @@ def main() -> None:
     if args.page:
         args.page.write_text(text, encoding="utf-8")
     if not good:
-        raise SystemExit("not what was wanted")
+        raise SystemExit("a goal was missed")
 
 
 if __name__ == "__main__":
