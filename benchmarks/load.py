@@ -27,7 +27,6 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-from engines.page import describe_machine
 from stage import Deployment, find_child, read_processor_seconds
 
 from fedspan.federation.protocol import Envelope
@@ -118,7 +117,7 @@ def read_resident_memory(pid: int) -> float:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a load gave.
+    """Measurements of a load.
 
     Args:
         nodes: Number of nodes.
@@ -274,7 +273,7 @@ Command: `{command}`
 |---|---|---|---|---|
 {requests}
 
-Memory in MiB after an early round and the last. From 20 rounds on it is judged, and should grow by less than {growth:.0%}:
+Memory in MiB after an early round and the last. From 20 rounds on, it should grow by less than {growth:.0%}.
 
 | nodes | rounds compared | SuperLink | submitting process | |
 |---|---|---|---|---|
@@ -314,6 +313,8 @@ def page(
         verdict = _format_verdict(flat) if one.rounds >= 20 else ""
         memory.append(f"| {one.nodes} | {compared} | {' | '.join(cells)} | {verdict} |")
         good = good and ok and few and flat
+    from engines.page import describe_machine  # it loads torch, which the nodes' processes do without
+
     large = "".join(f"| {description} | {outcome} | {_format_verdict(ok)} |\n" for description, outcome, ok in messages)
     text = PAGE.format(
         processes=args.processes,
