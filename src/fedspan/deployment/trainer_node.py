@@ -105,7 +105,7 @@ class TrainerNode:
         key: bytes | None = None,
         stages: Stages | None = None,
     ) -> Prepared:
-        """Build a run (``session.Build``).
+        """Build a run (``start.Build``).
 
         Raises:
             FedspanError: If the server could not compare the trainer's tokenizer, or the trainer does not fit the run.

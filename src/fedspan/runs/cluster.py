@@ -112,7 +112,7 @@ def connect_workers(
 def simulate_on_cluster(
     run_folder: RunFolder, prepared: Prepared, run_rounds: Callable[[Prepared], RunReport]
 ) -> RunReport:
-    """Run a federation with its clients on the workers of a cluster (``runs.session.Host``).
+    """Run a federation with its clients on the workers of a cluster (``runs.start.HostRun``).
 
     Raises:
         FedspanError: If there is no cluster or a worker does not start; also any error that ``run_rounds`` raises.

@@ -243,7 +243,7 @@ class TrainerRuns:
         key: bytes | None = None,
         stages: Stages | None = None,
     ) -> Prepared:
-        """Build a run (``session.Build``).
+        """Build a run (``start.Build``).
 
         Args:
             config: Config of the run.

@@ -37,8 +37,8 @@ from fedspan.runs.integrity import read_resolved_config
 from fedspan.runs.model_card import RunReport
 from fedspan.runs.model_setup import build_model
 from fedspan.runs.privacy_budget import load_noise_key
-from fedspan.runs.session import load_partition
 from fedspan.runs.setup import Prepared, prepare
+from fedspan.runs.start import load_partition
 from fedspan.runs.task_setup import collect_task_settings
 from fedspan.runs.trainer_setup import compute_max_length, require_private_model
 from fedspan.training.stages import Stages
@@ -267,7 +267,7 @@ def _load_host(run: str) -> Host:
 def simulate_with_flower(
     run_folder: RunFolder, prepared: Prepared, run_rounds: Callable[[Prepared], RunReport]
 ) -> RunReport:
-    """Run a federation with its clients in the processes of Flower's simulation engine (``runs.session.Host``).
+    """Run a federation with its clients in the processes of Flower's simulation engine (``runs.start.HostRun``).
 
     Raises:
         FedspanError: If nodes do not start; also any error that ``run_rounds`` raises.
