@@ -33,9 +33,21 @@ from anyio.to_thread import current_default_thread_limiter, run_sync
 from starlette.responses import PlainTextResponse
 
 from fedspan.transports.flower.adapter import (
+    ACTIVATE_NODE,
+    CONFIRM_RECEIVED,
+    DEACTIVATE_NODE,
+    GET_RUN,
     NODE_API,
     OBJECT_BYTES,
+    PULL_MESSAGES,
+    PULL_OBJECT,
+    PUSH_MESSAGES,
+    PUSH_OBJECT,
+    PUSH_ORDERS,
+    REGISTER_NODE,
+    SEND_HEARTBEAT,
     TASK_TOKEN_HEADER,
+    UNREGISTER_NODE,
     MessageStore,
     PushedReply,
     RunNotRunningException,
@@ -104,14 +116,14 @@ _THREADS = 3
 writes to SQLite, which allows one writer, so the forty threads that FastAPI allows would mostly wait for each other."""
 
 BODY_BYTES = {
-    "activate-node": SMALL_BYTES,
-    "deactivate-node": SMALL_BYTES,
-    "send-node-heartbeat": SMALL_BYTES,
-    "get-run": SMALL_BYTES,
-    "pull-messages": SMALL_BYTES,
-    "pull-object": SMALL_BYTES,
-    "confirm-message-received": SMALL_BYTES,
-    "push-object": OBJECT_BYTES + SMALL_BYTES,
+    ACTIVATE_NODE: SMALL_BYTES,
+    DEACTIVATE_NODE: SMALL_BYTES,
+    SEND_HEARTBEAT: SMALL_BYTES,
+    GET_RUN: SMALL_BYTES,
+    PULL_MESSAGES: SMALL_BYTES,
+    PULL_OBJECT: SMALL_BYTES,
+    CONFIRM_RECEIVED: SMALL_BYTES,
+    PUSH_OBJECT: OBJECT_BYTES + SMALL_BYTES,
 }
 """Paths of the node API that nodes may use, and the maximum size of a request's body in bytes; ``push-messages`` is a
 further one, whose size depends on the limits."""
@@ -119,20 +131,15 @@ further one, whose size depends on the limits."""
 _RUN_BYTES = 2 * BATCH_BYTES
 """Maximum size of a request of a run's server, in bytes: orders without content, and their objects."""
 
-_HEARTBEAT, _PUSH_MESSAGES, _DEACTIVATE = "send-node-heartbeat", "push-messages", "deactivate-node"
-_PULL_OBJECT, _PUSH_OBJECT = "pull-object", "push-object"
-_PUSH_ORDERS = "/v1/runtime/push-messages"
-"""Flower's own path for orders, which a process of the operator may use."""
-
 _BROWSER = b"origin", b"sec-fetch-site"
 """Headers that a browser adds to the requests of a web page; nodes and Flower's commands send none."""
 
-_SENT = {TAKE_ORDER: "order", _PULL_OBJECT: "order", FETCH_BASE: "base model"}
+_SENT = {TAKE_ORDER: "order", PULL_OBJECT: "order", FETCH_BASE: "base model"}
 """What the answers are whose progress is logged."""
-_KEYLESS = {"register-node": SMALL_BYTES, "unregister-node": SMALL_BYTES}
+_KEYLESS = {REGISTER_NODE: SMALL_BYTES, UNREGISTER_NODE: SMALL_BYTES}
 """Further paths of a server without keys, at which nodes register themselves."""
 
-_PROMPT = "activate-node", _HEARTBEAT
+_PROMPT = ACTIVATE_NODE, SEND_HEARTBEAT
 """Paths whose requests do not wait for others, so that a node whose upload was interrupted reconnects at once."""
 
 
@@ -162,7 +169,7 @@ class Door:
         self.app, self.limits, self.connections = app, limits or DoorLimits(), connections or CONNECTIONS
         self._exchange, self._exchange_limits, self._offers = exchange, exchange_limits, offers
         head = self.limits.head_bytes
-        self._body_bytes = BODY_BYTES | {_PUSH_MESSAGES: head}
+        self._body_bytes = BODY_BYTES | {PUSH_MESSAGES: head}
         self._own_body_bytes = {
             TAKE_ORDER: SMALL_BYTES,
             SEND_REPLY: head + INLINE_BYTES + SMALL_BYTES,
@@ -194,7 +201,7 @@ class Door:
                 await self._serve_run(path[len(RUN_PATH) :], scope, receive, send)
                 return
             await self.app(scope, receive, send)
-            if path == _PUSH_ORDERS and self._exchange is not None:
+            if path == PUSH_ORDERS and self._exchange is not None:
                 self._exchange.wake_nodes()
         except Refused as refused:
             answer = PlainTextResponse(refused.reason, refused.status, headers={"connection": "close"})
@@ -294,27 +301,27 @@ class Door:
                     keep(answer)
                 if sender is not None and sender.node is not None:
                     self._work.note(sender.node, None)
-            elif name == _HEARTBEAT:
+            elif name == SEND_HEARTBEAT:
                 answer = await self._acknowledge_heartbeat(body, sender, scope)
                 if sender is not None and sender.node is not None:
                     self._work.note(sender.node, parse_work(headers))
             else:
-                if name == _PUSH_MESSAGES:
+                if name == PUSH_MESSAGES:
                     await self._require_reply(body, sender, scope)
-                elif name == _PUSH_OBJECT:
+                elif name == PUSH_OBJECT:
                     self._require_room(body, sender)
-                if name == _PULL_OBJECT:
+                if name == PULL_OBJECT:
                     progress.is_first = False
                     progress.sent, progress.total = parse_progress(headers)
                     send = ResumableAnswer(send, headers, body).send
                 async with self._keep_answer(key, part) as keep:
                     observed = send if part is None else observe_answer(send, keep)
                     await self.app(scope, make_replay(body, receive), observed)
-                if name == _PUSH_MESSAGES and self._exchange is not None:
+                if name == PUSH_MESSAGES and self._exchange is not None:
                     self._exchange.wake_runs()
-                elif name == _PUSH_OBJECT and self._exchange is not None:
+                elif name == PUSH_OBJECT and self._exchange is not None:
                     await self._exchange.note_object(body)
-                elif name == _DEACTIVATE and is_stopped and sender is not None and sender.node is not None:
+                elif name == DEACTIVATE_NODE and is_stopped and sender is not None and sender.node is not None:
                     self._get_exchange(scope).note_departure(sender.node)
                 return
             await send_answer(answer, scope, receive, send, tag)

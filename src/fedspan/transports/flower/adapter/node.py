@@ -47,7 +47,16 @@ from fedspan.transports.flower.adapter.objects import (
     compute_object_id,
     deflate_message,
 )
-from fedspan.transports.flower.adapter.superlink import NODE_API
+from fedspan.transports.flower.adapter.paths import (
+    ACTIVATE_NODE,
+    DEACTIVATE_NODE,
+    NODE_API,
+    PULL_OBJECT,
+    PUSH_OBJECT,
+    REGISTER_NODE,
+    SEND_HEARTBEAT,
+    UNREGISTER_NODE,
+)
 from fedspan.transports.flower.transfers import Download, Transfers
 from fedspan.transports.flower.wire import (
     BASE_BYTES,
@@ -80,7 +89,6 @@ _SECONDS, _CONNECT = 180.0, 30.0
 while; a request that was given up would be processed all the same, and sent again on top of it."""
 _IDLE = 60.0
 """Seconds after which an idle connection is closed; a new one costs a TLS handshake."""
-_PULL_OBJECT, _DEACTIVATE, _HEARTBEAT = "pull-object", "deactivate-node", "send-node-heartbeat"
 _TEMPORARY = httpx.codes.REQUEST_TIMEOUT, httpx.codes.TOO_MANY_REQUESTS
 """Statuses below 500 after which a request can be sent again: the link stalled, and what has arrived is kept, or other
 requests of this node came first."""
@@ -201,9 +209,9 @@ class NodeConnection:
             httpx.HTTPError: If the SuperLink is unreachable.
         """
         if self._registers:
-            self._call("register-node", RegisterNodeFleetRequest(public_key=self._public))
+            self._call(REGISTER_NODE, RegisterNodeFleetRequest(public_key=self._public))
         request = ActivateNodeRequest(public_key=self._public, heartbeat_interval=HEARTBEAT_DEFAULT_INTERVAL)
-        self.node_id = ActivateNodeResponse.FromString(self._call("activate-node", request)).node_id
+        self.node_id = ActivateNodeResponse.FromString(self._call(ACTIVATE_NODE, request)).node_id
         self._heartbeat.start()
 
     def close(self) -> None:
@@ -212,9 +220,9 @@ class NodeConnection:
             if self._heartbeat.is_running:
                 self._heartbeat.stop()
             with suppress(httpx.HTTPError):
-                self._call(_DEACTIVATE, DeactivateNodeRequest(node_id=self.node_id), retries=0)
+                self._call(DEACTIVATE_NODE, DeactivateNodeRequest(node_id=self.node_id), retries=0)
                 if self._registers:
-                    self._call("unregister-node", UnregisterNodeFleetRequest(node_id=self.node_id), retries=0)
+                    self._call(UNREGISTER_NODE, UnregisterNodeFleetRequest(node_id=self.node_id), retries=0)
         self._client.close()
 
     def take_order(self, received: str) -> ReceivedOrder | None:
@@ -284,7 +292,7 @@ class NodeConnection:
     def _push_objects(self, reply: OutgoingReply) -> None:
         """Send the missing objects of a reply, one after the other: several would share a slow link."""
         push = make_push_object_fn_protobuf(
-            self._bind_call("push-object", PushObjectResponse), Node(node_id=self.node_id), reply.run, reply.session
+            self._bind_call(PUSH_OBJECT, PushObjectResponse), Node(node_id=self.node_id), reply.run, reply.session
         )
         for id, content in reply.contents.items():
             if id in reply.missing:
@@ -300,7 +308,7 @@ class NodeConnection:
             ObjectUnavailableError: If it was announced and has not arrived.
             RunNotRunningException: If the run has ended.
         """
-        pull = self._bind_call(_PULL_OBJECT, PullObjectResponse)
+        pull = self._bind_call(PULL_OBJECT, PullObjectResponse)
         content = make_pull_object_fn_protobuf(pull, Node(node_id=self.node_id), run)(id)
         if compute_object_id(content) != id:
             raise ObjectPullError(id, "its content has another hash")
@@ -330,7 +338,7 @@ class NodeConnection:
             node=Node(node_id=self.node_id), heartbeat_interval=HEARTBEAT_DEFAULT_INTERVAL
         )
         try:
-            answer = self._call(_HEARTBEAT, request, seconds=HEARTBEAT_CALL_TIMEOUT, retries=0)
+            answer = self._call(SEND_HEARTBEAT, request, seconds=HEARTBEAT_CALL_TIMEOUT, retries=0)
             return SendNodeHeartbeatResponse.FromString(answer).success
         except Exception:  # sent again soon; a node that is no longer accepted learns it from its next request
             return False
@@ -414,11 +422,11 @@ class NodeConnection:
             content = transfers.pace_upload(body, part, transfers.sent.show)
         elif download is not None:
             headers |= {"range": f"bytes={download.size}-", "if-range": download.tag}
-        if path.endswith(_PULL_OBJECT):
+        if path.endswith(PULL_OBJECT):
             headers[PROGRESS_HEADER] = format_progress(transfers.received.done, transfers.received.total)
-        elif path.endswith(_DEACTIVATE) and self.is_stopped:
+        elif path.endswith(DEACTIVATE_NODE) and self.is_stopped:
             headers[STOPPED_HEADER] = "1"
-        elif path.endswith(_HEARTBEAT) and (work := self.get_work()) is not None:
+        elif path.endswith(SEND_HEARTBEAT) and (work := self.get_work()) is not None:
             headers[WORK_HEADER] = work.to_header()
         timeout = httpx.Timeout(seconds, connect=min(seconds, _CONNECT))
         with self._client.stream("POST", path, content=content, headers=headers, timeout=timeout) as response:
