@@ -18,6 +18,7 @@ import pytest
 door = pytest.importorskip("fedspan.transports.flower.door", reason="the extra fedspan[flower] is not installed")
 adapter = pytest.importorskip("fedspan.transports.flower.adapter")
 connections = pytest.importorskip("fedspan.transports.flower.connections")
+senders = pytest.importorskip("fedspan.transports.flower.senders")
 wire = pytest.importorskip("fedspan.transports.flower.wire")
 
 KEY = b"key of node 7"
@@ -30,7 +31,7 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """Node 7 has a key that was admitted; any other key is valid and was not."""
     monkeypatch.setattr(door, "is_node_key_required", lambda app: app.keyed)
     monkeypatch.setattr(door, "verify_node_headers", lambda headers: headers.get(b"key"))
-    monkeypatch.setattr(door, "find_node_id", lambda app, key: 7 if key == KEY else None)
+    monkeypatch.setattr(senders, "find_node_id", lambda app, key: 7 if key == KEY else None)
     monkeypatch.setattr(door, "find_reply_limit", lambda app, node, order: None)
 
 

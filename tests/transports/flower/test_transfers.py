@@ -27,7 +27,7 @@ import httpx
 import uvicorn
 from flwr.app import Message
 
-from fedspan.transports.flower import door, progress, transfers, wire
+from fedspan.transports.flower import door, progress, senders, transfers, wire
 from fedspan.transports.flower.adapter import (
     NodeConnection,
     ObjectPushError,
@@ -90,7 +90,7 @@ class Server:
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Server, int]]:
     """The server and its port; every valid key is that of node 7."""
     monkeypatch.setattr(door, "is_node_key_required", lambda app: True)
-    monkeypatch.setattr(door, "find_node_id", lambda app, key: NODE)
+    monkeypatch.setattr(senders, "find_node_id", lambda app, key: NODE)
     monkeypatch.setattr(door, "find_reply_limit", lambda app, node, order: None)
     made = Server()
     doorkeeper = door.Door(made.pull_object, exchange=made)  # type: ignore[arg-type]

@@ -18,14 +18,11 @@ The door answers its own paths and heartbeats itself (``exchange``), without Flo
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import ipaddress
-import json
 import os
-import time
-from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -51,7 +48,6 @@ from fedspan.transports.flower.adapter import (
     MessageStore,
     PushedReply,
     RunNotRunningException,
-    find_node_id,
     find_reply_limit,
     is_node_key_required,
     read_pushed_reply,
@@ -65,6 +61,7 @@ from fedspan.transports.flower.answers import (
     send_answer,
     split_answer,
 )
+from fedspan.transports.flower.base_answers import fetch_base
 from fedspan.transports.flower.bodies import (
     App,
     Receive,
@@ -81,12 +78,12 @@ from fedspan.transports.flower.bodies import (
 )
 from fedspan.transports.flower.connections import CONNECTIONS, Connections
 from fedspan.transports.flower.exchange import Exchange, ExchangeLimits
-from fedspan.transports.flower.limits import KNOWN_SECONDS, SMALL_BYTES, Bucket, DoorLimits, Sender, Slot
+from fedspan.transports.flower.limits import SMALL_BYTES, DoorLimits, Sender, Slot
 from fedspan.transports.flower.local_peer import get_peer_uid
 from fedspan.transports.flower.progress import ProgressClock
+from fedspan.transports.flower.senders import Senders, require_room
 from fedspan.transports.flower.uploads import Uploads
 from fedspan.transports.flower.wire import (
-    BASE_BYTES,
     BATCH_BYTES,
     CANCEL_ORDERS,
     FETCH_BASE,
@@ -143,6 +140,39 @@ _PROMPT = ACTIVATE_NODE, SEND_HEARTBEAT
 """Paths whose requests do not wait for others, so that a node whose upload was interrupted reconnects at once."""
 
 
+@dataclass
+class _NodeRequest:
+    """A request that a node may send, whose body has arrived.
+
+    Args:
+        scope: Its scope.
+        receive: Receives what follows its body.
+        send: Sends its answer.
+        headers: Its headers by name in lower case.
+        body: Its whole body.
+        part: The part of the body that it brought; None: it brought the body at once.
+        key: Public key of the node; None: of a server without keys.
+        sender: The door's state of the node; None: of a server without keys.
+        slot: Its slot among the requests of the node; None: it does not wait for others.
+        progress: What is logged about its answer.
+    """
+
+    scope: Scope
+    receive: Receive
+    send: Send
+    headers: dict[bytes, bytes]
+    body: bytes
+    part: UploadPart | None
+    key: bytes | None
+    sender: Sender | None
+    slot: Slot | None
+    progress: Progress
+
+    async def answer(self, answer: bytes, tag: str = "") -> None:
+        """Send an answer of the door's own (``send_answer``)."""
+        await send_answer(answer, self.scope, self.receive, self.send, tag)
+
+
 class Door:
     """Refuses requests that the sender's role does not allow.
 
@@ -176,9 +206,20 @@ class Door:
             UPLOAD_OFFSET: SMALL_BYTES,
             FETCH_BASE: SMALL_BYTES,
         }
-        self._senders: OrderedDict[bytes, Sender] = OrderedDict()
+        self._senders = Senders(self.limits)
         self._uploads = Uploads(self.limits)
         self._work = WorkBook(work)
+        self._handlers: dict[str, Callable[[_NodeRequest], Awaitable[None]]] = {
+            TAKE_ORDER: self._take_order,
+            FETCH_BASE: self._fetch_base,
+            UPLOAD_OFFSET: self._find_offset,
+            SEND_REPLY: self._send_reply,
+            SEND_HEARTBEAT: self._acknowledge_heartbeat,
+            PUSH_MESSAGES: self._push_messages,
+            PUSH_OBJECT: self._push_object,
+            PULL_OBJECT: self._pull_object,
+            DEACTIVATE_NODE: self._deactivate_node,
+        }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forward a request, or refuse it with a status of 4xx and close its connection."""
@@ -251,7 +292,6 @@ class Door:
         if most is None or scope["method"] != "POST":
             raise Refused(403, "not a path for nodes")
         length, part = read_declared_length(headers, most), read_declared_part(headers, most)
-        is_stopped = STOPPED_HEADER.encode() in headers
         sender: Sender | None = None
         progress = Progress(_SENT.get(name, ""))
         if name in _SENT:
@@ -265,13 +305,13 @@ class Door:
                 key = verify_node_headers(headers)
                 if key is None:
                     raise Refused(401, "no valid signature of a node")
-                sender = self._get_sender(key)
-                await self._require_admitted(scope, sender, key)
+                sender = self._senders.get(key)
+                await self._senders.require_admitted(scope, sender, key)
                 self.connections.accept(scope.get("client"), key, length + 2 * OBJECT_BYTES)
                 if name not in _PROMPT:
                     slot = Slot(sender.slots)
                     stack.callback(slot.leave)
-                    await self._wait(sender, slot)
+                    await self._senders.wait(sender, slot)
                 elif sender.heartbeats.take() > 0:
                     sender.heartbeats.give_back()
                     raise Refused(429, "too many heartbeats")
@@ -284,47 +324,8 @@ class Door:
             else:
                 clock = ProgressClock() if sender is None else sender.clocks["reply"]
                 body = await self._read_part(receive, length, part, key, progress.node, clock)
-            tag = ""
-            if name == TAKE_ORDER:
-                answer = await self._take_order(body, sender, slot, scope, receive)
-                if len(answer) >= RESUMABLE_BYTES:
-                    tag = compute_tag(read_first(answer), len(answer))
-            elif name == FETCH_BASE:
-                answer, progress.sent, progress.total = await self._fetch_base(body)
-                progress.is_first = progress.sent == 0
-                tag = compute_tag(body, len(answer)) if len(answer) >= RESUMABLE_BYTES else ""
-            elif name == UPLOAD_OFFSET:
-                answer = await self._find_offset(body, key)
-            elif name == SEND_REPLY:
-                async with self._keep_answer(key, part) as keep:
-                    answer = await self._send_reply(body, sender, scope)
-                    keep(answer)
-                if sender is not None and sender.node is not None:
-                    self._work.note(sender.node, None)
-            elif name == SEND_HEARTBEAT:
-                answer = await self._acknowledge_heartbeat(body, sender, scope)
-                if sender is not None and sender.node is not None:
-                    self._work.note(sender.node, parse_work(headers))
-            else:
-                if name == PUSH_MESSAGES:
-                    await self._require_reply(body, sender, scope)
-                elif name == PUSH_OBJECT:
-                    self._require_room(body, sender)
-                if name == PULL_OBJECT:
-                    progress.is_first = False
-                    progress.sent, progress.total = parse_progress(headers)
-                    send = ResumableAnswer(send, headers, body).send
-                async with self._keep_answer(key, part) as keep:
-                    observed = send if part is None else observe_answer(send, keep)
-                    await self.app(scope, make_replay(body, receive), observed)
-                if name == PUSH_MESSAGES and self._exchange is not None:
-                    self._exchange.wake_runs()
-                elif name == PUSH_OBJECT and self._exchange is not None:
-                    await self._exchange.note_object(body)
-                elif name == DEACTIVATE_NODE and is_stopped and sender is not None and sender.node is not None:
-                    self._get_exchange(scope).note_departure(sender.node)
-                return
-            await send_answer(answer, scope, receive, send, tag)
+            request = _NodeRequest(scope, receive, send, headers, body, part, key, sender, slot, progress)
+            await self._handlers.get(name, self._forward)(request)
 
     async def _read_part(
         self, receive: Receive, length: int, part: UploadPart, key: bytes | None, name: str, clock: ProgressClock
@@ -350,20 +351,6 @@ class Door:
         except ValueError as error:
             raise Refused(400, "not the body that was declared") from error
 
-    async def _fetch_base(self, body: bytes) -> tuple[bytes, int, int]:
-        """Return bytes of a file, their offset, and the file's size."""
-        parts = unpack_parts(body, 3)
-        if len(parts) != 3 or not parts[2].isdigit() or len(parts[2]) > 16:
-            raise Refused(400, "not a request for a base model")
-        if any(len(digest) != 64 or not digest.isalnum() for digest in parts[:2]) or self._offers is None:
-            raise Refused(404, "not a file of a base model that is offered")
-        offer, file = (digest.decode("ascii") for digest in parts[:2])
-        offset = int(parts[2])
-        found = await run_sync(_read_offered, self._offers, offer, file, offset)
-        if found is None:
-            raise Refused(404, "not a file of a base model that is offered")
-        return found[0], offset, found[1]
-
     @asynccontextmanager
     async def _keep_answer(self, key: bytes | None, part: UploadPart | None) -> AsyncGenerator[Callable[[bytes], None]]:
         """Process a request, and yield the function that keeps its answer for a node that may have lost it."""
@@ -374,31 +361,48 @@ class Door:
         async with self._uploads.process(owner, part.digest):
             yield partial(self._uploads.keep_answer, owner, part.digest)
 
-    async def _find_offset(self, body: bytes, key: bytes | None) -> bytes:
+    async def _find_offset(self, request: _NodeRequest) -> None:
+        body, key = request.body, request.key
         if len(body) != 64 or not body.isalnum():
             raise Refused(400, "not the SHA-256 of a body")
         owner, digest = key or body, body.decode("ascii")
         answer = await self._uploads.find_answer(owner, digest)
-        return b"%d" % self._uploads.find_offset(owner, digest) if answer is None else TAKEN + answer
+        await request.answer(b"%d" % self._uploads.find_offset(owner, digest) if answer is None else TAKEN + answer)
 
-    async def _take_order(
-        self, body: bytes, sender: Sender | None, slot: Slot | None, scope: Scope, receive: Receive
-    ) -> bytes:
-        parts = unpack_parts(body, 2)
+    async def _take_order(self, request: _NodeRequest) -> None:
+        sender, parts = request.sender, unpack_parts(request.body, 2)
         if len(parts) != 2 or not parts[0].isdigit() or len(parts[0]) > 20 or len(parts[1]) > 64:
             raise Refused(400, "not a request for an order")
         if (node := int(parts[0])) >= 2**64:  # Flower's database has no such number
             raise Refused(400, "not the number of a node")
         if sender is not None and node != sender.node:
             raise Refused(403, "a request in the name of another node")
-        received = parts[1].decode("latin-1")
-        return await self._get_exchange(scope).take_order(node, received, wait_for_disconnect(receive), slot)
+        received, exchange = parts[1].decode("latin-1"), self._get_exchange(request.scope)
+        answer = await exchange.take_order(node, received, wait_for_disconnect(request.receive), request.slot)
+        is_resumable = len(answer) >= RESUMABLE_BYTES
+        await request.answer(answer, compute_tag(read_first(answer), len(answer)) if is_resumable else "")
 
-    async def _send_reply(self, body: bytes, sender: Sender | None, scope: Scope) -> bytes:
+    async def _fetch_base(self, request: _NodeRequest) -> None:
+        progress = request.progress
+        answer, progress.sent, progress.total = await fetch_base(self._offers, request.body)
+        progress.is_first = progress.sent == 0
+        is_resumable = len(answer) >= RESUMABLE_BYTES
+        await request.answer(answer, compute_tag(request.body, len(answer)) if is_resumable else "")
+
+    async def _send_reply(self, request: _NodeRequest) -> None:
+        sender = request.sender
+        async with self._keep_answer(request.key, request.part) as keep:
+            answer = await self._store_reply(request.body, sender, request.scope)
+            keep(answer)
+        if sender is not None and sender.node is not None:
+            self._work.note(sender.node, None)
+        await request.answer(answer)
+
+    async def _store_reply(self, body: bytes, sender: Sender | None, scope: Scope) -> bytes:
         head, *contents = unpack_parts(body, 1 + self.limits.objects) or [b""]
         reply = await self._require_reply(head, sender, scope)
         for content in contents:
-            self._require_room(content, sender)
+            require_room(content, sender)
         try:
             return await self._get_exchange(scope).send_reply(reply.node, reply.request, contents)
         except RunNotRunningException as error:
@@ -406,55 +410,46 @@ class Door:
         except ValueError as error:
             raise Refused(409, "not a reply that can be stored") from error
 
-    async def _acknowledge_heartbeat(self, body: bytes, sender: Sender | None, scope: Scope) -> bytes:
-        exchange = self._get_exchange(scope)
+    async def _acknowledge_heartbeat(self, request: _NodeRequest) -> None:
+        sender, exchange = request.sender, self._get_exchange(request.scope)
         try:
-            return await exchange.acknowledge_heartbeat(body, None if sender is None else sender.node)
+            answer = await exchange.acknowledge_heartbeat(request.body, None if sender is None else sender.node)
         except ValueError as error:
             raise Refused(400, "not a heartbeat of this node") from error
+        if sender is not None and sender.node is not None:
+            self._work.note(sender.node, parse_work(request.headers))
+        await request.answer(answer)
 
-    def _get_sender(self, key: bytes) -> Sender:
-        sender, limits = self._senders.pop(key, None), self.limits
-        if sender is None:
-            requests = Bucket(limits.rate, limits.burst)
-            heartbeats = Bucket(limits.heartbeat_rate, limits.heartbeat_burst)
-            sender = Sender(asyncio.Semaphore(limits.parallel), requests, heartbeats)
-        self._senders[key] = sender
-        while len(self._senders) > 4096 and next(iter(self._senders.values())).waiting == 0:
-            self._senders.popitem(last=False)
-        return sender
+    async def _push_messages(self, request: _NodeRequest) -> None:
+        await self._require_reply(request.body, request.sender, request.scope)
+        await self._forward(request)
+        if self._exchange is not None:
+            self._exchange.wake_runs()
 
-    async def _require_admitted(self, scope: Scope, sender: Sender, key: bytes) -> None:
-        now = time.monotonic()
-        if now - sender.looked_up_at >= KNOWN_SECONDS:
-            sender.node = await run_sync(find_node_id, scope["app"], key)
-            sender.looked_up_at = now
-        if sender.node is None:
-            self._senders.pop(key, None)
-            raise Refused(401, "this key was not admitted")
+    async def _push_object(self, request: _NodeRequest) -> None:
+        require_room(request.body, request.sender)
+        await self._forward(request)
+        if self._exchange is not None:
+            await self._exchange.note_object(request.body)
 
-    async def _wait(self, sender: Sender, slot: Slot) -> None:
-        """Delay a request until its sender may send one."""
-        if sender.waiting >= self.limits.waiting:
-            raise Refused(429, "too many requests at once")
-        sender.waiting += 1
-        try:
-            await slot.enter()
-        finally:
-            sender.waiting -= 1
-        delay = sender.requests.take()
-        if delay > 0:
-            await asyncio.sleep(delay)
+    async def _pull_object(self, request: _NodeRequest) -> None:
+        progress = request.progress
+        progress.is_first = False
+        progress.sent, progress.total = parse_progress(request.headers)
+        request.send = ResumableAnswer(request.send, request.headers, request.body).send
+        await self._forward(request)
 
-    def _require_room(self, body: bytes, sender: Sender | None) -> None:
-        """Check that an object belongs to a node's reply, and that its reply is not too large with it."""
-        if sender is None or (digest := hashlib.sha256(body).digest()) in sender.counted:
-            return
-        if len(body) > sender.reply_left or not sender.objects_left:
-            raise Refused(413, "the objects are larger or more than those of a reply may be, or belong to no reply")
-        sender.reply_left -= len(body)
-        sender.objects_left -= 1
-        sender.counted.add(digest)
+    async def _deactivate_node(self, request: _NodeRequest) -> None:
+        await self._forward(request)
+        sender, is_stopped = request.sender, STOPPED_HEADER.encode() in request.headers
+        if is_stopped and sender is not None and sender.node is not None:
+            self._get_exchange(request.scope).note_departure(sender.node)
+
+    async def _forward(self, request: _NodeRequest) -> None:
+        """Have the app answer a request."""
+        async with self._keep_answer(request.key, request.part) as keep:
+            observed = request.send if request.part is None else observe_answer(request.send, keep)
+            await self.app(request.scope, make_replay(request.body, request.receive), observed)
 
     async def _require_reply(self, head: bytes, sender: Sender | None, scope: Scope) -> PushedReply:
         """Check that a head announces one reply, of a node itself and to the server, and let its objects follow."""
@@ -476,20 +471,6 @@ class Door:
             sender.reply_left = limits.reply_bytes + (OBJECT_BYTES if ordered is None else 0)
             sender.objects_left, sender.counted = reply.objects, set[bytes]()
         return reply
-
-
-def _read_offered(offers: Path, offer: str, file: str, offset: int) -> tuple[bytes, int] | None:
-    """Return bytes of a file of an offer, and its size; None: there is no such file, or it ends before the offset."""
-    for run in sorted(offers.glob(f"{offer}.*.json")):  # each run that offers the model has a file of its own
-        try:
-            path = json.loads(run.read_bytes())[file]
-            with Path(path).open("rb") as source:
-                source.seek(offset)
-                content = source.read(BASE_BYTES)
-                return (content, os.fstat(source.fileno()).st_size) if content else None
-        except (OSError, ValueError, KeyError):
-            continue
-    return None
 
 
 def _is_loopback(client: tuple[str, int] | None) -> bool:
