@@ -169,6 +169,6 @@ def test_a_heartbeat_over_http_says_what_its_node_does(tmp_path: Path, monkeypat
                     assert time.monotonic() < until
                     time.sleep(0.01)
         finally:
-            connection._client.close()
+            connection._requests.client.close()
             served.should_exit = True
             thread.join(20)
