@@ -617,13 +617,13 @@ def test_what_nobody_reads_any_more_is_dropped_in_time(received: int, monkeypatc
         options = {"receive": receive, "declared": len(body), "headers": declare(body)}
         first = asyncio.create_task(request(made, path, **options))
         await asyncio.sleep(0)
-        while not made._uploads.find_offset(KEY, digest):
+        while not made._bodies._uploads.find_offset(KEY, digest):
             await asyncio.sleep(0)
         gate.set()
         await first
-        found = [made._uploads.find_offset(KEY, digest)]
+        found = [made._bodies._uploads.find_offset(KEY, digest)]
         await asyncio.sleep(0.1)
-        return [*found, made._uploads.find_offset(KEY, digest)]
+        return [*found, made._bodies._uploads.find_offset(KEY, digest)]
 
     assert asyncio.run(run()) == [received, 0]
 

@@ -6,9 +6,10 @@ allows:
 
 - **Nodes** reach the nine paths of Flower's that a node needs, and the door's own (``wire``). The signed time in the
   headers is verified, and the key must be an admitted one, before a byte of the body is read. Bodies have a maximum
-  size for each path and a time limit; what has arrived of one when its connection breaks is kept (``uploads``). A
-  message must be a reply of the node itself to the server, and its objects may have as many bytes in all as the order
-  allows (``wire``), and at most ``DoorLimits.reply_bytes``. A node that sends faster than the limits waits.
+  size for each path and a time limit; what has arrived of one when its connection breaks is kept
+  (``resumed_bodies``). A message must be a reply of the node itself to the server, and its objects may have as many
+  bytes in all as the order allows (``wire``), and at most ``DoorLimits.reply_bytes``. A node that sends faster than
+  the limits waits (``senders``).
 - **The operator** reaches everything else, from a process of the same user on the same machine. Flower's commands carry
   no credentials, so the system's own record of who owns the connection decides.
 
@@ -17,11 +18,10 @@ The door answers its own paths and heartbeats itself (``exchange``), without Flo
 
 from __future__ import annotations
 
-import asyncio
 import ipaddress
 import os
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -72,7 +72,6 @@ from fedspan.transports.flower.bodies import (
     read_body,
     read_declared_length,
     read_declared_part,
-    read_into,
     unpack_parts,
     wait_for_disconnect,
 )
@@ -81,8 +80,8 @@ from fedspan.transports.flower.exchange import Exchange, ExchangeLimits
 from fedspan.transports.flower.limits import SMALL_BYTES, DoorLimits, Sender, Slot
 from fedspan.transports.flower.local_peer import get_peer_uid
 from fedspan.transports.flower.progress import ProgressClock
+from fedspan.transports.flower.resumed_bodies import ResumedBodies
 from fedspan.transports.flower.senders import Senders, require_room
-from fedspan.transports.flower.uploads import Uploads
 from fedspan.transports.flower.wire import (
     BATCH_BYTES,
     CANCEL_ORDERS,
@@ -96,7 +95,6 @@ from fedspan.transports.flower.wire import (
     STOPPED_HEADER,
     TAKE_ORDER,
     TAKE_REPLIES,
-    TAKEN,
     UPLOAD_OFFSET,
     UploadPart,
     compute_tag,
@@ -207,7 +205,7 @@ class Door:
             FETCH_BASE: SMALL_BYTES,
         }
         self._senders = Senders(self.limits)
-        self._uploads = Uploads(self.limits)
+        self._bodies = ResumedBodies(self.limits)
         self._work = WorkBook(work)
         self._handlers: dict[str, Callable[[_NodeRequest], Awaitable[None]]] = {
             TAKE_ORDER: self._take_order,
@@ -323,51 +321,12 @@ class Door:
                 body = await read_body(receive, length, self.limits)
             else:
                 clock = ProgressClock() if sender is None else sender.clocks["reply"]
-                body = await self._read_part(receive, length, part, key, progress.node, clock)
+                body = await self._bodies.read_part(receive, length, part, key, progress.node, clock)
             request = _NodeRequest(scope, receive, send, headers, body, part, key, sender, slot, progress)
             await self._handlers.get(name, self._forward)(request)
 
-    async def _read_part(
-        self, receive: Receive, length: int, part: UploadPart, key: bytes | None, name: str, clock: ProgressClock
-    ) -> bytes:
-        """Read a part of a body, and return the body when it is complete; otherwise keep what has arrived."""
-        owner = key or part.digest.encode()
-        if length != part.total - part.offset:
-            raise Refused(400, "a part that does not end with its body")
-        try:
-            upload = self._uploads.begin(owner, part, name, clock)
-        except ValueError as error:
-            raise Refused(416, "not the part that follows") from error
-        request = upload.requests
-        try:
-            await read_into(receive, length, self.limits, upload, request)
-        except BaseException:
-            if upload.requests == request:
-                self._uploads.interrupt(upload)
-                asyncio.get_running_loop().call_later(self.limits.partial_seconds + 1, self._uploads.drop_expired)
-            raise
-        try:
-            return self._uploads.finish(owner, part.digest, upload)
-        except ValueError as error:
-            raise Refused(400, "not the body that was declared") from error
-
-    @asynccontextmanager
-    async def _keep_answer(self, key: bytes | None, part: UploadPart | None) -> AsyncGenerator[Callable[[bytes], None]]:
-        """Process a request, and yield the function that keeps its answer for a node that may have lost it."""
-        if part is None:
-            yield lambda answer: None
-            return
-        owner = key or part.digest.encode()
-        async with self._uploads.process(owner, part.digest):
-            yield partial(self._uploads.keep_answer, owner, part.digest)
-
     async def _find_offset(self, request: _NodeRequest) -> None:
-        body, key = request.body, request.key
-        if len(body) != 64 or not body.isalnum():
-            raise Refused(400, "not the SHA-256 of a body")
-        owner, digest = key or body, body.decode("ascii")
-        answer = await self._uploads.find_answer(owner, digest)
-        await request.answer(b"%d" % self._uploads.find_offset(owner, digest) if answer is None else TAKEN + answer)
+        await request.answer(await self._bodies.find_offset(request.body, request.key))
 
     async def _take_order(self, request: _NodeRequest) -> None:
         sender, parts = request.sender, unpack_parts(request.body, 2)
@@ -391,7 +350,7 @@ class Door:
 
     async def _send_reply(self, request: _NodeRequest) -> None:
         sender = request.sender
-        async with self._keep_answer(request.key, request.part) as keep:
+        async with self._bodies.keep_answer(request.key, request.part) as keep:
             answer = await self._store_reply(request.body, sender, request.scope)
             keep(answer)
         if sender is not None and sender.node is not None:
@@ -447,7 +406,7 @@ class Door:
 
     async def _forward(self, request: _NodeRequest) -> None:
         """Have the app answer a request."""
-        async with self._keep_answer(request.key, request.part) as keep:
+        async with self._bodies.keep_answer(request.key, request.part) as keep:
             observed = request.send if request.part is None else observe_answer(request.send, keep)
             await self.app(request.scope, make_replay(request.body, request.receive), observed)
 
