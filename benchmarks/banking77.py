@@ -65,8 +65,8 @@ def run_trial(work: tuple[Trial, argparse.Namespace]) -> tuple[Trial, float]:
     from fedspan.errors import FedspanError
     from fedspan.runs.baselines import train_baseline
     from fedspan.runs.callbacks import Listener
-    from fedspan.runs.session import run
     from fedspan.runs.setup import prepare
+    from fedspan.runs.start import run
 
     folder = args.out / trial.folder
     report = folder / "report.json"

@@ -89,7 +89,7 @@ def config_of(method: str, variant: str, seed: int, args: argparse.Namespace) ->
 def run_variant(method: str, variant: str, seed: int, args: argparse.Namespace, work: Path) -> dict[str, Any]:
     """Return the report of a run, which is done if it is not there yet."""
     from fedspan.config import parse_config
-    from fedspan.runs.session import run
+    from fedspan.runs.start import run
 
     folder = work / f"{method}-{variant}-seed{seed}".replace(" ", "-").replace(",", "")
     if not (folder / "report.json").exists():

@@ -92,7 +92,7 @@ def build_config(cell: Cell, lr: float, args: argparse.Namespace) -> dict[str, A
 def run_cell(cell: Cell, lr: float, args: argparse.Namespace, work: Path) -> dict[str, Any]:
     """Return the report of a run, which is done if it is not there yet."""
     from fedspan.config import parse_config
-    from fedspan.runs.session import run
+    from fedspan.runs.start import run
     from fedspan.training.prefix_rows import start_next_run
 
     task, method, epsilon, seed = cell

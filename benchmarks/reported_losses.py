@@ -31,8 +31,8 @@ from fedspan.config.node import NodeLimits
 from fedspan.federation.evaluation import ClientScores, Evaluator, compute_trimmed_means
 from fedspan.federation.progress import Progress
 from fedspan.runs.selection import Selection, has_stalled
-from fedspan.runs.session import run
 from fedspan.runs.setup import Prepared, prepare
+from fedspan.runs.start import run
 from fedspan.tasks.bounded_losses import bound_loss, compute_guess_entropy
 
 

@@ -17,8 +17,8 @@ from watch import Watch, peak, reset_peak
 
 from fedspan.config import parse_config
 from fedspan.runs.callbacks import Listener
-from fedspan.runs.session import run
 from fedspan.runs.setup import Prepared
+from fedspan.runs.start import run
 
 
 class Rounds(Listener):

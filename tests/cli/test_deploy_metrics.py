@@ -18,7 +18,7 @@ pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
 from fedspan.config import load_config
 from fedspan.federation.protocol import Envelope, decode_order, decode_reply
 from fedspan.logs import read_lines
-from fedspan.runs import session
+from fedspan.runs import start
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.model_card import RunReport
 from fedspan.runs.remote import build_server_clients, connect, get_nodes_folder, reply_as
@@ -81,7 +81,7 @@ def submitted(
         return run_rounds(connect(prepared, transport, rules, nodes=get_nodes_folder(place.path), clients=clients))
 
     def submit(config: Path, folder: Path, *_: Any, listener: Any, **__: Any) -> RunReport:
-        return session.run(load_config(config), folder, listener=listener, host=host)
+        return start.run(load_config(config), folder, listener=listener, host=host)
 
     monkeypatch.setattr("fedspan.deployment.deploy.submit", submit)
     server = str(folder.with_suffix(".server"))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.session import load_partition
+from fedspan.runs.start import load_partition
 from helpers.families import others_slow
 
 Call = Callable[..., Any]

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from fedspan.cli.run_summary import show_report
-from fedspan.runs.session import RunReport
+from fedspan.runs.model_card import RunReport
 
 TEST: Mapping[str, Any] = {"accuracy": 0.75, "worst": {"client": "north", "accuracy": 0.5}}
 

@@ -25,7 +25,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Bert
 
 import fedspan.experiments.run_comparison
 import fedspan.experiments.run_search
-import fedspan.runs.session
+import fedspan.runs.start
 import fedspan.runs.train
 import fedspan.runs.trained_models  # noqa: F401
 from fedspan.cli import app, live, run_summary  # noqa: F401

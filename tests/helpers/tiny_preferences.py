@@ -11,7 +11,22 @@ from typing import Any
 
 from helpers import tiny_decoders
 
-__all__ = ["make_rows", "save_preferences", "settings"]
+__all__ = ["BAD", "GOOD", "ROWS", "USER", "make_rows", "save_preferences", "settings"]
+
+ROWS = [
+    {"prompt": "Q: a1 b2 A:", "chosen": " b1 c2", "rejected": " a5"},
+    {"prompt": "Q: c0 A:", "chosen": " d0", "rejected": " a1 a2 a3 d4"},
+    {"prompt": "Q: d3 d4 d5 A:", "chosen": " a3 a4 a5", "rejected": " a3 a4"},
+    {"prompt": "Q: b5 A:", "chosen": " c5", "rejected": " b5"},
+    {"prompt": "Q: a0 a1 A:", "chosen": " b0 b1", "rejected": " d2 d2"},
+]
+"""A few pairs in TRL's format."""
+USER, GOOD, BAD = (
+    {"role": "user", "content": "a1"},
+    {"role": "assistant", "content": "b1"},
+    {"role": "assistant", "content": "c4 c5"},
+)
+"""Messages: a user's, and a better and a worse answer to it."""
 
 _SITES = {"east": 21, "north": 28, "west": 37}
 _AFTER = dict(zip("abcd", "bcda", strict=True))

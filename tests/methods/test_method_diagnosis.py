@@ -23,7 +23,7 @@ from fedspan.diagnostics.round_diagnosis import STEPS, Barrier, Diagnosis, diagn
 from fedspan.federation.progress import Progress
 from fedspan.methods.registry import METHODS
 from fedspan.reproduction.measurement import measure
-from fedspan.runs import session
+from fedspan.runs import start
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.setup import Prepared
 from helpers import tiny
@@ -191,7 +191,7 @@ def test_where_nobody_may_look(tiny_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(FedspanError, match=r"`evaluation\.diagnostics`: it cannot be combined with privacy"):
         parse_config(values | {"privacy": private, "federation": {"weights": "uniform", "clients_per_round": 2}})
     with pytest.raises(FedspanError, match=r"`evaluation\.diagnostics`: diagnostics need engine\.name"):
-        session.run(parse_config(values), tmp_path / "run", host=lambda place, prepared, run: run(prepared))
+        start.run(parse_config(values), tmp_path / "run", host=lambda place, prepared, run: run(prepared))
     assert not (tmp_path / "run").exists()
 
 

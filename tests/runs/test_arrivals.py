@@ -14,7 +14,7 @@ from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
 from fedspan.federation.transport import AsynchronousTransport, OnReply, Orders
 from fedspan.logs import read_lines
-from fedspan.runs import session
+from fedspan.runs import start
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.checkpoint import load_latest
 from fedspan.runs.folder import RunFolder
@@ -63,7 +63,7 @@ class StopAfter(Listener):
 @pytest.fixture(scope="module")
 def recorded(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("recorded") / "run"
-    session.run(make_config(tiny_folder), folder)
+    start.run(make_config(tiny_folder), folder)
     return folder
 
 
@@ -86,14 +86,14 @@ def test_a_stopped_run_ends_as_one_that_was_not(tiny_folder: Path, recorded: Pat
     """Stopped twice, while orders are open whose states are older than the run's newest."""
     config, folder = make_config(tiny_folder), tmp_path / "run"
     with pytest.raises(Stopped):
-        session.run(config, folder, listener=StopAfter(2))
+        start.run(config, folder, listener=StopAfter(2))
     with pytest.raises(Stopped):
-        session.run(None, folder, resume=True, listener=StopAfter(4))
+        start.run(None, folder, resume=True, listener=StopAfter(4))
     checkpoint = load_latest(RunFolder(folder))
     assert checkpoint is not None
     assert set(checkpoint.open.states) == {order.round for order in checkpoint.open.orders}
     assert min(checkpoint.open.states) < 3
-    session.run(None, folder, resume=True)
+    start.run(None, folder, resume=True)
     require_same_end(folder, recorded)
     assert get_arrivals(folder) == get_arrivals(recorded)
     ours, theirs = (load_latest(RunFolder(path)) for path in (folder, recorded))
@@ -107,8 +107,8 @@ def test_a_record_of_arrivals_repeats_a_run(tiny_folder: Path, recorded: Path, t
     speeds, folder = {"speed": {"distribution": "constant"}}, tmp_path / "run"
     config = make_config(tiny_folder, simulation=speeds, replay=str(recorded))
     with pytest.raises(Stopped):
-        session.run(config, folder, listener=StopAfter(3))
-    session.run(None, folder, resume=True)
+        start.run(config, folder, listener=StopAfter(3))
+    start.run(None, folder, resume=True)
     require_same_end(folder, recorded)
     assert get_arrivals(folder) == get_arrivals(recorded)
     assert all("simulated_seconds" not in row for row in read_lines(RunFolder(folder).metrics))
@@ -116,22 +116,22 @@ def test_a_record_of_arrivals_repeats_a_run(tiny_folder: Path, recorded: Path, t
 
 def test_a_record_that_does_not_fit_is_refused(tiny_folder: Path, recorded: Path, tmp_path: Path) -> None:
     with pytest.raises(FedspanError, match="folder of a run with federation"):
-        session.run(make_config(tiny_folder, replay=str(tmp_path / "none")), tmp_path / "first")
+        start.run(make_config(tiny_folder, replay=str(tmp_path / "none")), tmp_path / "first")
     config = make_config(tiny_folder, replay=str(recorded))
     longer = config.model_copy(update={"federation": config.federation.model_copy(update={"rounds": 7})})
     with pytest.raises(FedspanError, match=r"the record has the arrivals of 6 rounds, and federation\.rounds is 7"):
-        session.run(longer, tmp_path / "second")
+        start.run(longer, tmp_path / "second")
     assert not RunFolder(tmp_path / "second").metrics.exists()  # before any training
     update = {"rounds": 7, "early_stopping": 7}  # the recorded run may have stopped early, and this one as well
     stopping = config.model_copy(update={"federation": config.federation.model_copy(update=update)})
     with pytest.raises(FedspanError, match="the record has the arrivals of 6 rounds, and this is round 7"):
-        session.run(stopping, tmp_path / "stopping")
+        start.run(stopping, tmp_path / "stopping")
     changed = tmp_path / "changed"
     changed.mkdir()
     text = RunFolder(recorded).metrics.read_text()
     (changed / "metrics.jsonl").write_text(text.replace('"arrivals": [["', '"arrivals": [["x', 1))
     with pytest.raises(FedspanError, match="does not match"):
-        session.run(make_config(tiny_folder, replay=str(changed)), tmp_path / "third")
+        start.run(make_config(tiny_folder, replay=str(changed)), tmp_path / "third")
 
 
 @pytest.mark.slow
@@ -139,16 +139,16 @@ def test_a_stopped_replay_goes_on_with_its_record_alone(tiny_folder: Path, recor
     place, other, folder = tmp_path / "record", tmp_path / "other", tmp_path / "run"
     shutil.copytree(recorded, place)
     with pytest.raises(Stopped):
-        session.run(make_config(tiny_folder, replay=str(place)), folder, listener=StopAfter(2))
-    session.run(make_config(tiny_folder, simulation={"speed": {"distribution": "constant"}}), other)
+        start.run(make_config(tiny_folder, replay=str(place)), folder, listener=StopAfter(2))
+    start.run(make_config(tiny_folder, simulation={"speed": {"distribution": "constant"}}), other)
     assert get_arrivals(other) != get_arrivals(recorded)
     place.rename(tmp_path / "moved")
     shutil.copytree(other, place)
     with pytest.raises(FedspanError, match=r"`federation\.buffered\.replay`: its arrivals are not those with which"):
-        session.run(None, folder, resume=True)
+        start.run(None, folder, resume=True)
     shutil.rmtree(place)
     (tmp_path / "moved").rename(place)
-    session.run(None, folder, resume=True)
+    start.run(None, folder, resume=True)
     require_same_end(folder, recorded)
 
 
@@ -211,7 +211,7 @@ class Machines(AsynchronousTransport):
         self.stalled |= set(ids)
 
 
-def make_machines(*silent: int) -> tuple[session.Host, list[Machines]]:
+def make_machines(*silent: int) -> tuple[start.HostRun, list[Machines]]:
     made = list[Machines]()
 
     def host(run_folder: RunFolder, prepared: Prepared, run_rounds: Callable[[Prepared], RunReport]) -> RunReport:
@@ -230,7 +230,7 @@ def deploy_config(folder: Path, concurrency: int = 3, **federation: Any) -> RunC
 
 def require_repeated(run: Path, folder: Path, tiny_folder: Path, federation: Mapping[str, Any] | None = None) -> None:
     """Require that a simulation of the record of a run ends with the same state."""
-    session.run(make_config(tiny_folder, replay=str(run), federation=federation), folder)
+    start.run(make_config(tiny_folder, replay=str(run), federation=federation), folder)
     ours, theirs = (load_latest(RunFolder(path)) for path in (folder, run))
     assert ours is not None
     assert theirs is not None
@@ -242,7 +242,7 @@ def require_repeated(run: Path, folder: Path, tiny_folder: Path, federation: Map
 def test_the_record_of_clients_elsewhere_repeats_their_run_in_the_simulator(tiny_folder: Path, tmp_path: Path) -> None:
     """One client is so slow that its replies are old, and two replies do not arrive."""
     host, made = make_machines(3, 9)
-    session.run(deploy_config(tiny_folder, concurrency=4), tmp_path / "run", host=host)
+    start.run(deploy_config(tiny_folder, concurrency=4), tmp_path / "run", host=host)
     (machines,) = made
     rows = list(read_lines(RunFolder(tmp_path / "run").metrics))
     assert max(age for row in rows for _, age in row["arrivals"]) >= 2  # type: ignore[misc]
@@ -275,9 +275,9 @@ def test_a_record_with_rejected_replies_repeats_the_run(elsewhere: bool, tiny_fo
     """A rejected reply moved the median of the norms, and is not in the record."""
     host, _ = make_machines()
     if elsewhere:
-        session.run(deploy_config(tiny_folder, concurrency=4, **OUTLIERS), tmp_path / "run", host=host)
+        start.run(deploy_config(tiny_folder, concurrency=4, **OUTLIERS), tmp_path / "run", host=host)
     else:
-        session.run(make_config(tiny_folder, concurrency=4, federation=OUTLIERS), tmp_path / "run")
+        start.run(make_config(tiny_folder, concurrency=4, federation=OUTLIERS), tmp_path / "run")
     assert list_outliers(tmp_path / "run")
     require_repeated(tmp_path / "run", tmp_path / "again", tiny_folder, OUTLIERS)
     assert not list_outliers(tmp_path / "again")
@@ -286,21 +286,21 @@ def test_a_record_with_rejected_replies_repeats_the_run(elsewhere: bool, tiny_fo
 def test_a_record_of_larger_rounds_is_refused(tiny_folder: Path, recorded: Path, tmp_path: Path) -> None:
     config = make_config(tiny_folder, replay=str(recorded), federation={"clients_per_round": 1})
     with pytest.raises(FedspanError, match=r"round 1 has more replies than a round takes \(1\)"):
-        session.run(config, tmp_path / "run")
+        start.run(config, tmp_path / "run")
 
 
 @pytest.mark.slow
 def test_a_server_that_starts_again_sends_new_orders(tiny_folder: Path, tmp_path: Path) -> None:
     host, machines = make_machines(2)
     with pytest.raises(Stopped):
-        session.run(deploy_config(tiny_folder), tmp_path / "run", host=host, listener=StopAfter(3))
+        start.run(deploy_config(tiny_folder), tmp_path / "run", host=host, listener=StopAfter(3))
     lost = dict(machines[0].open)
     assert lost
     checkpoint = load_latest(RunFolder(tmp_path / "run"))
     assert checkpoint is not None
     assert {order.client for order in checkpoint.open.orders} == set(lost)
     assert checkpoint.open.states == {}  # nobody can use them
-    session.run(None, tmp_path / "run", resume=True, host=host)
+    start.run(None, tmp_path / "run", resume=True, host=host)
     assert len(machines) == 2
     assert machines[1].assumed == set(lost)  # they may still train for the first server
     assert len(get_arrivals(tmp_path / "run")) == 6
@@ -310,7 +310,7 @@ def test_a_server_that_starts_again_sends_new_orders(tiny_folder: Path, tmp_path
 def test_orders_that_are_too_old_to_count_are_closed(tiny_folder: Path, tmp_path: Path) -> None:
     host, made = make_machines()
     config = deploy_config(tiny_folder, buffered={"concurrency": 4, "max_staleness": 2}, rounds=8)
-    session.run(config, tmp_path / "run", host=host)
+    start.run(config, tmp_path / "run", host=host)
     (machines,) = made
     rows: list[Any] = list(read_lines(RunFolder(tmp_path / "run").metrics))
     failures = [failure for row in rows for failure in row.get("failures", [])]
@@ -324,10 +324,10 @@ def test_orders_that_are_too_old_to_count_are_closed(tiny_folder: Path, tmp_path
 def test_a_round_with_too_few_replies_sends_further_orders_and_then_stops(tiny_folder: Path, tmp_path: Path) -> None:
     """All four clients fail, and all again: attempts are counted as in synchronous rounds."""
     host, machines = make_machines(*range(1, 9))
-    session.run(deploy_config(tiny_folder, retries=2), tmp_path / "run", host=host)
+    start.run(deploy_config(tiny_folder, retries=2), tmp_path / "run", host=host)
     first = next(read_lines(RunFolder(tmp_path / "run").metrics))
     assert [failure["attempt"] for failure in first["failures"]] == [0] * 4 + [1] * 4  # type: ignore[index]
     host, machines = make_machines(*range(1, 13))
     with pytest.raises(FedspanError, match=r"round 1 needs good replies .* and has 0"):
-        session.run(deploy_config(tiny_folder, retries=2), tmp_path / "stopped", host=host)
+        start.run(deploy_config(tiny_folder, retries=2), tmp_path / "stopped", host=host)
     assert machines[0].received == 12

@@ -18,7 +18,7 @@ from fedspan.cli.run_summary import show_report
 from fedspan.clients.coarsening import coarsen_losses
 from fedspan.deployment.node import NodeService
 from fedspan.federation.protocol import Part
-from fedspan.runs import session
+from fedspan.runs import start
 from fedspan.runs.divergence import find_divergence
 from fedspan.tasks.bounded_losses import compute_guess_entropy
 from helpers import tiny
@@ -169,7 +169,7 @@ def test_a_deployment_reports_divergence_in_its_first_round(tiny_folder: Path, t
     service = NodeService(node(tiny_folder, tmp_path / "node", limits={"evaluation_examples": 10}))
     changes: dict[str, Any] = {"optimizer": "sgd", "lr": 300.0, "max_grad_norm": 0.0, "local_steps": 6}
     prepared, _ = served(tiny_folder, service, training=changes, federation={"rounds": 1})
-    report = session.run(prepared.config, tmp_path / "run", build=lambda *_: prepared)
+    report = start.run(prepared.config, tmp_path / "run", build=lambda *_: prepared)
     assert f"that of the untrained model {log(len(tiny.LABELS)):.4g}. Lower training.lr" in report.warnings[0]
 
 

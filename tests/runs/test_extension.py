@@ -12,7 +12,7 @@ import yaml
 
 import fedspan
 from fedspan.errors import FedspanError
-from fedspan.runs import extension, selection, session
+from fedspan.runs import extension, final_report, selection
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.selection import Best
 from helpers import tiny
@@ -113,7 +113,7 @@ def test_an_extension_that_is_interrupted_before_its_report_goes_on(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(session, "compute_result_digests", killed)
+        patch.setattr(final_report, "compute_result_digests", killed)
         with pytest.raises(KeyboardInterrupt):
             fedspan.resume(tmp_path / "run", overrides=["federation.rounds=2"])
     assert (tmp_path / "run" / "adapter").is_dir()

@@ -21,7 +21,7 @@ from fedspan.cli.run_summary import show_report
 from fedspan.config import parse_config
 from fedspan.deployment.handshake import build_server_config
 from fedspan.deployment.node import NodeService
-from fedspan.runs import session
+from fedspan.runs import start
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.head_setup import begin
 from fedspan.runs.model_setup import ModelObjects
@@ -273,6 +273,6 @@ def test_nodes_that_refuse_statistics_do_not_stop_a_deployment(tiny_folder: Path
         return node_service.served(tiny_folder, service, model={"head_init": "auto"})[0]
 
     config = build_server_config(node_service.values(tiny_folder, model={"head_init": "auto"}))
-    report = session.run(config, tmp_path / "run", build=build)
+    report = start.run(config, tmp_path / "run", build=build)
     assert (report.rounds, report.start["head_init"]) == (3, "random")
     assert "no statistics of examples leave this node" in report.start["reason"]

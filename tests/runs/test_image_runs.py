@@ -24,8 +24,8 @@ from fedspan.core.values import Job
 from fedspan.federation.progress import Progress
 from fedspan.models.merging import export_merged, is_merging_required
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.session import write_adapters
 from fedspan.runs.setup import Prepared, prepare
+from fedspan.runs.trained_models import write_adapters
 from helpers import tiny, tiny_decoders, tiny_images
 from helpers.families import others_slow
 

@@ -82,7 +82,7 @@ def interrupted(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 def test_a_resumed_run_uses_the_stored_rate(interrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = Path(shutil.copytree(interrupted, tmp_path / "run"))
     (chosen,) = rates(folder)
-    monkeypatch.setattr("fedspan.runs.session.run_range_test", None)  # it is not run again
+    monkeypatch.setattr("fedspan.runs.start.run_range_test", None)  # it is not run again
     fedspan.resume(folder)
     assert rates(folder) == [chosen] * 3
 

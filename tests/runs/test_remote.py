@@ -13,7 +13,7 @@ import torch
 from fedspan.federation.protocol import Envelope, Reply, decode_order
 from fedspan.federation.serialization import encode_state
 from fedspan.logs import read_lines
-from fedspan.runs import session
+from fedspan.runs import start
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.checkpoint import load_latest
 from fedspan.runs.folder import RunFolder
@@ -47,7 +47,7 @@ class Here(ReplyingTransport):
                 yield id, reply_as(self.run, torch.get_num_threads(), self.ids.index(id), envelope)
 
 
-def host(*tasks: str, kind: type[Here] = Here, reads_nodes: bool = True) -> session.Host:
+def host(*tasks: str, kind: type[Here] = Here, reads_nodes: bool = True) -> start.HostRun:
     """A host of runs whose clients are behind a transport.
 
     Args:
@@ -76,11 +76,11 @@ def test_failures_are_counted_over_the_whole_run_however_often_it_was_resumed(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
     config = tiny.config(tiny_folder, federation={"clients_per_round": None, "rounds": 2})
-    whole = session.run(config, tmp_path / "whole", host=host("train"))
+    whole = start.run(config, tmp_path / "whole", host=host("train"))
     assert whole.failures == {BAD: {"count": 2, "round": 2, "reason": "no reply within 5 s"}}
     with pytest.raises(KeyboardInterrupt):
-        session.run(config, tmp_path / "resumed", host=host("train"), listener=Impatient())
-    again = session.run(None, tmp_path / "resumed", resume=True, host=host("train"))
+        start.run(config, tmp_path / "resumed", host=host("train"), listener=Impatient())
+    again = start.run(None, tmp_path / "resumed", resume=True, host=host("train"))
     assert again.failures == whole.failures
     assert again.bytes == whole.bytes
     assert again.other_bytes == whole.other_bytes
@@ -90,7 +90,7 @@ def test_failures_are_counted_over_the_whole_run_however_often_it_was_resumed(
 
 def test_who_is_not_measured_is_counted_too(tiny_folder: Path, tmp_path: Path) -> None:
     config = tiny.config(tiny_folder, federation={"clients_per_round": None, "rounds": 2})
-    report = session.run(config, tmp_path / "run", host=host("evaluate"))
+    report = start.run(config, tmp_path / "run", host=host("evaluate"))
     assert report.failures[BAD]["count"] == 3  # after each round, and of the best one at the end
     assert report.failures[BAD]["reason"] == "not measured: no reply within 5 s"
     (failure,) = next(read_lines(tmp_path / "run" / "metrics.jsonl"))["failures"]  # type: ignore[misc]
@@ -99,8 +99,8 @@ def test_who_is_not_measured_is_counted_too(tiny_folder: Path, tmp_path: Path) -
 
 def test_what_evaluation_sends_is_in_the_ledger_and_apart_from_the_training(tiny_folder: Path, tmp_path: Path) -> None:
     config = tiny.config(tiny_folder, federation={"clients_per_round": None, "rounds": 2})
-    here = session.run(config, tmp_path / "here")
-    report = session.run(config, tmp_path / "run", host=host())
+    here = start.run(config, tmp_path / "here")
+    report = start.run(config, tmp_path / "run", host=host())
     assert report.failures == {}
     assert report.bytes == here.bytes
     assert here.other_bytes == {}
@@ -118,7 +118,7 @@ def test_a_run_whose_models_are_all_personal_ends_without_an_adapter_of_its_own(
 ) -> None:
     federation = {"clients_per_round": None, "rounds": 1}
     config = tiny.config(tiny_folder, method={"name": "local-only"}, federation=federation)
-    report = session.run(config, tmp_path / "run", host=host(reads_nodes=False))
+    report = start.run(config, tmp_path / "run", host=host(reads_nodes=False))
     assert report.adapters == {}
     assert not (tmp_path / "run" / "adapter").exists()
 
@@ -153,14 +153,14 @@ def test_a_client_that_lost_its_state_is_absent_from_the_round_of_the_loss_only(
     config = tiny.config(
         tiny_folder, method={"name": "fedsa-lora"}, federation={"clients_per_round": None, "rounds": 5}
     )
-    session.run(config, tmp_path / "whole", host=forgetful)
+    start.run(config, tmp_path / "whole", host=forgetful)
     with pytest.raises(KeyboardInterrupt):
-        session.run(config, tmp_path / "resumed", host=forgetful, listener=AfterTheLoss())
+        start.run(config, tmp_path / "resumed", host=forgetful, listener=AfterTheLoss())
     halfway = load_latest(RunFolder(tmp_path / "resumed"))
     assert halfway is not None
     assert BAD not in halfway.last_rounds
     assert halfway.last_replies == {BAD: 1}
-    session.run(None, tmp_path / "resumed", resume=True, host=forgetful)
+    start.run(None, tmp_path / "resumed", resume=True, host=forgetful)
     ends: list[bytes] = []
     for name in ("whole", "resumed"):
         rows: list[Any] = list(read_lines(tmp_path / name / "metrics.jsonl"))

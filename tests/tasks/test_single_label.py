@@ -89,7 +89,7 @@ def test_balanced_weights_are_not_computed_again_for_each_batch(
         calls.append(len(labels))
         return compute_class_weights(labels, classes)
 
-    monkeypatch.setattr("fedspan.training.engine.compute_class_weights", count)
+    monkeypatch.setattr("fedspan.training.services.compute_class_weights", count)
     counts: list[int] = []
     for epochs in (1, 3):
         calls.clear()

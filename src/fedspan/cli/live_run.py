@@ -13,7 +13,7 @@ import typer
 from fedspan.runs.trackers import require_trackers
 
 if TYPE_CHECKING:
-    from fedspan.runs.session import RunReport
+    from fedspan.runs.model_card import RunReport
 
 __all__ = ["describe_interruption", "find_unused_folder", "show_run"]
 

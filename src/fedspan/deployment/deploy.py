@@ -26,7 +26,7 @@ from fedspan.errors import FedspanError
 from fedspan.federation.evaluation import describe_few_nodes
 from fedspan.federation.protocol import Envelope
 from fedspan.files import convert_disk_errors, make_private_folder, read_bytes, write_atomic
-from fedspan.runs import session
+from fedspan.runs import start
 from fedspan.runs.callbacks import Listener, Listeners
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.integrity import require_intact
@@ -254,7 +254,7 @@ def submit(
             submission.gather(grid)
             return run_rounds(submission.connect(grid))
 
-    return session.run(
+    return start.run(
         parsed,
         folder,
         resume=resume,

@@ -54,8 +54,8 @@ from fedspan.files import convert_disk_errors, read_bytes, write_atomic
 from fedspan.logs import AuditLog
 from fedspan.runs.privacy_budget import generate_key, has_key, load_noise_key, store_noise_key
 from fedspan.runs.remote import build_method, secure_client
-from fedspan.runs.session import Build
 from fedspan.runs.setup import prepare
+from fedspan.runs.start import Build
 from fedspan.runs.trained_models import write_model
 from fedspan.training.stages import StageName, Stages
 

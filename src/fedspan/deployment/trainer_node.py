@@ -101,11 +101,11 @@ class TrainerNode:
     def _prepare(
         self,
         config: RunConfig,
-        given_partition: Partition | None = None,
+        existing_partition: Partition | None = None,
         key: bytes | None = None,
         stages: Stages | None = None,
     ) -> Prepared:
-        """Build a run (``session.Build``).
+        """Build a run (``start.Build``).
 
         Raises:
             FedspanError: If the server could not compare the trainer's tokenizer, or the trainer does not fit the run.
@@ -121,7 +121,7 @@ class TrainerNode:
                 "training.checkpoint_steps and checkpoint_minutes do not bind the trainer: if this node is killed "
                 "within a round, the round starts over"
             )
-        return self._runs.prepare(config, given_partition, key, stages)
+        return self._runs.prepare(config, existing_partition, key, stages)
 
     def answer(self, envelope: Envelope) -> Envelope:
         """``NodeService.answer``."""

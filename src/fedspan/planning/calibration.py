@@ -25,10 +25,11 @@ from fedspan.models.adapted import AdaptedModel
 from fedspan.planning.accelerators import HERE, Speed
 from fedspan.planning.compute import PlannedPasses, Trains
 from fedspan.planning.layer_counts import Computation
+from fedspan.runs.devices import choose_device, set_algorithms
 from fedspan.runs.engine_setup import make_engine
 from fedspan.runs.model_setup import empty_model, get_pooling
-from fedspan.runs.setup import choose_device, compute_max_length, set_algorithms
 from fedspan.runs.task_setup import collect_task_settings
+from fedspan.runs.trainer_setup import compute_max_length
 from fedspan.tasks.encoding import Ragged
 from fedspan.tasks.images import EncodedImages
 from fedspan.tasks.registry import get_task

@@ -26,7 +26,7 @@ from fedspan.models.calls import has_own_decoder_inputs
 from fedspan.models.metering import Meter, PassCost, meter_pass
 from fedspan.models.prefix import FrozenPrefix, list_live_modules
 from fedspan.planning.layer_counts import Computation, StandIn
-from fedspan.runs.setup import compute_max_length
+from fedspan.runs.trainer_setup import compute_max_length
 from fedspan.tasks.losses import upcast
 from fedspan.training.jobs import TrainingSettings
 

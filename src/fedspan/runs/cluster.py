@@ -11,10 +11,13 @@ from fedspan.config import RunConfig
 from fedspan.data.partition import Partition
 from fedspan.federation.evaluation import Evaluator
 from fedspan.federation.federation import Federation
+from fedspan.runs.devices import choose_device
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.model_card import RunReport
 from fedspan.runs.privacy_budget import load_noise_key
-from fedspan.runs.setup import Prepared, build_simulated_federation, build_trainer, choose_device
+from fedspan.runs.setup import Prepared
+from fedspan.runs.simulated_federation import build_simulated_federation
+from fedspan.runs.trainer_setup import build_trainer
 from fedspan.tasks.task import Examples
 from fedspan.training.references import copy_reference
 from fedspan.transports.in_process import InProcess
@@ -109,7 +112,7 @@ def connect_workers(
 def simulate_on_cluster(
     run_folder: RunFolder, prepared: Prepared, run_rounds: Callable[[Prepared], RunReport]
 ) -> RunReport:
-    """Run a federation with its clients on the workers of a cluster (``runs.session.Host``).
+    """Run a federation with its clients on the workers of a cluster (``runs.start.HostRun``).
 
     Raises:
         FedspanError: If there is no cluster or a worker does not start; also any error that ``run_rounds`` raises.

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 from fedspan.clients.statistics import compute_client_statistics
 from fedspan.config import RunConfig
 from fedspan.core.heads import HeadStatistics
 from fedspan.core.method import Memory
 from fedspan.core.tensors import split_extras
-from fedspan.crypto import require_packages
 from fedspan.errors import FedspanError
-from fedspan.federation.aggregation.aggregation import AggregationFactory, PlaintextAggregation
+from fedspan.federation.aggregation.aggregation import PlaintextAggregation
 from fedspan.federation.federation import Federation
 from fedspan.federation.head_start import HeadStart, compute_head_tensors, start_head
 from fedspan.federation.progress import Progress
@@ -21,13 +19,13 @@ from fedspan.models.calls import build_tiny_batch, enter_evaluation
 from fedspan.models.head import FeatureTap, NoOutputLayer, OutputLayer, find_output_layer
 from fedspan.models.names import FROM_PYTHON
 from fedspan.models.sentence_encoders import PooledClassifier
+from fedspan.runs.aggregation_setup import build_aggregation
 from fedspan.runs.model_setup import RunModel
 
 __all__ = [
     "STATISTICS_CLIP",
     "begin",
     "begin_locally",
-    "build_aggregation",
     "build_head_start",
     "compute_baseline_head",
 ]
@@ -37,25 +35,6 @@ STATISTICS_CLIP = 2.0
 _AS_PASSED = (
     "the head starts with the weights of the model that was passed; if it is untrained, set model.head_init: {}"
 )
-
-
-def build_aggregation(config: RunConfig, clip: float | None = None) -> AggregationFactory:
-    """Return the aggregation that a config selects.
-
-    Args:
-        config: Config of the run.
-        clip: Norm to which contributions to a secure sum are clipped; None: that of the config.
-
-    Raises:
-        FedspanError: If the config selects secure aggregation and its libraries are not installed.
-    """
-    secure = config.federation.build_secure_settings()
-    if secure is None:
-        return PlaintextAggregation
-    require_packages()
-    from fedspan.federation.aggregation.secure import SecureAggregation  # needs fedspan[secagg]
-
-    return partial(SecureAggregation, secure=secure if clip is None else replace(secure, clip=clip))
 
 
 def build_head_start(config: RunConfig, model: RunModel) -> tuple[HeadStart | None, tuple[str, ...]]:

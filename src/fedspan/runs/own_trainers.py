@@ -25,8 +25,10 @@ from fedspan.federation.evaluation import ReportedEvaluator
 from fedspan.models.head import find_frozen_heads, find_untrained_head
 from fedspan.models.sentence_encoders import omit_pooler, read_pooling
 from fedspan.runs.model_setup import RunModel, adapt_model, adopt_adapter, require_saveable
-from fedspan.runs.setup import Prepared, RunTrainer, build_simulated_federation, require_private_model
+from fedspan.runs.setup import Prepared
+from fedspan.runs.simulated_federation import build_simulated_federation
 from fedspan.runs.task_setup import collect_task_settings
+from fedspan.runs.trainer_setup import RunTrainer, require_private_model
 from fedspan.tasks.trainer import TrainerExamples, TrainerTask
 from fedspan.training.stages import Stages
 from fedspan.training.trainers.local import LocalTrainer
@@ -237,15 +239,15 @@ class TrainerRuns:
     def prepare(
         self,
         config: RunConfig,
-        given_partition: Partition | None = None,
+        existing_partition: Partition | None = None,
         key: bytes | None = None,
         stages: Stages | None = None,
     ) -> Prepared:
-        """Build a run (``session.Build``).
+        """Build a run (``start.Build``).
 
         Args:
             config: Config of the run.
-            given_partition: The partition of a resumed run, which the trainers' numbers of examples must match.
+            existing_partition: The partition of a resumed run, which the trainers' numbers of examples must match.
             key: Secret key of the noise, if it has one.
             stages: Reports the progress of long work; None: no progress is reported.
 
@@ -253,10 +255,10 @@ class TrainerRuns:
             FedspanError: If anything in the config does not fit the trainers or their models.
         """
         if self._processes is None:
-            return self._prepare(config, given_partition, key, stages)
+            return self._prepare(config, existing_partition, key, stages)
         if self._processes.is_leader:
             self._processes.announce("prepare", config=config.model_dump_json(exclude_unset=True))
-        return self._prepare_together(self._processes, lambda: self._prepare(config, given_partition, key, stages))
+        return self._prepare_together(self._processes, lambda: self._prepare(config, existing_partition, key, stages))
 
     def prepare_announced(self, config: str) -> Prepared:
         """Build, in a process other than rank 0, the run that rank 0 builds.
@@ -302,12 +304,12 @@ class TrainerRuns:
         return prepared
 
     def _prepare(
-        self, config: RunConfig, given_partition: Partition | None, key: bytes | None, stages: Stages | None
+        self, config: RunConfig, existing_partition: Partition | None, key: bytes | None, stages: Stages | None
     ) -> Prepared:
         stages = stages or Stages()
         self.close()
         parts = _partition(self._trainers)
-        if given_partition is not None and given_partition.fingerprint != parts.fingerprint:
+        if existing_partition is not None and existing_partition.fingerprint != parts.fingerprint:
             problem = "clients, or their numbers of examples, are not those with which the run began"
             raise FedspanError("trainers", list(self._trainers), problem=problem)
         with ExitStack() as restore:

@@ -27,24 +27,20 @@ from fedspan.federation.protocol import Envelope
 from fedspan.federation.secagg.messages import decode_request
 from fedspan.federation.transport import Transport
 from fedspan.federation.validation import ReplyRules
+from fedspan.runs.aggregation_setup import build_aggregation
 from fedspan.runs.client_ranks import compute_client_ranks, compute_client_scaling
+from fedspan.runs.devices import choose_device, set_algorithms
 from fedspan.runs.engine_setup import make_engine
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.head_setup import build_aggregation, build_head_start
+from fedspan.runs.head_setup import build_head_start
 from fedspan.runs.integrity import read_resolved_config
 from fedspan.runs.model_card import RunReport
 from fedspan.runs.model_setup import build_model
 from fedspan.runs.privacy_budget import load_noise_key
-from fedspan.runs.session import load_partition
-from fedspan.runs.setup import (
-    Prepared,
-    choose_device,
-    compute_max_length,
-    prepare,
-    require_private_model,
-    set_algorithms,
-)
+from fedspan.runs.setup import Prepared, prepare
+from fedspan.runs.start import load_partition
 from fedspan.runs.task_setup import collect_task_settings
+from fedspan.runs.trainer_setup import compute_max_length, require_private_model
 from fedspan.training.stages import Stages
 from fedspan.transports.in_process import simulate
 
@@ -271,7 +267,7 @@ def _load_host(run: str) -> Host:
 def simulate_with_flower(
     run_folder: RunFolder, prepared: Prepared, run_rounds: Callable[[Prepared], RunReport]
 ) -> RunReport:
-    """Run a federation with its clients in the processes of Flower's simulation engine (``runs.session.Host``).
+    """Run a federation with its clients in the processes of Flower's simulation engine (``runs.start.HostRun``).
 
     Raises:
         FedspanError: If nodes do not start; also any error that ``run_rounds`` raises.

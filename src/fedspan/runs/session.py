@@ -1,189 +1,37 @@
-"""A run from its start or last checkpoint to its end, and its result."""
+"""The rounds of a run, from its start or last checkpoint to its last round, with what is stored after each."""
 
 from __future__ import annotations
 
 import json
 import math
-import sys
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, replace
+from collections.abc import Iterable
+from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from fedspan.clients.stored_values import store
-from fedspan.config import RunConfig
-from fedspan.data.files import FROM_TRAINERS
-from fedspan.data.partition import Partition
 from fedspan.diagnostics.measures import DiagnosticsRecorder
-from fedspan.errors import FedspanError
 from fedspan.federation.evaluation import ClientScores, describe_few_reports
 from fedspan.federation.head_start import start_head
 from fedspan.federation.progress import Progress, RoundResult, TooFewReplies, Transfer
-from fedspan.files import convert_disk_errors, fsync_tree, read_bytes, remove, write_atomic
-from fedspan.logs import JsonLines, read_lines
+from fedspan.logs import JsonLines
 from fedspan.runs import checkpoint as checkpoints
-from fedspan.runs.arrivals import require_same_arrivals
-from fedspan.runs.baselines import train_baseline
-from fedspan.runs.callbacks import Listener, Listeners, compute_final_scores, sample_predictions
+from fedspan.runs.callbacks import Listener
 from fedspan.runs.checkpoint_format import Checkpoint
 from fedspan.runs.checkpoint_format import load as load_checkpoint
-from fedspan.runs.divergence import find_divergence
 from fedspan.runs.engine_setup import describe_refusal, keep_stacking_plan
-from fedspan.runs.environment import record_environment
-from fedspan.runs.extension import extend
-from fedspan.runs.failures import count_failures
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.integrity import (
-    RESOLVED,
-    compute_input_digests,
-    describe_config,
-    format_config,
-    read_config,
-    read_resolved_config,
-    require_same_base,
-    require_same_run,
-)
-from fedspan.runs.learning_rate import load_or_choose, read_range_test, run_range_test, set_rate
+from fedspan.runs.integrity import compute_input_digests, describe_config
 from fedspan.runs.ledger import Ledger
-from fedspan.runs.model_card import RunReport, write_cards
-from fedspan.runs.model_setup import resolve_pooling
-from fedspan.runs.privacy_budget import Budget, generate_key, load_noise_key, store_noise_key
-from fedspan.runs.progress_file import ProgressFile
-from fedspan.runs.records import compute_result_digests
+from fedspan.runs.privacy_budget import Budget
 from fedspan.runs.selection import Selection, has_stalled
-from fedspan.runs.setup import Prepared, prepare
-from fedspan.runs.suspects import find_limited
-from fedspan.runs.trained_models import write_adapters
-from fedspan.tasks.bounded_losses import compute_guess_loss
-from fedspan.training.stages import Stages
+from fedspan.runs.setup import Prepared
 
-__all__ = ["Build", "Host", "load_partition", "run", "write_adapters"]
+__all__ = ["Session"]
 
 
-def load_partition(run_folder: RunFolder) -> Partition | None:
-    """Load the partition that a run was started with, if it is stored."""
-    if not run_folder.partition.exists():
-        return None
-    return Partition.from_json(read_bytes(run_folder.partition).decode(errors="replace"), str(run_folder.partition))
-
-
-Host = Callable[[RunFolder, Prepared, Callable[[Prepared], RunReport]], RunReport]
-"""Connects a prepared run to its local or remote clients, runs it, and returns its report."""
-
-Build = Callable[[RunConfig, Partition | None, bytes | None, Stages], Prepared]
-
-
-def run(
-    config: RunConfig | None,
-    folder: str | Path,
-    *,
-    resume: bool = False,
-    listener: Listener | None = None,
-    command: tuple[str, ...] = (),
-    host: Host | None = None,
-    build: Build = prepare,
-    progress_file: ProgressFile | None = None,
-) -> RunReport:
-    """Run all rounds, export the best round's adapters and write the report.
-
-    Args:
-        config: Config of a new run; with ``resume``, one that extends the run (``extension.extend``), or None for that
-            in the folder.
-        folder: An empty or missing folder for a new run; a run folder for ``resume``.
-        resume: Whether to continue after the last committed round.
-        listener: Listener that receives the events of the run.
-        command: The command line, for environment.json.
-        host: Connects the run to remote clients; None: the clients are simulated in this process.
-        build: Builds the prepared run from the config, the partition that the run was started with, if any, the
-            secret key of its noise, if any, and the stages that it reports to.
-        progress_file: The run's progress file, if the listener passes events on to it already; None: it is created.
-
-    Raises:
-        FedspanError: If the run fails for a reason that the user can correct.
-    """
-    listener = listener or Listener()
-    if progress_file is None:
-        progress_file = ProgressFile(RunFolder(folder).progress)
-        listener = Listeners(listener, progress_file)
-    command = command or tuple(sys.argv)
-    if resume:
-        with RunFolder.resume(folder) as run_folder, progress_file:
-            if config is not None:
-                extend(run_folder, read_config(run_folder.path), config, listener)
-            stored = read_resolved_config(run_folder.path)
-            if changes := record_environment(run_folder, stored.seed, command):
-                listener.on_environment_change(changes)
-            return _run(run_folder, stored, listener, resumed=True, host=host, build=build)
-    if config is None:
-        raise FedspanError("config", None, "a config for a new run")
-    if config.evaluation.diagnostics is not None and host is not None:
-        problem = "diagnostics need engine.name batched or loop, because no other process sees both ends of an update"
-        raise FedspanError("evaluation.diagnostics", config.evaluation.diagnostics, problem=problem)
-    with convert_disk_errors(Path(folder), "choose another folder"):
-        RunFolder(folder).require_empty()  # before a model is loaded in vain
-    config_text, unresolved, (config, note) = format_config(config), config.model, resolve_pooling(config)
-    key = generate_key(config)
-    # Before the folder is created: an invalid config leaves no files.
-    prepared = build(config, None, key, Stages(listener.on_stage_change))
-    with RunFolder.create(folder, config_text) as run_folder, progress_file:
-        store_noise_key(run_folder.path, key)
-        if config.model != unresolved:
-            run_folder.write_json(run_folder.pooling, {name: getattr(config.model, name) for name in RESOLVED})
-        if note is not None:
-            listener.on_note(note)
-        record_environment(run_folder, config.seed, command)
-        return _run(run_folder, config, listener, resumed=False, prepared=prepared, host=host, build=build)
-
-
-def _run(
-    run_folder: RunFolder,
-    config: RunConfig,
-    listener: Listener,
-    *,
-    resumed: bool,
-    prepared: Prepared | None = None,
-    host: Host | None = None,
-    build: Build = prepare,
-) -> RunReport:
-    is_secret = config.privacy is not None and config.privacy.randomness == "secret"
-    if is_secret or host is not None:  # it has cohorts, and clients' updates
-        with convert_disk_errors(run_folder.path, "choose another folder"):
-            run_folder.path.chmod(0o700)
-    stored = checkpoints.resume(run_folder)
-    if prepared is None:
-        require_same_run(run_folder, config, stored)
-        stages = Stages(listener.on_stage_change)
-        prepared = build(config, load_partition(run_folder), load_noise_key(run_folder.path, config), stages)
-    if prepared.partition is not None and not run_folder.partition.exists():
-        with convert_disk_errors(run_folder.path):
-            write_atomic(run_folder.partition, (prepared.partition.to_json() + "\n").encode())
-
-    if prepared.base_digest is not None:
-        digest = prepared.base_digest()
-        if not run_folder.base.exists():
-            run_folder.write_json(run_folder.base, {"sha256": digest})
-        require_same_base(run_folder, digest, "trainers" if config.data.train == FROM_TRAINERS else "model")
-
-    settings = prepared.federation.settings.buffered
-    if settings is not None and settings.arrivals is not None:
-        require_same_arrivals(run_folder, settings.arrivals)
-
-    if config.training.lr == "auto":
-        tested = prepared
-        lr = load_or_choose(run_folder.learning_rate, lambda: run_range_test(tested, config.default_lr))
-        prepared = set_rate(prepared, lr)
-
-    def run_rounds(prepared: Prepared) -> RunReport:
-        with JsonLines(run_folder.metrics) as metrics, Ledger(run_folder.ledger) as ledger:
-            session = _Session(run_folder, prepared, listener, metrics, ledger)
-            return session.finish(session.run_rounds(stored, resumed))
-
-    return run_rounds(prepared) if host is None else host(run_folder, prepared, run_rounds)
-
-
-class _Session:
+class Session:
     """The state of one process's work on a run."""
 
     def __init__(
@@ -279,10 +127,10 @@ class _Session:
     def _is_finished(self, progress: Progress) -> bool:
         """Check whether all rounds are finished, or something ends the run before its last round."""
         return (
-            progress.state.round >= self.prepared.federation.settings.rounds or self._explain_stop(progress) is not None
+            progress.state.round >= self.prepared.federation.settings.rounds or self.explain_stop(progress) is not None
         )
 
-    def _explain_stop(self, progress: Progress) -> str | None:
+    def explain_stop(self, progress: Progress) -> str | None:
         """Return the reason why no further round follows before the last one, as a clause; None: there is none."""
         federation, number = self.prepared.federation, progress.state.round
         improved = self.selection.improved
@@ -360,7 +208,7 @@ class _Session:
         """
         progress = store(self.run_folder.clients, result.progress)
         number, events = progress.state.round, self.prepared.federation.pop_events()
-        self._record(number, (*result.transfers, *events.transfers))
+        self.record(number, (*result.transfers, *events.transfers))
         if failures := (*result.failures, *events.failures):
             row["failures"] = [asdict(failure) for failure in failures]
         if result.late:
@@ -411,79 +259,9 @@ class _Session:
         self.listener.on_round_finish(row)
         return progress
 
-    def _record(self, round: int, transfers: Iterable[Transfer]) -> None:
+    def record(self, round: int, transfers: Iterable[Transfer]) -> None:
+        """Enter transfers of a round into the ledger."""
         for transfer in transfers:
             self.ledger.record(
                 round, transfer.client, transfer.direction, transfer.bytes, transfer.payload, transfer.purpose
             )
-
-    def finish(self, progress: Progress) -> RunReport:
-        """Evaluate the best round, export its adapters, train the baselines, write the report."""
-        prepared, run_folder = self.prepared, self.run_folder
-        prepared.federation.transport.retain_orders(())  # no reply counts any more
-        best_round = last_round = progress.state.round
-        stopped = self._explain_stop(progress) if last_round < prepared.federation.settings.rounds else None
-        if stopped is not None:
-            self.listener.on_note(f"stopped after round {last_round}: {stopped}")
-        best = self.selection.best
-        if best is not None and best.round != progress.state.round:
-            best_round, progress = best.round, load_checkpoint(run_folder.best).progress
-        final = compute_final_scores(prepared, progress)
-        with convert_disk_errors(run_folder.path), prepared.engine.stages.stage("export"):
-            remove(run_folder.adapter)  # of a run before it was extended
-            adapters = write_adapters(prepared, progress, run_folder, prepared.evaluator.get_ids(progress))
-        failures = prepared.federation.conclude(progress)
-        for failure in failures:
-            self.listener.on_note(f"{failure.client} did not export its own adapter: {failure.reason}")
-        events = prepared.federation.pop_events()
-        self._record(best_round, events.transfers)
-        logs = {run_folder.metrics.name: self.metrics.commit(), run_folder.ledger.name: self.ledger.commit()}
-        examples = sample_predictions(prepared, progress)
-        totals = self.ledger.totals
-        start = next((row for row in read_lines(run_folder.metrics) if row["round"] == 0), {})
-        # Baselines start like the federation, whose clients may have sent too few statistics.
-        compared = replace(prepared, head=None) if start.get("head_init") == "random" else prepared
-        report = RunReport(
-            method=prepared.config.method.title,
-            task=prepared.config.task,
-            metric=prepared.task.metric,
-            rounds=last_round,
-            best_round=best_round,
-            scores=final.scores,
-            by_client=final.by_client,
-            bytes={"down": totals.run("down").bytes, "up": totals.run("up").bytes},
-            seconds=self.seconds,
-            baselines={
-                name: train_baseline(compared, name, self.listener, run_folder.baselines / name)
-                for name in prepared.config.baselines
-            },
-            adapters={id: str(path.relative_to(run_folder.path)) for id, path in adapters.items()},
-            examples=examples,
-            privacy=self.budget.build_report(),
-            other_bytes=totals.out_of_round,
-            failures=count_failures(read_lines(run_folder.metrics), best_round, (*events.failures, *failures)),
-            learning_rate=read_range_test(run_folder.learning_rate),
-            selected=self.selection.measured,
-            warnings=(
-                *find_divergence(
-                    read_lines(run_folder.metrics),
-                    prepared.task.metric,
-                    prepared.federation.training.optimizer.lr,
-                    compute_guess_loss(prepared.task),
-                    self.start_scores,
-                    getattr(prepared.task, "loss_bound", None) if prepared.partition is None else None,
-                ),
-                *find_limited(read_lines(run_folder.metrics)),
-            ),
-            by_value=final.by_value,
-            start={key: start[key] for key in ("head_init", "reason", "validation", "clients", "test") if key in start},
-        )
-        with convert_disk_errors(run_folder.path):
-            write_cards(prepared, report, run_folder)
-            if adapters:  # in deployments, personal models stay with their clients
-                fsync_tree(run_folder.adapter)  # before the report that names the files
-        content = {key: getattr(report, key) for key in report.__dataclass_fields__}
-        files = {**self.inputs, **compute_result_digests(run_folder)}
-        records = {"config": describe_config(prepared.config), "files": files, "logs": logs}
-        run_folder.write_sealed(run_folder.report, {**content, **records})
-        return report

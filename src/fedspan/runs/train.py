@@ -14,7 +14,7 @@ from fedspan.data.objects import CLIENT
 from fedspan.errors import FedspanError
 from fedspan.models.names import FROM_PYTHON
 from fedspan.models.plain import read_dtype
-from fedspan.runs import session
+from fedspan.runs import start
 from fedspan.runs.callbacks import Listener, Listeners
 from fedspan.runs.cluster import simulate_on_cluster
 from fedspan.runs.extension import require_extensible
@@ -78,7 +78,7 @@ def run(
     if resume and is_run(folder):
         return _resume(folder, config, listener, track, progress, build)
     with _open_listener(listener, track, folder, progress) as listeners:
-        return session.run(config, folder, listener=listeners, host=_open_host(config), build=build)
+        return start.run(config, folder, listener=listeners, host=_open_host(config), build=build)
 
 
 def simulate(
@@ -128,7 +128,7 @@ def simulate(
         if resume and is_run(folder):
             return _resume(folder, values, listener, track, progress, built.prepare)
         with _open_listener(listener, track, folder, progress) as listeners:
-            return session.run(values, folder, listener=listeners, build=built.prepare)
+            return start.run(values, folder, listener=listeners, build=built.prepare)
 
 
 def _set_trainers(config: RunConfig | dict[str, Any], model: Any) -> RunConfig:
@@ -207,7 +207,7 @@ def _to_values(
 
 def _set_objects(
     config: RunConfig | dict[str, Any], data: Any, model: Any, tokenizer: Any
-) -> tuple[RunConfig, session.Build]:
+) -> tuple[RunConfig, start.Build]:
     """Return the config of a run with objects passed from Python, and the function that builds the run.
 
     Raises:
@@ -310,7 +310,7 @@ def _resume(
     listener: Listener | None,
     track: Sequence[str],
     progress: bool | None,
-    build: session.Build,
+    build: start.Build,
 ) -> RunReport:
     """Resume a run, or read its report if it is finished under this config (None: its own)."""
     stored = read_config(folder) if is_run(folder) else None
@@ -323,10 +323,10 @@ def _resume(
         return read_report(folder)
     host = None if stored is None else _open_host(stored)
     with _open_listener(listener, track, folder, progress) as listeners:
-        return session.run(config, folder, resume=True, listener=listeners, host=host, build=build)
+        return start.run(config, folder, resume=True, listener=listeners, host=host, build=build)
 
 
-def _open_host(config: RunConfig) -> session.Host | None:
+def _open_host(config: RunConfig) -> start.HostRun | None:
     """Return the host that connects a run to its clients; None: they are simulated in this process.
 
     Raises:

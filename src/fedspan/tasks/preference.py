@@ -15,30 +15,26 @@ Shapes: B examples of a batch, S answer tokens of a batch, V vocabulary, C clien
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import numpy as np
-import pyarrow as pa
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedspan.core.tensors import to_device
-from fedspan.data.columns import ColumnReader, ReadColumns, TaskColumns, parse_messages
+from fedspan.data.columns import TaskColumns
 from fedspan.data.config import DataConfig
-from fedspan.data.names import get_arrow_column, is_list
-from fedspan.data.source import Source
-from fedspan.data.templates import parse_template
 from fedspan.errors import FedspanError
 from fedspan.tasks.causal import CausalLM, EncodedPrompts, GenerationOptions
-from fedspan.tasks.definition import InferredColumns, TaskDefinition
+from fedspan.tasks.definition import TaskDefinition
 from fedspan.tasks.encoding import Ragged
 from fedspan.tasks.losses import average_by_client
 from fedspan.tasks.metrics import Metric, drop_undefined
+from fedspan.tasks.preference_columns import ANSWERS, find_valid_rows, get_required_columns, infer_columns, read_columns
 
 if TYPE_CHECKING:
     import datasets
@@ -46,10 +42,8 @@ if TYPE_CHECKING:
 
     from fedspan.tasks.settings import TaskSettings
 
-__all__ = ["PREFERENCE", "EncodedPreferences", "PreferenceOptions", "PreferenceTuning", "split_preference"]
+__all__ = ["PREFERENCE", "EncodedPreferences", "PreferenceOptions", "PreferenceTuning"]
 
-_ANSWERS = ("chosen", "rejected")
-"""Roles of an example's answers, in the order of all columns of numbers here."""
 _REFERENCE = "reference"
 _BOUND = 1e15  # of metrics without a bound
 
@@ -121,16 +115,16 @@ class PreferenceTuning:
         Raises:
             FedspanError: If ``CausalLM.encode`` raises it.
         """
-        has_pairs = _ANSWERS[0] in dataset.column_names
+        has_pairs = ANSWERS[0] in dataset.column_names
         prompts = dataset.select_columns([name for name in ("text", "history") if name in dataset.column_names])
         answers: dict[str, EncodedPrompts] = {}
-        for role in _ANSWERS if has_pairs else _ANSWERS[:1]:
+        for role in ANSWERS if has_pairs else ANSWERS[:1]:
             texts = dataset[role] if has_pairs else [""] * len(dataset)
             answers[role] = self.language.encode(prompts.add_column("answer", list(texts)))  # pyright: ignore
         if has_pairs:
-            answers = dict(zip(_ANSWERS, _share_prompts(*answers.values()), strict=True))
+            answers = dict(zip(ANSWERS, _share_prompts(*answers.values()), strict=True))
         lengths = np.sum([encoded.lengths for encoded in answers.values()], axis=0)
-        return EncodedPreferences(answers, lengths, np.full((len(lengths), len(_ANSWERS) if has_pairs else 0), np.nan))
+        return EncodedPreferences(answers, lengths, np.full((len(lengths), len(ANSWERS) if has_pairs else 0), np.nan))
 
     def collate(self, examples: EncodedPreferences, indices: Sequence[int], device: torch.device) -> dict[str, Tensor]:
         """Collate ``input_ids``, ``labels`` and ``attention_mask`` for each role, such as ``chosen.labels``.
@@ -150,7 +144,7 @@ class PreferenceTuning:
         """Compute the log-probabilities of a batch's answers and their numbers of tokens, both (B, 2)."""
         sums: list[Tensor] = []
         counts: list[Tensor] = []
-        for role in _ANSWERS:
+        for role in ANSWERS:
             logits_SV, targets_S, numbers_S = self.language.compute_answer_logits(model, _select(batch, role))
             losses_S = F.cross_entropy(logits_SV, targets_S, reduction="none")
             # A product with zeros and ones: an indexed sum adds in no fixed order on a GPU.
@@ -205,15 +199,15 @@ class PreferenceTuning:
 
         Of prompts without answers, return what ``CausalLM.predict`` does.
         """
-        if not _select(batch, _ANSWERS[1]):
-            return self.language.predict(model, _select(batch, _ANSWERS[0]), generate=generate)
+        if not _select(batch, ANSWERS[1]):
+            return self.language.predict(model, _select(batch, ANSWERS[0]), generate=generate)
         return torch.cat(self._compare(model, batch), 1)
 
     def compute_metrics(
         self, predictions: Tensor, examples: EncodedPreferences, indices: Sequence[int]
     ) -> dict[str, float]:
         """Compute ``loss``, ``reward_accuracy`` and ``reward_margin``, TRL's rewards/accuracies and rewards/margins."""
-        _, ratios_B2, counts_B2 = predictions.double().split(len(_ANSWERS), 1)
+        _, ratios_B2, counts_B2 = predictions.double().split(len(ANSWERS), 1)
         rewards_B2 = self.options.beta * ratios_B2
         values = {
             "loss": float(self._compute_losses(ratios_B2, counts_B2).mean()),
@@ -231,7 +225,7 @@ class PreferenceTuning:
         self, predictions: Tensor, examples: EncodedPreferences, indices: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
         """``BoundsExamples.compute_example_losses``: the pairs' losses, with equal weights."""
-        _, ratios_B2, counts_B2 = predictions.double().split(len(_ANSWERS), 1)
+        _, ratios_B2, counts_B2 = predictions.double().split(len(ANSWERS), 1)
         losses_B = self._compute_losses(ratios_B2, counts_B2)
         return losses_B, torch.ones_like(losses_B)
 
@@ -251,11 +245,11 @@ class PreferenceTuning:
 
     def decode_predictions(self, predictions: Tensor) -> list[str]:
         """Return the answer that has the higher reward, chosen or rejected; equal rewards count as rejected."""
-        return [_ANSWERS[0] if chosen > rejected else _ANSWERS[1] for chosen, rejected in predictions[:, 2:4].tolist()]
+        return [ANSWERS[0] if chosen > rejected else ANSWERS[1] for chosen, rejected in predictions[:, 2:4].tolist()]
 
     def decode_targets(self, examples: EncodedPreferences, indices: Sequence[int]) -> list[str]:
         """Return the right answers: chosen."""
-        return [_ANSWERS[0]] * len(indices)
+        return [ANSWERS[0]] * len(indices)
 
 
 def _share_prompts(first: EncodedPrompts, second: EncodedPrompts) -> tuple[EncodedPrompts, EncodedPrompts]:
@@ -283,9 +277,9 @@ def _share_prompts(first: EncodedPrompts, second: EncodedPrompts) -> tuple[Encod
 
 def _count_equal_answers(examples: EncodedPreferences) -> int:
     """Return the number of pairs whose answers have the same tokens, as two long ones that were cut can have."""
-    if len(examples.answers) < len(_ANSWERS):
+    if len(examples.answers) < len(ANSWERS):
         return 0
-    chosen, rejected = (examples.answers[role] for role in _ANSWERS)
+    chosen, rejected = (examples.answers[role] for role in ANSWERS)
     same_length = np.flatnonzero(chosen.lengths == rejected.lengths).tolist()
     return sum(chosen.ids[index] == rejected.ids[index] for index in same_length)
 
@@ -294,106 +288,6 @@ def _select(batch: Mapping[str, Tensor], role: str) -> dict[str, Tensor]:
     """Return the part of a batch that belongs to a role."""
     prefix = f"{role}."
     return {key.removeprefix(prefix): value for key, value in batch.items() if key.startswith(prefix)}
-
-
-def split_preference(prompt: object, chosen: object, rejected: object) -> dict[str, str] | None:
-    """Return prompt, history and answers of an example in one of TRL's formats; None if it is in none of them.
-
-    Args:
-        prompt: A text, or messages that end with a user's; None: both answers begin with the prompt.
-        chosen: A text, or messages that end with an assistant's.
-        rejected: The same.
-
-    Returns:
-        ``text`` (the prompt, or the user's last message), ``history`` (earlier messages, JSON), ``chosen`` and
-        ``rejected``.
-    """
-    if isinstance(chosen, str) and isinstance(rejected, str):
-        if prompt is None:
-            prompt, chosen, rejected = _extract_prompt(chosen, rejected)
-        if not isinstance(prompt, str) or not chosen.strip() or not rejected.strip() or chosen == rejected:
-            return None
-        return {"text": prompt, "history": "[]", "chosen": chosen, "rejected": rejected}
-    before = [] if prompt is None else parse_messages(prompt)
-    better, worse = parse_messages(chosen), parse_messages(rejected)
-    if before is None or not better or not worse:
-        return None
-    better, worse = [*before, *better], [*before, *worse]
-    shared, roles = better[:-1], [message["role"] for message in (*better[-2:], worse[-1])]
-    is_pair = shared == worse[:-1] and roles == ["user", "assistant", "assistant"] and better != worse
-    if not is_pair or not better[-1]["content"].strip() or not worse[-1]["content"].strip():
-        return None
-    history = json.dumps(shared[:-1], ensure_ascii=False)
-    texts = (shared[-1]["content"], better[-1]["content"], worse[-1]["content"])
-    return {"text": texts[0], "history": history, "chosen": texts[1], "rejected": texts[2]}
-
-
-def _extract_prompt(chosen: str, rejected: str) -> tuple[str, str, str]:
-    """Divide two texts after their common beginning, before a space that ends it, as TRL does."""
-    limit = min(len(chosen), len(rejected))
-    end = next((index for index in range(limit) if chosen[index] != rejected[index]), limit)
-    if end and end < limit and chosen[end - 1] == " ":
-        end -= 1
-    return chosen[:end], chosen[end:], rejected[end:]
-
-
-def _get_prompt_column(columns: Sequence[str], config: DataConfig) -> str | None:
-    """Return the column of prompts; None: the answers begin with them, or a template makes them."""
-    column = config.roles.get("prompt", "prompt")
-    return column if config.prompt is None and ("prompt" in config.roles or column in columns) else None
-
-
-def _list_pairs(source: datasets.Dataset, prompts: Sequence[object] | None, config: DataConfig) -> list[Any]:
-    """Return ``split_preference`` of every row; ``prompts`` are those of a template."""
-    column = _get_prompt_column(source.column_names, config)
-    if prompts is None:
-        prompts = [None] * len(source) if column is None else get_arrow_column(source, column).to_pylist()
-    answers = [get_arrow_column(source, config.roles.get(role, role)).to_pylist() for role in _ANSWERS]
-    if column is not None:  # a missing prompt is no request to find it in the answers
-        prompts = ["" if prompt is None else prompt for prompt in prompts]
-    return [split_preference(*row) for row in zip(prompts, *answers, strict=True)]
-
-
-def _read(reader: ColumnReader, config: DataConfig) -> ReadColumns:
-    for option, value in (("messages", config.messages), ("packing", config.packing or None)):
-        if value is not None:
-            problem = f"preference has two answers to each prompt, which data.{option} does not describe. Leave it out"
-            raise FedspanError(f"{reader.field}.{option}", value, problem=problem)
-    dataset = reader.source.dataset
-    prompt = _get_prompt_column(dataset.column_names, config)
-    columns = [reader.get_role_column(config, role) for role in _ANSWERS] + ([] if prompt is None else [prompt])
-    for role, column in zip((*_ANSWERS, "prompt"), columns, strict=False):
-        option_field = reader.require(column, f"roles.{role}")
-        kind = get_arrow_column(dataset, column).type
-        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or is_list(kind)):
-            problem = f"column {column!r} of {reader.source.name} holds {kind}, not texts or lists of messages"
-            raise FedspanError(option_field, column, problem=problem)
-    has_messages = is_list(get_arrow_column(dataset, columns[0]).type)
-    if has_messages and not config.chat:
-        problem = f"the answers of {reader.source.name} are lists of messages, which the model's chat template writes"
-        raise FedspanError(f"{reader.field}.chat", False, "true", problem=problem)
-    prompts = None if config.prompt is None else reader.read_prompts(config.prompt).to_pylist()
-    rows = _list_pairs(dataset, prompts, config)
-    reader.require_rows([row is not None for row in rows], "no two different answers to one prompt", columns)
-    keys = ("text", *_ANSWERS, *(("history",) if has_messages else ()))
-    texts = {key: pa.chunked_array([pa.array([row[key] for row in rows], pa.string())]) for key in keys}
-    return ReadColumns(texts, {*columns}, None if config.label is None else reader.read_classes(config.label))
-
-
-def _require(config: DataConfig, field: str) -> list[tuple[str, ...]]:
-    template = () if config.prompt is None else parse_template(config.prompt, f"{field}.prompt").columns
-    columns = [(config.roles.get(role, role),) for role in _ANSWERS]
-    return [*columns, *((template,) if template else ()), *(() if config.label is None else ((config.label,),))]
-
-
-def _find_valid_rows(source: Source, config: DataConfig, limit: int | None) -> list[bool]:
-    dataset = source.dataset
-    names = dataset.column_names
-    prompt = _get_prompt_column(names, config)
-    if not {*(config.roles.get(role, role) for role in _ANSWERS), *([] if prompt is None else [prompt])} <= {*names}:
-        return [True] * len(dataset)  # the check of the columns reports it better
-    prompts = None if config.prompt is None else [""] * len(dataset)
-    return [row is not None for row in _list_pairs(dataset, prompts, config)]
 
 
 def _build(tokenizer: PreTrainedTokenizerBase, settings: TaskSettings, data: DataConfig | None) -> PreferenceTuning:
@@ -408,19 +302,6 @@ def _build(tokenizer: PreTrainedTokenizerBase, settings: TaskSettings, data: Dat
         metric=settings.metric,
     )
     return PreferenceTuning(language, options, settings.metric)
-
-
-def _infer(sample: datasets.Dataset, options: Mapping[str, str | None]) -> InferredColumns | None:
-    """Find the columns by TRL's names."""
-    names = sample.column_names
-    if not {*_ANSWERS} <= {*names} or options["label"] is not None:
-        return None
-    column = options["text"] or ("prompt" if "prompt" in names else None)
-    fields: dict[str, Any] = {} if column in (None, "prompt") else {"roles": {"prompt": column}}
-    if is_list(get_arrow_column(sample, _ANSWERS[0]).type):
-        fields["chat"] = True
-    prompts = "the beginning of both answers" if column is None else repr(column)
-    return InferredColumns(fields, f"prompts {prompts}, answers 'chosen' and 'rejected'")
 
 
 def _present(task: PreferenceTuning, inputs: Sequence[Any], predictions: Tensor) -> list[Any]:
@@ -439,13 +320,13 @@ PREFERENCE = TaskDefinition(
         "reward_margin": Metric("reward margin", True, minimum=-_BOUND, maximum=_BOUND),
     },
     columns=TaskColumns(
-        read=_read,
-        get_required_columns=_require,
-        find_valid_rows=_find_valid_rows,
+        read=read_columns,
+        get_required_columns=get_required_columns,
+        find_valid_rows=find_valid_rows,
         get_example_column=lambda config: config.roles.get("prompt", "prompt"),
         get_joined_columns=lambda config: (),
         get_label_column=lambda config: config.label,
-        roles=("prompt", *_ANSWERS),
+        roles=("prompt", *ANSWERS),
     ),
     is_generative=True,
     has_reference=True,
@@ -455,6 +336,6 @@ PREFERENCE = TaskDefinition(
     lr=2e-4,
     summary_metrics=("reward_accuracy", "reward_margin"),
     pipeline_tag="text-generation",
-    infer_columns=_infer,
+    infer_columns=infer_columns,
     postprocess=_present,
 )

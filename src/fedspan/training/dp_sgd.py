@@ -27,8 +27,8 @@ from fedspan.models.precision import compute_tolerance
 from fedspan.models.stacked import StackedModel, Unstackable
 from fedspan.tasks.task import Examples, Task
 from fedspan.training.accounting import Mechanism, calibrate_noise, require_opacus
-from fedspan.training.engine import Trainer
 from fedspan.training.jobs import Assignment, Privacy, TrainingSettings, build_not_finite_error
+from fedspan.training.services import TrainingServices
 
 __all__ = ["PrivateTraining", "compute_noise", "compute_private_steps", "draw_poisson_batches", "release_of"]
 
@@ -99,7 +99,7 @@ class PrivateTraining:
         privacy: Privacy settings of the run.
     """
 
-    def __init__(self, trainer: Trainer, privacy: Privacy) -> None:
+    def __init__(self, trainer: TrainingServices, privacy: Privacy) -> None:
         self.trainer, self.privacy = trainer, privacy
         self.stacked = StackedModel(trainer.adapted)
         self.refusal = self.stacked.explain_refusal()

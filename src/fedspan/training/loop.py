@@ -19,15 +19,16 @@ from fedspan.core.values import Job, Trained
 from fedspan.tasks.task import Examples
 from fedspan.training.batching import draw_job_batches
 from fedspan.training.dp_sgd import PrivateTraining
-from fedspan.training.engine import Trainer, train_one_by_one
+from fedspan.training.engine import train_one_by_one
 from fedspan.training.jobs import Assignment, TrainingProgress, TrainingTotals, build_not_finite_error
 from fedspan.training.optimizers import LocalOptimizer
 from fedspan.training.projector_refresh import refresh_projectors
+from fedspan.training.services import TrainingServices
 
 __all__ = ["LoopEngine"]
 
 
-class LoopEngine(Trainer):
+class LoopEngine(TrainingServices):
     """Trains and evaluates jobs on one model, one at a time."""
 
     @cached_property

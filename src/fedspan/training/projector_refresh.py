@@ -16,7 +16,7 @@ from fedspan.core.values import Job, Refresh
 from fedspan.tasks.task import Examples
 
 if TYPE_CHECKING:  # the engine loads Transformers, and reading a config imports this module
-    from fedspan.training.engine import Trainer
+    from fedspan.training.services import TrainingServices
 
 __all__ = ["Moments", "build_untrained_tensors", "close_segment", "refresh_due", "refresh_projectors"]
 
@@ -30,7 +30,7 @@ class Moments(Protocol):
 
 
 def refresh_projectors(
-    trainer: Trainer,
+    trainer: TrainingServices,
     job: Job,
     live: dict[str, Tensor],
     optimizer: Moments,
@@ -113,7 +113,7 @@ def build_untrained_tensors(job: Job) -> dict[str, Tensor]:
 
 
 def _from_gradients(
-    trainer: Trainer,
+    trainer: TrainingServices,
     refresh: Refresh,
     layers: dict[str, Projected],
     live: dict[str, Tensor],

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fedspan.config import load_config, override, parse_config
-from fedspan.runs.setup import choose_device
+from fedspan.runs.devices import choose_device
 from helpers.mistakes.world import Mistake, World
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -22,12 +21,7 @@ from fedspan.deployment.trainer_node import TrainerNode
 from fedspan.errors import FedspanError
 from fedspan.training.trainers.local import RoundPlan
 from fedspan.training.trainers.optimizer import JobOptimizer
-from fedspan.training.trainers.transformers import (
-    TransformersTrainer,
-    _restore_losses,
-    _translate_metrics,
-    list_unused_arguments,
-)
+from fedspan.training.trainers.transformers import TransformersTrainer, list_unused_arguments
 from helpers import tiny_decoders, tiny_seq2seq
 from helpers.families import others_slow
 from helpers.node_service import node, serve
@@ -205,15 +199,6 @@ def test_the_metrics_of_an_evaluator_judge_rounds(tiny_folder: Path, tmp_path: P
     report = fedspan.simulate(config, tmp_path / "run", trainers={"a": trainer})
     assert report.metric == "ndcg_at_10"
     assert {"loss", "spearman", "recall_at_10", "ndcg_at_10"} <= report.scores["validation"].keys()
-
-
-def test_a_metric_of_several_evaluators_is_none_of_fedspan_s() -> None:
-    several = {"dev_spearman_cosine": 0.2, "test_spearman_cosine": 0.4}
-    values = {**several, "cosine_ndcg@10": 0.5, "search_cosine_recall@10": 0.6, "rewards/accuracies": 0.7}
-    expected = {**several, "ndcg_at_10": 0.5, "recall_at_10": 0.6, "reward_accuracy": 0.7}
-    assert _translate_metrics(values) == expected
-    own = {"spearman": 0.1, "dev_spearman_cosine": 0.2, "rewards/margins": 1.0, "reward_margin": 2.0}
-    assert _translate_metrics(own) == own
 
 
 def test_a_sentence_encoder_that_uses_a_weight_without_a_call_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
@@ -412,17 +397,6 @@ def test_a_pooling_that_no_server_has_is_refused_by_a_node(tiny_folder: Path, tm
     model[1].pooling_mode = ("mean", "max")
     with pytest.raises(FedspanError, match=r"its pooling is mean and max, and the server .* by mean, cls, max or last"):
         TrainerNode(node(tiny_folder, tmp_path / "node", data={}), sentences(tiny_folder, 0, model))
-
-
-def test_losses_in_a_dict_and_in_other_losses_hold_the_model_again() -> None:
-    model, wrapper = torch.nn.Linear(3, 2), torch.nn.Sequential()
-    inner, outer = torch.nn.Module(), torch.nn.Module()
-    inner.model = outer.model = model
-    outer.loss = inner
-    with _restore_losses(SimpleNamespace(loss={"pairs": outer}), model):  # pyright: ignore[reportArgumentType]
-        inner.model = outer.model = wrapper
-    assert inner.model is outer.model is model
-    assert outer.loss is inner
 
 
 def test_an_evaluator_without_evaluation_examples_is_refused(tiny_folder: Path) -> None:

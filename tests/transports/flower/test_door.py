@@ -18,6 +18,7 @@ import pytest
 door = pytest.importorskip("fedspan.transports.flower.door", reason="the extra fedspan[flower] is not installed")
 adapter = pytest.importorskip("fedspan.transports.flower.adapter")
 connections = pytest.importorskip("fedspan.transports.flower.connections")
+senders = pytest.importorskip("fedspan.transports.flower.senders")
 wire = pytest.importorskip("fedspan.transports.flower.wire")
 
 KEY = b"key of node 7"
@@ -30,7 +31,7 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """Node 7 has a key that was admitted; any other key is valid and was not."""
     monkeypatch.setattr(door, "is_node_key_required", lambda app: app.keyed)
     monkeypatch.setattr(door, "verify_node_headers", lambda headers: headers.get(b"key"))
-    monkeypatch.setattr(door, "find_node_id", lambda app, key: 7 if key == KEY else None)
+    monkeypatch.setattr(senders, "find_node_id", lambda app, key: 7 if key == KEY else None)
     monkeypatch.setattr(door, "find_reply_limit", lambda app, node, order: None)
 
 
@@ -616,13 +617,13 @@ def test_what_nobody_reads_any_more_is_dropped_in_time(received: int, monkeypatc
         options = {"receive": receive, "declared": len(body), "headers": declare(body)}
         first = asyncio.create_task(request(made, path, **options))
         await asyncio.sleep(0)
-        while not made._uploads.find_offset(KEY, digest):
+        while not made._bodies._uploads.find_offset(KEY, digest):
             await asyncio.sleep(0)
         gate.set()
         await first
-        found = [made._uploads.find_offset(KEY, digest)]
+        found = [made._bodies._uploads.find_offset(KEY, digest)]
         await asyncio.sleep(0.1)
-        return [*found, made._uploads.find_offset(KEY, digest)]
+        return [*found, made._bodies._uploads.find_offset(KEY, digest)]
 
     assert asyncio.run(run()) == [received, 0]
 

@@ -27,7 +27,7 @@ import httpx
 import uvicorn
 from flwr.app import Message
 
-from fedspan.transports.flower import door, progress, transfers, wire
+from fedspan.transports.flower import door, progress, senders, transfers, wire
 from fedspan.transports.flower.adapter import (
     NodeConnection,
     ObjectPushError,
@@ -90,7 +90,7 @@ class Server:
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Server, int]]:
     """The server and its port; every valid key is that of node 7."""
     monkeypatch.setattr(door, "is_node_key_required", lambda app: True)
-    monkeypatch.setattr(door, "find_node_id", lambda app, key: NODE)
+    monkeypatch.setattr(senders, "find_node_id", lambda app, key: NODE)
     monkeypatch.setattr(door, "find_reply_limit", lambda app, node, order: None)
     made = Server()
     doorkeeper = door.Door(made.pull_object, exchange=made)  # type: ignore[arg-type]
@@ -119,7 +119,7 @@ def connect(port: int, *, bandwidth: transfers.Bandwidth | None = None) -> Itera
     try:
         yield connection
     finally:
-        connection._client.close()
+        connection._requests.client.close()
 
 
 def make_reply(to: Message) -> OutgoingReply:
@@ -132,7 +132,7 @@ def test_a_reply_whose_object_the_server_cannot_store_waits_and_is_announced_aga
     server: tuple[Server, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its disk is full for a moment, or another process writes to its database."""
-    monkeypatch.setattr(node, "_PAUSE", 0.01)
+    monkeypatch.setattr(node, "PAUSE", 0.01)
     with connect(server[1]) as connection:
         reply, push, failures = make_reply(server[0].message), connection._push_objects, [True, True]
 
@@ -190,7 +190,7 @@ def test_a_reply_that_was_not_taken_for_the_moment_is_continued(status: int) -> 
         return httpx.Response(status if len(asked) == 1 else 200, stream=httpx.ByteStream(b""))
 
     with connect(1) as connection:
-        connection._client = httpx.Client(base_url="http://server", transport=httpx.MockTransport(answer))
+        connection._requests.client = httpx.Client(base_url="http://server", transport=httpx.MockTransport(answer))
         connection.send_reply(make_reply(message))
     assert asked == [wire.SEND_REPLY, wire.UPLOAD_OFFSET, wire.SEND_REPLY]
 
@@ -205,7 +205,7 @@ def test_a_node_says_whether_it_goes_offline_because_it_is_stopped(is_stopped: b
         return httpx.Response(200, stream=httpx.ByteStream(b""))
 
     connection = NodeConnection("server", None, None, 0)
-    connection._client = httpx.Client(base_url="http://server", transport=httpx.MockTransport(answer))
+    connection._requests.client = httpx.Client(base_url="http://server", transport=httpx.MockTransport(answer))
     connection.node_id, connection.is_stopped = NODE, is_stopped
     connection.close()
     assert notices == [is_stopped]
@@ -222,7 +222,7 @@ def test_a_reply_is_continued_over_another_connection(server: tuple[Server, int]
             connection.node_id = NODE
             with suppress(httpx.TransportError):
                 connection.send_reply(reply)
-            connection._client.close()
+            connection._requests.client.close()
         assert attempts > 1
         assert server[0].stored == set(reply.contents.values())
         assert link.up < MOST * SIZE
@@ -346,7 +346,7 @@ def test_a_body_whose_answer_was_lost_is_not_sent_again(server: tuple[Server, in
     with connect(server[1]) as connection:
         reply = make_reply(server[0].message)
         reply.prepare()
-        send, lost = connection._post_once, [True]
+        send, lost = connection._requests._post_once, [True]
 
         def send_and_lose(*arguments: Any) -> bytes:
             answer = send(*arguments)
@@ -355,7 +355,7 @@ def test_a_body_whose_answer_was_lost_is_not_sent_again(server: tuple[Server, in
                 raise httpx.ReadError("lost")
             return answer
 
-        connection._post_once = send_and_lose  # type: ignore[method-assign]
+        connection._requests._post_once = send_and_lose  # type: ignore[method-assign]
         connection.send_reply(reply)
     assert server[0].stored == set(reply.contents.values())
     assert server[0].received < MOST * SIZE

@@ -17,7 +17,7 @@ pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
 
 import uvicorn
 
-from fedspan.transports.flower import door, work
+from fedspan.transports.flower import door, senders, work
 from fedspan.transports.flower.adapter import NodeConnection
 from fedspan.transports.flower.adapter import node as adapter_node
 from fedspan.transports.flower.wire import NodeWork
@@ -135,7 +135,7 @@ def test_a_damaged_file_says_nothing(tmp_path: Path, content: bytes) -> None:
 
 def test_a_heartbeat_over_http_says_what_its_node_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(door, "is_node_key_required", lambda app: True)
-    monkeypatch.setattr(door, "find_node_id", lambda app, key: 7)
+    monkeypatch.setattr(senders, "find_node_id", lambda app, key: 7)
 
     class Exchange:
         async def acknowledge_heartbeat(self, body: bytes, node: int | None) -> bytes:
@@ -169,6 +169,6 @@ def test_a_heartbeat_over_http_says_what_its_node_does(tmp_path: Path, monkeypat
                     assert time.monotonic() < until
                     time.sleep(0.01)
         finally:
-            connection._client.close()
+            connection._requests.client.close()
             served.should_exit = True
             thread.join(20)

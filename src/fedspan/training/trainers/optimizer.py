@@ -10,16 +10,16 @@ from torch import Tensor
 
 from fedspan.core.values import OptimizerState
 from fedspan.errors import FedspanError
-from fedspan.training.engine import Trainer
 from fedspan.training.jobs import Assignment
 from fedspan.training.optimizers import build_optimizer_spec
+from fedspan.training.services import TrainingServices
 from fedspan.training.trainers.processes import Processes
 
 __all__ = ["JobOptimizer"]
 
 
 class JobOptimizer(torch.optim.Optimizer):
-    """Steps the tensors of a job as the loop engine does (``Trainer.apply``).
+    """Steps the tensors of a job as the loop engine does (``TrainingServices.apply``).
 
     So what a method adds to local training reaches any trainer that computes gradients and calls ``step``. Parameter
     groups show each group's learning rate and weight decay; they are not read, because a job fixes both.
@@ -33,7 +33,7 @@ class JobOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self,
-        services: Trainer,
+        services: TrainingServices,
         assignment: Assignment,
         live: Mapping[str, Tensor],
         processes: Processes | None = None,

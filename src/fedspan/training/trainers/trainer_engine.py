@@ -24,8 +24,9 @@ from fedspan.models.direct_uses import forbid_direct_uses
 from fedspan.tasks.bounded_losses import bound_loss
 from fedspan.tasks.metrics import is_metric_name
 from fedspan.tasks.task import Examples, Task
-from fedspan.training.engine import Trainer, train_one_by_one
+from fedspan.training.engine import train_one_by_one
 from fedspan.training.jobs import Assignment, TrainingSettings, build_not_finite_error
+from fedspan.training.services import TrainingServices
 from fedspan.training.stages import Stages
 from fedspan.training.trainers.frozen import FrozenBase, checksum_frozen
 from fedspan.training.trainers.install import install_job
@@ -52,7 +53,7 @@ class Owner:
     adapted: AdaptedModel
 
 
-class TrainerEngine(Trainer):
+class TrainerEngine(TrainingServices):
     """Trains each client's jobs with the client's own trainer, one client after another.
 
     The trainer computes gradients as it likes, on examples that only it can read. Everything that a method adds to
@@ -321,12 +322,12 @@ class TrainerEngine(Trainer):
             raise FedspanError("trainer", id, problem=problem)
         return checksums
 
-    def _build_services(self, owner: Owner) -> Trainer:
+    def _build_services(self, owner: Owner) -> TrainingServices:
         """Return the training services on an owner's model, with the server's base set in it."""
         owner.adapted.set_base(self.adapted.base)
         if owner.adapted is self.adapted:
             return self
-        return Trainer(owner.adapted, self.task, self.settings, self.seed, stages=self.stages)
+        return TrainingServices(owner.adapted, self.task, self.settings, self.seed, stages=self.stages)
 
     def _set_dropout(self, adapted: AdaptedModel) -> None:
         """Set the adapters' dropout, drawn as torch draws it: a trainer's passes cannot be counted from outside.

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Generator, Iterable, Mapping, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import Trainer, TrainerCallback, set_seed
 from transformers.trainer_utils import has_length
 
@@ -16,6 +15,15 @@ from fedspan.errors import FedspanError
 from fedspan.tasks.metrics import METRICS
 from fedspan.training.trainers.local import RoundPlan
 from fedspan.training.trainers.optimizer import JobOptimizer
+from fedspan.training.trainers.transformers_examples import count_examples, get_length
+from fedspan.training.trainers.transformers_metrics import BOOKKEEPING, split_by_set, translate_metrics
+from fedspan.training.trainers.transformers_round import (
+    add_callback,
+    draw_by_process,
+    restore_losses,
+    restore_model,
+    set_round_arguments,
+)
 
 __all__ = ["TransformersTrainer", "list_unused_arguments"]
 
@@ -25,23 +33,6 @@ _UNUSED_ARGUMENTS = (
     *("num_train_epochs", "max_steps", "seed", "data_seed"),
 )
 """Arguments without an effect, because the run's config has what they set."""
-_BOOKKEEPING = (
-    *("runtime", "samples_per_second", "steps_per_second", "model_preparation_time", "jit_compilation_time"),
-    *("epoch", "num_tokens", "num_input_tokens_seen"),
-)
-"""What an evaluation returns beside metrics."""
-_TRL_METRICS = {
-    "token_accuracy": "mean_token_accuracy",
-    "reward_accuracy": "rewards/accuracies",
-    "reward_margin": "rewards/margins",
-}
-"""What TRL's trainers call the metrics of fedspan's tasks."""
-_EVALUATOR_METRICS = {
-    "spearman": "spearman_cosine",
-    "recall_at_10": "cosine_recall@10",
-    "ndcg_at_10": "cosine_ndcg@10",
-}
-"""What sentence-transformers' evaluators call them, after the evaluator's own name if it has one."""
 
 
 class TransformersTrainer:
@@ -86,7 +77,7 @@ class TransformersTrainer:
     @property
     def examples(self) -> int:
         """``LocalTrainer.examples``."""
-        return _get_length(self.trainer.train_dataset)
+        return get_length(self.trainer.train_dataset)
 
     @property
     def validation_examples(self) -> int:
@@ -97,8 +88,8 @@ class TransformersTrainer:
         """Return the numbers of examples of the evaluation sets, by what their metrics' names begin with."""
         dataset = self.trainer.eval_dataset
         if isinstance(dataset, dict):
-            return {f"eval_{name}_": _get_length(part) for name, part in dataset.items()}
-        return {} if dataset is None else {"eval_": _get_length(dataset)}
+            return {f"eval_{name}_": get_length(part) for name, part in dataset.items()}
+        return {} if dataset is None else {"eval_": get_length(dataset)}
 
     def count_passes(self, epochs: int, steps: int | None) -> int:
         """``LocalTrainer.count_passes``, by the length of the trainer's loader."""
@@ -119,13 +110,13 @@ class TransformersTrainer:
         trainer, epochs = self.trainer, _StoppedEpochs()
         try:
             with (
-                _set_round_arguments(trainer, plan),
-                _restore_model(self.root),
-                _restore_losses(trainer, self.root),
-                _count_examples(trainer, optimizer),
-                _draw_by_process(trainer, plan.seed),
-                _add_callback(trainer, epochs),
-                _add_callback(trainer, _RequiredOptimizer(optimizer)),
+                set_round_arguments(trainer, plan),
+                restore_model(self.root),
+                restore_losses(trainer, self.root),
+                count_examples(trainer, optimizer),
+                draw_by_process(trainer, plan.seed),
+                add_callback(trainer, epochs),
+                add_callback(trainer, _RequiredOptimizer(optimizer)),
             ):
                 trainer.optimizer = optimizer
                 trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, _get_constant_rate)
@@ -142,17 +133,17 @@ class TransformersTrainer:
 
     def evaluate(self) -> dict[str, float]:
         """``LocalTrainer.evaluate``: means of the evaluation sets, weighted by their numbers of examples."""
-        with _restore_model(self.root), _restore_losses(self.trainer, self.root):
+        with restore_model(self.root), restore_losses(self.trainer, self.root):
             try:
                 measured = self.trainer.evaluate()
             finally:
                 self.trainer.accelerator.free_memory()
                 self.trainer.model_wrapped = self.trainer.model
         sizes = self._get_evaluation_sizes()
-        by_set, unnamed = _split_by_set(measured, sizes)
-        translated = {prefix: _translate_metrics(values) for prefix, values in by_set.items()}
+        by_set, unnamed = split_by_set(measured, sizes)
+        translated = {prefix: translate_metrics(values) for prefix, values in by_set.items()}
         names = {name for values in translated.values() for name in values}
-        self.unknown_metrics = frozenset((names | unnamed) - {*METRICS, *_BOOKKEEPING})
+        self.unknown_metrics = frozenset((names | unnamed) - {*METRICS, *BOOKKEEPING})
         metrics: dict[str, float] = {}
         for name in METRICS:
             values = [(part[name], sizes[prefix]) for prefix, part in translated.items() if name in part]
@@ -160,131 +151,6 @@ class TransformersTrainer:
                 total = sum(size for _, size in values)
                 metrics[name] = float(sum(value * (size / total) for value, size in values))
         return metrics
-
-
-def _split_by_set(measured: Mapping[str, Any], prefixes: Iterable[str]) -> tuple[dict[str, dict[str, float]], set[str]]:
-    """Split the measured numbers by evaluation set.
-
-    Args:
-        measured: What the trainer returned.
-        prefixes: What the names of each set's metrics begin with.
-
-    Returns:
-        Numbers by name without prefix, by prefix, and names of the numbers that have none of the prefixes.
-    """
-    longest_first = sorted(prefixes, key=len, reverse=True)
-    by_set: dict[str, dict[str, float]] = {prefix: {} for prefix in longest_first}
-    unnamed: set[str] = set()
-    for name, value in measured.items():
-        if not isinstance(value, int | float):
-            continue
-        prefix = next((prefix for prefix in longest_first if name.startswith(prefix)), None)
-        if prefix is None:
-            unnamed.add(name)
-        else:
-            by_set[prefix][name.removeprefix(prefix)] = value
-    return by_set, unnamed
-
-
-def _translate_metrics(values: Mapping[str, float]) -> dict[str, float]:
-    """Give metrics of TRL and of sentence-transformers' evaluators the names that fedspan's tasks have for them.
-
-    A metric that has fedspan's own name already, or that several evaluators measure, keeps its name.
-
-    Args:
-        values: Metrics of one evaluation set by name.
-    """
-    translated = dict(values)
-    for name, other in _TRL_METRICS.items():
-        if other in values and name not in values:
-            translated[name] = translated.pop(other)
-    for name, other in _EVALUATOR_METRICS.items():
-        found = [key for key in values if key == other or key.endswith(f"_{other}")]
-        if len(found) == 1 and name not in values:
-            translated[name] = translated.pop(found[0])
-    return translated
-
-
-_EXAMPLES = "fedspan_examples"
-"""The entry of a batch with one element for each example: a tensor, which Accelerate can concatenate and slice."""
-
-
-class _CountingCollator:
-    """A collator that adds the number of examples to a batch: its tensors may have other numbers of rows (DPO).
-
-    Args:
-        collate: The collator.
-    """
-
-    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
-        self._collate = collate
-
-    def __call__(self, rows: list[Any]) -> Any:
-        batch = self._collate(rows)
-        if isinstance(batch, MutableMapping):
-            batch[_EXAMPLES] = torch.ones(len(rows), dtype=torch.bool)
-        return batch
-
-
-class _CountingLoaders(TrainerCallback):
-    """Makes the loader of a training add its numbers of examples, and undoes it."""
-
-    def __init__(self) -> None:
-        self._wrapped: list[tuple[Any, Any]] = []
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **kwargs: Any) -> None:
-        loader = getattr(train_dataloader, "base_dataloader", train_dataloader)  # Accelerate's own wraps torch's
-        collate = getattr(loader, "collate_fn", None)
-        if collate is not None:
-            self._wrapped.append((loader, collate))
-            loader.collate_fn = _CountingCollator(collate)
-
-    def undo(self) -> None:
-        for loader, collate in self._wrapped:
-            loader.collate_fn = collate
-
-
-@contextmanager
-def _count_examples(trainer: Trainer, optimizer: JobOptimizer) -> Generator[None]:
-    """Count the examples of each optimizer step within this context, before the step.
-
-    The loader is the owner's, with any sampler: what it yields is counted.
-    """
-    loaders, inner, own_method = _CountingLoaders(), trainer.get_batch_samples, vars(trainer).get("get_batch_samples")
-
-    def get_batch_samples(*args: Any, **kwargs: Any) -> Any:
-        batches, items = inner(*args, **kwargs)
-        optimizer.count_examples(sum(_pop_examples(batch, trainer) for batch in batches))
-        return batches, items
-
-    trainer.get_batch_samples = get_batch_samples
-    try:
-        with _add_callback(trainer, loaders):
-            yield
-    finally:
-        loaders.undo()
-        del trainer.get_batch_samples
-        if own_method is not None:
-            trainer.get_batch_samples = own_method
-
-
-def _pop_examples(batch: Any, trainer: Trainer) -> int:
-    """Remove and return a batch's number of examples; of a loader without a collator, the rows of its first tensor.
-
-    Raises:
-        FedspanError: If the batch has no tensor.
-    """
-    if isinstance(batch, MutableMapping) and _EXAMPLES in batch:
-        return len(batch.pop(_EXAMPLES))
-    values = batch.values() if isinstance(batch, Mapping) else batch
-    rows = next((len(value) for value in values if isinstance(value, torch.Tensor) and value.ndim), None)
-    if rows is None:
-        problem = (
-            f"its batches ({type(batch).__name__}) hold no tensor, by whose rows examples are counted. Trainers that "
-            "generate their own examples, such as TRL's GRPOTrainer, are not supported"
-        )
-        raise FedspanError("trainer", type(trainer).__name__, problem=problem)
-    return rows
 
 
 class _StoppedEpochs(TrainerCallback):
@@ -320,16 +186,6 @@ class _RequiredOptimizer(TrainerCallback):
                 "does"
             )
             raise FedspanError("trainer", type(inner).__name__, problem=problem)
-
-
-@contextmanager
-def _add_callback(trainer: Trainer, callback: TrainerCallback) -> Generator[None]:
-    """Have a trainer call a callback within this context, after its own ones."""
-    trainer.add_callback(callback)
-    try:
-        yield
-    finally:
-        trainer.remove_callback(callback)
 
 
 def _require_complete(trainer: Trainer, plan: RoundPlan, stopped_epochs: int) -> None:
@@ -375,135 +231,6 @@ def list_unused_arguments(args: Any) -> tuple[str, ...]:
 
 def _get_constant_rate(step: int) -> float:
     return 1.0
-
-
-def _get_length(dataset: Any) -> int:
-    if dataset is None:
-        raise FedspanError("trainer", None, problem="the trainer has no train_dataset")
-    if isinstance(dataset, Mapping):  # of sentence-transformers: several data sets by name
-        return sum(_get_length(part) for part in dataset.values())
-    if not has_length(dataset):
-        problem = "the number of examples of an IterableDataset is unknown, and replies are weighted by it"
-        raise FedspanError("trainer", type(dataset).__name__, "a data set with a length", problem=problem)
-    return len(dataset)
-
-
-@contextmanager
-def _set_round_arguments(trainer: Trainer, plan: RoundPlan) -> Generator[None]:
-    """Set the arguments of one round within this context; on exit, restore the owner's."""
-    args, loading = trainer.args, trainer.accelerator.dataloader_config
-    settings: dict[str, Any] = {
-        "num_train_epochs": float(plan.epochs),
-        "max_steps": -1 if plan.steps is None else plan.steps,
-        "max_grad_norm": 0.0,  # the optimizer clips, after penalties and masks
-        "seed": plan.seed,
-    }
-    if args.data_seed is not None:
-        settings["data_seed"] = plan.seed
-    before, seed_before = {name: getattr(args, name) for name in settings}, loading.data_seed
-    try:
-        for name, value in settings.items():
-            setattr(args, name, value)
-        if loading.data_seed is not None:
-            loading.data_seed = plan.seed
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(args, name, value)
-        loading.data_seed = seed_before
-
-
-@contextmanager
-def _restore_model(model: nn.Module) -> Generator[None]:
-    """Have Accelerate prepare a model anew within this context, and restore what that sets on the model.
-
-    Mixed precision wraps the forward. A model marked as prepared would not be wrapped again: not by mixed precision,
-    nor by DDP, without which no gradient is averaged.
-    """
-    names = ("forward", "_original_forward", "_is_accelerate_prepared")
-    before = {name: vars(model)[name] for name in names if name in vars(model)}
-    vars(model).pop("_is_accelerate_prepared", None)
-    try:
-        yield
-    finally:
-        for name in names:
-            vars(model).pop(name, None)
-        vars(model).update(before)
-
-
-@contextmanager
-def _restore_losses(trainer: Trainer, model: nn.Module) -> Generator[None]:
-    """Have the losses of a trainer hold its model again after this context.
-
-    sentence-transformers puts the model's wrapper (DDP, ``torch.compile``) into a loss that holds the model, and does
-    not replace one wrapper by another: the next round's loss would go through that of this round, whose gradients
-    nothing averages.
-    """
-    loss = getattr(trainer, "loss", None)
-    losses = loss.values() if isinstance(loss, Mapping) else [loss]
-    modules = [module for part in losses if isinstance(part, nn.Module) for module in part.modules()]
-    holders = [(module, name) for module in modules for name, child in module.named_children() if child is model]
-    try:
-        yield
-    finally:
-        for module, name in holders:
-            setattr(module, name, model)
-
-
-class _RandomStream:
-    """Random numbers of torch of their own, on the CPU and on a device.
-
-    Args:
-        seed: Their seed.
-        device: The device on which a model trains.
-    """
-
-    def __init__(self, seed: int, device: torch.device) -> None:
-        self._devices = [] if device.type == "cpu" else [device]
-        self._kind = "cuda" if device.type == "cpu" else device.type  # fork_rng needs one also without devices
-        self._seed: int | None = seed
-        self._states: list[Tensor] = []
-
-    @contextmanager
-    def continue_drawing(self) -> Generator[None]:
-        """Draw these random numbers within this context, from where the last one ended."""
-        with torch.random.fork_rng(self._devices, device_type=self._kind):
-            if self._seed is not None:
-                torch.manual_seed(self._seed)
-                self._seed = None
-            else:
-                torch.set_rng_state(self._states[0])
-                for device, state in zip(self._devices, self._states[1:], strict=True):
-                    torch.get_device_module(device).set_rng_state(state, device)
-            yield
-            others = [torch.get_device_module(device).get_rng_state(device) for device in self._devices]
-            self._states = [torch.get_rng_state(), *others]
-
-
-@contextmanager
-def _draw_by_process(trainer: Trainer, seed: int) -> Generator[None]:
-    """Have each of several processes draw its own random numbers in its passes within this context.
-
-    The loaders go on to draw equal numbers in all processes, by which they split the same order of the examples: the
-    dropout of a process would otherwise advance them by the shapes of its own batches.
-    """
-    if trainer.args.world_size == 1:
-        yield
-        return
-    stream = _RandomStream(seed + trainer.args.process_index, trainer.args.device)
-    inner, own_method = trainer.training_step, vars(trainer).get("training_step")
-
-    def training_step(*args: Any, **kwargs: Any) -> Tensor:
-        with stream.continue_drawing():
-            return inner(*args, **kwargs)
-
-    trainer.training_step = training_step
-    try:
-        yield
-    finally:
-        del trainer.training_step
-        if own_method is not None:
-            trainer.training_step = own_method
 
 
 def _require_supported(trainer: Trainer) -> None:

@@ -6,9 +6,10 @@ allows:
 
 - **Nodes** reach the nine paths of Flower's that a node needs, and the door's own (``wire``). The signed time in the
   headers is verified, and the key must be an admitted one, before a byte of the body is read. Bodies have a maximum
-  size for each path and a time limit; what has arrived of one when its connection breaks is kept (``uploads``). A
-  message must be a reply of the node itself to the server, and its objects may have as many bytes in all as the order
-  allows (``wire``), and at most ``DoorLimits.reply_bytes``. A node that sends faster than the limits waits.
+  size for each path and a time limit; what has arrived of one when its connection breaks is kept
+  (``resumed_bodies``). A message must be a reply of the node itself to the server, and its objects may have as many
+  bytes in all as the order allows (``wire``), and at most ``DoorLimits.reply_bytes``. A node that sends faster than
+  the limits waits (``senders``).
 - **The operator** reaches everything else, from a process of the same user on the same machine. Flower's commands carry
   no credentials, so the system's own record of who owns the connection decides.
 
@@ -17,15 +18,11 @@ The door answers its own paths and heartbeats itself (``exchange``), without Flo
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
 import ipaddress
-import json
 import os
-import time
-from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -33,13 +30,24 @@ from anyio.to_thread import current_default_thread_limiter, run_sync
 from starlette.responses import PlainTextResponse
 
 from fedspan.transports.flower.adapter import (
+    ACTIVATE_NODE,
+    CONFIRM_RECEIVED,
+    DEACTIVATE_NODE,
+    GET_RUN,
     NODE_API,
     OBJECT_BYTES,
+    PULL_MESSAGES,
+    PULL_OBJECT,
+    PUSH_MESSAGES,
+    PUSH_OBJECT,
+    PUSH_ORDERS,
+    REGISTER_NODE,
+    SEND_HEARTBEAT,
     TASK_TOKEN_HEADER,
+    UNREGISTER_NODE,
     MessageStore,
     PushedReply,
     RunNotRunningException,
-    find_node_id,
     find_reply_limit,
     is_node_key_required,
     read_pushed_reply,
@@ -53,6 +61,7 @@ from fedspan.transports.flower.answers import (
     send_answer,
     split_answer,
 )
+from fedspan.transports.flower.base_answers import fetch_base
 from fedspan.transports.flower.bodies import (
     App,
     Receive,
@@ -63,18 +72,17 @@ from fedspan.transports.flower.bodies import (
     read_body,
     read_declared_length,
     read_declared_part,
-    read_into,
     unpack_parts,
     wait_for_disconnect,
 )
 from fedspan.transports.flower.connections import CONNECTIONS, Connections
 from fedspan.transports.flower.exchange import Exchange, ExchangeLimits
-from fedspan.transports.flower.limits import KNOWN_SECONDS, SMALL_BYTES, Bucket, DoorLimits, Sender, Slot
+from fedspan.transports.flower.limits import SMALL_BYTES, DoorLimits, Sender, Slot
 from fedspan.transports.flower.local_peer import get_peer_uid
 from fedspan.transports.flower.progress import ProgressClock
-from fedspan.transports.flower.uploads import Uploads
+from fedspan.transports.flower.resumed_bodies import ResumedBodies
+from fedspan.transports.flower.senders import Senders, require_room
 from fedspan.transports.flower.wire import (
-    BASE_BYTES,
     BATCH_BYTES,
     CANCEL_ORDERS,
     FETCH_BASE,
@@ -87,7 +95,6 @@ from fedspan.transports.flower.wire import (
     STOPPED_HEADER,
     TAKE_ORDER,
     TAKE_REPLIES,
-    TAKEN,
     UPLOAD_OFFSET,
     UploadPart,
     compute_tag,
@@ -104,14 +111,14 @@ _THREADS = 3
 writes to SQLite, which allows one writer, so the forty threads that FastAPI allows would mostly wait for each other."""
 
 BODY_BYTES = {
-    "activate-node": SMALL_BYTES,
-    "deactivate-node": SMALL_BYTES,
-    "send-node-heartbeat": SMALL_BYTES,
-    "get-run": SMALL_BYTES,
-    "pull-messages": SMALL_BYTES,
-    "pull-object": SMALL_BYTES,
-    "confirm-message-received": SMALL_BYTES,
-    "push-object": OBJECT_BYTES + SMALL_BYTES,
+    ACTIVATE_NODE: SMALL_BYTES,
+    DEACTIVATE_NODE: SMALL_BYTES,
+    SEND_HEARTBEAT: SMALL_BYTES,
+    GET_RUN: SMALL_BYTES,
+    PULL_MESSAGES: SMALL_BYTES,
+    PULL_OBJECT: SMALL_BYTES,
+    CONFIRM_RECEIVED: SMALL_BYTES,
+    PUSH_OBJECT: OBJECT_BYTES + SMALL_BYTES,
 }
 """Paths of the node API that nodes may use, and the maximum size of a request's body in bytes; ``push-messages`` is a
 further one, whose size depends on the limits."""
@@ -119,21 +126,49 @@ further one, whose size depends on the limits."""
 _RUN_BYTES = 2 * BATCH_BYTES
 """Maximum size of a request of a run's server, in bytes: orders without content, and their objects."""
 
-_HEARTBEAT, _PUSH_MESSAGES, _DEACTIVATE = "send-node-heartbeat", "push-messages", "deactivate-node"
-_PULL_OBJECT, _PUSH_OBJECT = "pull-object", "push-object"
-_PUSH_ORDERS = "/v1/runtime/push-messages"
-"""Flower's own path for orders, which a process of the operator may use."""
-
 _BROWSER = b"origin", b"sec-fetch-site"
 """Headers that a browser adds to the requests of a web page; nodes and Flower's commands send none."""
 
-_SENT = {TAKE_ORDER: "order", _PULL_OBJECT: "order", FETCH_BASE: "base model"}
+_SENT = {TAKE_ORDER: "order", PULL_OBJECT: "order", FETCH_BASE: "base model"}
 """What the answers are whose progress is logged."""
-_KEYLESS = {"register-node": SMALL_BYTES, "unregister-node": SMALL_BYTES}
+_KEYLESS = {REGISTER_NODE: SMALL_BYTES, UNREGISTER_NODE: SMALL_BYTES}
 """Further paths of a server without keys, at which nodes register themselves."""
 
-_PROMPT = "activate-node", _HEARTBEAT
+_PROMPT = ACTIVATE_NODE, SEND_HEARTBEAT
 """Paths whose requests do not wait for others, so that a node whose upload was interrupted reconnects at once."""
+
+
+@dataclass
+class _NodeRequest:
+    """A request that a node may send, whose body has arrived.
+
+    Args:
+        scope: Its scope.
+        receive: Receives what follows its body.
+        send: Sends its answer.
+        headers: Its headers by name in lower case.
+        body: Its whole body.
+        part: The part of the body that it brought; None: it brought the body at once.
+        key: Public key of the node; None: of a server without keys.
+        sender: The door's state of the node; None: of a server without keys.
+        slot: Its slot among the requests of the node; None: it does not wait for others.
+        progress: What is logged about its answer.
+    """
+
+    scope: Scope
+    receive: Receive
+    send: Send
+    headers: dict[bytes, bytes]
+    body: bytes
+    part: UploadPart | None
+    key: bytes | None
+    sender: Sender | None
+    slot: Slot | None
+    progress: Progress
+
+    async def answer(self, answer: bytes, tag: str = "") -> None:
+        """Send an answer of the door's own (``send_answer``)."""
+        await send_answer(answer, self.scope, self.receive, self.send, tag)
 
 
 class Door:
@@ -162,16 +197,27 @@ class Door:
         self.app, self.limits, self.connections = app, limits or DoorLimits(), connections or CONNECTIONS
         self._exchange, self._exchange_limits, self._offers = exchange, exchange_limits, offers
         head = self.limits.head_bytes
-        self._body_bytes = BODY_BYTES | {_PUSH_MESSAGES: head}
+        self._body_bytes = BODY_BYTES | {PUSH_MESSAGES: head}
         self._own_body_bytes = {
             TAKE_ORDER: SMALL_BYTES,
             SEND_REPLY: head + INLINE_BYTES + SMALL_BYTES,
             UPLOAD_OFFSET: SMALL_BYTES,
             FETCH_BASE: SMALL_BYTES,
         }
-        self._senders: OrderedDict[bytes, Sender] = OrderedDict()
-        self._uploads = Uploads(self.limits)
+        self._senders = Senders(self.limits)
+        self._bodies = ResumedBodies(self.limits)
         self._work = WorkBook(work)
+        self._handlers: dict[str, Callable[[_NodeRequest], Awaitable[None]]] = {
+            TAKE_ORDER: self._take_order,
+            FETCH_BASE: self._fetch_base,
+            UPLOAD_OFFSET: self._find_offset,
+            SEND_REPLY: self._send_reply,
+            SEND_HEARTBEAT: self._acknowledge_heartbeat,
+            PUSH_MESSAGES: self._push_messages,
+            PUSH_OBJECT: self._push_object,
+            PULL_OBJECT: self._pull_object,
+            DEACTIVATE_NODE: self._deactivate_node,
+        }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forward a request, or refuse it with a status of 4xx and close its connection."""
@@ -194,7 +240,7 @@ class Door:
                 await self._serve_run(path[len(RUN_PATH) :], scope, receive, send)
                 return
             await self.app(scope, receive, send)
-            if path == _PUSH_ORDERS and self._exchange is not None:
+            if path == PUSH_ORDERS and self._exchange is not None:
                 self._exchange.wake_nodes()
         except Refused as refused:
             answer = PlainTextResponse(refused.reason, refused.status, headers={"connection": "close"})
@@ -244,7 +290,6 @@ class Door:
         if most is None or scope["method"] != "POST":
             raise Refused(403, "not a path for nodes")
         length, part = read_declared_length(headers, most), read_declared_part(headers, most)
-        is_stopped = STOPPED_HEADER.encode() in headers
         sender: Sender | None = None
         progress = Progress(_SENT.get(name, ""))
         if name in _SENT:
@@ -258,13 +303,13 @@ class Door:
                 key = verify_node_headers(headers)
                 if key is None:
                     raise Refused(401, "no valid signature of a node")
-                sender = self._get_sender(key)
-                await self._require_admitted(scope, sender, key)
+                sender = self._senders.get(key)
+                await self._senders.require_admitted(scope, sender, key)
                 self.connections.accept(scope.get("client"), key, length + 2 * OBJECT_BYTES)
                 if name not in _PROMPT:
                     slot = Slot(sender.slots)
                     stack.callback(slot.leave)
-                    await self._wait(sender, slot)
+                    await self._senders.wait(sender, slot)
                 elif sender.heartbeats.take() > 0:
                     sender.heartbeats.give_back()
                     raise Refused(429, "too many heartbeats")
@@ -276,122 +321,47 @@ class Door:
                 body = await read_body(receive, length, self.limits)
             else:
                 clock = ProgressClock() if sender is None else sender.clocks["reply"]
-                body = await self._read_part(receive, length, part, key, progress.node, clock)
-            tag = ""
-            if name == TAKE_ORDER:
-                answer = await self._take_order(body, sender, slot, scope, receive)
-                if len(answer) >= RESUMABLE_BYTES:
-                    tag = compute_tag(read_first(answer), len(answer))
-            elif name == FETCH_BASE:
-                answer, progress.sent, progress.total = await self._fetch_base(body)
-                progress.is_first = progress.sent == 0
-                tag = compute_tag(body, len(answer)) if len(answer) >= RESUMABLE_BYTES else ""
-            elif name == UPLOAD_OFFSET:
-                answer = await self._find_offset(body, key)
-            elif name == SEND_REPLY:
-                async with self._keep_answer(key, part) as keep:
-                    answer = await self._send_reply(body, sender, scope)
-                    keep(answer)
-                if sender is not None and sender.node is not None:
-                    self._work.note(sender.node, None)
-            elif name == _HEARTBEAT:
-                answer = await self._acknowledge_heartbeat(body, sender, scope)
-                if sender is not None and sender.node is not None:
-                    self._work.note(sender.node, parse_work(headers))
-            else:
-                if name == _PUSH_MESSAGES:
-                    await self._require_reply(body, sender, scope)
-                elif name == _PUSH_OBJECT:
-                    self._require_room(body, sender)
-                if name == _PULL_OBJECT:
-                    progress.is_first = False
-                    progress.sent, progress.total = parse_progress(headers)
-                    send = ResumableAnswer(send, headers, body).send
-                async with self._keep_answer(key, part) as keep:
-                    observed = send if part is None else observe_answer(send, keep)
-                    await self.app(scope, make_replay(body, receive), observed)
-                if name == _PUSH_MESSAGES and self._exchange is not None:
-                    self._exchange.wake_runs()
-                elif name == _PUSH_OBJECT and self._exchange is not None:
-                    await self._exchange.note_object(body)
-                elif name == _DEACTIVATE and is_stopped and sender is not None and sender.node is not None:
-                    self._get_exchange(scope).note_departure(sender.node)
-                return
-            await send_answer(answer, scope, receive, send, tag)
+                body = await self._bodies.read_part(receive, length, part, key, progress.node, clock)
+            request = _NodeRequest(scope, receive, send, headers, body, part, key, sender, slot, progress)
+            await self._handlers.get(name, self._forward)(request)
 
-    async def _read_part(
-        self, receive: Receive, length: int, part: UploadPart, key: bytes | None, name: str, clock: ProgressClock
-    ) -> bytes:
-        """Read a part of a body, and return the body when it is complete; otherwise keep what has arrived."""
-        owner = key or part.digest.encode()
-        if length != part.total - part.offset:
-            raise Refused(400, "a part that does not end with its body")
-        try:
-            upload = self._uploads.begin(owner, part, name, clock)
-        except ValueError as error:
-            raise Refused(416, "not the part that follows") from error
-        request = upload.requests
-        try:
-            await read_into(receive, length, self.limits, upload, request)
-        except BaseException:
-            if upload.requests == request:
-                self._uploads.interrupt(upload)
-                asyncio.get_running_loop().call_later(self.limits.partial_seconds + 1, self._uploads.drop_expired)
-            raise
-        try:
-            return self._uploads.finish(owner, part.digest, upload)
-        except ValueError as error:
-            raise Refused(400, "not the body that was declared") from error
+    async def _find_offset(self, request: _NodeRequest) -> None:
+        await request.answer(await self._bodies.find_offset(request.body, request.key))
 
-    async def _fetch_base(self, body: bytes) -> tuple[bytes, int, int]:
-        """Return bytes of a file, their offset, and the file's size."""
-        parts = unpack_parts(body, 3)
-        if len(parts) != 3 or not parts[2].isdigit() or len(parts[2]) > 16:
-            raise Refused(400, "not a request for a base model")
-        if any(len(digest) != 64 or not digest.isalnum() for digest in parts[:2]) or self._offers is None:
-            raise Refused(404, "not a file of a base model that is offered")
-        offer, file = (digest.decode("ascii") for digest in parts[:2])
-        offset = int(parts[2])
-        found = await run_sync(_read_offered, self._offers, offer, file, offset)
-        if found is None:
-            raise Refused(404, "not a file of a base model that is offered")
-        return found[0], offset, found[1]
-
-    @asynccontextmanager
-    async def _keep_answer(self, key: bytes | None, part: UploadPart | None) -> AsyncGenerator[Callable[[bytes], None]]:
-        """Process a request, and yield the function that keeps its answer for a node that may have lost it."""
-        if part is None:
-            yield lambda answer: None
-            return
-        owner = key or part.digest.encode()
-        async with self._uploads.process(owner, part.digest):
-            yield partial(self._uploads.keep_answer, owner, part.digest)
-
-    async def _find_offset(self, body: bytes, key: bytes | None) -> bytes:
-        if len(body) != 64 or not body.isalnum():
-            raise Refused(400, "not the SHA-256 of a body")
-        owner, digest = key or body, body.decode("ascii")
-        answer = await self._uploads.find_answer(owner, digest)
-        return b"%d" % self._uploads.find_offset(owner, digest) if answer is None else TAKEN + answer
-
-    async def _take_order(
-        self, body: bytes, sender: Sender | None, slot: Slot | None, scope: Scope, receive: Receive
-    ) -> bytes:
-        parts = unpack_parts(body, 2)
+    async def _take_order(self, request: _NodeRequest) -> None:
+        sender, parts = request.sender, unpack_parts(request.body, 2)
         if len(parts) != 2 or not parts[0].isdigit() or len(parts[0]) > 20 or len(parts[1]) > 64:
             raise Refused(400, "not a request for an order")
         if (node := int(parts[0])) >= 2**64:  # Flower's database has no such number
             raise Refused(400, "not the number of a node")
         if sender is not None and node != sender.node:
             raise Refused(403, "a request in the name of another node")
-        received = parts[1].decode("latin-1")
-        return await self._get_exchange(scope).take_order(node, received, wait_for_disconnect(receive), slot)
+        received, exchange = parts[1].decode("latin-1"), self._get_exchange(request.scope)
+        answer = await exchange.take_order(node, received, wait_for_disconnect(request.receive), request.slot)
+        is_resumable = len(answer) >= RESUMABLE_BYTES
+        await request.answer(answer, compute_tag(read_first(answer), len(answer)) if is_resumable else "")
 
-    async def _send_reply(self, body: bytes, sender: Sender | None, scope: Scope) -> bytes:
+    async def _fetch_base(self, request: _NodeRequest) -> None:
+        progress = request.progress
+        answer, progress.sent, progress.total = await fetch_base(self._offers, request.body)
+        progress.is_first = progress.sent == 0
+        is_resumable = len(answer) >= RESUMABLE_BYTES
+        await request.answer(answer, compute_tag(request.body, len(answer)) if is_resumable else "")
+
+    async def _send_reply(self, request: _NodeRequest) -> None:
+        sender = request.sender
+        async with self._bodies.keep_answer(request.key, request.part) as keep:
+            answer = await self._store_reply(request.body, sender, request.scope)
+            keep(answer)
+        if sender is not None and sender.node is not None:
+            self._work.note(sender.node, None)
+        await request.answer(answer)
+
+    async def _store_reply(self, body: bytes, sender: Sender | None, scope: Scope) -> bytes:
         head, *contents = unpack_parts(body, 1 + self.limits.objects) or [b""]
         reply = await self._require_reply(head, sender, scope)
         for content in contents:
-            self._require_room(content, sender)
+            require_room(content, sender)
         try:
             return await self._get_exchange(scope).send_reply(reply.node, reply.request, contents)
         except RunNotRunningException as error:
@@ -399,55 +369,46 @@ class Door:
         except ValueError as error:
             raise Refused(409, "not a reply that can be stored") from error
 
-    async def _acknowledge_heartbeat(self, body: bytes, sender: Sender | None, scope: Scope) -> bytes:
-        exchange = self._get_exchange(scope)
+    async def _acknowledge_heartbeat(self, request: _NodeRequest) -> None:
+        sender, exchange = request.sender, self._get_exchange(request.scope)
         try:
-            return await exchange.acknowledge_heartbeat(body, None if sender is None else sender.node)
+            answer = await exchange.acknowledge_heartbeat(request.body, None if sender is None else sender.node)
         except ValueError as error:
             raise Refused(400, "not a heartbeat of this node") from error
+        if sender is not None and sender.node is not None:
+            self._work.note(sender.node, parse_work(request.headers))
+        await request.answer(answer)
 
-    def _get_sender(self, key: bytes) -> Sender:
-        sender, limits = self._senders.pop(key, None), self.limits
-        if sender is None:
-            requests = Bucket(limits.rate, limits.burst)
-            heartbeats = Bucket(limits.heartbeat_rate, limits.heartbeat_burst)
-            sender = Sender(asyncio.Semaphore(limits.parallel), requests, heartbeats)
-        self._senders[key] = sender
-        while len(self._senders) > 4096 and next(iter(self._senders.values())).waiting == 0:
-            self._senders.popitem(last=False)
-        return sender
+    async def _push_messages(self, request: _NodeRequest) -> None:
+        await self._require_reply(request.body, request.sender, request.scope)
+        await self._forward(request)
+        if self._exchange is not None:
+            self._exchange.wake_runs()
 
-    async def _require_admitted(self, scope: Scope, sender: Sender, key: bytes) -> None:
-        now = time.monotonic()
-        if now - sender.looked_up_at >= KNOWN_SECONDS:
-            sender.node = await run_sync(find_node_id, scope["app"], key)
-            sender.looked_up_at = now
-        if sender.node is None:
-            self._senders.pop(key, None)
-            raise Refused(401, "this key was not admitted")
+    async def _push_object(self, request: _NodeRequest) -> None:
+        require_room(request.body, request.sender)
+        await self._forward(request)
+        if self._exchange is not None:
+            await self._exchange.note_object(request.body)
 
-    async def _wait(self, sender: Sender, slot: Slot) -> None:
-        """Delay a request until its sender may send one."""
-        if sender.waiting >= self.limits.waiting:
-            raise Refused(429, "too many requests at once")
-        sender.waiting += 1
-        try:
-            await slot.enter()
-        finally:
-            sender.waiting -= 1
-        delay = sender.requests.take()
-        if delay > 0:
-            await asyncio.sleep(delay)
+    async def _pull_object(self, request: _NodeRequest) -> None:
+        progress = request.progress
+        progress.is_first = False
+        progress.sent, progress.total = parse_progress(request.headers)
+        request.send = ResumableAnswer(request.send, request.headers, request.body).send
+        await self._forward(request)
 
-    def _require_room(self, body: bytes, sender: Sender | None) -> None:
-        """Check that an object belongs to a node's reply, and that its reply is not too large with it."""
-        if sender is None or (digest := hashlib.sha256(body).digest()) in sender.counted:
-            return
-        if len(body) > sender.reply_left or not sender.objects_left:
-            raise Refused(413, "the objects are larger or more than those of a reply may be, or belong to no reply")
-        sender.reply_left -= len(body)
-        sender.objects_left -= 1
-        sender.counted.add(digest)
+    async def _deactivate_node(self, request: _NodeRequest) -> None:
+        await self._forward(request)
+        sender, is_stopped = request.sender, STOPPED_HEADER.encode() in request.headers
+        if is_stopped and sender is not None and sender.node is not None:
+            self._get_exchange(request.scope).note_departure(sender.node)
+
+    async def _forward(self, request: _NodeRequest) -> None:
+        """Have the app answer a request."""
+        async with self._bodies.keep_answer(request.key, request.part) as keep:
+            observed = request.send if request.part is None else observe_answer(request.send, keep)
+            await self.app(request.scope, make_replay(request.body, request.receive), observed)
 
     async def _require_reply(self, head: bytes, sender: Sender | None, scope: Scope) -> PushedReply:
         """Check that a head announces one reply, of a node itself and to the server, and let its objects follow."""
@@ -469,20 +430,6 @@ class Door:
             sender.reply_left = limits.reply_bytes + (OBJECT_BYTES if ordered is None else 0)
             sender.objects_left, sender.counted = reply.objects, set[bytes]()
         return reply
-
-
-def _read_offered(offers: Path, offer: str, file: str, offset: int) -> tuple[bytes, int] | None:
-    """Return bytes of a file of an offer, and its size; None: there is no such file, or it ends before the offset."""
-    for run in sorted(offers.glob(f"{offer}.*.json")):  # each run that offers the model has a file of its own
-        try:
-            path = json.loads(run.read_bytes())[file]
-            with Path(path).open("rb") as source:
-                source.seek(offset)
-                content = source.read(BASE_BYTES)
-                return (content, os.fstat(source.fileno()).st_size) if content else None
-        except (OSError, ValueError, KeyError):
-            continue
-    return None
 
 
 def _is_loopback(client: tuple[str, int] | None) -> bool:

@@ -23,11 +23,15 @@ Messages and their objects (``objects``):
 - ``flwr.common.constant.FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE``, the maximum size of a piece of an array.
 - ``flwr.supercore.run.RunNotRunningException``: what Flower raises for a request for a run that has ended.
 
+The SuperLink's paths (``paths``):
+
+- Each takes POST requests. Those of the node API, and no others, begin with ``/v1/fleet/``.
+
 The node's connection (``node``):
 
-- The paths of the node API begin with ``/v1/fleet/`` and take and return the messages ``ActivateNodeRequest``,
-  ``ActivateNodeResponse``, ``DeactivateNodeRequest``, ``RegisterNodeFleetRequest``, ``UnregisterNodeFleetRequest``,
-  ``PullMessagesResponse``, ``PushMessagesRequest`` and ``PushMessagesResponse`` of ``flwr.proto.fleet_pb2``;
+- The paths of the node API take and return the messages ``ActivateNodeRequest``, ``ActivateNodeResponse``,
+  ``DeactivateNodeRequest``, ``RegisterNodeFleetRequest``, ``UnregisterNodeFleetRequest``, ``PullMessagesResponse``,
+  ``PushMessagesRequest`` and ``PushMessagesResponse`` of ``flwr.proto.fleet_pb2``;
   ``SendNodeHeartbeatRequest`` and ``SendNodeHeartbeatResponse`` of ``flwr.proto.heartbeat_pb2``; ``PullObjectResponse``
   and ``PushObjectResponse`` of ``flwr.proto.message_pb2``; ``Node`` of ``flwr.proto.node_pb2``.
 - ``flwr.common.constant``: ``HEARTBEAT_DEFAULT_INTERVAL``, ``HEARTBEAT_CALL_TIMEOUT``.
@@ -80,8 +84,7 @@ The SuperLink's database (``store``), through the app's ``state.linkstate_factor
 The SuperLink and Flower's commands (``superlink``):
 
 - ``flwr.superlink.extensions.get_middleware``, called through its module when ``flower_superlink`` of
-  ``flwr.superlink.cli.flower_superlink`` makes the app, and that module's ``uvicorn.run``. The paths of the node API,
-  and no others, begin with ``/v1/fleet/``.
+  ``flwr.superlink.cli.flower_superlink`` makes the app, and that module's ``uvicorn.run``.
 - The app's ``state.enable_supernode_auth`` and ``state.linkstate_factory.state().get_node_id_by_public_key``.
 - ``flwr.proto.fleet_pb2.PushMessagesRequest``; ``flwr.common.constant.SUPERLINK_NODE_ID``.
 - ``flwr.cli.app.app``: the command ``flwr``.
@@ -112,12 +115,26 @@ from fedspan.transports.flower.adapter.objects import (
     read_array_layout,
     set_identity,
 )
+from fedspan.transports.flower.adapter.paths import (
+    ACTIVATE_NODE,
+    CONFIRM_RECEIVED,
+    DEACTIVATE_NODE,
+    GET_RUN,
+    NODE_API,
+    PULL_MESSAGES,
+    PULL_OBJECT,
+    PUSH_MESSAGES,
+    PUSH_OBJECT,
+    PUSH_ORDERS,
+    REGISTER_NODE,
+    SEND_HEARTBEAT,
+    UNREGISTER_NODE,
+)
 from fedspan.transports.flower.adapter.run import ReplyHead, TaskGrid, acquire_task
 from fedspan.transports.flower.adapter.store import MessageStore, SentOrder, SentReplies, StoredReply
 from fedspan.transports.flower.adapter.superlink import (
     FLEET_HTTP_PUBLIC_KEY_HEADER,
     FLEET_HTTP_SIGNATURE_HEADER,
-    NODE_API,
     TASK_TOKEN_HEADER,
     TIMESTAMP_HEADER,
     PushedReply,
@@ -132,13 +149,25 @@ from fedspan.transports.flower.adapter.superlink import (
 )
 
 __all__ = [
+    "ACTIVATE_NODE",
+    "CONFIRM_RECEIVED",
+    "DEACTIVATE_NODE",
     "FLEET_HTTP_PUBLIC_KEY_HEADER",
     "FLEET_HTTP_SIGNATURE_HEADER",
+    "GET_RUN",
     "NODE_API",
     "OBJECT_BYTES",
     "PIECE_BYTES",
+    "PULL_MESSAGES",
+    "PULL_OBJECT",
+    "PUSH_MESSAGES",
+    "PUSH_OBJECT",
+    "PUSH_ORDERS",
+    "REGISTER_NODE",
+    "SEND_HEARTBEAT",
     "TASK_TOKEN_HEADER",
     "TIMESTAMP_HEADER",
+    "UNREGISTER_NODE",
     "Keys",
     "MessageStore",
     "NodeConnection",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import ssl
 import time
 from base64 import b64encode
@@ -47,24 +46,29 @@ from fedspan.transports.flower.adapter.objects import (
     compute_object_id,
     deflate_message,
 )
-from fedspan.transports.flower.adapter.superlink import NODE_API
-from fedspan.transports.flower.transfers import Download, Transfers
+from fedspan.transports.flower.adapter.paths import (
+    ACTIVATE_NODE,
+    DEACTIVATE_NODE,
+    NODE_API,
+    PULL_OBJECT,
+    PUSH_OBJECT,
+    REGISTER_NODE,
+    SEND_HEARTBEAT,
+    UNREGISTER_NODE,
+)
+from fedspan.transports.flower.resumable import PAUSE, REQUEST_SECONDS, ResumableClient
+from fedspan.transports.flower.transfers import Transfers
 from fedspan.transports.flower.wire import (
     BASE_BYTES,
     FETCH_BASE,
     INLINE_BYTES,
     NODE_PATH,
     PROGRESS_HEADER,
-    RESUMABLE_BYTES,
     SEND_REPLY,
     STOPPED_HEADER,
     TAKE_ORDER,
-    TAKEN,
-    UPLOAD_HEADER,
-    UPLOAD_OFFSET,
     WORK_HEADER,
     NodeWork,
-    UploadPart,
     format_progress,
     pack,
     select_fitting,
@@ -75,21 +79,10 @@ __all__ = ["Keys", "NodeConnection", "OutgoingReply", "ReceivedOrder", "connect_
 
 Keys = tuple[ec.EllipticCurvePrivateKey, ec.EllipticCurvePublicKey]
 
-_SECONDS, _CONNECT = 180.0, 30.0
-"""Time limits of a request and of a connection, in seconds. A server of a thousand nodes that all reply at once takes a
-while; a request that was given up would be processed all the same, and sent again on top of it."""
 _IDLE = 60.0
 """Seconds after which an idle connection is closed; a new one costs a TLS handshake."""
-_PULL_OBJECT, _DEACTIVATE, _HEARTBEAT = "pull-object", "deactivate-node", "send-node-heartbeat"
-_TEMPORARY = httpx.codes.REQUEST_TIMEOUT, httpx.codes.TOO_MANY_REQUESTS
-"""Statuses below 500 after which a request can be sent again: the link stalled, and what has arrived is kept, or other
-requests of this node came first."""
 _SMALL = 2**20
 """Maximum size of an answer without objects, in bytes."""
-_PAUSE = 1.0
-"""Seconds before a request that a broken connection lost is sent again; twice as long each time."""
-_RESUMED = 0.1
-"""The same, if the broken connection has transmitted a part of it."""
 _TOO_LARGE = httpx.codes.REQUEST_ENTITY_TOO_LARGE
 _PARTS = 64
 """Maximum number of parts of an answer."""
@@ -179,18 +172,19 @@ class NodeConnection:
         self.get_work: Callable[[], NodeWork | None] = lambda: None
         """Returns what the node does, which its heartbeats tell the SuperLink; None: it waits for orders."""
         self.transfers = transfers or Transfers()
-        self._registers, self._retries = keys is None, retries
+        self._registers = keys is None
         self._key, public = keys or generate_key_pairs()
         self._public = public_key_to_bytes(public)
         verify: ssl.SSLContext | bool = False
         if authority is not None:
             verify = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             verify.load_verify_locations(cadata=authority.decode("ascii"))
-        self._client = httpx.Client(
+        client = httpx.Client(
             base_url=f"{'http' if authority is None else 'https'}://{address}",
             verify=verify,
             limits=httpx.Limits(keepalive_expiry=_IDLE),
         )
+        self._requests = ResumableClient(client, self._make_headers, retries, self.transfers)
         self._heartbeat = HeartbeatSender(self._send_heartbeat)
 
     def open(self) -> None:
@@ -201,9 +195,9 @@ class NodeConnection:
             httpx.HTTPError: If the SuperLink is unreachable.
         """
         if self._registers:
-            self._call("register-node", RegisterNodeFleetRequest(public_key=self._public))
+            self._call(REGISTER_NODE, RegisterNodeFleetRequest(public_key=self._public))
         request = ActivateNodeRequest(public_key=self._public, heartbeat_interval=HEARTBEAT_DEFAULT_INTERVAL)
-        self.node_id = ActivateNodeResponse.FromString(self._call("activate-node", request)).node_id
+        self.node_id = ActivateNodeResponse.FromString(self._call(ACTIVATE_NODE, request)).node_id
         self._heartbeat.start()
 
     def close(self) -> None:
@@ -212,10 +206,10 @@ class NodeConnection:
             if self._heartbeat.is_running:
                 self._heartbeat.stop()
             with suppress(httpx.HTTPError):
-                self._call(_DEACTIVATE, DeactivateNodeRequest(node_id=self.node_id), retries=0)
+                self._call(DEACTIVATE_NODE, DeactivateNodeRequest(node_id=self.node_id), retries=0)
                 if self._registers:
-                    self._call("unregister-node", UnregisterNodeFleetRequest(node_id=self.node_id), retries=0)
-        self._client.close()
+                    self._call(UNREGISTER_NODE, UnregisterNodeFleetRequest(node_id=self.node_id), retries=0)
+        self._requests.client.close()
 
     def take_order(self, received: str) -> ReceivedOrder | None:
         """Wait for the next order; the SuperLink answers after some seconds in any case.
@@ -232,7 +226,7 @@ class NodeConnection:
             httpx.HTTPError: If the connection is lost, or the answer is not the SuperLink's.
         """
         body = pack([b"%d" % self.node_id, received.encode()])
-        answer = self._post(f"{NODE_PATH}{TAKE_ORDER}", body, INLINE_BYTES + _SMALL)
+        answer = self._requests.post(f"{NODE_PATH}{TAKE_ORDER}", body, INLINE_BYTES + _SMALL)
         try:
             parts = unpack(answer, _PARTS)
             if not parts:
@@ -268,14 +262,14 @@ class NodeConnection:
                 self._push_objects(reply)
             except ObjectPushError as again:  # its disk is full, or another process writes to its database
                 reply.session = ""  # so that the SuperLink says again what is missing
-                time.sleep(_PAUSE)
+                time.sleep(PAUSE)
                 raise httpx.ReadError("the SuperLink did not store an object") from again
 
     def _announce(self, reply: OutgoingReply, contents: list[bytes]) -> None:
         """Send the head of a reply and contents of its objects, and note what is missing then."""
         body = pack([reply.head, *contents])
         with _translate_errors():
-            answer = PushMessagesResponse.FromString(self._post(f"{NODE_PATH}{SEND_REPLY}", body, _SMALL))
+            answer = PushMessagesResponse.FromString(self._requests.post(f"{NODE_PATH}{SEND_REPLY}", body, _SMALL))
         reply.session, reply.missing = answer.session_id, set(answer.objects_to_push) & reply.contents.keys()
         self.transfers.sent.done = sum(
             len(content) for id, content in reply.contents.items() if id not in reply.missing
@@ -284,7 +278,7 @@ class NodeConnection:
     def _push_objects(self, reply: OutgoingReply) -> None:
         """Send the missing objects of a reply, one after the other: several would share a slow link."""
         push = make_push_object_fn_protobuf(
-            self._bind_call("push-object", PushObjectResponse), Node(node_id=self.node_id), reply.run, reply.session
+            self._bind_call(PUSH_OBJECT, PushObjectResponse), Node(node_id=self.node_id), reply.run, reply.session
         )
         for id, content in reply.contents.items():
             if id in reply.missing:
@@ -300,7 +294,7 @@ class NodeConnection:
             ObjectUnavailableError: If it was announced and has not arrived.
             RunNotRunningException: If the run has ended.
         """
-        pull = self._bind_call(_PULL_OBJECT, PullObjectResponse)
+        pull = self._bind_call(PULL_OBJECT, PullObjectResponse)
         content = make_pull_object_fn_protobuf(pull, Node(node_id=self.node_id), run)(id)
         if compute_object_id(content) != id:
             raise ObjectPullError(id, "its content has another hash")
@@ -319,7 +313,7 @@ class NodeConnection:
             httpx.HTTPError: If the server does not offer it, or is unreachable.
         """
         request = pack([offer.encode(), file.encode(), b"%d" % offset])
-        return self._post(f"{NODE_PATH}{FETCH_BASE}", request, BASE_BYTES)
+        return self._requests.post(f"{NODE_PATH}{FETCH_BASE}", request, BASE_BYTES)
 
     def renew(self) -> bool:
         """Send a heartbeat, and return whether the SuperLink took it: then the connection may go on."""
@@ -330,7 +324,7 @@ class NodeConnection:
             node=Node(node_id=self.node_id), heartbeat_interval=HEARTBEAT_DEFAULT_INTERVAL
         )
         try:
-            answer = self._call(_HEARTBEAT, request, seconds=HEARTBEAT_CALL_TIMEOUT, retries=0)
+            answer = self._call(SEND_HEARTBEAT, request, seconds=HEARTBEAT_CALL_TIMEOUT, retries=0)
             return SendNodeHeartbeatResponse.FromString(answer).success
         except Exception:  # sent again soon; a node that is no longer accepted learns it from its next request
             return False
@@ -342,64 +336,13 @@ class NodeConnection:
 
         return call
 
-    def _call(self, path: str, request: Any, *, seconds: float = _SECONDS, retries: int | None = None) -> bytes:
+    def _call(self, path: str, request: Any, *, seconds: float = REQUEST_SECONDS, retries: int | None = None) -> bytes:
         body = request.SerializeToString()
-        return self._post(f"{NODE_API}{path}", body, OBJECT_BYTES + _SMALL, seconds, retries)
+        return self._requests.post(f"{NODE_API}{path}", body, OBJECT_BYTES + _SMALL, seconds, retries)
 
-    def _post(
-        self, path: str, body: bytes, max_bytes: int, seconds: float = _SECONDS, retries: int | None = None
-    ) -> bytes:
-        """Send a request, the rest of it if the connection breaks, and return the answer up to a maximum size."""
-        left = most = self._retries if retries is None else retries
-        is_resumable = len(body) >= RESUMABLE_BYTES or path.endswith(SEND_REPLY)  # no reply may be stored twice
-        digest = hashlib.sha256(body).hexdigest() if is_resumable else ""
-        pause, transmitted = _PAUSE, 0
-        while True:
-            moved = 0
-            try:
-                if digest in self.transfers.interrupted:
-                    found = self._find_offset(digest, len(body), max_bytes)
-                    if isinstance(found, bytes):
-                        self.transfers.interrupted.pop(digest)
-                        return found
-                    moved = found
-                sent = self.transfers.sent
-                part = UploadPart(digest, moved, len(body), sent.done, sent.total) if digest else None
-                answer = self._post_once(path, body, max_bytes, seconds, part)
-                self.transfers.interrupted.pop(digest, None)
-                return answer
-            except httpx.TransportError:
-                if digest:
-                    self.transfers.note_interruption(digest)
-                elif (download := self.transfers.find_download(path, body)) is not None:
-                    moved = download.size
-                if moved and moved != transmitted:
-                    left, pause, transmitted = most, _RESUMED, moved
-                elif not left:
-                    raise
-                else:
-                    left -= 1
-            except httpx.HTTPStatusError as error:
-                self.transfers.interrupted.pop(digest, None)
-                if not digest or not left or error.response.status_code != httpx.codes.REQUESTED_RANGE_NOT_SATISFIABLE:
-                    raise
-                self.transfers.note_interruption(digest)  # the SuperLink has less or more of it than it had
-                left -= 1
-            time.sleep(pause)
-            pause *= 2
-
-    def _find_offset(self, digest: str, total: int, max_bytes: int) -> int | bytes:
-        """Return how many bytes of a body have arrived, or the answer to the request, if all have."""
-        request = digest.encode("ascii")
-        answer = self._post_once(f"{NODE_PATH}{UPLOAD_OFFSET}", request, max_bytes + len(TAKEN), _SECONDS, None)
-        if answer.startswith(TAKEN):
-            return answer[len(TAKEN) :]
-        if not answer.isdigit() or len(answer) > 10 or int(answer) > total:
-            raise httpx.RemoteProtocolError("an answer that is not an offset")
-        return int(answer)
-
-    def _post_once(self, path: str, body: bytes, max_bytes: int, seconds: float, part: UploadPart | None) -> bytes:
-        stamp, transfers = now().isoformat(), self.transfers
+    def _make_headers(self, path: str) -> dict[str, str]:
+        """Make the headers of a request to a path: a signed time, and what the door learns from certain requests."""
+        stamp = now().isoformat()
         headers = {
             FLEET_HTTP_PUBLIC_KEY_HEADER: b64encode(self._public).decode("ascii"),
             FLEET_HTTP_SIGNATURE_HEADER: b64encode(sign_message(self._key, stamp.encode("ascii"))).decode("ascii"),
@@ -407,47 +350,13 @@ class NodeConnection:
             "content-type": "application/protobuf",
             "accept-encoding": "identity",
         }
-        content: Any = body
-        download = None if part is not None else transfers.find_download(path, body)
-        if part is not None:
-            headers |= {UPLOAD_HEADER: part.to_header(), "content-length": str(part.total - part.offset)}
-            content = transfers.pace_upload(body, part, transfers.sent.show)
-        elif download is not None:
-            headers |= {"range": f"bytes={download.size}-", "if-range": download.tag}
-        if path.endswith(_PULL_OBJECT):
-            headers[PROGRESS_HEADER] = format_progress(transfers.received.done, transfers.received.total)
-        elif path.endswith(_DEACTIVATE) and self.is_stopped:
+        if path.endswith(PULL_OBJECT):
+            headers[PROGRESS_HEADER] = format_progress(self.transfers.received.done, self.transfers.received.total)
+        elif path.endswith(DEACTIVATE_NODE) and self.is_stopped:
             headers[STOPPED_HEADER] = "1"
-        elif path.endswith(_HEARTBEAT) and (work := self.get_work()) is not None:
+        elif path.endswith(SEND_HEARTBEAT) and (work := self.get_work()) is not None:
             headers[WORK_HEADER] = work.to_header()
-        timeout = httpx.Timeout(seconds, connect=min(seconds, _CONNECT))
-        with self._client.stream("POST", path, content=content, headers=headers, timeout=timeout) as response:
-            if response.status_code in _TEMPORARY or response.is_server_error:  # 5xx: it ends, or its disk is full
-                raise httpx.ReadError(f"the SuperLink answered {response.status_code}")
-            response.raise_for_status()
-            if response.status_code != httpx.codes.PARTIAL_CONTENT:
-                download = Download(response.headers.get("etag", ""))
-            elif download is None or response.headers.get("etag") != download.tag:
-                raise httpx.RemoteProtocolError("a part of another answer")
-            is_long = part is None and bool(download.tag)
-            # a base model is received in a thread of its own, beside orders
-            progress = None if path.endswith(FETCH_BASE) else transfers.received
-            if is_long:
-                transfers.keep_download(path, body, download)
-                if path.endswith(TAKE_ORDER):
-                    transfers.received.begin(download.size + int(response.headers.get("content-length", "0")))
-            for block in response.iter_raw():
-                download.append(block)
-                if download.size > max_bytes:
-                    transfers.drop_download(path, body)
-                    raise httpx.RemoteProtocolError(f"an answer of more than {max_bytes} bytes")
-                if is_long:
-                    if progress is not None:
-                        progress.show(download.size)
-                    transfers.down.wait(len(block))
-        if is_long:
-            transfers.drop_download(path, body)
-        return b"".join(download.parts)
+        return headers
 
 
 @contextmanager

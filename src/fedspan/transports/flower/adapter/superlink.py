@@ -46,7 +46,6 @@ from fedspan.transports.flower.wire import INLINE_BYTES, NODE_PATH, RUN_PATH, pa
 __all__ = [
     "FLEET_HTTP_PUBLIC_KEY_HEADER",
     "FLEET_HTTP_SIGNATURE_HEADER",
-    "NODE_API",
     "TASK_TOKEN_HEADER",
     "TIMESTAMP_HEADER",
     "PushedReply",
@@ -67,10 +66,6 @@ _PUSH_SECONDS = 900
 (``DoorLimits.partial_seconds``); three minutes in Flower, which a slow or broken link may take."""
 _IDLE = 75
 """Seconds after which an idle connection is closed, longer than a node's; a new one costs a TLS handshake."""
-
-NODE_API = "/v1/fleet/"
-"""Beginning of the paths of the SuperLink's node API."""
-
 
 _LOGGED = 128
 """Maximum number of characters of a method or a path in the access log; both may have the size of a request's head."""

@@ -93,7 +93,7 @@ def test_a_head_without_a_row_for_each_class(tiny_folder: Path, monkeypatch: pyt
     def find(adapted: AdaptedModel) -> OutputLayer:
         raise NoOutputLayer("2 linear layers of its head have 4 outputs")
 
-    monkeypatch.setattr("fedspan.training.engine.find_output_layer", find)
+    monkeypatch.setattr("fedspan.training.services.find_output_layer", find)
     with pytest.raises(FedspanError, match="no row for each class: 2 linear layers") as caught:
         prepare(parse_config(settings(tiny_folder, "loop", "own-classes")))
     assert caught.value.field == "training.head_updates"

@@ -1,4 +1,4 @@
-"""What a run sets up in its process."""
+"""Restriction of torch to deterministic algorithms."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 
 from fedspan.config import parse_config
 from fedspan.planning import calibration
-from fedspan.runs import remote, setup
-from fedspan.runs.setup import prepare, set_algorithms
+from fedspan.runs import devices, remote, trainer_setup
+from fedspan.runs.devices import set_algorithms
+from fedspan.runs.setup import prepare
 from helpers import tiny
 
 GPU, CPU = torch.device("cuda:0"), torch.device("cpu")
@@ -21,7 +22,7 @@ def modes(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """The values passed to ``torch.use_deterministic_algorithms``, in order."""
     found: list[bool] = []
     monkeypatch.setattr(torch, "use_deterministic_algorithms", found.append)
-    monkeypatch.setattr(setup, "_restricts_torch", False)
+    monkeypatch.setattr(devices, "_restricts_torch", False)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     return found
 
@@ -44,7 +45,7 @@ def test_simulations_servers_and_calibrations_pass_it_on(tiny_folder: Path, monk
         asked.append(deterministic)
         raise InterruptedError
 
-    for module in (setup, remote, calibration):
+    for module in (trainer_setup, remote, calibration):
         monkeypatch.setattr(module, "set_algorithms", stop)
     values = {**tiny.settings(tiny_folder), "deterministic": True}
     with pytest.raises(InterruptedError):

@@ -1,0 +1,139 @@
+"""Construction of a federation whose clients are all in this process, with their ranks, examples and presence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fedspan.clients.mappings import LazyMapping
+from fedspan.config import RunConfig
+from fedspan.core.method import RegisteredMethod
+from fedspan.core.values import Client
+from fedspan.crypto import require_packages
+from fedspan.data.partition import Partition
+from fedspan.errors import FedspanError, suggest_nearest
+from fedspan.federation.conditions import Conditions
+from fedspan.federation.federation import Federation
+from fedspan.federation.presence import Presence
+from fedspan.federation.progress import ClientData
+from fedspan.federation.settings import FEWEST_SECURE_CLIENTS
+from fedspan.runs.aggregation_setup import build_aggregation
+from fedspan.runs.arrivals import read_arrivals
+from fedspan.runs.client_ranks import compute_client_ranks, compute_client_scaling
+from fedspan.runs.trainer_setup import RunTrainer
+from fedspan.tasks.task import Examples, get_labels
+from fedspan.transports.in_process import simulate
+
+if TYPE_CHECKING:
+    from fedspan.clients.secagg import SecureClient
+
+__all__ = ["build_simulated_federation"]
+
+
+def build_simulated_federation(
+    config: RunConfig, trainer: RunTrainer, parts: Partition, train: Examples, key: bytes | None
+) -> Federation:
+    """Build a run's federation, with all clients in this process.
+
+    Args:
+        config: Config of the run.
+        trainer: What trains the clients.
+        parts: The clients' examples.
+        train: The encoded examples.
+        key: Secret key of the noise, if it has one.
+
+    Raises:
+        FedspanError: If the config does not fit the clients.
+    """
+    clients, conditions = _build_clients(config, trainer.method, parts), None
+    if config.simulation is not None:
+        conditions = config.simulation.build_conditions(config.seed)
+    return simulate(
+        config.wrap_method(trainer.method),
+        trainer.engine,
+        clients,
+        _flip_labels(train, clients, conditions, len(trainer.task_settings.labels)),
+        read_arrivals(config.federation, config.build_round_settings(key)),
+        config.build_simulation_rules(),
+        build_aggregation(config),
+        _secure_clients(config, clients),
+        conditions,
+        _build_presence(config, parts.parts.ids),
+    )
+
+
+def _build_presence(config: RunConfig, ids: Sequence[str]) -> Presence:
+    """Build the rounds in which the clients of a simulation are present.
+
+    Raises:
+        FedspanError: If a client does not exist, or too few clients are present in a round.
+    """
+    if config.simulation is None or not config.simulation.present:
+        return Presence()
+    known, present = set(ids), config.simulation.present
+    for id, span in present.items():
+        if id not in known:
+            problem = f"no client is named {id!r}. {suggest_nearest(id, ids)}"
+            raise FedspanError(f"simulation.present.{id}", list(span), problem=problem)
+    presence, required = config.simulation.build_presence(), config.federation.min_replies
+    needs = [(required, "federation.min_replies")]
+    if config.federation.secure is not None:
+        needs.append((FEWEST_SECURE_CLIENTS, "federation.secure"))
+    for round in range(config.federation.rounds):
+        try:
+            for least, reason in needs:
+                presence.require_enough(len(ids), round, least, reason)
+        except FedspanError as error:
+            raise FedspanError("simulation.present", error.value, error.expected, problem=error.problem) from None
+    return presence
+
+
+def _secure_clients(config: RunConfig, clients: Mapping[str, ClientData]) -> Mapping[str, SecureClient] | None:
+    """Each simulated client's half of secure aggregation, with its state in memory; None: the run has none."""
+    if config.federation.secure is None:
+        return None
+    require_packages()
+    from fedspan.clients.secagg import MemorySessionStore, SecureClient  # needs fedspan[secagg]
+
+    ids, sessions = tuple(clients), MemorySessionStore()
+    return LazyMapping(ids, lambda index: SecureClient(ids[index], sessions))
+
+
+def _flip_labels(
+    train: Examples, clients: Mapping[str, ClientData], conditions: Conditions | None, labels: int
+) -> Examples:
+    """Return the training examples, with label K - 1 - k instead of k for clients that train on flipped labels.
+
+    Raises:
+        FedspanError: If the examples of a task of the user's own are no dataclass with ``labels``.
+    """
+    faults = None if conditions is None else conditions.faults
+    if conditions is None or faults is None or faults.kind != "label-flip":
+        return train
+    flipped = get_labels(train, np.arange(len(train)))
+    for id in conditions.draw_faulty(sorted(clients)):
+        indices = clients[id].train
+        flipped[indices] = labels - 1 - flipped[indices]
+    if not is_dataclass(train) or isinstance(train, type):
+        expected = "a task whose encoded examples are a dataclass with `labels`"
+        raise FedspanError("simulation.faults.kind", "label-flip", expected)
+    return replace(train, labels=flipped)
+
+
+def _build_clients(config: RunConfig, method: RegisteredMethod, parts: Partition) -> LazyMapping[ClientData]:
+    ids = parts.parts.ids
+    cohort = config.federation.clients_per_round
+    if cohort is not None and cohort > len(ids):
+        raise FedspanError("federation.clients_per_round", cohort, f"at most {len(ids)}, the number of clients")
+    ranks = np.fromiter(compute_client_ranks(config, method, ids).values(), np.int64, len(ids))
+
+    def build_client(index: int) -> ClientData:
+        part, rank = parts.parts[index], int(ranks[index])
+        weight = 1.0 if config.federation.weights == "uniform" else float(len(part.train))
+        client = Client(part.id, rank, compute_client_scaling(config, method, rank), len(part.train), weight)
+        return ClientData(client, part.train, part.validation, part.test)
+
+    return LazyMapping(ids, build_client)

@@ -1,0 +1,161 @@
+"""The start or the resumption of a run, up to its report."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from fedspan.config import RunConfig
+from fedspan.data.files import FROM_TRAINERS
+from fedspan.data.partition import Partition
+from fedspan.errors import FedspanError
+from fedspan.files import convert_disk_errors, read_bytes, write_atomic
+from fedspan.logs import JsonLines
+from fedspan.runs import checkpoint as checkpoints
+from fedspan.runs.arrivals import require_same_arrivals
+from fedspan.runs.callbacks import Listener, Listeners
+from fedspan.runs.environment import record_environment
+from fedspan.runs.extension import extend
+from fedspan.runs.final_report import finish
+from fedspan.runs.folder import RunFolder
+from fedspan.runs.integrity import (
+    RESOLVED,
+    format_config,
+    read_config,
+    read_resolved_config,
+    require_same_base,
+    require_same_run,
+)
+from fedspan.runs.learning_rate import load_or_choose, run_range_test, set_rate
+from fedspan.runs.ledger import Ledger
+from fedspan.runs.model_card import RunReport
+from fedspan.runs.model_setup import resolve_pooling
+from fedspan.runs.privacy_budget import generate_key, load_noise_key, store_noise_key
+from fedspan.runs.progress_file import ProgressFile
+from fedspan.runs.session import Session
+from fedspan.runs.setup import Prepared, prepare
+from fedspan.training.stages import Stages
+
+__all__ = ["Build", "HostRun", "load_partition", "run"]
+
+
+def load_partition(run_folder: RunFolder) -> Partition | None:
+    """Load the partition that a run was started with, if it is stored."""
+    if not run_folder.partition.exists():
+        return None
+    return Partition.from_json(read_bytes(run_folder.partition).decode(errors="replace"), str(run_folder.partition))
+
+
+HostRun = Callable[[RunFolder, Prepared, Callable[[Prepared], RunReport]], RunReport]
+"""Connects a prepared run to its local or remote clients, runs it, and returns its report."""
+
+Build = Callable[[RunConfig, Partition | None, bytes | None, Stages], Prepared]
+
+
+def run(
+    config: RunConfig | None,
+    folder: str | Path,
+    *,
+    resume: bool = False,
+    listener: Listener | None = None,
+    command: tuple[str, ...] = (),
+    host: HostRun | None = None,
+    build: Build = prepare,
+    progress_file: ProgressFile | None = None,
+) -> RunReport:
+    """Run all rounds, export the best round's adapters and write the report.
+
+    Args:
+        config: Config of a new run; with ``resume``, one that extends the run (``extension.extend``), or None for that
+            in the folder.
+        folder: An empty or missing folder for a new run; a run folder for ``resume``.
+        resume: Whether to continue after the last committed round.
+        listener: Listener that receives the events of the run.
+        command: The command line, for environment.json.
+        host: Connects the run to remote clients; None: the clients are simulated in this process.
+        build: Builds the prepared run from the config, the partition that the run was started with, if any, the
+            secret key of its noise, if any, and the stages that it reports to.
+        progress_file: The run's progress file, if the listener passes events on to it already; None: it is created.
+
+    Raises:
+        FedspanError: If the run fails for a reason that the user can correct.
+    """
+    listener = listener or Listener()
+    if progress_file is None:
+        progress_file = ProgressFile(RunFolder(folder).progress)
+        listener = Listeners(listener, progress_file)
+    command = command or tuple(sys.argv)
+    if resume:
+        with RunFolder.resume(folder) as run_folder, progress_file:
+            if config is not None:
+                extend(run_folder, read_config(run_folder.path), config, listener)
+            stored = read_resolved_config(run_folder.path)
+            if changes := record_environment(run_folder, stored.seed, command):
+                listener.on_environment_change(changes)
+            return _run(run_folder, stored, listener, resumed=True, host=host, build=build)
+    if config is None:
+        raise FedspanError("config", None, "a config for a new run")
+    if config.evaluation.diagnostics is not None and host is not None:
+        problem = "diagnostics need engine.name batched or loop, because no other process sees both ends of an update"
+        raise FedspanError("evaluation.diagnostics", config.evaluation.diagnostics, problem=problem)
+    with convert_disk_errors(Path(folder), "choose another folder"):
+        RunFolder(folder).require_empty()  # before a model is loaded in vain
+    config_text, unresolved, (config, note) = format_config(config), config.model, resolve_pooling(config)
+    key = generate_key(config)
+    # Before the folder is created: an invalid config leaves no files.
+    prepared = build(config, None, key, Stages(listener.on_stage_change))
+    with RunFolder.create(folder, config_text) as run_folder, progress_file:
+        store_noise_key(run_folder.path, key)
+        if config.model != unresolved:
+            run_folder.write_json(run_folder.pooling, {name: getattr(config.model, name) for name in RESOLVED})
+        if note is not None:
+            listener.on_note(note)
+        record_environment(run_folder, config.seed, command)
+        return _run(run_folder, config, listener, resumed=False, prepared=prepared, host=host, build=build)
+
+
+def _run(
+    run_folder: RunFolder,
+    config: RunConfig,
+    listener: Listener,
+    *,
+    resumed: bool,
+    prepared: Prepared | None = None,
+    host: HostRun | None = None,
+    build: Build = prepare,
+) -> RunReport:
+    is_secret = config.privacy is not None and config.privacy.randomness == "secret"
+    if is_secret or host is not None:  # it has cohorts, and clients' updates
+        with convert_disk_errors(run_folder.path, "choose another folder"):
+            run_folder.path.chmod(0o700)
+    stored = checkpoints.resume(run_folder)
+    if prepared is None:
+        require_same_run(run_folder, config, stored)
+        stages = Stages(listener.on_stage_change)
+        prepared = build(config, load_partition(run_folder), load_noise_key(run_folder.path, config), stages)
+    if prepared.partition is not None and not run_folder.partition.exists():
+        with convert_disk_errors(run_folder.path):
+            write_atomic(run_folder.partition, (prepared.partition.to_json() + "\n").encode())
+
+    if prepared.base_digest is not None:
+        digest = prepared.base_digest()
+        if not run_folder.base.exists():
+            run_folder.write_json(run_folder.base, {"sha256": digest})
+        require_same_base(run_folder, digest, "trainers" if config.data.train == FROM_TRAINERS else "model")
+
+    settings = prepared.federation.settings.buffered
+    if settings is not None and settings.arrivals is not None:
+        require_same_arrivals(run_folder, settings.arrivals)
+
+    if config.training.lr == "auto":
+        tested = prepared
+        lr = load_or_choose(run_folder.learning_rate, lambda: run_range_test(tested, config.default_lr))
+        prepared = set_rate(prepared, lr)
+
+    def run_rounds(prepared: Prepared) -> RunReport:
+        with JsonLines(run_folder.metrics) as metrics, Ledger(run_folder.ledger) as ledger:
+            session = Session(run_folder, prepared, listener, metrics, ledger)
+            return finish(session, session.run_rounds(stored, resumed))
+
+    return run_rounds(prepared) if host is None else host(run_folder, prepared, run_rounds)

@@ -1,0 +1,361 @@
+"""What every way of training a job takes: the model, its caches, the loss, dropout and the optimizer's step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedspan.core.parametrization import Projected
+from fedspan.core.smoothing import smooth_groups
+from fedspan.core.tensors import create_generator, join_extra_name, to_device
+from fedspan.core.values import Job
+from fedspan.errors import FedspanError, suggest_nearest
+from fedspan.models.adapted import AdaptedModel
+from fedspan.models.direct_uses import forbid_direct_uses
+from fedspan.models.head import FeatureTap, NoOutputLayer, OutputLayer, find_output_layer
+from fedspan.tasks.bounded_losses import bound_loss
+from fedspan.tasks.losses import CLASS_OPTIONS, CLASS_WEIGHTS, OFFSETS, SMOOTHING
+from fedspan.tasks.single_label import compute_class_offsets, compute_class_weights
+from fedspan.tasks.task import Examples, Task, get_labels
+from fedspan.training.batching import Padding, split_evaluation_batches
+from fedspan.training.jobs import Assignment, PrefixSettings, TrainingSettings
+from fedspan.training.optimizers import LocalOptimizer, build_optimizer_spec, clip, join_states
+from fedspan.training.prefix import PrefixCaches
+from fedspan.training.references import References
+from fedspan.training.stacked_prediction import ModelInputs
+from fedspan.training.stages import Stages
+
+__all__ = ["TrainingServices", "draw_dropout_mask"]
+
+
+def _find_restricted_layer(adapted: AdaptedModel, settings: TrainingSettings) -> OutputLayer:
+    """Find the output layer whose rows ``settings.head_updates`` restricts.
+
+    Raises:
+        FedspanError: If the model has no output layer with a row for each class.
+    """
+    try:
+        return find_output_layer(adapted)
+    except NoOutputLayer as error:
+        problem = f"the model's head has no row for each class: {error}"
+        raise FedspanError("training.head_updates", settings.head_updates, "all", problem=problem) from error
+
+
+def _require_loss_options(task: Task, settings: TrainingSettings) -> None:
+    """Check that a task's loss takes the options of local training that change a loss.
+
+    Raises:
+        FedspanError: If it does not, or a class weight is that of an unknown label.
+    """
+    taken, labels = getattr(task, "loss_options", ()), getattr(task, "labels", None)
+    for option, off in zip(CLASS_OPTIONS, (0.0, "none", 0.0), strict=True):
+        value = getattr(settings, option)
+        if value == off:
+            continue
+        if option not in taken:
+            problem = f"the loss of {type(task).__name__} does not take it (its loss_options are {list(taken)})"
+            raise FedspanError(f"training.{option}", value, str(off), problem=problem)
+        if option != "label_smoothing" and labels is None:
+            problem = f"{type(task).__name__} has no `labels`, the names of the classes by index"
+            raise FedspanError(f"training.{option}", value, str(off), problem=problem)
+    if isinstance(settings.class_weights, str):
+        return
+    for label, weight in settings.class_weights:
+        if label not in (labels or ()):
+            problem = f"no label is named {label!r}. {suggest_nearest(label, labels or ())}"
+            raise FedspanError(f"training.class_weights.{label}", weight, problem=problem)
+
+
+class TrainingServices:
+    """A model with everything that an engine needs to train a job on it.
+
+    Args:
+        adapted: The model.
+        task: The learning problem.
+        settings: Settings of local training.
+        seed: Seed of every random draw (batches, dropout).
+        prefix: Storage of the hidden states that leave the model's frozen prefix, or the caches of another engine on
+            this model and task; None: they are computed every time.
+        padding_free: Train without padding where the model can.
+        stages: Reports the progress of long work; None: it is not reported.
+    """
+
+    def __init__(
+        self,
+        adapted: AdaptedModel,
+        task: Task,
+        settings: TrainingSettings,
+        seed: int,
+        prefix: PrefixSettings | PrefixCaches | None = None,
+        padding_free: bool = False,
+        stages: Stages | None = None,
+    ) -> None:
+        self.stages = stages or Stages()
+        self.adapted = adapted
+        self.task = task
+        self.settings = settings
+        self.seed = seed
+        _require_loss_options(task, settings)
+        self._labels: tuple[str, ...] = tuple(getattr(task, "labels", None) or ())
+        self._restricted_layer = None if settings.head_updates == "all" else _find_restricted_layer(adapted, settings)
+        self._is_checked = False
+        self.references = References(adapted, task, self.stages, settings.batch_size)
+        self.prefixes = prefix if isinstance(prefix, PrefixCaches) else PrefixCaches(adapted, task, prefix, self.stages)
+        refusals = {
+            "it was not asked for": not padding_free,
+            "dropout masks have the shape of padded batches": settings.dropout > 0,
+            "packed batches have none": getattr(task, "packing", False),
+            "a batch takes several passes of the model": getattr(task, "has_several_passes", False),
+        }
+        self.padding = Padding(adapted, task, next((reason for reason, holds in refusals.items() if holds), None))
+
+    def prepare(self, examples: Examples, parts: Sequence[np.ndarray]) -> None:
+        """``Engine.prepare``."""
+        self.references.ensure(examples, parts)
+        self._require_calls(examples, parts)
+        self.padding.ensure(examples)
+        self.prefixes.ensure(examples, parts)
+
+    @torch.no_grad()
+    def _require_calls(self, examples: Examples, parts: Sequence[np.ndarray]) -> None:
+        """Check once, on one example, that the model uses the weights of its target layers only by calling them.
+
+        Raises:
+            FedspanError: If it uses one otherwise (``forbid_direct_uses``).
+        """
+        first = next((int(part[0]) for part in parts if len(part)), None)
+        if self._is_checked or first is None:
+            return
+        self.adapted.install({}, {}, frozenset())
+        batch = self.task.collate(examples, [first], self.adapted.device)
+        with forbid_direct_uses(self.adapted):
+            self.task.predict(self.adapted.model, batch)
+        self._is_checked = True
+
+    def make_batch(
+        self, examples: Examples, parts: Sequence[tuple[Assignment, int, Sequence[int]]]
+    ) -> Mapping[str, Tensor]:
+        """Collate a batch of training. A task with ``collate_for_training`` draws a random part of its inputs for it.
+
+        Args:
+            examples: The data set.
+            parts: Assignments whose examples share the batch, each with the number of its batch and its examples.
+        """
+        rows = [index for _, _, indices in parts for index in indices]
+        draw = getattr(self.task, "collate_for_training", None)
+        if draw is None:
+            batch = self.task.collate(examples, rows, self.adapted.device)
+        else:
+            keys = [
+                (self.seed, assignment.round, assignment.client, assignment.job.phase, number)
+                for assignment, number, indices in parts
+                for _ in indices
+            ]
+            batch = draw(examples, rows, self.adapted.device, keys)
+        if self.settings.label_smoothing:
+            smoothing_B = torch.full((len(rows),), self.settings.label_smoothing, dtype=torch.float64)
+            return {**batch, SMOOTHING: smoothing_B}
+        return batch
+
+    def compute_class_terms(self, assignment: Assignment, examples: Examples) -> dict[str, Tensor]:
+        """Compute per-class inputs of the loss (weights, logit offsets), (labels,), by the key of a batch's rows.
+
+        It is the same for all batches of a job.
+        """
+        settings, terms = self.settings, dict[str, Tensor]()
+        classes, balance = np.empty(0, dtype=np.int64), getattr(self.task, "compute_balanced_weights", None)
+        if settings.logit_adjustment or (settings.class_weights == "balanced" and balance is None):
+            list_classes = getattr(self.task, "list_classes", get_labels)
+            classes = list_classes(examples, assignment.indices)  # one for each example or word
+        if settings.logit_adjustment:
+            terms[OFFSETS] = compute_class_offsets(classes, len(self._labels), settings.logit_adjustment)
+        if settings.class_weights == "balanced" and balance is not None:
+            terms[CLASS_WEIGHTS] = balance(examples, assignment.indices)
+        elif settings.class_weights == "balanced":
+            terms[CLASS_WEIGHTS] = compute_class_weights(classes, len(self._labels))
+        elif settings.class_weights != "none":
+            weights = dict(settings.class_weights)
+            terms[CLASS_WEIGHTS] = torch.tensor([weights.get(label, 1.0) for label in self._labels])
+        return {name: to_device(value, self.adapted.device) for name, value in terms.items()}
+
+    def restrict_head(self, assignment: Assignment, examples: Examples) -> Assignment:
+        """Mask the head's rows of classes that an assignment's examples lack, if ``head_updates`` asks for it."""
+        if self._restricted_layer is None:
+            return assignment
+        path, job = self._restricted_layer.path, assignment.job
+        labels = get_labels(examples, assignment.indices)
+        rows = torch.zeros(self._restricted_layer.outputs).index_fill(0, torch.from_numpy(np.unique(labels)), 1.0)
+        names = {join_extra_name(f"{path}.weight"), join_extra_name(f"{path}.bias")}.intersection(job.trainable_names)
+        masks = {
+            name: rows.view(-1, *[1] * (job.tensors[name].ndim - 1)).expand_as(job.tensors[name])
+            for name in sorted(names)
+        }
+        return replace(assignment, job=replace(job, masks={**job.masks, **masks}))
+
+    def make_optimizer(self, assignment: Assignment, live: Mapping[str, Tensor]) -> LocalOptimizer:
+        """Make the optimizer of a job whose tensors are installed."""
+        job = assignment.job
+        return LocalOptimizer(
+            build_optimizer_spec(assignment, self.settings),
+            job.trainable,
+            live,
+            join_states(assignment.moments, job.optimizer_state),
+            job.masks,
+        )
+
+    @torch.no_grad()
+    def decay_frozen(self, assignment: Assignment, live: Mapping[str, Tensor]) -> float:
+        """Apply the job's decoupled weight decay to what does not train: the frozen base and finished segments."""
+        job, spec = assignment.job, build_optimizer_spec(assignment, self.settings)
+        if not job.decay_base or job.steps == 0:
+            return 1.0
+        factor = 1 - spec.lr * spec.weight_decay
+        for layer in self.adapted.layers.values():
+            layer.shrink *= factor
+        for layer, parametrization in job.parametrization.items():
+            if isinstance(parametrization, Projected) and (name := f"{layer}/{parametrization.finished[0]}") in live:
+                live[name].mul_(factor)
+        return factor
+
+    def set_frozen_decay(self, job: Job, decay: float) -> None:
+        """Set the factor by which ``decay_frozen`` has scaled the frozen base so far."""
+        if job.decay_base:
+            for layer in self.adapted.layers.values():
+                layer.shrink = decay
+
+    def set_dropout(self, assignment: Assignment, step: int | str) -> None:
+        """Draw the adapters' dropout of a forward pass."""
+        rate, client, round, phase = self.settings.dropout, assignment.client, assignment.round, assignment.job.phase
+        if not rate:
+            return
+
+        def dropout(x: Tensor, layer: str) -> Tensor:
+            mask = draw_dropout_mask(x.shape, rate, self.seed, round, client, phase, step, layer)
+            return x * to_device(mask, x.device).to(x.dtype) / (1 - rate)
+
+        self.adapted.set_dropout(dropout)
+
+    def apply(
+        self,
+        job: Job,
+        live: Mapping[str, Tensor],
+        optimizer: LocalOptimizer,
+        gradients: Mapping[str, Tensor],
+        step: int,
+        clipping: bool = True,
+    ) -> None:
+        """Take an optimizer step: penalties, masks, clipping, smoothing and offsets, then the update.
+
+        Args:
+            job: The job.
+            live: Its tensors, installed in the model.
+            optimizer: Its optimizer.
+            gradients: Gradients of the tensors that are active in the step; others are not used.
+            step: Number of the step in the job, from 0.
+            clipping: Whether gradients are clipped as the settings say.
+        """
+        names = job.list_active_names(step)
+        if not names:
+            return
+        gradients = {name: gradients[name] for name in names}
+        if job.penalties:
+            penalty = torch.stack([penalty.compute_value(live) for penalty in job.penalties]).sum()
+            penalty_gradients = torch.autograd.grad(penalty, [live[name] for name in names], allow_unused=True)
+            for name, extra in zip(names, penalty_gradients, strict=True):
+                gradients[name] = gradients[name] if extra is None else gradients[name] + extra
+        for name, mask in job.masks.items():
+            if name in gradients:
+                gradients[name] = gradients[name] * mask.to(gradients[name])
+        if self.settings.max_grad_norm and clipping:
+            clip(gradients, self.settings.max_grad_norm)
+        gradients = smooth_groups(job.trainable, gradients)
+        for name in names:
+            if name in job.gradient_offset:
+                gradients[name] = gradients[name] + job.gradient_offset[name].to(gradients[name].device)
+        optimizer.step(gradients)
+
+    def predict(
+        self, job: Job, examples: Examples, indices: np.ndarray, batch_size: int, *, generate: bool = False
+    ) -> Tensor:
+        """Predict some examples: one row each, in the order of ``indices``, float32 on the CPU."""
+        self.references.ensure(examples, [indices])
+        rows = self.compute_rows(
+            job, examples, split_evaluation_batches(indices, examples.lengths, batch_size), generate=generate
+        )
+        return torch.stack([rows[index] for index in indices.tolist()])
+
+    def predict_each(self, models: Iterable[ModelInputs], examples: Examples, batch_size: int) -> Iterator[Tensor]:
+        """Predict with one model after another (``Engine.predict_each``)."""
+        for job, indices in models:
+            yield self.predict(job, examples, indices, batch_size)
+
+    def evaluate(
+        self, client: str, job: Job, examples: Examples, indices: np.ndarray, batch_size: int, *, bounded: bool = False
+    ) -> dict[str, float]:
+        """``Engine.evaluate``."""
+        self.prepare(examples, [indices])
+        predictions = self.predict(job, examples, indices, batch_size)
+        metrics = self.task.compute_metrics(predictions, examples, indices.tolist())
+        return bound_loss(self.task, metrics, predictions, examples, indices.tolist()) if bounded else metrics
+
+    @torch.no_grad()
+    def compute_rows(
+        self,
+        job: Job | None,
+        examples: Examples,
+        batches: Sequence[np.ndarray],
+        *,
+        generate: bool = False,
+        tap: FeatureTap | None = None,
+    ) -> dict[int, Tensor]:
+        """Compute predictions, or features, of some batches by example, float32 on the CPU.
+
+        Args:
+            job: The model; None: the pretrained one.
+            examples: The data set that the batches' indices point into.
+            batches: Indices of each batch.
+            generate: Whether predictions include generated text (``Task.predict``).
+            tap: Reads the features of each pass, which are returned; None: predictions are returned.
+        """
+        adapted = self.adapted
+        if batches and not generate:  # generated answers have other lengths
+            self.prefixes.ensure(examples, [np.concatenate(batches)])
+        adapted.model.eval()
+        if job is None:
+            adapted.install({}, {}, frozenset())
+        else:
+            adapted.install(job.parametrization, job.tensors, frozenset())
+        rows: dict[int, Tensor] = {}
+        with nullcontext() if tap is None else tap.record():
+            for indices in batches:
+                batch = self.task.collate(examples, indices.tolist(), adapted.device)
+                with nullcontext() if generate else self.prefixes.feed(examples, indices.tolist()):
+                    outputs = self.task.predict(adapted.model, batch, generate=generate)
+                outputs = (outputs if tap is None else tap.take(outputs)).float().cpu()
+                rows.update(zip(indices.tolist(), outputs, strict=True))
+                self.stages.advance("evaluation" if tap is None else "statistics", len(indices))
+        return rows
+
+    def compute_features(self, job: Job | None, examples: Examples, indices: np.ndarray, batch_size: int) -> Tensor:
+        """``Engine.compute_features``."""
+        batches = split_evaluation_batches(indices, examples.lengths, batch_size)
+        rows = self.compute_rows(
+            job, examples, batches, tap=FeatureTap(self.adapted.model, find_output_layer(self.adapted))
+        )
+        return torch.stack([rows[index] for index in indices.tolist()])
+
+
+def draw_dropout_mask(shape: Sequence[int], rate: float, *key: int | str) -> Tensor:
+    """Draw the dropout mask of a layer's input; true: the entry is kept.
+
+    The key identifies the draw (seed, round, client, phase, micro-batch, layer), and the mask is drawn on the CPU, so
+    every engine draws the same mask.
+    """
+    seed, *label = key
+    rng = create_generator(int(seed), "dropout", *label)
+    return torch.rand(tuple(shape), generator=rng) >= rate
