@@ -13,8 +13,8 @@ import pytest
 from fedspan.federation import evaluation
 from fedspan.federation.absences import Absences, Awaited
 from fedspan.federation.conditions import Conditions
-from fedspan.federation.evaluation import RemoteEvaluator
 from fedspan.federation.progress import RoundResult
+from fedspan.federation.reported_evaluation import RemoteEvaluator
 from fedspan.federation.serialization import encode_state
 from fedspan.federation.transport import Orders, Transport
 from fedspan.runs.setup import Prepared, prepare

@@ -20,7 +20,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from fedspan.errors import FedspanError
-from fedspan.federation.aggregation.aggregation import Aggregation, AggregationFactory, RoundContext, Tally
+from fedspan.federation.aggregation.aggregation import Aggregation, AggregationFactory
 from fedspan.federation.aggregation.reply_buffer import ReplyBuffer
 from fedspan.federation.arrival_sources import (
     Arrival,
@@ -34,6 +34,7 @@ from fedspan.federation.plausibility import drop_impossible_losses
 from fedspan.federation.progress import Failure, OpenOrder, OpenOrders, Progress, RoundResult
 from fedspan.federation.protocol import ClientLostState, Envelope, OrderEncoder, open_reply
 from fedspan.federation.round import OnClient, OnFailure, build_too_few_error, compute_mean_loss, create_order_transfer
+from fedspan.federation.round_context import RoundContext, Tally
 from fedspan.federation.transport import AsynchronousTransport, Orders, TimedTransport
 
 __all__ = ["BufferedRound"]

@@ -12,7 +12,8 @@ from fedspan.core.method import Method
 from fedspan.core.tensors import create_generator
 from fedspan.core.values import Client
 from fedspan.federation.absences import Absences
-from fedspan.federation.aggregation.aggregation import AggregationFactory, PlaintextAggregation, RoundContext
+from fedspan.federation.aggregation.aggregation import AggregationFactory
+from fedspan.federation.aggregation.plaintext import PlaintextAggregation
 from fedspan.federation.arrival_sources import OnOrder
 from fedspan.federation.buffered import BufferedRound
 from fedspan.federation.presence import Presence
@@ -27,6 +28,7 @@ from fedspan.federation.progress import (
 )
 from fedspan.federation.protocol import Envelope, OrderEncoder, open_reply
 from fedspan.federation.round import OnCharge, OnClient, OnFailure, Round, compute_client_charges, create_order_transfer
+from fedspan.federation.round_context import RoundContext
 from fedspan.federation.settings import RoundSettings
 from fedspan.federation.transport import OnTrained, Orders, Transport
 from fedspan.federation.validation import ReplyRules

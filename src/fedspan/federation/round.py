@@ -10,7 +10,7 @@ from fedspan.core.values import Client, Message, Reduced
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
 from fedspan.federation.absences import Awaited
-from fedspan.federation.aggregation.aggregation import AggregationFactory, RoundContext, Tally
+from fedspan.federation.aggregation.aggregation import AggregationFactory
 from fedspan.federation.plausibility import drop_impossible_losses
 from fedspan.federation.privacy import compute_expected_charges, compute_round_charges
 from fedspan.federation.progress import (
@@ -30,6 +30,7 @@ from fedspan.federation.protocol import (
     Reply,
     open_reply,
 )
+from fedspan.federation.round_context import RoundContext, Tally
 from fedspan.federation.second_exchange import build_second_context
 from fedspan.federation.transport import Orders
 from fedspan.federation.weights import compute_weight_limit

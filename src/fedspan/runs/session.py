@@ -18,9 +18,10 @@ from fedspan.data.files import FROM_TRAINERS
 from fedspan.data.partition import Partition
 from fedspan.diagnostics.measures import DiagnosticsRecorder
 from fedspan.errors import FedspanError
-from fedspan.federation.evaluation import ClientScores, describe_few_reports
+from fedspan.federation.evaluation import ClientScores
 from fedspan.federation.head_start import start_head
 from fedspan.federation.progress import Progress, RoundResult, TooFewReplies, Transfer
+from fedspan.federation.trimmed_scores import describe_few_reports
 from fedspan.files import convert_disk_errors, fsync_tree, read_bytes, remove, write_atomic
 from fedspan.logs import JsonLines, read_lines
 from fedspan.runs import checkpoint as checkpoints

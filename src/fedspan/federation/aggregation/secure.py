@@ -23,10 +23,10 @@ from fedspan.core.values import Client, Message, Reduced
 from fedspan.crypto.masks import Integers, Ring
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
-from fedspan.federation.aggregation.aggregation import RoundContext, Tally
 from fedspan.federation.privacy import compute_private_mean
 from fedspan.federation.progress import TooFew, Transfer
 from fedspan.federation.protocol import Masking, Reply, share_tensors
+from fedspan.federation.round_context import RoundContext, Tally
 from fedspan.federation.secagg.messages import (
     MASKED,
     Agreement,
