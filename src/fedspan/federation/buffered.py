@@ -19,9 +19,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
+from fedspan.core.values import Client
 from fedspan.errors import FedspanError
-from fedspan.federation.aggregation.aggregation import Aggregation, AggregationFactory
-from fedspan.federation.aggregation.reply_buffer import ReplyBuffer
+from fedspan.federation.aggregation.aggregation import AggregationFactory
+from fedspan.federation.aggregation.plaintext import PlaintextAggregation
 from fedspan.federation.arrival_sources import (
     Arrival,
     ArrivalSource,
@@ -75,32 +76,35 @@ class BufferedRound:
         self._settings, self._start = context.settings.buffered, progress.open
         if self._settings.arrivals is not None:  # accepted ones: without the rejected ones the median is another
             context = replace(context, rules=replace(context.rules, norm_factor=None))
-        self.context, self._new_aggregation, self._best = context, new_aggregation, best
+        self.context, self._best = context, best
         self._on_client, self._on_failure = on_client or (lambda *_: None), on_failure or (lambda *_: None)
         self._on_order = on_order or (lambda _: None)
-        self._failed = set[str]()
-        """The clients whose replies do not count, by what is known in this attempt."""
         self._last_rounds, self._last_replies = dict(progress.last_rounds), dict(progress.last_replies)
         self._states = {**progress.open.states, context.state.round: context.state}
         self.note: str | None = None
         """A note on the round for the user, available when it has run; None: no note."""
-        self._replies: dict[str, tuple[OpenOrder, Envelope | str]] = {}
-        self._bodies = ReplyBuffer()
+        self._arrived: dict[str, OpenOrder] = {}
+        """The orders of the clients whose replies have arrived in this attempt, in the order of arrival."""
         self._tally = Tally()
+        self._aggregation = self._create_aggregation(new_aggregation)
         self._encoder = OrderEncoder(context.run)
         self._created = set[int]()
         self._source = self._create_source(progress.open)
 
+    def _create_aggregation(self, new_aggregation: AggregationFactory) -> PlaintextAggregation:
+        aggregation = new_aggregation(self.context, self._tally)
+        assert isinstance(aggregation, PlaintextAggregation), "the clients of a secure sum are known before they reply"
+        return aggregation
+
     def _create_source(self, open: OpenOrders) -> ArrivalSource:
         context, transport = self.context, self.context.transport
         if isinstance(transport, AsynchronousTransport) and self._settings.arrivals is None:
-            limits = self._new_aggregation(context, Tally())
             return NodeArrivals(
                 context,
                 transport,
                 open,
                 self._create_order,
-                lambda id: limits.compute_reply_bytes(context.clients[id].client),
+                lambda id: self._aggregation.compute_reply_bytes(context.clients[id].client),
                 self._on_order,
             )
         if not isinstance(transport, TimedTransport):
@@ -119,27 +123,22 @@ class BufferedRound:
         Raises:
             TooFewReplies: If too few replies are accepted after all attempts.
         """
-        attempt = 0
+        attempt, aggregation = 0, self._aggregation
         while True:
-            aggregation, tally = self._aggregate()
             counted = aggregation.get_counted()
             missing = self.context.target - len(counted)
             if missing > 0 and self._take(missing, attempt):
                 continue
             if len(counted) >= aggregation.quorum:
-                return self._build_result(aggregation, tally)
+                return self._build_result()
             if attempt == self.context.rules.retries or self._settings.arrivals is not None:
-                context, failures = self._build_context(), [*self._tally.failures, *tally.failures]
-                raise build_too_few_error(context, counted, failures, aggregation.quorum)
+                raise build_too_few_error(self.context, counted, self._tally.failures, aggregation.quorum)
             attempt += 1
-            failed = self._replies.keys() - set(counted)
-            self._tally.failures += tally.failures
-            self._tally.lost |= tally.lost
+            failed = self._arrived.keys() - set(counted)
             self._forget_lost()
-            self._tally.transfers += [transfer for transfer in tally.transfers if transfer.client in failed]
             for id in failed:
-                del self._replies[id]
-            self._failed -= failed
+                del self._arrived[id]
+            self._change_cohort()
             self._source.release(failed)
 
     def _take(self, count: int, attempt: int) -> int:
@@ -151,25 +150,26 @@ class BufferedRound:
         return taken
 
     def _receive(self, arrivals: Sequence[Arrival]) -> None:
-        """Store the replies that have arrived; where clients train only now, those of one state train together."""
+        """Take the replies that have arrived; where clients train only now, those of one state train together."""
         context, by_round = self.context, dict[int, dict[str, OpenOrder]]()
         limit = self._settings.max_staleness
+        self._arrived |= {order.client: order for order, _ in arrivals}
+        self._change_cohort()
         for order, reply in arrivals:
             staleness = context.state.round - order.round
             if isinstance(reply, str):
-                self._store_reply(order, reply)
+                self._take_reply(order, reply)
             elif limit is not None and staleness > limit:
                 reason = f"its order is {staleness} rounds old, and federation.buffered.max_staleness is {limit}"
-                self._store_reply(order, reason)
+                self._take_reply(order, reason)
             elif reply is not None:
-                self._store_reply(order, reply)
+                self._take_reply(order, reply)
             else:
                 by_round.setdefault(order.round, {})[order.client] = order
-                self._replies[order.client] = order, ""  # holds its place in the order of arrival
         for _, together in sorted(by_round.items()):
 
             def receive(id: str, reply: Envelope | str, orders: Mapping[str, OpenOrder] = together) -> None:
-                self._store_reply(orders[id], reply)
+                self._take_reply(orders[id], reply)
 
             def create(id: str, orders: Mapping[str, OpenOrder] = together) -> Envelope:
                 return self._create_order(orders[id])
@@ -177,22 +177,25 @@ class BufferedRound:
             assert isinstance(context.transport, TimedTransport)
             context.transport.carry_out(Orders("train", together, create), list(together), receive)
 
-    def _store_reply(self, order: OpenOrder, reply: Envelope | str) -> None:
-        """Store a reply, or the reason why there is none, and report it."""
+    def _take_reply(self, order: OpenOrder, reply: Envelope | str) -> None:
+        """Add a reply to the aggregation, or record the reason why there is none."""
         try:
             decoded = open_reply(reply)
-        except ValueError as error:
-            self._report_failure(order.client, str(error))
-        else:
             self._on_client(order.client, decoded.parts[-1].loss if decoded.parts else float("nan"))
-        if isinstance(reply, Envelope):
-            self._bodies.store(order.client, reply.body)
-            reply = replace(reply, body=b"")
-        self._replies[order.client] = order, reply
+            self._aggregation.add(self._get_client(order.client), decoded, order.attempt)
+        except ValueError as error:
+            failure = Failure(order.client, order.attempt, str(error))
+            self._tally.failures.append(failure)
+            if isinstance(error, ClientLostState):
+                self._tally.lost.add(order.client)
+            self._on_failure(order.client, failure.reason)
+
+    def _get_client(self, id: str) -> Client:
+        return replace(self.context.clients[id].client, last_round=self._last_rounds.get(id))
 
     def _create_order(self, order: OpenOrder) -> Envelope:
         context, state, id = self.context, self._states[order.round], order.client
-        client = replace(context.clients[id].client, last_round=self._last_rounds.get(id))
+        client = self._get_client(id)
         message = context.method.sync(state, client)
         encoded = self._encoder.order("train", state.round, id, client, message)
         if order.number not in self._created:  # a transport may make an order again that was refused on its way
@@ -201,50 +204,26 @@ class BufferedRound:
         lr = context.training.compute_lr(state.round, context.settings.rounds)
         return replace(encoded, attempt=order.attempt, lr=lr, best=self._best.get(id)).to_envelope()
 
-    def _build_context(self) -> RoundContext:
-        """Return the definition of the round, with the clients whose replies have arrived as its cohort."""
-        sent = {
-            id: self._states[order.round] for id, (order, _) in self._replies.items() if order.round in self._states
-        }
-        return replace(self.context, ids=tuple(sorted(self._replies)), draw_order=tuple(self._replies), sent=sent)
+    def _change_cohort(self) -> None:
+        """Set the round's cohort: the clients whose replies have arrived."""
+        sent = {id: self._states[order.round] for id, order in self._arrived.items() if order.round in self._states}
+        draw_order = tuple(self._arrived)
+        self.context = replace(self.context, ids=tuple(sorted(draw_order)), draw_order=draw_order, sent=sent)
+        self._aggregation.change_cohort(self.context)
 
-    def _aggregate(self) -> tuple[Aggregation, Tally]:
-        """Aggregate the replies that have arrived so far; the aggregation is not closed."""
-        context, tally = self._build_context(), Tally()
-        aggregation = self._new_aggregation(context, tally)
-        clients = {
-            id: replace(context.clients[id].client, last_round=self._last_rounds.get(id)) for id in context.draw_order
-        }
-        aggregation.open(clients, 0)
-        for id, (order, reply) in self._replies.items():
-            try:
-                envelope = replace(reply, body=self._bodies.load(id)) if isinstance(reply, Envelope) else reply
-                decoded = open_reply(envelope)
-                aggregation.add(clients[id], decoded, order.attempt)
-            except ValueError as error:
-                tally.failures.append(Failure(id, order.attempt, str(error)))
-                self._report_failure(id, str(error))
-                if isinstance(error, ClientLostState):
-                    tally.lost.add(id)
-        return aggregation, tally
-
-    def _build_result(self, aggregation: Aggregation, tally: Tally) -> RoundResult:
+    def _build_result(self) -> RoundResult:
         """Close the aggregation, and return the result of the round."""
-        context, state = self.context, self.context.state
+        context, state, aggregation, tally = self.context, self.context.state, self._aggregation, self._tally
         reduced = aggregation.close(0)
         self.note = aggregation.get_note()
         replies = {id: aggregation.replies[id] for id in sorted(aggregation.replies)}
-        self._bodies.close()
         reported = replies
-        failures = [*self._tally.failures, *tally.failures]
         if context.rules.validate:
             reported, impossible = drop_impossible_losses(replies)
-            failures += [Failure(id, self._replies[id][0].attempt, reason) for id, reason in impossible]
-        self._tally.lost |= tally.lost
+            tally.failures += [Failure(id, self._arrived[id].attempt, reason) for id, reason in impossible]
         self._forget_lost()
         memories, optimizers = context.transport.accept_replies(replies)
         open = self._source.close(self._states)
-        collected = Tally([*self._tally.transfers, *tally.transfers], failures)
         return RoundResult(
             progress=Progress(
                 state=context.method.update(state, reduced),
@@ -254,11 +233,11 @@ class BufferedRound:
                 last_replies={id: round for id, round in self._last_replies.items() if id not in replies},
                 open=open,
             ),
-            transfers=collected.sort_transfers(),
-            cohort=tuple(sorted(self._replies)),
+            transfers=tally.sort_transfers(),
+            cohort=context.ids,
             lr=context.training.compute_lr(state.round, context.settings.rounds),
             loss=compute_mean_loss(reported.values(), context.settings.max_weight_ratio),
-            failures=collected.sort_failures(),
+            failures=tally.sort_failures(),
             simulated_seconds=open.clock - self._start.clock if isinstance(self._source, SimulatedArrivals) else None,
             clipped=dict(sorted(aggregation.clipped.items())),
             lowered=dict(sorted(aggregation.lowered.items())),
@@ -268,12 +247,7 @@ class BufferedRound:
     def _list_arrivals(self, accepted: Collection[str]) -> tuple[tuple[str, int], ...]:
         """Return the accepted replies in their order of arrival, each with the age of its order in rounds."""
         round = self.context.state.round
-        return tuple((id, round - order.round) for id, (order, _) in self._replies.items() if id in accepted)
-
-    def _report_failure(self, id: str, reason: str) -> None:
-        if id not in self._failed:  # else it was reported when it arrived, or when the replies were added up before
-            self._failed.add(id)
-            self._on_failure(id, reason)
+        return tuple((id, round - order.round) for id, order in self._arrived.items() if id in accepted)
 
     def _forget_lost(self) -> None:
         """Record for the clients that lost what they stored that their next order needs a complete message."""

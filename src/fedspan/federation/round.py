@@ -86,7 +86,7 @@ class Round:
         self.lr = context.training.compute_lr(context.state.round, context.settings.rounds)
         self._last_rounds, self._last_replies = dict(progress.last_rounds), dict(progress.last_replies)
         self._tally, self._lost, self._missed = Tally(), frozenset[str](), frozenset[str]()
-        self._charges = list[Charge]()
+        self._charges, self._encoder = list[Charge](), OrderEncoder(context.run)
         self.aggregation = new_aggregation(context, self._tally)
 
     def run(self) -> RoundResult:
@@ -115,7 +115,7 @@ class Round:
         for attempt in range(context.rules.retries + 1):
             clients = {id: self._get_client(id) for id in aggregation.get_missing()}
             try:
-                self._train(clients, aggregation.open(clients, attempt), attempt)
+                self._train(clients, aggregation.open(clients, attempt, self._encoder), attempt)
                 reduced = aggregation.close(attempt)
             except TooFew:
                 continue
@@ -160,13 +160,13 @@ class Round:
     def _train(self, clients: Mapping[str, Client], masks: Mapping[str, Masking | None], attempt: int) -> None:
         """Order clients to train and aggregate their replies."""
         context, state, tally = self.context, self.context.state, self._tally
-        encoder, sent, costs = OrderEncoder(context.run), set[str](), self._announce(masks, clients, attempt)
+        sent, costs = set[str](), self._announce(masks, clients, attempt)
 
         def order(id: str) -> Envelope:
             # Clients of a secure sum agreed on one message, so none may be shorter for what its client stores.
             client = clients[id] if masks[id] is None else replace(clients[id], last_round=None)
             message = context.method.sync(state, client)
-            encoded = encoder.order(context.task, state.round, id, clients[id], message)
+            encoded = self._encoder.order(context.task, state.round, id, clients[id], message)
             first = id not in sent  # a transport may make an order again that was refused on its way
             sent.add(id)
             if first:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 from fedspan.core.values import Client, Reduced
-from fedspan.federation.protocol import Masking, Reply
+from fedspan.federation.protocol import Masking, OrderEncoder, Reply
 from fedspan.federation.round_context import RoundContext, Tally
 
 __all__ = ["Aggregation", "AggregationFactory"]
@@ -28,12 +28,13 @@ class Aggregation(Protocol):
         """Return the clients that receive an order in the next attempt."""
         ...
 
-    def open(self, clients: Mapping[str, Client], attempt: int) -> Mapping[str, Masking | None]:
+    def open(self, clients: Mapping[str, Client], attempt: int, encoder: OrderEncoder) -> Mapping[str, Masking | None]:
         """Begin an attempt.
 
         Args:
             clients: The clients that receive an order.
             attempt: Number of the attempt, from 0.
+            encoder: Encoder of the round's orders, which an aggregation uses that needs their messages before them.
 
         Returns:
             The clients that may train, with the parameters of the secure sum for each (None without one).

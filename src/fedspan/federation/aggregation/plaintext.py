@@ -10,9 +10,9 @@ from fedspan.core.tensors import Tensors
 from fedspan.core.values import Client, Contribution, Message, Reduced, ServerState
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
+from fedspan.federation.aggregation.message_buffer import MessageBuffer
 from fedspan.federation.aggregation.reducers import create_reducer
 from fedspan.federation.aggregation.reduction import Reducer
-from fedspan.federation.aggregation.reply_buffer import ReplyBuffer
 from fedspan.federation.changes import (
     MODEL,
     Change,
@@ -22,7 +22,7 @@ from fedspan.federation.changes import (
     shrink_reply,
 )
 from fedspan.federation.progress import Failure, TooFew, Transfer
-from fedspan.federation.protocol import Masking, Reply
+from fedspan.federation.protocol import Masking, OrderEncoder, Reply
 from fedspan.federation.round_context import RoundContext, Tally
 from fedspan.federation.validation import (
     build_untrained_reply,
@@ -42,9 +42,9 @@ _SCALAR_BYTES = 64
 class PlaintextAggregation:
     """Aggregation of replies that the server sees individually.
 
-    If a rule compares replies with each other, all of them are held, encoded, until the attempt ends: in memory, beyond
-    256 MiB in a temporary file. Otherwise each reply is folded into the reduction on arrival. A later attempt sends
-    orders only to clients without an accepted reply.
+    If a rule compares replies with each other, or the cohort is not known before they arrive, all of them are held
+    until the attempt ends: decoded in memory, beyond 256 MiB encoded in a temporary file. Otherwise each reply is
+    folded into the reduction on arrival. A later attempt sends orders only to clients without an accepted reply.
 
     Args:
         context: The round.
@@ -59,26 +59,44 @@ class PlaintextAggregation:
         self._changes: dict[str, Change] = {}
         self._measures: dict[str, Change] = {}
         self._factors: Mapping[str, Mapping[str, float]] = {}
-        self._buffer = ReplyBuffer()
+        self._buffer = MessageBuffer()
         self._expected: dict[tuple[str, int], Message] = {}
         self._reply_bytes = dict[int, int]()
         rules, settings = context.rules, context.settings
-        self._folds = not rules.validate and not rules.over_select and not settings.clips
+        is_compared = rules.validate or rules.over_select > 0 or settings.clips
+        self._folds = not is_compared and settings.buffered is None
+        self.lowered: Mapping[str, float]
+        self.lowered, self._reducer = self._begin_reduction()
+
+    def _begin_reduction(self) -> tuple[dict[str, float], Reducer]:
+        """Return the factors by which the cohort's weights are lowered, and the reducer of its replies."""
+        context = self.context
         selected = {id: context.clients[id] for id in context.ids}
         weights = context.limit_weights()
-        self.lowered: Mapping[str, float] = {
+        lowered = {
             id: weights[id] / data.client.weight for id, data in selected.items() if weights[id] < data.client.weight
         }
         clients = [replace(data.client, last_round=None, weight=weights[id]) for id, data in selected.items()]
-        self._reducer: Reducer = create_reducer(
-            settings, clients, len(context.clients), context.state.round, self._compute_origin
-        )
+        count, round = len(context.clients), context.state.round
+        return lowered, create_reducer(context.settings, clients, count, round, self._compute_origin)
+
+    def change_cohort(self, context: RoundContext) -> None:
+        """Continue with another cohort, in a round whose cohort is not known before its replies arrive.
+
+        Args:
+            context: The round with the clients that may reply, or have replied; replies of others are dropped.
+        """
+        assert not self._folds
+        self.context = context
+        for id in self.replies.keys() - set(context.ids):
+            self._drop(id)
+        self.lowered, self._reducer = self._begin_reduction()
 
     def get_missing(self) -> tuple[str, ...]:
         """``Aggregation.get_missing``."""
         return tuple(id for id in self.context.ids if id not in self.replies)
 
-    def open(self, clients: Mapping[str, Client], attempt: int) -> Mapping[str, Masking | None]:
+    def open(self, clients: Mapping[str, Client], attempt: int, encoder: OrderEncoder) -> Mapping[str, Masking | None]:
         """``Aggregation.open``."""
         return dict.fromkeys(clients)
 
@@ -114,7 +132,7 @@ class PlaintextAggregation:
             self._changes[client.id] = self._measure_change(message, client)
             if context.measure is not None:
                 self._measures[client.id] = {MODEL: context.measure(message)}
-            self._buffer.store(client.id, reply.body)
+            self._buffer.store(client.id, message, reply.body)
         self.replies[client.id] = replace(reply, body=b"")
         size, payload = len(reply.body), serialization.compute_payload_size(message)
         self.tally.transfers.append(Transfer(client.id, "up", size, payload, context.purpose))
@@ -220,7 +238,7 @@ class PlaintextAggregation:
         """Return a buffered reply's contribution, scaled down if its change is too large."""
         context = self.context
         client = replace(context.clients[id].client, last_round=None)
-        message = serialization.decode(self._buffer.load(id))
+        message = self._buffer.load(id)
         contribution = context.method.contribute(message, client)
         if id in self._factors:
             expected = self._get_untrained_reply(client, self._get_sent_state(client))
@@ -248,6 +266,7 @@ class PlaintextAggregation:
         del self._changes[id]
         self._measures.pop(id, None)
         del self.replies[id]
+        self._buffer.discard(id)
 
     def get_counted(self) -> Collection[str]:
         """``Aggregation.get_counted``: the outliers among the replies so far do not."""
