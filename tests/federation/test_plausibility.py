@@ -12,7 +12,7 @@ import pytest
 
 from fedspan.federation.plausibility import drop_impossible_losses, drop_impossible_metrics
 from fedspan.federation.protocol import Part, Reply
-from fedspan.federation.round import compute_mean_loss
+from fedspan.federation.round_exchange import compute_mean_loss
 from fedspan.runs.setup import prepare
 from helpers import tiny
 

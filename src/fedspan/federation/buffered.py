@@ -16,10 +16,9 @@ its reply arrived, so that no round has two replies of one client. The paper's c
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from fedspan.core.values import Client
 from fedspan.errors import FedspanError
 from fedspan.federation.aggregation.aggregation import AggregationFactory
 from fedspan.federation.aggregation.plaintext import PlaintextAggregation
@@ -31,11 +30,10 @@ from fedspan.federation.arrival_sources import (
     RecordedArrivals,
     SimulatedArrivals,
 )
-from fedspan.federation.plausibility import drop_impossible_losses
-from fedspan.federation.progress import Failure, OpenOrder, OpenOrders, Progress, RoundResult
-from fedspan.federation.protocol import ClientLostState, Envelope, OrderEncoder, open_reply
-from fedspan.federation.round import OnClient, OnFailure, build_too_few_error, compute_mean_loss, create_order_transfer
+from fedspan.federation.progress import OpenOrder, OpenOrders, Progress, RoundResult
+from fedspan.federation.protocol import Envelope
 from fedspan.federation.round_context import RoundContext, Tally
+from fedspan.federation.round_exchange import OnClient, OnFailure, RoundExchange
 from fedspan.federation.transport import AsynchronousTransport, Orders, TimedTransport
 
 __all__ = ["BufferedRound"]
@@ -76,25 +74,21 @@ class BufferedRound:
         self._settings, self._start = context.settings.buffered, progress.open
         if self._settings.arrivals is not None:  # accepted ones: without the rejected ones the median is another
             context = replace(context, rules=replace(context.rules, norm_factor=None))
-        self.context, self._best = context, best
-        self._on_client, self._on_failure = on_client or (lambda *_: None), on_failure or (lambda *_: None)
+        self.context = context
         self._on_order = on_order or (lambda _: None)
-        self._last_rounds, self._last_replies = dict(progress.last_rounds), dict(progress.last_replies)
         self._states = {**progress.open.states, context.state.round: context.state}
         self.note: str | None = None
         """A note on the round for the user, available when it has run; None: no note."""
         self._arrived: dict[str, OpenOrder] = {}
         """The orders of the clients whose replies have arrived in this attempt, in the order of arrival."""
-        self._tally = Tally()
-        self._aggregation = self._create_aggregation(new_aggregation)
-        self._encoder = OrderEncoder(context.run)
-        self._created = set[int]()
-        self._source = self._create_source(progress.open)
-
-    def _create_aggregation(self, new_aggregation: AggregationFactory) -> PlaintextAggregation:
-        aggregation = new_aggregation(self.context, self._tally)
+        tally = Tally()
+        aggregation = new_aggregation(context, tally)
         assert isinstance(aggregation, PlaintextAggregation), "the clients of a secure sum are known before they reply"
-        return aggregation
+        self._aggregation = aggregation
+        self._exchange = RoundExchange(
+            context, aggregation, tally, progress, best, on_arrival=on_client, on_failure=on_failure
+        )
+        self._source = self._create_source(progress.open)
 
     def _create_source(self, open: OpenOrders) -> ArrivalSource:
         context, transport = self.context, self.context.transport
@@ -132,10 +126,10 @@ class BufferedRound:
             if len(counted) >= aggregation.quorum:
                 return self._build_result()
             if attempt == self.context.rules.retries or self._settings.arrivals is not None:
-                raise build_too_few_error(self.context, counted, self._tally.failures, aggregation.quorum)
+                raise self._exchange.build_error(counted)
             attempt += 1
             failed = self._arrived.keys() - set(counted)
-            self._forget_lost()
+            self._exchange.forget_lost()
             for id in failed:
                 del self._arrived[id]
             self._change_cohort()
@@ -178,78 +172,34 @@ class BufferedRound:
             context.transport.carry_out(Orders("train", together, create), list(together), receive)
 
     def _take_reply(self, order: OpenOrder, reply: Envelope | str) -> None:
-        """Add a reply to the aggregation, or record the reason why there is none."""
-        try:
-            decoded = open_reply(reply)
-            self._on_client(order.client, decoded.parts[-1].loss if decoded.parts else float("nan"))
-            self._aggregation.add(self._get_client(order.client), decoded, order.attempt)
-        except ValueError as error:
-            failure = Failure(order.client, order.attempt, str(error))
-            self._tally.failures.append(failure)
-            if isinstance(error, ClientLostState):
-                self._tally.lost.add(order.client)
-            self._on_failure(order.client, failure.reason)
-
-    def _get_client(self, id: str) -> Client:
-        return replace(self.context.clients[id].client, last_round=self._last_rounds.get(id))
+        self._exchange.take_reply(order.client, reply, order.attempt)
 
     def _create_order(self, order: OpenOrder) -> Envelope:
-        context, state, id = self.context, self._states[order.round], order.client
-        client = self._get_client(id)
-        message = context.method.sync(state, client)
-        encoded = self._encoder.order("train", state.round, id, client, message)
-        if order.number not in self._created:  # a transport may make an order again that was refused on its way
-            self._created.add(order.number)
-            self._tally.transfers.append(create_order_transfer(id, encoded.body, message))
-        lr = context.training.compute_lr(state.round, context.settings.rounds)
-        return replace(encoded, attempt=order.attempt, lr=lr, best=self._best.get(id)).to_envelope()
+        return self._exchange.create_order(order.client, self._states[order.round], order.attempt)
 
     def _change_cohort(self) -> None:
         """Set the round's cohort: the clients whose replies have arrived."""
         sent = {id: self._states[order.round] for id, order in self._arrived.items() if order.round in self._states}
         draw_order = tuple(self._arrived)
-        self.context = replace(self.context, ids=tuple(sorted(draw_order)), draw_order=draw_order, sent=sent)
-        self._aggregation.change_cohort(self.context)
+        context = replace(self.context, ids=tuple(sorted(draw_order)), draw_order=draw_order, sent=sent)
+        self._exchange.context = context
+        self._aggregation.change_cohort(context)
 
     def _build_result(self) -> RoundResult:
         """Close the aggregation, and return the result of the round."""
-        context, state, aggregation, tally = self.context, self.context.state, self._aggregation, self._tally
-        reduced = aggregation.close(0)
-        self.note = aggregation.get_note()
-        replies = {id: aggregation.replies[id] for id in sorted(aggregation.replies)}
-        reported = replies
-        if context.rules.validate:
-            reported, impossible = drop_impossible_losses(replies)
-            tally.failures += [Failure(id, self._arrived[id].attempt, reason) for id, reason in impossible]
-        self._forget_lost()
-        memories, optimizers = context.transport.accept_replies(replies)
+        reduced = self._aggregation.close(0)
+        self.note = self._aggregation.get_note()
+        self._exchange.forget_lost()
         open = self._source.close(self._states)
-        return RoundResult(
-            progress=Progress(
-                state=context.method.update(state, reduced),
-                memories=memories,
-                last_rounds={**self._last_rounds, **{id: reply.round for id, reply in replies.items()}},
-                optimizers=optimizers,
-                last_replies={id: round for id, round in self._last_replies.items() if id not in replies},
-                open=open,
-            ),
-            transfers=tally.sort_transfers(),
-            cohort=context.ids,
-            lr=context.training.compute_lr(state.round, context.settings.rounds),
-            loss=compute_mean_loss(reported.values(), context.settings.max_weight_ratio),
-            failures=tally.sort_failures(),
+        result = self._exchange.build_result(reduced)
+        return replace(
+            result,
+            progress=replace(result.progress, open=open),
             simulated_seconds=open.clock - self._start.clock if isinstance(self._source, SimulatedArrivals) else None,
-            clipped=dict(sorted(aggregation.clipped.items())),
-            lowered=dict(sorted(aggregation.lowered.items())),
-            arrivals=self._list_arrivals(replies),
+            arrivals=self._list_arrivals(),
         )
 
-    def _list_arrivals(self, accepted: Collection[str]) -> tuple[tuple[str, int], ...]:
+    def _list_arrivals(self) -> tuple[tuple[str, int], ...]:
         """Return the accepted replies in their order of arrival, each with the age of its order in rounds."""
-        round = self.context.state.round
+        round, accepted = self.context.state.round, self._aggregation.replies
         return tuple((id, round - order.round) for id, order in self._arrived.items() if id in accepted)
-
-    def _forget_lost(self) -> None:
-        """Record for the clients that lost what they stored that their next order needs a complete message."""
-        for id in self._tally.lost & self._last_rounds.keys():
-            self._last_replies[id] = self._last_rounds.pop(id)

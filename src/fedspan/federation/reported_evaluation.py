@@ -11,15 +11,14 @@ import numpy as np
 
 from fedspan.core.method import Memory
 from fedspan.core.values import Job
-from fedspan.federation import serialization
 from fedspan.federation.absences import Awaited, EvaluationAbsences
 from fedspan.federation.changes import compute_capped_median
 from fedspan.federation.evaluation import ClientScores, Evaluator, Metrics
 from fedspan.federation.federation import Federation
+from fedspan.federation.out_of_round import exchange_model
 from fedspan.federation.plausibility import drop_impossible_metrics
-from fedspan.federation.progress import Failure, Progress, Transfer
-from fedspan.federation.protocol import Envelope, OrderEncoder, ScoredPart, Scores, open_reply
-from fedspan.federation.transport import Orders
+from fedspan.federation.progress import Failure, Progress
+from fedspan.federation.protocol import Reply, ScoredPart, Scores
 from fedspan.federation.trimmed_scores import compute_trimmed_means
 from fedspan.federation.weights import compute_weight_limit
 
@@ -55,19 +54,8 @@ class ReportedEvaluator(Evaluator):
         ``max_missed_rounds`` evaluations or let the time limit of an order pass.
         """
         federation = self.federation
-        method, state, encoder = federation.method, progress.state, OrderEncoder(federation.run)
-        personal = method.declare_claims().personal
+        personal = federation.method.declare_claims().personal
         reported: dict[str, dict[str, Scores]] = {"validation": {}, "test": {}}
-
-        def order(id: str) -> Envelope:
-            client = federation.get_client(id, progress) if personal else None
-            message = method.sync(state, client)
-            encoded = encoder.order("evaluate", state.round, id, client, message)
-            federation.record(
-                Transfer(id, "down", len(encoded.body), serialization.compute_payload_size(message), "evaluate")
-            )
-            return encoded.to_envelope()
-
         stages, measured = federation.engine.stages, set[str]()
         training = federation.transport.list_training()
         ids = tuple(id for id in self.get_ids(progress) if id not in training)
@@ -76,27 +64,30 @@ class ReportedEvaluator(Evaluator):
             absent = self._absences.find(ids, federation.transport.list_stalled(), federation.rules.max_missed_rounds)
         awaited = Awaited(ids, absent)
 
-        def replied(id: str, reply: Envelope | str) -> bool:
+        def replied(id: str, reply: Reply | str) -> bool:
             stages.advance("evaluation")
-            read(id, reply)
+            if isinstance(reply, str):
+                federation.record(Failure(id, 0, f"not measured: {reply}", "evaluate"))
+            else:
+                measured.add(id)
+                for part, scores in (reply.scores or {}).items():
+                    reported[part][id] = scores
             return awaited.is_over(id, lambda: measured, 1)
-
-        def read(id: str, reply: Envelope | str) -> None:
-            try:
-                decoded = open_reply(reply)
-                if (decoded.task, decoded.id, decoded.round) != ("evaluate", id, state.round):
-                    raise ValueError(f"an answer of {decoded.id!r} ({decoded.task}) to round {decoded.round + 1}")
-            except ValueError as error:
-                federation.record(Failure(id, 0, f"not measured: {error}", "evaluate"))
-                return
-            measured.add(id)
-            for part, scores in (decoded.scores or {}).items():
-                reported[part][id] = scores
 
         with stages.stage("evaluation", len(ids), "clients"):
             federation.transport.begin(progress)
-            orders = Orders("evaluate", ids, order, lambda _: 0)
-            federation.transport.exchange(orders, replied, federation.rules.deadline)
+            exchange_model(
+                "evaluate",
+                federation.method,
+                progress.state,
+                ids,
+                lambda id: federation.get_client(id, progress) if personal else None,
+                federation.transport,
+                run=federation.run,
+                seconds=federation.rules.deadline,
+                on_order=federation.record,
+                on_reply=replied,
+            )
         self._absences.record(ids, measured)
         return self._pool("validation", reported["validation"]), self._pool("test", reported["test"])
 

@@ -90,7 +90,6 @@ class PlaintextAggregation:
         self.context = context
         for id in self.replies.keys() - set(context.ids):
             self._drop(id)
-        self.lowered, self._reducer = self._begin_reduction()
 
     def get_missing(self) -> tuple[str, ...]:
         """``Aggregation.get_missing``."""
@@ -209,6 +208,8 @@ class PlaintextAggregation:
             raise TooFew
         for id in [id for id in context.draw_order if id in changes][context.target :]:
             self._drop(id)
+        if context.settings.buffered is not None:  # the cohort is known only now
+            self.lowered, self._reducer = self._begin_reduction()
         self._factors = self._clip_factors()
         self.clipped = {id: min(factors.values()) for id, factors in self._factors.items()}
         reduced = self._reduce(changes)
