@@ -92,7 +92,7 @@ def test_a_round_encodes_and_decodes_its_order_and_each_reply_once(
 
 def test_asynchronous_rounds_decode_each_reply_once(tiny_folder: Path, counts: Counts) -> None:
     """Also where some replies are rejected, so that the round takes further ones."""
-    changes = {
+    changes: dict[str, Any] = {
         "federation": {"clients_per_round": 2, "buffered": {"concurrency": 4}},
         "simulation": {"speed": {"median": 10.0}, "faults": {"share": 0.25, "kind": "nan"}},
     }
