@@ -28,8 +28,9 @@ from defaults import SEEDS, Cell, config_of
 from fedspan.clients.coarsening import coarsen_metrics
 from fedspan.config import RunConfig, load_config
 from fedspan.config.node import NodeLimits
-from fedspan.federation.evaluation import ClientScores, Evaluator, compute_trimmed_means
+from fedspan.federation.evaluation import ClientScores, Evaluator
 from fedspan.federation.progress import Progress
+from fedspan.federation.trimmed_scores import compute_trimmed_means
 from fedspan.runs.selection import Selection, has_stalled
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.runs.start import run

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from fedspan.federation import evaluation
+from fedspan.federation import out_of_round
 from fedspan.federation.absences import Absences, Awaited
 from fedspan.federation.conditions import Conditions
-from fedspan.federation.evaluation import RemoteEvaluator
 from fedspan.federation.progress import RoundResult
+from fedspan.federation.reported_evaluation import RemoteEvaluator
 from fedspan.federation.serialization import encode_state
 from fedspan.federation.transport import Orders, Transport
 from fedspan.runs.setup import Prepared, prepare
@@ -147,7 +147,7 @@ def test_an_evaluation_does_not_wait_for_an_absent_client(tiny_folder: Path) -> 
     assert not ended  # nobody was measured yet: the absent one is needed
     with pytest.MonkeyPatch.context() as patch:
         scores = SimpleNamespace(task="evaluate", round=3, scores={})
-        patch.setattr(evaluation, "open_reply", lambda id: SimpleNamespace(**vars(scores), id=id))
+        patch.setattr(out_of_round, "open_reply", lambda id: SimpleNamespace(**vars(scores), id=id))
         replies.update({id: id for id in IDS})
         evaluator.evaluate_clients(progress)
         assert ended == [IDS[-1]]

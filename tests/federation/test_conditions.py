@@ -16,6 +16,7 @@ import fedspan
 from fedspan.config import parse_config
 from fedspan.core.values import Message
 from fedspan.errors import FedspanError
+from fedspan.federation.aggregation.message_buffer import MessageBuffer
 from fedspan.federation.aggregation.reply_buffer import ReplyBuffer
 from fedspan.federation.conditions import PHASES, Conditions, Faults, Speed, corrupt_reply
 from fedspan.federation.progress import Progress, RoundResult
@@ -259,6 +260,7 @@ def test_replies_that_wait_for_the_simulated_clock_lie_in_a_file(
 
     monkeypatch.setattr(ReplyBuffer, "store", store)
     monkeypatch.setattr(ReplyBuffer.__init__, "__defaults__", (1, None))
+    monkeypatch.setattr(MessageBuffer.__init__, "__defaults__", (1,))
     assert not differences(in_memory, state())
     assert len({held for held, _ in stored}) == 2  # one of the clock, one of the comparison
     monkeypatch.setattr(ReplyBuffer.__init__, "__defaults__", (1, 5000))

@@ -18,7 +18,7 @@ from fedspan.core.heads import HeadKind, compute_statistics_shapes, summarize
 from fedspan.core.tensors import join_extra_name
 from fedspan.core.values import Client, Message
 from fedspan.errors import FedspanError
-from fedspan.federation.aggregation.reply_buffer import ReplyBuffer
+from fedspan.federation.aggregation.message_buffer import MessageBuffer
 from fedspan.federation.head_start import HeadStart, check_statistics, start_head
 from fedspan.federation.progress import ClientData, Failure, Progress
 from fedspan.federation.protocol import Envelope
@@ -229,7 +229,7 @@ def test_trusted_replies_are_added_on_arrival(prepared: Prepared, monkeypatch: p
     def store(*_: object) -> None:
         raise AssertionError("a reply waits for the others")
 
-    monkeypatch.setattr(ReplyBuffer, "store", store)
+    monkeypatch.setattr(MessageBuffer, "store", store)
     start_of(prepared)
 
 

@@ -1,4 +1,4 @@
-"""Training losses that no client can have: they count nowhere, and their clients are named."""
+"""Losses and metrics that no client can have: they count nowhere, and their clients are named."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from fedspan.federation.plausibility import drop_impossible_losses
+from fedspan.federation.plausibility import drop_impossible_losses, drop_impossible_metrics
 from fedspan.federation.protocol import Part, Reply
-from fedspan.federation.round import compute_mean_loss
+from fedspan.federation.round_exchange import compute_mean_loss
 from fedspan.runs.setup import prepare
 from helpers import tiny
 
@@ -81,3 +81,14 @@ def test_a_client_that_reports_a_loss_of_1e308_hides_no_other_client_s(
     assert loss == pytest.approx(honest_loss, rel=0.3)  # the mean of three clients in place of four
     assert [client for client, _ in failures] == ["west"]
     assert silent == []
+
+
+def test_a_loss_is_compared_with_the_median_from_three_clients_on() -> None:
+    rows, impossible = drop_impossible_metrics({"a": {"loss": 0.2}, "b": {"loss": 5000.0}})
+    assert rows == {"a": {"loss": 0.2}, "b": {"loss": 5000.0}}
+    assert not impossible
+    rows, impossible = drop_impossible_metrics({"a": {"loss": 20.0}, "b": {"loss": 5000.0}, "c": {"loss": 0.1}})
+    assert [id for id, _ in impossible] == []
+    rows, impossible = drop_impossible_metrics({"a": {"loss": 0.2}, "b": {"loss": 5000.0}, "c": {"loss": 0.1}})
+    assert impossible == [("b", "loss 5e+03 is not from 0 to 1e+03")]
+    assert rows["b"] == {}

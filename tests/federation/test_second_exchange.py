@@ -19,11 +19,12 @@ from fedspan.core.method import Claims
 from fedspan.core.values import Client, Message, Reduced
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
-from fedspan.federation.aggregation.aggregation import PlaintextAggregation, RoundContext, Tally
+from fedspan.federation.aggregation.plaintext import PlaintextAggregation
 from fedspan.federation.changes import MODEL, ChangeSize
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import RoundResult
 from fedspan.federation.protocol import Envelope, Order, Reply, decode_order
+from fedspan.federation.round_context import RoundContext, Tally
 from fedspan.federation.second_exchange import build_second_context
 from fedspan.federation.settings import SecureSettings
 from fedspan.federation.validation import ReplyRules

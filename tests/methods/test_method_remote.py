@@ -14,9 +14,9 @@ from fedspan.clients.host import Host
 from fedspan.clients.refusals import refuse
 from fedspan.clients.store import DiskClientStore
 from fedspan.errors import FedspanError
-from fedspan.federation.evaluation import RemoteEvaluator
 from fedspan.federation.federation import Federation
 from fedspan.federation.protocol import Envelope, decode_order
+from fedspan.federation.reported_evaluation import RemoteEvaluator
 from fedspan.federation.serialization import encode_state
 from fedspan.federation.transport import Orders
 from fedspan.federation.validation import ReplyRules

@@ -13,8 +13,9 @@ import pytest
 import fedspan
 from fedspan.config import RunConfig, parse_config
 from fedspan.errors import FedspanError
-from fedspan.federation.evaluation import ClientScores, Evaluator, compute_trimmed_means
+from fedspan.federation.evaluation import ClientScores, Evaluator
 from fedspan.federation.progress import Progress
+from fedspan.federation.trimmed_scores import compute_trimmed_means
 from fedspan.runs import selection
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.selection import Best, has_stalled

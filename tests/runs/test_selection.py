@@ -12,7 +12,8 @@ import pytest
 
 import fedspan
 from fedspan.clients.coarsening import coarsen_metrics
-from fedspan.federation.evaluation import ClientScores, compute_trimmed_means
+from fedspan.federation.evaluation import ClientScores
+from fedspan.federation.trimmed_scores import compute_trimmed_means
 from fedspan.runs.selection import ClientLoss, Selection, compute_gain, rate_round
 from fedspan.tasks.bounded_losses import compute_guess_bound
 from fedspan.tasks.registry import TASKS

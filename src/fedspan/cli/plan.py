@@ -192,7 +192,7 @@ def _count(number: int, noun: str) -> str:
 def _show(out: Console, plans: Mapping[str, Plan], refused: Mapping[str, str], is_max_length: bool) -> None:
     from fedspan.cli.formatting import create_table
     from fedspan.experiments.tables import format_size
-    from fedspan.federation.evaluation import describe_few_nodes
+    from fedspan.federation.trimmed_scores import describe_few_nodes
 
     first = next(iter(plans.values()))
     cohort = "all" if first.cohort == first.clients else str(first.cohort)

@@ -24,6 +24,7 @@ from fedspan.clients.statistics import StatisticsLimits, compute_client_statisti
 from fedspan.clients.store import ClientState, ClientStore, compute_state_digest
 from fedspan.core.base import BaseUpdate, apply_patch
 from fedspan.core.method import Memory, Method
+from fedspan.core.tensors import Tensors
 from fedspan.core.values import Client, Contribution, Job, Message, OptimizerState, ServerState, Trained
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
@@ -356,15 +357,35 @@ class Host:
 
         If the round has a second exchange, what it needs is stored.
         """
-        encoded, masked = serialization.encode(reply), Message()
-        factor = 1.0
-        if order.secure is not None:
-            assert order.client is not None
-            contribution = self.method.contribute(serialization.decode(encoded), order.client)
-            secure = self._get_secure_client(order.to, order.secure.session)
-            masked, factor = secure.mask(order, order.secure, contribution, job.tensors)
+        body, factor = self._encode_reply(order, reply, job.tensors)
         store_first(self.store, self.method, order, trained.tensors, factor)
-        return encoded if order.secure is None else serialization.encode(masked)
+        return body
+
+    def _encode_reply(self, order: Order, reply: Message, started: Tensors, factor: float = 1.0) -> tuple[bytes, float]:
+        """Encode a reply, or its masked contribution to a secure sum.
+
+        Args:
+            order: The order.
+            reply: The reply.
+            started: The tensors at the start of the client's training.
+            factor: Factor on the change before the sum's clipping.
+
+        Returns:
+            The encoded message, and the factor by which the sum's clipping scaled the change; 1 in plaintext.
+        """
+        if order.secure is None:
+            return serialization.encode(reply), 1.0
+        assert order.client is not None
+        return self._encode_masked(order, self.method.contribute(_normalize(reply), order.client), started, factor)
+
+    def _encode_masked(
+        self, order: Order, contribution: Contribution, started: Tensors, factor: float = 1.0
+    ) -> tuple[bytes, float]:
+        """Encode a masked contribution to a secure sum (``_encode_reply``)."""
+        assert order.secure is not None
+        secure = self._get_secure_client(order.to, order.secure.session)
+        masked, clip_factor = secure.mask(order, order.secure, contribution, started, factor)
+        return serialization.encode(masked), clip_factor
 
     def compute_charges(self, order: Order | Phase) -> tuple[Charge, ...]:
         """Compute the privacy cost of an order for its client."""
@@ -406,16 +427,12 @@ class Host:
         reply, factor = build_second_reply(self.store, self.method, order, client, message)
         if self.tamper is not None:
             reply = self.tamper(order, message, reply)
-        body = serialization.encode(reply)
-        if order.secure is not None:
-            secure = self._get_secure_client(order.to, order.secure.session)
-            summed = self.method.contribute(serialization.decode(body), client)
-            try:
-                body = serialization.encode(secure.mask(order, order.secure, summed, {}, factor)[0])
-            except FedspanError as error:
-                if self.tamper is None:
-                    raise
-                return refuse(order, error)
+        try:
+            body, _ = self._encode_reply(order, reply, {}, factor)
+        except FedspanError as error:
+            if self.tamper is None:
+                raise
+            return refuse(order, error)
         return Reply("second", order.round, order.attempt, order.to, body=body)
 
     def _compute_statistics(self, order: Order) -> Reply:
@@ -446,11 +463,11 @@ class Host:
         finally:
             if self._shared is not None:
                 self.engine.adapted.set_base(self._shared)
-        body = serialization.encode(Message(statistics))
-        if order.secure is not None:
-            secure = self._get_secure_client(order.to, order.secure.session)
+        if order.secure is None:
+            body = serialization.encode(Message(statistics))
+        else:
             zeros = {name: torch.zeros_like(value) for name, value in statistics.items()}
-            body = serialization.encode(secure.mask(order, order.secure, Contribution(sum=statistics), zeros)[0])
+            body, _ = self._encode_masked(order, Contribution(sum=statistics), zeros)
         return Reply("statistics", order.round, order.attempt, order.to, body=body)
 
     def _evaluate(self, order: Order) -> Reply:
@@ -468,6 +485,16 @@ class Host:
             finite["examples"] = float(len(indices))
             scores[name] = coarsen_metrics(finite, self.reported_examples, get_loss_bound(self.engine.task))
         return Reply("evaluate", order.round, order.attempt, order.to, scores=scores)
+
+
+def _normalize(reply: Message) -> Message:
+    """Return a reply as the server decodes it: in the order of the names, contiguous and on the CPU.
+
+    The norm to which changes are clipped depends on that order in the last bit.
+    """
+    return replace(
+        reply, tensors={name: value.detach().cpu().contiguous() for name, value in sorted(reply.tensors.items())}
+    )
 
 
 def _set_true_examples(client: Client, data: ClientData) -> Client:

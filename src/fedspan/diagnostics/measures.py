@@ -12,7 +12,8 @@ from fedspan.diagnostics.round_diagnosis import Diagnosis, LayerDiagnosis, Train
 from fedspan.diagnostics.updates import compute_alignment
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import Progress, RoundResult
-from fedspan.federation.round import OnCharge, OnClient, OnFailure
+from fedspan.federation.round import OnCharge
+from fedspan.federation.round_exchange import OnClient, OnFailure
 
 __all__ = ["MEASURES", "DiagnosticsRecorder", "Measure", "MeasureSummary", "get_values", "summarize_measures"]
 

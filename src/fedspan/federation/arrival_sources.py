@@ -16,9 +16,9 @@ import torch
 from fedspan.core.tensors import create_generator
 from fedspan.core.values import ServerState
 from fedspan.errors import FedspanError
-from fedspan.federation.aggregation.aggregation import RoundContext
 from fedspan.federation.progress import OpenOrder, OpenOrders
 from fedspan.federation.protocol import Envelope
+from fedspan.federation.round_context import RoundContext
 from fedspan.federation.settings import BufferedSettings
 from fedspan.federation.transport import AsynchronousTransport, Orders, TimedTransport
 

@@ -16,12 +16,12 @@ its reply arrived, so that no round has two replies of one client. The paper's c
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from fedspan.errors import FedspanError
-from fedspan.federation.aggregation.aggregation import Aggregation, AggregationFactory, RoundContext, Tally
-from fedspan.federation.aggregation.reply_buffer import ReplyBuffer
+from fedspan.federation.aggregation.aggregation import AggregationFactory
+from fedspan.federation.aggregation.plaintext import PlaintextAggregation
 from fedspan.federation.arrival_sources import (
     Arrival,
     ArrivalSource,
@@ -30,10 +30,10 @@ from fedspan.federation.arrival_sources import (
     RecordedArrivals,
     SimulatedArrivals,
 )
-from fedspan.federation.plausibility import drop_impossible_losses
-from fedspan.federation.progress import Failure, OpenOrder, OpenOrders, Progress, RoundResult
-from fedspan.federation.protocol import ClientLostState, Envelope, OrderEncoder, open_reply
-from fedspan.federation.round import OnClient, OnFailure, build_too_few_error, compute_mean_loss, create_order_transfer
+from fedspan.federation.progress import OpenOrder, OpenOrders, Progress, RoundResult
+from fedspan.federation.protocol import Envelope
+from fedspan.federation.round_context import RoundContext, Tally
+from fedspan.federation.round_exchange import OnClient, OnFailure, RoundExchange
 from fedspan.federation.transport import AsynchronousTransport, Orders, TimedTransport
 
 __all__ = ["BufferedRound"]
@@ -74,32 +74,31 @@ class BufferedRound:
         self._settings, self._start = context.settings.buffered, progress.open
         if self._settings.arrivals is not None:  # accepted ones: without the rejected ones the median is another
             context = replace(context, rules=replace(context.rules, norm_factor=None))
-        self.context, self._new_aggregation, self._best = context, new_aggregation, best
-        self._on_client, self._on_failure = on_client or (lambda *_: None), on_failure or (lambda *_: None)
+        self.context = context
         self._on_order = on_order or (lambda _: None)
-        self._failed = set[str]()
-        """The clients whose replies do not count, by what is known in this attempt."""
-        self._last_rounds, self._last_replies = dict(progress.last_rounds), dict(progress.last_replies)
         self._states = {**progress.open.states, context.state.round: context.state}
         self.note: str | None = None
         """A note on the round for the user, available when it has run; None: no note."""
-        self._replies: dict[str, tuple[OpenOrder, Envelope | str]] = {}
-        self._bodies = ReplyBuffer()
-        self._tally = Tally()
-        self._encoder = OrderEncoder(context.run)
-        self._created = set[int]()
+        self._arrived: dict[str, OpenOrder] = {}
+        """The orders of the clients whose replies have arrived in this attempt, in the order of arrival."""
+        tally = Tally()
+        aggregation = new_aggregation(context, tally)
+        assert isinstance(aggregation, PlaintextAggregation), "the clients of a secure sum are known before they reply"
+        self._aggregation = aggregation
+        self._exchange = RoundExchange(
+            context, aggregation, tally, progress, best, on_arrival=on_client, on_failure=on_failure
+        )
         self._source = self._create_source(progress.open)
 
     def _create_source(self, open: OpenOrders) -> ArrivalSource:
         context, transport = self.context, self.context.transport
         if isinstance(transport, AsynchronousTransport) and self._settings.arrivals is None:
-            limits = self._new_aggregation(context, Tally())
             return NodeArrivals(
                 context,
                 transport,
                 open,
                 self._create_order,
-                lambda id: limits.compute_reply_bytes(context.clients[id].client),
+                lambda id: self._aggregation.compute_reply_bytes(context.clients[id].client),
                 self._on_order,
             )
         if not isinstance(transport, TimedTransport):
@@ -118,27 +117,22 @@ class BufferedRound:
         Raises:
             TooFewReplies: If too few replies are accepted after all attempts.
         """
-        attempt = 0
+        attempt, aggregation = 0, self._aggregation
         while True:
-            aggregation, tally = self._aggregate()
             counted = aggregation.get_counted()
             missing = self.context.target - len(counted)
             if missing > 0 and self._take(missing, attempt):
                 continue
             if len(counted) >= aggregation.quorum:
-                return self._build_result(aggregation, tally)
+                return self._build_result()
             if attempt == self.context.rules.retries or self._settings.arrivals is not None:
-                context, failures = self._build_context(), [*self._tally.failures, *tally.failures]
-                raise build_too_few_error(context, counted, failures, aggregation.quorum)
+                raise self._exchange.build_error(counted)
             attempt += 1
-            failed = self._replies.keys() - set(counted)
-            self._tally.failures += tally.failures
-            self._tally.lost |= tally.lost
-            self._forget_lost()
-            self._tally.transfers += [transfer for transfer in tally.transfers if transfer.client in failed]
+            failed = self._arrived.keys() - set(counted)
+            self._exchange.forget_lost()
             for id in failed:
-                del self._replies[id]
-            self._failed -= failed
+                del self._arrived[id]
+            self._change_cohort()
             self._source.release(failed)
 
     def _take(self, count: int, attempt: int) -> int:
@@ -150,25 +144,26 @@ class BufferedRound:
         return taken
 
     def _receive(self, arrivals: Sequence[Arrival]) -> None:
-        """Store the replies that have arrived; where clients train only now, those of one state train together."""
+        """Take the replies that have arrived; where clients train only now, those of one state train together."""
         context, by_round = self.context, dict[int, dict[str, OpenOrder]]()
         limit = self._settings.max_staleness
+        self._arrived |= {order.client: order for order, _ in arrivals}
+        self._change_cohort()
         for order, reply in arrivals:
             staleness = context.state.round - order.round
             if isinstance(reply, str):
-                self._store_reply(order, reply)
+                self._take_reply(order, reply)
             elif limit is not None and staleness > limit:
                 reason = f"its order is {staleness} rounds old, and federation.buffered.max_staleness is {limit}"
-                self._store_reply(order, reason)
+                self._take_reply(order, reason)
             elif reply is not None:
-                self._store_reply(order, reply)
+                self._take_reply(order, reply)
             else:
                 by_round.setdefault(order.round, {})[order.client] = order
-                self._replies[order.client] = order, ""  # holds its place in the order of arrival
         for _, together in sorted(by_round.items()):
 
             def receive(id: str, reply: Envelope | str, orders: Mapping[str, OpenOrder] = together) -> None:
-                self._store_reply(orders[id], reply)
+                self._take_reply(orders[id], reply)
 
             def create(id: str, orders: Mapping[str, OpenOrder] = together) -> Envelope:
                 return self._create_order(orders[id])
@@ -176,105 +171,35 @@ class BufferedRound:
             assert isinstance(context.transport, TimedTransport)
             context.transport.carry_out(Orders("train", together, create), list(together), receive)
 
-    def _store_reply(self, order: OpenOrder, reply: Envelope | str) -> None:
-        """Store a reply, or the reason why there is none, and report it."""
-        try:
-            decoded = open_reply(reply)
-        except ValueError as error:
-            self._report_failure(order.client, str(error))
-        else:
-            self._on_client(order.client, decoded.parts[-1].loss if decoded.parts else float("nan"))
-        if isinstance(reply, Envelope):
-            self._bodies.store(order.client, reply.body)
-            reply = replace(reply, body=b"")
-        self._replies[order.client] = order, reply
+    def _take_reply(self, order: OpenOrder, reply: Envelope | str) -> None:
+        self._exchange.take_reply(order.client, reply, order.attempt)
 
     def _create_order(self, order: OpenOrder) -> Envelope:
-        context, state, id = self.context, self._states[order.round], order.client
-        client = replace(context.clients[id].client, last_round=self._last_rounds.get(id))
-        message = context.method.sync(state, client)
-        encoded = self._encoder.order("train", state.round, id, client, message)
-        if order.number not in self._created:  # a transport may make an order again that was refused on its way
-            self._created.add(order.number)
-            self._tally.transfers.append(create_order_transfer(id, encoded.body, message))
-        lr = context.training.compute_lr(state.round, context.settings.rounds)
-        return replace(encoded, attempt=order.attempt, lr=lr, best=self._best.get(id)).to_envelope()
+        return self._exchange.create_order(order.client, self._states[order.round], order.attempt)
 
-    def _build_context(self) -> RoundContext:
-        """Return the definition of the round, with the clients whose replies have arrived as its cohort."""
-        sent = {
-            id: self._states[order.round] for id, (order, _) in self._replies.items() if order.round in self._states
-        }
-        return replace(self.context, ids=tuple(sorted(self._replies)), draw_order=tuple(self._replies), sent=sent)
+    def _change_cohort(self) -> None:
+        """Set the round's cohort: the clients whose replies have arrived."""
+        sent = {id: self._states[order.round] for id, order in self._arrived.items() if order.round in self._states}
+        draw_order = tuple(self._arrived)
+        context = replace(self.context, ids=tuple(sorted(draw_order)), draw_order=draw_order, sent=sent)
+        self._exchange.context = context
+        self._aggregation.change_cohort(context)
 
-    def _aggregate(self) -> tuple[Aggregation, Tally]:
-        """Aggregate the replies that have arrived so far; the aggregation is not closed."""
-        context, tally = self._build_context(), Tally()
-        aggregation = self._new_aggregation(context, tally)
-        clients = {
-            id: replace(context.clients[id].client, last_round=self._last_rounds.get(id)) for id in context.draw_order
-        }
-        aggregation.open(clients, 0)
-        for id, (order, reply) in self._replies.items():
-            try:
-                envelope = replace(reply, body=self._bodies.load(id)) if isinstance(reply, Envelope) else reply
-                decoded = open_reply(envelope)
-                aggregation.add(clients[id], decoded, order.attempt)
-            except ValueError as error:
-                tally.failures.append(Failure(id, order.attempt, str(error)))
-                self._report_failure(id, str(error))
-                if isinstance(error, ClientLostState):
-                    tally.lost.add(id)
-        return aggregation, tally
-
-    def _build_result(self, aggregation: Aggregation, tally: Tally) -> RoundResult:
+    def _build_result(self) -> RoundResult:
         """Close the aggregation, and return the result of the round."""
-        context, state = self.context, self.context.state
-        reduced = aggregation.close(0)
-        self.note = aggregation.get_note()
-        replies = {id: aggregation.replies[id] for id in sorted(aggregation.replies)}
-        self._bodies.close()
-        reported = replies
-        failures = [*self._tally.failures, *tally.failures]
-        if context.rules.validate:
-            reported, impossible = drop_impossible_losses(replies)
-            failures += [Failure(id, self._replies[id][0].attempt, reason) for id, reason in impossible]
-        self._tally.lost |= tally.lost
-        self._forget_lost()
-        memories, optimizers = context.transport.accept_replies(replies)
+        reduced = self._aggregation.close(0)
+        self.note = self._aggregation.get_note()
+        self._exchange.forget_lost()
         open = self._source.close(self._states)
-        collected = Tally([*self._tally.transfers, *tally.transfers], failures)
-        return RoundResult(
-            progress=Progress(
-                state=context.method.update(state, reduced),
-                memories=memories,
-                last_rounds={**self._last_rounds, **{id: reply.round for id, reply in replies.items()}},
-                optimizers=optimizers,
-                last_replies={id: round for id, round in self._last_replies.items() if id not in replies},
-                open=open,
-            ),
-            transfers=collected.sort_transfers(),
-            cohort=tuple(sorted(self._replies)),
-            lr=context.training.compute_lr(state.round, context.settings.rounds),
-            loss=compute_mean_loss(reported.values(), context.settings.max_weight_ratio),
-            failures=collected.sort_failures(),
+        result = self._exchange.build_result(reduced)
+        return replace(
+            result,
+            progress=replace(result.progress, open=open),
             simulated_seconds=open.clock - self._start.clock if isinstance(self._source, SimulatedArrivals) else None,
-            clipped=dict(sorted(aggregation.clipped.items())),
-            lowered=dict(sorted(aggregation.lowered.items())),
-            arrivals=self._list_arrivals(replies),
+            arrivals=self._list_arrivals(),
         )
 
-    def _list_arrivals(self, accepted: Collection[str]) -> tuple[tuple[str, int], ...]:
+    def _list_arrivals(self) -> tuple[tuple[str, int], ...]:
         """Return the accepted replies in their order of arrival, each with the age of its order in rounds."""
-        round = self.context.state.round
-        return tuple((id, round - order.round) for id, (order, _) in self._replies.items() if id in accepted)
-
-    def _report_failure(self, id: str, reason: str) -> None:
-        if id not in self._failed:  # else it was reported when it arrived, or when the replies were added up before
-            self._failed.add(id)
-            self._on_failure(id, reason)
-
-    def _forget_lost(self) -> None:
-        """Record for the clients that lost what they stored that their next order needs a complete message."""
-        for id in self._tally.lost & self._last_rounds.keys():
-            self._last_replies[id] = self._last_rounds.pop(id)
+        round, accepted = self.context.state.round, self._aggregation.replies
+        return tuple((id, round - order.round) for id, order in self._arrived.items() if id in accepted)

@@ -1,52 +1,28 @@
-"""Evaluation of a federation's models, in this process or by the clients."""
+"""Evaluation of a federation's models in this process, and the scores of an evaluation."""
 
 from __future__ import annotations
 
-import math
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedspan.core.method import Memory
 from fedspan.core.tensors import create_generator
 from fedspan.core.values import Job
-from fedspan.federation import serialization
-from fedspan.federation.absences import Awaited, EvaluationAbsences
-from fedspan.federation.changes import compute_capped_median
 from fedspan.federation.federation import Federation
-from fedspan.federation.plausibility import drop_impossible_metrics
-from fedspan.federation.progress import ClientData, Failure, Progress, Transfer
-from fedspan.federation.protocol import Envelope, OrderEncoder, ScoredPart, Scores, open_reply
-from fedspan.federation.transport import Orders
-from fedspan.federation.weights import compute_weight_limit
+from fedspan.federation.progress import ClientData, Progress
 from fedspan.tasks.metrics import METRICS, compute_score
 from fedspan.tasks.task import Examples
 from fedspan.training.stacked_prediction import ModelInputs
 
-__all__ = [
-    "DECIDING",
-    "ClientScores",
-    "Evaluator",
-    "RemoteEvaluator",
-    "ReportedEvaluator",
-    "compute_trimmed_means",
-    "count_trimmed_clients",
-    "describe_few_nodes",
-    "describe_few_reports",
-    "summarize",
-]
+__all__ = ["ClientScores", "Evaluator", "Metrics", "summarize"]
 
 Metrics = Mapping[str, float]
-
-_REQUIRED = ("accuracy", "loss")
-"""Metrics without which a client is not counted where others have them: rounds are compared by them."""
-DECIDING = 3
-"""Number of clients that report their own metrics from which these metrics decide between rounds."""
+"""Metrics by name."""
 
 
 @dataclass(frozen=True)
@@ -227,228 +203,3 @@ class Evaluator:
                 for part, rows in enumerate(parts):
                     scores[part][key] = task.compute_metrics(predictions[rows], examples, rows.tolist())
         return scores
-
-
-class ReportedEvaluator(Evaluator):
-    """Evaluate by the clients themselves: they receive the models and reply with metrics.
-
-    Pooled metrics are means over clients, weighted by their numbers of examples. Rounds are compared by trimmed means,
-    unless this process assigned the clients' examples (a simulation) or there is one client.
-
-    Args:
-        federation: The federation to evaluate.
-        batch_size: Batch size of the server's forward passes.
-        clients: Number of clients to evaluate; None: all.
-    """
-
-    is_local = False
-
-    def __init__(self, federation: Federation, batch_size: int, clients: int | None = None) -> None:
-        super().__init__(federation, batch_size, clients)
-        self._absences = EvaluationAbsences()
-
-    def evaluate_clients(self, progress: Progress) -> tuple[ClientScores | None, ClientScores | None]:
-        """``Evaluator.evaluate_clients``; clients that do not reply are left out and recorded as events.
-
-        Clients that the next round would not wait for are not waited for here either, if any other replied. Beside
-        asynchronous rounds, clients that train are not asked, and those are not waited for that missed the last
-        ``max_missed_rounds`` evaluations or let the time limit of an order pass.
-        """
-        federation = self.federation
-        method, state, encoder = federation.method, progress.state, OrderEncoder(federation.run)
-        personal = method.declare_claims().personal
-        reported: dict[str, dict[str, Scores]] = {"validation": {}, "test": {}}
-
-        def order(id: str) -> Envelope:
-            client = federation.get_client(id, progress) if personal else None
-            message = method.sync(state, client)
-            encoded = encoder.order("evaluate", state.round, id, client, message)
-            federation.record(
-                Transfer(id, "down", len(encoded.body), serialization.compute_payload_size(message), "evaluate")
-            )
-            return encoded.to_envelope()
-
-        stages, measured = federation.engine.stages, set[str]()
-        training = federation.transport.list_training()
-        ids = tuple(id for id in self.get_ids(progress) if id not in training)
-        absent = federation.find_absent(progress, ids)
-        if federation.settings.buffered is not None:
-            absent = self._absences.find(ids, federation.transport.list_stalled(), federation.rules.max_missed_rounds)
-        awaited = Awaited(ids, absent)
-
-        def replied(id: str, reply: Envelope | str) -> bool:
-            stages.advance("evaluation")
-            read(id, reply)
-            return awaited.is_over(id, lambda: measured, 1)
-
-        def read(id: str, reply: Envelope | str) -> None:
-            try:
-                decoded = open_reply(reply)
-                if (decoded.task, decoded.id, decoded.round) != ("evaluate", id, state.round):
-                    raise ValueError(f"an answer of {decoded.id!r} ({decoded.task}) to round {decoded.round + 1}")
-            except ValueError as error:
-                federation.record(Failure(id, 0, f"not measured: {error}", "evaluate"))
-                return
-            measured.add(id)
-            for part, scores in (decoded.scores or {}).items():
-                reported[part][id] = scores
-
-        with stages.stage("evaluation", len(ids), "clients"):
-            federation.transport.begin(progress)
-            orders = Orders("evaluate", ids, order, lambda _: 0)
-            federation.transport.exchange(orders, replied, federation.rules.deadline)
-        self._absences.record(ids, measured)
-        return self._pool("validation", reported["validation"]), self._pool("test", reported["test"])
-
-    def _pool(self, part: ScoredPart, by_client: Mapping[str, Scores]) -> ClientScores | None:
-        """Pool the clients' metrics.
-
-        Impossible values do not count. A client without the loss or the accuracy, where at least half of the
-        clients have it, is excluded; of the other metrics, those that at least half have are pooled over the clients
-        that have them. What does not count is recorded, as one failure of its client.
-        """
-        reported = {id: by_client[id] for id in sorted(by_client) if by_client[id].get("examples", 0) > 0}
-        rows, impossible = drop_impossible_metrics(reported)
-        counts = Counter(name for row in rows.values() for name in row)
-        names = [name for name, count in counts.items() if 2 * count >= len(rows)]
-        metric = getattr(self.federation.engine.task, "metric", "loss")  # a task without one is compared by the loss
-        required = [name for name in _REQUIRED if name in names and name in ("loss", metric)]
-        for id in list(rows):
-            details = "; ".join(reason for client, reason in impossible if client == id)
-            if missing := [name for name in required if name not in rows[id]]:
-                reason = f"not measured: no {missing[0]} of its {part} part" + (f" ({details})" if details else "")
-                self.federation.record(Failure(id, 0, reason, "evaluate"))
-                del rows[id]
-            elif details:
-                self.federation.record(Failure(id, 0, f"of its {part} part, {details}", "evaluate"))
-        if not rows:
-            return None
-        weights = self._compute_weights(part, {id: reported[id]["examples"] for id in rows})
-        pooled = {
-            name: _compute_weighted_mean(rows, weights, name)
-            for name in names
-            if any(name in row for row in rows.values())
-        }
-        by_client = {id: {**row, "examples": weights[id]} for id, row in rows.items()}
-        is_known = all(len(getattr(self.federation.clients[id], part)) for id in rows)
-        trimmed = None if is_known or len(self.ids) == 1 else compute_trimmed_means(by_client, pooled)
-        pooled["examples"] = sum(weights.values())
-        return ClientScores(pooled, by_client, trimmed, rounded=not is_known)
-
-    def _compute_weights(self, part: ScoredPart, reported: Mapping[str, float]) -> dict[str, float]:
-        """Return the clients' weights: their known numbers of examples, or reported ones up to what is plausible.
-
-        A reported number counts as 1 at least, up to the client's training examples, as far as they count, and up to
-        ``max_weight_ratio`` times the median. For a client that was admitted with a number, the second limit is what
-        the clients' median share of evaluated among training examples makes of its own training examples.
-        """
-        clients = {id: self.federation.clients[id] for id in reported}
-        examples_by_client = {id: len(getattr(data, part)) for id, data in clients.items()}
-        train = {id: min(data.client.examples, data.max_weight or math.inf) for id, data in clients.items()}
-        counts = {id: examples_by_client[id] or max(1.0, min(reported[id], train[id])) for id in reported}
-        limit = compute_weight_limit(list(counts.values()), self.federation.settings.max_weight_ratio)
-        if limit is None:
-            return {id: float(count) for id, count in counts.items()}
-        share = compute_capped_median([counts[id] / max(1, train[id]) for id in counts])
-        limits = {id: limit if clients[id].max_weight is None else share * max(1, train[id]) for id in counts}
-        return {id: float(count if examples_by_client[id] else min(count, limits[id])) for id, count in counts.items()}
-
-
-class RemoteEvaluator(ReportedEvaluator):
-    """Evaluate on the clients' machines.
-
-    Args:
-        federation: The federation to evaluate.
-        batch_size: Batch size of the server's forward passes.
-        clients: Number of clients to evaluate; None: all.
-        memories: Returns a client's memory of a round where the server can access it (a simulation); None: it cannot.
-    """
-
-    def __init__(
-        self,
-        federation: Federation,
-        batch_size: int,
-        clients: int | None = None,
-        memories: Callable[[str, int], Memory] | None = None,
-    ) -> None:
-        super().__init__(federation, batch_size, clients)
-        self._memories = memories
-
-    def build_job(self, progress: Progress, client_id: str | None) -> Job:
-        """``Evaluator.build_job``, where the server can access the client's memory."""
-        last_round = None if client_id is None else progress.last_rounds.get(client_id)
-        if client_id is None or last_round is None:
-            return super().build_job(progress, client_id)
-        assert self._memories is not None, "models() names no client otherwise"
-        memory = self._memories(client_id, last_round)
-        return super().build_job(replace(progress, memories={client_id: memory}), client_id)
-
-    def iterate_models(
-        self, progress: Progress, clients: Iterable[str] | None = None
-    ) -> Iterator[tuple[tuple[str, ...], Job]]:
-        """``Evaluator.iterate_models``; personal models only where the server can access the clients' memories."""
-        if self._memories is None and self.federation.method.declare_claims().personal:
-            return iter(())
-        return super().iterate_models(progress, clients)
-
-
-def _compute_weighted_mean(rows: Mapping[str, Metrics], weights: Mapping[str, float], name: str) -> float:
-    ids = [id for id, row in rows.items() if name in row]
-    return float(np.average([rows[id][name] for id in ids], weights=[weights[id] for id in ids]))
-
-
-def describe_few_nodes(count: int) -> str | None:
-    """Return a note for the user if the nodes' metrics select no round; None: they do.
-
-    Args:
-        count: Number of nodes that are evaluated.
-    """
-    if count != 2:
-        return None
-    return (
-        "with two nodes the run exports its last round, and early stopping has no effect, because neither node's "
-        f"metrics can be checked; from {DECIDING} nodes on, a trimmed mean selects the round (docs/robustness.md)"
-    )
-
-
-def describe_few_reports(evaluated: int, reporting: int) -> str | None:
-    """Return a note for the user if too few nodes sent metrics to select a round; None: enough did.
-
-    Args:
-        evaluated: Number of nodes that are evaluated. ``describe_few_nodes`` describes two of them.
-        reporting: Number of nodes that sent metrics.
-    """
-    if evaluated < DECIDING or reporting >= DECIDING:
-        return None
-    return (
-        f"only {reporting} of {evaluated} nodes sent validation metrics (others did not reply, or have fewer "
-        f"validation examples than limits.evaluation_examples in their files): until {DECIDING} nodes "
-        "have, the run's last round is the best, and early stopping has no effect (docs/robustness.md)"
-    )
-
-
-def count_trimmed_clients(count: int) -> int:
-    """Return how many of ``count`` clients do not count at each end of a trimmed mean: a tenth, rounded up."""
-    return math.ceil(count / 10) if count >= DECIDING else 0
-
-
-def compute_trimmed_means(rows: Mapping[str, Metrics], names: Iterable[str]) -> dict[str, float]:
-    """Compute means of metrics without the clients with the smallest and the largest values.
-
-    A single client can move such a mean of at least three only within the range of the other clients' values.
-
-    Args:
-        rows: Metrics by client, each with its weight under ``examples``.
-        names: The metrics; one that no client has is left out.
-
-    Returns:
-        Weighted means by metric, each over the clients that have it.
-    """
-    means: dict[str, float] = {}
-    for name in names:
-        order = sorted((id for id, row in rows.items() if name in row), key=lambda id: rows[id][name])
-        dropped = count_trimmed_clients(len(order))
-        if left := sorted(order[dropped : len(order) - dropped]):
-            weights = [rows[id]["examples"] for id in left]
-            means[name] = float(np.average([rows[id][name] for id in left], weights=weights))
-    return means

@@ -12,9 +12,11 @@ from fedspan.core.method import Method
 from fedspan.core.tensors import create_generator
 from fedspan.core.values import Client
 from fedspan.federation.absences import Absences
-from fedspan.federation.aggregation.aggregation import AggregationFactory, PlaintextAggregation, RoundContext
+from fedspan.federation.aggregation.aggregation import AggregationFactory
+from fedspan.federation.aggregation.plaintext import PlaintextAggregation
 from fedspan.federation.arrival_sources import OnOrder
 from fedspan.federation.buffered import BufferedRound
+from fedspan.federation.out_of_round import exchange_model
 from fedspan.federation.presence import Presence
 from fedspan.federation.privacy import compute_round_charges, draw_poisson_cohort
 from fedspan.federation.progress import (
@@ -25,10 +27,12 @@ from fedspan.federation.progress import (
     RoundResult,
     Transfer,
 )
-from fedspan.federation.protocol import Envelope, OrderEncoder, open_reply
-from fedspan.federation.round import OnCharge, OnClient, OnFailure, Round, compute_client_charges, create_order_transfer
+from fedspan.federation.protocol import Reply
+from fedspan.federation.round import OnCharge, Round, compute_client_charges
+from fedspan.federation.round_context import RoundContext
+from fedspan.federation.round_exchange import OnClient, OnFailure
 from fedspan.federation.settings import RoundSettings
-from fedspan.federation.transport import OnTrained, Orders, Transport
+from fedspan.federation.transport import OnTrained, Transport
 from fedspan.federation.validation import ReplyRules
 from fedspan.tasks.task import Examples
 from fedspan.training.accounting import Charge
@@ -289,25 +293,25 @@ class Federation:
         """
         if not self.exporting or not self.method.declare_claims().personal:
             return ()
-        state, encoder = progress.state, OrderEncoder(self.run)
         failures: list[Failure] = []
 
-        def order(id: str) -> Envelope:
-            client = self.get_client(id, progress)
-            message = self.method.sync(state, client)
-            encoded = encoder.order("export", state.round, id, client, message)
-            self.record(create_order_transfer(id, encoded.body, message, "export"))
-            return encoded.to_envelope()
-
-        def replied(id: str, reply: Envelope | str) -> bool:
-            try:
-                open_reply(reply)
-            except ValueError as error:
-                failures.append(Failure(id, 0, str(error), "export"))
+        def replied(id: str, reply: Reply | str) -> bool:
+            if isinstance(reply, str):
+                failures.append(Failure(id, 0, reply, "export"))
             return False
 
-        orders = Orders("export", self.list_last_present(progress), order, lambda _: 0)
-        self.transport.exchange(orders, replied, self.rules.deadline)
+        exchange_model(
+            "export",
+            self.method,
+            progress.state,
+            self.list_last_present(progress),
+            lambda id: self.get_client(id, progress),
+            self.transport,
+            run=self.run,
+            seconds=self.rules.deadline,
+            on_order=self.record,
+            on_reply=replied,
+        )
         return tuple(failures)
 
     def record(self, event: Transfer | Failure) -> None:

@@ -32,11 +32,13 @@ from fedspan.core.values import (
     Trained,
     Weights,
 )
-from fedspan.federation.aggregation.aggregation import AggregationFactory, PlaintextAggregation, RoundContext
+from fedspan.federation.aggregation.aggregation import AggregationFactory
+from fedspan.federation.aggregation.plaintext import PlaintextAggregation
 from fedspan.federation.changes import ChangeSize
 from fedspan.federation.federation import Federation, open_clients_stage
 from fedspan.federation.progress import ClientData, Failure, Progress, TooFewReplies
 from fedspan.federation.round import Round
+from fedspan.federation.round_context import RoundContext
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.head import OutputLayer
 

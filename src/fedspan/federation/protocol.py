@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from fedspan.core.base import BasePatch
 from fedspan.core.values import Client, Message
 from fedspan.errors import escape_controls, require_printable
 from fedspan.federation import serialization
@@ -294,11 +296,24 @@ def serial() -> int:
 def share_tensors(message: Message, other: Message) -> bool:
     """Check whether two messages hold the same tensor objects, so that one encoding serves both."""
     is_same = (
-        message.base is other.base
+        _share_base(message.base, other.base)
         and message.scalars == other.scalars
         and message.tensors.keys() == other.tensors.keys()
     )
     return is_same and all(value is other.tensors[name] for name, value in message.tensors.items())
+
+
+def _share_base(patch: BasePatch | None, other: BasePatch | None) -> bool:
+    """Check whether two changes of the base hold the same matrices; each client's is an object of its own."""
+    if patch is None or other is None or patch is other:
+        return patch is other
+    return (
+        (patch.round, patch.whole, patch.rho) == (other.round, other.whole, other.rho)
+        and patch.total.keys() == other.total.keys()
+        and all(delta is other.total[layer] for layer, delta in patch.total.items())
+        and len(patch.increments) == len(other.increments)
+        and all(map(operator.is_, patch.increments, other.increments))
+    )
 
 
 class OrderEncoder:
@@ -314,9 +329,13 @@ class OrderEncoder:
 
     def order(self, task: OrderKind, round: int, to: str, client: Client | None, message: Message) -> Order:
         """Create an order to a client, with a greater serial than all earlier orders."""
+        return Order(task, round, 0, 0.0, to, client, self.encode(message), run=self.run, serial=serial())
+
+    def encode(self, message: Message) -> bytes:
+        """Encode a message, or return what was encoded last if that message shares its tensors."""
         if self._last is None or not share_tensors(message, self._last[0]):
             self._last = (message, serialization.encode(message))
-        return Order(task, round, 0, 0.0, to, client, self._last[1], run=self.run, serial=serial())
+        return self._last[1]
 
 
 class ClientLostState(ValueError):

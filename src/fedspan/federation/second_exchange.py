@@ -34,7 +34,7 @@ from fedspan.core.values import (
     Trained,
     Weights,
 )
-from fedspan.federation.aggregation.aggregation import RoundContext
+from fedspan.federation.round_context import RoundContext
 from fedspan.federation.validation import build_untrained_jobs
 from fedspan.training.projector_refresh import build_untrained_tensors
 

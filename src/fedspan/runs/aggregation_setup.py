@@ -7,7 +7,8 @@ from functools import partial
 
 from fedspan.config import RunConfig
 from fedspan.crypto import require_packages
-from fedspan.federation.aggregation.aggregation import AggregationFactory, PlaintextAggregation
+from fedspan.federation.aggregation.aggregation import AggregationFactory
+from fedspan.federation.aggregation.plaintext import PlaintextAggregation
 
 __all__ = ["build_aggregation"]
 

@@ -10,7 +10,7 @@ from fedspan.core.heads import HeadStatistics
 from fedspan.core.method import Memory
 from fedspan.core.tensors import split_extras
 from fedspan.errors import FedspanError
-from fedspan.federation.aggregation.aggregation import PlaintextAggregation
+from fedspan.federation.aggregation.plaintext import PlaintextAggregation
 from fedspan.federation.federation import Federation
 from fedspan.federation.head_start import HeadStart, compute_head_tensors, start_head
 from fedspan.federation.progress import Progress

@@ -19,11 +19,12 @@ from fedspan.core.method import Memory, RegisteredMethod
 from fedspan.core.values import Client, Spec
 from fedspan.crypto import require_packages
 from fedspan.errors import FedspanError
-from fedspan.federation.evaluation import Evaluator, RemoteEvaluator
+from fedspan.federation.evaluation import Evaluator
 from fedspan.federation.federation import Federation
 from fedspan.federation.presence import Presence
 from fedspan.federation.progress import ClientData
 from fedspan.federation.protocol import Envelope
+from fedspan.federation.reported_evaluation import RemoteEvaluator
 from fedspan.federation.secagg.messages import decode_request
 from fedspan.federation.transport import Transport
 from fedspan.federation.validation import ReplyRules

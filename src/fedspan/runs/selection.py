@@ -27,7 +27,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedspan.config import RunConfig
-from fedspan.federation.evaluation import DECIDING, ClientScores, compute_trimmed_means, count_trimmed_clients
+from fedspan.federation.evaluation import ClientScores
+from fedspan.federation.trimmed_scores import DECIDING, compute_trimmed_means, count_trimmed_clients
 from fedspan.tasks.metrics import compute_score
 
 __all__ = ["Best", "ClientLoss", "Gain", "Selection", "compute_gain", "has_stalled", "rate_round"]

@@ -12,9 +12,10 @@ from typing import Any
 
 from fedspan.clients.stored_values import store
 from fedspan.diagnostics.measures import DiagnosticsRecorder
-from fedspan.federation.evaluation import ClientScores, describe_few_reports
+from fedspan.federation.evaluation import ClientScores
 from fedspan.federation.head_start import start_head
 from fedspan.federation.progress import Progress, RoundResult, TooFewReplies, Transfer
+from fedspan.federation.trimmed_scores import describe_few_reports
 from fedspan.logs import JsonLines
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.callbacks import Listener

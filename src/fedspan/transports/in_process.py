@@ -13,7 +13,8 @@ from fedspan.clients.second_exchange import FirstExchange
 from fedspan.clients.store import ClientState, LostStateError
 from fedspan.core.method import Memory, Method
 from fedspan.core.values import Message, OptimizerState, ServerState
-from fedspan.federation.aggregation.aggregation import AggregationFactory, PlaintextAggregation
+from fedspan.federation.aggregation.aggregation import AggregationFactory
+from fedspan.federation.aggregation.plaintext import PlaintextAggregation
 from fedspan.federation.aggregation.reply_buffer import ReplyBuffer
 from fedspan.federation.conditions import PHASES, Conditions, corrupt_reply
 from fedspan.federation.federation import Federation, sort_clients

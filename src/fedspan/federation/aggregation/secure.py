@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 from fedspan.core.tensors import Tensors, compute_norm
-from fedspan.core.values import Client, Message, Reduced
+from fedspan.core.values import Client, Reduced
 from fedspan.crypto.masks import Integers, Ring
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
-from fedspan.federation.aggregation.aggregation import RoundContext, Tally
 from fedspan.federation.privacy import compute_private_mean
 from fedspan.federation.progress import TooFew, Transfer
-from fedspan.federation.protocol import Masking, Reply, share_tensors
+from fedspan.federation.protocol import Masking, OrderEncoder, Reply
+from fedspan.federation.round_context import RoundContext, Tally
 from fedspan.federation.secagg.messages import (
     MASKED,
     Agreement,
@@ -87,7 +87,7 @@ class SecureAggregation:
         """``Aggregation.get_missing``: masks are used once, so every attempt involves all without a proven fault."""
         return tuple(id for id in self.context.ids if id not in self._wrong)
 
-    def open(self, clients: Mapping[str, Client], attempt: int) -> Mapping[str, Masking | None]:
+    def open(self, clients: Mapping[str, Client], attempt: int, encoder: OrderEncoder) -> Mapping[str, Masking | None]:
         """``Aggregation.open``: exchange keys and shares."""
         context, secure = self.context, self.secure
         session = self._session = SecureSession(
@@ -105,13 +105,15 @@ class SecureAggregation:
         self.replies.clear()
         with self._record_exchanges(session):
             session.begin(
-                list(clients), lambda ids: self._agree([clients[id] for id in ids]), () if attempt else context.absent
+                list(clients),
+                lambda ids: self._agree([clients[id] for id in ids], encoder),
+                () if attempt else context.absent,
             )
         self._clients = {id: clients[id] for id in session.present}
         self._total = np.zeros(sum(value.numel() for value in self._origin.values()), self._ring.dtype)
         return {id: Masking(session=session.number, peers=session.present[id]) for id in self._clients}
 
-    def _agree(self, clients: Sequence[Client]) -> Agreement:
+    def _agree(self, clients: Sequence[Client], encoder: OrderEncoder) -> Agreement:
         """Return what clients are to agree on, and set up the sum for them.
 
         Raises:
@@ -127,7 +129,7 @@ class SecureAggregation:
             task=context.task,
             round=round,
             lr=context.training.compute_lr(round, context.settings.rounds),
-            model=self._compute_model_digest(clients),
+            model=self._compute_model_digest(clients, encoder),
             clients=len(clients),
             clip=self._clip,
             bits=self.secure.bits,
@@ -135,22 +137,23 @@ class SecureAggregation:
             layout=compute_layout_digest(self._origin),
         )
 
-    def _compute_model_digest(self, clients: Sequence[Client]) -> str:
+    def _compute_model_digest(self, clients: Sequence[Client], encoder: OrderEncoder) -> str:
         """Return the digest of the message that all clients are sent, whatever they store of earlier rounds.
 
         Raises:
             FedspanError: If the method sends different messages.
         """
-        messages: list[Message] = []
+        common: bytes | None = None
         for client in clients:
-            message = self.context.method.sync(self.context.state, replace(client, last_round=None))
-            if not any(share_tensors(message, other) for other in messages):
-                messages.append(message)
-        digests = {hashlib.sha256(serialization.encode(message)).hexdigest() for message in messages}
-        if len(digests) > 1:
-            problem = "the method sends its clients different models; secure aggregation needs one that all can check"
-            raise FedspanError("federation.secure", None, problem=problem)
-        return digests.pop()
+            body = encoder.encode(self.context.method.sync(self.context.state, replace(client, last_round=None)))
+            if common is not None and body != common:
+                problem = (
+                    "the method sends its clients different models; secure aggregation needs one that all can check"
+                )
+                raise FedspanError("federation.secure", None, problem=problem)
+            common = body
+        assert common is not None
+        return hashlib.sha256(common).hexdigest()
 
     def compute_reply_bytes(self, client: Client) -> int:
         """``Aggregation.compute_reply_bytes``: a vector of a fixed length, with a short header."""

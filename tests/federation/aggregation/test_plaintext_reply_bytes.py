@@ -11,9 +11,10 @@ import torch
 from fedspan.core.spec import LayerSpec, Spec
 from fedspan.core.values import Client, Message, OptimizerSpec
 from fedspan.federation import serialization
-from fedspan.federation.aggregation.aggregation import PlaintextAggregation, RoundContext, Tally
+from fedspan.federation.aggregation.plaintext import PlaintextAggregation
 from fedspan.federation.federation import STRICT
 from fedspan.federation.progress import ClientData
+from fedspan.federation.round_context import RoundContext, Tally
 from fedspan.federation.settings import RoundSettings
 from fedspan.methods.lora_a2 import LoRAA2
 from fedspan.training.jobs import TrainingSettings

@@ -10,18 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedspan.federation.evaluation import (
-    ClientScores,
-    RemoteEvaluator,
-    ReportedEvaluator,
-    compute_trimmed_means,
-    count_trimmed_clients,
-    describe_few_nodes,
-    describe_few_reports,
-)
+from fedspan.federation.evaluation import ClientScores
 from fedspan.federation.federation import Federation
-from fedspan.federation.plausibility import drop_impossible_metrics
 from fedspan.federation.protocol import Envelope, Reply, decode_order
+from fedspan.federation.reported_evaluation import RemoteEvaluator, ReportedEvaluator
 from fedspan.federation.settings import BufferedSettings
 from fedspan.federation.validation import ReplyRules
 from fedspan.runs.selection import Selection
@@ -118,30 +110,6 @@ def test_one_client_does_not_choose_the_best_round(prepared: Prepared, honest: i
     assert selected.round == 2
 
 
-def test_a_trimmed_mean_is_within_the_range_of_the_other_clients() -> None:
-    """Whichever client lies, whatever it reports and whatever it weighs."""
-    rng = np.random.default_rng(0)
-    for count in (3, 4, 5, 10, 11):
-        for lie in (-1e9, 0.0, 1.0, 1e9):
-            values, weights = rng.random(count), rng.integers(1, 9, count).astype(float)
-            rows = {f"c{number}": {"loss": values[number], "examples": weights[number]} for number in range(count)}
-            liar = f"c{rng.integers(count)}"
-            others = [row["loss"] for id, row in rows.items() if id != liar]
-            rows[liar] = {"loss": lie, "examples": 1e6}
-            mean = compute_trimmed_means(rows, ["loss", "accuracy"])
-            assert mean.keys() == {"loss"}
-            assert min(others) <= mean["loss"] <= max(others)
-    three = {id: {"loss": loss, "examples": 5.0} for id, loss in (("a", 0.1), ("b", 0.4), ("c", 9.0))}
-    assert compute_trimmed_means(three, ["loss"]) == {"loss": 0.4}
-
-
-def test_a_note_says_when_the_metrics_of_the_nodes_select_no_round() -> None:
-    assert [count_trimmed_clients(count) for count in (1, 2, 3, 4, 5, 10, 11)] == [0, 0, 1, 1, 1, 1, 2]
-    few = {(evaluated, sent): describe_few_reports(evaluated, sent) for evaluated in range(1, 6) for sent in range(6)}
-    assert {pair for pair, note in few.items() if note} == {(n, sent) for n in (3, 4, 5) for sent in (0, 1, 2)}
-    assert [describe_few_nodes(count) is None for count in (1, 2, 3, 4, 5, 50)] == [True, False, True, True, True, True]
-
-
 def test_a_single_client_and_one_whose_examples_are_known_here_are_not_trimmed(prepared: Prepared) -> None:
     single, pair = (reported(prepared, [HONEST] * count)[0] for count in (1, 2))
     assert single.trimmed is None
@@ -156,17 +124,6 @@ def test_a_single_client_and_one_whose_examples_are_known_here_are_not_trimmed(p
     assert len(scores.by_client) >= 3
     assert scores.trimmed is None
     assert not scores.rounded
-
-
-def test_a_loss_is_compared_with_the_median_from_three_clients_on() -> None:
-    rows, impossible = drop_impossible_metrics({"a": {"loss": 0.2}, "b": {"loss": 5000.0}})
-    assert rows == {"a": {"loss": 0.2}, "b": {"loss": 5000.0}}
-    assert not impossible
-    rows, impossible = drop_impossible_metrics({"a": {"loss": 20.0}, "b": {"loss": 5000.0}, "c": {"loss": 0.1}})
-    assert [id for id, _ in impossible] == []
-    rows, impossible = drop_impossible_metrics({"a": {"loss": 0.2}, "b": {"loss": 5000.0}, "c": {"loss": 0.1}})
-    assert impossible == [("b", "loss 5e+03 is not from 0 to 1e+03")]
-    assert rows["b"] == {}
 
 
 def test_a_client_that_was_admitted_with_a_number_counts_up_to_it(tiny_folder: Path) -> None:
