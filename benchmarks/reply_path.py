@@ -124,10 +124,11 @@ def run(kind: str, folder: Path) -> None:
         kind: ``loop`` or ``deployment``.
         folder: Folder for inputs and outputs.
     """
-    import digests
+    import digest_cases
+    import digest_inputs
 
-    digests.save_inputs(folder / "inputs")
-    values = digests.build_configs(folder / "inputs", "loop")["method-fedit"]
+    digest_inputs.save_inputs(folder / "inputs")
+    values = digest_cases.build_configs(folder / "inputs", "loop")["method-fedit"]
     values["federation"] = {"rounds": 1}
     if kind == "loop":
         import fedspan
@@ -138,11 +139,11 @@ def run(kind: str, folder: Path) -> None:
 
     values = {key: value for key, value in values.items() if key not in ("engine", "device", "threads")}
     values["data"] = {"labels": values["data"]["labels"]}
-    values["partition"] = {"partitioner": "iid", "clients": len(digests.SITES), "validation": 0.1, "test": 0.1}
+    values["partition"] = {"partitioner": "iid", "clients": len(digest_inputs.SITES), "validation": 0.1, "test": 0.1}
     config = folder / "config.yaml"
     config.write_text(yaml.safe_dump(values))
     with Deployment(folder / "deployed") as deployment:
-        for site in digests.SITES:
+        for site in digest_inputs.SITES:
             train = folder / "inputs" / f"{site}.csv"
             deployment.join(site, deployment.node_file(site, train, validation=0.1, test=0.1))
         deployment.submit(config, folder / "run")
