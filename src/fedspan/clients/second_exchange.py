@@ -14,13 +14,13 @@ from typing import Protocol
 
 from fedspan.clients.stored_values import Kind
 from fedspan.core.method import Method
-from fedspan.core.tensors import Tensors, split_extras
+from fedspan.core.tensors import Tensors
 from fedspan.core.values import Client, Message
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Order
 from fedspan.federation.serialization import Reader, Writer, expect
 
-__all__ = ["TRAINED", "FirstExchange", "FirstExchangeStore", "build_second_reply", "delete_first", "store_first"]
+__all__ = ["TRAINED", "FirstExchange", "FirstExchangeStore", "build_second_reply"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class FirstExchange:
     """What a client holds of a round's first exchange, for the second one alone.
 
     Args:
-        tensors: The target layers' tensors, as trained.
+        tensors: The target layers' tensors, as trained, without the extras.
         factor: Factor by which the client scaled its change down for a secure sum.
         order: Digest of the second exchange's message that was answered; no other one is. Empty: none was yet.
     """
@@ -71,33 +71,6 @@ class FirstExchangeStore(Protocol):
             FedspanError: If the disk is full or refuses to write.
         """
         ...
-
-
-def store_first(store: FirstExchangeStore, method: Method, order: Order, tensors: Tensors, factor: float) -> None:
-    """Store what a client trained, if the round has a second exchange.
-
-    Args:
-        store: The store of what the client trained.
-        method: The run's method.
-        order: The order to train.
-        tensors: The tensors as trained; the extras are left out.
-        factor: Factor by which the client scaled its change down for a secure sum.
-
-    Raises:
-        FedspanError: If the disk is full or refuses to write.
-    """
-    if method.declare_claims().second_exchange:
-        store.store_trained(order.to, order.round, FirstExchange(split_extras(tensors)[0], factor))
-
-
-def delete_first(store: FirstExchangeStore, method: Method, order: Order) -> None:
-    """Delete what a client stored for a second exchange; any other order ends that exchange.
-
-    Raises:
-        FedspanError: If the disk refuses to write.
-    """
-    if method.declare_claims().second_exchange:
-        store.store_trained(order.to, order.round, None)
 
 
 def build_second_reply(
