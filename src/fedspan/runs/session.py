@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fedspan.clients.stored_values import store
 from fedspan.config import RunConfig
 from fedspan.data.files import FROM_TRAINERS
 from fedspan.data.partition import Partition
@@ -358,7 +357,7 @@ class _Session:
         Returns:
             The progress, with the clients' state on the disk.
         """
-        progress = store(self.run_folder.clients, result.progress)
+        progress = checkpoints.store_clients(self.run_folder, result.progress)
         number, events = progress.state.round, self.prepared.federation.pop_events()
         self._record(number, (*result.transfers, *events.transfers))
         if failures := (*result.failures, *events.failures):
