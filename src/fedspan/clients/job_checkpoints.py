@@ -174,4 +174,4 @@ def compute_order_key(order: Order) -> str:
     client = None if order.client is None else ClientFacts.from_client(order.client).model_dump(mode="json")
     facts = {"run": order.run, "to": order.to, "round": order.round, "lr": order.lr, "client": client}
     text = json.dumps(facts, sort_keys=True)
-    return hashlib.sha256(text.encode() + hashlib.sha256(order.body).digest()).hexdigest()[:32]
+    return hashlib.sha256(text.encode() + order.body_sha256).hexdigest()[:32]

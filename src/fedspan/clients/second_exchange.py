@@ -7,7 +7,6 @@ about the same training.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -94,7 +93,7 @@ def build_second_reply(
     """
     if not method.declare_claims().second_exchange:
         raise FedspanError("message.task", order.task, problem="a round of this method has one exchange")
-    first, digest = store.load_trained(order.to, order.round), hashlib.sha256(order.body).hexdigest()
+    first, digest = store.load_trained(order.to, order.round), order.body_sha256.hex()
     if first.order not in ("", digest):
         problem = "this round's second exchange was answered for another message"
         raise FedspanError("message.tensors", order.task, problem=problem)

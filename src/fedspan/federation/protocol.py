@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
@@ -70,6 +72,23 @@ class Envelope:
 
     header: str
     body: bytes = b""
+
+    @property
+    def size(self) -> int:
+        """Size of both in bytes."""
+        return len(_encode_header(self.header)) + len(self.body)
+
+    @cached_property
+    def sha256(self) -> str:
+        """SHA-256 of the header and, after it, of the body."""
+        content = hashlib.sha256(_encode_header(self.header))
+        content.update(self.body)
+        return content.hexdigest()
+
+
+def _encode_header(header: str) -> bytes:
+    """Encode a header; one from another machine may hold surrogates, which no encoding has."""
+    return header.encode(errors="surrogatepass")
 
 
 class HeaderPart(BaseModel):
@@ -188,6 +207,11 @@ class Order:
     run: str = ""
     serial: int = 0
     secure: Masking | None = None
+
+    @cached_property
+    def body_sha256(self) -> bytes:
+        """SHA-256 of the body."""
+        return hashlib.sha256(self.body).digest()
 
     def to_envelope(self) -> Envelope:
         """Encode as an envelope."""
