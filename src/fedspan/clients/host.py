@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from fedspan.clients.coarsening import coarsen_losses, coarsen_metrics
-from fedspan.clients.job_checkpoints import JobCheckpoints, compute_order_key
+from fedspan.clients.job_checkpoints import JobCheckpoints
 from fedspan.clients.mappings import OverlayMapping, copy_on_write
 from fedspan.clients.refusals import refuse
 from fedspan.clients.second_exchange import FirstExchange, build_second_reply
@@ -300,7 +300,7 @@ class Host:
                 settings, settings.privacy, self.method, message, trusted, order.round, stored.memory
             )
             if settings.privacy.secret:
-                origin = f"{self.agreed} {compute_order_key(order)} {compute_state_digest(stored)}"
+                origin = f"{self.agreed} {order.key} {compute_state_digest(stored)}"
         return _Training(order, client, data, stored, job, noise, origin, stored.memory, copy_on_write(stored.moments))
 
     def _finish_training(self, training: _Training, trained: Trained, reply: Message) -> Reply:

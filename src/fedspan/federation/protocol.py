@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from dataclasses import dataclass
 from functools import cached_property
@@ -212,6 +213,14 @@ class Order:
     def body_sha256(self) -> bytes:
         """SHA-256 of the body."""
         return hashlib.sha256(self.body).digest()
+
+    @cached_property
+    def key(self) -> str:
+        """Digest of all of an order that its training depends on: its attempt and its sum's masks are not."""
+        client = None if self.client is None else ClientFacts.from_client(self.client).model_dump(mode="json")
+        facts = {"run": self.run, "to": self.to, "round": self.round, "lr": self.lr, "client": client}
+        text = json.dumps(facts, sort_keys=True)
+        return hashlib.sha256(text.encode() + self.body_sha256).hexdigest()[:32]
 
     def to_envelope(self) -> Envelope:
         """Encode as an envelope."""
