@@ -59,6 +59,7 @@ def build_cases(folder: Path) -> dict[str, dict[str, Any]]:
     made |= {
         "method-slora-stages": {"method": {"name": "slora", "sparse_rounds": 1}},
         "method-fedloru-accumulation": {"method": {"name": "fedloru", "tau": 2}},
+        "method-mfedloru-nested": {"method": {"name": "mfedloru"}, "federation": {"ranks": {"north": 1, "west": 1}}},
         "method-florg-dense": {"method": {"name": "florg", "bases": "dense"}},
         "method-fedhm-convolutions": {"method": {"name": "fedhm"}, **_build_images(folder)},
         "moments-stored": {"training": {"optimizer_state": "keep"}},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,8 +16,9 @@ from torch import Tensor
 from fedspan.config import parse_config
 from fedspan.core import parametrization
 from fedspan.core.spec import LayerSpec, Spec
-from fedspan.core.values import Client
+from fedspan.core.values import Client, Reduced, StackItem
 from fedspan.federation.validation import build_untrained_jobs
+from fedspan.runs.client_ranks import compute_client_ranks
 from fedspan.tasks.registry import BUILT_IN
 from fedspan.tasks.trainer import TRAINER
 
@@ -77,9 +79,15 @@ def test_every_parametrization_has_a_case(cases: ModuleType, tmp_path: Path) -> 
             config = parse_config(values)
             layers = spec.layers if config.task_definition.has_image_inputs else spec.layers[:1]
             method = config.build_method(Spec(layers, clients=3))
-            sent = method.sync(method.init(RandomWeights(spec)), CLIENT)
-            for job in build_untrained_jobs(method, sent, CLIENT, 0)[0]:
-                trained |= {type(one) for one in job.parametrization.values()}
+            client = replace(CLIENT, rank=compute_client_ranks(config, method, list(cases.SITES))[CLIENT.id])
+            state = method.init(RandomWeights(spec))
+            for round in range(2):
+                jobs, reply = build_untrained_jobs(method, method.sync(state, client), client, round)
+                trained |= {type(one) for job in jobs for one in job.parametrization.values()}
+                if method.declare_claims().second_exchange:  # its update needs more than these replies
+                    break
+                sent = method.contribute(reply, client)
+                state = method.update(state, Reduced(sent.sum, (StackItem(client, 1.0, sent.stack),), 1))
     own = {
         value
         for value in vars(parametrization).values()
