@@ -5,11 +5,13 @@
     python benchmarks/digests.py compare before.json after.json
 
 A record holds, for every case, the digest of each tensor of the server's checkpoints, of the clients' stores and of the
-exported adapters, with the structure around them, and the rows of ledger and metrics without wall times. Cases are
-every method and every wrapper, one case for each parametrization and task beside them, on the loop engine, on the
-batched engine with a fixed stacking plan, on Flower's simulation engine and in a deployment with TLS and keys. The
-tool uses only the command line and the Python API, so it can record any checkout that has them. Bits depend on the
-machine and the number of threads: record both sides on one machine.
+exported adapters, with the structure around them, and the rows of ledger and metrics without wall times. Cases
+(``digest_cases``) are every registered method, wrapper and built-in task, and what they leave out of the
+parametrizations, the reductions and the kinds of privacy. They run on the loop engine, on the batched engine with a
+fixed stacking plan, on Flower's simulation engine and in a deployment with TLS and keys. The case of owners' own
+trainers, which replace an engine, runs with the first and the last. The tool uses only the command line and the Python
+API, so it can record any checkout that has them. Bits depend on the machine and the number of threads: record both
+sides on one machine.
 
 Differences that a change intends are listed in ``benchmarks/digests.yaml``.
 """
@@ -17,11 +19,9 @@ Differences that a change intends are listed in ``benchmarks/digests.yaml``.
 from __future__ import annotations
 
 import argparse
-import csv
 import hashlib
 import json
 import os
-import random
 import re
 import signal
 import subprocess
@@ -29,183 +29,19 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
+from digest_cases import TRAINERS, build_configs, get_node_data, get_sent_data
+from digest_inputs import SITES, save_inputs
+from digest_trainer import make_trainer
 
 HERE = Path(__file__).resolve().parent
 HOSTS = ("loop", "batched", "flower-sim", "deployment")
 TIMED = {"seconds", "time", "started", "finished", "chain"}
 """Fields of wall times, which differ from run to run, and ``chain``, by which lines of logs cover wall times."""
-TARGETS = ["query", "value", "intermediate.dense", "output.dense"]
-LABELS = ("admin", "billing", "lab", "symptom")
-SITES = {"north": 19, "south": 32, "west": 58}
-_SPECIAL = ["<pad>", "<unk>", "<s>", "</s>"]
-_WORDS = [f"{label}{number}" for label in LABELS for number in range(8)] + [f"word{number}" for number in range(12)]
-
-
-def save_inputs(folder: Path) -> None:
-    """Write the models (BERT and GPT-2 with random weights) and the data that all cases share."""
-    import torch
-    import transformers
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Whitespace
-    from tokenizers.processors import TemplateProcessing
-
-    vocabulary = {word: index for index, word in enumerate([*_SPECIAL, *_WORDS])}
-    small = {"vocab_size": len(vocabulary), "initializer_range": 0.3}
-    bert = transformers.BertConfig(
-        **small,
-        pad_token_id=0,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=32,
-    )
-    gpt2 = transformers.GPT2Config(
-        **small, n_embd=16, n_inner=24, n_layer=2, n_head=2, n_positions=32, bos_token_id=2, eos_token_id=3
-    )
-    for name, make in (
-        ("bert", lambda: transformers.BertModel(bert)),
-        ("gpt2", lambda: transformers.GPT2LMHeadModel(gpt2)),
-    ):
-        torch.manual_seed(5)
-        make().save_pretrained(folder / name)
-        tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
-        tokenizer.pre_tokenizer = Whitespace()
-        if name == "bert":
-            tokenizer.post_processor = TemplateProcessing(
-                single="<s> $A </s>", pair="<s> $A </s> $B </s>", special_tokens=[("<s>", 2), ("</s>", 3)]
-            )
-        transformers.PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer,
-            pad_token="<pad>",
-            unk_token="<unk>",
-            eos_token="</s>",
-            model_max_length=32,
-        ).save_pretrained(folder / name)
-    _save_corpus(folder)
-    _save_images(folder / "images")
-
-
-def _save_corpus(folder: Path) -> None:
-    rng = random.Random(0)
-    rows: list[dict[str, Any]] = []
-    for number, (site, size) in enumerate(SITES.items()):
-        for _ in range(size):
-            label = LABELS[number] if rng.random() < 2 / 3 else rng.choice(LABELS)
-            words = [f"{label}{rng.randrange(8)}" for _ in range(rng.randint(1, 4))]
-            words += [f"word{rng.randrange(12)}" for _ in range(rng.randint(1, 5))]
-            rng.shuffle(words)
-            row = {"text": " ".join(words), "label": label, "site": site, "answer": words[0]}
-            rows.append({**row, "target": f"{len(words) / 4:.3f}"})
-    for site in (*SITES, "all"):
-        with (folder / f"{site}.csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(row for row in rows if site in (row["site"], "all"))
-
-
-def _save_images(folder: Path) -> None:
-    import numpy as np
-    from PIL import Image
-
-    rng = np.random.default_rng(0)
-    for label in ("dark", "light"):
-        (folder / label).mkdir(parents=True)
-        for number in range(24):
-            pixels = rng.integers(0, 128, (12, 12), dtype=np.uint8) + (128 if label == "light" else 0)
-            Image.fromarray(pixels.astype(np.uint8)).save(folder / label / f"{number}.png")
-
-
-def _start() -> dict[str, str]:
-    """A random head on Transformers' own classifier, as in checkouts that know nothing else."""
-    from fedspan.config import ModelConfig
-
-    defaults = {"head_init": "random", "pooling": "stock"}
-    return {name: value for name, value in defaults.items() if name in ModelConfig.model_fields}
-
-
-def _build_base(folder: Path) -> dict[str, Any]:
-    return {
-        "seed": 3,
-        "device": "cpu",
-        "threads": 1,
-        "model": {"name": str(folder / "bert"), "target_modules": TARGETS, "max_length": 16, **_start()},
-        "data": {"train": str(folder / "all.csv"), "test_fraction": 0.0, "labels": list(LABELS)},
-        "partition": {"partitioner": "natural", "column": "site", "validation": 0.1, "test": 0.1},
-        "method": {"name": "fedit", "r": 2, "lora_alpha": 4},
-        "federation": {"rounds": 3, "clients_per_round": 2},
-        "training": {"lr": 0.02, "local_steps": 3, "batch_size": 4},
-        "evaluation": {"batch_size": 32, "metric": "loss"},  # no two rounds are equal by it
-    }
-
-
-def build_cases(folder: Path) -> dict[str, dict[str, Any]]:
-    """Changes to the base config, section by section, by case: methods and wrappers as this checkout registers them."""
-    from fedspan.methods.registry import METHODS
-    from fedspan.wrappers.registry import WRAPPERS
-
-    made: dict[str, dict[str, Any]] = {f"method-{name}": {"method": {"name": name}} for name in METHODS}
-    sgd = {"training": {"optimizer": "sgd"}}
-    for name in WRAPPERS:
-        made[f"wrapper-{name}"] = {"method": {"name": "fedit", "wrappers": [{"name": name}]}, **sgd}
-    made |= {
-        "method-slora-stages": {"method": {"name": "slora", "sparse_rounds": 1}},
-        "method-fedloru-accumulation": {"method": {"name": "fedloru", "tau": 2}},
-        "moments-stored": {"training": {"optimizer_state": "keep"}},
-        "reduction-median": {"federation": {"reduction": "median"}},
-        "reduction-trimmed-mean": {"federation": {"reduction": "trimmed-mean"}},
-        "reduction-multi-krum": {"federation": {"reduction": "multi-krum"}},
-        "reduction-geometric-median": {"federation": {"reduction": "geometric-median"}},
-        "reduction-flame": {"federation": {"reduction": "flame"}},
-        "clip-fixed-norm": {"federation": {"max_norm": 0.05}},
-        "full-cohort": {"federation": {"clients_per_round": None}},
-        "dropout": {"training": {"lora_dropout": 0.1}},
-        "accumulation": {"training": {"gradient_accumulation_steps": 2}},
-        "regression": {
-            "task": "regression",
-            "data": {"label": "target", "labels": None},
-        },
-        "causal-lm": {
-            "task": "causal-lm",
-            "model": {"name": str(folder / "gpt2"), "target_modules": ["c_attn", "c_proj"]},
-            "data": {"prompt": "{text}", "answer": "answer", "labels": None},
-        },
-        "image-classification": {
-            "task": "image-classification",
-            "data": {"train": str(folder / "images"), "labels": None},
-            "model": {"name": "builtin:resnet-8", "pretrained": False, "target_modules": "all-linear"},
-            "partition": {"partitioner": "iid", "column": None, "clients": 3},
-        },
-        "privacy-central": {
-            "privacy": {"mechanism": "central", "clip": 1.0, "noise": 0.5, "randomness": "seed"},
-            "federation": {"weights": "uniform"},
-        },
-        "privacy-local": {"privacy": {"mechanism": "local", "clip": 1.0, "noise": 0.5, "randomness": "seed"}},
-        "privacy-dp-sgd": {"privacy": {"mechanism": "dp-sgd", "clip": 1.0, "noise": 0.5, "randomness": "seed"}},
-        "personal-and-moments": {"method": {"name": "fedsa-lora"}, "training": {"optimizer_state": "keep"}},
-    }
-    return made
-
-
-def build_configs(folder: Path, host: str) -> dict[str, dict[str, Any]]:
-    """Whole configs by case, for one host."""
-    engine = {"batched": {"name": "batched", "clients_per_pass": 2, "workers": 1}, "loop": {"name": "loop"}}
-    engine["flower-sim"] = {"name": "flower-sim", "workers": 1}
-    made: dict[str, dict[str, Any]] = {}
-    for name, changes in build_cases(folder).items():
-        values = _build_base(folder)
-        for section, change in changes.items():
-            merged = {**values.get(section, {}), **change} if isinstance(change, Mapping) else change
-            if isinstance(merged, Mapping):
-                merged = {key: value for key, value in merged.items() if value is not None}
-            values[section] = merged
-        made[name] = {**values, "engine": engine.get(host, {"name": "loop"})}
-    return made
 
 
 def digest_folder(folder: Path) -> dict[str, Any]:
@@ -271,21 +107,15 @@ def record_host(host: str, folder: Path, only: str, write: Callable[[Mapping[str
         only: A regular expression that the cases' names match.
         write: Called after each case with what is recorded so far, so that a recording that is cut off is of use.
     """
-    import fedspan
-
     digests: dict[str, Any] = {}
-    deployment = _start_deployment(folder) if host == "deployment" else None
+    nodes = _Nodes(folder) if host == "deployment" else None
     try:
         for name, values in build_configs(folder / "inputs", host).items():
             if not re.search(only, name):
                 continue
             out = folder / host / name
             try:
-                if deployment is None:
-                    fedspan.run(values, out)
-                    digests[name] = digest_folder(out)
-                else:
-                    digests[name] = _run_deployment(deployment, folder, values, out)
+                digests[name] = _run(values, folder, out) if nodes is None else _run_deployment(nodes, values, out)
             except Exception as error:
                 digests[name] = {"refused": _remove_varying(str(error), folder)}
                 if os.environ.get("DIGESTS_TRACE"):
@@ -293,8 +123,20 @@ def record_host(host: str, folder: Path, only: str, write: Callable[[Mapping[str
             print(f"{host}: {name}: {digests[name].get('refused', 'recorded')}", file=sys.stderr, flush=True)
             write(digests)
     finally:
-        if deployment is not None:
-            deployment.__exit__()
+        if nodes is not None:
+            nodes.deployment.__exit__()
+
+
+def _run(values: Mapping[str, Any], folder: Path, out: Path) -> dict[str, Any]:
+    """Run a case in this process."""
+    import fedspan
+
+    if values.get("task") == TRAINERS:
+        trainers = {site: partial(make_trainer, folder / "inputs", site) for site in SITES}
+        fedspan.simulate(values, out, trainers=trainers)
+    else:
+        fedspan.run(values, out)
+    return digest_folder(out)
 
 
 def _remove_varying(text: str, folder: Path) -> str:
@@ -302,49 +144,55 @@ def _remove_varying(text: str, folder: Path) -> str:
     return text.replace(str(folder), "FOLDER")[:500]
 
 
-def _start_deployment(folder: Path) -> Any:
-    from stage import Deployment
+class _Nodes:
+    """A deployment and its nodes, which join again when a case needs other data than the one before.
 
-    made = Deployment(folder / "deployed").__enter__()
-    _join(made, folder)
-    return made
+    Args:
+        folder: For keys, states and logs; its ``inputs`` are there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from stage import Deployment
+
+        self.folder, self.deployment = folder, Deployment(folder / "deployed").__enter__()
+        self._joined: dict[str, tuple[dict[str, Any], bool]] = {}
+
+    def join(self, values: Mapping[str, Any], has_trainers: bool) -> None:
+        """Have all nodes join with the data of a case, or with their owners' own trainers."""
+        for site in SITES:
+            wanted = get_node_data(values, site), has_trainers
+            if self._joined.get(site) == wanted:
+                continue
+            if site in self.deployment.processes:
+                self.deployment.end(site, signal.SIGTERM)
+            train, columns = Path(wanted[0]["train"]), {**wanted[0]}
+            columns.pop("train")
+            if has_trainers:
+                path = self.deployment.node_file(site, train)
+                path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "data": {}}))
+                script = [sys.executable, str(HERE / "digest_trainer.py"), str(path), str(self.folder / "inputs"), site]
+                self.deployment.start(site, options=script)
+            else:
+                split = {"validation": 0.1, "test": 0.1, "split_seed": 3}  # that of the base config
+                self.deployment.join(site, self.deployment.node_file(site, train, columns, **split))
+            self._joined[site] = wanted
 
 
-def _join(deployment: Any, folder: Path, case: str = "") -> None:
-    """Have all nodes join, again if they had joined, with the data of a case."""
-    for site in SITES:
-        if site in deployment.processes:
-            deployment.end(site, signal.SIGTERM)
-        train = folder / "inputs" / f"{site}.csv"
-        columns = {"label": "target"} if case == "regression" else {}
-        if case == "image-classification":
-            train = folder / "inputs" / "images"
-        split = {"validation": 0.1, "test": 0.1, "split_seed": 3}  # that of _base
-        deployment.join(site, deployment.node_file(site, train, columns, **split))
-
-
-def _run_deployment(deployment: Any, folder: Path, values: Mapping[str, Any], out: Path) -> dict[str, Any]:
+def _run_deployment(nodes: _Nodes, values: Mapping[str, Any], out: Path) -> dict[str, Any]:
+    nodes.join(values, has_trainers=out.name == TRAINERS)
     sent = {key: value for key, value in values.items() if key not in ("engine", "device", "threads")}
-    sent["data"] = {key: value for key, value in values["data"].items() if key in ("labels", "prompt", "answer")}
-    # The nodes' usual files hold the data of another task.
-    if has_own_task := out.name in ("regression", "image-classification"):
-        _join(deployment, folder, out.name)
-    if out.name == "image-classification":
-        sent["data"]["labels"] = ["dark", "light"]
+    sent["data"] = get_sent_data(values)
     sent["partition"] = {"partitioner": "iid", "clients": len(SITES), "validation": 0.1, "test": 0.1}
     sent["federation"] = {**values["federation"], "deadline": 60.0}
-    config = folder / "config.yaml"
+    config = nodes.folder / "config.yaml"
     config.write_text(yaml.safe_dump(sent))
-    log = folder / "submit.txt"
-    arguments = ["submit", str(config), "--out", str(out), "--server", str(deployment.server), "--wait", "300"]
-    code = _run_forked(arguments, log)
-    if has_own_task:
-        _join(deployment, folder)
-    if code:
-        return {"refused": _remove_varying(log.read_text(), folder)}
+    log = nodes.folder / "submit.txt"
+    server = str(nodes.deployment.server)
+    if _run_forked(["submit", str(config), "--out", str(out), "--server", server, "--wait", "300"], log):
+        return {"refused": _remove_varying(log.read_text(), nodes.folder)}
     digests = digest_folder(out)
     for site in SITES:
-        runs = sorted((deployment.folder / f"{site}-state").glob("*/kept"), key=lambda path: path.stat().st_mtime)
+        runs = sorted((nodes.deployment.folder / f"{site}-state").glob("*/kept"), key=lambda path: path.stat().st_mtime)
         for path in runs[-1:]:
             digests |= {f"node {site}/{key}": value for key, value in digest_folder(path).items()}
     return digests

@@ -26,6 +26,7 @@ from fedspan.crypto.keys import Keys
 from fedspan.crypto.masks import Ring, add_mask
 from fedspan.crypto.shares import combine
 from fedspan.errors import FedspanError
+from fedspan.federation.changes import clip_change, compute_change
 from fedspan.federation.protocol import Masking, Order
 from fedspan.federation.secagg.messages import (
     MASKED,
@@ -44,7 +45,6 @@ from fedspan.federation.secagg.messages import (
     unflatten_change,
 )
 from fedspan.federation.secagg.session import Masked, SharesError, unmask
-from fedspan.federation.validation import clip_change, compute_change
 
 IDS = ("a", "b", "c", "d")
 ZEROS = hashlib.sha256(b"zeros").hexdigest()

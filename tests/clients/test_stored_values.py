@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from fedspan.clients.mappings import copy_on_write
-from fedspan.clients.stored_values import MEMORY, MOMENTS, store
+from fedspan.clients.stored_values import MEMORY, MOMENTS
 from fedspan.core.values import OptimizerState, ServerState
 from fedspan.errors import FedspanError
 from fedspan.federation.progress import Progress
 from fedspan.files import DamagedFileError
-from fedspan.runs.checkpoint import load_latest, prune, resume, save
+from fedspan.runs.checkpoint import load_latest, prune, resume, save, store_clients
 from fedspan.runs.checkpoint_format import Checkpoint, load
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.selection import Best, Selection
@@ -47,7 +47,7 @@ def train_cohort(progress: Progress, *cohort: str) -> Progress:
 
 
 def committed(run: RunFolder, progress: Progress, best: Best | None = None) -> Progress:
-    after = store(run.clients, progress)
+    after = store_clients(run, progress)
     save(run, Checkpoint(after.state, after.memories, after.last_rounds, after.optimizers, Selection(best)))
     prune(run)
     return after
@@ -120,7 +120,7 @@ def test_old_versions_go_when_no_checkpoint_needs_them(run: RunFolder) -> None:
 def test_what_no_checkpoint_names_goes_on_resume(run: RunFolder) -> None:
     first = committed(run, train_cohort(START, "a"))
     whole = files(run)
-    store(run.clients, train_cohort(first, "a", "b"))
+    store_clients(run, train_cohort(first, "a", "b"))
     (run.clients / "round-00003.tmp-1").mkdir()
     (run.clients / "round-00003.tmp-1" / "memory-0.safetensors").write_bytes(b"half")
     assert files(run) > whole
@@ -132,7 +132,7 @@ def test_what_no_checkpoint_names_goes_on_resume(run: RunFolder) -> None:
 
 def test_a_round_that_was_stored_and_not_committed_is_stored_again(run: RunFolder) -> None:
     first = committed(run, train_cohort(START, "a"))
-    store(run.clients, train_cohort(first, "a", "b"))
+    store_clients(run, train_cohort(first, "a", "b"))
     committed(run, train_cohort(first, "b"))
     assert files(run) == named(run, ("a", 1), ("b", 2))
 
@@ -187,5 +187,5 @@ def test_an_older_file_is_checked_when_it_is_read(run: RunFolder) -> None:
 def test_what_cannot_be_stored_leaves_nothing(run: RunFolder) -> None:
     progress = Progress(ServerState(1), {"a": memory(1), "b": {"x": torch.ones(2, dtype=torch.complex128)}})
     with pytest.raises(ValueError, match="'x'"):
-        store(run.clients, progress)
+        store_clients(run, progress)
     assert files(run) == set()

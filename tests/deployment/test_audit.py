@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,3 +81,13 @@ def test_a_hostile_header_is_described_in_few_bytes() -> None:
         description = describe_envelope(Envelope(header, b"abc"))
         assert len(str(description)) < 300
         assert set(description) <= {"task", "bytes", "sha256"}
+
+
+def test_the_digest_of_an_envelope_is_that_of_what_is_sent() -> None:
+    envelope = Envelope('{"task": "train", "round": 2}', b"abc")
+    sent = envelope.header.encode() + envelope.body
+    expected = {"task": "train", "round": 2, "bytes": len(sent), "sha256": hashlib.sha256(sent).hexdigest()}
+    assert describe_envelope(envelope) == expected
+    other = replace(envelope, body=b"abd")
+    assert other.sha256 != envelope.sha256
+    assert Envelope(envelope.header, b"abc") == envelope

@@ -17,6 +17,7 @@ from fedspan.core.noise import derive_seed_key
 from fedspan.core.tensors import compute_norm as norm_of
 from fedspan.core.values import Client, Contribution, Reduced
 from fedspan.federation.aggregation.reducers import create_reducer
+from fedspan.federation.changes import apply_change, clip_change, compute_change
 from fedspan.federation.privacy import (
     compute_client_noise,
     compute_private_mean,
@@ -25,7 +26,6 @@ from fedspan.federation.privacy import (
     draw_poisson_cohort,
 )
 from fedspan.federation.settings import RoundSettings
-from fedspan.federation.validation import apply_change, clip_change, compute_change
 from fedspan.training.jobs import Privacy
 
 SHAPES = {"layer/A": (2, 5), "layer/B": (7, 2), "extras/bias": (3,)}

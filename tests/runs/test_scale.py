@@ -14,7 +14,6 @@ import pytest
 
 import fedspan
 from fedspan.clients.mappings import LazyMapping
-from fedspan.clients.stored_values import store
 from fedspan.core.values import Client
 from fedspan.data import PartitionConfig
 from fedspan.data.partition import Partition, partition
@@ -22,7 +21,7 @@ from fedspan.errors import FedspanError
 from fedspan.federation.evaluation import Evaluator
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import ClientData
-from fedspan.runs.checkpoint import prune, resume, save
+from fedspan.runs.checkpoint import prune, resume, save, store_clients
 from fedspan.runs.checkpoint_format import Checkpoint
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.setup import Prepared
@@ -68,7 +67,7 @@ def test_rounds_and_checkpoints_touch_the_cohort_alone(prepared: Prepared, tiny_
         asked.clear()
         result = federation.run_round(progress)
         assert set(asked) == set(result.cohort)
-        progress = store(run.clients, result.progress)
+        progress = store_clients(run, result.progress)
         save(run, Checkpoint(progress.state, progress.memories, progress.last_rounds, progress.optimizers))
         written = [path for path in run.clients.glob(f"round-{number + 1:05}/*")]
         assert len(written) == 2 * COHORT  # a memory and moments

@@ -16,15 +16,15 @@ import numpy as np
 import torch
 
 from fedspan.clients.coarsening import coarsen_losses, coarsen_metrics
-from fedspan.clients.job_checkpoints import JobCheckpoints, compute_order_key
+from fedspan.clients.job_checkpoints import JobCheckpoints
 from fedspan.clients.mappings import OverlayMapping, copy_on_write
 from fedspan.clients.refusals import refuse
-from fedspan.clients.second_exchange import build_second_reply, delete_first, store_first
+from fedspan.clients.second_exchange import FirstExchange, build_second_reply
 from fedspan.clients.statistics import StatisticsLimits, compute_client_statistics, parse_statistics_order
 from fedspan.clients.store import ClientState, ClientStore, compute_state_digest
 from fedspan.core.base import BaseUpdate, apply_patch
 from fedspan.core.method import Memory, Method
-from fedspan.core.tensors import Tensors
+from fedspan.core.tensors import Tensors, split_extras
 from fedspan.core.values import Client, Contribution, Job, Message, OptimizerState, ServerState, Trained
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
@@ -190,8 +190,8 @@ class Host:
         self._get_data(order)
         if order.task != "train" and self.checkpoints is not None:
             self.checkpoints.clear()  # the round is over
-        if order.task not in ("train", "second"):
-            delete_first(self.store, self.method, order)
+        if order.task not in ("train", "second") and self.method.declare_claims().second_exchange:
+            self.store.store_trained(order.to, order.round, None)  # the second exchange is over
         if order.task == "evaluate":
             return self._evaluate(order)
         if order.task == "statistics":
@@ -225,7 +225,8 @@ class Host:
 
         def open_job(id: str) -> Assignment:
             order = orders[id]
-            delete_first(self.store, self.method, order)
+            if self.method.declare_claims().second_exchange:
+                self.store.store_trained(order.to, order.round, None)
             training = running[id] = self._open_training(order)
             return make_assignment(training, training.job)
 
@@ -299,7 +300,7 @@ class Host:
                 settings, settings.privacy, self.method, message, trusted, order.round, stored.memory
             )
             if settings.privacy.secret:
-                origin = f"{self.agreed} {compute_order_key(order)} {compute_state_digest(stored)}"
+                origin = f"{self.agreed} {order.key} {compute_state_digest(stored)}"
         return _Training(order, client, data, stored, job, noise, origin, stored.memory, copy_on_write(stored.moments))
 
     def _finish_training(self, training: _Training, trained: Trained, reply: Message) -> Reply:
@@ -358,7 +359,9 @@ class Host:
         If the round has a second exchange, what it needs is stored.
         """
         body, factor = self._encode_reply(order, reply, job.tensors)
-        store_first(self.store, self.method, order, trained.tensors, factor)
+        if self.method.declare_claims().second_exchange:
+            first = FirstExchange(split_extras(trained.tensors)[0], factor)
+            self.store.store_trained(order.to, order.round, first)
         return body
 
     def _encode_reply(self, order: Order, reply: Message, started: Tensors, factor: float = 1.0) -> tuple[bytes, float]:

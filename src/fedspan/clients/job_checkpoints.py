@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -17,12 +16,12 @@ from torch import Tensor
 from fedspan.clients.stored_values import Kind, read_moments, write_moments
 from fedspan.core.tensors import Tensors
 from fedspan.errors import FedspanError
-from fedspan.federation.protocol import ClientFacts, Order
+from fedspan.federation.protocol import Order
 from fedspan.federation.serialization import Reader, Writer, expect
 from fedspan.files import convert_disk_errors, read_bytes, remove, write_atomic
 from fedspan.training.jobs import TrainingProgress, TrainingTotals
 
-__all__ = ["DiskJobCheckpoint", "JobCheckpoints", "compute_order_key"]
+__all__ = ["DiskJobCheckpoint", "JobCheckpoints"]
 
 log = logging.getLogger("fedspan.node")
 
@@ -153,7 +152,7 @@ class JobCheckpoints:
         Raises:
             FedspanError: If the disk is full or refuses to write.
         """
-        key = hashlib.sha256(f"{self.context} {compute_order_key(order)}".encode()).hexdigest()[:32]
+        key = hashlib.sha256(f"{self.context} {order.key}".encode()).hexdigest()[:32]
         with convert_disk_errors(self.folder, "free some space on the node"):
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             for path in self.folder.iterdir():
@@ -167,11 +166,3 @@ class JobCheckpoints:
         """Delete all progress."""
         with suppress(OSError):  # what stays is deleted by the next order to train
             remove(self.folder)
-
-
-def compute_order_key(order: Order) -> str:
-    """Compute a digest of all of an order that its training depends on: its attempt and its sum's masks are not."""
-    client = None if order.client is None else ClientFacts.from_client(order.client).model_dump(mode="json")
-    facts = {"run": order.run, "to": order.to, "round": order.round, "lr": order.lr, "client": client}
-    text = json.dumps(facts, sort_keys=True)
-    return hashlib.sha256(text.encode() + hashlib.sha256(order.body).digest()).hexdigest()[:32]

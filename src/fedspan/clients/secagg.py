@@ -35,6 +35,7 @@ from fedspan.crypto.keys import Keys, compute_commitment, derive_pair_seed, draw
 from fedspan.crypto.masks import Integers, Ring, add_mask
 from fedspan.crypto.shares import SHARE, split
 from fedspan.errors import FedspanError
+from fedspan.federation.changes import clip_change, compute_change
 from fedspan.federation.protocol import Count, Masking, Name, Order
 from fedspan.federation.secagg.messages import (
     MASKED,
@@ -55,7 +56,6 @@ from fedspan.federation.secagg.messages import (
     create_initial_values,
     flatten,
 )
-from fedspan.federation.validation import clip_change, compute_change
 from fedspan.files import convert_disk_errors, read_bytes, write_atomic
 
 __all__ = ["DiskSessionStore", "MemorySessionStore", "SecureClient", "Session", "SessionStore"]

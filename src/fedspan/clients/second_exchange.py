@@ -7,20 +7,19 @@ about the same training.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from fedspan.clients.stored_values import Kind
 from fedspan.core.method import Method
-from fedspan.core.tensors import Tensors, split_extras
+from fedspan.core.tensors import Tensors
 from fedspan.core.values import Client, Message
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Order
 from fedspan.federation.serialization import Reader, Writer, expect
 
-__all__ = ["TRAINED", "FirstExchange", "FirstExchangeStore", "build_second_reply", "delete_first", "store_first"]
+__all__ = ["TRAINED", "FirstExchange", "FirstExchangeStore", "build_second_reply"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class FirstExchange:
     """What a client holds of a round's first exchange, for the second one alone.
 
     Args:
-        tensors: The target layers' tensors, as trained.
+        tensors: The target layers' tensors, as trained, without the extras.
         factor: Factor by which the client scaled its change down for a secure sum.
         order: Digest of the second exchange's message that was answered; no other one is. Empty: none was yet.
     """
@@ -73,33 +72,6 @@ class FirstExchangeStore(Protocol):
         ...
 
 
-def store_first(store: FirstExchangeStore, method: Method, order: Order, tensors: Tensors, factor: float) -> None:
-    """Store what a client trained, if the round has a second exchange.
-
-    Args:
-        store: The store of what the client trained.
-        method: The run's method.
-        order: The order to train.
-        tensors: The tensors as trained; the extras are left out.
-        factor: Factor by which the client scaled its change down for a secure sum.
-
-    Raises:
-        FedspanError: If the disk is full or refuses to write.
-    """
-    if method.declare_claims().second_exchange:
-        store.store_trained(order.to, order.round, FirstExchange(split_extras(tensors)[0], factor))
-
-
-def delete_first(store: FirstExchangeStore, method: Method, order: Order) -> None:
-    """Delete what a client stored for a second exchange; any other order ends that exchange.
-
-    Raises:
-        FedspanError: If the disk refuses to write.
-    """
-    if method.declare_claims().second_exchange:
-        store.store_trained(order.to, order.round, None)
-
-
 def build_second_reply(
     store: FirstExchangeStore, method: Method, order: Order, client: Client, message: Message
 ) -> tuple[Message, float]:
@@ -121,7 +93,7 @@ def build_second_reply(
     """
     if not method.declare_claims().second_exchange:
         raise FedspanError("message.task", order.task, problem="a round of this method has one exchange")
-    first, digest = store.load_trained(order.to, order.round), hashlib.sha256(order.body).hexdigest()
+    first, digest = store.load_trained(order.to, order.round), order.body_sha256.hex()
     if first.order not in ("", digest):
         problem = "this round's second exchange was answered for another message"
         raise FedspanError("message.tensors", order.task, problem=problem)

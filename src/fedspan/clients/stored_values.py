@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
 from fedspan.clients.mappings import OverlayMapping
 from fedspan.core.tensors import Tensors
 from fedspan.core.values import OptimizerState
-from fedspan.federation.progress import Progress
 from fedspan.federation.serialization import Reader, Writer, expect
 from fedspan.files import (
     DamagedFileError,
@@ -174,38 +173,39 @@ class StoredMapping(Mapping[str, V], Generic[V]):
         return {(self.kind.name, key, round) for key, round in self.rounds.items() if round != NOTHING}
 
 
-def store(folder: Path, progress: Progress) -> Progress:
+def store(
+    folder: Path, round: int, memories: Mapping[str, Tensors], optimizers: Mapping[str, tuple[OptimizerState, int]]
+) -> tuple[StoredMapping[Tensors], StoredMapping[tuple[OptimizerState, int]]]:
     """Write to disk what a round changed on its clients.
 
     Args:
         folder: The folder of the clients' files, in a run whose lock this process holds.
-        progress: The progress after the round, which has no checkpoint yet.
+        round: Number of the round, which has no checkpoint yet.
+        memories: The clients' memories after the round.
+        optimizers: Their optimizer states, with the generation that they belong to.
 
     Returns:
-        The same progress, with memories and optimizer states that are read on access.
+        The same memories and optimizer states, which are read on access.
 
     Raises:
         FedspanError: If the disk is full or refuses to write; nothing of the round is left then.
         ValueError: If a tensor cannot be stored.
     """
-    round = progress.state.round
-    kinds_with_values: tuple[tuple[Kind[Any], Mapping[str, Any]], ...] = (
-        (MEMORY, progress.memories),
-        (MOMENTS, progress.optimizers),
-    )
     files: dict[Path, tuple[Kind[Any], str, Any]] = {}
-    stored: list[StoredMapping[Any]] = []
-    for kind, values in kinds_with_values:
+
+    def collect(kind: Kind[V], values: Mapping[str, V]) -> StoredMapping[V]:
         rounds, changes = _split_changes(values, folder)
         written = {key: round if value or kind is MOMENTS else NOTHING for key, value in changes.items()}
         for key, value in changes.items():
             if written[key] != NOTHING:
                 files[kind.get_path(folder, key, round)] = (kind, key, value)
-        stored.append(StoredMapping(kind, folder, {**rounds, **written}))
+        return StoredMapping(kind, folder, {**rounds, **written})
+
+    stored = collect(MEMORY, memories), collect(MOMENTS, optimizers)
     if files:
         with convert_disk_errors(folder.parent):
             _write(folder / f"round-{round:05d}", files, round)
-    return replace(progress, memories=stored[0], optimizers=stored[1])
+    return stored
 
 
 def _split_changes(values: Mapping[str, V], clients: Path) -> tuple[Mapping[str, int], Mapping[str, V]]:

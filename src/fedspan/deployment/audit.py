@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Collection, Mapping
 
@@ -33,12 +32,10 @@ def describe_envelope(envelope: Envelope) -> dict[str, object]:
         header = None
     facts = {name: header[name] for name in _FACTS if name in header} if isinstance(header, dict) else {}
     description = {name: value for name, value in facts.items() if isinstance(value, str | int)}
-    content = hashlib.sha256(envelope.header.encode(errors="surrogatepass"))
-    content.update(envelope.body)
     return {
         **{name: value[:64] if isinstance(value, str) else value for name, value in description.items()},
-        "bytes": len(envelope.header.encode(errors="surrogatepass")) + len(envelope.body),
-        "sha256": content.hexdigest(),
+        "bytes": envelope.size,
+        "sha256": envelope.sha256,
     }
 
 

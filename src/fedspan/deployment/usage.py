@@ -24,7 +24,6 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from fedspan.clients.job_checkpoints import compute_order_key
 from fedspan.config.node import NodeConfig, NodeLimits, build_budget_marker
 from fedspan.data.content import compute_content_digest
 from fedspan.data.files import FROM_TRAINERS
@@ -280,7 +279,7 @@ class UsageBook:
         if order.task in ("train", "second"):
             session = None if order.secure is None else order.secure.session
             run = _compute_digest(order.run)
-            content = _compute_digest(f"{agreed} {compute_order_key(order)} {session}")
+            content = _compute_digest(f"{agreed} {order.key} {session}")
             trained, _, second = account.runs.get(run, "").partition(" ")
             if content != (trained if order.task == "train" else second):
                 # The first order of a second exchange is part of the round that was trained. Any other one tells

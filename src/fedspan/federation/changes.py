@@ -11,10 +11,11 @@ import statistics
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from fedspan.core.method import Claims, Method, Quantity
-from fedspan.core.tensors import Tensors
+from fedspan.core.tensors import Tensors, compute_norm
 from fedspan.core.values import Client, Contribution, Message
 
 __all__ = [
@@ -22,7 +23,10 @@ __all__ = [
     "MODEL",
     "Change",
     "ChangeSize",
+    "apply_change",
+    "clip_change",
     "compute_capped_median",
+    "compute_change",
     "compute_norm_limits",
     "measure_change",
     "rebase_change",
@@ -182,6 +186,54 @@ def rebase_change(contribution: Contribution, start: Tensors, target: Tensors, f
         for name, value in contribution.sum.items()
     }
     return replace(contribution, sum=moved)
+
+
+def compute_change(contribution: Contribution, origin: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a contribution minus that of an untrained client, in float64; missing tensors count as 0.
+
+    Args:
+        contribution: Contribution of a reply.
+        origin: Contribution of an untrained client, from ``validation.compute_origin``.
+
+    Raises:
+        ValueError: If it has a tensor that the origin lacks, another shape, a stacked part or a value that is not
+            finite.
+    """
+    if contribution.stack:
+        raise ValueError("replies that are stacked have no sum")
+    if unknown := contribution.sum.keys() - origin.keys():
+        raise ValueError(f"tensors that an untrained client does not contribute: {sorted(unknown)[:3]}")
+    change: dict[str, Tensor] = {}
+    for name, start in origin.items():
+        value = contribution.sum.get(name)
+        if value is not None and value.shape != start.shape:
+            raise ValueError(f"{name} is {list(value.shape)}, not {list(start.shape)}")
+        change[name] = (torch.zeros_like(start) if value is None else value).double() - start.double()
+        if not bool(torch.isfinite(change[name]).all()):
+            raise ValueError(f"{name} holds numbers that are not finite")
+    return change
+
+
+def apply_change(change: Mapping[str, Tensor], origin: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Add a change to the origin, in the dtypes of the origin."""
+    return {name: (start.double() + change[name]).to(start.dtype) for name, start in origin.items()}
+
+
+def clip_change(change: Mapping[str, Tensor], limit: float) -> tuple[Mapping[str, Tensor], float]:
+    """Scale a change as a whole so that its norm is at most ``limit``.
+
+    Args:
+        change: The change.
+        limit: The largest norm.
+
+    Returns:
+        The scaled change, and the factor by which it was scaled; 1 if its norm was at most ``limit``.
+    """
+    norm = compute_norm(change)
+    if not norm > limit:
+        return change, 1.0
+    factor = limit / norm
+    return {name: value * factor for name, value in change.items()}, factor
 
 
 def _is_stacked(contribution: Contribution) -> bool:

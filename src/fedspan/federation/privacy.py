@@ -29,8 +29,9 @@ from fedspan.core.noise import compute_tensor_digest, draw_gaussian, draw_poisso
 from fedspan.core.tensors import Tensors
 from fedspan.core.values import Client, Contribution, Message, ServerState
 from fedspan.errors import FedspanError
+from fedspan.federation.changes import apply_change, clip_change, compute_change
 from fedspan.federation.settings import RoundSettings
-from fedspan.federation.validation import apply_change, build_untrained_jobs, clip_change, compute_change
+from fedspan.federation.validation import build_untrained_jobs
 from fedspan.training.accounting import Charge, Mechanism, PrivacySpend, calibrate_noise
 from fedspan.training.dp_sgd import compute_noise, release_of
 from fedspan.training.jobs import Privacy, TrainingSettings

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import operator
 import time
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
@@ -72,6 +75,23 @@ class Envelope:
 
     header: str
     body: bytes = b""
+
+    @property
+    def size(self) -> int:
+        """Size of both in bytes."""
+        return len(_encode_header(self.header)) + len(self.body)
+
+    @cached_property
+    def sha256(self) -> str:
+        """SHA-256 of the header and, after it, of the body."""
+        content = hashlib.sha256(_encode_header(self.header))
+        content.update(self.body)
+        return content.hexdigest()
+
+
+def _encode_header(header: str) -> bytes:
+    """Encode a header; one from another machine may hold surrogates, which no encoding has."""
+    return header.encode(errors="surrogatepass")
 
 
 class HeaderPart(BaseModel):
@@ -190,6 +210,19 @@ class Order:
     run: str = ""
     serial: int = 0
     secure: Masking | None = None
+
+    @cached_property
+    def body_sha256(self) -> bytes:
+        """SHA-256 of the body."""
+        return hashlib.sha256(self.body).digest()
+
+    @cached_property
+    def key(self) -> str:
+        """Digest of all of an order that its training depends on: its attempt and its sum's masks are not."""
+        client = None if self.client is None else ClientFacts.from_client(self.client).model_dump(mode="json")
+        facts = {"run": self.run, "to": self.to, "round": self.round, "lr": self.lr, "client": client}
+        text = json.dumps(facts, sort_keys=True)
+        return hashlib.sha256(text.encode() + self.body_sha256).hexdigest()[:32]
 
     def to_envelope(self) -> Envelope:
         """Encode as an envelope."""

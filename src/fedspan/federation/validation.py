@@ -1,8 +1,4 @@
-"""Validation of replies against the reply of an untrained client, and the change relative to that reply.
-
-The reference contribution does not depend on data, so a bound on the change bounds a client's influence on a sum. Both
-server and client can compute the reference.
-"""
+"""Validation of replies against the reply of an untrained client, which both server and client can compute."""
 
 from __future__ import annotations
 
@@ -11,10 +7,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from fedspan.core.method import Memory, Method
-from fedspan.core.tensors import Tensors, compute_norm, is_extra, join_extra_name
+from fedspan.core.tensors import Tensors, is_extra, join_extra_name
 from fedspan.core.values import Client, Contribution, Job, Message, OptimizerState, Trained
 from fedspan.errors import FedspanError
 from fedspan.federation.changes import MODEL, Change, compute_norm_limits, measure_change
@@ -24,11 +19,8 @@ from fedspan.training.projector_refresh import build_untrained_tensors
 __all__ = [
     "ReplyRules",
     "ValidatedReply",
-    "apply_change",
     "build_untrained_jobs",
     "build_untrained_reply",
-    "clip_change",
-    "compute_change",
     "compute_origin",
     "find_outliers",
     "require_requested",
@@ -258,51 +250,3 @@ def compute_origin(method: Method, sent: Message, client: Client, round: int) ->
     if contribution.stack:
         raise ValueError("replies that are stacked have no sum")
     return contribution.sum
-
-
-def compute_change(contribution: Contribution, origin: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a contribution minus that of an untrained client, in float64; missing tensors count as 0.
-
-    Args:
-        contribution: Contribution of a reply.
-        origin: Result of ``compute_origin``.
-
-    Raises:
-        ValueError: If it has a tensor that the origin lacks, another shape, a stacked part or a value that is not
-            finite.
-    """
-    if contribution.stack:
-        raise ValueError("replies that are stacked have no sum")
-    if unknown := contribution.sum.keys() - origin.keys():
-        raise ValueError(f"tensors that an untrained client does not contribute: {sorted(unknown)[:3]}")
-    change: dict[str, Tensor] = {}
-    for name, start in origin.items():
-        value = contribution.sum.get(name)
-        if value is not None and value.shape != start.shape:
-            raise ValueError(f"{name} is {list(value.shape)}, not {list(start.shape)}")
-        change[name] = (torch.zeros_like(start) if value is None else value).double() - start.double()
-        if not bool(torch.isfinite(change[name]).all()):
-            raise ValueError(f"{name} holds numbers that are not finite")
-    return change
-
-
-def apply_change(change: Mapping[str, Tensor], origin: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Add a change to the origin, in the dtypes of the origin."""
-    return {name: (start.double() + change[name]).to(start.dtype) for name, start in origin.items()}
-
-
-def clip_change(change: Mapping[str, Tensor], limit: float) -> tuple[Mapping[str, Tensor], float]:
-    """Scale a change as a whole so that its norm is at most ``limit``.
-
-    Args:
-        change: The change.
-        limit: The largest norm.
-
-    Returns:
-        The scaled change, and the factor by which it was scaled; 1 if its norm was at most ``limit``.
-    """
-    norm = compute_norm(change)
-    if not norm > limit:
-        return change, 1.0
-    factor = limit / norm
-    return {name: value * factor for name, value in change.items()}, factor

@@ -11,7 +11,6 @@ from typing import Any, cast
 import numpy as np
 
 from fedspan.clients.mappings import LazyMapping
-from fedspan.clients.stored_values import store
 from fedspan.config import MethodConfig, RunConfig
 from fedspan.core.method import RegisteredMethod
 from fedspan.core.values import Client
@@ -157,13 +156,13 @@ def train_baseline(prepared: Prepared, name: str, listener: Listener, folder: Pa
         return selection
 
     if stored is None and variant.head is not None:  # as in the federation, the start may be the best
-        progress = store(run_folder.clients, progress)
+        progress = checkpoints.store_clients(run_folder, progress)
         selection = rate_and_save(progress, selection)
     while progress.state.round < federation.settings.rounds:
         if has_stalled(variant.config, progress.state.round, selection.improved):
             break
         result = federation.run_round(progress)
-        progress = store(run_folder.clients, result.progress)
+        progress = checkpoints.store_clients(run_folder, result.progress)
         selection = rate_and_save(progress, selection)
         listener.on_baseline_round(name, progress.state.round, result.loss)
     best = selection.best

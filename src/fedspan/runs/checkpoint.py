@@ -12,6 +12,7 @@ from typing import Any
 
 from fedspan.clients.stored_values import Version, discard, store
 from fedspan.errors import FedspanError
+from fedspan.federation.progress import Progress
 from fedspan.files import (
     DamagedFileError,
     build_temporary_path,
@@ -37,6 +38,7 @@ __all__ = [
     "resume",
     "save",
     "select_checkpoint",
+    "store_clients",
     "truncate_logs",
 ]
 
@@ -115,6 +117,21 @@ def read_newest_index(run: RunFolder) -> dict[str, Any] | None:
     return None
 
 
+def store_clients(run: RunFolder, progress: Progress) -> Progress:
+    """Write to disk what a round changed on its clients; the same is read on access in the progress that is returned.
+
+    Args:
+        run: A run folder whose lock this process holds.
+        progress: The progress after the round, which has no checkpoint yet.
+
+    Raises:
+        FedspanError: If the disk is full or refuses to write; nothing of the round is left then.
+        ValueError: If a tensor cannot be stored.
+    """
+    memories, optimizers = store(run.clients, progress.state.round, progress.memories, progress.optimizers)
+    return replace(progress, memories=memories, optimizers=optimizers)
+
+
 def save(run: RunFolder, checkpoint: Checkpoint) -> Path:
     """Commit a round: write its checkpoint, and link the best one as ``best/``.
 
@@ -134,8 +151,8 @@ def save(run: RunFolder, checkpoint: Checkpoint) -> Path:
     target = _get_folder(run, checkpoint.state.round)
     if target.exists():
         raise ValueError(f"round {checkpoint.state.round} has a checkpoint already: {target}")
-    stored = store(run.clients, checkpoint.progress)
-    files = pack(replace(checkpoint, memories=stored.memories, optimizer_states=stored.optimizers))
+    memories, states = store(run.clients, checkpoint.state.round, checkpoint.memories, checkpoint.optimizer_states)
+    files = pack(replace(checkpoint, memories=memories, optimizer_states=states))
     with convert_disk_errors(run.path):
         _commit(target, files)
         _show_best(run, checkpoint)

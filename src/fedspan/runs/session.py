@@ -10,7 +10,6 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from fedspan.clients.stored_values import store
 from fedspan.diagnostics.measures import DiagnosticsRecorder
 from fedspan.federation.evaluation import ClientScores
 from fedspan.federation.head_start import start_head
@@ -207,7 +206,7 @@ class Session:
         Returns:
             The progress, with the clients' state on the disk.
         """
-        progress = store(self.run_folder.clients, result.progress)
+        progress = checkpoints.store_clients(self.run_folder, result.progress)
         number, events = progress.state.round, self.prepared.federation.pop_events()
         self.record(number, (*result.transfers, *events.transfers))
         if failures := (*result.failures, *events.failures):

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from fedspan.core.tensors import Tensors
 from fedspan.core.values import Client, Contribution, Reduced, StackItem
+from fedspan.federation.changes import clip_change, compute_change
 from fedspan.federation.privacy import compute_private_mean, compute_sampling_rate
 from fedspan.federation.settings import RoundSettings
-from fedspan.federation.validation import clip_change, compute_change
 
 __all__ = ["PrivateReducer", "Reducer"]
 

@@ -33,7 +33,7 @@ from torch import Tensor
 from fedspan.core.tensors import Tensors, create_generator
 from fedspan.core.values import Client, Contribution, Reduced
 from fedspan.federation.aggregation.reduction import Reducer
-from fedspan.federation.validation import apply_change, compute_change
+from fedspan.federation.changes import apply_change, compute_change
 
 __all__ = [
     "CoordinateReducer",

@@ -23,6 +23,7 @@ from fedspan.core.values import Client, Reduced
 from fedspan.crypto.masks import Integers, Ring
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
+from fedspan.federation.changes import apply_change
 from fedspan.federation.privacy import compute_private_mean
 from fedspan.federation.progress import TooFew, Transfer
 from fedspan.federation.protocol import Masking, OrderEncoder, Reply
@@ -37,7 +38,7 @@ from fedspan.federation.secagg.messages import (
 )
 from fedspan.federation.secagg.session import SecureSession
 from fedspan.federation.settings import FEWEST_SECURE_CLIENTS, SecureSettings
-from fedspan.federation.validation import apply_change, compute_origin, require_requested
+from fedspan.federation.validation import compute_origin, require_requested
 
 __all__ = ["SecureAggregation"]
 
