@@ -11,7 +11,7 @@ from fedspan.config.federation import FederationConfig
 from fedspan.config.tags import explain_missing_tags
 from fedspan.deployment.audit import AuditedTransport
 from fedspan.deployment.handshake import Introduction, Invitation, compute_base_digest, compute_extras_digest
-from fedspan.deployment.participants import NodeCallbacks, Participant, Participants, Record, load_record
+from fedspan.deployment.participants import NodeCallbacks, Participant, ParticipantRecord, Participants, load_record
 from fedspan.deployment.status import read_status, store_named_run
 from fedspan.errors import FedspanError
 from fedspan.federation.progress import ClientData
@@ -92,7 +92,7 @@ class Submission:
             gather_nodes(self._handshakes, grid, self._invitation, self._wait, self._signer, expected)
         self._collect_joined()
 
-    def _list_expected(self, record: Record, grid: Grid) -> Collection[str]:
+    def _list_expected(self, record: ParticipantRecord, grid: Grid) -> Collection[str]:
         """Return the clients that a resumed run waits for: those of an interrupted round, or those that are online."""
         finished = read_status(self._folder).round
         if len(record.present) > finished:

@@ -21,7 +21,7 @@ from fedspan.core.lowrank import LowRank, compute_inner_product, concatenate, sv
 __all__ = [
     "Shape",
     "UpdateComparison",
-    "combine",
+    "combine_deltas",
     "compare_updates",
     "compute_alignment",
     "compute_form_inner_product",
@@ -74,7 +74,7 @@ class Shape:
     effective_rank: float
 
 
-def combine(parts: Sequence[tuple[float, Delta]], shape: tuple[int, int]) -> Delta:
+def combine_deltas(parts: Sequence[tuple[float, Delta]], shape: tuple[int, int]) -> Delta:
     """Return a linear combination of updates, as factors if all of them are factors.
 
     Args:
@@ -126,7 +126,7 @@ def compare_updates(
     error, target, target2 = math.nan, with_mean, mean2
     if global_update is not None:
         shape = get_shape(global_update)
-        gap = combine(
+        gap = combine_deltas(
             [(1.0, global_update), *((-float(left), updates[id]) for left, id in zip(w, ids, strict=True))], shape
         )
         # not ||G||^2 - 2 <G, D> + ||D||^2, which cancels numerically where the two are nearly equal

@@ -15,7 +15,7 @@ from fedspan.tasks.metrics import METRICS
 
 __all__ = ["CellScore", "Judged", "JudgedCell", "format_difference", "judge", "tabulate_verdicts"]
 
-Verdict = Literal["holds", "contradicted", "inconclusive", "not runnable here"]
+ClaimVerdict = Literal["holds", "contradicted", "inconclusive", "not runnable here"]
 
 COSTS: Mapping[str, Callable[[Point], float]] = {
     "rounds_to": lambda point: float(point.round),
@@ -85,7 +85,7 @@ class JudgedCell:
     cell: str
     mean: float
     error: float | None
-    verdict: Verdict
+    verdict: ClaimVerdict
     bound: Bound = ""
 
 
@@ -108,7 +108,7 @@ class Judged:
     better: str
     worse: str
     metric: str
-    verdict: Verdict
+    verdict: ClaimVerdict
     overall: JudgedCell | None
     cells: tuple[JudgedCell, ...]
     reason: str | None = None

@@ -82,7 +82,7 @@ class Effort:
 
     def __init__(self, prepared: Prepared, done: int, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._parts = _parts(prepared, done)
+        self._parts = _list_parts(prepared, done)
         self._at = 0
         self.total = sum(part.work for part in self._parts)
         """All work, in forward passes."""
@@ -156,7 +156,7 @@ class Effort:
         return seconds_left if seconds_left >= 1 else None
 
 
-def _parts(prepared: Prepared, done: int) -> list[_Part]:
+def _list_parts(prepared: Prepared, done: int) -> list[_Part]:
     """List the parts of a run after its first ``done`` rounds, in order."""
     federation, config, training = prepared.federation, prepared.config, prepared.federation.training
     clients, measured = federation.clients, prepared.evaluator.ids
