@@ -31,7 +31,7 @@ def _build_contradiction(field: str, value: object, problem: str) -> PydanticCus
 
     Args:
         field: Name of the field in its section.
-        value: Its value.
+        value: Value of that field.
         problem: The problem, as a ``FedspanError`` takes it.
     """
     return PydanticCustomError(CONTRADICTION, "{problem}", {"field": field, "value": value, "problem": problem})

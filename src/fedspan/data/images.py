@@ -66,7 +66,7 @@ def decode_image(image: Mapping[str, Any]) -> PIL.Image.Image:
     Grayscale images of 16 or 32 bits and of floats are scaled from their own range to 0 .. 255.
 
     Args:
-        image: Its bytes, or its path.
+        image: The encoded image, under ``bytes``, or its path, under ``path``.
 
     Raises:
         ValueError: If it cannot be decoded.

@@ -46,7 +46,7 @@ class UpdateComparison:
             arXiv:2409.12371, figure 8).
         agreement: Mean over pairs of clients of cos(D_i, D_j); NaN for one client.
         angle_out: Mean principal angle between two clients' column spaces, in degrees; NaN for one client.
-        angle_in: The same for their row spaces.
+        angle_in: Mean principal angle between two clients' row spaces, in degrees; NaN for one client.
         products: <D_i, G>, ||D_i||^2 and ||G||^2 by client, from which the alignment of several layers is computed.
     """
 

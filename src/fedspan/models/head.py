@@ -108,7 +108,7 @@ class FeatureTap:
 
     Args:
         model: The model.
-        layer: Its output layer.
+        layer: Output layer of the model.
     """
 
     def __init__(self, model: nn.Module, layer: OutputLayer) -> None:

@@ -206,8 +206,8 @@ def adopt_loaded(
 
     Args:
         model: A ``PreTrainedModel`` with the head of the task, or another ``nn.Module``.
-        processor: Its tokenizer or image processor; None: that of its ``name_or_path``, or none without this name, and
-            of a model that reads neither tokens nor images.
+        processor: Tokenizer or image processor of the model; None: the one of the model's ``name_or_path``, or none
+            if the model has no such name, or reads neither tokens nor images.
         head: Head of the task, or its name in ``heads.HEADS``.
         labels: Label names by index.
         device: Target device; None: the CPU.

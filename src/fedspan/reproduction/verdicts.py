@@ -99,9 +99,9 @@ class Judged:
         worse: Label of the other row.
         metric: Metric that was compared.
         verdict: Verdict over all cells together, seed by seed.
-        overall: The same verdict with its numbers; None if it could not be judged.
+        overall: The verdict over all cells with its numbers; None if the claim could not be judged.
         cells: Verdicts of the single cells.
-        reason: Reason why it could not be judged; None otherwise.
+        reason: Reason why the claim could not be judged; None if it was judged.
     """
 
     statement: str

@@ -321,7 +321,7 @@ def predict(
             applied to each text; otherwise the text is used as it is.
         client: The client whose model is used, if every client has its own.
         model: The model that the run began with, if it was passed from Python; None: loaded by its ``name_or_path``.
-        tokenizer: Its tokenizer or image processor; None: that of the model's name.
+        tokenizer: Tokenizer or image processor of ``model``; None: the one of the model's name.
 
     Returns:
         For each text, the most probable label and its probability, ``("yes", 0.93)``, of a classifier; a list of such

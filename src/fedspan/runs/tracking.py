@@ -34,7 +34,7 @@ class TrackingListener(Listeners):
     """Sends numbers to trackers and forwards all events to another listener.
 
     Args:
-        inner: The other listener.
+        inner: Listener that also receives each event.
         names: Names from ``TRACKERS``.
         folder: Folder of the run; TensorBoard's files are written below it.
     """

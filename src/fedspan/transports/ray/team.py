@@ -128,8 +128,8 @@ class Piece(Generic[T]):
     """A piece of work that moves between workers as a whole.
 
     Args:
-        content: The work.
-        load: Its approximate amount.
+        content: The work to distribute.
+        load: Approximate amount of this work, by which pieces are distributed.
     """
 
     def __init__(self, content: T, load: int) -> None:
