@@ -261,7 +261,7 @@ class Handshakes:
         if introduction is not None and reason is None:
             reason = self._explain_second_id(introduction.id, node)
         if introduction is not None and reason is None and self.owners.get(introduction.id, node) != node:
-            is_taken = self._may_replace(introduction.id, admitted)
+            is_taken = self._can_replace(introduction.id, admitted)
             reason = self._explain_taken(introduction.id, is_taken, grid)
         if introduction is not None and reason is None:
             self.nodes[introduction.id] = Participant(node=node, examples=introduction.examples)
@@ -302,7 +302,7 @@ class Handshakes:
             f"trainers need `model.modules_to_save: [{', '.join(unnamed)}]` in the run's config"
         )
 
-    def _may_replace(self, id: str, admitted: Admission | None) -> bool:
+    def _can_replace(self, id: str, admitted: Admission | None) -> bool:
         """Return whether a node may take over the id of one that is gone: it has its name, or there are no names."""
         is_named = self._link.authority is None if admitted is None else admitted.name == id
         return self._federation.late_joiners and is_named

@@ -253,7 +253,7 @@ class _RoundModels:
     def _diagnose_layer(self, name: str) -> LayerDiagnosis:
         shape = self.engine.adapted.operators[name].shape
         starts = {id: self._start(id, name) for id in self.weights}
-        updates = {id: combine_deltas([(1.0, self._own(id, name)), (-1.0, starts[id])], shape) for id in starts}
+        updates = {id: combine_deltas([(1.0, self._compute_own(id, name)), (-1.0, starts[id])], shape) for id in starts}
         total = accumulated = None
         if self.end is not None:
             end = self._compute_change(self.end.parametrization[name], self.end.tensors, name, self.after)
@@ -275,7 +275,7 @@ class _RoundModels:
     ) -> tuple[float, ...]:
         """Measure the losses of the models between two clients' models, at ``STEPS``."""
         operators = self.engine.adapted.operators
-        changes = [{name: self._own(id, name) for name in operators} for id in pair]
+        changes = [{name: self._compute_own(id, name) for name in operators} for id in pair]
         extras = [
             {name: value for name, value in self.training[id].trained.tensors.items() if is_extra(name)} for id in pair
         ]
@@ -300,7 +300,7 @@ class _RoundModels:
         first = self.training[id].first
         return self._compute_change(first.parametrization[name], first.tensors, name, self.before)
 
-    def _own(self, id: str, name: str) -> Delta:
+    def _compute_own(self, id: str, name: str) -> Delta:
         """Return a client's layer after its training, relative to the base at the start of the round."""
         local = self.training[id]
         change = self._compute_change(local.last.parametrization[name], local.trained.tensors, name, self.before)

@@ -82,7 +82,7 @@ def _limit_decays(stack: Sequence[StackItem]) -> list[float]:
     base less.
     """
     decays, steps = ([float(item.tensors[f"{_ROUND}/{name}"]) for item in stack] for name in ("decay", "steps"))
-    least = statistics.median_high([decay for decay, made in zip(decays, steps, strict=True) if made] or [1.0])
+    least = statistics.median_high([decay for decay, count in zip(decays, steps, strict=True) if count] or [1.0])
     return [max(decay, least**_MOST_DECAY) for decay in decays]
 
 

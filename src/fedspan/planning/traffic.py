@@ -89,12 +89,12 @@ class RankCounts:
             (kind, count_layer(method, kind, rank), number) for kind, number in count_layer_shapes(method.spec).items()
         ]
 
-        def total(elements: Sequence[int]) -> int:
+        def sum_layers(elements: Sequence[int]) -> int:
             return sum(number * element for (_, _, number), element in zip(counts, elements, strict=True))
 
-        trained = max(map(total, zip(*(layer.trained for _, layer, _ in counts), strict=True)))
-        held_elements = max(trained, total([layer.held for _, layer, _ in counts]))
-        stored = total([layer.stored for _, layer, _ in counts])
+        trained = max(map(sum_layers, zip(*(layer.trained for _, layer, _ in counts), strict=True)))
+        held_elements = max(trained, sum_layers([layer.held for _, layer, _ in counts]))
+        stored = sum_layers([layer.stored for _, layer, _ in counts])
         return cls({kind: layer.computation for kind, layer, _ in counts}, trained, held_elements, stored)
 
 
