@@ -154,7 +154,7 @@ def test_a_hook_names_the_device_that_an_offloaded_layer_computes_on() -> None:
     from accelerate.utils import has_offloaded_params
 
     layer = nn.Linear(2, 2)
-    cpu_offload(layer, torch.device("cpu"))
+    cpu_offload(nn.Sequential(layer), torch.device("cpu"))
     require("_hf_hook" in vars(layer), "accelerate", "_hf_hook")
     hook: Any = vars(layer)["_hf_hook"]
     require(has_offloaded_params(layer) and torch.device(hook.execution_device).type == "cpu", "accelerate", "_hf_hook")
