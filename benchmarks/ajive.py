@@ -29,8 +29,11 @@ from torch import Tensor
 from fedspan.core.alignment import Ajive, compute_ajive
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "claims"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from planted_views import draw_views, time_shortest
+
+from helpers.ajive_parts import compute_individual, lift
 
 TOLERANCE, FASTER = 1e-6, 50.0
 
@@ -55,7 +58,7 @@ np.savez(sys.argv[2], seconds=seconds, **{f"joint{k}": one for k, one in enumera
 def compute_parts(decomposition: Ajive) -> list[tuple[Tensor, Tensor]]:
     """(J_i, I_i) as dense matrices."""
     return [
-        (view.lift(decomposition.compute_joint(number)), view.lift(decomposition.compute_individual(number)))
+        (lift(view, decomposition.compute_joint(number)), lift(view, compute_individual(decomposition, number)))
         for number, view in enumerate(decomposition.views)
     ]
 

@@ -192,7 +192,7 @@ def measure(folder: Path, body_mib: int, requests: int, rounds: int, reply_mib: 
     from fedspan.transports.flower.admissions import admit_node, read_admissions
     from fedspan.transports.flower.grid import attach
     from fedspan.transports.flower.keys import load_node_key, make_node_key
-    from fedspan.transports.flower.server import link_of
+    from fedspan.transports.flower.server import read_link
     from fedspan.transports.flower.signing import ServerSigner
     from fedspan.transports.flower.transport import GridTransport
 
@@ -203,7 +203,7 @@ def measure(folder: Path, body_mib: int, requests: int, rounds: int, reply_mib: 
         print(f"{attack}: {measured} (before: {before})", flush=True)
 
     with Deployment(folder / "deployment") as made:
-        link = link_of(made.server)
+        link = read_link(made.server)
         assert link.authority is not None
         keys = {name: folder / f"{name}.key" for name in (*HONEST, "hostile")}
         for name, key in keys.items():

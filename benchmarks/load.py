@@ -210,13 +210,13 @@ def measure_large(
 def measure(count: int, rounds: int, processes: int, megabytes: int, folder: Path) -> tuple[Measured, list]:
     from fedspan.transports.flower.grid import attach
     from fedspan.transports.flower.keys import make_node_key
-    from fedspan.transports.flower.server import link_of
+    from fedspan.transports.flower.server import read_link
     from fedspan.transports.flower.signing import ServerSigner
     from fedspan.transports.flower.transport import GridTransport
 
     most = 768 * MIB
     with Deployment(folder / "deployment") as made:
-        link = link_of(made.server)
+        link = read_link(made.server)
         keys = [folder / f"node{number}.key" for number in range(count)]
         publics = [make_node_key(key) for key in keys]
         ids = register(Path(os.environ["FLWR_HOME"]), link.address, made.server / "ca.crt", publics)

@@ -18,7 +18,7 @@ from planted_views import draw_views, time_shortest
 from torch import Tensor
 
 from fedspan.core.alignment import Ajive, compute_ajive
-from fedspan.experiments.verdict import compare_pairs, compare_to, compute_standard_error
+from fedspan.experiments.verdict import compare_pairs, compare_to, estimate_standard_error
 
 PAPER = (
     "Rethinking LoRA for Data Heterogeneous Federated Learning: Subspace and State Alignment (arXiv:2602.01746), "
@@ -74,7 +74,7 @@ def measure(size: int, views: int, rank: int, seeds: Sequence[int]) -> Times:
 
 def compute_spread(values: Sequence[float]) -> str:
     """Mean and standard error."""
-    return f"{sum(values) / len(values):.2f} ± {compute_standard_error(values):.2f}"
+    return f"{sum(values) / len(values):.2f} ± {estimate_standard_error(values):.2f}"
 
 
 def build_findings(times: Mapping[tuple[int, int], Times]) -> list[report.Finding]:

@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 from sklearn.metrics import roc_auc_score, roc_curve
 
 from fedspan.config import parse_config
-from fedspan.experiments.verdict import compare_pairs, compute_standard_error
+from fedspan.experiments.verdict import compare_pairs, estimate_standard_error
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.training.accounting import PrivacySpend
 
@@ -163,7 +163,7 @@ def draw_figure(results: Mapping[str, Sequence[dict[str, float]]]) -> Figure:
     names = list(results)
     for key, mark, label in (("auc", "o", "attack's AUC"), ("accuracy", "s", "accuracy on unseen examples")):
         means = [float(np.mean([one[key] for one in results[name]])) for name in names]
-        errors = [compute_standard_error([one[key] for one in results[name]]) for name in names]
+        errors = [estimate_standard_error([one[key] for one in results[name]]) for name in names]
         errors = [0.0 if math.isinf(error) else error for error in errors]
         axes.errorbar(range(len(names)), means, yerr=errors, marker=mark, capsize=3, label=label)
     axes.axhline(50, color="0.6", linestyle=":", label="an attack that knows nothing")

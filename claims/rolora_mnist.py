@@ -26,7 +26,7 @@ from fedspan.core.method import compute_scaling
 from fedspan.core.tensors import create_generator
 from fedspan.core.values import Client, OptimizerSpec
 from fedspan.errors import FedspanError
-from fedspan.experiments.verdict import compare_pairs, compare_to, compute_standard_error
+from fedspan.experiments.verdict import compare_pairs, compare_to, estimate_standard_error
 from fedspan.federation.evaluation import Evaluator
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import ClientData
@@ -277,7 +277,7 @@ def main() -> None:
             rest = [run_seed(data, method, clients, best, seed, args.rounds) for seed in args.seeds[1:]]
             curves[method, clients] = [first[best], *rest]
             levels = [curve.plateau("test") for curve in curves[method, clients]]
-            mean = f"{sum(levels) / len(levels):.1f} ± {compute_standard_error(levels):.1f}"
+            mean = f"{sum(levels) / len(levels):.1f} ± {estimate_standard_error(levels):.1f}"
             rows.append([f"{name}, {clients}", f"{best:g}", *(f"{level:.1f}" for level in levels), mean])
             print(*rows[-1], f"{time.process_time() - start:.0f} s", flush=True)
     args.out.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fedspan.errors import FedspanError
-from fedspan.logs import EMPTY, AuditLog, JsonLines, LogFollower, Position, position_of, read_lines, require_position
+from fedspan.logs import EMPTY, AuditLog, JsonLines, LogFollower, Position, find_position, read_lines, require_position
 
 ROWS = [{"round": number, "loss": number / 10, "who": "näme"} for number in range(1, 5)]
 
@@ -32,7 +32,7 @@ def test_rows_come_back_and_the_chain_continues(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     positions = written(path)
     assert list(read_lines(path)) == ROWS
-    assert position_of(path) == positions[-1]
+    assert find_position(path) == positions[-1]
     with JsonLines(path) as lines:
         lines.append({"round": 5})
         last = lines.commit()

@@ -29,7 +29,7 @@ __all__ = [
     "LogFollower",
     "Position",
     "encode_chain_line",
-    "position_of",
+    "find_position",
     "read_lines",
     "require_position",
 ]
@@ -191,17 +191,17 @@ class LogFollower:
         return rows
 
 
-def position_of(path: Path) -> Position:
+def find_position(path: Path) -> Position:
     """Return the end of a log's last complete line; ``EMPTY`` if there is no file.
 
     Raises:
         FedspanError: If a line does not continue the chain.
     """
     data = read_bytes(path) if path.exists() else b""
-    return _position(path, data)
+    return _compute_position(path, data)
 
 
-def _position(path: Path, data: bytes) -> Position:
+def _compute_position(path: Path, data: bytes) -> Position:
     head = EMPTY.head
     for _, _, head in _read_lines(path, data):  # noqa: B007
         pass
@@ -221,9 +221,9 @@ def require_position(path: Path, position: Position) -> None:
             f"at the checkpoint a line ended at byte {position.length}, and the file has {len(data)} bytes now. "
             "Restore the file or start again in another folder"
         )
-        _position(path, data)  # an error that names the line comes first
+        _compute_position(path, data)  # an error that names the line comes first
         raise FedspanError(str(path), f"{len(data)} bytes", problem=problem)
-    if _position(path, prefix).head != position.head:
+    if _compute_position(path, prefix).head != position.head:
         problem = (
             "the file is a log of another run, or was rewritten as a whole: its head is not the one that the "
             "checkpoint names. Restore the file or start again in another folder"
@@ -251,7 +251,7 @@ class JsonLines:
             if new:
                 fsync_folder(path.parent)
         try:
-            self._position = position_of(path)
+            self._position = find_position(path)
             if os.fstat(self._descriptor).st_size > self._position.length:
                 os.ftruncate(self._descriptor, self._position.length)  # a line that a killed process wrote in part
         except BaseException:

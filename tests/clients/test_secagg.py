@@ -22,7 +22,7 @@ from fedspan.clients.secagg import DiskSessionStore, MemorySessionStore, SecureC
 from fedspan.core.values import Client, Contribution
 from fedspan.crypto.graph import compute_threshold, select_neighborhoods
 from fedspan.crypto.identity import Identity, compute_fingerprint, load_identity
-from fedspan.crypto.keys import Keys
+from fedspan.crypto.keys import SessionKeys
 from fedspan.crypto.masks import Ring, add_mask
 from fedspan.crypto.shares import combine
 from fedspan.errors import FedspanError
@@ -499,7 +499,7 @@ def test_a_victim_among_clients_that_were_told_otherwise_stays_hidden(lie: dict[
         total += vector.view(ring.dtype)
     session = made.sessions.load("a")
     assert session is not None
-    add_mask(total, Keys.derive(session.secret, build_session_context("run", 1)).own, -1)
+    add_mask(total, SessionKeys.derive(session.secret, build_session_context("run", 1)).own, -1)
     for id in IDS[1:]:
         add_mask(total, combine([shares[id] for shares in given.values()], made.threshold(id)), -1)
     assert float(np.abs(ring.decode(total) - 1.0).max()) > 1.0

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedspan.core.base import BaseUpdate, Delta, Increment, apply_patch, materialise, to_dense
+from fedspan.core.base import BaseUpdate, Delta, Increment, apply_patch, materialize, to_dense
 from fedspan.core.lowrank import LowRank
 
 SHAPES = {"tall": (6, 4), "wide": (3, 8)}
@@ -72,7 +72,7 @@ def test_increments_add_up_to_the_dense_oracle(rounds: list[Increment | None]) -
             if layer in increment.deltas:
                 W[layer] = W[layer] + _matrix(increment.deltas[layer])
         for layer, weight in W.items():
-            assert torch.allclose(materialise(W0[layer], base, layer), weight, rtol=0, atol=1e-9)
+            assert torch.allclose(materialize(W0[layer], base, layer), weight, rtol=0, atol=1e-9)
         for layer, delta in base.total.items():
             # Factors only while they are the shorter form.
             assert delta.numel() <= W0[layer].numel()
@@ -141,8 +141,8 @@ def test_a_client_that_holds_the_base_is_sent_nothing() -> None:
 def test_decay_of_a_layer_that_never_moved() -> None:
     base = BaseUpdate().add(Increment(1, {}, decay=0.5)).add(Increment(2, {}, decay=0.5))
     W0 = torch.randn(3, 2)
-    assert torch.equal(materialise(W0, base, "any"), W0 * 0.25)
-    assert torch.equal(materialise(W0, apply_patch(BaseUpdate(), base.build_patch(None)), "any"), W0 * 0.25)
+    assert torch.equal(materialize(W0, base, "any"), W0 * 0.25)
+    assert torch.equal(materialize(W0, apply_patch(BaseUpdate(), base.build_patch(None)), "any"), W0 * 0.25)
 
 
 def test_weights_of_record_are_never_written_and_low_precision_is_widened() -> None:
@@ -151,7 +151,7 @@ def test_weights_of_record_are_never_written_and_low_precision_is_widened() -> N
     base = BaseUpdate()
     for number in range(1, 5):
         base = base.add(Increment(number, {"tall": small}))
-    moved = materialise(W0, base, "tall")
+    moved = materialize(W0, base, "tall")
     assert moved.dtype == torch.float32
     assert torch.allclose(moved, torch.full((6, 4), 1.004), rtol=0, atol=1e-6)
     assert torch.equal(W0, torch.ones((6, 4), dtype=torch.bfloat16))

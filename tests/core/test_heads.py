@@ -17,7 +17,7 @@ from fedspan.core.heads import (
     fit_cosine_discriminant,
     fit_least_squares,
     solve_head,
-    summarize,
+    summarize_features,
 )
 
 CLASSES, FEATURES = 5, 7
@@ -49,10 +49,10 @@ def test_the_mean_of_clients_statistics_is_that_of_all_examples(kind: HeadKind, 
     features, labels = features[order], labels[order]
     answers = labels if kind != "least-squares" else features[:, 0] * 2 - features[:, 3]
     outputs = CLASSES if kind != "least-squares" else 1
-    whole = summarize(features, answers, outputs, kind)
+    whole = summarize_features(features, answers, outputs, kind)
     bounds = [0, *cuts, len(labels)]
     ranges = list(pairwise(bounds))
-    parts = [summarize(features[start:stop], answers[start:stop], outputs, kind) for start, stop in ranges]
+    parts = [summarize_features(features[start:stop], answers[start:stop], outputs, kind) for start, stop in ranges]
     together = pooled(parts, [stop - start for start, stop in ranges])
     assert {name: tuple(value.shape) for name, value in whole.to_tensors().items()} == compute_statistics_shapes(
         kind, outputs, FEATURES
@@ -67,7 +67,7 @@ def test_the_mean_of_clients_statistics_is_that_of_all_examples(kind: HeadKind, 
 @pytest.mark.parametrize("shrinkage", [0.2, 1.0])
 def test_the_heads_directions_are_those_of_lda_and_of_one_length(shrinkage: float) -> None:
     features, labels = examples(61)
-    statistics = summarize(features, labels, CLASSES, "lda")
+    statistics = summarize_features(features, labels, CLASSES, "lda")
     ours = fit_cosine_discriminant(statistics, len(labels), shrinkage).weight.double()
     theirs = LinearDiscriminantAnalysis(solver="lsqr", shrinkage=shrinkage)
     theirs.fit(features.double().numpy(), labels.numpy())
@@ -83,7 +83,7 @@ def test_the_heads_directions_are_those_of_lda_and_of_one_length(shrinkage: floa
 
 def test_class_means_need_no_products() -> None:
     features, labels = examples()
-    lean, full = (summarize(features, labels, CLASSES, kind) for kind in ("class-means", "lda"))
+    lean, full = (summarize_features(features, labels, CLASSES, kind) for kind in ("class-means", "lda"))
     one, other = solve_head("class-means", lean, 60), fit_cosine_discriminant(full, 60, 1.0)
     assert torch.equal(one.weight, other.weight)
     assert torch.equal(one.bias, other.bias)
@@ -92,13 +92,13 @@ def test_class_means_need_no_products() -> None:
 def test_a_head_separates_what_the_features_separate_and_is_unsure_of_the_rest() -> None:
     features, labels = examples(400)
     test, truth = features[200:], labels[200:]
-    head = solve_head("lda", summarize(features[:200], labels[:200], CLASSES, "lda"), 200)
+    head = solve_head("lda", summarize_features(features[:200], labels[:200], CLASSES, "lda"), 200)
     outputs = test @ head.weight.T + head.bias
     assert float((outputs.argmax(1) == truth).float().mean()) > 0.85
     rng = torch.Generator().manual_seed(1)
     noise, random = torch.randn(200, FEATURES, generator=rng), torch.randint(0, CLASSES, (200,), generator=rng)
     for kind in ("class-means", "lda"):
-        blind = solve_head(kind, summarize(noise[:100], random[:100], CLASSES, "lda"), 100)
+        blind = solve_head(kind, summarize_features(noise[:100], random[:100], CLASSES, "lda"), 100)
         loss = torch.nn.functional.cross_entropy(noise[100:] @ blind.weight.T + blind.bias, random[100:])
         assert float(loss) < 1.25 * float(np.log(CLASSES))
         assert blind.weight.any(dim=1).all()  # else no gradient would reach the adapters
@@ -113,7 +113,7 @@ def test_the_scale_suits_examples_that_the_covariance_was_not_estimated_from(
     spectrum = torch.linspace(0.1, 2, features)  # a covariance that shrinkage keeps in part
     labels = torch.arange(count + 1000) % CLASSES
     drawn = means[labels] + torch.randn(len(labels), features, generator=rng) * spectrum
-    head = solve_head("lda", summarize(drawn[:count], labels[:count], CLASSES, "lda"), count)
+    head = solve_head("lda", summarize_features(drawn[:count], labels[:count], CLASSES, "lda"), count)
 
     def loss(factor: float) -> float:
         outputs = factor * (drawn[count:] @ head.weight.T + head.bias)  # classes of equal size: the bias scales as well
@@ -127,7 +127,7 @@ def test_shares_of_classes_enter_the_bias() -> None:
     labels = (torch.rand(2000, generator=rng) < 0.1).long()
     features = torch.randn(2000, 3, generator=rng) + labels[:, None] * torch.tensor([0.6, 0.0, 0.0])
     for kind in ("class-means", "lda"):
-        head = solve_head(kind, summarize(features, labels, 2, "lda"), 2000)
+        head = solve_head(kind, summarize_features(features, labels, 2, "lda"), 2000)
         guess = (features @ head.weight.T + head.bias).argmax(1)
         assert float((guess == labels).float().mean()) > 0.89  # a threshold between the means would have 0.6
 
@@ -136,7 +136,7 @@ def test_a_class_without_examples_is_improbable_and_harmless() -> None:
     features, labels = examples()
     kept = labels != 2
     for kind in ("class-means", "lda"):
-        head = solve_head(kind, summarize(features[kept], labels[kept], CLASSES, kind), int(kept.sum()))
+        head = solve_head(kind, summarize_features(features[kept], labels[kept], CLASSES, kind), int(kept.sum()))
         assert torch.isfinite(head.weight).all()
         assert torch.isfinite(head.bias).all()
         assert not head.weight[2].any()
@@ -147,10 +147,10 @@ def test_a_class_without_examples_is_improbable_and_harmless() -> None:
 def test_a_few_examples_give_finite_heads(count: int) -> None:
     features, labels = examples(count)
     for kind in ("class-means", "lda"):
-        head = solve_head(kind, summarize(features, labels, CLASSES, kind), count)
+        head = solve_head(kind, summarize_features(features, labels, CLASSES, kind), count)
         assert torch.isfinite(head.weight).all()
         assert torch.isfinite(head.bias).all()
-    regression = solve_head("least-squares", summarize(features, features[:, 0], 1, "least-squares"), count)
+    regression = solve_head("least-squares", summarize_features(features, features[:, 0], 1, "least-squares"), count)
     assert torch.isfinite(regression.weight).all()
 
 
@@ -158,7 +158,7 @@ def test_a_few_examples_give_finite_heads(count: int) -> None:
 def test_least_squares_are_a_ridge_regression(shrinkage: float) -> None:
     features, _ = examples()
     answers = features @ torch.linspace(-1, 1, FEATURES) + 4.0
-    head = fit_least_squares(summarize(features, answers, 1, "least-squares"), 60, shrinkage)
+    head = fit_least_squares(summarize_features(features, answers, 1, "least-squares"), 60, shrinkage)
     double = features.double().numpy()
     variance = float(np.cov(double.T, bias=True).trace()) / FEATURES
     theirs = Ridge(alpha=60 * variance * shrinkage / (1 - shrinkage)).fit(double, answers.double().numpy())
@@ -170,7 +170,7 @@ def test_least_squares_are_a_ridge_regression(shrinkage: float) -> None:
 
 def test_without_a_bias_outputs_at_the_mean_are_those_with_one() -> None:
     features, labels = examples()
-    statistics = summarize(features, labels, CLASSES, "lda")
+    statistics = summarize_features(features, labels, CLASSES, "lda")
     with_bias, without = (solve_head("lda", statistics, 60, bias=bias) for bias in (True, False))
     g = features.mean(0)
     torch.testing.assert_close(without.weight @ g, with_bias.weight @ g + with_bias.bias, rtol=1e-4, atol=1e-4)
@@ -186,7 +186,7 @@ def test_oas_shrinks_less_with_more_examples_and_wholly_without_structure() -> N
 
 def test_rescaled_statistics_are_those_of_longer_features() -> None:
     features, labels = examples()
-    scaled = summarize(features / 4.0, labels, CLASSES, "lda").rescale(4.0)
-    whole = summarize(features, labels, CLASSES, "lda")
+    scaled = summarize_features(features / 4.0, labels, CLASSES, "lda").rescale(4.0)
+    whole = summarize_features(features, labels, CLASSES, "lda")
     for name, value in whole.to_tensors().items():
         torch.testing.assert_close(scaled.to_tensors()[name], value, rtol=1e-6, atol=1e-9)

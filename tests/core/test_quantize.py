@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedspan.core.quantize import pack, quantize, unpack
+from fedspan.core.quantize import pack_levels, quantize, unpack_levels
 
 
 def by_hand(value: Tensor, levels: int, draws: Tensor) -> list[int]:
@@ -56,17 +56,17 @@ def test_packed_bits_come_back(bits: int, elements: int, seed: int, scale: float
     levels, norm = quantize(torch.randn(elements, generator=rng) * scale, bits, rng)
     most = 2 ** (bits - 1) - 1
     assert int(levels.abs().max()) <= most
-    packed = pack(levels, norm, bits)
+    packed = pack_levels(levels, norm, bits)
     assert packed.dtype == torch.uint8
     assert len(packed) == 4 + math.ceil(elements * bits / 8)
-    assert torch.equal(unpack(packed, bits)[:elements], levels.float() * (norm / most))
+    assert torch.equal(unpack_levels(packed, bits)[:elements], levels.float() * (norm / most))
 
 
 @pytest.mark.parametrize("bits", [3, 16])
 def test_more_entries_than_are_spread_out_at_once(bits: int) -> None:
     rng = torch.Generator().manual_seed(1)
     levels = torch.randint(-3, 4, (2**18 + 5,), generator=rng)
-    found = unpack(pack(levels, torch.tensor(1.0), bits), bits)[: levels.numel()]
+    found = unpack_levels(pack_levels(levels, torch.tensor(1.0), bits), bits)[: levels.numel()]
     assert torch.equal((found * (2 ** (bits - 1) - 1)).round().to(torch.int64), levels)
 
 
@@ -74,4 +74,4 @@ def test_more_entries_than_are_spread_out_at_once(bits: int) -> None:
 def test_zeros_and_single_numbers_are_exact(value: Tensor) -> None:
     """One entry is its own norm: the highest level, whatever is drawn and however the norm is rounded."""
     levels, norm = quantize(value, 4, torch.Generator())
-    assert torch.equal(unpack(pack(levels, norm, 4), 4)[: value.numel()].view_as(value), value)
+    assert torch.equal(unpack_levels(pack_levels(levels, norm, 4), 4)[: value.numel()].view_as(value), value)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fedspan.core.alignment import compute_ajive
 from fedspan.core.second_moments import MomentSynchronizer, compute_covering_projector
+from helpers.ajive_parts import lift
 
 WEIGHTS = [0.2, 0.3, 0.5]
 
@@ -51,7 +52,7 @@ def test_linear_moments_of_own_projectors_are_joined_as_the_dense_matrices_are()
     moments, projectors, rng = random_clients()
     views = [v @ P for v, P in zip(moments, projectors, strict=True)]
     found = compute_ajive(views, 3, 3)
-    parts = [found.views[n].lift(found.compute_joint(n)) + view.mean(0) for n, view in enumerate(views)]
+    parts = [lift(found.views[n], found.compute_joint(n)) + view.mean(0) for n, view in enumerate(views)]
     for rule, matrix in {"average": mean(views), "ajive": mean(parts)}.items():
         v, P = synchronizer(rule, 3).join_projected(moments, projectors, WEIGHTS, rng, linear=True)
         torch.testing.assert_close(v @ P, nearest(matrix, 3), rtol=1e-9, atol=1e-12)

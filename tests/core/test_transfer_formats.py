@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedspan.core.transfer_formats import FORMATS, Format, compress, decompress
+from fedspan.core.transfer_formats import Format, compress, decompress
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.sampled_from(FORMATS),
+    st.sampled_from(get_args(Format)),
     st.lists(st.integers(0, 7), max_size=3),
     st.integers(0, 2**32),
     st.sampled_from([0.0, 1.0, 1e-30, 1e3]),

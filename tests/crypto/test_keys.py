@@ -10,7 +10,7 @@ pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not ins
 
 from fedspan.crypto import keys as sealing
 from fedspan.crypto.keys import (
-    Keys,
+    SessionKeys,
     compute_masking_public,
     compute_share_commitment,
     derive_pair_seed,
@@ -22,7 +22,7 @@ from fedspan.crypto.keys import (
 
 
 def test_two_clients_agree_on_a_seed_that_is_theirs_and_the_session_s() -> None:
-    one, other, third = (Keys.derive(draw_secret(), "run/1") for _ in range(3))
+    one, other, third = (SessionKeys.derive(draw_secret(), "run/1") for _ in range(3))
     seed = derive_pair_seed(one.masking, other.masking_public, "run/1")
     assert seed == derive_pair_seed(other.masking, one.masking_public, "run/1")
     assert (
@@ -38,14 +38,18 @@ def test_two_clients_agree_on_a_seed_that_is_theirs_and_the_session_s() -> None:
 
 def test_all_keys_of_a_session_follow_from_its_secret_and_differ() -> None:
     secret = draw_secret()
-    keys, again, later = Keys.derive(secret, "run/1"), Keys.derive(secret, "run/1"), Keys.derive(secret, "run/2")
+    keys, again, later = (
+        SessionKeys.derive(secret, "run/1"),
+        SessionKeys.derive(secret, "run/1"),
+        SessionKeys.derive(secret, "run/2"),
+    )
     assert keys == again
     every = [key for one in (keys, later) for key in (one.sealing, one.masking, one.own)]
     assert len({secret, *every}) == 7
 
 
 def test_only_the_receiver_opens_what_was_sealed_and_only_as_it_was_sealed() -> None:
-    one, other, third = (Keys.derive(draw_secret(), "run/1") for _ in range(3))
+    one, other, third = (SessionKeys.derive(draw_secret(), "run/1") for _ in range(3))
     sealed = seal(one.sealing, other.sealing_public, "one", "other", "run/1", b"shares")
     assert b"shares" not in sealed
     assert open_sealed(other.sealing, one.sealing_public, "one", "other", "run/1", sealed) == b"shares"
@@ -65,7 +69,7 @@ def test_only_the_receiver_opens_what_was_sealed_and_only_as_it_was_sealed() -> 
 
 def test_shares_are_those_that_their_sender_committed_itself_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server reads the commitments; a sender that seals other shares seals nothing that opens."""
-    one, other = (Keys.derive(draw_secret(), "run/1") for _ in range(2))
+    one, other = (SessionKeys.derive(draw_secret(), "run/1") for _ in range(2))
     arguments = one.sealing, other.sealing_public, "one", "other", "run/1"
     sealed = seal(*arguments, b"own" + b"key")
     assert read_commitments(sealed) == (compute_share_commitment(b"own"), compute_share_commitment(b"key"))

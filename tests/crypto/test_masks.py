@@ -15,7 +15,7 @@ pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed
 
 from Crypto.Cipher import AES
 
-from fedspan.crypto.keys import Keys, derive_pair_seed, draw_secret
+from fedspan.crypto.keys import SessionKeys, derive_pair_seed, draw_secret
 from fedspan.crypto.masks import Integers, add_mask
 from helpers.randomness import chi_square
 
@@ -70,7 +70,7 @@ def test_flower_s_generator_folds_its_seed_and_leaves_a_value_out() -> None:
 def test_masks_cancel(clients: int, length: int, dtype: np.dtype[Any], seed: int) -> None:
     rng = np.random.default_rng(seed)
     values = [rng.integers(0, 2 ** (8 * dtype.itemsize), length, np.uint64).astype(dtype) for _ in range(clients)]
-    keys = [Keys.derive(draw_secret(), "run/1") for _ in range(clients)]
+    keys = [SessionKeys.derive(draw_secret(), "run/1") for _ in range(clients)]
     total = np.zeros(length, dtype)
     for i, value in enumerate(values):
         masked = value.copy()

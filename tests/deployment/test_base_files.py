@@ -365,11 +365,11 @@ def test_a_damaged_request_is_reported(model: Path, tmp_path: Path) -> None:
     made, files = make_node(tmp_path / "node"), base_offers.list_base_files(model)
     ask(made, files)
     (wanted,) = (tmp_path / "node" / "bases").glob("*.json")
-    assert base_files.read_wanted(wanted) == files
+    assert base_files.read_request(wanted) == files
     for content in ("", "{}", "[1]", json.dumps([files[0].model_dump()])):
         wanted.write_text(content)
         with pytest.raises(FedspanError, match="damaged"):
-            base_files.read_wanted(wanted)
+            base_files.read_request(wanted)
 
 
 def test_files_are_offered_for_the_duration_of_each_run(model: Path, tmp_path: Path) -> None:

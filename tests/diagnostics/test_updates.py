@@ -14,7 +14,7 @@ from torch import Tensor
 from fedspan.core.base import Delta
 from fedspan.core.lowrank import LowRank
 from fedspan.diagnostics.updates import (
-    combine,
+    combine_deltas,
     compare_updates,
     compute_form_inner_product,
     compute_principal_angles,
@@ -67,7 +67,7 @@ def test_without_a_global_model_the_mean_is_what_updates_are_aligned_with() -> N
     rng = torch.Generator().manual_seed(0)
     updates = {id: draw(rng, 2, False) for id in "ab"}
     found = compare_updates(updates, {"a": 1, "b": 3}, None)
-    mean = combine([(0.25, updates["a"]), (0.75, updates["b"])], (O, I))
+    mean = combine_deltas([(0.25, updates["a"]), (0.75, updates["b"])], (O, I))
     with_mean = compare_updates(updates, {"a": 1, "b": 3}, mean)
     assert math.isnan(found.aggregation_error)
     assert with_mean.aggregation_error < 1e-12
@@ -77,9 +77,9 @@ def test_without_a_global_model_the_mean_is_what_updates_are_aligned_with() -> N
 def test_nearly_nothing_is_not_lost_in_rounding() -> None:
     rng = torch.Generator().manual_seed(0)
     updates = {id: draw(rng, 2, False) for id in "ab"}
-    mean = combine([(0.5, updates["a"]), (0.5, updates["b"])], (O, I))
+    mean = combine_deltas([(0.5, updates["a"]), (0.5, updates["b"])], (O, I))
     off = LowRank(torch.full((O, 1), 1e-9), torch.ones(1, I))
-    found = compare_updates(updates, {"a": 1, "b": 1}, combine([(1.0, mean), (1.0, off)], (O, I)))
+    found = compare_updates(updates, {"a": 1, "b": 1}, combine_deltas([(1.0, mean), (1.0, off)], (O, I)))
     assert found.aggregation_error == pytest.approx(1e-9 * math.sqrt(O * I) / float(matrix(mean).norm()), rel=1e-3)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from fedspan.core.quantize import pack, quantize, unpack
+from fedspan.core.quantize import pack_levels, quantize, unpack_levels
 from fedspan.core.tensors import compute_norm, join_extra_name, select, subtract
 from fedspan.core.values import Client, Contribution, Message, ServerState
 from fedspan.federation.changes import (
@@ -282,8 +282,8 @@ def lower_variances(reply: Message) -> Message:
     changed = dict(reply.tensors)
     for name, value in reply.tensors.items():
         if name.startswith("fedpaq/") and name.endswith("running_var"):
-            change = torch.full_like(unpack(value, 8), -100.0)
-            changed[name] = pack(*quantize(change, 8, torch.Generator()), 8)
+            change = torch.full_like(unpack_levels(value, 8), -100.0)
+            changed[name] = pack_levels(*quantize(change, 8, torch.Generator()), 8)
         elif name.endswith("running_var"):
             changed[name] = value - 100
     return replace(reply, tensors=changed)

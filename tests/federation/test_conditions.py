@@ -18,7 +18,7 @@ from fedspan.core.values import Message
 from fedspan.errors import FedspanError
 from fedspan.federation.aggregation.message_buffer import MessageBuffer
 from fedspan.federation.aggregation.reply_buffer import ReplyBuffer
-from fedspan.federation.conditions import PHASES, Conditions, Faults, Speed, corrupt_reply
+from fedspan.federation.conditions import PHASES, Conditions, Faults, SpeedDistribution, corrupt_reply
 from fedspan.federation.progress import Progress, RoundResult
 from fedspan.runs.setup import Prepared, prepare
 from helpers import tiny
@@ -47,10 +47,10 @@ def differences(one: Progress, other: Progress) -> list[str]:
 
 
 def test_conditions_are_drawn_from_the_seed_alone() -> None:
-    conditions = Conditions(3, 0.5, Speed("lognormal", 100.0, 2.0), Faults(0.3, "nan"))
+    conditions = Conditions(3, 0.5, SpeedDistribution("lognormal", 100.0, 2.0), Faults(0.3, "nan"))
     ids = [f"client-{number:02}" for number in range(40)]
-    again = Conditions(3, 0.5, Speed("lognormal", 100.0, 2.0), Faults(0.3, "nan"))
-    other = Conditions(4, 0.5, Speed("lognormal", 100.0, 2.0), Faults(0.3, "nan"))
+    again = Conditions(3, 0.5, SpeedDistribution("lognormal", 100.0, 2.0), Faults(0.3, "nan"))
+    other = Conditions(4, 0.5, SpeedDistribution("lognormal", 100.0, 2.0), Faults(0.3, "nan"))
     silent = {id: conditions.draw_silence(id, 0, 0, PHASES) for id in ids}
     assert silent == {id: again.draw_silence(id, 0, 0, PHASES) for id in reversed(ids)}
     assert silent != {id: other.draw_silence(id, 0, 0, PHASES) for id in ids}
@@ -64,7 +64,7 @@ def test_conditions_are_drawn_from_the_seed_alone() -> None:
 
 @pytest.mark.parametrize("distribution", ["lognormal", "uniform", "constant"])
 def test_speeds_have_their_median_and_spread(distribution: Any) -> None:
-    conditions = Conditions(0, speed=Speed(distribution, 50.0, 3.0))
+    conditions = Conditions(0, speed=SpeedDistribution(distribution, 50.0, 3.0))
     seconds = torch.tensor(
         [conditions.compute_seconds(f"c{number}", 100) for number in range(2000)], dtype=torch.float64
     )
@@ -132,7 +132,10 @@ def test_a_deadline_leaves_slow_clients_out_on_the_simulated_clock(tiny_folder: 
     speed = {"distribution": "lognormal", "median": 10.0, "spread": 4.0}
     prepared = built(tiny_folder, simulation={"speed": speed})
     (everybody,) = rounds(prepared, 1)
-    conditions, host = Conditions(prepared.config.seed, speed=Speed(**speed)), tiny.host_of(prepared.federation)
+    conditions, host = (
+        Conditions(prepared.config.seed, speed=SpeedDistribution(**speed)),
+        tiny.host_of(prepared.federation),
+    )
     times = {id: conditions.compute_seconds(id, host.count_examples(id)) for id in IDS}
     assert everybody.simulated_seconds == max(times.values())
     assert not everybody.failures
@@ -152,7 +155,10 @@ def test_over_selection_continues_with_the_first_that_reply(tiny_folder: Path) -
     assert len(result.cohort) == 4
     assert len(result.progress.last_rounds) == 2
     assert set(result.late) == set(result.cohort) - set(result.progress.last_rounds)
-    conditions, host = Conditions(prepared.config.seed, speed=Speed(**speed)), tiny.host_of(prepared.federation)
+    conditions, host = (
+        Conditions(prepared.config.seed, speed=SpeedDistribution(**speed)),
+        tiny.host_of(prepared.federation),
+    )
     times = {id: conditions.compute_seconds(id, host.count_examples(id)) for id in result.cohort}
     assert set(result.progress.last_rounds) == set(sorted(times, key=times.__getitem__)[:2])
     assert result.simulated_seconds == sorted(times.values())[1]

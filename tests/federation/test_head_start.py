@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fedspan.clients.statistics import StatisticsLimits, compute_client_statistics
-from fedspan.core.heads import HeadKind, compute_statistics_shapes, summarize
+from fedspan.core.heads import HeadKind, compute_statistics_shapes, summarize_features
 from fedspan.core.tensors import join_extra_name
 from fedspan.core.values import Client, Message
 from fedspan.errors import FedspanError
@@ -278,7 +278,7 @@ def honest(kind: Any = "lda") -> tuple[Message, Client]:
     features, labels = torch.randn(30, 16, generator=rng), torch.randint(0, 4, (30,), generator=rng)
     answers = labels if kind != "least-squares" else features.sum(1)
     outputs = 4 if kind != "least-squares" else 1
-    tensors = summarize(features, answers, outputs, kind).to_tensors()
+    tensors = summarize_features(features, answers, outputs, kind).to_tensors()
     return Message({name: value.float() for name, value in tensors.items()}), Client("a", 2, 2.0, 30, 30.0)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedspan.config import RunConfig
-from fedspan.core.base import BaseUpdate, Increment, materialise
+from fedspan.core.base import BaseUpdate, Increment, materialize
 from fedspan.core.lowrank import LowRank
 from fedspan.core.method import Memory
 from fedspan.core.parametrization import Parametrization, compute_dense_change
@@ -256,7 +256,7 @@ class MethodRun:
         """A layer's effective weight minus W0, (O, I), computed densely in float64 from the float32 tensors."""
         weight = self.prepared.engine.adapted.get_weight(layer).double()
         exact = BaseUpdate(base.round, base.rho, {name: _double(delta) for name, delta in base.total.items()})
-        moved = materialise(weight, exact, layer)
+        moved = materialize(weight, exact, layer)
         slots = {
             slot: value.double() if value.is_floating_point() else value  # positions stay whole numbers
             for slot, value in select_slots(tensors, layer).items()

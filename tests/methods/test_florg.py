@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedspan.core.alignment import compute_gram_factor, factorize_gram
-from fedspan.core.base import materialise
+from fedspan.core.base import materialize
 from fedspan.core.tensors import join_tensor_name
 from fedspan.core.values import LayerSpec
 from fedspan.methods.florg import FLoRG
@@ -193,7 +193,7 @@ def test_zero_is_a_stationary_point_and_the_start_is_not() -> None:
         assert all(not close(federation.get_weight(layer), before[layer], 1e-6) for layer in LAYERS)
     for layer in LAYERS:  # nothing was taken off the base
         assert torch.equal(
-            materialise(problem.to_dense(layer)[layer], federation.state.base, layer), problem.to_dense(layer)[layer]
+            materialize(problem.to_dense(layer)[layer], federation.state.base, layer), problem.to_dense(layer)[layer]
         )
 
 

@@ -9,9 +9,9 @@ import pytest
 
 import fedspan
 from fedspan import FedspanError
-from fedspan.planning.accelerators import ACCELERATORS, UTILIZATION, Speed, get_accelerator_speed
+from fedspan.planning.accelerators import ACCELERATORS, UTILIZATION, DeviceSpeed, get_accelerator_speed
 from fedspan.planning.compute import Compute
-from fedspan.runs.model_setup import empty_model
+from fedspan.runs.model_setup import build_empty_model
 from helpers import tiny
 
 
@@ -54,15 +54,15 @@ def test_mistakes_name_what_there_is() -> None:
 
 def test_time_follows_from_flops(tiny_folder: Path) -> None:
     config = tiny.config(tiny_folder, federation={"rounds": 5})
-    found = Speed("x", single=10.0, parallel=40.0).compute_duration(compute(), 0, config, 3.0)
+    found = DeviceSpeed("x", single=10.0, parallel=40.0).compute_duration(compute(), 0, config, 3.0)
     assert (found.step, found.client, found.simulated) == (10.0, 40.0, 200.0)
     assert found.deployed == 5 * (40 + 3)
-    unknown = Speed("x", 10.0, 40.0).compute_duration(compute(client=None, run=None), 0, config, None)
+    unknown = DeviceSpeed("x", 10.0, 40.0).compute_duration(compute(client=None, run=None), 0, config, None)
     assert (unknown.step, unknown.client, unknown.simulated, unknown.deployed) == (10.0, None, None, None)
 
 
 def test_workers_of_a_cluster_divide_the_time_as_far_as_a_round_has_clients(tiny_folder: Path) -> None:
-    speed = Speed("X", 100.0, 200.0)
+    speed = DeviceSpeed("X", 100.0, 200.0)
     for wanted, used in ((2, 2), (8, 3)):
         config = tiny.config(tiny_folder, cluster={"workers": wanted})
         duration = speed.compute_duration(compute(), 0, config, None)
@@ -73,7 +73,7 @@ def test_workers_of_a_cluster_divide_the_time_as_far_as_a_round_has_clients(tiny
 def test_a_small_batch_waits_for_the_weights(tiny_folder: Path) -> None:
     """Two passes over the weights take longer than the products: a step lasts as long as they do."""
     config = tiny.config(tiny_folder, training={"gradient_accumulation_steps": 3})
-    found = Speed("x", 10.0, 10.0, bandwidth=2.0).compute_duration(compute(), 50, config, None)
+    found = DeviceSpeed("x", 10.0, 10.0, bandwidth=2.0).compute_duration(compute(), 50, config, None)
     assert found.step == 3 * 2 * 50 / 2
     assert found.client == pytest.approx(4 * found.step)
 
@@ -82,10 +82,10 @@ def test_what_is_computed_once_is_paid_once_and_its_weights_are_read_once(tiny_f
     """Two clients, five rounds; three quarters of the forward pass lie below what trains."""
     config = tiny.config(tiny_folder, federation={"rounds": 5})
     made = compute(once=15, first=600, amortized=1200, run=1200 + 10 * 400)
-    found = Speed("x", 10.0, 10.0).compute_duration(made, 0, config, None)
+    found = DeviceSpeed("x", 10.0, 10.0).compute_duration(made, 0, config, None)
     assert found.simulated == (1200 + 10 * 400) / 10
     assert found.deployed == 60 + 5 * 40
-    bound = Speed("x", 10.0, 10.0, bandwidth=2.0).compute_duration(made, 80, config, None)
+    bound = DeviceSpeed("x", 10.0, 10.0, bandwidth=2.0).compute_duration(made, 80, config, None)
     assert bound.step == 2 * 80 / 4 / 2  # of 80 bytes a quarter, twice
     assert bound.client == pytest.approx(4 * bound.step)
     assert bound.simulated == pytest.approx(10 * 4 * bound.step + 120)
@@ -138,9 +138,9 @@ def test_a_large_model_is_timed_with_two_of_its_blocks(tiny_folder: Path, monkey
 
     def watched(config: Any, labels: Any, architecture: Any, device: Any = None, depth: int | None = None) -> Any:
         asked.append(depth)
-        return empty_model(config, labels, architecture, device, depth)
+        return build_empty_model(config, labels, architecture, device, depth)
 
-    monkeypatch.setattr("fedspan.planning.calibration.empty_model", watched)
+    monkeypatch.setattr("fedspan.planning.calibration.build_empty_model", watched)
     values = tiny.settings(tiny_folder, model={"layers_to_transform": [3]})
     shape = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 24}
     architecture = {"model_type": "bert", "vocab_size": 100, "max_position_embeddings": 32, **shape}

@@ -18,7 +18,7 @@ from fedspan.methods.fedit import FedIT
 from fedspan.methods.fedloru import FedLoRU
 from fedspan.methods.registry import METHODS
 from fedspan.methods.slora import SLoRA
-from fedspan.planning.shape_inference import Exchange, ShapeInference, count_traffic, rewrap_method, unwrap_method
+from fedspan.planning.shape_inference import ClientExchange, ShapeInference, count_traffic, rewrap_method, unwrap_method
 from fedspan.wrappers.extras import WithExtras
 from fedspan.wrappers.fedpaq import FedPAQ
 from fedspan.wrappers.fedprox import FedProx
@@ -94,7 +94,7 @@ def test_runs_that_differ_in_the_partition_only_share_the_count(monkeypatch: pyt
     rounds: list[int] = []
     run_round = ShapeInference.run_round
 
-    def counted(self: ShapeInference, cohort: Sequence[int]) -> dict[int, Exchange]:
+    def counted(self: ShapeInference, cohort: Sequence[int]) -> dict[int, ClientExchange]:
         rounds.append(len(cohort))
         return run_round(self, cohort)
 

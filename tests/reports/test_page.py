@@ -18,10 +18,10 @@ from helpers import tiny
 pytest.importorskip("plotly", reason="the extra fedspan[report] is not installed")
 
 from fedspan.reports import charts
-from fedspan.reports.groups import Group, group_runs, list_differences, summarize_curve
-from fedspan.reports.page import OutOfRoundEvents, render_page
+from fedspan.reports.groups import RunGroup, group_runs, list_distinguishing_settings, summarize_curve
+from fedspan.reports.page import PageContent, render_page
 from fedspan.reports.run_data import RunData, read_runs
-from fedspan.reports.summary import format_score, write_sentences
+from fedspan.reports.summary import format_score_with_unit, write_sentences
 
 LIMIT = 7_000_000
 
@@ -82,7 +82,7 @@ def test_numbers_are_those_of_the_runs(series: Path, text: str) -> None:
     groups = group_runs(runs)
     assert [[run.config.seed for run in group.runs] for group in groups] == [[0, 1], [0, 1]]
     assert {group.label for group in groups} == {"fedit", "ffa-lora"}
-    assert set(list_differences([group.runs[0] for group in groups])) == {"method.name"}
+    assert set(list_distinguishing_settings([group.runs[0] for group in groups])) == {"method.name"}
     for group in groups:
         made = summarize_curve(group, {run.name: charts.get_scores(run) for run in group.runs})
         assert made.rounds == (1, 2, 3)
@@ -93,7 +93,7 @@ def test_numbers_are_those_of_the_runs(series: Path, text: str) -> None:
         assert made.bytes[-1] == sum(run.bytes for run in group.runs) / 2
         assert made.seconds[0] < made.seconds[-1]
         assert all(low <= mean <= high for low, mean, high in zip(made.low, made.mean, made.high, strict=True))
-        assert format_score("accuracy", group.runs[0].final) in text
+        assert format_score_with_unit("accuracy", group.runs[0].final) in text
     buttons = figures(text)[0]["layout"]["updatemenus"][0]["buttons"]
     assert [button["label"] for button in buttons] == ["by rounds", "by bytes", "by time"]
     assert all(len(button["args"][0]["x"]) == len(figures(text)[0]["data"]) for button in buttons)
@@ -165,7 +165,7 @@ def test_the_verdict_names_the_start_and_the_baselines(series: Path) -> None:
 def test_the_verdict_names_the_clients_own_tests_beside_held_out_examples(series: Path) -> None:
     compared = compare_run(read_runs([series])[0], 0.975, start=0.971, local=0.606, centralized=0.972)
     assert compared.report is not None
-    assert not any("own tests" in sentence for sentence in write_sentences([Group("fedit", (compared,))]))
+    assert not any("own tests" in sentence for sentence in write_sentences([RunGroup("fedit", (compared,))]))
     scores = {name: {**compared.references[name], "clients": {"accuracy": 0.911}} for name in ("local", "centralized")}
     report = replace(
         compared.report,
@@ -173,7 +173,7 @@ def test_the_verdict_names_the_clients_own_tests_beside_held_out_examples(series
         baselines={name: {"scores": score, "by_client": {}} for name, score in scores.items()},
     )
     start = {**compared.rows[0], "clients": {"accuracy": 0.979}}
-    group = Group("fedit", (replace(compared, report=report, rows=(start, *compared.rows[1:])),))
+    group = RunGroup("fedit", (replace(compared, report=report, rows=(start, *compared.rows[1:])),))
     assert group.client_means == {"result": 0.971, "start": 0.979, "local": 0.911, "centralized": 0.911}
     assert (
         "On their own tests, the clients' mean is 97.1 % (97.9 % before the first round, "
@@ -196,7 +196,7 @@ def test_the_table_tells_held_out_scores_from_those_of_the_clients_own_tests(ser
         (("test",), ("held-out accuracy",), ("60.0 %",)),
     ):
         changed = replace(run, report=replace(run.report, scores={part: both[part] for part in parts}), rows=())
-        text = render_page(group_runs([changed]), OutOfRoundEvents(), "title", "version")
+        text = render_page(group_runs([changed]), PageContent(), "title", "version")
         head = "".join(f"<th>{name}</th>" for name in ("run", "seed", *heads, "best round"))
         assert head in text
         assert f"<td>0</td>{''.join(f'<td>{cell}</td>' for cell in cells)}" in text
@@ -211,7 +211,7 @@ def test_baselines_are_level_lines_rows_and_marks_of_every_client(series: Path) 
     assert lines["fedit: local only"] == [0.606, 0.606]
     assert lines["fedit: centralized"] == [0.972, 0.972]
     assert not any(name.startswith("ffa-lora:") for name in lines)
-    text = render_page(groups[:1], OutOfRoundEvents(), "title", "version")
+    text = render_page(groups[:1], PageContent(), "title", "version")
     for name, score in (("start", "97.1 %"), ("local only", "60.6 %"), ("centralized", "97.2 %")):
         assert f"<tr><td>fedit: {name}</td><td>0</td><td>{score}</td>" in text
     (clients,) = [figure for figure in figures(text) if figure["data"][0].get("mode") == "markers"]
@@ -235,8 +235,8 @@ def test_the_worst_client_is_that_of_the_metric(series: Path) -> None:
 
 
 def test_scores() -> None:
-    assert format_score("loss", 0.5, 0.01) == "0.5000 ± 0.0100"
-    assert format_score("accuracy", None) == "-"
+    assert format_score_with_unit("loss", 0.5, 0.01) == "0.5000 ± 0.0100"
+    assert format_score_with_unit("accuracy", None) == "-"
 
 
 def test_a_run_at_work_and_data_that_are_gone(series: Path, tmp_path: Path) -> None:

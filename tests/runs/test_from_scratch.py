@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForImageClassification
 
 from fedspan.config import RunConfig, parse_config
-from fedspan.core.base import materialise
+from fedspan.core.base import materialize
 from fedspan.core.parametrization import compute_dense_change
 from fedspan.core.tensors import select_slots
 from fedspan.federation.progress import Progress
@@ -53,7 +53,7 @@ def weights(made: Prepared, progress: Progress, client: str | None = None) -> di
     job, adapted = made.evaluator.build_job(progress, client), made.engine.adapted
     found: dict[str, Tensor] = {}
     for layer in adapted.spec.layers:
-        base = materialise(adapted.get_weight(layer.name), progress.state.base, layer.name).double()
+        base = materialize(adapted.get_weight(layer.name), progress.state.base, layer.name).double()
         slots = {slot: value.double() for slot, value in select_slots(job.tensors, layer.name).items()}
         found[layer.name] = base + compute_dense_change(job.parametrization[layer.name].compute_effective(slots), base)
     return found

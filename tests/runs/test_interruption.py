@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from fedspan.errors import FedspanError
-from fedspan.logs import encode_chain_line, position_of, read_lines
+from fedspan.logs import encode_chain_line, find_position, read_lines
 from fedspan.runs.checkpoint import load_latest, resume, truncate_logs
 from fedspan.runs.checkpoint_format import load
 from fedspan.runs.folder import RunFolder
@@ -191,7 +191,7 @@ def test_a_round_that_was_not_committed_leaves_no_trace(tmp_path: Path) -> None:
     end = uninterrupted(tmp_path / "run", 3)
     run = RunFolder(tmp_path / "run")
     with run.metrics.open("ab") as metrics, run.ledger.open("ab") as ledger:
-        _, line = encode_chain_line(position_of(run.metrics).head, {"round": 4})
+        _, line = encode_chain_line(find_position(run.metrics).head, {"round": 4})
         metrics.write(line + b'{"rou')
         ledger.write(b'{"round": 4, "client": "a", "dir')
     assert [row["round"] for row in read_lines(run.metrics)] == [1, 2, 3, 4]

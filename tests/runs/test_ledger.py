@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from fedspan.errors import FedspanError
 from fedspan.logs import EMPTY, JsonLines, encode_chain_line, read_lines
-from fedspan.runs.ledger import Ledger, Tally, Totals, read_totals
+from fedspan.runs.ledger import Ledger, Totals, TrafficCount, read_totals
 
 DIRECTIONS: tuple[Literal["down", "up"], ...] = ("down", "up")
 ENTRIES = st.lists(
@@ -57,7 +57,7 @@ def test_sums_are_rebuilt_from_the_file(
         assert read_totals(path).clients == tuple(sorted({entry[1] for entry in entries}))
         for direction in DIRECTIONS:
             of_direction = [entry for entry in entries if entry[2] == direction]
-            assert ledger.totals.run(direction) == Tally(
+            assert ledger.totals.run(direction) == TrafficCount(
                 len(of_direction), sum(entry[3] for entry in of_direction), sum(entry[4] for entry in of_direction)
             )
     with Ledger(path) as again:
@@ -72,10 +72,10 @@ def test_by_round_and_client(tmp_path: Path) -> None:
         ledger.record(2, "a", "up", 5, 4)
         ledger.record(2, "a", "down", 1, 0)
         totals = ledger.totals
-    assert totals.run("down") == Tally(3, 31, 24)
-    assert totals.count_round("down", 1) == Tally(2, 30, 24)
-    assert totals.count_round("up", 1) == Tally()
-    assert totals.count_client("down", "a") == Tally(2, 11, 8)
+    assert totals.run("down") == TrafficCount(3, 31, 24)
+    assert totals.count_round("down", 1) == TrafficCount(2, 30, 24)
+    assert totals.count_round("up", 1) == TrafficCount()
+    assert totals.count_client("down", "a") == TrafficCount(2, 11, 8)
     assert (totals.rounds, totals.clients) == ((1, 2), ("a", "b"))
 
 
@@ -87,7 +87,7 @@ def test_what_is_not_for_training_is_counted_apart(tmp_path: Path) -> None:
         ledger.record(1, "b", "down", 5, 4, "export")
         ledger.commit()
     for totals in (ledger.totals, read_totals(path)):
-        assert totals.run("down") == totals.count_purpose("down", "train") == Tally(1, 10, 8)
+        assert totals.run("down") == totals.count_purpose("down", "train") == TrafficCount(1, 10, 8)
         assert totals.clients == ("a",)
         assert totals.out_of_round == {"evaluate": {"down": 30, "up": 0}, "export": {"down": 5, "up": 0}}
 
@@ -97,7 +97,7 @@ def test_a_ledger_of_before_there_were_purposes_is_one_of_training(tmp_path: Pat
     path.write_bytes(
         encode_chain_line(EMPTY.head, {"round": 1, "client": "a", "direction": "up", "bytes": 3, "payload": 2})[1]
     )
-    assert read_totals(path).run("up") == Tally(1, 3, 2)
+    assert read_totals(path).run("up") == TrafficCount(1, 3, 2)
     assert read_totals(path).out_of_round == {}
 
 
@@ -158,7 +158,7 @@ def test_a_full_disk_adds_no_line_twice(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_no_file_is_no_rows(tmp_path: Path) -> None:
     assert list(read_lines(tmp_path / "none.jsonl")) == []
-    assert read_totals(tmp_path / "none.jsonl").run("up") == Tally()
+    assert read_totals(tmp_path / "none.jsonl").run("up") == TrafficCount()
 
 
 @pytest.mark.parametrize("line", [b"\xff\xfe", b"{", b"[1]", b"null", b"", b"[" * 100_000])

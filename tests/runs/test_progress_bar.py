@@ -15,7 +15,7 @@ import fedspan
 from fedspan.cli.formatting import create_console
 from fedspan.runs import progress_bar
 from fedspan.runs.callbacks import Listener
-from fedspan.runs.progress_bar import ProgressBar, is_bar_wanted
+from fedspan.runs.progress_bar import ProgressBar, has_bar
 from fedspan.runs.setup import Prepared
 from fedspan.training.stages import Stage
 from helpers import tiny
@@ -176,11 +176,11 @@ class _Terminal(io.StringIO):
 
 def test_a_bar_is_shown_in_a_terminal_or_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    assert is_bar_wanted(True)
-    assert not is_bar_wanted(False)
+    assert has_bar(True)
+    assert not has_bar(False)
     for stream, wanted in ((_Terminal(), True), (io.StringIO(), False)):
         monkeypatch.setattr("sys.stderr", stream)
-        assert is_bar_wanted(None) is wanted
+        assert has_bar(None) is wanted
 
 
 def test_a_call_shows_the_bar_on_standard_error(
@@ -205,4 +205,4 @@ def test_a_call_shows_the_bar_on_standard_error(
     terminal.truncate(0)
     fedspan.run(values, tmp_path / "quiet", progress=False)
     assert terminal.getvalue() == ""
-    assert progress_bar.is_bar_wanted(None)
+    assert progress_bar.has_bar(None)

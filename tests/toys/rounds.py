@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from fedspan.core.base import BaseUpdate, apply_patch, materialise
+from fedspan.core.base import BaseUpdate, apply_patch, materialize
 from fedspan.core.method import Memory, Method, compute_scaling
 from fedspan.core.parametrization import compute_dense_change
 from fedspan.core.tensors import Tensors, count, select_slots, split_extras
@@ -188,7 +188,7 @@ class Federation:
     def get_weight(self, layer: str, client: str | None = None) -> Tensor:
         """What a layer computes with in the model to evaluate: one dense matrix, (O, I), float64."""
         job = self.job(client)
-        base = materialise(self.problem.to_dense(layer)[layer], self.state.base, layer)
+        base = materialize(self.problem.to_dense(layer)[layer], self.state.base, layer)
         effective = job.parametrization[layer].compute_effective(to_double(select_slots(job.tensors, layer)))
         return base + compute_dense_change(effective, base)
 

@@ -19,7 +19,7 @@ from fedspan.runs.setup import Prepared, prepare
 from fedspan.training.jobs import PrefixSettings
 from fedspan.training.loop import LoopEngine
 from fedspan.training.prefix import PrefixCache
-from fedspan.training.prefix_rows import prefix_key, share_prefixes, start_next_run, store_in_use
+from fedspan.training.prefix_rows import compute_prefix_key, share_prefixes, start_next_run, store_in_use
 from helpers import tiny
 
 SETTINGS = PrefixSettings(1 << 30, None, 8)
@@ -132,7 +132,7 @@ def test_what_is_computed_is_known_by_all_that_it_depends_on(tiny_folder: Path) 
 
     def key(**changes: Any) -> bytes:
         given = {"adapted": adapted, "prefix": prefix, "task": prepared.task, "examples": prepared.train}
-        return prefix_key(**{**given, **changes})
+        return compute_prefix_key(**{**given, **changes})
 
     first = key()
     assert key() == first

@@ -19,7 +19,15 @@ from fedspan.runs.folder import RunFolder
 from fedspan.runs.setup import prepare
 from fedspan.training import stacking
 from fedspan.training.batched import BatchedEngine
-from fedspan.training.stacking import DEFAULT, Budget, StackingPlan, StackingRequest, get_cache_file, read_plans, search
+from fedspan.training.stacking import (
+    DEFAULT,
+    MeasurementBudget,
+    StackingPlan,
+    StackingRequest,
+    get_cache_file,
+    read_plans,
+    search,
+)
 from fedspan.training.worker import Worker
 from helpers import tiny
 
@@ -114,7 +122,7 @@ def test_short_runs_are_not_worth_measuring(tiny_folder: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("tokens", [3600, 1e4, 1e5, 1e6])
 def test_measuring_stays_within_its_tokens(tokens: float) -> None:
-    budget, taken = Budget(tokens, pass_tokens=100), 0.0
+    budget, taken = MeasurementBudget(tokens, pass_tokens=100), 0.0
 
     def measure(plan: StackingPlan, passes: int) -> float:
         nonlocal taken
@@ -130,15 +138,15 @@ def test_measuring_stays_within_its_tokens(tokens: float) -> None:
 
 def test_measuring_begins_if_its_first_plans_fit() -> None:
     plans = [StackingPlan(4, 1), StackingPlan(4, 2)]  # each pass runs three times
-    assert Budget(3600, pass_tokens=100).can_afford(plans)
-    assert not Budget(3599, pass_tokens=100).can_afford(plans)
+    assert MeasurementBudget(3600, pass_tokens=100).can_afford(plans)
+    assert not MeasurementBudget(3599, pass_tokens=100).can_afford(plans)
 
 
 @pytest.mark.parametrize("seconds", [0.005, 0.02])
 def test_measuring_stops_after_ten_seconds(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(stacking.time, "perf_counter", lambda: now[0])
-    budget = Budget(float("inf"), pass_tokens=100)
+    budget = MeasurementBudget(float("inf"), pass_tokens=100)
 
     def measure(plan: StackingPlan, passes: int) -> float:
         pace = seconds / plan.clients_per_pass

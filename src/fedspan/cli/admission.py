@@ -49,9 +49,9 @@ def admit(
 
     require()
     from fedspan.transports.flower.admissions import admit_node
-    from fedspan.transports.flower.server import link_of
+    from fedspan.transports.flower.server import read_link
 
-    admission = admit_node(link_of(folder), key, name, days=days, replace=replace, max_examples=max_examples)
+    admission = admit_node(read_link(folder), key, name, days=days, replace=replace, max_examples=max_examples)
     limit = "" if admission.max_examples is None else f", with the weight of at most {admission.max_examples} examples"
     typer.echo(f"admitted {key}" + (f", which must use the id {name}" if name else "") + limit)
 
@@ -70,9 +70,9 @@ def revoke(
 
     require()
     from fedspan.transports.flower.admissions import revoke_node
-    from fedspan.transports.flower.server import link_of
+    from fedspan.transports.flower.server import read_link
 
-    for id in revoke_node(link_of(folder), node, reason):
+    for id in revoke_node(read_link(folder), node, reason):
         typer.echo(f"revoked the key of {node} (node {id})")
 
 
@@ -96,9 +96,9 @@ def renew(
     require()
     from fedspan.transports.flower.admissions import open_audit_log
     from fedspan.transports.flower.keys import AUTHORITY, activate_authority, renew_authority
-    from fedspan.transports.flower.server import link_of
+    from fedspan.transports.flower.server import read_link
 
-    link = link_of(folder)
+    link = read_link(folder)
     if activate:
         activate_authority(folder)
         open_audit_log(link).write("certificates activated")

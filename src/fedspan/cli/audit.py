@@ -135,13 +135,13 @@ def audit(
     truncated or rewritten.
     """
     from fedspan.deployment.audit import AUDIT
-    from fedspan.logs import AuditLog, position_of
+    from fedspan.logs import AuditLog, find_position
 
     path = folder / AUDIT
     if not path.is_file():
         raise FedspanError("FOLDER", str(folder), f"the folder of a server or a node (with {AUDIT} in it)")
     entries = AuditLog(path).read()
-    head = position_of(path).head
+    head = find_position(path).head
     if as_json:
         typer.echo(json.dumps({"entries": entries, "head": head}, indent=2))
         return

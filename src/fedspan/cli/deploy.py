@@ -147,14 +147,14 @@ def _write_bundles(folder: Path, ids: Sequence[str], names: Sequence[str], port:
     from fedspan.deployment.bundle import compute_digest, write_bundle
     from fedspan.monitoring.web import LOOPBACK
     from fedspan.transports.flower.keys import ensure_authority, get_newest_authority, list_certified_hosts
-    from fedspan.transports.flower.server import format_address, is_prepared, link_of, prepare_folder
+    from fedspan.transports.flower.server import format_address, is_prepared, prepare_folder, read_link
 
     without_tls = FedspanError(
         "--bundle", ids[0], problem="a server without TLS has no bundles: they hold its certificate"
     )
     if insecure:
         raise without_tls
-    link = link_of(folder) if is_prepared(folder) else None
+    link = read_link(folder) if is_prepared(folder) else None
     if link is not None and link.authority is None:
         raise without_tls
     if link is not None and not names:
@@ -275,7 +275,7 @@ def submit(
     from fedspan.cli.live import RunView
     from fedspan.cli.run_summary import show_report
     from fedspan.deployment.deploy import submit as submit_run
-    from fedspan.transports.flower.server import link_of
+    from fedspan.transports.flower.server import read_link
 
     run_folder = resume or out or find_unused_folder(Path("runs") / (config or Path("run")).stem)
     screen = create_console()
@@ -286,7 +286,7 @@ def submit(
             report = submit_run(
                 config,
                 run_folder,
-                link_of(folder),
+                read_link(folder),
                 overrides=overrides or (),
                 resume=resume is not None,
                 wait=wait,

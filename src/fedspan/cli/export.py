@@ -9,12 +9,12 @@ from typing import Annotated
 import typer
 
 from fedspan.cli.commands import register_command
-from fedspan.cli.trained_model import Client
+from fedspan.cli.trained_model import ClientOption
 
 __all__ = ["export"]
 
 
-class Form(StrEnum):
+class FormOption(StrEnum):
     """The form of an exported model."""
 
     adapter = "adapter"
@@ -31,9 +31,9 @@ def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.")],
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder of the export; it must not exist.")],
     form: Annotated[
-        Form, typer.Option("--form", help="PEFT adapter, or merged Transformers model with its tokenizer.")
-    ] = Form.adapter,
-    client: Client = None,
+        FormOption, typer.Option("--form", help="PEFT adapter, or merged Transformers model with its tokenizer.")
+    ] = FormOption.adapter,
+    client: ClientOption = None,
     round: Annotated[
         str,
         typer.Option(

@@ -54,8 +54,8 @@ class RunView(ProgressBar):
         config, federation = prepared.config, prepared.federation
         clients = len(federation.clients)
         cohort = federation.settings.cohort or clients
-        parts, members = prepared.partition, federation.clients
-        client_examples = sum(member.client.examples for member in members.values()) if parts is None else 0
+        parts, data_by_client = prepared.partition, federation.clients
+        client_examples = sum(data.client.examples for data in data_by_client.values()) if parts is None else 0
         examples = client_examples if parts is None else int(parts.parts.sizes[:, 0].sum())
         cohort_text = f", {cohort} a round" if cohort < clients else ""
         self._print(

@@ -45,9 +45,9 @@ def status(
     from fedspan.deployment.status import load_named_run, read_status
     from fedspan.errors import FedspanError
     from fedspan.transports.flower.admissions import list_named_nodes, read_admissions
-    from fedspan.transports.flower.server import link_of
+    from fedspan.transports.flower.server import read_link
 
-    named_run, link = load_named_run(folder), link_of(folder)
+    named_run, link = load_named_run(folder), read_link(folder)
     run_folder = run or (None if named_run is None else named_run.folder)
     nodes = list_named_nodes(link)
     max_examples = {

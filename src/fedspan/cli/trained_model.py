@@ -12,10 +12,10 @@ import typer
 from fedspan.cli.commands import Json, Overrides, register_command
 from fedspan.errors import FedspanError
 
-__all__ = ["Client", "evaluate", "predict"]
+__all__ = ["ClientOption", "evaluate", "predict"]
 
 Model = Annotated[Path, typer.Argument(metavar="RUN_OR_MODEL", help="Folder of a run or of an exported model.")]
-Client = Annotated[
+ClientOption = Annotated[
     str | None, typer.Option("--client", metavar="ID", help="Client whose model is used, if every client has its own.")
 ]
 
@@ -32,7 +32,7 @@ def predict(
     file: Annotated[
         Path | None, typer.Option("--file", metavar="FILE", help="File with one text per line; - reads standard input.")
     ] = None,
-    client: Client = None,
+    client: ClientOption = None,
     pairs: Annotated[
         bool, typer.Option("--pairs", help="Split each text at its tab, for a model of text pairs.")
     ] = False,
@@ -115,7 +115,7 @@ def _split_role(text: str) -> tuple[str, str]:
 )
 def evaluate(
     model: Model,
-    client: Client = None,
+    client: ClientOption = None,
     data: Annotated[
         str | None,
         typer.Option("--data", metavar="FILE", help="Labeled examples. Default: the run's held-out test set."),

@@ -31,7 +31,7 @@ from pydantic import Field, ValidationError
 from fedspan.core.tensors import Tensors
 from fedspan.core.values import Contribution, Message
 from fedspan.crypto.identity import Identity, compute_fingerprint, verify_signature
-from fedspan.crypto.keys import Keys, compute_commitment, derive_pair_seed, draw_secret, open_sealed, seal
+from fedspan.crypto.keys import SessionKeys, compute_commitment, derive_pair_seed, draw_secret, open_sealed, seal
 from fedspan.crypto.masks import Integers, Ring, add_mask
 from fedspan.crypto.shares import SHARE, split
 from fedspan.errors import FedspanError
@@ -353,8 +353,8 @@ class SecureClient:
             raise FedspanError("limits.secure_clients", present, expected, problem=problem)
 
 
-def _derive_keys(session: Session) -> Keys:
-    return Keys.derive(session.secret, build_session_context(session.run, session.number))
+def _derive_keys(session: Session) -> SessionKeys:
+    return SessionKeys.derive(session.secret, build_session_context(session.run, session.number))
 
 
 def _get_agreement(session: Session) -> Agreement:
@@ -373,7 +373,7 @@ def _compute_digest(body: bytes) -> str:
     return hashlib.sha256(body).hexdigest()
 
 
-def _get_public_keys(keys: Keys) -> PublicKeys:
+def _get_public_keys(keys: SessionKeys) -> PublicKeys:
     return PublicKeys(sealing=keys.sealing_public, masking=keys.masking_public, own=compute_commitment(keys.own))
 
 

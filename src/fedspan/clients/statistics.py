@@ -8,7 +8,7 @@ from typing import cast, get_args
 import numpy as np
 import torch
 
-from fedspan.core.heads import HeadKind, compute_statistics_shapes, summarize
+from fedspan.core.heads import HeadKind, compute_statistics_shapes, summarize_features
 from fedspan.core.tensors import Tensors
 from fedspan.core.values import Job, Message
 from fedspan.federation.head_start import BOUND, KIND
@@ -89,7 +89,7 @@ def compute_client_statistics(
         features = engine.compute_features(job, examples, part, _BATCH)
         if bound:
             features = features / features.norm(dim=1, keepdim=True).clamp(min=bound)
-        summary = summarize(features, targets[start : start + _CHUNK], layer.outputs, kind).to_tensors()
+        summary = summarize_features(features, targets[start : start + _CHUNK], layer.outputs, kind).to_tensors()
         for name, value in summary.items():
             total[name] += value * (len(part) / len(indices))
     return {name: value.float() for name, value in total.items()}

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from fedspan.config.section import Section
-from fedspan.federation.conditions import Conditions, Faults, Speed
+from fedspan.federation.conditions import Conditions, Faults, SpeedDistribution
 from fedspan.federation.presence import Presence
 
 __all__ = ["FaultsConfig", "SimulationConfig", "SpeedConfig"]
@@ -99,6 +99,6 @@ class SimulationConfig(Section):
         return Conditions(
             seed=seed,
             dropout=self.dropout,
-            speed=None if speed is None else Speed(**speed.model_dump()),
+            speed=None if speed is None else SpeedDistribution(**speed.model_dump()),
             faults=None if faults is None else Faults(faults.share, faults.kind, faults.factor),
         )

@@ -102,39 +102,27 @@ class View:
         """Compute the column means in the coordinates of ``left``, (1, Q)."""
         return self.left.mean(0, keepdim=True)
 
-    def lift(self, left: Tensor) -> Tensor:
-        """Compute the matrix whose coordinates ``left`` holds, (N, D)."""
-        return left if self.right is None else left @ self.right
-
 
 @dataclass(frozen=True)
 class Ajive:
-    """The joint and the individual components of the views.
+    """The joint component of the views, and what the individual ones follow from.
 
     Args:
         basis: Orthonormal basis U (N, joint rank) of the joint column space, signs fixed, float64.
         thresholds: Threshold tau of every view: the mean of its last retained and first dropped singular value.
         views: The (uncentered) views.
         means: Subtracted column means, in the views' coordinates.
-        cutoff: Lower bound on squared singular values of the concatenated bases; None where the rank was given.
     """
 
     basis: Tensor
     thresholds: tuple[float, ...]
     views: tuple[View, ...]
     means: tuple[Tensor, ...]
-    cutoff: float | None
 
     def compute_joint(self, number: int) -> Tensor:
         """Compute J_i = U U^T (X_i - mean), in the coordinates of the view's ``left``."""
         centered = self.views[number].left - self.means[number]
         return self.basis @ (self.basis.T @ centered)
-
-    def compute_individual(self, number: int) -> Tensor:
-        """Compute I_i: X_i - mean - J_i, cut to singular values above tau_i, in coordinates of the view's ``left``."""
-        remainder = self.views[number].left - self.means[number] - self.compute_joint(number)
-        U, S, Vt = torch.linalg.svd(remainder, full_matrices=False)
-        return (U * torch.where(self.thresholds[number] < S, S, 0.0)) @ Vt
 
 
 def compute_ajive(
@@ -171,7 +159,6 @@ def compute_ajive(
     spaces = [_build_space(view.left - mean, rank) for view, mean, rank in zip(views, means, ranks, strict=True)]
     U, S, Vt = torch.linalg.svd(torch.cat([space.U for space in spaces], 1), full_matrices=False)
     U = fix_signs(U, Vt)[0]
-    cutoff = None
     if joint_rank is None:
         rng = torch.Generator().manual_seed(0) if rng is None else rng
         cutoff = max(
@@ -185,7 +172,7 @@ def compute_ajive(
         for view, mean, threshold in zip(views, means, thresholds, strict=True):
             retained &= ((view.left - mean).T @ basis).norm(dim=0) >= threshold
         basis = basis[:, retained]
-    return Ajive(basis, thresholds, views, means, cutoff)
+    return Ajive(basis, thresholds, views, means)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedspan.core.lowrank import LowRank, concatenate
 
-__all__ = ["BasePatch", "BaseUpdate", "Delta", "Increment", "Total", "apply_patch", "materialise", "to_dense"]
+__all__ = ["BasePatch", "BaseUpdate", "Delta", "Increment", "Total", "apply_patch", "materialize", "to_dense"]
 
 Delta = LowRank | Tensor
 """A layer's weight change, (O, I): a pair of factors, or the dense matrix."""
@@ -130,7 +130,7 @@ class BaseUpdate:
 
     Args:
         round: Tag of the last increment (-1: the base is W0).
-        rho: Factor on W0.
+        rho: Factor on the pretrained weights W0.
         total: Sum of all increments by layer.
         recent: The last increments, together no larger than the total (but always at least one).
         recent_from: Earliest round from whose base a client catches up by applying ``recent``.
@@ -188,7 +188,7 @@ def apply_patch(base: BaseUpdate, patch: BasePatch | None) -> BaseUpdate:
     return replace(base, recent=(), recent_from=base.round)
 
 
-def materialise(weight_OI: Tensor, base: BaseUpdate, layer: str) -> Tensor:
+def materialize(weight_OI: Tensor, base: BaseUpdate, layer: str) -> Tensor:
     """Compute ``rho * W0 + total`` of one layer, (O, I), on W0's device and in float32 or better."""
     dtype = torch.promote_types(weight_OI.dtype, torch.float32)
     decayed = weight_OI.to(dtype) if base.rho == 1.0 else weight_OI.to(dtype) * base.rho

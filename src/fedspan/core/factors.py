@@ -123,12 +123,12 @@ def compute_principal_factors(
     """
     scaling = method.get_scaling(None)
 
-    def of(layer: LayerSpec) -> LowRank:
+    def decompose(layer: LayerSpec) -> LowRank:
         rng = create_generator(method.seed, "principal", layer.name) if singular == "randomized" else None
         U, S, Vt = compute_leading_svd(weights.get_weight(layer.name), method.r, rng)
         return balance_factors(U, S / scaling, Vt).to(torch.float32)
 
-    pairs = map_layers(of, method.spec.layers)
+    pairs = map_layers(decompose, method.spec.layers)
     deltas = {layer: choose_smaller_form(LowRank(-pair.B, pair.A, scaling)) for layer, pair in pairs.items()}
     return flatten_pairs(pairs), Increment(0, deltas)
 

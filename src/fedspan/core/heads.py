@@ -53,7 +53,7 @@ __all__ = [
     "fit_cosine_discriminant",
     "fit_least_squares",
     "solve_head",
-    "summarize",
+    "summarize_features",
 ]
 
 HeadKind = Literal["class-means", "lda", "least-squares"]
@@ -152,7 +152,7 @@ def compute_statistics_shapes(kind: HeadKind, outputs: int, features: int) -> di
     return shapes
 
 
-def summarize(features: Tensor, answers: Tensor, outputs: int, kind: HeadKind) -> HeadStatistics:
+def summarize_features(features: Tensor, answers: Tensor, outputs: int, kind: HeadKind) -> HeadStatistics:
     """Compute the statistics of some examples.
 
     Args:

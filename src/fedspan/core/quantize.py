@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["pack", "quantize", "unpack"]
+__all__ = ["pack_levels", "quantize", "unpack_levels"]
 
 _NORM = 4  # bytes of a float32
 _AT_ONCE = 2**18  # entries whose bits are expanded at once; a multiple of 8, so that parts end on a byte
@@ -39,13 +39,13 @@ def quantize(value: Tensor, bits: int, rng: torch.Generator) -> tuple[Tensor, Te
     return (exact.sign() * (lower + up)).to(torch.int64), rounded
 
 
-def pack(levels: Tensor, norm: Tensor, bits: int) -> Tensor:
+def pack_levels(levels: Tensor, norm: Tensor, bits: int) -> Tensor:
     """Pack into a uint8 vector: the norm's 4 bytes, then codes level + s of ``bits`` bits, lowest bit first, padded."""
     codes = levels.flatten() + compute_level_count(bits)
     return torch.cat([norm.reshape(1).view(torch.uint8), *(_to_bytes(part, bits) for part in codes.split(_AT_ONCE))])
 
 
-def unpack(packed: Tensor, bits: int) -> Tensor:
+def unpack_levels(packed: Tensor, bits: int) -> Tensor:
     """Decode a packed tensor, flat, float32; padding in the last byte may decode to surplus entries at the end."""
     norm, stream = packed[:_NORM].clone().view(torch.float32), packed[_NORM:]
     codes = torch.cat([_from_bytes(part, bits) for part in stream.split(_AT_ONCE * bits // 8)])

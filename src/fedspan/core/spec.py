@@ -19,7 +19,7 @@ class LayerSpec:
     (O, channels, k1, k2). An embedding is (dimension, vocabulary), the matrix that a one-hot input meets.
 
     Args:
-        name: Module path.
+        name: Module path of the layer.
         out_features: Number of output features O.
         in_features: Number of input features I.
         kernel: Kernel size (k1, k2) of a convolution.

@@ -15,7 +15,6 @@ from torch import Tensor
 __all__ = [
     "EXTRAS",
     "Tensors",
-    "add",
     "compute_norm",
     "count",
     "create_example_generators",
@@ -25,7 +24,6 @@ __all__ = [
     "join_extra_name",
     "join_tensor_name",
     "map_tensors",
-    "scale",
     "select",
     "select_slots",
     "split_extras",
@@ -86,19 +84,9 @@ def map_tensors(function: Callable[..., Tensor], first: Tensors, *further: Tenso
     return {name: function(value, *(other[name] for other in further)) for name, value in first.items()}
 
 
-def add(left: Tensors, right: Tensors) -> dict[str, Tensor]:
-    """Compute ``left + right``, name by name."""
-    return map_tensors(torch.add, left, right)
-
-
 def subtract(left: Tensors, right: Tensors) -> dict[str, Tensor]:
     """Compute ``left - right``, name by name."""
     return map_tensors(torch.sub, left, right)
-
-
-def scale(tensors: Tensors, factor: float) -> dict[str, Tensor]:
-    """Compute ``factor * tensors``."""
-    return map_tensors(lambda value: value * factor, tensors)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -12,11 +12,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["FORMATS", "Format", "compress", "decompress"]
+__all__ = ["Format", "compress", "decompress"]
 
 Format = Literal["float32", "bfloat16", "float16", "int8"]
-
-FORMATS: tuple[Format, ...] = ("float32", "bfloat16", "float16", "int8")
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _ROWS, _COLUMNS = "rows/", "columns/"  # prefixes of int8 names: where the scales are

@@ -27,7 +27,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 __all__ = [
     "SECRET",
-    "Keys",
+    "SessionKeys",
     "compute_commitment",
     "compute_masking_public",
     "compute_share_commitment",
@@ -70,7 +70,7 @@ def _agree(private: bytes, public: bytes) -> bytes:
 
 
 @dataclass(frozen=True)
-class Keys:
+class SessionKeys:
     """The keys that follow from a session's secret.
 
     Args:
@@ -84,7 +84,7 @@ class Keys:
     own: bytes
 
     @classmethod
-    def derive(cls, secret: bytes, context: str) -> Keys:
+    def derive(cls, secret: bytes, context: str) -> SessionKeys:
         """Derive the keys of a secret.
 
         Args:

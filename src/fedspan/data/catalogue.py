@@ -79,7 +79,7 @@ class DatasetEntry(_Record):
 
     Args:
         key: Name in ``data.dataset``.
-        title: Common name.
+        title: Common name of the data set.
         summary: Content, in one line.
         task: Task that it is for.
         metric: Usual metric; ``exact_match`` needs ``evaluation.generate``.

@@ -26,12 +26,12 @@ CONTRADICTION = "contradiction"
 """Type of pydantic's errors about a field that contradicts another field of its section; their context names it."""
 
 
-def _contradiction(field: str, value: object, problem: str) -> PydanticCustomError:
+def _build_contradiction(field: str, value: object, problem: str) -> PydanticCustomError:
     """Return the error of a field that contradicts another field of its section.
 
     Args:
         field: Name of the field in its section.
-        value: Its value.
+        value: Value of that field.
         problem: The problem, as a ``FedspanError`` takes it.
     """
     return PydanticCustomError(CONTRADICTION, "{problem}", {"field": field, "value": value, "problem": problem})
@@ -229,7 +229,7 @@ class DataConfig(BaseModel):
 
     @field_validator("dataset")
     @classmethod
-    def _known(cls, value: str | None) -> str | None:
+    def _resolve_dataset(cls, value: str | None) -> str | None:
         try:
             return value and get_dataset_entry(value, "data.dataset").key
         except FedspanError as error:
@@ -237,7 +237,7 @@ class DataConfig(BaseModel):
 
     @field_validator("train")
     @classmethod
-    def _somewhere(cls, value: str | None, info: ValidationInfo) -> str | None:
+    def _require_location(cls, value: str | None, info: ValidationInfo) -> str | None:
         # An unknown dataset is missing from info.data; that mistake has been reported by then.
         if value is None and info.data.get("dataset", "") is None:
             raise ValueError("a file or a hub id, or data.dataset: a key that fedspan data lists")
@@ -268,26 +268,26 @@ class DataConfig(BaseModel):
         for name, column in columns.items():
             if column in roles:
                 problem = f"{column!r} is also the column of {roles[column]}. Each needs a column of its own"
-                raise _contradiction(name, column, problem)
+                raise _build_contradiction(name, column, problem)
             if column is not None:
                 roles[column] = name
         for name in ("label", "label_separator"):
             if self.label_columns is not None and getattr(self, name) is not None:
                 problem = "label_columns already names the labels' columns. Leave one of the two out"
-                raise _contradiction(name, getattr(self, name), problem)
+                raise _build_contradiction(name, getattr(self, name), problem)
         if self.labels is not None and self.first_labels is not None:
             problem = "labels already selects the labels. Leave one of the two out"
-            raise _contradiction("first_labels", self.first_labels, problem)
+            raise _build_contradiction("first_labels", self.first_labels, problem)
         if self.messages is not None and self.prompt is not None:
             problem = "messages already defines the model's input. Leave one of the two out"
-            raise _contradiction("prompt", self.prompt, problem)
+            raise _build_contradiction("prompt", self.prompt, problem)
         if (self.messages is not None or self.system is not None) and not self.chat:
-            raise _contradiction("chat", self.chat, "messages and system need chat: true")
+            raise _build_contradiction("chat", self.chat, "messages and system need chat: true")
         if self.columns is not None and self.header:
             problem = "header: true takes the columns' names from the first line. Leave one of the two out"
-            raise _contradiction("columns", self.columns, problem)
+            raise _build_contradiction("columns", self.columns, problem)
         if self.keep_only and self.labels is None:
-            raise _contradiction("keep_only", self.keep_only, "set `data.labels` to the labels to keep")
+            raise _build_contradiction("keep_only", self.keep_only, "set `data.labels` to the labels to keep")
         return self
 
     @model_serializer(mode="wrap")
@@ -380,7 +380,9 @@ class PartitionConfig(BaseModel):
                 f"validation and test sum to {self.validation + self.test:g}, which leaves nothing for training. "
                 "Their sum must be below 1"
             )
-            raise _contradiction("validation", self.validation, problem)
+            raise _build_contradiction("validation", self.validation, problem)
         if self.partitioner == "natural" and self.column is None:
-            raise _contradiction("column", None, "partitioner natural needs it: the column's values are the clients")
+            raise _build_contradiction(
+                "column", None, "partitioner natural needs it: the column's values are the clients"
+            )
         return self

@@ -13,7 +13,7 @@ from fedspan.data.dialects import DELIMITERS, Dialect, describe_missing_header, 
 from fedspan.data.encodings import convert_to_utf8
 from fedspan.data.reading import ReadTable, read_beginning
 
-__all__ = ["read_column_names", "read_delimited"]
+__all__ = ["read_delimited", "read_delimited_names"]
 
 _SAMPLE = 1 << 18
 """Number of bytes that the detection of a dialect examines."""
@@ -47,7 +47,7 @@ def read_delimited(path: Path, kind: str, config: DataConfig, limit: int | None 
     return ReadTable(table, dialect.header + len(dialect.titles), tuple(notes), positions, skipped, is_complete)
 
 
-def read_column_names(path: Path, kind: str) -> list[str]:
+def read_delimited_names(path: Path, kind: str) -> list[str]:
     """Return the names in a delimited file's first row, or its first example if it has no header.
 
     Raises:

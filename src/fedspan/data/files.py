@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FROM_TRAINERS",
     "IN_MEMORY",
-    "flatten",
+    "flatten_columns",
     "has_own_splits",
     "make_plain_dataset",
     "read_column_names",
@@ -98,7 +98,7 @@ def read_source(config: DataConfig, part: Literal["train", "test"], field: str, 
         with as_file(find_corpus_file(location, split, option)) as path:
             source = read(path, location)
     elif _is_hub_id(location):
-        source = Source(flatten(_read_hub(location, config.hub_config, split, option)), f"{location} ({split})")
+        source = Source(flatten_columns(_read_hub(location, config.hub_config, split, option)), f"{location} ({split})")
     elif has_placeholders(location):
         source = read_multiple(location, option, lambda path: read(path, str(path)))
     elif has_images(_expand_path(location)):
@@ -136,7 +136,7 @@ def read_column_names(location: str) -> list[str] | None:
         if kind == "conll":
             return ["tokens", "tags"]
         if kind in _DELIMITED:
-            return delimited.read_column_names(path, kind)
+            return delimited.read_delimited_names(path, kind)
         if kind in ("json", "jsonl"):
             content, is_complete = read_beginning(path, _HEAD)
             text = decode(content, is_complete=is_complete)[0]
@@ -195,7 +195,7 @@ def _read_file(path: Path, user_path: str, config: DataConfig, field: str, optio
     if config.columns is not None and len(rows) and [str(value) for value in rows[0].values()] == rows.column_names:
         problem = f"the first line of {user_path} already names the columns; leave this field out"
         raise FedspanError(f"{field}.columns", config.columns, problem=problem)
-    if config.header is False and config.columns is None and _begins_with_names(rows):
+    if config.header is False and config.columns is None and _has_names_first(rows):
         names = ", ".join(map(str, rows[0].values()))
         problem = (
             f"the first line of {user_path} names the columns: {names}. Leave this field out: the header of each file "
@@ -205,7 +205,7 @@ def _read_file(path: Path, user_path: str, config: DataConfig, field: str, optio
     return source
 
 
-def _begins_with_names(rows: datasets.Dataset) -> bool:
+def _has_names_first(rows: datasets.Dataset) -> bool:
     """Check whether the first row, read as an example, holds a usual name of a column that no further row has there."""
     columns = [[str(value).strip() for value in values] for values in rows[:_HEADER_ROWS].values()]
     return any(is_usual_name(column[0]) and column[0] not in column[1:] for column in columns if column)
@@ -256,7 +256,7 @@ def _make_source(table_read: ReadTable, kind: str, user_path: str, option: str) 
     duplicate = next((name for name in names if names.count(name) > 1), None)
     if duplicate is not None:
         raise FedspanError(option, user_path, problem=f"{user_path} has two columns named {duplicate!r}")
-    dataset = flatten(_make_dataset(table_read.table, kind, user_path, option))
+    dataset = flatten_columns(_make_dataset(table_read.table, kind, user_path, option))
     return Source(
         dataset,
         user_path,
@@ -296,7 +296,7 @@ def _read_parquet(path: Path, limit: int | None) -> ReadTable:
         return ReadTable(file.read_row_groups(groups), is_complete=len(groups) == file.num_row_groups)
 
 
-def flatten(dataset: datasets.Dataset) -> datasets.Dataset:
+def flatten_columns(dataset: datasets.Dataset) -> datasets.Dataset:
     """Return a data set with a column for each field of its structs (``meta.label``), at any depth.
 
     Images, which Arrow stores as structs of bytes and path, remain columns; so does a struct with a field whose column

@@ -66,7 +66,7 @@ def decode_image(image: Mapping[str, Any]) -> PIL.Image.Image:
     Grayscale images of 16 or 32 bits and of floats are scaled from their own range to 0 .. 255.
 
     Args:
-        image: Its bytes, or its path.
+        image: The encoded image, under ``bytes``, or its path, under ``path``.
 
     Raises:
         ValueError: If it cannot be decoded.
@@ -75,9 +75,9 @@ def decode_image(image: Mapping[str, Any]) -> PIL.Image.Image:
     import PIL.ImageOps
 
     try:
-        with PIL.Image.open(io.BytesIO(image["bytes"]) if image["bytes"] else image["path"]) as opened:
-            PIL.ImageOps.exif_transpose(opened, in_place=True)
-            return (_scale(opened) if opened.mode[0] in "IF" else opened).convert("RGB")
+        with PIL.Image.open(io.BytesIO(image["bytes"]) if image["bytes"] else image["path"]) as picture:
+            PIL.ImageOps.exif_transpose(picture, in_place=True)
+            return (_scale(picture) if picture.mode[0] in "IF" else picture).convert("RGB")
     # Pillow's readers raise many errors on damaged files: SyntaxError, struct.error, IndexError, ...
     except Exception as error:
         raise ValueError(str(error) or type(error).__name__) from None
@@ -126,9 +126,9 @@ def _is_readable(image: Mapping[str, Any] | None, *, decode: bool) -> bool:
     if not decode:
         return True
     try:
-        with PIL.Image.open(io.BytesIO(image["bytes"]) if image["bytes"] else image["path"]) as opened:
-            opened.draft(None, (1, 1))  # JPEG: the whole file, at an eighth of its size
-            opened.load()
+        with PIL.Image.open(io.BytesIO(image["bytes"]) if image["bytes"] else image["path"]) as picture:
+            picture.draft(None, (1, 1))  # JPEG: the whole file, at an eighth of its size
+            picture.load()
     except Exception:  # as in decode_image
         return False
     return True

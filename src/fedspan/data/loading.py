@@ -40,7 +40,8 @@ class LoadedData:
             (int64, an index into `labels`); for regression ``target`` (float64) in place of the label; for a language
             model ``answer`` (str), for conversations ``history`` (JSON), and ``label`` if requested. Then the file's
             other columns, unchanged, for natural partitions.
-        test: The same columns as far as its file has them; None if none was given and none was to be set aside.
+        test: The held-out examples, with those columns of ``train`` that their file has; None if no test set was given
+            and none was to be set aside.
         labels: Names of the labels, in the order of the classifier's outputs; empty without classes.
         dropped: Number of rows of the files that were left out as invalid (``data.invalid: skip``).
         groups: Number of each training example's group (``data.group``), int64; None without groups.

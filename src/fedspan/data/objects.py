@@ -11,7 +11,7 @@ import PIL.Image
 import pyarrow as pa
 
 from fedspan.data.assign import make_client_ids
-from fedspan.data.files import flatten, make_plain_dataset
+from fedspan.data.files import flatten_columns, make_plain_dataset
 from fedspan.data.json_files import convert_nan, make_table
 from fedspan.data.names import get_arrow_table, make_dataset
 from fedspan.data.source import Source
@@ -65,7 +65,7 @@ def read_objects(data: Any, clients: int) -> DataObjects:
     for part, value in parts.items():
         dataset, is_split = _read(value, clients, f"data[{part!r}]" if len(parts) > 1 else "data")
         by_client = by_client or (part == _TRAIN and is_split)
-        sources[part] = Source(flatten(dataset), f"data ({part})")
+        sources[part] = Source(flatten_columns(dataset), f"data ({part})")
     return DataObjects(sources, by_client)
 
 

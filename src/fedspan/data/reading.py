@@ -16,7 +16,7 @@ class ReadTable:
     """A file as it was read.
 
     Attributes:
-        table: Its columns.
+        table: Columns of the file.
         header: Number of rows above the first example: the column names and titles.
         notes: What was detected, one clause each.
         positions: Positions of the rows in the file if malformed ones were skipped; None: all rows are there.

@@ -31,7 +31,7 @@ __all__ = [
     "describe_base",
     "find_received_base",
     "is_received",
-    "read_wanted",
+    "read_request",
     "require_base",
 ]
 
@@ -172,7 +172,7 @@ def _read_requests(folder: Path) -> dict[str, list[BaseFile]]:
     requests = dict[str, list[BaseFile]]()
     for path in folder.glob("*.json"):
         with suppress(FileNotFoundError):  # it was completed in this moment
-            requests[path.stem] = read_wanted(path)
+            requests[path.stem] = read_request(path)
     return requests
 
 
@@ -247,10 +247,12 @@ class BaseDownloads:
             return
         self._delete_expired()
         now = time.monotonic()
-        wanted = [path for path in sorted(self.folder.glob("*.json")) if self._paused_until.get(path.stem, now) <= now]
-        if not wanted:
+        requests = [
+            path for path in sorted(self.folder.glob("*.json")) if self._paused_until.get(path.stem, now) <= now
+        ]
+        if not requests:
             return
-        self._thread = Thread(target=self._receive_all, args=(wanted, fetch), daemon=True)
+        self._thread = Thread(target=self._receive_all, args=(requests, fetch), daemon=True)
         self._thread.start()
 
     def _delete_expired(self) -> None:
@@ -270,8 +272,8 @@ class BaseDownloads:
         (self.folder / f"{digest}.json").unlink(missing_ok=True)
         shutil.rmtree(self.folder / f"{digest}.part", ignore_errors=True)
 
-    def _receive_all(self, wanted: Sequence[Path], fetch: Fetch) -> None:
-        for path in wanted:
+    def _receive_all(self, requests: Sequence[Path], fetch: Fetch) -> None:
+        for path in requests:
             digest = path.stem
             try:
                 self._receive(path, fetch)
@@ -301,21 +303,21 @@ class BaseDownloads:
             return
         log.warning("the base model was not received completely (%s); continued in %.0f s", reason, pause)
 
-    def _receive(self, wanted: Path, fetch: Fetch) -> None:
+    def _receive(self, request: Path, fetch: Fetch) -> None:
         """Receive the files of an offer, and make the folder of the model when all have their hash.
 
         Raises:
             ValueError: If a file has another hash, size or content than may be; it is deleted.
             OSError: If the connection breaks, or the disk has no room beside its reserve.
         """
-        digest = wanted.stem
+        digest = request.stem
         if (self.folder / digest).exists():  # the node's worker asked in the moment in which it was completed
             self._delete(digest)
             return
         try:
-            files = read_wanted(wanted)
+            files = read_request(request)
         except FedspanError:
-            if not wanted.exists():
+            if not request.exists():
                 return
             raise
         partial = self.folder / f"{digest}.part"
@@ -328,7 +330,7 @@ class BaseDownloads:
         except ValueError as error:
             raise _ContentError(str(error)) from error
         os.replace(partial, self.folder / digest)
-        wanted.unlink(missing_ok=True)
+        request.unlink(missing_ok=True)
         log.info("the base model was received: %.1f MB", _count_size(files) / 1e6)
 
     def _receive_file(self, path: Path, file: BaseFile, digest: str, fetch: Fetch) -> None:
@@ -348,7 +350,7 @@ class BaseDownloads:
             raise _ContentError(f"{file.name} has another SHA-256 than the offer")
 
 
-def read_wanted(path: Path) -> list[BaseFile]:
+def read_request(path: Path) -> list[BaseFile]:
     """Read the files that a node has asked for.
 
     Raises:

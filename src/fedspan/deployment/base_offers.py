@@ -74,7 +74,7 @@ class BaseFile(BaseModel):
 
     Args:
         name: Name of the file.
-        size: Its size, in bytes.
+        size: Size of the file in bytes.
         sha256: SHA-256 of its content, in hexadecimal digits.
     """
 
@@ -154,7 +154,7 @@ def offer_base(server: Path, folder: Path, files: Sequence[BaseFile]) -> Generat
     Args:
         server: The server's folder.
         folder: Folder of the model.
-        files: Its files, from ``list_base_files``.
+        files: Files of the model, from ``list_base_files``.
     """
     path = server / OFFERS / f"{compute_offer_digest(files)}.{secrets.token_hex(8)}.json"
     paths = {file.sha256: str((folder / file.name).resolve()) for file in files}

@@ -94,10 +94,10 @@ def find_problem(folder: Path, seconds: float = STUCK_SECONDS) -> str | None:
         seconds: Age of the heartbeat above which the node is unhealthy; while it loads a model, an hour if that is
             more.
     """
-    found = _read(folder)
-    if found is None:
+    heartbeat = _read_heartbeat(folder)
+    if heartbeat is None:
         return f"the node has not started: {folder / _FILE} is missing"
-    doing, _, age = found
+    doing, _, age = heartbeat
     limit = max(seconds, _LOADING_SECONDS) if doing in _LOADING else seconds
     if age <= limit:
         return None
@@ -106,20 +106,20 @@ def find_problem(folder: Path, seconds: float = STUCK_SECONDS) -> str | None:
 
 def describe_heartbeat(folder: Path) -> str:
     """Return what a node did last and when, as a clause."""
-    found = _read(folder)
-    if found is None:
+    heartbeat = _read_heartbeat(folder)
+    if heartbeat is None:
         return "no heartbeat"
-    doing, percent, age = found
+    doing, percent, age = heartbeat
     return f"{doing}{'' if percent is None else f' ({percent} %)'}, {age:.0f} s ago"
 
 
 def read_work(folder: Path) -> tuple[str, int | None] | None:
     """Return what a node does, and how many percent of it are done if that is known; None: it waits for orders."""
-    found = _read(folder)
-    return None if found is None or found[0] == _WAITING else found[:2]
+    heartbeat = _read_heartbeat(folder)
+    return None if heartbeat is None or heartbeat[0] == _WAITING else heartbeat[:2]
 
 
-def _read(folder: Path) -> tuple[str, int | None, float] | None:
+def _read_heartbeat(folder: Path) -> tuple[str, int | None, float] | None:
     """Return what a node did last, how much of it in percent, and how many seconds ago; None: no heartbeat."""
     path = folder / _FILE
     try:

@@ -21,7 +21,7 @@ from fedspan.federation.presence import Presence
 from fedspan.federation.progress import ClientData
 from fedspan.files import convert_disk_errors, read_bytes, write_atomic
 
-__all__ = ["RECORD", "NodeCallbacks", "Participant", "Participants", "Record", "load_record"]
+__all__ = ["RECORD", "NodeCallbacks", "Participant", "ParticipantRecord", "Participants", "load_record"]
 
 RECORD = "participants.json"
 """The record in a run's folder."""
@@ -49,7 +49,7 @@ class Participant(BaseModel):
     examples: Annotated[int, Field(ge=1, lt=2**53)]
 
 
-class Record(BaseModel):
+class ParticipantRecord(BaseModel):
     """The participants of each round.
 
     Args:
@@ -78,7 +78,7 @@ class Record(BaseModel):
         return presence
 
 
-def load_record(folder: Path, finished: int = 0) -> Record | None:
+def load_record(folder: Path, finished: int = 0) -> ParticipantRecord | None:
     """Load the record of a run's folder; None: the run has finished no round and has none.
 
     Args:
@@ -95,7 +95,7 @@ def load_record(folder: Path, finished: int = 0) -> Record | None:
             raise FedspanError(str(path), None, problem=f"{problem}. Restore it from a backup, or start a new run")
         return None
     try:
-        record = Record.model_validate_json(read_bytes(path))
+        record = ParticipantRecord.model_validate_json(read_bytes(path))
     except (ValidationError, ValueError, RecursionError) as error:
         raise FedspanError(str(path), None, problem=_CURE) from error
     if len(record.present) < finished:
@@ -142,7 +142,7 @@ class Participants:
         self, folder: Path, joined: Mapping[str, Participant], callbacks: NodeCallbacks, least: int, seconds: float
     ) -> None:
         self._folder, self._callbacks, self._least, self._seconds = folder, callbacks, least, seconds
-        record = load_record(folder) or Record()
+        record = load_record(folder) or ParticipantRecord()
         self._record = record.model_copy(update={"clients": {**record.clients, **joined}})
         self.nodes = {id: participant.node for id, participant in self._record.clients.items()}
         """Flower's ids of all nodes that ever joined, by client id; nodes that join are added."""

@@ -11,7 +11,7 @@ from fedspan.config.federation import FederationConfig
 from fedspan.config.tags import explain_missing_tags
 from fedspan.deployment.audit import AuditedTransport
 from fedspan.deployment.handshake import Introduction, Invitation, compute_base_digest, compute_extras_digest
-from fedspan.deployment.participants import NodeCallbacks, Participant, Participants, Record, load_record
+from fedspan.deployment.participants import NodeCallbacks, Participant, ParticipantRecord, Participants, load_record
 from fedspan.deployment.status import read_status, store_named_run
 from fedspan.errors import FedspanError
 from fedspan.federation.progress import ClientData
@@ -92,7 +92,7 @@ class Submission:
             gather_nodes(self._handshakes, grid, self._invitation, self._wait, self._signer, expected)
         self._collect_joined()
 
-    def _list_expected(self, record: Record, grid: Grid) -> Collection[str]:
+    def _list_expected(self, record: ParticipantRecord, grid: Grid) -> Collection[str]:
         """Return the clients that a resumed run waits for: those of an interrupted round, or those that are online."""
         finished = read_status(self._folder).round
         if len(record.present) > finished:
@@ -261,7 +261,7 @@ class Handshakes:
         if introduction is not None and reason is None:
             reason = self._explain_second_id(introduction.id, node)
         if introduction is not None and reason is None and self.owners.get(introduction.id, node) != node:
-            is_taken = self._may_replace(introduction.id, admitted)
+            is_taken = self._can_replace(introduction.id, admitted)
             reason = self._explain_taken(introduction.id, is_taken, grid)
         if introduction is not None and reason is None:
             self.nodes[introduction.id] = Participant(node=node, examples=introduction.examples)
@@ -302,7 +302,7 @@ class Handshakes:
             f"trainers need `model.modules_to_save: [{', '.join(unnamed)}]` in the run's config"
         )
 
-    def _may_replace(self, id: str, admitted: Admission | None) -> bool:
+    def _can_replace(self, id: str, admitted: Admission | None) -> bool:
         """Return whether a node may take over the id of one that is gone: it has its name, or there are no names."""
         is_named = self._link.authority is None if admitted is None else admitted.name == id
         return self._federation.late_joiners and is_named

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedspan.core.base import BaseUpdate, Delta, materialise
+from fedspan.core.base import BaseUpdate, Delta, materialize
 from fedspan.core.lowrank import LowRank
 from fedspan.core.parametrization import DenseChange, LoRA, Parametrization, compute_dense_change
 from fedspan.core.tensors import create_generator, is_extra, join_tensor_name, select_slots
@@ -21,7 +21,7 @@ from fedspan.core.values import Job, Trained
 from fedspan.diagnostics.updates import (
     Shape,
     UpdateComparison,
-    combine,
+    combine_deltas,
     compare_updates,
     compute_alignment,
     get_shape,
@@ -253,19 +253,19 @@ class _RoundModels:
     def _diagnose_layer(self, name: str) -> LayerDiagnosis:
         shape = self.engine.adapted.operators[name].shape
         starts = {id: self._start(id, name) for id in self.weights}
-        updates = {id: combine([(1.0, self._own(id, name)), (-1.0, starts[id])], shape) for id in starts}
+        updates = {id: combine_deltas([(1.0, self._compute_own(id, name)), (-1.0, starts[id])], shape) for id in starts}
         total = accumulated = None
         if self.end is not None:
             end = self._compute_change(self.end.parametrization[name], self.end.tensors, name, self.after)
             # relative to the clients' mean start: the global model, unless the clients' ranks are smaller
             negative_starts = [(-self.weights[id], start) for id, start in starts.items()]
-            total = combine([(1.0, end), *self._compute_base_change(name), *negative_starts], shape)
+            total = combine_deltas([(1.0, end), *self._compute_base_change(name), *negative_starts], shape)
             parts: list[tuple[float, Delta]] = [(1.0, end)]
             if name in self.after.total:
                 parts.append((1.0, self.after.total[name]))
             if self.after.rho != 1.0:
                 parts.append((self.after.rho - 1.0, self.engine.adapted.get_weight(name)))
-            accumulated = measure_shape(combine(parts, shape))
+            accumulated = measure_shape(combine_deltas(parts, shape))
         return LayerDiagnosis(
             compare_updates(updates, self.weights, total), self._compute_moment_mismatch(name), accumulated
         )
@@ -275,7 +275,7 @@ class _RoundModels:
     ) -> tuple[float, ...]:
         """Measure the losses of the models between two clients' models, at ``STEPS``."""
         operators = self.engine.adapted.operators
-        changes = [{name: self._own(id, name) for name in operators} for id in pair]
+        changes = [{name: self._compute_own(id, name) for name in operators} for id in pair]
         extras = [
             {name: value for name, value in self.training[id].trained.tensors.items() if is_extra(name)} for id in pair
         ]
@@ -287,7 +287,7 @@ class _RoundModels:
                 for name, value in extras[0].items()
             }
             for name, operator in operators.items():
-                mixed = combine([(1 - position, changes[0][name]), (position, changes[1][name])], operator.shape)
+                mixed = combine_deltas([(1 - position, changes[0][name]), (position, changes[1][name])], operator.shape)
                 parametrization[name] = LoRA(mixed.scale) if isinstance(mixed, LowRank) else DenseChange()
                 slots = {"A": mixed.A, "B": mixed.B} if isinstance(mixed, LowRank) else {"D": mixed.float()}
                 tensors |= {join_tensor_name(name, slot): value for slot, value in slots.items()}
@@ -300,14 +300,14 @@ class _RoundModels:
         first = self.training[id].first
         return self._compute_change(first.parametrization[name], first.tensors, name, self.before)
 
-    def _own(self, id: str, name: str) -> Delta:
+    def _compute_own(self, id: str, name: str) -> Delta:
         """Return a client's layer after its training, relative to the base at the start of the round."""
         local = self.training[id]
         change = self._compute_change(local.last.parametrization[name], local.trained.tensors, name, self.before)
         decay = local.trained.decay
         if decay == 1.0:
             return change
-        return combine([(1.0, change), (decay - 1.0, self._compute_base(name, self.before))], get_shape(change))
+        return combine_deltas([(1.0, change), (decay - 1.0, self._compute_base(name, self.before))], get_shape(change))
 
     def _compute_change(
         self, parametrization: Parametrization, tensors: Mapping[str, Tensor], name: str, base: BaseUpdate
@@ -320,7 +320,7 @@ class _RoundModels:
         return torch.zeros(self.engine.adapted.operators[name].shape) if effective.pair is None else effective.pair
 
     def _compute_base(self, name: str, base: BaseUpdate) -> Tensor:
-        return materialise(self.engine.adapted.get_weight(name), base, name)
+        return materialize(self.engine.adapted.get_weight(name), base, name)
 
     def _compute_base_change(self, name: str) -> list[tuple[float, Delta]]:
         """Return the change of the base in the round, as terms of a linear combination."""

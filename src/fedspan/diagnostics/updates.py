@@ -21,7 +21,7 @@ from fedspan.core.lowrank import LowRank, compute_inner_product, concatenate, sv
 __all__ = [
     "Shape",
     "UpdateComparison",
-    "combine",
+    "combine_deltas",
     "compare_updates",
     "compute_alignment",
     "compute_form_inner_product",
@@ -46,7 +46,7 @@ class UpdateComparison:
             arXiv:2409.12371, figure 8).
         agreement: Mean over pairs of clients of cos(D_i, D_j); NaN for one client.
         angle_out: Mean principal angle between two clients' column spaces, in degrees; NaN for one client.
-        angle_in: The same for their row spaces.
+        angle_in: Mean principal angle between two clients' row spaces, in degrees; NaN for one client.
         products: <D_i, G>, ||D_i||^2 and ||G||^2 by client, from which the alignment of several layers is computed.
     """
 
@@ -74,7 +74,7 @@ class Shape:
     effective_rank: float
 
 
-def combine(parts: Sequence[tuple[float, Delta]], shape: tuple[int, int]) -> Delta:
+def combine_deltas(parts: Sequence[tuple[float, Delta]], shape: tuple[int, int]) -> Delta:
     """Return a linear combination of updates, as factors if all of them are factors.
 
     Args:
@@ -126,7 +126,7 @@ def compare_updates(
     error, target, target2 = math.nan, with_mean, mean2
     if global_update is not None:
         shape = get_shape(global_update)
-        gap = combine(
+        gap = combine_deltas(
             [(1.0, global_update), *((-float(left), updates[id]) for left, id in zip(w, ids, strict=True))], shape
         )
         # not ||G||^2 - 2 <G, D> + ||D||^2, which cancels numerically where the two are nearly equal

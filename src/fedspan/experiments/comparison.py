@@ -79,7 +79,7 @@ class CompareRow:
         error: Standard error of the difference; None for one seed.
         worst: The worst client's metric on its own test part, mean over the seeds.
         bytes_down: Serialized bytes that one run downloads, mean over the seeds; None for a baseline.
-        bytes_up: The same for the uploads.
+        bytes_up: Serialized bytes that one run uploads, mean over the seeds; None for a baseline.
         seconds: Wall-clock time of the rounds of one run, mean over the seeds; None for a baseline.
     """
 

@@ -13,7 +13,7 @@ from rich.text import Text
 from fedspan.experiments.series import Step
 from fedspan.experiments.watcher import Watcher, Watchers
 from fedspan.runs.formatting import format_duration, format_runs, shorten
-from fedspan.runs.progress_bar import LiveBar, ProgressBar, is_bar_wanted
+from fedspan.runs.progress_bar import LiveBar, ProgressBar, has_bar
 from fedspan.runs.setup import Prepared
 from fedspan.training.stages import Stage
 
@@ -92,7 +92,7 @@ def open_watcher(listener: Watcher | None, progress: bool | None) -> Generator[W
         listener: The caller's watcher, or None.
         progress: Whether to show bars; None: if standard error is a terminal, or in a notebook.
     """
-    if not is_bar_wanted(progress):
+    if not has_bar(progress):
         yield listener or Watcher()
         return
     with SeriesBar() as bar:

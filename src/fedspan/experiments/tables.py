@@ -105,7 +105,7 @@ def write_tables(
         folder: Folder of the series.
         title: Title of the Markdown page.
         table: The readable table.
-        plain: The same table in machine-readable form, by column.
+        plain: Rows of ``table`` in machine-readable form, by column.
         command: The command line.
         runs: Folders of the completed runs inside ``folder``.
         extra: A further table for the page.

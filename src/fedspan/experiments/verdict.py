@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Verdict", "Within", "compare_pairs", "compare_to", "compute_standard_error"]
+__all__ = ["Verdict", "Within", "compare_pairs", "compare_to", "estimate_standard_error"]
 
 Verdict = Literal["holds", "contradicted", "inconclusive"]
 
@@ -30,7 +30,7 @@ class Within:
         return f"{self.mean:+.1f} ± {self.error:.1f}"
 
 
-def compute_standard_error(values: Sequence[float]) -> float:
+def estimate_standard_error(values: Sequence[float]) -> float:
     """Return the standard error of the mean, from the sample variance; infinite for a single value."""
     if len(values) < 2:
         return math.inf
@@ -52,7 +52,7 @@ def compare_pairs(better: Sequence[float], worse: Sequence[float]) -> Within:
         ValueError: If the two differ in length.
     """
     differences = [better_score - worse_score for better_score, worse_score in zip(better, worse, strict=True)]
-    mean, error = math.fsum(differences) / len(differences), compute_standard_error(differences)
+    mean, error = math.fsum(differences) / len(differences), estimate_standard_error(differences)
     verdict: Verdict = "inconclusive"
     if abs(mean) > 2 * error:
         verdict = "holds" if mean > 0 else "contradicted"
@@ -70,7 +70,7 @@ def compare_to(values: Sequence[float], target: float, tolerance: float) -> With
         target: The number in the paper.
         tolerance: Largest distance from it that counts as reproduced, in the same unit.
     """
-    mean, error = math.fsum(values) / len(values), compute_standard_error(values)
+    mean, error = math.fsum(values) / len(values), estimate_standard_error(values)
     distance, verdict = abs(mean - target), "inconclusive"
     if distance + 2 * error <= tolerance:
         verdict = "holds"

@@ -16,7 +16,7 @@ from torch import Tensor
 from fedspan.core.tensors import create_generator
 from fedspan.core.values import Message
 
-__all__ = ["PHASES", "Conditions", "FaultKind", "Faults", "Speed", "corrupt_reply"]
+__all__ = ["PHASES", "Conditions", "FaultKind", "Faults", "SpeedDistribution", "corrupt_reply"]
 
 FaultKind = Literal["nan", "noise", "sign-flip", "scale", "label-flip"]
 
@@ -25,7 +25,7 @@ PHASES = ("keys", "shares", "train", "unmask")
 
 
 @dataclass(frozen=True)
-class Speed:
+class SpeedDistribution:
     """Distribution of client speeds.
 
     Args:
@@ -67,7 +67,7 @@ class Conditions:
 
     seed: int
     dropout: float | Mapping[str, float] = 0.0
-    speed: Speed | None = None
+    speed: SpeedDistribution | None = None
     faults: Faults | None = None
 
     def draw_silence(self, client: str, round: int, attempt: int, phases: Sequence[str]) -> str | None:

@@ -174,10 +174,10 @@ def _count_rounds(privacy: Privacy, charges: tuple[Charge, ...]) -> int:
         return privacy.rounds
     spend, epsilon = PrivacySpend(privacy.delta, privacy.accounting), privacy.epsilon
 
-    def exceeds(rounds: int) -> bool:
+    def is_above_epsilon(rounds: int) -> bool:
         return spend.compute_worst(tuple(replace(charge, count=charge.count * rounds) for charge in charges)) > epsilon
 
-    return bisect_left(range(1, privacy.rounds + 1), True, key=exceeds)
+    return bisect_left(range(1, privacy.rounds + 1), True, key=is_above_epsilon)
 
 
 def compute_training_noise(

@@ -29,6 +29,7 @@ __all__ = [
 ]
 
 Direction = Literal["down", "up"]
+"""``down``: from server to client; ``up``: from client to server."""
 Purpose = Literal["train", "statistics", "evaluate", "export"]
 
 _LONGEST_REASON = 4096

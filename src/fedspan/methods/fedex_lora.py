@@ -68,10 +68,10 @@ class FedExLoRA(RegisteredMethod):
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         means, s = average_stack(reduced), self.get_scaling(None)
 
-        def lost(layer: LayerSpec) -> Delta:
+        def compute_lost(layer: LayerSpec) -> Delta:
             return choose_smaller_form(
                 compute_residual(layer.name, reduced, means[join_tensor_name(layer.name, "B")], s, self.residual_rank)
             )
 
-        deltas = {name: delta for name, delta in map_layers(lost, self.spec.layers).items() if delta.numel()}
+        deltas = {name: delta for name, delta in map_layers(compute_lost, self.spec.layers).items() if delta.numel()}
         return state.advance_round(tensors=means, base=state.base.add(Increment(state.round + 1, deltas)))

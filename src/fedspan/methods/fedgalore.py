@@ -82,7 +82,7 @@ def _limit_decays(stack: Sequence[StackItem]) -> list[float]:
     base less.
     """
     decays, steps = ([float(item.tensors[f"{_ROUND}/{name}"]) for item in stack] for name in ("decay", "steps"))
-    least = statistics.median_high([decay for decay, made in zip(decays, steps, strict=True) if made] or [1.0])
+    least = statistics.median_high([decay for decay, count in zip(decays, steps, strict=True) if count] or [1.0])
     return [max(decay, least**_MOST_DECAY) for decay in decays]
 
 
@@ -163,7 +163,7 @@ class FedGaLore(RegisteredMethod):
         """Return whether a round ends with clients' own projectors, so that vbar needs a transmitted basis."""
         return self.count_adaptive(round) == self.segments and self.moments != "keep" and self.synchronization != "none"
 
-    def seed_of(self, round: int) -> int:
+    def draw_projector_seed(self, round: int) -> int:
         """Return the seed of a round's first projector; later projectors have the next integers."""
         rng = create_generator(self.seed, "projector seed", max(0, round) // self.rounds_per_seed)
         return int(torch.randint(2**62, (), generator=rng))
@@ -172,7 +172,7 @@ class FedGaLore(RegisteredMethod):
         """Draw a seeded projector, (R, n) whatever the layer's orientation."""
         rank, side = min(self.r, *layer.shape), choose_side(layer.shape)
         return _transpose_wide(
-            draw_projector(layer.name, layer.shape, rank, side, self.seed_of(round) + segment), layer
+            draw_projector(layer.name, layer.shape, rank, side, self.draw_projector_seed(round) + segment), layer
         )
 
     def init(self, weights: Weights) -> ServerState:
@@ -202,7 +202,11 @@ class FedGaLore(RegisteredMethod):
             optimizer_state=OptimizerState({"exp_avg_sq": second}, dict.fromkeys(second, steps)) if second else None,
             generation=round,
             refresh=Refresh(
-                self.period or None, self.projectors, self.count_adaptive(round), self.seed_of(round), self.moments
+                self.period or None,
+                self.projectors,
+                self.count_adaptive(round),
+                self.draw_projector_seed(round),
+                self.moments,
             ),
             decay_base=self.decay_base,
         )

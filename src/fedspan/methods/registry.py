@@ -47,9 +47,9 @@ from fedspan.methods.rolora import RoLoRA
 from fedspan.methods.slora import SLoRA
 from fedspan.packages import load_installed
 
-__all__ = ["GROUP", "METHODS", "get_method_class", "register"]
+__all__ = ["ENTRY_POINTS", "METHODS", "get_method_class", "register"]
 
-GROUP = "fedspan.methods"
+ENTRY_POINTS = "fedspan.methods"
 """Group of the entry points."""
 _RESERVED = {"all"}
 _KEY = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
@@ -109,7 +109,7 @@ def register(key: str, cls: type[RegisteredMethod]) -> None:
         )
     if _methods.get(key, cls) is not cls:
         raise FedspanError("method.name", key, problem=f"{key!r} is already the key of {_methods[key].__qualname__}")
-    installed = None if key in _methods else load_installed(GROUP, key, "method.name")
+    installed = None if key in _methods else load_installed(ENTRY_POINTS, key, "method.name")
     if installed is not None and installed[1] is not cls:
         raise FedspanError("method.name", key, problem=f"{key!r} is already the key of {installed[0]}")
     _require_method(key, cls)
@@ -139,7 +139,7 @@ def get_method_class(key: str, field: str = "method.name") -> type[RegisteredMet
         FedspanError: If the key is unknown (the message lists the nearest known ones) or its package cannot be loaded.
     """
     if key not in METHODS:
-        installed = load_installed(GROUP, key, field)
+        installed = load_installed(ENTRY_POINTS, key, field)
         if installed is not None:
             register(key, installed[1])
             return METHODS[key]

@@ -42,7 +42,7 @@ __all__ = [
     "export_adapter",
     "get_job_extras",
     "read_adapter",
-    "require_same_base",
+    "require_adapter_base",
     "truncate_adapter",
 ]
 
@@ -208,7 +208,7 @@ def _write(folder: Path, tensors: Mapping[str, Tensor], config: PeftConfig, rank
     (folder / _WEIGHTS).write_bytes(safetensors.torch.save(dict(tensors), metadata={"format": "pt"}))
 
 
-def require_same_base(folder: Path, notes: Mapping[str, object], base: nn.Module) -> None:
+def require_adapter_base(folder: Path, notes: Mapping[str, object], base: nn.Module) -> None:
     """Check that a base that was passed from Python is the one that an adapter was trained on.
 
     Args:

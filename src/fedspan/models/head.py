@@ -68,7 +68,7 @@ def find_untrained_head(adapted: AdaptedModel) -> tuple[str, ...]:
         path = find_output_layer(adapted).path
     except NoOutputLayer:
         return ()
-    return (path,) if _looks_untrained(cast(nn.Linear, adapted.model.get_submodule(path))) else ()
+    return (path,) if _is_untrained(cast(nn.Linear, adapted.model.get_submodule(path))) else ()
 
 
 def find_frozen_heads(adapted: AdaptedModel) -> tuple[str, ...]:
@@ -83,14 +83,14 @@ def find_frozen_heads(adapted: AdaptedModel) -> tuple[str, ...]:
         return ()
     layers = {path: module for path, module in model.named_modules() if isinstance(module, nn.Linear)}
     inside = {path for path in layers if path.startswith(f"{body}.")}
-    is_body_trained = any(_has_bias(layers[path]) and not _looks_untrained(layers[path]) for path in inside)
+    is_body_trained = any(_has_bias(layers[path]) and not _is_untrained(layers[path]) for path in inside)
     return tuple(
         path
         for path, module in layers.items()
         if (is_body_trained or path not in inside)
         and path not in adapted.layers
         and f"{path}.weight" not in adapted.extras
-        and _looks_untrained(module)
+        and _is_untrained(module)
     )
 
 
@@ -98,7 +98,7 @@ def _has_bias(layer: nn.Linear) -> bool:
     return layer.bias is not None  # pyright: ignore[reportUnnecessaryComparison]
 
 
-def _looks_untrained(layer: nn.Linear) -> bool:
+def _is_untrained(layer: nn.Linear) -> bool:
     """Check for a bias of zeros, which Transformers gives to new layers and which hardly survives a training step."""
     return _has_bias(layer) and not bool(layer.bias.any())
 
@@ -108,7 +108,7 @@ class FeatureTap:
 
     Args:
         model: The model.
-        layer: Its output layer.
+        layer: Output layer of the model.
     """
 
     def __init__(self, model: nn.Module, layer: OutputLayer) -> None:

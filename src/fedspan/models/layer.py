@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
-from fedspan.core.base import BaseUpdate, Delta, materialise
+from fedspan.core.base import BaseUpdate, Delta, materialize
 from fedspan.core.lowrank import LowRank, concatenate
 from fedspan.core.parametrization import Effective, Parametrization
 from fedspan.errors import FedspanError
@@ -100,7 +100,7 @@ class AdaptedLayer:
             return
         if self._original is None:
             self._original = self.stored_weight.detach().clone()
-        working = materialise(self.get_original(), base, self.name)
+        working = materialize(self.get_original(), base, self.name)
         with torch.no_grad():
             self.stored_weight.copy_(self.operator.to_stored(working))
 

@@ -206,8 +206,8 @@ def adopt_loaded(
 
     Args:
         model: A ``PreTrainedModel`` with the head of the task, or another ``nn.Module``.
-        processor: Its tokenizer or image processor; None: that of its ``name_or_path``, or none without this name, and
-            of a model that reads neither tokens nor images.
+        processor: Tokenizer or image processor of the model; None: the one of the model's ``name_or_path``, or none
+            if the model has no such name, or reads neither tokens nor images.
         head: Head of the task, or its name in ``heads.HEADS``.
         labels: Label names by index.
         device: Target device; None: the CPU.
@@ -365,11 +365,11 @@ def _prepare(model: Any, processor: Processor | None, name: str) -> None:
 def _rename_encoder_keys(info: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     """Rename an encoder's keys to those of the classifier around it, whose output layer is new."""
 
-    def renamed(key: Any) -> Any:
+    def rename(key: Any) -> Any:
         return f"{prefix}.{key}" if isinstance(key, str) else (f"{prefix}.{key[0]}", *key[1:])
 
-    missing = [*map(renamed, info["missing_keys"]), f"{HEAD}.weight", f"{HEAD}.bias"]
-    return {"missing_keys": missing, "mismatched_keys": [renamed(key) for key in info["mismatched_keys"]]}
+    missing = [*map(rename, info["missing_keys"]), f"{HEAD}.weight", f"{HEAD}.bias"]
+    return {"missing_keys": missing, "mismatched_keys": [rename(key) for key in info["mismatched_keys"]]}
 
 
 def _require_head(error: Exception, name: str, config: Any, head: Head) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
-from fedspan.core.base import BaseUpdate, materialise, to_dense
+from fedspan.core.base import BaseUpdate, materialize, to_dense
 from fedspan.core.parametrization import compute_dense_change
 from fedspan.core.tensors import group_by_layer
 from fedspan.core.values import Job
@@ -59,7 +59,7 @@ def merge_weights(adapted: AdaptedModel, job: Job, base: BaseUpdate) -> dict[str
         if is_quantized(layer.module):
             expected = "null: this method does not train an adapter of the base, and exports a whole model"
             raise FedspanError("model.quantization", type(layer.module).__name__, expected)
-        W_OI = materialise(layer.get_original().cpu(), base, name)
+        W_OI = materialize(layer.get_original().cpu(), base, name)
         if name in job.parametrization:
             W_OI = W_OI + compute_dense_change(job.parametrization[name].compute_effective(slots[name]), W_OI)
         if layer.adopted is not None:

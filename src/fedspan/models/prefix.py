@@ -105,11 +105,6 @@ class FrozenPrefix:
         """Paths of the skipped blocks, and of the one after them."""
         return self._paths
 
-    @property
-    def blocks(self) -> int:
-        """Number of skipped blocks."""
-        return len(self._skipped)
-
     def on(self, adapted: AdaptedModel) -> FrozenPrefix:
         """Return the same prefix of a replica of the model."""
         return FrozenPrefix(adapted, self._paths, self._widths)

@@ -42,14 +42,14 @@ def stack_effective(parametrization: Parametrization, slots: Mapping[str, Tensor
     """
     traced: list[Effective] = []
 
-    def one(client_slots: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    def compute_parts(client_slots: dict[str, Tensor]) -> tuple[Tensor, ...]:
         effective = parametrization.compute_effective(client_slots)
         traced.append(effective)
         pair = effective.pair
         parts = () if pair is None else ((pair.B, pair.A) if isinstance(pair, LowRank) else (pair,))
         return parts if effective.weight is None else (*parts, effective.weight)
 
-    stacked = vmap(one)(dict(slots))
+    stacked = vmap(compute_parts)(dict(slots))
     effective = traced[0]
     weight = None if effective.weight is None else stacked[-1]
     pair: Any = None

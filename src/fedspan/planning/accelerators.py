@@ -15,7 +15,7 @@ from fedspan.config import RunConfig
 from fedspan.errors import FedspanError
 from fedspan.planning.compute import Compute
 
-__all__ = ["ACCELERATORS", "HERE", "UTILIZATION", "Accelerator", "Duration", "Speed", "get_accelerator_speed"]
+__all__ = ["ACCELERATORS", "HERE", "UTILIZATION", "Accelerator", "DeviceSpeed", "Duration", "get_accelerator_speed"]
 
 HERE = "here"
 UTILIZATION = 0.35
@@ -99,7 +99,7 @@ class Duration:
 
 
 @dataclass(frozen=True)
-class Speed:
+class DeviceSpeed:
     """Training speed of a device for a model.
 
     Args:
@@ -151,7 +151,7 @@ class Speed:
         )
 
 
-def get_accelerator_speed(name: str, dtype: str, utilization: float = UTILIZATION) -> Speed:
+def get_accelerator_speed(name: str, dtype: str, utilization: float = UTILIZATION) -> DeviceSpeed:
     """Return the speed of a GPU of the table.
 
     Args:
@@ -172,4 +172,4 @@ def get_accelerator_speed(name: str, dtype: str, utilization: float = UTILIZATIO
     if peak is None:
         raise FedspanError("--device", name, "a GPU with bfloat16 (A10, RTX3090 or newer), or model.dtype: float16")
     rate = peak * 1e12 * utilization
-    return Speed(key, rate, rate, accelerator.bandwidth * 1e9, memory=round(accelerator.memory * 1e9))
+    return DeviceSpeed(key, rate, rate, accelerator.bandwidth * 1e9, memory=round(accelerator.memory * 1e9))

@@ -22,12 +22,12 @@ from fedspan.core.tensors import join_extra_name
 from fedspan.core.values import Group, Job, LayerSpec
 from fedspan.errors import FedspanError
 from fedspan.models.adapted import AdaptedModel
-from fedspan.planning.accelerators import HERE, Speed
+from fedspan.planning.accelerators import HERE, DeviceSpeed
 from fedspan.planning.compute import PlannedPasses, Trains
 from fedspan.planning.layer_counts import Computation
 from fedspan.runs.devices import choose_device, set_algorithms
 from fedspan.runs.engine_setup import make_engine
-from fedspan.runs.model_setup import empty_model, get_pooling
+from fedspan.runs.model_setup import build_empty_model, get_pooling
 from fedspan.runs.task_setup import collect_task_settings
 from fedspan.runs.trainer_setup import compute_max_length
 from fedspan.tasks.encoding import Ragged
@@ -57,7 +57,7 @@ def measure_speed(
     length: int | None,
     clients: int,
     steps: int | None,
-) -> Speed:
+) -> DeviceSpeed:
     """Measure the speed of this machine with a run's device, threads, number format, engine and batches.
 
     Args:
@@ -92,7 +92,7 @@ def measure_speed(
             parallel, start = bench.time_parallel(-(-clients // config.active_workers), steps)
     finally:
         torch.set_num_threads(threads)
-    return Speed(HERE, single, parallel, start=start)
+    return DeviceSpeed(HERE, single, parallel, start=start)
 
 
 class _Bench:
@@ -117,9 +117,9 @@ class _Bench:
         length: int | None,
     ) -> None:
         self._config = config
-        adapted = empty_model(config, labels, architecture, device, depth)
+        adapted = build_empty_model(config, labels, architecture, device, depth)
         longest = compute_max_length(config, None, adapted.model)
-        passes = PlannedPasses(config, empty_model(config, labels, architecture, depth=depth))
+        passes = PlannedPasses(config, build_empty_model(config, labels, architecture, depth=depth))
         length = None if passes.longest is None else length or longest
         task_settings = collect_task_settings(config, labels, longest, get_pooling(config))
         task = get_task(config.task).build(_get_processor_attributes(adapted), task_settings, config.data)

@@ -210,7 +210,7 @@ class PlannedPasses:
         self._searched = True
         return self._prefix
 
-    def prefix_flops(self, prefix: Prefix, rows: int, length: int) -> int:
+    def count_prefix_flops(self, prefix: Prefix, rows: int, length: int) -> int:
         """Count the FLOPs of a batch's hidden states at the end of the prefix."""
         self._install(Trains({}, False))
         inputs = self._build_inputs(rows, length)
@@ -269,7 +269,7 @@ def compute_training_cost(
         prefix, cache = None, 0
     cost = passes.count_cost(trains, batch, length, prefix)
     example = (cost.forward + cost.backward) // batch
-    once = 0 if prefix is None or length is None else passes.prefix_flops(prefix, batch, length) // batch
+    once = 0 if prefix is None or length is None else passes.count_prefix_flops(prefix, batch, length) // batch
     client = None if examples_seen is None else round(examples_seen * example)
     run = first = stored = None
     if client is not None and own_examples is not None:

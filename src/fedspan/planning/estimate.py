@@ -13,7 +13,7 @@ from fedspan.data.path_patterns import has_placeholders
 from fedspan.errors import FedspanError
 from fedspan.experiments.comparison import plan_comparison
 from fedspan.methods.registry import METHODS
-from fedspan.planning.accelerators import HERE, UTILIZATION, Speed, get_accelerator_speed
+from fedspan.planning.accelerators import HERE, UTILIZATION, DeviceSpeed, get_accelerator_speed
 from fedspan.planning.calibration import measure_speed
 from fedspan.planning.plan import Plan, add_time, plan_run, prepare_model
 from fedspan.tasks.registry import get_task
@@ -113,7 +113,7 @@ def plan_methods(
     _require_device(device, utilization)
     model = prepare_model(_set_device(first, device), labels, architecture)
     plans: dict[str, Plan | FedspanError] = {}
-    speed: Speed | None = None
+    speed: DeviceSpeed | None = None
     for step in steps:
         try:
             estimate = plan_run(step.config, model, clients, examples, length=length, mbit=mbit)
@@ -177,7 +177,7 @@ def _get_speed(
     utilization: float | None,
     labels: int,
     architecture: Mapping[str, Any] | None,
-) -> Speed:
+) -> DeviceSpeed:
     """Return the speed of a device by its name, or of this machine."""
     if device != HERE:
         return get_accelerator_speed(device, config.model.dtype, UTILIZATION if utilization is None else utilization)

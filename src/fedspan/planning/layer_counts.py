@@ -19,7 +19,7 @@ from fedspan.planning.shape_inference import ShapeInference
 __all__ = ["Computation", "LayerCounts", "StandIn", "count_layer"]
 
 
-Source = Literal["held", "made"] | None
+WeightSource = Literal["held", "made"] | None
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Computation:
     """
 
     base: bool = True
-    weight: Source = None
-    matrix: Source = None
+    weight: WeightSource = None
+    matrix: WeightSource = None
     rank: int = 0
     moves: frozenset[str] = frozenset()
 
@@ -135,7 +135,7 @@ def _build_computation(job: Job, layer: str) -> Computation:
     )
 
 
-def _classify_source(value: Tensor | None, slots: Mapping[str, Tensor]) -> Source:
+def _classify_source(value: Tensor | None, slots: Mapping[str, Tensor]) -> WeightSource:
     if value is None:
         return None
     return "held" if any(value is slot for slot in slots.values()) else "made"

@@ -19,11 +19,11 @@ from fedspan.federation.federation import draw_cohort
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.head import NoOutputLayer, find_output_layer
 from fedspan.models.quantized import list_unquantized_modules
-from fedspan.planning.accelerators import Duration, Speed
+from fedspan.planning.accelerators import DeviceSpeed, Duration
 from fedspan.planning.compute import Compute, PlannedPasses, Trains, compute_training_cost
 from fedspan.planning.traffic import RankCounts, list_extras, plan_traffic
 from fedspan.runs.client_ranks import compute_client_ranks
-from fedspan.runs.model_setup import empty_model
+from fedspan.runs.model_setup import build_empty_model
 from fedspan.training.dp_sgd import compute_private_steps
 
 __all__ = ["ClientMemory", "Plan", "PlannedModel", "ServerMemory", "add_time", "plan_run", "prepare_model"]
@@ -169,7 +169,7 @@ def prepare_model(config: RunConfig, labels: int, architecture: Mapping[str, Any
         FedspanError: If the model has no config, or target layers do not exist.
     """
     names = config.data.labels or [str(number) for number in range(labels)]
-    adapted = empty_model(config, tuple(names), architecture)
+    adapted = build_empty_model(config, tuple(names), architecture)
     base = sum(
         value.numel() * value.element_size() for value in (*adapted.model.parameters(), *adapted.model.buffers())
     )
@@ -236,7 +236,7 @@ def plan_run(
     moments = _MOMENTS[config.training.optimizer]
     if config.training.optimizer == "sgd" and not config.training.momentum:
         moments = 0
-    own_examples = _own_examples(config, count, examples)
+    own_examples = _count_own_examples(config, count, examples)
     steps = _compute_steps(config, own_examples)
     trains = Trains(largest.computations, extras.policy != "frozen" and bool(planned.adapted.extras))
     cohorts = [
@@ -285,7 +285,7 @@ def plan_run(
     )
 
 
-def add_time(plan: Plan, speed: Speed, config: RunConfig) -> Plan:
+def add_time(plan: Plan, speed: DeviceSpeed, config: RunConfig) -> Plan:
     """Add the time that training takes on a device of this speed to a plan."""
     return replace(plan, time=speed.compute_duration(plan.compute, plan.client.base, config, plan.transfer))
 
@@ -304,7 +304,7 @@ def _compute_head_bytes(config: RunConfig, adapted: AdaptedModel) -> int:
     )
 
 
-def _own_examples(config: RunConfig, clients: int, examples: int | None) -> int | None:
+def _count_own_examples(config: RunConfig, clients: int, examples: int | None) -> int | None:
     """Return the training examples of the mean client; None: unknown."""
     if examples is None:
         return None

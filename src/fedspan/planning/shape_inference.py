@@ -36,7 +36,7 @@ from fedspan.federation.serialization import compute_payload_size
 from fedspan.training.projector_refresh import build_untrained_tensors
 from fedspan.wrappers.wrapper import Wrapper
 
-__all__ = ["Exchange", "ShapeInference", "count_traffic", "rewrap_method", "unwrap_method"]
+__all__ = ["ClientExchange", "ShapeInference", "count_traffic", "rewrap_method", "unwrap_method"]
 
 
 def _infer_svd(matrix: Tensor, full_matrices: bool = True) -> tuple[Tensor, Tensor, Tensor]:
@@ -126,7 +126,7 @@ class _Weights:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class ClientExchange:
     """A client's half of a round.
 
     Args:
@@ -171,7 +171,7 @@ class ShapeInference:
             message = self._method.sync(self.state, client)
             return message, self._method.start(message, client, self._memories[rank], round)
 
-    def run_round(self, cohort: Sequence[int]) -> dict[int, Exchange]:
+    def run_round(self, cohort: Sequence[int]) -> dict[int, ClientExchange]:
         """Run the current round.
 
         Args:
@@ -195,13 +195,13 @@ class ShapeInference:
             self.state = self._method.update(self.state, reduced)
         return exchanges
 
-    def _add_second(self, first: Exchange, order: Message, rank: int) -> Exchange:
+    def _add_second(self, first: ClientExchange, order: Message, rank: int) -> ClientExchange:
         """Return a round's first exchange with its second one."""
         tensors = split_extras(_simulate_training(first.jobs[-1]).tensors)[0]
         reply = self._method.build_second_reply(order, tensors, self._build_client(rank), self.state.round)
         return replace(first, second=(order, reply))
 
-    def _contribute_second(self, exchanges: Mapping[int, Exchange], rank: int) -> Tensors:
+    def _contribute_second(self, exchanges: Mapping[int, ClientExchange], rank: int) -> Tensors:
         """Return the tensors of a client's second reply in the form in which they are averaged."""
         second = exchanges[rank].second
         assert second is not None
@@ -210,7 +210,7 @@ class ShapeInference:
     def _build_client(self, rank: int) -> Client:
         return Client(f"rank {rank}", rank, 1.0, 1, 1.0, self.state.round - 1 if self.state.round else None)
 
-    def _exchange(self, rank: int) -> Exchange:
+    def _exchange(self, rank: int) -> ClientExchange:
         (down, job), client, memory = self.start(rank), self._build_client(rank), self._memories[rank]
         jobs = [job]
         with _to_meta():
@@ -222,7 +222,7 @@ class ShapeInference:
                     break
                 jobs.append(result)
         self._memories[rank] = memory
-        return Exchange(down, tuple(jobs), result)
+        return ClientExchange(down, tuple(jobs), result)
 
     def _reduce(self, cohort: Sequence[int], parts: Mapping[int, Contribution]) -> Reduced:
         mean = {name: value for part in parts.values() for name, value in part.sum.items()}

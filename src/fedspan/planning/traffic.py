@@ -20,11 +20,11 @@ from fedspan.planning.layer_counts import Computation, count_layer
 from fedspan.planning.shape_inference import count_traffic, rewrap_method
 from fedspan.wrappers.extras import ExtrasPolicy
 
-__all__ = ["Extras", "RankCounts", "Sent", "list_extras", "plan_traffic"]
+__all__ = ["Extras", "RankCounts", "RoundTraffic", "list_extras", "plan_traffic"]
 
 
 @dataclass(frozen=True)
-class Sent:
+class RoundTraffic:
     """Bytes of tensor data of one round.
 
     Args:
@@ -89,12 +89,12 @@ class RankCounts:
             (kind, count_layer(method, kind, rank), number) for kind, number in count_layer_shapes(method.spec).items()
         ]
 
-        def total(elements: Sequence[int]) -> int:
+        def sum_layers(elements: Sequence[int]) -> int:
             return sum(number * element for (_, _, number), element in zip(counts, elements, strict=True))
 
-        trained = max(map(total, zip(*(layer.trained for _, layer, _ in counts), strict=True)))
-        held_elements = max(trained, total([layer.held for _, layer, _ in counts]))
-        stored = total([layer.stored for _, layer, _ in counts])
+        trained = max(map(sum_layers, zip(*(layer.trained for _, layer, _ in counts), strict=True)))
+        held_elements = max(trained, sum_layers([layer.held for _, layer, _ in counts]))
+        stored = sum_layers([layer.stored for _, layer, _ in counts])
         return cls({kind: layer.computation for kind, layer, _ in counts}, trained, held_elements, stored)
 
 
@@ -105,7 +105,7 @@ def count_layer_shapes(spec: Spec) -> Counter[LayerSpec]:
 
 def plan_traffic(
     config: RunConfig, adapted: AdaptedModel, method: RegisteredMethod, ranks: Sequence[int]
-) -> list[Sent]:
+) -> list[RoundTraffic]:
     """Compute the bytes of all rounds of a run.
 
     Args:
@@ -135,7 +135,7 @@ def plan_traffic(
     ]
     # Extras are transmitted alike around every method; FedAvg supports every wrapper.
     beside = count_bytes(FedAvg(spec=replace(method.spec, layers=())), extras.values)
-    rounds, informed = list[Sent](), set[int]()
+    rounds, informed = list[RoundTraffic](), set[int]()
     for number, cohort in enumerate(cohorts):
         down = sum(times * rows[number][0] for times, rows in layers)
         up = sum(times * rows[number][1] for times, rows in layers)
@@ -144,5 +144,5 @@ def plan_traffic(
         else:
             down += sum(client not in informed for client in cohort) * extras.bytes
         informed.update(cohort)
-        rounds.append(Sent(len(cohort), down, up))
+        rounds.append(RoundTraffic(len(cohort), down, up))
     return rounds

@@ -15,7 +15,7 @@ import plotly.graph_objects as go
 
 from fedspan.diagnostics.measures import MEASURES
 from fedspan.diagnostics.round_diagnosis import Diagnosis
-from fedspan.reports.groups import Curve, Group, summarize_curve
+from fedspan.reports.groups import Curve, RunGroup, summarize_curve
 from fedspan.reports.run_data import RunData
 from fedspan.runs.formatting import get_title
 from fedspan.tasks.metrics import METRICS
@@ -49,7 +49,7 @@ ON_DARK = {"#6b4c9a": "#a98be0", "#444444": "#bbbbbb", ABSENT: "#2a313a"}
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 MARKS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "star", "triangle-down")
 PATTERNS = ("", "/", "x", ".", "-", "|", "+", "\\")
-BASELINES = {
+BASELINE_STYLES = {
     "local": ("#444444", "dot", "triangle-down-open"),
     "centralized": ("#444444", "longdash", "triangle-up-open"),
 }
@@ -104,7 +104,7 @@ def get_losses(run: RunData) -> dict[int, float]:
 
 
 def draw_course(
-    groups: Sequence[Group],
+    groups: Sequence[RunGroup],
     values: Mapping[str, Mapping[int, float]],
     title: str,
     percent: bool,
@@ -130,7 +130,7 @@ def draw_course(
         _draw_line(figure, summary, group.label, color, DASHES[index % len(DASHES)], mark, percent)
         _extend_axes(axes, summary, 1)
     for group, summary in zip(groups, curves, strict=True) if with_baselines else ():
-        for name, (color, dash, mark) in BASELINES.items():
+        for name, (color, dash, mark) in BASELINE_STYLES.items():
             if (score := group.references.get(name)) is not None:
                 level = replace(summary, mean=(score,) * len(summary.rounds))
                 _draw_line(figure, level, _title_baseline(group, name, len(groups)), color, dash, mark, percent)
@@ -174,7 +174,7 @@ def _draw_line(figure: Figure, curve: Curve, label: str, color: str, dash: str, 
     )
 
 
-def _title_baseline(group: Group, name: str, count: int) -> str:
+def _title_baseline(group: RunGroup, name: str, count: int) -> str:
     """Return a baseline's name in a legend; of several groups, with that of the group."""
     return get_title(name) if count == 1 else f"{group.label}: {get_title(name)}"
 
@@ -186,7 +186,7 @@ def _extend_axes(axes: Mapping[str, list[Any]], curve: Curve, times: int) -> Non
         axes["time"].append(list(curve.seconds))
 
 
-def draw_clients(groups: Sequence[Group], metric: str) -> Figure | None:
+def draw_clients(groups: Sequence[RunGroup], metric: str) -> Figure | None:
     """Draw every client's score on its own test part, worst at the bottom; for many clients, their distribution.
 
     The scores of baselines are beside those of the result.
@@ -195,7 +195,7 @@ def draw_clients(groups: Sequence[Group], metric: str) -> Figure | None:
     for group in groups:
         reports = [run.report for run in group.runs if run.report is not None]
         scores[group.label] = _average_by_client([report.by_client for report in reports], metric)
-        for name in BASELINES:
+        for name in BASELINE_STYLES:
             if by_client := [report.baselines[name]["by_client"] for report in reports if name in report.baselines]:
                 scores[_title_baseline(group, name, len(groups))] = _average_by_client(by_client, metric)
     ids = list(dict.fromkeys(id for client_scores in scores.values() for id in client_scores))
@@ -244,7 +244,7 @@ def _average_by_client(by_client: Sequence[Mapping[str, Mapping[str, float]]], m
     return {id: sum(values) / len(values) for id, values in scores_by_client.items()}
 
 
-def draw_traffic(groups: Sequence[Group]) -> Figure:
+def draw_traffic(groups: Sequence[RunGroup]) -> Figure:
     """Draw the megabytes of a run, down and up."""
     figure = go.Figure()
     for index, direction in enumerate(("down", "up")):

@@ -10,13 +10,13 @@ from fedspan.experiments.series import compute_deviation, compute_mean
 from fedspan.reports.run_data import RunData
 from fedspan.runs.curves import compute_sent_bytes
 
-__all__ = ["Curve", "Group", "group_runs", "list_differences", "summarize_curve"]
+__all__ = ["Curve", "RunGroup", "group_runs", "list_distinguishing_settings", "summarize_curve"]
 
 _SEEDS = ("seed", "baselines")
 
 
 @dataclass(frozen=True)
-class Group:
+class RunGroup:
     """Runs of one configuration that differ only in the seed.
 
     Args:
@@ -86,7 +86,7 @@ class Curve:
     seconds: tuple[float, ...]
 
 
-def group_runs(runs: Sequence[RunData]) -> tuple[Group, ...]:
+def group_runs(runs: Sequence[RunData]) -> tuple[RunGroup, ...]:
     """Group the runs, in the order of their first runs."""
     by_settings: dict[str, list[RunData]] = {}
     for run in runs:
@@ -94,18 +94,17 @@ def group_runs(runs: Sequence[RunData]) -> tuple[Group, ...]:
             path: value for path, value in _flatten(run.config.model_dump(mode="json")).items() if path not in _SEEDS
         }
         by_settings.setdefault(repr(sorted(flat.items())), []).append(run)
-    sets = [sorted(members, key=lambda run: run.config.seed) for members in by_settings.values()]
-    differ = list_differences([members[0] for members in sets])
+    sets = [sorted(group, key=lambda run: run.config.seed) for group in by_settings.values()]
+    differ = list_distinguishing_settings([group[0] for group in sets])
     labels = [
-        _format_label(members[0], {path: row[index] for path, row in differ.items()})
-        for index, members in enumerate(sets)
+        _format_label(group[0], {path: row[index] for path, row in differ.items()}) for index, group in enumerate(sets)
     ]
     if len(set(labels)) < len(labels):
-        labels = [members[0].name for members in sets]
-    return tuple(Group(label, tuple(members)) for label, members in zip(labels, sets, strict=True))
+        labels = [group[0].name for group in sets]
+    return tuple(RunGroup(label, tuple(group)) for label, group in zip(labels, sets, strict=True))
 
 
-def list_differences(runs: Sequence[RunData]) -> dict[str, tuple[Any, ...]]:
+def list_distinguishing_settings(runs: Sequence[RunData]) -> dict[str, tuple[Any, ...]]:
     """Return the fields in which configurations differ, with every run's value (None if missing), except seeds."""
     flats = [_flatten(run.config.model_dump(mode="json")) for run in runs]
     paths = dict.fromkeys(path for flat in flats for path in flat if path not in _SEEDS)
@@ -113,7 +112,7 @@ def list_differences(runs: Sequence[RunData]) -> dict[str, tuple[Any, ...]]:
     return {path: row for path, row in rows.items() if any(value != row[0] for value in row)}
 
 
-def summarize_curve(group: Group, values: Mapping[str, Mapping[int, float]]) -> Curve:
+def summarize_curve(group: RunGroup, values: Mapping[str, Mapping[int, float]]) -> Curve:
     """Summarize a quantity by round over the runs of a group.
 
     Args:

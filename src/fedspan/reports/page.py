@@ -18,17 +18,17 @@ from fedspan.diagnostics.round_diagnosis import Diagnosis
 from fedspan.experiments.tables import format_size
 from fedspan.reports import charts, matrices
 from fedspan.reports.charts import Figure
-from fedspan.reports.groups import Group, list_differences
+from fedspan.reports.groups import RunGroup, list_distinguishing_settings
 from fedspan.reports.run_data import Row, RunData
-from fedspan.reports.summary import format_score, write_sentences
+from fedspan.reports.summary import format_score_with_unit, write_sentences
 from fedspan.runs.formatting import get_title
 from fedspan.tasks.metrics import METRICS
 
-__all__ = ["OutOfRoundEvents", "render_page"]
+__all__ = ["PageContent", "render_page"]
 
 
 @dataclass(frozen=True)
-class OutOfRoundEvents:
+class PageContent:
     """Content of the page beyond the groups' run data.
 
     Args:
@@ -60,12 +60,12 @@ class _Page:
         return f'<div class="figure" id="figure-{number}" role="img" aria-label="{html.escape(description)}"></div>'
 
 
-def render_page(groups: Sequence[Group], events: OutOfRoundEvents, title: str, version: str) -> str:
+def render_page(groups: Sequence[RunGroup], content: PageContent, title: str, version: str) -> str:
     """Render the whole page as HTML.
 
     Args:
         groups: Groups of runs with one metric.
-        events: Additional content.
+        content: What the page shows beyond the groups' run data.
         title: Title of the page.
         version: Version of fedspan.
     """
@@ -86,8 +86,8 @@ def render_page(groups: Sequence[Group], events: OutOfRoundEvents, title: str, v
     if (figure := charts.draw_clients(groups, metric)) is not None:
         note = "<p>Of the best round's models, on each client's own test part; the worst is at the bottom.</p>"
         sections.add_section("Clients", sections.add_figure(figure, f"{metric} of every client"), note)
-    if events.partition is not None:
-        name, rows, labels = events.partition
+    if content.partition is not None:
+        name, rows, labels = content.partition
         figure = sections.add_figure(matrices.partition(rows, labels), "examples of each label by client")
         sections.add_section("Labels by client", f"<p>{html.escape(name)}</p>", figure)
     sections.add_section(
@@ -98,9 +98,9 @@ def render_page(groups: Sequence[Group], events: OutOfRoundEvents, title: str, v
         figure = matrices.draw_participation(participated[0])
         note = f"<p>{html.escape(participated[0].name)}; blue: participated, x: its reply did not count.</p>"
         sections.add_section("Participation", note, sections.add_figure(figure, "participation of clients by round"))
-    _add_diagnostics(sections, groups, events.diagnoses)
-    if events.spectra is not None and (figure := charts.draw_spectra(events.spectra[1])) is not None:
-        note = f"<p>{html.escape(events.spectra[0])}: the adapter's update by layer.</p>"
+    _add_diagnostics(sections, groups, content.diagnoses)
+    if content.spectra is not None and (figure := charts.draw_spectra(content.spectra[1])) is not None:
+        note = f"<p>{html.escape(content.spectra[0])}: the adapter's update by layer.</p>"
         sections.add_section("Singular values of the update", note, sections.add_figure(figure, "singular values"))
     if (figure := charts.draw_privacy(runs)) is not None:
         sections.add_section("Privacy", sections.add_figure(figure, "epsilon by round"))
@@ -108,7 +108,7 @@ def render_page(groups: Sequence[Group], events: OutOfRoundEvents, title: str, v
     return _render_html(sections, title, version)
 
 
-def _add_diagnostics(sections: _Page, groups: Sequence[Group], diagnoses: Mapping[str, Diagnosis] | None) -> None:
+def _add_diagnostics(sections: _Page, groups: Sequence[RunGroup], diagnoses: Mapping[str, Diagnosis] | None) -> None:
     """Add the diagnostics recorded during one run of each group, and those of one additional round."""
     parts: list[str] = []
     for run in (group.runs[0] for group in groups):
@@ -125,12 +125,12 @@ def _add_diagnostics(sections: _Page, groups: Sequence[Group], diagnoses: Mappin
         sections.add_section("Diagnostics", *parts, _render_details("How to read", table))
 
 
-def _note(groups: Sequence[Group]) -> str:
+def _note(groups: Sequence[RunGroup]) -> str:
     bands = any(len(group.runs) > 1 for group in groups)
     return "<p>Lines are means over the seeds, bands reach from the least to the most.</p>" if bands else ""
 
 
-def _render_summary(groups: Sequence[Group]) -> str:
+def _render_summary(groups: Sequence[RunGroup]) -> str:
     metric = groups[0].runs[0].metric
     runs = [run for group in groups for run in group.runs]
     scored = [scores for run in runs for scores in (run.result, *run.references.values())]
@@ -140,9 +140,9 @@ def _render_summary(groups: Sequence[Group]) -> str:
     def format_scores(scores: Row) -> tuple[str, ...]:
         heldout, clients = (scores.get(part) or {} for part in ("test", "clients"))
         worst = clients.get("worst")
-        worst_text = f"{format_score(metric, worst.get(metric))} ({worst['client']})" if worst else "-"
-        cells = (format_score(metric, heldout.get(metric)),) if has_heldout else ()
-        return (*cells, *((format_score(metric, clients.get(metric)), worst_text) if has_clients else ()))
+        worst_text = f"{format_score_with_unit(metric, worst.get(metric))} ({worst['client']})" if worst else "-"
+        cells = (format_score_with_unit(metric, heldout.get(metric)),) if has_heldout else ()
+        return (*cells, *((format_score_with_unit(metric, clients.get(metric)), worst_text) if has_clients else ()))
 
     rows: list[tuple[str, ...]] = []
     for group in groups:
@@ -166,7 +166,7 @@ def _format_epsilon(run: RunData) -> str:
     return "-" if not isinstance(epsilon, int | float) else f"{epsilon:.3g}"
 
 
-def _render_ledger(groups: Sequence[Group]) -> str:
+def _render_ledger(groups: Sequence[RunGroup]) -> str:
     rows: list[tuple[str, ...]] = []
     for group in groups:
         for run in group.runs:
@@ -183,9 +183,9 @@ def _render_ledger(groups: Sequence[Group]) -> str:
     return _render_details("The ledger", _render_table(head, rows))
 
 
-def _render_configuration(groups: Sequence[Group]) -> str:
+def _render_configuration(groups: Sequence[RunGroup]) -> str:
     first = [group.runs[0] for group in groups]
-    differing = list_differences(first)
+    differing = list_distinguishing_settings(first)
     parts: list[str] = []
     if len(groups) > 1:
         rows = [(path, *(_format(value) for value in values)) for path, values in differing.items()]

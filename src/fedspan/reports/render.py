@@ -15,7 +15,7 @@ from fedspan.diagnostics.round_diagnosis import Diagnosis
 from fedspan.diagnostics.updates import compute_singular_values
 from fedspan.errors import FedspanError, build_install_command
 from fedspan.files import convert_disk_errors, read_bytes, write_atomic
-from fedspan.reports.groups import Group, group_runs
+from fedspan.reports.groups import RunGroup, group_runs
 from fedspan.reports.run_data import RunData, read_runs
 from fedspan.runs.folder import RunFolder
 
@@ -55,16 +55,16 @@ def report(
         if run.metric != data_of_runs[0].metric:
             problem = f"{data_of_runs[0].name} is judged by {data_of_runs[0].metric}, and {run.name} by {run.metric}"
             raise FedspanError("run folder", run.name, "runs that are judged by one metric", problem=problem)
-    from fedspan.reports.page import OutOfRoundEvents, render_page
+    from fedspan.reports.page import PageContent, render_page
 
     groups, path = group_runs(data_of_runs), Path(out)
-    events = OutOfRoundEvents(
+    content = PageContent(
         partition=_read_partition(data_of_runs[0]) if data else None,
         spectra=_compute_spectra(data_of_runs),
         diagnoses=_diagnose_groups(groups) if diagnostics else None,
     )
     title = f"{groups[0].label}" if len(groups) == 1 else f"{len(data_of_runs)} runs of {len(groups)} configurations"
-    text = render_page(groups, events, title, fedspan.__version__)
+    text = render_page(groups, content, title, fedspan.__version__)
     with convert_disk_errors(path.parent, "choose another file", "out"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, text.encode())
@@ -107,7 +107,7 @@ def _list_layers(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[float]]:
     return values
 
 
-def _diagnose_groups(groups: Sequence[Group]) -> Mapping[str, Diagnosis]:
+def _diagnose_groups(groups: Sequence[RunGroup]) -> Mapping[str, Diagnosis]:
     """Diagnose one run of each group."""
     from fedspan.runs.diagnose import diagnose  # imports Transformers, which most reports do not need
 

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 from fedspan.experiments.tables import format_mean, format_size
 from fedspan.experiments.verdict import compare_pairs
-from fedspan.reports.groups import Group
+from fedspan.reports.groups import RunGroup
 from fedspan.tasks.metrics import METRICS
 
-__all__ = ["format_score", "write_sentences"]
+__all__ = ["format_score_with_unit", "write_sentences"]
 
 
-def format_score(metric: str, value: float | None, deviation: float | None = None) -> str:
+def format_score_with_unit(metric: str, value: float | None, deviation: float | None = None) -> str:
     """Format a score as ``84.2 %``, ``84.2 ± 0.3 %`` or ``0.1234``; a dash for a score that was not measured."""
     unit = " %" if value is not None and METRICS[metric].is_percentage else ""
     return f"{format_mean(metric, value, deviation)}{unit}"
@@ -24,7 +24,7 @@ def _format_gap(metric: str, value: float) -> str:
     return f"{100 * abs(value):.1f} points" if METRICS[metric].is_percentage else f"{abs(value):.4f}"
 
 
-def write_sentences(groups: Sequence[Group]) -> tuple[str, ...]:
+def write_sentences(groups: Sequence[RunGroup]) -> tuple[str, ...]:
     """Write the verdict.
 
     Args:
@@ -53,22 +53,22 @@ def write_sentences(groups: Sequence[Group]) -> tuple[str, ...]:
     )
 
 
-def _describe_best(ranked: Sequence[Group], metric: str) -> str:
+def _describe_best(ranked: Sequence[RunGroup], metric: str) -> str:
     best = ranked[0]
     seeds = f" (mean of {len(best.runs)} seeds)" if len(best.runs) > 1 else " (one seed)"
     title = METRICS[metric].title
     first = f"{best.label} has the best {title}," if len(ranked) > 1 else f"The {title} of {best.label} is"
-    return f"{first} {format_score(metric, best.mean, best.deviation)}{seeds}, {_describe_rounds(best)}."
+    return f"{first} {format_score_with_unit(metric, best.mean, best.deviation)}{seeds}, {_describe_rounds(best)}."
 
 
-def _describe_rounds(group: Group) -> str:
+def _describe_rounds(group: RunGroup) -> str:
     counts = sorted({run.rounds for run in group.runs})
     rounds = f"{counts[0]} rounds" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} rounds"
     is_selected = all(run.report is not None and run.report.selected for run in group.runs)
     return f"at the best of {rounds} by validation" if is_selected else f"after {rounds}"
 
 
-def _compare_start(best: Group, metric: str) -> str:
+def _compare_start(best: RunGroup, metric: str) -> str:
     start = best.references.get("start")
     if best.mean is None or start is None:
         return ""
@@ -76,19 +76,19 @@ def _compare_start(best: Group, metric: str) -> str:
     change = (
         f"{'raised' if best.mean > start else 'lowered'} it by {gap}" if float(gap.split()[0]) else "did not change it"
     )
-    return f"Before the first round it was {format_score(metric, start)}; the rounds {change}."
+    return f"Before the first round it was {format_score_with_unit(metric, start)}; the rounds {change}."
 
 
-def _describe_baselines(best: Group, metric: str) -> str:
+def _describe_baselines(best: RunGroup, metric: str) -> str:
     titles = {"local": "Local-only training (mean client)", "centralized": "Centralized training"}
     return " ".join(
-        f"{title} reached {format_score(metric, best.references[name])}."
+        f"{title} reached {format_score_with_unit(metric, best.references[name])}."
         for name, title in titles.items()
         if name in best.references
     )
 
 
-def _compare_client_means(best: Group, metric: str) -> str:
+def _compare_client_means(best: RunGroup, metric: str) -> str:
     """Compare the clients' mean on their own tests, where the scores above are those of held-out examples."""
     means = best.client_means
     result = means.get("result")
@@ -99,12 +99,14 @@ def _compare_client_means(best: Group, metric: str) -> str:
         "local": "with local-only training",
         "centralized": "with centralized training",
     }
-    others = [f"{format_score(metric, means[name])} {title}" for name, title in titles.items() if name in means]
+    others = [
+        f"{format_score_with_unit(metric, means[name])} {title}" for name, title in titles.items() if name in means
+    ]
     compared = f" ({', '.join(others)})" if others else ""
-    return f"On their own tests, the clients' mean is {format_score(metric, result)}{compared}."
+    return f"On their own tests, the clients' mean is {format_score_with_unit(metric, result)}{compared}."
 
 
-def _compare_second(ranked: Sequence[Group], metric: str, sign: int) -> str:
+def _compare_second(ranked: Sequence[RunGroup], metric: str, sign: int) -> str:
     if len(ranked) < 2:
         return ""
     best, second = ranked[:2]
@@ -117,23 +119,25 @@ def _compare_second(ranked: Sequence[Group], metric: str, sign: int) -> str:
     return f"{second.label} is {gap} behind, which is {certainty} of the difference, paired by seed."
 
 
-def _describe_savings(ranked: Sequence[Group], metric: str, sign: int) -> str:
+def _describe_savings(ranked: Sequence[RunGroup], metric: str, sign: int) -> str:
     if len(ranked) < 2:
         return ""
 
-    def bytes_of(group: Group) -> float:
+    def count_bytes(group: RunGroup) -> float:
         return sum(run.bytes for run in group.runs) / len(group.runs)
 
-    best, smallest = ranked[0], min(ranked, key=bytes_of)
-    if smallest is best or not bytes_of(smallest):
-        return f"It also sends the least, {format_size(bytes_of(best))} a run."
-    times = bytes_of(best) / bytes_of(smallest)
+    best, smallest = ranked[0], min(ranked, key=count_bytes)
+    if smallest is best or not count_bytes(smallest):
+        return f"It also sends the least, {format_size(count_bytes(best))} a run."
+    times = count_bytes(best) / count_bytes(smallest)
     saving = f"{1 - 1 / times:.0%} less" if times < 2 else f"{times:.1f} times less"
     gap = _format_gap(metric, (best.mean or 0.0) - (smallest.mean or 0.0))
-    return f"{smallest.label} sends the least, {format_size(bytes_of(smallest))} a run ({saving}), and is {gap} behind."
+    return (
+        f"{smallest.label} sends the least, {format_size(count_bytes(smallest))} a run ({saving}), and is {gap} behind."
+    )
 
 
-def _describe_worst_clients(best: Group, metric: str, sign: int) -> str:
+def _describe_worst_clients(best: RunGroup, metric: str, sign: int) -> str:
     worst: list[tuple[float, str]] = []
     for run in best.runs:
         scores = {
@@ -154,7 +158,7 @@ def _describe_worst_clients(best: Group, metric: str, sign: int) -> str:
     )
 
 
-def _describe_unfinished(best: Group, sign: int) -> str:
+def _describe_unfinished(best: RunGroup, sign: int) -> str:
     """Say that more rounds may help, unless the result has reached that of centralized training."""
     reports = [run.report for run in best.runs if run.report is not None and run.report.selected]
     last = [report for report in reports if report.best_round == report.rounds]
@@ -165,7 +169,7 @@ def _describe_unfinished(best: Group, sign: int) -> str:
     return "The best round was the last one, so more rounds may improve the result."
 
 
-def _describe_failures(groups: Sequence[Group]) -> str:
+def _describe_failures(groups: Sequence[RunGroup]) -> str:
     counts: dict[str, int] = {}
     for run in (run for group in groups for run in group.runs if run.report is not None):
         assert run.report is not None

@@ -21,11 +21,11 @@ from fedspan.methods.registry import METHODS
 __all__ = [
     "SCALES",
     "Claim",
+    "ClaimMeasure",
     "Gap",
-    "Measure",
     "Preset",
+    "PresetPart",
     "Protocol",
-    "Record",
     "Scale",
     "list_presets",
     "load_preset",
@@ -34,7 +34,7 @@ __all__ = [
     "require_scale",
 ]
 
-Measure = Literal[
+ClaimMeasure = Literal[
     "score",
     "bytes_up",
     "bytes_down",
@@ -49,13 +49,13 @@ Measure = Literal[
 """Measures of claims, defined in ``runs.curves`` and ``measurement``; ``verdicts`` defines which end is better."""
 
 
-class Record(BaseModel):
+class PresetPart(BaseModel):
     """Part of a preset, without extra fields and immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Gap(Record):
+class Gap(PresetPart):
     """A loss of score between two values of an axis, in place of the score itself.
 
     Args:
@@ -69,7 +69,7 @@ class Gap(Record):
     after: str
 
 
-class Claim(Record):
+class Claim(PresetPart):
     """A statement of the paper: one row of the table is better than others.
 
     Args:
@@ -90,7 +90,7 @@ class Claim(Record):
     better: str
     worse: list[str] = Field(min_length=1)
     cells: dict[str, list[str]] = Field(default_factory=dict)
-    measure: Measure = "score"
+    measure: ClaimMeasure = "score"
     gap: Gap | None = None
     within: float | None = Field(default=None, gt=0)
     needs: str | None = None
@@ -118,7 +118,7 @@ Values = dict[str, Any]
 """Part of a config as plain values, section by section."""
 
 
-class MethodEntry(Record):
+class MethodEntry(PresetPart):
     """A row of the table.
 
     Args:
@@ -130,7 +130,7 @@ class MethodEntry(Record):
     set: Values = Field(default_factory=dict)
 
 
-class Where(Record):
+class Where(PresetPart):
     """Changes for some of the cells, where two axes affect one field.
 
     Args:
@@ -144,7 +144,7 @@ class Where(Record):
     set: Values
 
 
-class Small(Record):
+class Small(PresetPart):
     """Changes of the small scale.
 
     Args:
@@ -170,7 +170,7 @@ class Small(Record):
     seeds: list[int] | None = Field(default=None, min_length=1)
 
 
-class Preset(Record):
+class Preset(PresetPart):
     """One table or figure.
 
     Args:
@@ -204,7 +204,7 @@ class Preset(Record):
     notes: list[str] = Field(min_length=1)
 
     @model_validator(mode="after")
-    def _consistent(self) -> Self:
+    def _require_consistent(self) -> Self:
         for label, entry in self.methods.items():
             if entry.key not in METHODS:
                 raise ValueError(

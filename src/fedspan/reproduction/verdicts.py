@@ -15,7 +15,7 @@ from fedspan.tasks.metrics import METRICS
 
 __all__ = ["CellScore", "Judged", "JudgedCell", "format_difference", "judge", "tabulate_verdicts"]
 
-Verdict = Literal["holds", "contradicted", "inconclusive", "not runnable here"]
+ClaimVerdict = Literal["holds", "contradicted", "inconclusive", "not runnable here"]
 
 COSTS: Mapping[str, Callable[[Point], float]] = {
     "rounds_to": lambda point: float(point.round),
@@ -85,7 +85,7 @@ class JudgedCell:
     cell: str
     mean: float
     error: float | None
-    verdict: Verdict
+    verdict: ClaimVerdict
     bound: Bound = ""
 
 
@@ -99,16 +99,16 @@ class Judged:
         worse: Label of the other row.
         metric: Metric that was compared.
         verdict: Verdict over all cells together, seed by seed.
-        overall: The same verdict with its numbers; None if it could not be judged.
+        overall: The verdict over all cells with its numbers; None if the claim could not be judged.
         cells: Verdicts of the single cells.
-        reason: Reason why it could not be judged; None otherwise.
+        reason: Reason why the claim could not be judged; None if it was judged.
     """
 
     statement: str
     better: str
     worse: str
     metric: str
-    verdict: Verdict
+    verdict: ClaimVerdict
     overall: JudgedCell | None
     cells: tuple[JudgedCell, ...]
     reason: str | None = None

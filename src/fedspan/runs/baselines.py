@@ -58,11 +58,11 @@ def build_local_only(prepared: Prepared) -> Prepared:
     clients = prepared.federation.clients
     ids = tuple(clients)
 
-    def same(index: int) -> ClientData:
+    def build_client(index: int) -> ClientData:
         data = clients[ids[index]]
         return replace(data, client=replace(data.client, rank=method.r, scaling=method.get_scaling(None)))
 
-    return _build_variant(prepared, changed, method, LazyMapping(ids, same), None)
+    return _build_variant(prepared, changed, method, LazyMapping(ids, build_client), None)
 
 
 def _set_method(prepared: Prepared, name: str) -> tuple[RunConfig, RegisteredMethod]:
@@ -79,7 +79,7 @@ def _build_variant(
     prepared: Prepared,
     config: RunConfig,
     method: RegisteredMethod,
-    members: Sequence[ClientData] | Mapping[str, ClientData],
+    clients: Sequence[ClientData] | Mapping[str, ClientData],
     lr: float | None,
 ) -> Prepared:
     """Build a baseline on the same model and data: all clients participate in every round and store their moments."""
@@ -90,7 +90,7 @@ def _build_variant(
         settings = replace(settings, optimizer=replace(settings.optimizer, lr=lr))
     engine = make_engine(config, prepared.engine.adapted, prepared.task, settings, shared_with=prepared.engine)
     rounds = replace(config.build_round_settings(), cohort=None, buffered=None)
-    federation = simulate(config.wrap_method(method), engine, members, prepared.train, rounds)
+    federation = simulate(config.wrap_method(method), engine, clients, prepared.train, rounds)
     evaluator = _build_evaluator(federation, config)
     head = compute_baseline_head(prepared.head)
     return replace(prepared, config=config, engine=engine, federation=federation, evaluator=evaluator, head=head)

@@ -76,7 +76,7 @@ def evaluate(
         generate: Whether answers are generated and scored, for tasks whose answers are texts; the slow part.
         run_data: The data that the run began with, if they were passed from Python; its held-out test set is used.
         model: The model that the run began with, if it was passed from Python; None: loaded by its ``name_or_path``.
-        tokenizer: Its tokenizer or image processor; None: that of the model's name.
+        tokenizer: Tokenizer or image processor of ``model``; None: the one of the model's name.
 
     Returns:
         The task's metrics and the number of ``examples``.

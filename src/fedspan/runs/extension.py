@@ -28,7 +28,7 @@ def require_extensible(run_folder: RunFolder, stored: RunConfig, changed: RunCon
     Args:
         run_folder: Folder of the run.
         stored: The config in the folder.
-        changed: The other config.
+        changed: The config to extend the run with.
 
     Raises:
         FedspanError: If it may not; the error names the field, and what to do.

@@ -34,6 +34,7 @@ __all__ = [
     "read_config",
     "read_resolved_config",
     "require_intact",
+    "require_same_base",
     "require_same_run",
 ]
 

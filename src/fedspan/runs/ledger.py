@@ -8,22 +8,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self, cast, get_args
+from typing import Self, cast, get_args
 
 from fedspan.errors import FedspanError
+from fedspan.federation.progress import Direction, Purpose
 from fedspan.logs import JsonLines, Position, read_lines
 
-__all__ = ["Direction", "Ledger", "Purpose", "Tally", "Totals", "read_totals"]
-
-Direction = Literal["down", "up"]
-"""``down``: from server to client; ``up``: from client to server."""
-
-Purpose = Literal["train", "statistics", "evaluate", "export"]
-"""Purpose of a message. Ledgers from before purposes were recorded hold training messages only."""
+__all__ = ["Ledger", "Totals", "TrafficCount", "read_totals"]
 
 
 @dataclass(frozen=True)
-class Tally:
+class TrafficCount:
     """A count of traffic.
 
     Args:
@@ -36,20 +31,22 @@ class Tally:
     bytes: int = 0
     payload: int = 0
 
-    def __add__(self, other: Tally) -> Tally:
-        return Tally(self.messages + other.messages, self.bytes + other.bytes, self.payload + other.payload)
+    def __add__(self, other: TrafficCount) -> TrafficCount:
+        return TrafficCount(self.messages + other.messages, self.bytes + other.bytes, self.payload + other.payload)
 
 
 class Totals:
     """Sums over a ledger, by direction: training traffic of the run, each round and each client; other purposes."""
 
     def __init__(self) -> None:
-        self._purposes: dict[tuple[Direction, Purpose], Tally] = {}
-        self._runs: dict[Direction, Tally] = {}
-        self._rounds: dict[tuple[Direction, int], Tally] = {}
-        self._clients: dict[tuple[Direction, str], Tally] = {}
+        self._purposes: dict[tuple[Direction, Purpose], TrafficCount] = {}
+        self._runs: dict[Direction, TrafficCount] = {}
+        self._rounds: dict[tuple[Direction, int], TrafficCount] = {}
+        self._clients: dict[tuple[Direction, str], TrafficCount] = {}
 
-    def add(self, round: int, client: str, direction: Direction, tally: Tally, purpose: Purpose = "train") -> None:
+    def add(
+        self, round: int, client: str, direction: Direction, tally: TrafficCount, purpose: Purpose = "train"
+    ) -> None:
         """Count one message."""
         self._purposes[direction, purpose] = self.count_purpose(direction, purpose) + tally
         if purpose != "train":
@@ -58,9 +55,9 @@ class Totals:
         self._rounds[direction, round] = self.count_round(direction, round) + tally
         self._clients[direction, client] = self.count_client(direction, client) + tally
 
-    def count_purpose(self, direction: Direction, purpose: Purpose) -> Tally:
+    def count_purpose(self, direction: Direction, purpose: Purpose) -> TrafficCount:
         """Return the traffic for one purpose."""
-        return self._purposes.get((direction, purpose), Tally())
+        return self._purposes.get((direction, purpose), TrafficCount())
 
     @property
     def out_of_round(self) -> dict[str, dict[str, int]]:
@@ -71,17 +68,17 @@ class Totals:
             for purpose in purposes
         }
 
-    def run(self, direction: Direction) -> Tally:
+    def run(self, direction: Direction) -> TrafficCount:
         """Return the training traffic of the whole run."""
-        return self._runs.get(direction, Tally())
+        return self._runs.get(direction, TrafficCount())
 
-    def count_round(self, direction: Direction, round: int) -> Tally:
+    def count_round(self, direction: Direction, round: int) -> TrafficCount:
         """Return the training traffic of one round."""
-        return self._rounds.get((direction, round), Tally())
+        return self._rounds.get((direction, round), TrafficCount())
 
-    def count_client(self, direction: Direction, client: str) -> Tally:
+    def count_client(self, direction: Direction, client: str) -> TrafficCount:
         """Return the training traffic of one client."""
-        return self._clients.get((direction, client), Tally())
+        return self._clients.get((direction, client), TrafficCount())
 
     @property
     def rounds(self) -> tuple[int, ...]:
@@ -109,8 +106,8 @@ def read_totals(path: Path) -> Totals:
                 "direction": "down" | "up" as direction,
                 "bytes": int() as size,
                 "payload": int() as payload,
-            } if (purpose := row.get("purpose", "train")) in get_args(Purpose):
-                tally = Tally(1, size, payload)
+            } if (purpose := row.get("purpose", "train")) in get_args(Purpose):  # none in early ledgers: training only
+                tally = TrafficCount(1, size, payload)
                 totals.add(round, client, cast(Direction, direction), tally, cast(Purpose, purpose))
             case _:
                 raise FedspanError(f"{path}, line {number}", row, "an entry of the ledger")
@@ -146,7 +143,7 @@ class Ledger:
         """
         row: dict[str, object] = {"round": round, "client": client, "direction": direction}
         self._lines.append({**row, "bytes": size, "payload": payload, "purpose": purpose})
-        self.totals.add(round, client, direction, Tally(1, size, payload), purpose)
+        self.totals.add(round, client, direction, TrafficCount(1, size, payload), purpose)
 
     def commit(self) -> Position:
         """Commit the recorded lines, as ``JsonLines.commit``."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fedspan.data.templates import parse_template
 from fedspan.errors import FedspanError, suggest_nearest
-from fedspan.models.export import NOTES, require_same_base
+from fedspan.models.export import NOTES, require_adapter_base
 from fedspan.models.fast_paths import BlockedFastPaths
 from fedspan.models.names import FROM_PYTHON
 from fedspan.models.plain import STATE_DICT, read_state_dict
@@ -210,7 +210,7 @@ def load_served(
         read_state_dict(adapter_path, model)
         if definition.has_reference:
             pretrained = adopt().model
-            require_same_base(adapter_path, notes, pretrained)
+            require_adapter_base(adapter_path, notes, pretrained)
     elif (adapter_path / ADAPTER).is_file():
         # PEFT may raise any exception for these files. Errors of the base model are reported separately.
         try:
@@ -219,7 +219,7 @@ def load_served(
             raise _build_unreadable_error(adapter_path, error) from error
         if is_passed or str(notes["base_model"]).startswith(FROM_PYTHON):
             loaded = adopt()
-            require_same_base(adapter_path, notes, loaded.model)
+            require_adapter_base(adapter_path, notes, loaded.model)
         else:
             loaded = _load_base(notes, task_settings, revision, target, quantized=quantized)
         try:
@@ -321,7 +321,7 @@ def predict(
             applied to each text; otherwise the text is used as it is.
         client: The client whose model is used, if every client has its own.
         model: The model that the run began with, if it was passed from Python; None: loaded by its ``name_or_path``.
-        tokenizer: Its tokenizer or image processor; None: that of the model's name.
+        tokenizer: Tokenizer or image processor of ``model``; None: the one of the model's name.
 
     Returns:
         For each text, the most probable label and its probability, ``("yes", 0.93)``, of a classifier; a list of such

@@ -39,8 +39,8 @@ __all__ = [
     "RunModel",
     "adapt_model",
     "adopt_adapter",
+    "build_empty_model",
     "build_model",
-    "empty_model",
     "get_pooling",
     "list_unnamed_modules",
     "require_saveable",
@@ -146,7 +146,7 @@ def build_model(
     return RunModel(adapted, processor, peft_config, start.factors, new, get_pooling(config))
 
 
-def empty_model(
+def build_empty_model(
     config: RunConfig,
     labels: tuple[str, ...],
     architecture: Mapping[str, Any] | None,

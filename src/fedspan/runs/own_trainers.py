@@ -377,7 +377,7 @@ def _adapt_models(
                     "%s of client %s look untrained and do not train: model.modules_to_save: [%s] trains them whole",
                     *(names, id, names),
                 )
-            peft_config.task_type = _task_type(trainer)
+            peft_config.task_type = _get_task_type(trainer)
             start = adopt_adapter(config, adapted, tuple(config.data.labels or ()))
             restored = {path.rpartition(".")[0] for path in start.extras}
             new = tuple(path for path in find_untrained_head(adapted) if path not in restored)
@@ -391,7 +391,7 @@ def _set_flags(flags: Sequence[tuple[nn.Parameter, bool]]) -> None:
         value.requires_grad_(flag)
 
 
-def _task_type(trainer: LocalTrainer) -> str | None:
+def _get_task_type(trainer: LocalTrainer) -> str | None:
     """Return PEFT's task type for a trainer's model; None: PEFT has none."""
     if trainer.model is not trainer.root:
         return "FEATURE_EXTRACTION"

@@ -17,7 +17,7 @@ def require_independent_rounds(done: int, stored: RunConfig, changed: RunConfig)
     Args:
         done: Number of finished rounds.
         stored: The config under which they ran.
-        changed: The same config with another number of rounds.
+        changed: The stored config with another number of rounds.
 
     Raises:
         FedspanError: If they do.

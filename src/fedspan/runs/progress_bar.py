@@ -22,7 +22,7 @@ from fedspan.runs.remaining_time import Effort, describe_stage
 from fedspan.runs.setup import Prepared
 from fedspan.training.stages import Stage
 
-__all__ = ["LiveBar", "ProgressBar", "is_bar_wanted"]
+__all__ = ["LiveBar", "ProgressBar", "has_bar"]
 
 _QUIET = 10.0
 _RARER = 20  # progress lines become less frequent: one per this fraction of the elapsed time
@@ -33,7 +33,7 @@ def compute_report_interval(elapsed: float) -> float:
     return max(_QUIET, elapsed / _RARER)
 
 
-def is_bar_wanted(progress: bool | None) -> bool:
+def has_bar(progress: bool | None) -> bool:
     """Return whether a call shows a bar; None: if standard error is a terminal, or in a notebook."""
     if progress is not None:
         return progress

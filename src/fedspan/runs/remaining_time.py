@@ -82,7 +82,7 @@ class Effort:
 
     def __init__(self, prepared: Prepared, done: int, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._parts = _parts(prepared, done)
+        self._parts = _list_parts(prepared, done)
         self._at = 0
         self.total = sum(part.work for part in self._parts)
         """All work, in forward passes."""
@@ -156,7 +156,7 @@ class Effort:
         return seconds_left if seconds_left >= 1 else None
 
 
-def _parts(prepared: Prepared, done: int) -> list[_Part]:
+def _list_parts(prepared: Prepared, done: int) -> list[_Part]:
     """List the parts of a run after its first ``done`` rounds, in order."""
     federation, config, training = prepared.federation, prepared.config, prepared.federation.training
     clients, measured = federation.clients, prepared.evaluator.ids
@@ -165,18 +165,22 @@ def _parts(prepared: Prepared, done: int) -> list[_Part]:
     personal = federation.method.declare_claims().personal
     rounds, every = federation.settings.rounds, config.evaluation.every
 
-    def trained(ids: Iterable[str]) -> float:
+    def count_training_work(ids: Iterable[str]) -> float:
         added = sum(federation.method.list_added_epochs())
         return _TRAINING * sum(training.compute_workload(clients[id].client.examples, added) for id in ids)
 
     scored = examples + (0 if personal else heldout)
     parts = [_Part("round 0", 0.0, scored)] if prepared.head is not None and not done else []
     parts += [
-        _Part(f"round {n}", trained(federation.draw_cohort(n - 1)), scored if n % every == 0 or n == rounds else 0)
+        _Part(
+            f"round {n}",
+            count_training_work(federation.draw_cohort(n - 1)),
+            scored if n % every == 0 or n == rounds else 0,
+        )
         for n in range(done + 1, rounds + 1)
     ]
     parts.append(_Part("closing", 0.0, examples + heldout * (len(measured) if personal else 1)))
-    epoch = trained(clients) if config.baselines else 0.0
+    epoch = count_training_work(clients) if config.baselines else 0.0
     for name in config.baselines:
         parts += [_Part(f"{name} {n}", epoch, examples) for n in range(1, rounds + 1)]
         parts.append(_Part(name, 0.0, examples + heldout * (len(measured) if name == "local" else 1)))

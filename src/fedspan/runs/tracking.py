@@ -34,7 +34,7 @@ class TrackingListener(Listeners):
     """Sends numbers to trackers and forwards all events to another listener.
 
     Args:
-        inner: The other listener.
+        inner: Listener that also receives each event.
         names: Names from ``TRACKERS``.
         folder: Folder of the run; TensorBoard's files are written below it.
     """
@@ -50,7 +50,7 @@ class TrackingListener(Listeners):
         PartialState()  # Accelerate's trackers ask it whether they are the main process
         config = _flatten(prepared.config.model_dump(mode="json"))
 
-        def begun(name: str) -> None:
+        def start_tracker(name: str) -> None:
             tracker = _MADE[name](self.folder)
             tracker.start()
             if not resumed:
@@ -58,7 +58,7 @@ class TrackingListener(Listeners):
             self._trackers[name] = tracker
 
         for name in self.names:
-            self._try(name, lambda name=name: begun(name))
+            self._try(name, lambda name=name: start_tracker(name))
 
     def on_round_finish(self, row: Mapping[str, Any]) -> None:
         values = select_numbers(row)

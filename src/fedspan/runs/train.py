@@ -22,14 +22,14 @@ from fedspan.runs.folder import RunFolder
 from fedspan.runs.integrity import read_config, require_intact
 from fedspan.runs.model_card import RunReport
 from fedspan.runs.objects import collect_objects
-from fedspan.runs.progress_bar import ProgressBar, is_bar_wanted
+from fedspan.runs.progress_bar import ProgressBar, has_bar
 from fedspan.runs.remote import simulate_with_flower
 from fedspan.runs.results import is_run, read_report
 from fedspan.runs.setup import prepare
 from fedspan.tasks.definition import TaskDefinition
 from fedspan.tasks.registry import is_installed, register_task
 from fedspan.transports.flower import require
-from fedspan.transports.ray import require as require_ray
+from fedspan.transports.ray import require_ray
 
 __all__ = ["resume", "run", "simulate"]
 
@@ -162,7 +162,7 @@ def _open_listener(
     """Yield a listener that forwards all events to the given one, to a progress bar, and to trackers, where wanted."""
     with ExitStack() as stack:
         listeners = listener or Listener()
-        if is_bar_wanted(progress):
+        if has_bar(progress):
             listeners = Listeners(listeners, stack.enter_context(ProgressBar()))
         if track:
             from fedspan.runs.tracking import TrackingListener

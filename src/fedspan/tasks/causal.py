@@ -31,7 +31,7 @@ from fedspan.tasks.losses import (
     select_inputs,
     upcast,
 )
-from fedspan.tasks.prompts import Prompt, render_chat, tokenise, truncate
+from fedspan.tasks.prompts import Prompt, render_chat, tokenize, truncate
 from fedspan.tasks.token_scores import IGNORED, SCORES, compute_token_metrics, decode_generated, mark_ends, score_tokens
 
 if TYPE_CHECKING:
@@ -163,8 +163,8 @@ class CausalLM:
         texts = [(prompt.text, prompt.answer) for prompt in prompts]
         if self.chat:
             texts = [render_chat(self.tokenizer, prompt, self.system) for prompt in prompts]
-        prompt_ids = tokenise(self.tokenizer, [text for text, _ in texts], special=not self.chat)
-        answer_ids = tokenise(self.tokenizer, [answer for _, answer in texts], special=False)
+        prompt_ids = tokenize(self.tokenizer, [text for text, _ in texts], special=not self.chat)
+        answer_ids = tokenize(self.tokenizer, [answer for _, answer in texts], special=False)
         ids: list[list[int]] = []
         starts: list[int] = []
         truncated_prompts = truncated_answers = 0

@@ -18,7 +18,7 @@ from fedspan.errors import FedspanError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Prompt", "render_chat", "tokenise", "truncate"]
+__all__ = ["Prompt", "render_chat", "tokenize", "truncate"]
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, system: str 
     return prompt_text, conversation_text[len(prompt_text) :]
 
 
-def tokenise(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, special: bool) -> list[list[int]]:
+def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, special: bool) -> list[list[int]]:
     """Tokenise texts; ``special`` adds the tokens that the tokenizer puts before a text (never those after one)."""
     if not texts:
         return []

@@ -28,13 +28,13 @@ from fedspan.tasks.text_embedding import TEXT_EMBEDDING
 from fedspan.tasks.token_classification import TOKEN_CLASSIFICATION
 from fedspan.tasks.trainer import TRAINER
 
-__all__ = ["BUILT_IN", "GROUP", "TASKS", "get_task", "is_installed", "register_task"]
+__all__ = ["BUILT_IN", "ENTRY_POINTS", "TASKS", "get_task", "is_installed", "register_task"]
 
-GROUP = "fedspan.tasks"
+ENTRY_POINTS = "fedspan.tasks"
 """Group of the entry points."""
 _OWN = (
     "A task of your own: register it first in this process, with fedspan.register_task. The command line, clusters and "
-    f"nodes find those of installed packages (entry points in the group {GROUP})."
+    f"nodes find those of installed packages (entry points in the group {ENTRY_POINTS})."
 )
 _PIPELINES = {
     "text-classification": SEQUENCE_CLASSIFICATION.name,
@@ -95,7 +95,11 @@ def _register(definition: TaskDefinition, *, is_installed: bool = False) -> None
     if not _NAME.fullmatch(name):
         raise FedspanError("task", name, "lower case letters and digits, with hyphens between words")
     known = _installed.get(name, definition)
-    if not is_installed and name not in _installed and (installed := load_installed(GROUP, name, "task")) is not None:
+    if (
+        not is_installed
+        and name not in _installed
+        and (installed := load_installed(ENTRY_POINTS, name, "task")) is not None
+    ):
         known = installed[1]
     if known is not definition:
         raise FedspanError("task", name, problem=f"{name!r} is already the name of another task")
@@ -127,7 +131,7 @@ def get_task(name: str, field: str = "task") -> TaskDefinition:
             loaded or holds no task of this name.
     """
     if name not in _tasks:
-        installed = load_installed(GROUP, name, field)
+        installed = load_installed(ENTRY_POINTS, name, field)
         if installed is not None:
             source, definition = installed
             if getattr(definition, "name", None) != name:

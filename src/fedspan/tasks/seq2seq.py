@@ -360,23 +360,23 @@ def _set_languages(
     if not has_languages:
         problem = f"the tokenizer of this model ({type(tokenizer).__name__}) does not mark texts with their language"
         raise FedspanError("task_options.source_language", options.source_language, "null", problem=problem)
-    made: Any = copy.deepcopy(tokenizer)
+    marking: Any = copy.deepcopy(tokenizer)
     marks: dict[str, list[int]] = {}
     for name, attribute in (("source_language", "src_lang"), ("target_language", "tgt_lang")):
         code = getattr(options, name)
         try:
-            setattr(made, attribute, code)
-            ids = made("")["input_ids"] if name == "source_language" else made(text_target="")["input_ids"]
+            setattr(marking, attribute, code)
+            ids = marking("")["input_ids"] if name == "source_language" else marking(text_target="")["input_ids"]
         except KeyError:
-            ids = [made.unk_token_id]
-        marks[name] = [id for id in ids if id != made.eos_token_id]
-        if len(marks[name]) != 1 or marks[name][0] == made.unk_token_id:
-            raise FedspanError(f"task_options.{name}", code, f"a language code of the {type(made).__name__}")
+            ids = [marking.unk_token_id]
+        marks[name] = [id for id in ids if id != marking.eos_token_id]
+        if len(marks[name]) != 1 or marks[name][0] == marking.unk_token_id:
+            raise FedspanError(f"task_options.{name}", code, f"a language code of the {type(marking).__name__}")
     (mark,) = marks["target_language"]
-    ends_first = made(text_target="")["input_ids"][0] == made.eos_token_id
+    ends_first = marking(text_target="")["input_ids"][0] == marking.eos_token_id
     if ends_first:  # mBART's decoder reads the language in place of a start
-        return made, {"decoder_start_token_id": mark, "forced_bos_token_id": None}
-    return made, {"forced_bos_token_id": mark}
+        return marking, {"decoder_start_token_id": mark, "forced_bos_token_id": None}
+    return marking, {"forced_bos_token_id": mark}
 
 
 def _shift_right(model: Any, labels_BT: Tensor) -> Tensor:

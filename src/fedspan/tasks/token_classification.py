@@ -121,7 +121,7 @@ class TokenClassification:
         for start in range(0, max(1, len(dataset)), _CHUNK):
             chunk: list[list[str]] = dataset[start : start + _CHUNK]["tokens"]
             tokens += chunk
-            encoded = self._tokenise(chunk)
+            encoded = self._tokenize(chunk)
             for key, value in encoded.items():
                 if key != "attention_mask":
                     pieces.setdefault(key, []).append(Ragged(cast("list[list[int]]", value)))
@@ -140,7 +140,7 @@ class TokenClassification:
         text = EncodedText(encodings, np.arange(len(lengths)), lengths)
         return EncodedSentences(text, Ragged(firsts), Ragged(words), labels, tokens)
 
-    def _tokenise(self, sentences: list[list[str]]) -> Any:
+    def _tokenize(self, sentences: list[list[str]]) -> Any:
         return self.tokenizer(sentences, is_split_into_words=True, truncation=True, max_length=self.max_length)
 
     def collate(self, examples: EncodedSentences, indices: Sequence[int], device: torch.device) -> dict[str, Tensor]:
@@ -321,7 +321,7 @@ def _prepare_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenize
     """
     from tokenizers.pre_tokenizers import ByteLevel
 
-    if not getattr(tokenizer, "is_fast", False) or _separates_words(tokenizer):
+    if not getattr(tokenizer, "is_fast", False) or _has_word_separation(tokenizer):
         return tokenizer  # `TokenClassification.encode` refuses those that are not fast
     prepared: Any = copy.deepcopy(tokenizer)
     spaces = prepared.backend_tokenizer.pre_tokenizer
@@ -330,14 +330,14 @@ def _prepare_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenize
         prepared.backend_tokenizer.pre_tokenizer = spaces
         # Some tokenizers are built from this option again when they are loaded.
         prepared.add_prefix_space = prepared.init_kwargs["add_prefix_space"] = True
-    if not _separates_words(prepared):
+    if not _has_word_separation(prepared):
         problem = "it encodes the words of a sentence as if there were no spaces between them"
         expected = "a model of another family, such as BERT or RoBERTa"
         raise FedspanError("model.name", type(tokenizer).__name__, expected, problem=problem)
     return prepared
 
 
-def _separates_words(tokenizer: Any) -> bool:
+def _has_word_separation(tokenizer: Any) -> bool:
     """Check whether words have the same ids as a text of the same words."""
     words = tokenizer(["a", "a"], is_split_into_words=True, add_special_tokens=False)
     return words["input_ids"] == tokenizer("a a", add_special_tokens=False)["input_ids"]

@@ -146,7 +146,7 @@ class ClientSlot:
         """Return whether AdamW, with both bias corrections, has taken equally many steps with all moments.
 
         Args:
-            active: Which tensors count, bool (N,).
+            active: Mask of the tensors that count, bool (N,).
         """
         counts = self.counts[active]
         equal = bool((counts == counts[0]).all()) and not self.steps_before.any()

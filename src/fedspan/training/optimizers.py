@@ -171,7 +171,7 @@ class Segment:
     """A range of columns, from ``start`` to ``stop``, that share optimizer settings.
 
     Args:
-        start: First column.
+        start: First column of the segment.
         stop: Column after the last one.
         lr: Learning rate.
         weight_decay: Weight decay.
@@ -371,7 +371,7 @@ def run_fused_step(
     """Run ``step_rows`` by PyTorch's fused AdamW, with both bias corrections: one pass over memory, no copies.
 
     Args:
-        spec: Algorithm.
+        spec: Algorithm; the segments hold its learning rate and weight decay.
         layout: Layout of the rows.
         values: Trainable values (P,) of each client, updated in place.
         gradients: Gradients (C, P); not changed.

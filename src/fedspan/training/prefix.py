@@ -27,7 +27,7 @@ from fedspan.models.prefix import FrozenPrefix, NoPrefix, list_live_modules
 from fedspan.tasks.task import Examples, Task
 from fedspan.training.batching import split_evaluation_batches
 from fedspan.training.jobs import PrefixSettings
-from fedspan.training.prefix_rows import PrefixRows, PrefixStore, prefix_key, store_in_use
+from fedspan.training.prefix_rows import PrefixRows, PrefixStore, compute_prefix_key, store_in_use
 from fedspan.training.stages import Stages
 
 __all__ = ["PrefixCache", "PrefixCaches"]
@@ -83,7 +83,9 @@ class PrefixCache:
             return PrefixRows.make(shape, dtype, len(lengths), budget, file)
 
         self._stored = (
-            allocate() if store is None else store.get_rows(prefix_key(adapted, prefix, task, examples), allocate)
+            allocate()
+            if store is None
+            else store.get_rows(compute_prefix_key(adapted, prefix, task, examples), allocate)
         )
         self._rows = self._stored.values
         self.mapped = self._stored.mapped

@@ -23,7 +23,7 @@ from fedspan.models.adapted import AdaptedModel
 from fedspan.models.prefix import FrozenPrefix, NoPrefix, list_live_modules
 from fedspan.tasks.task import Examples, Task
 
-__all__ = ["PrefixRows", "PrefixStore", "prefix_key", "share_prefixes", "start_next_run", "store_in_use"]
+__all__ = ["PrefixRows", "PrefixStore", "compute_prefix_key", "share_prefixes", "start_next_run", "store_in_use"]
 
 _CHUNK = 256  # examples of a batch that is only read
 
@@ -127,7 +127,7 @@ def start_next_run() -> None:
         store.begin_run()
 
 
-def prefix_key(adapted: AdaptedModel, prefix: FrozenPrefix, task: Task, examples: Examples) -> bytes:
+def compute_prefix_key(adapted: AdaptedModel, prefix: FrozenPrefix, task: Task, examples: Examples) -> bytes:
     """Digest all that hidden states depend on: weights, examples, the prefix's end, and how it is computed."""
     digest = hashlib.blake2b(digest_size=32)
 

@@ -32,7 +32,7 @@ from fedspan.training.worker import Worker
 __all__ = [
     "DEFAULT",
     "PROBE_CLIENTS",
-    "Budget",
+    "MeasurementBudget",
     "StackingPlan",
     "StackingRequest",
     "get_cache_file",
@@ -78,7 +78,7 @@ DEFAULT = StackingPlan(4, 2)
 """The plan where training is too short for measuring to pay; one worker if torch has one thread, or on a GPU."""
 
 
-class Budget:
+class MeasurementBudget:
     """What is left for measuring.
 
     Args:
@@ -156,7 +156,7 @@ def tune(
         return default
     per_client = float(np.mean([_count_tokens(first, assignment, examples) for assignment in assignments]))
     planned = float("inf") if rounds is None else _SHARE * rounds * clients * per_client
-    budget = Budget(planned, _count_tokens(first, assignments[0], examples) / len(probe.batches))
+    budget = MeasurementBudget(planned, _count_tokens(first, assignments[0], examples) / len(probe.batches))
     if not budget.can_afford(_list_first_plans(request, clients, threads)):
         return default
     key = _build_key(request, first, probe, clients, examples, budget)
@@ -191,7 +191,7 @@ def search(
     clients: int,
     threads: int,
     measure: Callable[[StackingPlan, int], float],
-    budget: Budget,
+    budget: MeasurementBudget,
 ) -> StackingPlan | None:
     """Search the fastest plan among those that the budget allows to measure; None: there was time for one alone."""
     first = _list_first_plans(request, clients, threads)
@@ -315,7 +315,12 @@ def _open_slots(
 
 
 def _build_key(
-    request: StackingRequest, worker: Worker, slot: ClientSlot, clients: int, examples: Examples, budget: Budget
+    request: StackingRequest,
+    worker: Worker,
+    slot: ClientSlot,
+    clients: int,
+    examples: Examples,
+    budget: MeasurementBudget,
 ) -> str:
     """Compute the cache key from everything that the plan depends on: machine, model, jobs."""
     model = worker.adapted.model

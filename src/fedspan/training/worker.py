@@ -197,10 +197,10 @@ class Worker:
         job, layout, device = group[0].assignment.job, group[0].layout, self.adapted.device
         clients, size = len(group), max(len(slot.batch) for slot in group)
         parts: list[tuple[Assignment, int, list[int]]] = []
-        members = torch.zeros(clients, clients * size)
+        rows_by_client = torch.zeros(clients, clients * size)
         for number, slot in enumerate(group):
             indices = slot.batch.tolist()
-            members[number, number * size : number * size + len(indices)] = 1
+            rows_by_client[number, number * size : number * size + len(indices)] = 1
             indices += indices[:1] * (size - len(indices))  # filler: all clients need equally many rows
             parts.append((slot.assignment, slot.batches_done, indices))
         rows = [index for _, _, indices in parts for index in indices]
@@ -216,7 +216,7 @@ class Worker:
             for name in group[0].class_terms
         }
         batch = {**batch, **terms}
-        counted = members.sum(0).numpy() > 0
+        counted = rows_by_client.sum(0).numpy() > 0
         lengths = examples.lengths[rows]
         if len(group) > 1 and group[0].kind not in self._verified:
             pair = [perturb(slot.get_tensors(), slot.layout.names, slot.assignment.client) for slot in group[:2]]
@@ -226,7 +226,7 @@ class Worker:
         padding, compiled = self.loop.padding, self.compiled
         faster = padding.remove_padding(batch, lengths, clients, counted) if compiled is None else compiled.within()
         with stacked, faster, self.loop.prefixes.feed(examples, rows):
-            losses = self.task.compute_client_losses(self.adapted.model, batch, to_device(members, device))
+            losses = self.task.compute_client_losses(self.adapted.model, batch, to_device(rows_by_client, device))
             shares = to_device(torch.tensor([slot.share for slot in group], dtype=losses.dtype), device)
             (losses * shares).sum().backward()
         leaf_gradients = [leaf.grad for leaf in leaves.values()]

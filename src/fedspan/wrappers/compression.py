@@ -73,7 +73,7 @@ class Compression(RegisteredWrapper):
         return None
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
-        return self.inner.start(message, client, self._inner_memory(memory), round)
+        return self.inner.start(message, client, self._select_inner_memory(memory), round)
 
     def finish(
         self, job: Job, trained: Trained, client: Client, memory: Memory, round: int
@@ -82,7 +82,7 @@ class Compression(RegisteredWrapper):
         stashed, _ = split_prefix(self._start_prefix, memory)
         stored, _ = split_prefix(self._memory_prefix, memory)
         start = stashed or job.tensors
-        result, inner_memory = self.inner.finish(job, trained, client, self._inner_memory(memory), round)
+        result, inner_memory = self.inner.finish(job, trained, client, self._select_inner_memory(memory), round)
         stored_residuals = add_prefix(self._memory_prefix, stored)
         if isinstance(result, Job):
             return result, {**inner_memory, **stored_residuals, **add_prefix(self._start_prefix, start)}
@@ -137,7 +137,7 @@ class Compression(RegisteredWrapper):
     def _memory_prefix(self) -> str:
         return f"{self.key}-memory/"
 
-    def _inner_memory(self, memory: Memory) -> Memory:
+    def _select_inner_memory(self, memory: Memory) -> Memory:
         for prefix in (self._start_prefix, self._memory_prefix):
             _, memory = split_prefix(prefix, memory)
         return memory

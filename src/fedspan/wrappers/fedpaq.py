@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 from fedspan.core.method import Claims, Memory, declare_bounded
-from fedspan.core.quantize import pack, quantize, unpack
+from fedspan.core.quantize import pack_levels, quantize, unpack_levels
 from fedspan.core.tensors import Tensors, create_generator
 from fedspan.core.values import Client, Job
 from fedspan.wrappers.compression import Compression
@@ -57,7 +57,7 @@ class FedPAQ(Compression):
         self, changes: Tensors, job: Job, client: Client, memory: Memory, round: int
     ) -> tuple[Tensors, Memory]:
         packed = {
-            name: pack(
+            name: pack_levels(
                 *quantize(change, self.bits, create_generator(self.seed, self.key, round, client.id, name)), self.bits
             )
             for name, change in changes.items()
@@ -65,4 +65,4 @@ class FedPAQ(Compression):
         return packed, memory
 
     def decompress(self, tensors: Tensors) -> Tensors:
-        return {name: unpack(value, self.bits) for name, value in tensors.items()}
+        return {name: unpack_levels(value, self.bits) for name, value in tensors.items()}

@@ -118,8 +118,8 @@ class Scaffold(RegisteredWrapper):
         job = self.inner.start(replace(message, tensors=inner_tensors, scalars=scalars), client, inner_memory, round)
         if job.gradient_offset:
             raise FedspanError("method.wrappers", "scaffold", problem="this method already corrects the gradient")
-        client_variates = _valid(stored, OWN, generation)
-        offsets = _valid(stored, OFFSET, generation)
+        client_variates = _select_valid(stored, OWN, generation)
+        offsets = _select_valid(stored, OFFSET, generation)
         for name, variate in variates.items():
             offsets[name] = variate - client_variates[name] if name in client_variates else variate
         return self._build_next_phase(job, offsets, {}, generation)
@@ -148,7 +148,7 @@ class Scaffold(RegisteredWrapper):
                 **inner_memory,
                 **add_prefix(PREFIX, stored),
             }
-        variates, changes = _valid(stored, OWN, generation), dict[str, Tensor]()
+        variates, changes = _select_valid(stored, OWN, generation), dict[str, Tensor]()
         for name, drift in split_prefix(DRIFT, stored)[0].items():
             if name not in result.tensors:
                 continue  # it stays on the client, so it has no drift
@@ -243,7 +243,7 @@ def _split_scalars(scalars: Mapping[str, Scalar]) -> tuple[dict[str, Scalar], in
     return inner, int(inner.pop(PREFIX + GENERATION))
 
 
-def _valid(stored: Tensors, prefix: str, generation: int) -> dict[str, Tensor]:
+def _select_valid(stored: Tensors, prefix: str, generation: int) -> dict[str, Tensor]:
     """Return a client's stored tensors with a prefix, without factors that have been re-initialized since."""
     values = split_prefix(prefix, stored)[0]
     is_current = GENERATION in stored and int(stored[GENERATION]) == generation

@@ -15,7 +15,7 @@ pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not ins
 pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
 
 from fedspan.core.values import Client, Contribution, Message
-from fedspan.crypto.keys import Keys, draw_secret
+from fedspan.crypto.keys import SessionKeys, draw_secret
 from fedspan.crypto.masks import Ring
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
@@ -335,7 +335,7 @@ def test_keys_that_others_refuse_fail_their_sender_alone(
 
 def test_two_clients_with_one_key_end_no_round(built: Prepared, tmp_path: Path) -> None:
     """They agreed on it before; the one whose keys arrive later fails."""
-    shared = Keys.derive(draw_secret(), "of two").masking_public
+    shared = SessionKeys.derive(draw_secret(), "of two").masking_public
 
     def spoil(asked: Order | Phase, back: Envelope) -> Envelope:
         if asked.task != "keys" or asked.to not in ("south", "east"):

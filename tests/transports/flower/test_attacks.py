@@ -372,9 +372,9 @@ def test_a_revoked_node_is_out_while_the_server_runs(scene: Scene, tmp_path: Pat
     """No restart: its key is refused at the door within seconds, stays refused, and the others go on."""
     from fedspan.transports.flower.admissions import admit_node, open_audit_log, read_admissions, revoke_node
     from fedspan.transports.flower.keys import load_node_key, make_node_key
-    from fedspan.transports.flower.server import link_of
+    from fedspan.transports.flower.server import read_link
 
-    link = link_of(scene.log.parent)
+    link = read_link(scene.log.parent)
     public = make_node_key(tmp_path / "stolen.key")
     admit_node(link, public, "stolen")
     stolen = HostileNode(scene.address, scene.authority, load_node_key(tmp_path / "stolen.key")[0])

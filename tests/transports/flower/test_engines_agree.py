@@ -20,7 +20,7 @@ from stage import Deployment
 import fedspan
 from fedspan.deployment.deploy import submit
 from fedspan.methods.registry import METHODS
-from fedspan.transports.flower.server import link_of
+from fedspan.transports.flower.server import read_link
 from helpers.sites import SITES, local_values, run_values, site_files
 
 pytestmark = pytest.mark.slow  # minutes of processes that import torch
@@ -102,7 +102,7 @@ def test_a_deployment_with_tls_and_keys_gives_the_loop_s_adapters(
                 config.write_text(yaml.safe_dump(values))
                 deployment.submit(config, tmp_path / f"{method}-deployed")
             else:  # what the command calls, without another process that imports torch
-                submit(values, tmp_path / f"{method}-deployed", link_of(deployment.server))
+                submit(values, tmp_path / f"{method}-deployed", read_link(deployment.server))
             if not METHODS[method].claims.personal:
                 require_equal(loop / "adapter", tmp_path / f"{method}-deployed" / "adapter", method)
                 continue

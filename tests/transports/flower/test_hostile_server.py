@@ -110,7 +110,7 @@ class Lying(Transport):
 def scene(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     from fedspan.transports.flower.admissions import read_admissions
     from fedspan.transports.flower.grid import attach
-    from fedspan.transports.flower.server import link_of
+    from fedspan.transports.flower.server import read_link
     from fedspan.transports.flower.signing import ServerSigner
 
     folder = tmp_path_factory.mktemp("hostile-server")
@@ -124,7 +124,7 @@ def scene(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             peers = {id: mark for id, mark in prints.items() if id != site}
             paths[site].write_text(yaml.safe_dump({**yaml.safe_load(paths[site].read_text()), "peers": peers}))
             made.join(site, paths[site])
-        link = link_of(made.server)
+        link = read_link(made.server)
         signer = ServerSigner(link.folder, lambda: {id: one.key.encode() for id, one in read_admissions(link).items()})
         with attach(link, 2**24) as grid:
             until = time.monotonic() + 120

@@ -36,11 +36,11 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_nodes_have_the_names_that_they_were_admitted_as(server: Path) -> None:
-    first, second, third = servers.list_nodes(servers.link_of(server), {11: "clinic-a"})
+    first, second, third = servers.list_nodes(servers.read_link(server), {11: "clinic-a"})
     assert (first.name, first.status, first.online_seconds, first.offline_since) == ("clinic-a", "online", 75.4, None)
     assert second.offline_since == 1767323045.0
     assert (third.status, third.offline_since) == ("registered", None)
-    assert [one.status for one in servers.list_nodes(servers.link_of(server), {14: "clinic-b"})][3:] == ["revoked"]
+    assert [one.status for one in servers.list_nodes(servers.read_link(server), {14: "clinic-b"})][3:] == ["revoked"]
 
 
 def test_status_shows_nodes_and_the_run(server: Path, tmp_path: Path) -> None:

@@ -267,7 +267,7 @@ def test_progress_is_logged_after_some_seconds_and_then_now_and_then(
     now = [100.0]
     monkeypatch.setattr(transfers.time, "monotonic", lambda: now[0])
     blocks = list[int]()
-    progress = transfers.Progress("reply sent", lambda: blocks.append(1))
+    progress = transfers.TransferProgress("reply sent", lambda: blocks.append(1))
     with caplog.at_level(logging.INFO, "fedspan.node"):
         progress.show(1)  # nothing has begun
         progress.begin(20_000_000, 8_000_000)

@@ -24,7 +24,7 @@ from fedspan.runs.cluster import WorkerKit
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.setup import prepare
 from fedspan.transports.ray.sharing import share_teams
-from fedspan.transports.ray.worker import BaseVersion, Worker
+from fedspan.transports.ray.worker import BaseVersion, ClusterWorker
 from helpers import tiny, tiny_decoders, tiny_images, tiny_preferences, tiny_seq2seq
 from helpers.families import others_slow
 from helpers.run_content import content
@@ -190,7 +190,7 @@ def test_hidden_states_are_stored_before_a_plan_is_measured(tiny_folder: Path, m
     monkeypatch.setattr(host, "prepare", lambda ids: calls.append(f"prepare {[*ids]}"))
     monkeypatch.setattr(host.engine, "choose_plan", lambda *arguments: calls.append("choose_plan"))
     monkeypatch.setattr(host, "make_first_assignments", lambda orders: [])
-    worker = Worker(torch.get_num_threads())
+    worker = ClusterWorker(torch.get_num_threads())
     worker.build(lambda kit: host, None)
     worker.choose_plan(BaseVersion(1, None), None, [], [], clients=1)
     assert calls == ["prepare []", "choose_plan"]

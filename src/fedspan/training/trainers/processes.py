@@ -75,8 +75,8 @@ class Processes:
 
         Args:
             task: Name of the task.
-            tensors: Its tensors by name; their values need not be contiguous, nor on the CPU.
-            header: Its plain values.
+            tensors: Tensors of the task by name; their values need not be contiguous, nor on the CPU.
+            header: Plain values of the task, by name.
 
         Raises:
             FedspanError: If another process ended, or the last task was not finished.
@@ -263,7 +263,7 @@ def read_job(announced: Announcement, base: BaseUpdate) -> tuple[Job, BaseUpdate
     """Read a job of ``describe_job``.
 
     Args:
-        announced: Its plain values and tensors.
+        announced: Plain values and tensors of the job, as rank 0 announced them.
         base: The base of the last job.
 
     Returns:

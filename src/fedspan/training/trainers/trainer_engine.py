@@ -45,8 +45,8 @@ class Owner:
     """A client with its own trainer.
 
     Args:
-        trainer: The trainer.
-        adapted: Its model, with the method's target layers; clients that share a model share this object.
+        trainer: The client's trainer.
+        adapted: The trainer's model, with the method's target layers; clients that share a model share this object.
     """
 
     trainer: LocalTrainer

@@ -19,9 +19,9 @@ from typing import Any, Protocol, Self
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-__all__ = ["CONNECTIONS", "BoundedProtocol", "BoundedSocket", "ConnectionLimits", "Connections"]
+from fedspan.transports.flower.local_peer import Address
 
-Address = tuple[str, int]
+__all__ = ["CONNECTIONS", "BoundedProtocol", "BoundedSocket", "ConnectionLimits", "Connections"]
 
 
 @dataclass(frozen=True)

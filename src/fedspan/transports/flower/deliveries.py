@@ -19,7 +19,7 @@ from fedspan.transports.flower.messages import draw_salt, from_records, to_recor
 from fedspan.transports.flower.signing import Signer
 from fedspan.transports.flower.wire import BATCH_BYTES, format_reply_limit
 
-__all__ = ["BATCH", "Delivery", "Sent", "read_reply", "send_envelopes"]
+__all__ = ["BATCH", "Delivery", "PendingMessage", "read_reply", "send_envelopes"]
 
 A = TypeVar("A", str, int)
 
@@ -37,7 +37,7 @@ _REVOKED = "its node's key was revoked"
 
 
 @dataclass(frozen=True)
-class Sent(Generic[A]):
+class PendingMessage(Generic[A]):
     """A message without a reply: its recipient, the node's id, and the nonce."""
 
     to: A
@@ -71,7 +71,7 @@ class Delivery:
         self._offline_seconds = None if offline_seconds is None else min(seconds, offline_seconds)
         self.unsent = dict.fromkeys(orders)
         """The clients whose orders have not been sent."""
-        self.pending: dict[str, Sent[str]] = {}
+        self.pending: dict[str, PendingMessage[str]] = {}
         """The messages without a reply, by message id."""
         self._refused = set[str]()
         started = time.monotonic()
@@ -141,7 +141,7 @@ class Delivery:
             for id in given_up:
                 yield id, "the SuperLink did not take its order" if id in self._refused else f"its node {reason}"
 
-    def _send_batch(self, batch: Iterable[tuple[str, Envelope]], salt: bytes) -> dict[str, Sent[str]]:
+    def _send_batch(self, batch: Iterable[tuple[str, Envelope]], salt: bytes) -> dict[str, PendingMessage[str]]:
         assert self._orders is not None
         lifetime = max(self._deadline - time.monotonic(), 0) + _LIFETIME
         addressed = [(id, self._nodes[id], envelope, self._orders.compute_reply_bytes(id)) for id, envelope in batch]
@@ -179,7 +179,7 @@ def send_envelopes(
     kind: str,
     seconds: float,
     salt: bytes,
-) -> dict[str, Sent[A]]:
+) -> dict[str, PendingMessage[A]]:
     """Send envelopes in one request.
 
     Args:
@@ -194,17 +194,19 @@ def send_envelopes(
     Returns:
         The messages that Flower accepted, by message id.
     """
-    sent = list[Sent[A]]()
+    sent = list[PendingMessage[A]]()
     messages = list[Message]()
     for to, node, envelope, reply_bytes in addressed:
         sealed = signer.seal(envelope, node)
         group = format_reply_limit(None if reply_bytes is None else reply_bytes + _MARGIN)
         messages.append(Message(to_records(sealed, salt), node, kind, ttl=seconds, group_id=group))
-        sent.append(Sent(to, node, sealed.nonce))
+        sent.append(PendingMessage(to, node, sealed.nonce))
     return {id: message for id, message in zip(grid.push_messages(messages), sent, strict=False) if id}
 
 
-def read_reply(message: Message, signer: Signer, pending: dict[str, Sent[A]]) -> tuple[A, Envelope | str] | None:
+def read_reply(
+    message: Message, signer: Signer, pending: dict[str, PendingMessage[A]]
+) -> tuple[A, Envelope | str] | None:
     """Return the sender and the reply of a message, and remove what it answers from ``pending``.
 
     Args:

@@ -159,9 +159,9 @@ class Exchange:
         """Call a method of the store when its turn comes: SQLite has one writer, so further threads would only wait.
 
         Args:
-            function: The method.
-            args: Its arguments.
-            urgency: Its priority in the queue; smaller values come first.
+            function: The method to call.
+            args: Positional arguments of the method.
+            urgency: Priority of the call in the queue; smaller values come first.
         """
         async with self._turns.take(urgency):
             return await run_sync(function, *args, limiter=self._thread)

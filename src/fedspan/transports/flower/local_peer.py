@@ -6,7 +6,7 @@ import ipaddress
 import struct
 from pathlib import Path
 
-__all__ = ["get_peer_uid"]
+__all__ = ["Address", "get_peer_uid"]
 
 _TABLES = Path("/proc/net/tcp"), Path("/proc/net/tcp6")
 _ESTABLISHED = "01"

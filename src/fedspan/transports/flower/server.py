@@ -26,9 +26,9 @@ __all__ = [
     "call_flower",
     "format_address",
     "is_prepared",
-    "link_of",
     "list_nodes",
     "prepare_folder",
+    "read_link",
 ]
 
 _DESCRIPTION, _SECRET = "server.json", "secret"
@@ -99,7 +99,7 @@ def prepare_folder(folder: Path, port: int, hosts: Sequence[str], *, insecure: b
         with os.fdopen(descriptor, "w") as file:
             file.write(secrets.token_hex(32))
     (folder / _DESCRIPTION).write_text(json.dumps({"port": port, "insecure": insecure}) + "\n", encoding="utf-8")
-    return link_of(folder)
+    return read_link(folder)
 
 
 def is_prepared(folder: Path) -> bool:
@@ -107,7 +107,7 @@ def is_prepared(folder: Path) -> bool:
     return (folder / _DESCRIPTION).is_file()
 
 
-def link_of(folder: Path) -> ServerLink:
+def read_link(folder: Path) -> ServerLink:
     """Return the connection data of a server for its own machine.
 
     Raises:

@@ -15,7 +15,7 @@ from threading import Lock
 
 from fedspan.transports.flower.wire import UploadPart
 
-__all__ = ["Bandwidth", "Download", "Pacer", "Progress", "Transfers"]
+__all__ = ["Bandwidth", "Download", "Pacer", "TransferProgress", "Transfers"]
 
 _BLOCK = 2**14
 """Bytes that are sent or read at once: a pause follows each, and a TLS record has as many."""
@@ -62,7 +62,7 @@ class Pacer:
         time.sleep(max(0.0, pause))
 
 
-class Progress:
+class TransferProgress:
     """Logs the progress of a message now and then.
 
     Args:
@@ -132,7 +132,10 @@ class Transfers:
     def __init__(self, bandwidth: Bandwidth | None = None, on_progress: Callable[[], None] = lambda: None) -> None:
         bandwidth = bandwidth or Bandwidth()
         self.up, self.down = Pacer(bandwidth.up), Pacer(bandwidth.down)
-        self.sent, self.received = Progress("reply sent", on_progress), Progress("order received", on_progress)
+        self.sent, self.received = (
+            TransferProgress("reply sent", on_progress),
+            TransferProgress("order received", on_progress),
+        )
         self.interrupted: OrderedDict[str, None] = OrderedDict()
         """SHA-256 of the bodies of which a part may have arrived."""
         self._downloads: OrderedDict[tuple[str, bytes], Download] = OrderedDict()

@@ -12,7 +12,7 @@ from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
 from fedspan.federation.transport import AsynchronousTransport, OnReply, Orders
 from fedspan.transports.flower.adapter import ObjectPushError
-from fedspan.transports.flower.deliveries import BATCH, Delivery, Sent, read_reply, send_envelopes
+from fedspan.transports.flower.deliveries import BATCH, Delivery, PendingMessage, read_reply, send_envelopes
 from fedspan.transports.flower.grid import Grid
 from fedspan.transports.flower.messages import draw_salt
 from fedspan.transports.flower.signing import Signer, UnsignedSigner
@@ -235,7 +235,7 @@ class Invitations:
         self._grid, self._envelope, self._signer = grid, envelope, signer or UnsignedSigner()
         self._undecided = set[int]() if undecided is None else undecided
         self._invited_at = dict.fromkeys(known, float("inf"))
-        self._pending: dict[str, Sent[int]] = {}
+        self._pending: dict[str, PendingMessage[int]] = {}
 
     @property
     def pending_nodes(self) -> frozenset[int]:

@@ -125,9 +125,9 @@ class Uploads:
     def interrupt(self, upload: Upload) -> None:
         """Keep what has arrived of a body whose connection broke, within the limit for all nodes."""
         upload.is_read = False
-        kept = [(key, other) for key, other in self._uploads.items() if not other.is_read]
-        excess = sum(other.size for _, other in kept) - self.limits.partial_bytes
-        for key, other in kept:
+        unread = [(key, other) for key, other in self._uploads.items() if not other.is_read]
+        excess = sum(other.size for _, other in unread) - self.limits.partial_bytes
+        for key, other in unread:
             if excess <= 0:
                 break
             excess -= other.size

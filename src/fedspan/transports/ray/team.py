@@ -20,7 +20,7 @@ from fedspan.errors import FedspanError
 from fedspan.federation import serialization
 from fedspan.transports.ray.adapter import own_token
 from fedspan.transports.ray.sharing import enter_shared_or_new
-from fedspan.transports.ray.worker import BaseVersion, Worker
+from fedspan.transports.ray.worker import BaseVersion, ClusterWorker
 
 __all__ = ["MAX_LOSSES", "Piece", "Queues", "Resources", "Team", "WorkerHandle", "open_team"]
 
@@ -128,8 +128,8 @@ class Piece(Generic[T]):
     """A piece of work that moves between workers as a whole.
 
     Args:
-        content: The work.
-        load: Its approximate amount.
+        content: The work to distribute.
+        load: Approximate amount of this work, by which pieces are distributed.
     """
 
     def __init__(self, content: T, load: int) -> None:
@@ -164,7 +164,7 @@ class Team:
         # A new actor instead of Ray's restarts: calls to it wait for its start, whereas calls to one that Ray restarts
         # fail until it is back.
         options = {"num_cpus": size.threads, "num_gpus": size.gpus, "scheduling_strategy": "SPREAD"}
-        return ray.remote(Worker).options(**options, max_restarts=0).remote(size.threads)
+        return ray.remote(ClusterWorker).options(**options, max_restarts=0).remote(size.threads)
 
     def build(self, build: Callable[[Any], Host], kit: object) -> None:
         """Build the hosts of a run, in new processes where an earlier run lost a worker or left it busy.

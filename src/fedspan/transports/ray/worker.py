@@ -23,7 +23,7 @@ from fedspan.training.stacking import StackingPlan
 if TYPE_CHECKING:
     from fedspan.clients.secagg import Session
 
-__all__ = ["BaseVersion", "Outcome", "StackedOrder", "Worker"]
+__all__ = ["BaseVersion", "ClusterWorker", "Outcome", "StackedOrder"]
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class _StateInTransit:
             self.departing_trained[client] = TRAINED.encode(client, round, first)
 
 
-class Worker:
+class ClusterWorker:
     """Carries out orders on a host of its own.
 
     Args:
