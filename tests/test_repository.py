@@ -45,8 +45,6 @@ SEVERAL_MODULES = {
     "tasks/test_ragged.py",
     "test_api.py",
     "test_repository.py",
-    "toys/test_rounds.py",
-    "toys/test_secure_sum.py",
     "training/test_cuda.py",
     "training/test_devices.py",
     "transports/flower/test_attacks.py",
@@ -164,7 +162,30 @@ def test_folders_of_tests_belong_to_a_folder_or_module() -> None:
     for folder in sorted({path.parent.relative_to(TESTS) for path in TESTS.rglob("test_*.py")}):
         package = ROOT / "src" / "fedspan" / folder
         places = (package, package.with_suffix(".py"), ROOT / folder)
-        assert folder.as_posix() == "toys" or any(place.exists() for place in places), folder
+        assert any(place.exists() for place in places), folder
+
+
+def test_no_test_imports_another() -> None:
+    names = {Path(file).stem for file in FILES}
+    for path in sorted(TESTS.rglob("*.py")):
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        modules = [node.module or "." for node in nodes if isinstance(node, ast.ImportFrom)]
+        modules += [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+        assert not names & {module.rpartition(".")[2] for module in modules}, path
+
+
+def test_helpers_stand_in_one_package_with_docstrings() -> None:
+    others = [path for path in sorted(TESTS.rglob("*.py")) if not path.name.startswith("test_")]
+    assert [path for path in others if path.name != "conftest.py" and TESTS / "helpers" not in path.parents] == []
+    for path in others:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        public = (
+            node
+            for node in tree.body
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
+        )
+        assert ast.get_docstring(tree), path
+        assert [node.name for node in public if not ast.get_docstring(node)] == [], path
 
 
 def test_drawings_of_the_pages_have_a_dark_variant() -> None:

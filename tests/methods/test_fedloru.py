@@ -16,9 +16,9 @@ from fedspan.core.tensors import join_tensor_name
 from fedspan.core.values import Client, Reduced, ServerState
 from fedspan.errors import FedspanError
 from fedspan.methods.fedloru import FedLoRU
-from toys.oracle import Pairs, average, copied, descend
-from toys.problem import HEAD, LAYERS, Problem
-from toys.rounds import Federation, close, sgd, with_extras
+from helpers.toys.oracle import Pairs, average, copied, descend
+from helpers.toys.problem import HEAD, LAYERS, Problem
+from helpers.toys.rounds import Federation, close, sgd, with_extras
 
 LR, SCALING, STEPS = 0.2, 2.0, 2
 COHORTS = [(0, 1, 2, 3), (1, 2), (0, 2, 3), (0, 1), (0, 1, 2, 3)]  # clients 0 and 3 miss the first accumulation

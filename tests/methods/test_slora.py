@@ -12,9 +12,9 @@ from fedspan.core.sparse import count_entries, draw_entries, scatter_entries
 from fedspan.core.tensors import join_tensor_name
 from fedspan.core.values import Reduced
 from fedspan.methods.slora import SLoRA
-from toys.oracle import Pairs, average, copied, descend
-from toys.problem import HEAD, LAYERS, Problem
-from toys.rounds import Federation, close, sgd, with_extras
+from helpers.toys.oracle import Pairs, average, copied, descend
+from helpers.toys.problem import HEAD, LAYERS, Problem
+from helpers.toys.rounds import Federation, close, sgd, with_extras
 
 LR, STEPS, R, S, SEED, DENSITY = 0.2, 2, 2, 1.5, 4, 0.3
 SHAPES = {"fc1": (8, 5), "fc2": (6, 8)}

@@ -25,9 +25,9 @@ from fedspan.wrappers.fedavgm import FedAvgM
 from fedspan.wrappers.fedpaq import FedPAQ
 from fedspan.wrappers.fedyogi import FedYogi
 from fedspan.wrappers.server_optimizer import ServerOptimizer
-from toys.oracle import copied, descend
-from toys.problem import HEAD, LAYERS, Problem
-from toys.rounds import Double, Federation, close, sgd
+from helpers.toys.oracle import copied, descend
+from helpers.toys.problem import HEAD, LAYERS, Problem
+from helpers.toys.rounds import Double, Federation, close, sgd
 
 LR, SCALING, STEPS, TAU = 0.3, 2.0, 2, 2
 SERVER_LR, BETAS, ADAPTIVITY = 0.05, (0.8, 0.9), 1e-2

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from .problem import HEAD, LAYERS, Problem
+from helpers.toys.problem import HEAD, LAYERS, Problem
 
 Pairs = dict[str, dict[str, Tensor]]
 

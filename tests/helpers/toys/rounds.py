@@ -24,8 +24,7 @@ from fedspan.training.jobs import Assignment, TrainingSettings
 from fedspan.training.loop import LoopEngine
 from fedspan.wrappers.extras import ExtrasPolicy, WithExtras
 from fedspan.wrappers.wrapper import Wrapper
-
-from .problem import Problem
+from helpers.toys.problem import Problem
 
 WHOLE = 1000
 """A batch size that no client's data reach: one step is one pass over all of them."""

@@ -11,10 +11,9 @@ from fedspan.methods.fedit import FedIT
 from fedspan.methods.flora import FLoRA
 from fedspan.methods.pfedloru import PFedLoRU
 from fedspan.wrappers.extras import WithExtras
-
-from .problem import Problem
-from .rounds import Double, Federation, sgd
-from .secure_sum import MODULUS, WEIGHT, SecureSum
+from helpers.toys.problem import Problem
+from helpers.toys.rounds import Double, Federation, sgd
+from helpers.toys.secure_sum import MODULUS, WEIGHT, SecureSum
 
 BITS = 16
 

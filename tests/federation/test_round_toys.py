@@ -39,11 +39,10 @@ from fedspan.wrappers.fedadam import FedAdam
 from fedspan.wrappers.fedpaq import FedPAQ
 from fedspan.wrappers.fedprox import FedProx
 from fedspan.wrappers.scaffold import Scaffold
-
-from .oracle import pair_gradients
-from .problem import HEAD, LAYERS, Problem
-from .rounds import Double, Federation, adamw, close, sgd, with_extras
-from .secure_sum import SecureSum
+from helpers.toys.oracle import pair_gradients
+from helpers.toys.problem import HEAD, LAYERS, Problem
+from helpers.toys.rounds import Double, Federation, adamw, close, sgd, with_extras
+from helpers.toys.secure_sum import SecureSum
 
 IDS = ("client-0", "client-1", "client-2")
 LR, ROUNDS = 0.1, 3
