@@ -32,7 +32,7 @@ from helpers.reply_transport import exchanged
 
 pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 ADAPTER = ROOT / "src" / "fedspan" / "transports" / "flower" / "adapter"
 PUBLIC = ("flwr.app", "flwr.clientapp", "flwr.serverapp", "flwr.serverapp.strategy", "flwr.simulation")
 
