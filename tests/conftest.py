@@ -28,7 +28,7 @@ os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  # with Ray's default it
 LONGEST = [
     f"tests/{path}.py"
     for path in (
-        "transports/flower/test_engines_agree",
+        "transports/flower/test_simulation",
         "transports/flower/test_deployment",
         "training/test_devices",
         "transports/flower/test_trainer_deployment",
@@ -38,7 +38,8 @@ LONGEST = [
         "transports/flower/test_attacks",
         "examples/test_examples",
         "docs/test_blocks",
-        "cli/test_cli_commands",
+        "cli/test_commands",
+        "cli/test_train",
         "cli/test_reproduce",
         "claims/test_claims",
         "wrappers/test_wrapper",

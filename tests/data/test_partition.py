@@ -26,6 +26,7 @@ from fedspan.data import PartitionConfig
 from fedspan.data.keyed import make_generator
 from fedspan.data.partition import Partition, partition
 from fedspan.errors import FedspanError
+from helpers.label_counts import LABELS
 
 Refused = Callable[..., FedspanError]
 KINDS = [
@@ -40,13 +41,6 @@ KINDS = [
 ]
 NAMES = [f"{config.partitioner} {config.column or config.quantity}" for config in KINDS]
 UNDIVIDED = [config for config in KINDS if config.partitioner == "natural" or config.column is None]
-LABELS = [str(label) for label in range(8)]
-
-
-def counts(dataset: datasets.Dataset, **settings: object) -> np.ndarray:
-    """Examples of each label (columns) that each client (rows) holds."""
-    divided = partition(dataset, PartitionConfig.model_validate(settings), seed=0)
-    return np.array([row.counts for row in divided.label_table(LABELS, dataset)])
 
 
 @pytest.mark.parametrize("config", KINDS, ids=NAMES)
@@ -128,37 +122,6 @@ def test_nothing_is_sent_and_no_global_is_set(messages: datasets.Dataset, monkey
     assert telemetry.state["executor"] is None
 
 
-def test_iid_sizes_differ_by_at_most_one_and_labels_are_mixed(messages: datasets.Dataset) -> None:
-    held = counts(messages, clients=7)
-    assert np.ptp(held.sum(axis=1)) <= 1
-    assert held.min() >= 1
-
-
-def test_a_small_alpha_is_more_skewed_than_a_large_one(messages: datasets.Dataset) -> None:
-    def largest_share(alpha: float) -> float:
-        held = counts(messages, partitioner="dirichlet", clients=5, alpha=alpha)
-        return float(np.mean(held.max(axis=1) / held.sum(axis=1)))
-
-    assert largest_share(0.1) > 1.5 * largest_share(10)
-    assert largest_share(1000) < 0.16  # of 8 labels: 0.125 each
-
-
-@settings(max_examples=20, deadline=None)
-@given(clients=st.integers(1, 12), classes=st.integers(1, 8), seed=st.integers(0, 2**32))
-def test_pathological_clients_hold_few_labels_and_all_are_held(
-    messages: datasets.Dataset, clients: int, classes: int, seed: int
-) -> None:
-    config = PartitionConfig(partitioner="pathological", clients=clients, classes_per_client=classes)
-    if clients * classes < 8:
-        with pytest.raises(FedspanError, match="all 8 labels must be held"):
-            partition(messages, config, seed)
-        return
-    table = partition(messages, config, seed).label_table(LABELS, messages)
-    held = np.array([row.counts for row in table])
-    assert (np.count_nonzero(held, axis=1) <= classes).all()
-    assert held.sum(axis=0).tolist() == [50] * 8
-
-
 def test_natural_clients_are_the_values_of_the_column(messages: datasets.Dataset) -> None:
     divided = partition(messages, PartitionConfig(partitioner="natural", column="ward"), seed=0)
     assert [client.id for client in divided.clients] == [f"ward {number}" for number in range(5)]
@@ -188,26 +151,6 @@ def test_with_a_column_each_value_is_divided_on_its_own(messages: datasets.Datas
     wards = np.array(messages["ward"])
     for client in divided.clients:
         assert {*wards[client.indices]} == {client.id.partition("-")[0]}
-
-
-def test_values_of_a_column_have_draws_of_their_own() -> None:
-    """Else the first clients of all wards would have the same labels."""
-    data = datasets.Dataset.from_dict(
-        {"text": ["t"] * 240, "label": [row % 4 for row in range(240)], "ward": ["a"] * 120 + ["b"] * 120}
-    )
-    held = counts(data, partitioner="dirichlet", column="ward", clients=4, alpha=0.5)
-    assert held[0].tolist() != held[2].tolist()
-    alone = counts(data.select(range(120)), partitioner="dirichlet", column="ward", clients=2, alpha=0.5)
-    assert alone.tolist() == held[:2].tolist()  # nor do they depend on which other values there are
-
-
-def test_quantities_grow_as_named(messages: datasets.Dataset) -> None:
-    linear = counts(messages, partitioner="quantity", clients=4).sum(axis=1)
-    square = counts(messages, partitioner="quantity", clients=4, quantity="square").sum(axis=1)
-    exponential = counts(messages, partitioner="quantity", clients=4, quantity="exponential").sum(axis=1)
-    assert linear.tolist() == [40, 80, 120, 160]
-    assert square.tolist() == [13, 53, 120, 214]
-    assert np.allclose(exponential[1:] / exponential[:-1], np.e, rtol=0.1)
 
 
 @settings(max_examples=60, deadline=None)

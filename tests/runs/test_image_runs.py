@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +26,6 @@ from fedspan.runs.session import write_adapters
 from fedspan.runs.setup import Prepared, prepare
 from helpers import tiny, tiny_decoders, tiny_images
 from helpers.families import others_slow
-
-Load = Callable[[Path], nn.Module]
 
 
 def run_rounds(config: RunConfig, rounds: int = 2) -> tuple[Prepared, Progress]:
@@ -211,53 +207,6 @@ def test_starting_from_an_adapter(what: str, method: str, images: Path, decoders
     expected = ours(made, progress)
     assert close(theirs(made, PeftModel.from_pretrained(fresh, str(folder))), expected)
     assert not close(first, expected)
-
-
-@pytest.mark.parametrize("name", ["vit", "resnet", "scratch"])
-def test_evaluate_gives_the_report_s_scores(name: str, images: Path, image_runs: Path) -> None:
-    report = json.loads((image_runs / name / "report.json").read_text())
-    found = fedspan.evaluate(image_runs / name)
-    wanted = report["scores"]["test"]
-    assert found == pytest.approx({**{key: wanted[key] for key in found if key in wanted}, "examples": 10}, abs=1e-4)
-    assert {"accuracy", "loss"} <= set(found)
-    everywhere = fedspan.evaluate(image_runs / name, data=images / "pictures")
-    assert everywhere["examples"] == sum(tiny_images.SITES.values())
-
-
-@pytest.mark.parametrize("name", ["vit", "resnet", "scratch"])
-def test_predictions_on_files(name: str, images: Path, image_runs: Path) -> None:
-    """The same as somebody without fedspan gets; paths as text or as paths."""
-    folder = image_runs / name / "adapter"
-    paths = sorted((images / "pictures").rglob("0[0-4].png"))
-    if name == "scratch":
-        model = transformers.AutoModelForImageClassification.from_pretrained(folder).eval()
-        pixels = tiny_images.pixels(folder, paths)
-    else:
-        base = tiny_images.fresh_classifier(images / name)
-        model = PeftModel.from_pretrained(base, str(folder)).eval()
-        pixels = tiny_images.pixels(images / name, paths)
-    with torch.no_grad():
-        shares = model(pixel_values=pixels).logits.softmax(1)
-    found = fedspan.predict(image_runs / name, [str(paths[0]), *paths[1:]])
-    assert [label for label, _ in found] == [tiny_images.COLORS[index] for index in shares.argmax(1).tolist()]
-    assert [share for _, share in found] == pytest.approx(shares.amax(1).tolist(), abs=1e-4)
-
-
-@pytest.mark.parametrize("name", ["vit", "resnet", "scratch"])
-def test_merged_exports(name: str, images: Path, image_runs: Path, tmp_path: Path) -> None:
-    out = fedspan.export(image_runs / name, tmp_path / "merged", form="merged")
-    paths = sorted((images / "pictures" / "west").rglob("*.png"))
-    model = transformers.AutoModelForImageClassification.from_pretrained(out).eval()
-    with torch.no_grad():
-        shares = model(pixel_values=tiny_images.pixels(out, paths)).logits.softmax(1).amax(1)
-    for folder in (image_runs / name, out):
-        found = fedspan.predict(folder, paths)
-        assert [share for _, share in found] == pytest.approx(shares.tolist(), abs=1e-4)
-    again = fedspan.export(out, tmp_path / "again", form="merged")
-    assert fedspan.predict(again, paths) == fedspan.predict(out, paths)
-    if name == "scratch":
-        with pytest.raises(Exception, match="holds a merged model"):
-            fedspan.export(image_runs / name, tmp_path / "adapter")
 
 
 @pytest.mark.slow
