@@ -25,3 +25,8 @@ def compare_run(run: RunData, test: float, *, start: float, local: float, centra
     final = {"test": {"accuracy": test}}
     report = replace(run.report, scores=final, best_round=3, baselines=baselines, selected=True)
     return replace(run, report=report, rows=({"round": 0, "test": {"accuracy": start}}, *run.rows))
+
+
+def body(text: str) -> str:
+    """Without plotly's own script."""
+    return re.sub(r"<script>(?!\nconst figures).*?</script>", "", text, flags=re.DOTALL)

@@ -23,9 +23,9 @@ import fedspan
 from fedspan.federation.progress import RoundResult
 from fedspan.runs.cluster import build_host, connect_workers, get_resources
 from fedspan.runs.setup import Prepared, prepare
-from fedspan.transports.ray.sharing import share_teams
 from fedspan.transports.ray.team import open_team
 from helpers import tiny
+from helpers.cluster_configs import config
 from helpers.plain_data import plain
 from helpers.run_content import content
 
@@ -33,13 +33,6 @@ pytestmark = pytest.mark.slow
 
 
 BATCHED = {"name": "batched", "clients_per_pass": 2, "workers": 1}
-
-
-def config(folder: Path, engine: dict[str, Any] | None = None, **cluster: Any) -> Any:
-    """All four clients, for long enough that a worker can die meanwhile."""
-    changes: dict[str, Any] = {"federation": {"clients_per_round": None}, "training": {"local_steps": 40}}
-    cluster = {"workers": 2, "start_timeout": 60.0, **cluster}
-    return tiny.config(folder, **changes, engine=engine or {}, cluster=cluster)
 
 
 def undisturbed(prepared: Prepared) -> list[RoundResult]:
@@ -97,15 +90,6 @@ def test_a_run_does_not_wait_for_the_work_of_an_aborted_one(tiny_folder: Path) -
         assert connected.run_round(connected.begin()).failures == ()
 
 
-def test_runs_of_a_series_may_differ_in_their_workers(tiny_folder: Path) -> None:
-    with share_teams():
-        for workers in (1, 2):
-            prepared = prepare(config(tiny_folder, workers=workers))
-            with open_team(get_resources(prepared.config)) as team:
-                connected = connect_workers(prepared, team).federation
-                assert connected.run_round(connected.begin()).failures == ()
-
-
 @pytest.fixture
 def machines() -> Iterator[Cluster]:
     """A head without room for workers, and two nodes for one worker each, all on this machine."""
@@ -158,15 +142,3 @@ def test_a_driver_that_is_killed_continues_to_the_same_bits(
         return {name: value for name, value in content(folder).items() if not name.endswith("config.yaml")}
 
     assert files(tmp_path / "killed") == files(tmp_path / "whole")
-
-
-def test_a_process_without_the_token_is_not_let_in(tiny_folder: Path) -> None:
-    code = "import sys, ray; ray.init(address=sys.argv[1], logging_level='error')"
-    with open_team(get_resources(config(tiny_folder))):
-        address = ray.get_runtime_context().gcs_address
-        stranger = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
-        for variables, admitted in ((stranger, False), (dict(os.environ), True)):
-            command = [sys.executable, "-c", code, address]
-            found = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)
-            assert (found.returncode == 0) == admitted, found.stderr
-    assert "RAY_AUTH_TOKEN" not in os.environ
