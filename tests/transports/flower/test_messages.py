@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,19 +15,8 @@ from hypothesis import strategies as st
 from fedspan.core.values import Message
 from fedspan.deployment.handshake import Introduction, Invitation
 from fedspan.federation import serialization
-from fedspan.federation.protocol import Envelope, Masking, decode_order, decode_reply, read_header
-from fedspan.federation.secagg.messages import (
-    Agreement,
-    KeysOrder,
-    KeysReply,
-    PhaseReply,
-    PublicKeys,
-    SharesOrder,
-    SharesReply,
-    UnmaskOrder,
-    UnmaskReply,
-    decode_phase,
-)
+from fedspan.federation.protocol import Envelope, Masking, decode_order, decode_reply
+from helpers.fuzzed_headers import fuzzed
 
 app = pytest.importorskip("flwr.app", reason="the extra fedspan[flower] is not installed")
 codec = pytest.importorskip("fedspan.transports.flower.messages")
@@ -105,31 +93,6 @@ def test_records_that_are_none_of_ours_are_refused() -> None:
             codec.from_records(records)
 
 
-def answer_of(kind: type[PhaseReply]) -> Callable[[Envelope], PhaseReply]:
-    return lambda envelope: read_header(kind, envelope)
-
-
-def fuzzed(seeds: list[str], count: int, openers: Sequence[Callable[[Envelope], Any]]) -> None:
-    """Headers with pieces changed, dropped, doubled: a ValueError or a value, and nothing else."""
-    rng = random.Random(0)
-    alphabet = '{}[]":,0123456789eE.-+truefalsnNaIinity\\u\x00é'
-    for _ in range(count):
-        text = list(rng.choice(seeds))
-        for _ in range(rng.randint(1, 6)):
-            at = rng.randrange(len(text) + 1)
-            if rng.random() < 0.4 and text:
-                del text[min(at, len(text) - 1)]
-            else:
-                text.insert(at, rng.choice(alphabet))
-        envelope = Envelope("".join(text), bytes(rng.randrange(256) for _ in range(rng.randrange(40))))
-        for opened in openers:
-            try:
-                made = opened(envelope)
-            except ValueError:
-                continue
-            assert made.to_envelope()
-
-
 def test_records_with_mistakes_raise_nothing_but_a_value_error() -> None:
     rng = random.Random(1)
     names = ["fedspan.header", "fedspan.body", "header", "body", "", "x"]
@@ -173,10 +136,6 @@ def test_headers_with_mistakes_raise_nothing_but_a_value_error() -> None:
     fuzzed(seeds(), 8_000, (decode_order, decode_reply))
 
 
-def test_nor_do_those_of_secure_aggregation() -> None:
-    fuzzed(phases(), 5_000, (decode_phase, *map(answer_of, (KeysReply, SharesReply, UnmaskReply))))
-
-
 def seeds() -> list[str]:
     order = '{"format":1,"task":"train","run":"r","serial":1,"round":2,"attempt":0,"lr":0.1,"to":"a","client":'
     order += '{"id":"a","rank":2,"scaling":2.0,"examples":5,"weight":5.0,"last_round":null},"best":null}'
@@ -190,31 +149,6 @@ def seeds() -> list[str]:
     invitation = Invitation(run="r", version="1", config="{}").to_envelope().header
     introduction = Introduction(id="a", version="1").to_envelope().header
     return [order, answer, invitation, introduction, "[" * 3000, masked.to_envelope().header]
-
-
-def phases() -> list[str]:
-    session: dict[str, Any] = {"round": 0, "attempt": 0, "to": "a", "session": 7}
-    keys = PublicKeys(
-        sealing=bytes(range(32)),
-        masking=bytes(range(100, 132)),
-        own=bytes(range(60, 92)),
-        identity="a b",
-        signature=b"signed",
-    )
-    agreement = Agreement(
-        config="", task="train", round=0, lr=0.1, model="0" * 64, clients=3, clip=1.5, bits=32, top=2.0, layout="0" * 64
-    )
-    phases = [
-        KeysOrder(**session),
-        SharesOrder(**session, threshold=2, peers={"a": keys, "b": keys}, agreement=agreement),
-        UnmaskOrder(**session, survivors=("a", "b"), dropped=("c",), sealed={"a": bytes(range(96))}),
-        KeysReply(id="a", session=7, keys=keys),
-        SharesReply(id="a", session=7, sealed={"b": bytes(range(96))}),
-        UnmaskReply(id="a", session=7, shares={"b": bytes(range(34))}),
-    ]
-    for phase in phases:
-        assert read_header(type(phase), phase.to_envelope()) == phase
-    return [phase.to_envelope().header for phase in phases]
 
 
 def _objects(records: Any) -> tuple[str, dict[str, bytes]]:
