@@ -1,4 +1,4 @@
-"""The files of the tests: each belongs to a source and each module has one; a step of .ci/run runs the slow tests of each."""
+"""The files of the tests: each belongs to a source, each module has one, and a step of .ci/run runs its slow tests."""
 
 from __future__ import annotations
 
