@@ -50,7 +50,7 @@ LONGEST = [
         "cli/test_cli_interruption",
         "errors/test_mistakes",
         "runs/test_image_runs",
-        "reproduction/test_presets",
+        "reproduction/test_rehearsal",
     )
 ]
 """Files that take more than 15 seconds, with the slow tests of a step or without, to be handed out first."""

@@ -1,4 +1,4 @@
-"""Every command, on a run of the tiny model."""
+"""Help of every command, how quickly it comes, and the configs that runs leave."""
 
 from __future__ import annotations
 

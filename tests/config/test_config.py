@@ -1,4 +1,4 @@
-"""The configuration: what it means, and that every mistake is one line that names the field and what would be right."""
+"""The configuration: what a short one means, and that any is a run or a mistake on one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading files of every format: what comes out, and that every mistake is named with its place."""
+"""Loading data: labels, splits and caps, and what of other files is seen."""
 
 from __future__ import annotations
 

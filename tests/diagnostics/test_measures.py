@@ -1,4 +1,4 @@
-"""Diagnoses of runs: what they measure, how they read, and where there are none."""
+"""Diagnoses of runs: what they measure, how they read, that they change nothing, and where there are none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One view of all runs of a comparison."""
+"""What watches a series: one view of all runs of a comparison."""
 
 from __future__ import annotations
 

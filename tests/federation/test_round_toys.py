@@ -1,4 +1,4 @@
-"""The toys on the product's own rounds, in float32, and what an engine does around a job."""
+"""The toys on the product's own rounds, in float32."""
 
 from __future__ import annotations
 

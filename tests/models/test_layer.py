@@ -1,4 +1,7 @@
-"""Layers with an adapter."""
+"""Linear layers, convolutions and embeddings as targets: what they compute, and their gradients, against plain modules.
+
+The oracle is the module itself, with the dense weight put in and differentiated by autograd.
+"""
 
 from __future__ import annotations
 

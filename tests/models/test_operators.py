@@ -1,7 +1,4 @@
-"""Linear layers, convolutions and embeddings as targets: what they compute, and their gradients, against plain modules.
-
-The oracle is the module itself, with the dense weight put in and differentiated by autograd.
-"""
+"""Which modules can be targets, and the shapes and kernels of their weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of a run and of a series: what stands in it is what the runs' folders hold, and it needs no network."""
+"""The page of a run and of a series: every section and figure is there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The papers' presets: every file fits the schema, every cell's config is valid, every dry run works offline."""
+"""The papers' presets: every file fits the schema, and mistakes in one are named."""
 
 from __future__ import annotations
 
