@@ -28,20 +28,21 @@ os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  # with Ray's default it
 LONGEST = [
     f"tests/{path}.py"
     for path in (
-        "transports/flower/test_engines_agree",
+        "transports/flower/test_simulation",
         "transports/flower/test_deployment",
         "training/test_devices",
         "transports/flower/test_trainer_deployment",
         "transports/flower/test_secure_deployment",
-        "transports/ray/test_cluster",
-        "transports/ray/test_losses",
+        "transports/ray/test_worker",
+        "transports/ray/test_team",
         "transports/flower/test_attacks",
         "examples/test_examples",
         "docs/test_blocks",
-        "cli/test_cli_commands",
-        "cli/test_cli_reproduce",
+        "cli/test_commands",
+        "cli/test_train",
+        "cli/test_reproduce",
         "claims/test_claims",
-        "wrappers/test_wrapper_conformance",
+        "wrappers/test_wrapper",
         "wrappers/test_wrapper_effects",
         "runs/test_own_trainers",
         "methods/test_method_messages",
@@ -49,7 +50,7 @@ LONGEST = [
         "cli/test_cli_interruption",
         "errors/test_mistakes",
         "runs/test_image_runs",
-        "reproduction/test_presets",
+        "reproduction/test_rehearsal",
     )
 ]
 """Files that take more than 15 seconds, with the slow tests of a step or without, to be handed out first."""

@@ -1,4 +1,4 @@
-"""The files of the tests: each belongs to a source, and a step of .ci/run runs the slow tests of each."""
+"""The files of the tests: each belongs to a source, each module has one, and a step of .ci/run runs its slow tests."""
 
 from __future__ import annotations
 
@@ -15,6 +15,93 @@ from fedspan.cli.hints import PAGES
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests"
 FILES = sorted(path.relative_to(ROOT).as_posix() for path in TESTS.rglob("test_*.py"))
+DECLARATIONS = {
+    "cli/app",
+    "config/section",
+    "core/spec",
+    "federation/settings",
+    "tasks/settings",
+    "tasks/task",
+    "transports/flower/app",
+}
+"""Modules without a file of tests, since they declare names, fields and types."""
+
+TESTED_ELSEWHERE = {
+    "cli/test_compare.py": {"cli/series"},
+    "clients/test_secagg.py": {"crypto/identity"},
+    "config/test_column_inference.py": {"data/label_lists"},
+    "config/test_config.py": {
+        "config/cluster",
+        "config/engine",
+        "config/evaluation",
+        "config/federation",
+        "config/model",
+        "config/privacy",
+        "config/run",
+        "config/simulation",
+    },
+    "config/test_starter.py": {"config/starter_template", "data/reading"},
+    "data/test_catalogue.py": {"config/defaults"},
+    "data/test_loading_errors.py": {"data/source"},
+    "deployment/test_approval.py": {"cli/audit"},
+    "deployment/test_base_files.py": {"deployment/base_offers"},
+    "deployment/test_handshake.py": {"config/tags"},
+    "deployment/test_health.py": {"cli/health"},
+    "deployment/test_node.py": {"config/node", "deployment/last_order"},
+    "deployment/test_supervisor.py": {"deployment/node_folder"},
+    "deployment/test_usage.py": {"deployment/usage_markers"},
+    "diagnostics/test_measures.py": {"cli/diagnose", "reproduction/measurement", "runs/diagnose"},
+    "errors/test_broken_files.py": {"runs/task_setup"},
+    "experiments/test_run_search.py": {"experiments/execution"},
+    "experiments/test_series_bar.py": {"experiments/series"},
+    "federation/aggregation/test_robust.py": {"federation/aggregation/reducers"},
+    "federation/test_head_start.py": {"models/head"},
+    "methods/test_fedgalore.py": {"training/projector_refresh"},
+    "methods/test_method_claims.py": {"methods/local_only"},
+    "methods/test_registry.py": {"packages"},
+    "models/test_direct_uses.py": {"models/calls"},
+    "models/test_families.py": {"models/heads"},
+    "models/test_plain.py": {"models/digest"},
+    "monitoring/test_page_live.py": {"cli/watch"},
+    "planning/test_compute.py": {"planning/layer_counts"},
+    "reports/test_page.py": {"cli/report", "reports/matrices"},
+    "reproduction/test_reproduce.py": {"experiments/tables"},
+    "runs/test_extension.py": {"runs/planned_rounds"},
+    "runs/test_folder.py": {"runs/results"},
+    "runs/test_integrity.py": {"runs/records"},
+    "runs/test_own_trainers.py": {"tasks/trainer", "training/trainers/torch_loop"},
+    "runs/test_progress_bar.py": {"runs/formatting"},
+    "runs/test_remote.py": {"runs/failures"},
+    "runs/test_tracking.py": {"runs/trackers"},
+    "training/test_stacked_prediction.py": {"models/stacked"},
+    "training/trainers/test_trainer_engine.py": {"training/trainers/install"},
+    "training/trainers/test_transformers.py": {"training/trainers/local", "training/trainers/optimizer"},
+    "transports/flower/adapter/test_adapter.py": {
+        "transports/flower/adapter/node",
+        "transports/flower/adapter/objects",
+        "transports/flower/adapter/run",
+        "transports/flower/adapter/superlink",
+    },
+    "transports/flower/test_deployment.py": {"cli/admission"},
+    "transports/flower/test_door.py": {
+        "transports/flower/answers",
+        "transports/flower/bodies",
+        "transports/flower/limits",
+    },
+    "transports/flower/test_server.py": {"cli/status"},
+    "transports/flower/test_transport.py": {"federation/transport"},
+    "transports/ray/test_team.py": {"runs/cluster"},
+    "wrappers/test_low_precision.py": {"wrappers/compression"},
+    "wrappers/test_server_optimizer.py": {
+        "wrappers/adaptive",
+        "wrappers/fedadagrad",
+        "wrappers/fedadam",
+        "wrappers/fedavgm",
+        "wrappers/fedyogi",
+    },
+}
+"""Modules without a file of tests, by the file whose tests go through them: what they do shows there alone."""
+
 SEVERAL_MODULES = {
     "cli/test_new_user_files.py",
     "config/test_broken_config.py",
@@ -22,14 +109,11 @@ SEVERAL_MODULES = {
     "deployment/test_fuzzed_node_files.py",
     "deployment/test_hostile_sums.py",
     "deployment/test_secure_node.py",
-    "deployment/test_waiting.py",
     "docs/test_blocks.py",
     "docs/test_first_hour.py",
     "docs/test_generated.py",
     "docs/test_tables.py",
     "docs/test_traps.py",
-    "methods/test_own_methods.py",
-    "models/test_adapters.py",
     "models/test_decoders.py",
     "models/test_families.py",
     "models/test_inference_servers.py",
@@ -38,30 +122,16 @@ SEVERAL_MODULES = {
     "runs/test_early_stopping.py",
     "runs/test_from_scratch.py",
     "runs/test_image_runs.py",
-    "runs/test_interruption.py",
-    "runs/test_same_bits.py",
     "runs/test_scale.py",
-    "tasks/test_image_classification.py",
-    "tasks/test_ragged.py",
     "test_api.py",
     "test_repository.py",
-    "toys/test_rounds.py",
-    "toys/test_secure_sum.py",
     "training/test_cuda.py",
     "training/test_devices.py",
     "transports/flower/test_attacks.py",
-    "transports/flower/test_codec.py",
     "transports/flower/test_deployment.py",
-    "transports/flower/test_engines_agree.py",
     "transports/flower/test_hostile_server.py",
-    "transports/flower/test_message_store.py",
-    "transports/flower/test_roster.py",
     "transports/flower/test_secure_deployment.py",
     "transports/flower/test_trainer_deployment.py",
-    "transports/ray/test_cluster.py",
-    "transports/ray/test_losses.py",
-    "transports/ray/test_stacks.py",
-    "wrappers/test_server_optimizers.py",
 }
 """Files whose claims are of several modules, by their paths in ``tests``; a new one should have a reason, too."""
 
@@ -160,11 +230,46 @@ def test_files_of_tests_belong_to_a_source() -> None:
     assert sorted(SEVERAL_MODULES - files) == [], "these have a source of their own, or are gone"
 
 
+def test_modules_have_a_file_of_tests_at_their_path() -> None:
+    package = ROOT / "src" / "fedspan"
+    modules = {path.relative_to(package).with_suffix("") for path in package.rglob("*.py")}
+    tested = {module for module in modules if (TESTS / module.parent / f"test_{module.name}.py").exists()}
+    untested = {module.as_posix() for module in modules - tested if not module.name.startswith("__")}
+    exempt = [*DECLARATIONS, *(module for group in TESTED_ELSEWHERE.values() for module in group)]
+    assert [file for file in TESTED_ELSEWHERE if not (TESTS / file).exists()] == []
+    assert len(exempt) == len(set(exempt))
+    assert sorted(untested - set(exempt)) == [], "test each in a file at its path, or say where else"
+    assert sorted(set(exempt) - untested) == [], "these have a file of tests, or are gone"
+
+
 def test_folders_of_tests_belong_to_a_folder_or_module() -> None:
     for folder in sorted({path.parent.relative_to(TESTS) for path in TESTS.rglob("test_*.py")}):
         package = ROOT / "src" / "fedspan" / folder
         places = (package, package.with_suffix(".py"), ROOT / folder)
-        assert folder.as_posix() == "toys" or any(place.exists() for place in places), folder
+        assert any(place.exists() for place in places), folder
+
+
+def test_no_test_imports_another() -> None:
+    names = {Path(file).stem for file in FILES}
+    for path in sorted(TESTS.rglob("*.py")):
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        modules = [node.module or "." for node in nodes if isinstance(node, ast.ImportFrom)]
+        modules += [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+        assert not names & {module.rpartition(".")[2] for module in modules}, path
+
+
+def test_helpers_stand_in_one_package_with_docstrings() -> None:
+    others = [path for path in sorted(TESTS.rglob("*.py")) if not path.name.startswith("test_")]
+    assert [path for path in others if path.name != "conftest.py" and TESTS / "helpers" not in path.parents] == []
+    for path in others:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        public = (
+            node
+            for node in tree.body
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
+        )
+        assert ast.get_docstring(tree), path
+        assert [node.name for node in public if not ast.get_docstring(node)] == [], path
 
 
 def test_drawings_of_the_pages_have_a_dark_variant() -> None:

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from fedspan.config import RunConfig, load_config, override, parse_config
 from fedspan.data.loading import load
 from fedspan.data.partition import partition
-from fedspan.data.templates import parse_template
 from fedspan.errors import FedspanError
 from helpers.fuzzing import CHANGES, CUTS, HUGE, answered, changed, fuzz, mangled
 from helpers.mistakes.world import GOOD, QUESTIONS
@@ -114,14 +113,3 @@ PATHS = st.sampled_from(
 @example(["data=&a {train: *a}", "seed=1"])
 def test_overrides(texts: list[str]) -> None:
     answered(lambda: parse_config(override(CONFIGS[0], texts)))
-
-
-@fuzz(50)
-@given(st.text(st.sampled_from("{}[]ab.!:0 \n"), max_size=12) | st.text(max_size=9))
-@example("{a[0].b}")
-@example("{a!r:{b}}")
-def test_prompts(prompt: str) -> None:
-    def render() -> str:
-        return parse_template(prompt, "data.prompt").render({"a": "x{", "b": None})
-
-    answered(render)

@@ -219,11 +219,6 @@ def test_what_the_user_says_wins(tmp_path: Path) -> None:
     assert (mirror.train, mirror.hub_config, mirror.text_pair) == ("someone/mrpc", None, "sentence2")
 
 
-def test_a_config_without_a_data_set_is_left_alone() -> None:
-    config = DataConfig(train="x.csv", text="body")
-    assert fill_data_defaults(config) is config
-
-
 def test_f1_is_of_the_class_that_the_benchmark_means(monkeypatch: pytest.MonkeyPatch) -> None:
     names = datasets.ClassLabel(names=["not_equivalent", "equivalent"])
     features = datasets.Features({"sentence1": datasets.Value("string"), "sentence2": datasets.Value("string")})

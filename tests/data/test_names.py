@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import datasets
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from fedspan.data.config import DataConfig, PartitionConfig
+from fedspan.data import DataConfig, PartitionConfig
 from fedspan.data.loading import load
-from fedspan.data.names import find_source_column, list_source_columns
+from fedspan.data.names import find_source_column, list_source_columns, read_names, sort_names
 from fedspan.data.partition import partition
 from fedspan.errors import FedspanError
 from fedspan.tasks.registry import get_task
@@ -43,3 +46,21 @@ def test_errors_list_the_columns_by_the_users_names(tmp_path: Path) -> None:
     ) as caught:
         partition(loaded.train, PartitionConfig(partitioner="natural", column="lable"), 0)
     assert "source:" not in str(caught.value)
+
+
+@given(st.lists(st.text(min_size=1)), st.randoms(use_true_random=False))
+def test_the_order_of_names_does_not_depend_on_that_of_the_rows(names: list[str], random: object) -> None:
+    shuffled = list(names)
+    random.shuffle(shuffled)  # pyright: ignore[reportAttributeAccessIssue]
+    assert sort_names(shuffled) == sort_names(names)
+    assert set(sort_names(names)) == set(names)
+
+
+def test_equal_names_are_one_object() -> None:
+    dataset = datasets.Dataset.from_dict(
+        {"label": [" a", "b ", None, " a", ""], "number": [1.0, 2.5, float("nan"), 1.0, 3]}
+    )
+    names = read_names(dataset, "label")
+    assert names == ["a", "b", None, "a", None]
+    assert names[0] is names[3]
+    assert read_names(dataset, "number") == ["1", "2.5", None, "1", "3"]

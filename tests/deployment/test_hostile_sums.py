@@ -14,8 +14,6 @@ import torch
 pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not installed")
 pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
 
-from test_secure_node import CLINICS, node, served, values
-
 from fedspan.crypto.graph import compute_neighborhood_size
 from fedspan.deployment.limits import OrderTerms
 from fedspan.deployment.node import NodeService
@@ -28,6 +26,7 @@ from fedspan.runs.setup import prepare
 from helpers import tiny
 from helpers.families import others_slow
 from helpers.node_service import introduced
+from helpers.secure_nodes import CLINICS, node, served, values
 
 VICTIM = CLINICS[0]
 

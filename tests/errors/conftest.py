@@ -9,4 +9,5 @@ from helpers.mistakes.world import World
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """The folder of models, data and runs in which mistakes are made."""
     return World(tmp_path_factory.mktemp("world"))

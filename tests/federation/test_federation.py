@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 from fedspan.core.method import Memory
-from fedspan.core.values import Client, Job, Message, OptimizerSpec, ServerState, Trained
+from fedspan.core.values import Client, Job, Message, ServerState, Trained
 from fedspan.federation import serialization
 from fedspan.federation.evaluation import ClientScores, summarize
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import ClientData, Progress
 from fedspan.federation.settings import RoundSettings
 from fedspan.runs.setup import Prepared
-from fedspan.training.jobs import TrainingSettings
 from fedspan.transports.in_process import simulate
 from fedspan.wrappers.wrapper import Wrapper
 from helpers import tiny
@@ -116,14 +115,6 @@ def test_the_learning_rate_follows_the_schedule(tiny_folder: Path, prepared: Pre
         progress = result.progress
         rates.append(result.lr)
     assert rates == pytest.approx([0.05, 0.1, 0.075, 0.05, 0.025])
-
-
-def test_a_schedule_may_start_again_and_end_above_zero() -> None:
-    settings = TrainingSettings(OptimizerSpec(lr=0.3), schedule="cosine", min_lr=0.1, cycle_rounds=2)
-    assert [settings.compute_lr(round, 5) for round in range(5)] == pytest.approx([0.3, 0.2, 0.3, 0.2, 0.3])
-    linear = replace(settings, schedule="linear", cycle_rounds=4, warmup_rounds=1)
-    assert [linear.compute_lr(round, 6) for round in range(6)] == pytest.approx([0.15, 0.3, 0.25, 0.2, 0.15, 0.3])
-    assert replace(linear, schedule="constant").compute_lr(3, 6) == 0.3
 
 
 def test_uniform_weights_count_clients_not_examples(prepared: Prepared) -> None:

@@ -13,11 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedspan.clients.statistics import StatisticsLimits, compute_client_statistics
-from fedspan.core.heads import HeadKind, compute_statistics_shapes, summarize_features
-from fedspan.core.tensors import join_extra_name
+from fedspan.core.heads import compute_statistics_shapes, summarize_features
 from fedspan.core.values import Client, Message
-from fedspan.errors import FedspanError
 from fedspan.federation.aggregation.message_buffer import MessageBuffer
 from fedspan.federation.head_start import HeadStart, check_statistics, start_head
 from fedspan.federation.progress import ClientData, Failure, Progress
@@ -29,8 +26,8 @@ from fedspan.models.head import OutputLayer
 from fedspan.runs.head_setup import begin, begin_locally
 from fedspan.runs.setup import Prepared, prepare
 from helpers import tiny
+from helpers.head_starts import HEAD, start_of
 
-HEAD = (join_extra_name("classifier.weight"), join_extra_name("classifier.bias"))
 LAYER = OutputLayer("classifier", outputs=4, features=16, bias=True)
 
 
@@ -39,11 +36,6 @@ def prepared(tiny_folder: Path) -> Prepared:
     """A run on BERT, whose clients are of different sizes and labels."""
     federation = {"clients_per_round": None}
     return prepare(tiny.config(tiny_folder, "deep-bert", model={"head_init": "lda"}, federation=federation))
-
-
-def start_of(run: Prepared) -> dict[str, Tensor]:
-    tensors = begin(run.federation, run.head).state.tensors
-    return {name: tensors[name] for name in HEAD}
 
 
 @pytest.mark.parametrize("kind", ["class-means", "lda"])
@@ -243,34 +235,6 @@ def test_a_client_that_refuses_is_left_out(prepared: Prepared, tiny_folder: Path
     members = {id: member for id, member in prepared.federation.clients.items() if id != "east"}
     tiny.use_clients(others.federation, members)
     torch.testing.assert_close(got, start_of(replace(others, head=prepared.head)))
-
-
-def test_limits_of_a_data_owner(prepared: Prepared) -> None:
-    run = tiny.variant(prepared, prepared.config)
-    host = tiny.host_of(run.federation)
-    host.limits = StatisticsLimits(class_examples=8)
-    assert prepared.head is not None
-    small = start_of(replace(run, head=prepared.head))
-    assert not torch.equal(small[HEAD[0]], start_of(prepared)[HEAD[0]])
-    host.limits = StatisticsLimits(allowed=False)
-    with pytest.raises(FedspanError, match=r"limits\.head_statistics"):
-        begin(run.federation, prepared.head)
-
-
-@pytest.mark.parametrize("kind", ["class-means", "lda", "least-squares"])
-def test_every_kind_leaves_out_what_has_too_few_examples(prepared: Prepared, kind: HeadKind) -> None:
-    engine, labels = prepared.engine, prepared.train.labels  # type: ignore[attr-defined]
-    rare = np.flatnonzero(labels == 0)[:2]
-    indices = np.sort(np.concatenate([rare, np.flatnonzero(labels == 1)[:3]])) if kind != "least-squares" else rare
-    found = compute_client_statistics(engine, None, prepared.train, indices, kind, 0.0, 3)
-    whole = compute_client_statistics(engine, None, prepared.train, indices, kind, 0.0, 1)
-    if kind == "least-squares":
-        assert all(not value.any() for value in found.values())
-        assert float(whole["shares"].sum()) == 1.0
-        return
-    assert found["shares"].tolist() == pytest.approx([0.0, 0.6, 0.0, 0.0])
-    assert not found["sums"][0].any()
-    assert float(found["square"]) < float(whole["square"])  # nothing of the others' examples is in any number
 
 
 def honest(kind: Any = "lda") -> tuple[Message, Client]:

@@ -14,8 +14,6 @@ import torch
 from fedspan.clients.host import Host
 from fedspan.clients.refusals import refuse
 from fedspan.clients.store import DiskClientStore, LostStateError
-from fedspan.config import parse_config
-from fedspan.core.method import Claims
 from fedspan.core.values import Client, Message, Reduced
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
@@ -341,11 +339,6 @@ def test_replies_with_the_same_names_are_an_error_of_the_method(built: Prepared,
         made.run_round(made.begin())
 
 
-def test_claims_with_a_second_exchange_must_sum() -> None:
-    with pytest.raises(FedspanError, match="combines sums"):
-        Claims(paper="none", exact=False, reduction="stack", second_exchange=True)
-
-
 HOSTILE: dict[str, tuple[Spoil, str]] = {
     "not a number": (lambda _, answer: alter(answer, lambda value: value * float("nan")), "not finite"),
     "another shape": (lambda _, answer: alter(answer, lambda value: value[:1]), "not ["),
@@ -423,23 +416,6 @@ def test_an_order_without_training_or_to_a_method_with_one_exchange_is_refused(
     _, transport = connect(other, tmp_path)
     with pytest.raises(FedspanError, match="a round of this method has one exchange"):
         transport.hosts[LOST].answer(order)
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"privacy": {"mechanism": "central", "noise": 1.0}, "federation": {"weights": "uniform"}}, "two exchanges"),
-        ({"privacy": {"mechanism": "local", "noise": 1.0}}, "two exchanges"),
-        ({"method": {"name": "fedask", "wrappers": ["scaffold"]}}, "scaffold"),
-        *(
-            ({"federation": {"reduction": reduction}}, f"{reduction} would combine other clients in each")
-            for reduction in ("median", "trimmed-mean", "multi-krum", "geometric-median", "flame")
-        ),
-    ],
-)
-def test_what_does_not_fit_is_refused_with_the_reason(changes: dict[str, Any], reason: str) -> None:
-    with pytest.raises(FedspanError, match=reason):
-        parse_config({"data": {"train": "x.csv"}, "method": {"name": "fedask"}, **changes})
 
 
 def test_a_secure_round_of_three_needs_all_of_them_for_its_second_sum(tiny_folder: Path, tmp_path: Path) -> None:

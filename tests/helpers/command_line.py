@@ -6,6 +6,7 @@ from functools import cache
 
 import click
 import typer.main
+from click.testing import Result
 
 from fedspan.cli import app
 
@@ -14,3 +15,10 @@ from fedspan.cli import app
 def get_program() -> click.Command:
     """Return the program, for click's ``CliRunner``."""
     return typer.main.get_command(app)
+
+
+def done(result: Result) -> str:
+    """What a command has printed, which must have ended well."""
+    assert result.exit_code == 0, result.output
+    assert result.stderr == ""
+    return result.stdout

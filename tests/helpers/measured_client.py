@@ -35,6 +35,7 @@ def run_rounds(values: dict[str, Any]) -> int:
 
 
 def main() -> None:
+    """Print, for each run after the first, which loads the libraries, its memory at the peak and its examples."""
     first, *others = json.loads(sys.argv[1])
     run_rounds(first)
     for values in others:

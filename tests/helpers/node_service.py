@@ -36,10 +36,12 @@ def node(tiny_folder: Path, folder: Path, **changes: Any) -> NodeConfig:
 
 
 def invitation(config: dict[str, Any], **changes: Any) -> Invitation:
+    """An invitation to a run with this config."""
     return Invitation(**{"run": "run", "version": __version__, "config": json.dumps(config), **changes})
 
 
 def introduced(service: NodeService, config: dict[str, Any], **changes: Any) -> Introduction:
+    """What a node answers to the invitation to such a run."""
     return read_header(Introduction, service.answer(invitation(config, **changes).to_envelope()))
 
 

@@ -1,8 +1,9 @@
 """The same runs on the CPU and on the pretend device, in a process of its own: ``python -m helpers.pretend_runs FILE``.
 
-Writes one JSON object: under ``names``, the names of all runs; under ``tasks``, their tasks; under ``runs``, for every
-run that was asked for, the largest relative distance between the two results, or the error on the device; under
-``refusals``, what the device answers to mistakes; under ``waits``, how often the host waits for it in the inner loop.
+Writes one JSON object: under ``names``, the names of all runs; under ``tasks``, the tasks of the runs; under ``runs``,
+for every run that was asked for, the largest relative distance between the two results, or the error on the device;
+under ``refusals``, what the device answers to mistakes; under ``waits``, how often the host waits for it in the inner
+loop.
 """
 
 from __future__ import annotations

@@ -36,10 +36,12 @@ GONE = "its node is not online"
 
 
 def nobody(_: Order | Phase) -> bool:
+    """No client is lost."""
     return False
 
 
 def good(_: Order | Phase, back: Envelope) -> Envelope:
+    """Every reply arrives as it was sent."""
     return back
 
 
@@ -179,4 +181,5 @@ def require_same_round(secure: RoundResult, plain: RoundResult) -> None:
 
 
 def last(progress: Progress) -> int:
+    """Number of the round that ended last."""
     return progress.state.round - 1

@@ -18,6 +18,7 @@ from helpers.trainer_clients import arguments, make_trainer
 
 
 def main(node: Path, tiny_folder: Path, site: str) -> None:
+    """Join a run as a site whose data its own trainer holds."""
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     backend = "gloo" if count_processes() > 1 else None

@@ -162,6 +162,7 @@ def simulate_sentences(tiny_folder: Path, out: Path, method: dict[str, Any]) -> 
 
 
 def main() -> None:
+    """Run in each of the processes what the arguments say."""
     parser = argparse.ArgumentParser()
     parser.add_argument("tiny_folder", type=Path)
     parser.add_argument("out", type=Path)

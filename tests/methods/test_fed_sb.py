@@ -9,9 +9,9 @@ from torch import Tensor
 from fedspan.core.tensors import join_tensor_name
 from fedspan.core.values import Reduced
 from fedspan.methods.fed_sb import FedSB
-from toys.oracle import average
-from toys.problem import HEAD, LAYERS, Problem
-from toys.rounds import Federation, close, sgd, with_extras
+from helpers.toys.oracle import average
+from helpers.toys.problem import HEAD, LAYERS, Problem
+from helpers.toys.rounds import Federation, close, sgd, with_extras
 
 LR, STEPS, R, S, STEP = 0.3, 3, 2, 1.5, 0.05
 

@@ -17,9 +17,9 @@ from fedspan.federation.validation import build_untrained_reply, validate_reply
 from fedspan.methods.fedask import FedASK
 from helpers.dense_rounds import Pairs, Weights, federation, follow, given
 from helpers.families import others_slow
-from toys.oracle import average
-from toys.problem import LAYERS, Problem
-from toys.rounds import close
+from helpers.toys.oracle import average
+from helpers.toys.problem import LAYERS, Problem
+from helpers.toys.rounds import close
 
 SHAPES = {"wide": (6, 11), "tall": (13, 5)}
 

@@ -9,9 +9,9 @@ import torch
 
 from fedspan.methods.federa import FeDeRA
 from helpers.dense_rounds import Pairs, Weights, factor_mean, federation, follow, given, product_mean
+from helpers.toys.problem import LAYERS, Problem
+from helpers.toys.rounds import close
 from helpers.watched_rounds import RunMethod
-from toys.problem import LAYERS, Problem
-from toys.rounds import close
 
 
 class _Oracle:

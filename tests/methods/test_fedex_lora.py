@@ -22,8 +22,8 @@ from helpers.dense_rounds import (
     product_mean,
 )
 from helpers.families import others_slow
+from helpers.toys.problem import LAYERS, Problem
 from helpers.watched_rounds import RunMethod
-from toys.problem import LAYERS, Problem
 
 
 class _Oracle:

@@ -20,10 +20,10 @@ from fedspan.methods.fedgalore import FedGaLore
 from fedspan.planning.shape_inference import count_traffic
 from fedspan.tasks.task import Examples
 from fedspan.training.jobs import Assignment
+from helpers.toys.oracle import Adam, average
+from helpers.toys.problem import HEAD, LAYERS, Problem
+from helpers.toys.rounds import Federation, adamw, close, with_extras
 from helpers.watched_rounds import RunMethod, differences
-from toys.oracle import Adam, average
-from toys.problem import HEAD, LAYERS, Problem
-from toys.rounds import Federation, adamw, close, with_extras
 
 LR, RANK = 0.02, 2
 

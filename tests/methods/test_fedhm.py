@@ -14,9 +14,9 @@ from fedspan.core.parametrization import compute_dense_change
 from fedspan.core.tensors import join_tensor_name, select_slots
 from fedspan.core.values import Client, LayerSpec, OptimizerSpec, Reduced, ServerState, Spec, StackItem
 from fedspan.methods.fedhm import FedHM
-from toys.oracle import average
-from toys.problem import HEAD, LAYERS, Problem
-from toys.rounds import Federation, close, sgd, with_extras
+from helpers.toys.oracle import average
+from helpers.toys.problem import HEAD, LAYERS, Problem
+from helpers.toys.rounds import Federation, close, sgd, with_extras
 
 LR, STEPS = 0.2, 3
 RANKS = {"client-0": 1, "client-1": 2, "client-2": 4, "client-3": 6}  # more than fc1's 5 singular values

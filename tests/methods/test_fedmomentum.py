@@ -25,8 +25,8 @@ from helpers.dense_rounds import (
     product_mean,
     scaling,
 )
-from toys.oracle import average
-from toys.problem import LAYERS, Problem
+from helpers.toys.oracle import average
+from helpers.toys.problem import LAYERS, Problem
 
 S0 = ALPHA / 2
 

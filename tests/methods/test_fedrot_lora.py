@@ -12,9 +12,9 @@ from torch import Tensor
 from fedspan.core.tensors import join_tensor_name
 from fedspan.methods.fedrot_lora import FedRotLoRA
 from helpers.dense_rounds import Pairs, Weights, factor_mean, federation, follow, given
+from helpers.toys.problem import LAYERS, Problem
+from helpers.toys.rounds import close
 from helpers.watched_rounds import RunMethod, differences
-from toys.problem import LAYERS, Problem
-from toys.rounds import close
 
 
 def rotation(angle: Tensor) -> Tensor:

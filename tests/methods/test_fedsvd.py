@@ -11,9 +11,9 @@ from fedspan.core.tensors import join_tensor_name
 from fedspan.core.values import Reduced, ServerState
 from fedspan.methods.fedsvd import FedSVD
 from helpers.dense_rounds import COHORTS, LR, STEPS, Pairs, Weights, factor_mean, federation, follow, given
-from toys.oracle import average, descend
-from toys.problem import HEAD, LAYERS, Problem
-from toys.rounds import close
+from helpers.toys.oracle import average, descend
+from helpers.toys.problem import HEAD, LAYERS, Problem
+from helpers.toys.rounds import close
 
 
 class _Oracle:

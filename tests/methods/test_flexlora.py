@@ -11,7 +11,7 @@ from fedspan.core.factors import draw_initial_A
 from fedspan.core.tensors import create_generator, join_tensor_name
 from fedspan.methods.flexlora import FlexLoRA
 from helpers.dense_rounds import ALPHA, EVERYBODY, RANKS, Pairs, Weights, federation, follow, product_mean, scaling
-from toys.problem import LAYERS, Problem
+from helpers.toys.problem import LAYERS, Problem
 
 
 class _Oracle:

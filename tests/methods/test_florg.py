@@ -17,9 +17,9 @@ from fedspan.core.tensors import join_tensor_name
 from fedspan.core.values import LayerSpec
 from fedspan.methods.florg import FLoRG
 from fedspan.wrappers.scaffold import Scaffold
-from toys.oracle import average
-from toys.problem import HEAD, LAYERS, Problem
-from toys.rounds import Federation, close, sgd, with_extras
+from helpers.toys.oracle import average
+from helpers.toys.problem import HEAD, LAYERS, Problem
+from helpers.toys.rounds import Federation, close, sgd, with_extras
 
 LR, STEPS = 0.2, 2
 ALIGNMENTS = ("paper", "untruncated", "none")

@@ -13,9 +13,9 @@ from fedspan.core.tensors import join_tensor_name
 from fedspan.methods.flora import FLoRA
 from fedspan.methods.florist import FLoRIST
 from helpers.dense_rounds import RANKS, Pairs, Weights, dense, federation, follow, product_mean
-from toys.oracle import copied
-from toys.problem import LAYERS, Problem
-from toys.rounds import Federation, close
+from helpers.toys.oracle import copied
+from helpers.toys.problem import LAYERS, Problem
+from helpers.toys.rounds import Federation, close
 
 
 class _Oracle:

@@ -10,9 +10,9 @@ import torch
 from fedspan.core.lowrank import LowRank
 from fedspan.methods.fr_lora import FRLoRA
 from helpers.dense_rounds import Pairs, Weights, factor_mean, federation, follow, given
+from helpers.toys.problem import LAYERS, Problem
+from helpers.toys.rounds import close
 from helpers.watched_rounds import RunMethod
-from toys.problem import LAYERS, Problem
-from toys.rounds import close
 
 
 class _Oracle:

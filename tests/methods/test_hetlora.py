@@ -21,10 +21,10 @@ from fedspan.federation.validation import ReplyRules
 from fedspan.methods.hetlora import HetLoRA
 from fedspan.runs.setup import Prepared
 from helpers import tiny
+from helpers.toys.oracle import Pairs, pair_gradients
+from helpers.toys.problem import HEAD, LAYERS, Problem
+from helpers.toys.rounds import Federation, close, sgd, with_extras
 from helpers.watched_rounds import method_config
-from toys.oracle import Pairs, pair_gradients
-from toys.problem import HEAD, LAYERS, Problem
-from toys.rounds import Federation, close, sgd, with_extras
 
 LR, ALPHA, R, PENALTY, STEPS = 0.2, 4.0, 2, 0.3, 3
 COHORTS = [None, ("client-0", "client-1"), None, ("client-1", "client-3"), None]

@@ -19,10 +19,10 @@ from fedspan.training.jobs import Assignment
 from fedspan.training.loop import LoopEngine
 from helpers import tiny
 from helpers.dense_rounds import COHORTS, LR, given
+from helpers.toys.oracle import average, pair_gradients
+from helpers.toys.problem import HEAD, LAYERS, Problem
+from helpers.toys.rounds import Federation, close, sgd, to_double, with_extras
 from helpers.watched_rounds import method_config
-from toys.oracle import average, pair_gradients
-from toys.problem import HEAD, LAYERS, Problem
-from toys.rounds import Federation, close, sgd, to_double, with_extras
 
 KERNEL = np.array([1, 4, 6, 4, 1]) / 16
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from fedspan.core.tensors import join_tensor_name
 from fedspan.methods.lora_a2 import LoRAA2
 from fedspan.training.jobs import Assignment
-from toys.oracle import Pairs, copied, descend, pair_gradients
-from toys.problem import HEAD, LAYERS, Problem
-from toys.rounds import Federation, close, sgd, with_extras
+from helpers.toys.oracle import Pairs, copied, descend, pair_gradients
+from helpers.toys.problem import HEAD, LAYERS, Problem
+from helpers.toys.rounds import Federation, close, sgd, with_extras
 
 LR, SCALING, R, STEPS = 0.1, 2.0, 4, 3
 RANKS = {"client-0": 1, "client-1": 2, "client-2": 3, "client-3": 1}

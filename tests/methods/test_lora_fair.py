@@ -13,8 +13,8 @@ from fedspan.core.values import Client, LayerSpec, Reduced, ServerState, Spec, S
 from fedspan.methods.lora_fair import LoRAFAIR
 from helpers.dense_rounds import Pairs, Weights, factor_mean, federation, follow, given, product_mean
 from helpers.families import others_slow
-from toys.problem import LAYERS, Problem
-from toys.rounds import close
+from helpers.toys.problem import LAYERS, Problem
+from helpers.toys.rounds import close
 
 
 def objective(B: Tensor, mean: Tensor, A: Tensor, D: Tensor, lam: float, exponent: int) -> Tensor:

@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import Tensor
 
-import fedspan
 from fedspan import FedspanError
-from fedspan.config import parse_config
-from fedspan.diagnostics.measures import MEASURES, get_values, summarize_measures
-from fedspan.diagnostics.round_diagnosis import STEPS, Barrier, Diagnosis, diagnose_round
+from fedspan.diagnostics.round_diagnosis import STEPS, Diagnosis, diagnose_round
 from fedspan.federation.progress import Progress
 from fedspan.methods.registry import METHODS
-from fedspan.reproduction.measurement import measure
-from fedspan.runs import start
-from fedspan.runs.callbacks import Listener
 from fedspan.runs.setup import Prepared
-from helpers import tiny
 from helpers.claim_measures import errors
-from helpers.command_line import get_program
 from helpers.families import methods_by_family, others_slow
 from helpers.watched_rounds import MethodRun, Round, RunMethod, differences, snapshot
 
@@ -114,131 +102,3 @@ def test_a_round_without_clients_is_said_to_be_one(run_method: RunMethod) -> Non
     made.federation.select_clients = lambda round, extra=0: []
     with pytest.raises(FedspanError, match="no client participates"):
         diagnosed(made, run.rounds[-1].before, pairs=0)
-
-
-def test_how_high_a_barrier_is() -> None:
-    assert Barrier(("a", "b"), (1.0, 1.5, 2.5, 2.0, 3.0)).height == pytest.approx(0.5)
-    assert Barrier(("a", "b"), (1.0, 1.1, 1.2, 1.3, 3.0)).height == 0
-
-
-@pytest.fixture(scope="module")
-def run(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("diagnosis") / "run"
-    fedspan.run(tiny.config(tiny_folder, federation={"rounds": 2}, training={"schedule": "linear"}), folder)
-    return folder
-
-
-def test_of_a_run_that_is_over_one_more_round_is_diagnosed_and_its_folder_stays(run: Path) -> None:
-    def files() -> dict[str, tuple[int, bytes]]:
-        return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in run.rglob("*") if path.is_file()}
-
-    before = files()
-    found = fedspan.diagnose(run, pairs=1, examples=5)
-    assert files() == before
-    assert found.round == 3  # at no learning rate of 0: there would be nothing to see
-    rows = {row.measure.key: row for row in summarize_measures(found)}
-    assert set(rows) == {measure.key for measure in MEASURES}
-    assert rows["aggregation_error"].maximum > 1e-3
-    for row in rows.values():
-        assert row.minimum <= row.mean <= row.maximum
-        if row.worst is not None:
-            value = row.measure.value(found.layers[row.worst])
-            assert value == (row.maximum if row.measure.worst == "high" else row.minimum)
-    assert fedspan.diagnose(run, 1, pairs=0).round == 2
-
-
-@pytest.mark.parametrize("key", methods_by_family(["rolora", "fedloru", "pfedlora"], ["rolora"]))
-def test_rounds_that_are_diagnosed_during_a_run(key: str, tiny_folder: Path, tmp_path: Path) -> None:
-    values = tiny.settings(tiny_folder, method={"name": key}, federation={"rounds": 4})
-    notes = Notes()
-    plain = fedspan.run(values, tmp_path / "plain")
-    looked = fedspan.run(
-        values, tmp_path / "looked", overrides=["evaluation.diagnostics=2", "engine.name=loop"], listener=notes
-    )
-    rows = [json.loads(line) for line in (tmp_path / "looked" / "metrics.jsonl").read_text().splitlines()]
-    assert ["diagnostics" in row for row in rows] == [False, True, False, True]
-    found = fedspan.diagnose(tmp_path / "looked", 3, pairs=0)  # its checkpoint is kept, whichever round was the best
-    assert rows[3]["diagnostics"]["layers"] == {name: get_values(layer) for name, layer in found.layers.items()}
-    assert rows[3]["diagnostics"]["layers"] != rows[1]["diagnostics"]["layers"]
-    assert rows[3]["diagnostics"]["seconds"] > 0
-    assert rows[3]["diagnostics"]["alignment"] == pytest.approx(found.alignment, nan_ok=True)
-    if not math.isnan(found.alignment):
-        assert measure(tmp_path / "looked", ["alignment"])["alignment"] == rows[3]["diagnostics"]["alignment"]
-        later = fedspan.diagnose(tmp_path / "plain", pairs=0)  # nothing was inspected: one more round
-        assert measure(tmp_path / "plain", ["alignment"])["alignment"] == later.alignment
-    assert [note for note in notes.heard if note.startswith("evaluation.diagnostics took ")]
-    assert looked.bytes == plain.bytes
-    assert (tmp_path / "plain" / "partition.json").read_bytes() == (tmp_path / "looked" / "partition.json").read_bytes()
-
-
-class Notes(Listener):
-    def __init__(self) -> None:
-        self.heard: list[str] = []
-
-    def on_note(self, text: str) -> None:
-        self.heard.append(text)
-
-
-def test_a_diagnosis_changes_no_bit_of_the_run(run: Path, tmp_path: Path) -> None:
-    fedspan.run(run / "config.yaml", tmp_path / "looked", overrides=["evaluation.diagnostics=1"])
-    files = [path / "adapter" / "adapter_model.safetensors" for path in (run, tmp_path / "looked")]
-    assert files[0].read_bytes() == files[1].read_bytes()
-
-
-def test_where_nobody_may_look(tiny_folder: Path, tmp_path: Path) -> None:
-    private = {"mechanism": "central", "noise": 1.0}
-    values = tiny.settings(tiny_folder, evaluation={"diagnostics": 1})
-    with pytest.raises(FedspanError, match=r"`evaluation\.diagnostics`: it cannot be combined with privacy"):
-        parse_config(values | {"privacy": private, "federation": {"weights": "uniform", "clients_per_round": 2}})
-    with pytest.raises(FedspanError, match=r"`evaluation\.diagnostics`: diagnostics need engine\.name"):
-        start.run(parse_config(values), tmp_path / "run", host=lambda place, prepared, run: run(prepared))
-    assert not (tmp_path / "run").exists()
-
-
-def invoked(*arguments: str) -> Any:
-    return CliRunner().invoke(get_program(), ["diagnose", *arguments])
-
-
-def test_as_people_read_it_and_as_json(run: Path) -> None:
-    result = invoked(str(run), "--pairs", "1", "--examples", "5")
-    assert result.exit_code == 0, result.output
-    shown = " ".join(result.output.split())
-    for text in ("fedit, round 3: ", "client drift", "RoLoRA, arXiv:2502.01755", "barrier", "in addition to the round"):
-        assert text in shown
-    result = invoked(str(run), "--pairs", "0", "--json")
-    content = json.loads(result.stdout)
-    assert content["barriers"] == []
-    assert {len(layer) for layer in content["layers"].values()} == {len(MEASURES)}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--round", "7"], "`round`: 7 is not accepted. Expected best, last, or a round with a checkpoint: 1, 2"),
-        (["--round", "first"], "`--round`: 'first' is not accepted. Expected best, last, or a number"),
-        (["--pairs", "-1"], "`pairs`: -1 is not accepted. Expected a whole number from 0"),
-        (["--examples", "0"], "`examples`: 0 is not accepted. Expected a whole number from 1"),
-    ],
-)
-def test_mistakes(run: Path, arguments: list[str], said: str) -> None:
-    result = invoked(str(run), *arguments)
-    assert result.exit_code == 2
-    assert said in result.output
-
-
-def test_no_run_and_a_deployments_run(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(FedspanError, match=r"the folder of a run"):
-        fedspan.diagnose(tmp_path)
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    (copy / "config.yaml").write_bytes((run / "config.yaml").read_bytes())
-    with pytest.raises(FedspanError, match="the data of this run's clients are on other machines"):
-        fedspan.diagnose(copy)
-
-
-def test_the_page_of_the_docs_is_that_of_the_measures(monkeypatch: pytest.MonkeyPatch) -> None:
-    docs = Path(__file__).parents[2] / "docs"
-    monkeypatch.syspath_prepend(docs)
-    from generate_diagnostics import page  # pyright: ignore[reportMissingImports]
-
-    assert (docs / "diagnostics.md").read_text(encoding="utf-8") == page(), "python docs/generate_diagnostics.py"

@@ -13,8 +13,6 @@ from helpers.watched_rounds import method_config
 
 pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
 
-from test_method_remote import remote
-
 from fedspan.core.values import Trained
 from fedspan.errors import FedspanError
 from fedspan.federation.privacy import compute_client_noise, compute_order_charges, compute_sampling_rate
@@ -29,6 +27,7 @@ from fedspan.training.loop import LoopEngine
 from fedspan.training.stacking import StackingRequest
 from helpers import tiny
 from helpers.families import UNLIKE, methods_by_family, others_slow
+from helpers.remote_federation import remote
 
 GRADIENTS = {"fed-sb", "fedgalore"}
 """Methods whose clients use raw gradients beside their steps."""

@@ -13,9 +13,9 @@ from fedspan.core.tensors import create_generator, join_tensor_name
 from fedspan.core.values import Client, Reduced, StackItem
 from fedspan.methods.fedloru import FedLoRU
 from fedspan.methods.mfedloru import MFedLoRU
-from toys.oracle import Pairs, average, copied, descend
-from toys.problem import HEAD, LAYERS, Problem
-from toys.rounds import Federation, close, sgd, with_extras
+from helpers.toys.oracle import Pairs, average, copied, descend
+from helpers.toys.problem import HEAD, LAYERS, Problem
+from helpers.toys.rounds import Federation, close, sgd, with_extras
 
 LR, STEPS, TAU, R, ALPHA, NESTED, SEED = 0.2, 3, 2, 3, 4.5, 0.7, 11
 S = ALPHA / R

@@ -11,8 +11,8 @@ from torch import Tensor
 from fedspan.core.factors import draw_personal_pair
 from fedspan.core.tensors import join_tensor_name
 from fedspan.methods.pfedlora import PFedLoRA
-from toys.problem import HEAD, LAYERS, Problem
-from toys.rounds import Federation, close, sgd, with_extras
+from helpers.toys.problem import HEAD, LAYERS, Problem
+from helpers.toys.rounds import Federation, close, sgd, with_extras
 
 LR, STEPS, PERSONAL_STEPS, ALPHA = 0.2, 3, 2, 1.5
 RANKS = {"client-0": 1, "client-1": 2, "client-2": 3, "client-3": 2}

@@ -9,8 +9,8 @@ from fedspan.core.base import to_dense
 from fedspan.core.factors import draw_personal_pair
 from fedspan.core.tensors import join_tensor_name
 from fedspan.methods.pfedloru import PFedLoRU
-from toys.problem import HEAD, LAYERS, Problem
-from toys.rounds import Federation, close, sgd, with_extras
+from helpers.toys.problem import HEAD, LAYERS, Problem
+from helpers.toys.rounds import Federation, close, sgd, with_extras
 
 LR, TAU, SCALING, PERSONAL_SCALING = 0.3, 2, 2.0, 0.5
 PERSONAL_STEPS, GLOBAL_STEPS = 2, 3

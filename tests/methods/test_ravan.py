@@ -12,9 +12,9 @@ from fedspan.core.parametrization import MultiHeadCore
 from fedspan.core.tensors import join_tensor_name, select_slots
 from fedspan.methods.ravan import RAVAN
 from helpers.dense_rounds import COHORTS, LR
-from toys.oracle import average
-from toys.problem import HEAD, LAYERS, Problem
-from toys.rounds import Federation, close, sgd, to_double, with_extras
+from helpers.toys.oracle import average
+from helpers.toys.problem import HEAD, LAYERS, Problem
+from helpers.toys.rounds import Federation, close, sgd, to_double, with_extras
 
 HEADS, R, S, STEPS = 3, 2, 2.0, 3
 Slots = dict[str, dict[str, Tensor]]

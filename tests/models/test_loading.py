@@ -17,7 +17,7 @@ from torch import nn
 from fedspan.errors import FedspanError
 from fedspan.models import names
 from fedspan.models.loading import load_pretrained
-from fedspan.models.names import get_published_name, resolve_model
+from fedspan.models.names import resolve_model
 from fedspan.tasks.classification import SequenceClassification
 from fedspan.tasks.encoding import EncodedText, Ragged
 from helpers import tiny
@@ -181,14 +181,3 @@ def test_a_built_in_model_has_to_be_the_published_one(tmp_path: Path, monkeypatc
     published = replace(names.BUILTIN_MODELS["all-minilm-l6-v2"], sha256=hashlib.sha256(b"not these").hexdigest())
     monkeypatch.setitem(names.BUILTIN_MODELS, "all-minilm-l6-v2", published)
     assert resolve_model(BUILTIN) == str(tmp_path / "model")
-
-
-def test_other_names_are_left_to_transformers() -> None:
-    for name in ("bert-base-uncased", "org/model", "builtin:", "./folder"):
-        assert resolve_model(name) == name
-
-
-def test_an_adapter_names_its_base_so_that_anybody_can_load_it() -> None:
-    assert get_published_name("builtin:all-minilm-l6-v2") == "sentence-transformers/all-MiniLM-L6-v2"
-    for name in ("bert-base-uncased", "some/folder", "builtin:unknown"):
-        assert get_published_name(name) == name

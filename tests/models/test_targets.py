@@ -10,8 +10,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
 from fedspan.errors import FedspanError
-from fedspan.models.empty import load_empty
-from fedspan.models.targets import find_extras, find_targets, make_spec, suggest_targets
+from fedspan.models.targets import find_extras, find_targets, make_spec
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.runs.trained_models import write_adapters
@@ -167,13 +166,3 @@ def test_a_name_that_the_head_has_too_is_no_target_there(tiny_folder: Path, tmp_
     adapter = write_adapters(prepared, prepared.federation.begin(), RunFolder(tmp_path))["global"]
     model = PeftModel.from_pretrained(tiny.fresh_classifier(tiny_folder / "roberta"), str(adapter))
     assert len(model.base_model.targeted_module_names) == 6
-
-
-def test_targets_are_suggested_where_peft_has_no_default() -> None:
-    empty = load_empty("builtin:resnet-8", "image-classification", ["a", "b", "c"])
-    assert suggest_targets(empty, 3) == ["conv1", "conv2"]
-    known = load_empty("any", "classification", ["a", "b", "c"], architecture={"model_type": "bert"})
-    assert suggest_targets(known, 3) is None
-    vit = {"model_type": "dinov2", "num_hidden_layers": 1}
-    names = suggest_targets(load_empty("any", "image-classification", ["a", "b", "c"], architecture=vit), 3)
-    assert names == ["q_proj", "v_proj"]

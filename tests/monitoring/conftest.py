@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def pretend_run(tmp_path: Path) -> PretendRun:
+    """A run whose files are written without training."""
     from helpers.written_run import PretendRun
 
     return PretendRun(tmp_path / "first")

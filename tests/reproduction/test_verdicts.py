@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-import fedspan
 from fedspan.reproduction.cells import Cell
 from fedspan.reproduction.presets import Claim
 from fedspan.reproduction.verdicts import CellScore, Judged, JudgedCell, format_difference, judge, tabulate_verdicts
-from fedspan.runs.curves import Point, compute_target, find_target_round, read_curve
-from fedspan.runs.folder import RunFolder
-from helpers import tiny
+from fedspan.runs.curves import Point, compute_target, find_target_round
 
 CELLS = (Cell("iid", {"split": "IID"}, {}), Cell("skewed", {"split": "skewed"}, {}))
 
@@ -160,15 +156,6 @@ def test_a_score_is_reached_from_below_or_from_above() -> None:
     assert compute_target([points(2.0, 1.5), points(3.0, 1.0)], higher=False) == pytest.approx(3.0 - 0.9 * 2.0)
     assert compute_target([points(0.5, 0.6), points(0.2, 0.7)], higher=True) == pytest.approx(0.2 + 0.9 * 0.5)
     assert compute_target([points(0.5), ()], higher=True) is None
-
-
-def test_a_run_s_curve_is_its_metrics_and_its_ledger(tiny_folder: Path, tmp_path: Path) -> None:
-    report = fedspan.run(tiny.config(tiny_folder, evaluation={"every": 2}, federation={"rounds": 3}), tmp_path / "run")
-    curve = read_curve(RunFolder(tmp_path / "run"), report.metric)
-    assert [point.round for point in curve] == [2, 3]
-    assert curve[-1].bytes == report.bytes["down"] + report.bytes["up"]
-    assert 0 < curve[0].bytes < curve[-1].bytes
-    assert 0 < curve[0].seconds < curve[1].seconds
 
 
 @pytest.mark.parametrize(

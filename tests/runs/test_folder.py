@@ -18,9 +18,7 @@ import torch
 import fedspan
 from fedspan.deployment.status import read_status
 from fedspan.errors import FedspanError
-from fedspan.files import make_private_folder, write_atomic
 from fedspan.reports.run_data import read_runs
-from fedspan.runs.environment import record_environment
 from fedspan.runs.folder import RunFolder, describe_missing_run, read_process_start, suggest_folder
 from fedspan.runs.results import read_report
 
@@ -53,24 +51,6 @@ def test_the_start_of_a_process_is_its_own() -> None:
 def test_an_empty_folder_will_do(tmp_path: Path) -> None:
     with RunFolder.create(tmp_path, CONFIG) as run:
         assert run.read_config_text() == CONFIG
-
-
-@pytest.mark.skipif(os.name != "posix", reason="only POSIX has modes")
-def test_a_private_folder_is_new_empty_or_private_already(tmp_path: Path) -> None:
-    new, empty, own, shared = (tmp_path / name for name in ("a/new", "empty", "own", "a shared one"))
-    for path, mode in ((empty, 0o755), (own, 0o700), (shared, 0o750)):
-        path.mkdir()
-        path.chmod(mode)
-    for path in (own, shared):
-        (path / "flower.db").touch()
-    for path in (new, empty, own):
-        make_private_folder(path, "--folder")
-        assert path.stat().st_mode & 0o777 == 0o700
-    with pytest.raises(FedspanError, match=r"`--folder`: other users can read .*Run: chmod 700 '.*a shared one'"):
-        make_private_folder(shared, "--folder")
-    assert shared.stat().st_mode & 0o777 == 0o750  # whoever shares it decides
-    with pytest.raises(FedspanError, match="`folder`"):
-        make_private_folder(own / "flower.db", "folder")
 
 
 def test_what_a_killed_creation_leaves_is_no_hindrance(tmp_path: Path) -> None:
@@ -197,13 +177,6 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
         assert not list(tmp_path.glob("*.tmp-*"))
 
 
-def test_a_write_that_takes_only_part_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = os.write
-    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:3]))
-    write_atomic(tmp_path / "file", b"0123456789")
-    assert (tmp_path / "file").read_bytes() == b"0123456789"
-
-
 def test_json_files_are_strict(tmp_path: Path) -> None:
     with RunFolder.create(tmp_path, CONFIG) as run:
         run.write_json(
@@ -228,18 +201,3 @@ def test_a_configuration_that_is_no_utf8_is_named(tmp_path: Path) -> None:
     run.config.write_bytes("seed: 1 # Schlüssel".encode("latin-1"))
     with pytest.raises(FedspanError, match=r"config\.yaml.*UTF-8"):
         run.read_config_text()
-
-
-def test_the_environment_is_recorded_once_and_compared_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with RunFolder.create(tmp_path, CONFIG) as run:
-        assert record_environment(run, 3, ["fedspan", "run"]) == {}
-        first = run.environment.read_bytes()
-        recorded = run.read_json(run.environment)
-        assert isinstance(recorded, dict)
-        assert recorded["fedspan"] == fedspan.__version__
-        assert recorded["torch"] == torch.__version__
-        assert recorded["command"] == ["fedspan", "run"]
-        assert record_environment(run, 3, ["fedspan", "run", "--resume"]) == {}
-        monkeypatch.setattr(fedspan, "__version__", "9")
-        assert record_environment(run, 4, ["fedspan"]) == {"fedspan": (recorded["fedspan"], "9"), "seed": (3, 4)}
-        assert run.environment.read_bytes() == first

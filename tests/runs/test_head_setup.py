@@ -12,8 +12,6 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from safetensors.torch import load_file
-from transformers import AutoTokenizer
 
 import fedspan
 from fedspan import FedspanError
@@ -24,8 +22,7 @@ from fedspan.deployment.node import NodeService
 from fedspan.runs import start
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.head_setup import begin
-from fedspan.runs.model_setup import ModelObjects
-from fedspan.runs.setup import Objects, Prepared, prepare
+from fedspan.runs.setup import Prepared, prepare
 from helpers import node_service, tiny, tiny_images, tiny_seq2seq
 from helpers.trainer_clients import save_without_head
 
@@ -43,10 +40,6 @@ class StopAfter(Listener):
     def on_round_finish(self, row: Mapping[str, Any]) -> None:
         if row["round"] == self.round:
             raise Stopped
-
-
-def adapter_of(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "adapter" / "adapter_model.safetensors")
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta", "distilbert", "gpt2"])
@@ -198,25 +191,6 @@ def test_a_node_may_refuse_statistics(tiny_folder: Path, tmp_path: Path) -> None
     with pytest.raises(FedspanError, match=r"no statistics of examples leave this node"):
         begin(run.federation, run.head)
     assert not run.federation.run_round(run.federation.begin()).failures
-
-
-def test_an_untrained_head_that_was_passed_from_python_starts_from_statistics(tiny_folder: Path) -> None:
-    def prepared(model: object, **changes: Any) -> Prepared:
-        values = tiny.settings(tiny_folder, model={"head_init": "auto", **changes})
-        objects = Objects(model=ModelObjects(model, AutoTokenizer.from_pretrained(tiny_folder / "bert")))
-        values["model"]["name"] = "python:bert"
-        return prepare(parse_config(values), objects=objects)
-
-    model: Any = tiny.fresh_classifier(tiny_folder / "bert")
-    run = prepared(model)
-    assert run.head is not None
-    assert run.head.kind == "lda"
-    with torch.no_grad():
-        model.classifier.bias.fill_(0.01)  # as after a step of training
-    trained = prepared(model)
-    assert trained.head is None
-    assert any("starts with the weights of the model that was passed" in note for note in trained.notes)
-    assert prepared(model, head_init="lda").head is not None
 
 
 class Notes(Listener):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,47 +12,23 @@ import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 import fedspan
-from fedspan.config import RunConfig, parse_config
-from fedspan.core.base import BaseUpdate, Increment
-from fedspan.core.parametrization import Factorized
-from fedspan.core.values import Job
+from fedspan.config import parse_config
 from fedspan.federation.progress import Progress
-from fedspan.models.merging import export_merged, is_merging_required
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.runs.trained_models import write_adapters
 from helpers import tiny, tiny_decoders, tiny_images
 from helpers.families import others_slow
-
-Load = Callable[[Path], nn.Module]
-
-
-def run_rounds(config: RunConfig, rounds: int = 2) -> tuple[Prepared, Progress]:
-    made = prepare(config)
-    progress = made.federation.begin()
-    for _ in range(rounds):
-        progress = made.federation.run_round(progress).progress
-    return made, progress
+from helpers.image_rounds import close, run_rounds, theirs
 
 
 def ours(made: Prepared, progress: Progress, client: str | None = None) -> Tensor:
     """Logits of the held-out set, by the engine."""
     assert made.test is not None
     return made.engine.predict(made.evaluator.build_job(progress, client), made.test, np.arange(len(made.test)), 50)
-
-
-def theirs(made: Prepared, model: nn.Module) -> Tensor:
-    assert made.test is not None
-    batch = made.task.collate(made.test, range(len(made.test)), torch.device("cpu"))
-    with torch.no_grad():
-        return made.task.predict(model.eval(), batch)
-
-
-def close(one: Tensor, other: Tensor) -> bool:
-    return float((one - other).abs().max()) < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -213,53 +187,6 @@ def test_starting_from_an_adapter(what: str, method: str, images: Path, decoders
     assert not close(first, expected)
 
 
-@pytest.mark.parametrize("name", ["vit", "resnet", "scratch"])
-def test_evaluate_gives_the_report_s_scores(name: str, images: Path, image_runs: Path) -> None:
-    report = json.loads((image_runs / name / "report.json").read_text())
-    found = fedspan.evaluate(image_runs / name)
-    wanted = report["scores"]["test"]
-    assert found == pytest.approx({**{key: wanted[key] for key in found if key in wanted}, "examples": 10}, abs=1e-4)
-    assert {"accuracy", "loss"} <= set(found)
-    everywhere = fedspan.evaluate(image_runs / name, data=images / "pictures")
-    assert everywhere["examples"] == sum(tiny_images.SITES.values())
-
-
-@pytest.mark.parametrize("name", ["vit", "resnet", "scratch"])
-def test_predictions_on_files(name: str, images: Path, image_runs: Path) -> None:
-    """The same as somebody without fedspan gets; paths as text or as paths."""
-    folder = image_runs / name / "adapter"
-    paths = sorted((images / "pictures").rglob("0[0-4].png"))
-    if name == "scratch":
-        model = transformers.AutoModelForImageClassification.from_pretrained(folder).eval()
-        pixels = tiny_images.pixels(folder, paths)
-    else:
-        base = tiny_images.fresh_classifier(images / name)
-        model = PeftModel.from_pretrained(base, str(folder)).eval()
-        pixels = tiny_images.pixels(images / name, paths)
-    with torch.no_grad():
-        shares = model(pixel_values=pixels).logits.softmax(1)
-    found = fedspan.predict(image_runs / name, [str(paths[0]), *paths[1:]])
-    assert [label for label, _ in found] == [tiny_images.COLORS[index] for index in shares.argmax(1).tolist()]
-    assert [share for _, share in found] == pytest.approx(shares.amax(1).tolist(), abs=1e-4)
-
-
-@pytest.mark.parametrize("name", ["vit", "resnet", "scratch"])
-def test_merged_exports(name: str, images: Path, image_runs: Path, tmp_path: Path) -> None:
-    out = fedspan.export(image_runs / name, tmp_path / "merged", form="merged")
-    paths = sorted((images / "pictures" / "west").rglob("*.png"))
-    model = transformers.AutoModelForImageClassification.from_pretrained(out).eval()
-    with torch.no_grad():
-        shares = model(pixel_values=tiny_images.pixels(out, paths)).logits.softmax(1).amax(1)
-    for folder in (image_runs / name, out):
-        found = fedspan.predict(folder, paths)
-        assert [share for _, share in found] == pytest.approx(shares.tolist(), abs=1e-4)
-    again = fedspan.export(out, tmp_path / "again", form="merged")
-    assert fedspan.predict(again, paths) == fedspan.predict(out, paths)
-    if name == "scratch":
-        with pytest.raises(Exception, match="holds a merged model"):
-            fedspan.export(image_runs / name, tmp_path / "adapter")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["resnet", "scratch"])
 def test_a_run_that_was_stopped_ends_with_the_same_bits(
@@ -283,39 +210,3 @@ def test_the_baselines_train_from_scratch_too(images: Path, tmp_path: Path) -> N
     report = fedspan.run({**values, "baselines": ["local", "centralized"]}, tmp_path / "run")
     assert set(report.baselines) == {"local", "centralized"}
     assert all(made["scores"]["test"]["loss"] > 0 for made in report.baselines.values())
-
-
-def factorized(made: Prepared, progress: Progress) -> Job:
-    """The trained model with other factors in place of its weights."""
-    job = made.evaluator.build_job(progress, None)
-    tensors = {name: value for name, value in job.tensors.items() if name.startswith("extras/")}
-    rng = torch.Generator().manual_seed(0)
-    for layer in made.engine.adapted.spec.layers:
-        tensors[f"{layer.name}/U"] = torch.randn(layer.out_features, 2, generator=rng) / 4
-        tensors[f"{layer.name}/V"] = torch.randn(2, layer.in_features, generator=rng) / 4
-    return Job({layer.name: Factorized() for layer in made.engine.adapted.spec.layers}, tensors, ())
-
-
-@pytest.mark.parametrize("what", [pytest.param("factors", marks=pytest.mark.slow), "decay"])
-@pytest.mark.parametrize("kind", ["vit", "resnet"])
-def test_what_is_no_change_of_the_base_is_written_whole(kind: str, what: str, images: Path, tmp_path: Path) -> None:
-    """Factors in place of the weights, and a base that was scaled: the model on disk computes what the engine does."""
-    made, progress = run_rounds(tiny_images.config(images, kind), 1)
-    job, base = made.evaluator.build_job(progress, None), BaseUpdate()
-    assert not is_merging_required(job, base)
-    if what == "factors":
-        job = factorized(made, progress)
-    else:
-        layers = made.engine.adapted.spec.layers
-        base = base.add(Increment(1, {one.name: torch.ones(one.shape) / 50 for one in layers}, decay=0.7))
-    assert is_merging_required(job, base)
-    adapted = made.engine.adapted
-    adapted.set_base(base)
-    assert made.test is not None
-    expected = made.engine.predict(job, made.test, np.arange(len(made.test)), 50)
-    notes = {"base_model": made.config.model.name}
-    export_merged(tmp_path, adapted, job, base, made.model.processor, notes)
-    back = transformers.AutoModelForImageClassification.from_pretrained(tmp_path)
-    assert close(theirs(made, back), expected)
-    assert all(value.dtype == torch.float32 for value in back.parameters())
-    adapted.set_base(BaseUpdate())

@@ -8,17 +8,13 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.trainer_pt_utils import LabelSmoother
 
 from fedspan.errors import FedspanError
 from fedspan.tasks.causal import CausalLM, EncodedPrompts, GenerationOptions, can_attend_across_examples
-from fedspan.tasks.exact_match import is_exact_match
 from fedspan.tasks.losses import SMOOTHING
-from fedspan.tasks.prompts import truncate
 from helpers import tiny_decoders
 from helpers.families import others_slow
 
@@ -148,41 +144,6 @@ def test_generation_in_batches_is_greedy_decoding_of_each_prompt_alone(family: s
     assert metrics["exact_match"] == np.mean(
         [a == b for a, b in zip(task.decode_predictions(rows), ROWS["answer"], strict=True)]
     )
-
-
-@pytest.mark.parametrize(
-    ("made_text", "wanted", "pattern", "same"),
-    [
-        ("four", "four", None, True),
-        (" four\n", "four", None, True),
-        ("four five", "four  five", None, True),
-        ("four", "five", None, False),
-        ("1,000", "1000.0", None, True),
-        ("so it is\n#### 1,250", "first 3\n#### 1250", r"####\s*(\S+)", True),
-        ("1250", "#### 1250", r"####\s*(\S+)", False),
-        ("#### 1250", "1250", r"####\s*(\S+)", False),
-        ("the correct answer is answer2", "answer2", r"answer\d", True),
-        ("answer1 or answer2", "answer2", r"answer\d", False),
-    ],
-)
-def test_what_counts_as_the_same_answer(made_text: str, wanted: str, pattern: str | None, same: bool) -> None:
-    assert is_exact_match(made_text, wanted, pattern) == same
-
-
-@given(st.integers(1, 40), st.integers(1, 40), st.integers(2, 32), st.booleans())
-def test_the_prompt_gives_way_before_the_answer(prompt: int, answer: int, length: int, keep_first: bool) -> None:
-    given_ids, learnt = list(range(prompt)), list(range(100, 100 + answer))
-    kept, rest = truncate(given_ids, learnt, length, keep_first)
-    assert len(kept) >= 1
-    assert len(rest) >= 1
-    assert len(kept) + len(rest) == min(length, prompt + answer)
-    assert rest == learnt[: len(rest)]
-    assert kept[1:] == given_ids[len(given_ids) - len(kept) + 1 :]  # the end of the prompt, which the answer follows
-    assert kept[0] == (0 if keep_first else given_ids[-len(kept)])
-    if len(rest) < answer:  # only where the prompt is at its shortest already
-        assert len(kept) == min(prompt, max(1, length // 4))
-    if prompt + answer <= length:
-        assert (kept, rest) == (given_ids, learnt)
 
 
 def test_what_is_cut_is_said_or_refused(decoders: Path) -> None:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import datasets
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedspan.errors import FedspanError
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.tasks.classification import SequenceClassification
 from fedspan.tasks.encoding import EncodedText
-from fedspan.tasks.losses import OFFSETS
 from fedspan.tasks.single_label import compute_class_offsets
 from helpers import tiny
+from helpers.fixed_logits import Fixed
 
 CPU = torch.device("cpu")
 TEXTS = ["lab1 word2", "billing3 word1 unheard word5 word6", "symptom2"]
@@ -46,18 +44,6 @@ def test_batches_are_those_of_the_tokenizer_s_own_padding(task: SequenceClassifi
     for key, value in wanted.items():
         assert torch.equal(made[key], value)
         assert made[key].dtype == value.dtype
-
-
-class Fixed(nn.Module):
-    """A model that gives the logits it was made with, and keeps what it was asked."""
-
-    def __init__(self, logits: Tensor) -> None:
-        super().__init__()
-        self.logits = logits
-
-    def forward(self, **batch: Tensor) -> SimpleNamespace:
-        self.asked = batch
-        return SimpleNamespace(logits=self.logits)
 
 
 def test_texts_are_encoded_once_and_cut(task: SequenceClassification, encoded: EncodedText) -> None:
@@ -141,19 +127,3 @@ def test_logits_are_adjusted_to_the_classes_of_a_client() -> None:
     assert offsets.tolist() == pytest.approx([0.5 * np.log(0.25), -np.inf, 0.5 * np.log(0.75), -np.inf])
     assert offsets.dtype == torch.float32
     assert compute_class_offsets(np.array([1, 1]), 2, 1.0).tolist() == [-np.inf, 0.0]
-
-
-def test_a_batch_s_offsets_enter_the_loss_but_no_prediction(prepared: Prepared, task: SequenceClassification) -> None:
-    logits = torch.randn(3, 4, requires_grad=True)
-    offsets = compute_class_offsets(np.array([2, 1, 1]), 4, 1.0)
-    model, labels = Fixed(logits), torch.tensor([2, 1, 1])
-    batch = {"input_ids": torch.ones(3, 2), "labels": labels, OFFSETS: offsets.expand(3, -1)}
-    expected = -(logits + offsets).log_softmax(1)[range(3), labels]
-    loss = task.compute_loss(model, batch)
-    assert torch.equal(task.compute_client_losses(model, batch, torch.eye(3)), expected)
-    assert float(loss.detach()) == pytest.approx(float(expected.mean().detach()))
-    assert torch.equal(task.predict(model, batch), logits)
-    loss.backward()
-    assert logits.grad is not None
-    assert (logits.grad[:, [0, 3]] == 0).all()  # classes that the client lacks
-    assert (logits.grad[:, [1, 2]] != 0).all()

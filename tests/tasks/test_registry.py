@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,12 @@ import pytest
 import fedspan
 from fedspan import FedspanError
 from fedspan.config import parse_config
-from fedspan.tasks import metrics, registry
-from fedspan.tasks.classification import SEQUENCE_CLASSIFICATION, SequenceClassification
+from fedspan.tasks import registry
+from fedspan.tasks.classification import SequenceClassification
 from fedspan.tasks.metrics import METRICS, Metric
 from fedspan.tasks.registry import TASKS, get_task, register_task
 from helpers import tiny
+from helpers.sharpened_task import OWN
 
 PACKAGE = """
 from dataclasses import replace
@@ -26,57 +26,6 @@ from fedspan.tasks.regression import REGRESSION
 PACKAGED = replace(REGRESSION, name="packaged")
 OTHER = replace(REGRESSION, name="another-name")
 """
-
-
-@dataclass(frozen=True)
-class Options:
-    """Options of the task below.
-
-    Args:
-        sharpness: Factor on the logits of a prediction.
-    """
-
-    sharpness: float = 1.0
-
-
-class Sharpened(SequenceClassification):
-    """Classification whose predictions are sharpened, with a metric of its own."""
-
-    def __init__(self, *arguments: Any, sharpness: float) -> None:
-        super().__init__(*arguments)
-        self.sharpness = sharpness
-
-    def predict(self, model: Any, batch: Any, *, generate: bool = False) -> Any:
-        return self.sharpness * super().predict(model, batch)
-
-    def compute_metrics(self, predictions: Any, examples: Any, indices: Any) -> dict[str, float]:
-        confidence = float(predictions.softmax(1).amax(1).mean())
-        return {**super().compute_metrics(predictions, examples, indices), "confidence": confidence}
-
-
-def _build(tokenizer: Any, settings: Any, data: Any) -> Sharpened:
-    options = OWN.parse_options(settings.options)
-    return Sharpened(tokenizer, settings.labels, settings.max_length, settings.metric, sharpness=options.sharpness)
-
-
-OWN = replace(
-    SEQUENCE_CLASSIFICATION,
-    name="sharpened",
-    build=_build,
-    metrics=("confidence", "accuracy", "loss"),
-    custom_metrics={"confidence": Metric("confidence", True, is_percentage=True)},
-    options=Options,
-)
-
-
-@pytest.fixture(autouse=True)
-def as_it_was() -> Iterator[None]:
-    contents: list[dict[str, Any]] = [registry._tasks, registry._installed, registry._metric_owners, metrics._metrics]
-    copies = [dict(content) for content in contents]
-    yield
-    for content, before in zip(contents, copies, strict=True):
-        content.clear()
-        content.update(before)
 
 
 def test_it_is_run_evaluated_and_planned_like_any_other(tiny_folder: Path, tmp_path: Path) -> None:
@@ -199,23 +148,3 @@ def test_a_task_of_one_s_own_is_replaced_when_it_is_registered_again() -> None:
     changed = replace(OWN, lr=0.5)
     register_task(changed)
     assert TASKS["sharpened"] is changed
-
-
-def test_a_task_changes_only_the_metrics_that_it_registered() -> None:
-    narrow, wide = ({"own_metric": Metric("own", True, maximum=maximum)} for maximum in (1.0, 9.0))
-    owner = replace(OWN, name="owner", metrics=("own_metric",), custom_metrics=narrow)
-    register_task(owner)
-    register_task(replace(owner, name="other"))  # the same metric in another task
-    with pytest.raises(FedspanError, match="'own_metric' is already the name of another metric"):
-        register_task(replace(owner, name="other", custom_metrics=wide))
-    register_task(replace(owner, custom_metrics=wide))
-    assert METRICS["own_metric"] == wide["own_metric"]
-    with pytest.raises(FedspanError, match="'loss' is already the name of another metric"):
-        register_task(replace(owner, custom_metrics=wide | {"loss": Metric("x", True)}))
-
-
-def test_metrics_are_registered_together_or_not_at_all() -> None:
-    taken = {"first": Metric("first", True), "loss": Metric("x", True)}
-    with pytest.raises(FedspanError, match="'loss' is already the name of"):
-        register_task(replace(OWN, metrics=("first",), custom_metrics=taken))
-    assert "first" not in METRICS

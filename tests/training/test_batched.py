@@ -77,17 +77,6 @@ def same(made: dict[str, Any], clients_per_pass: int = 3, workers: int = 1) -> t
     return max(gaps), prepared.engine
 
 
-def test_too_little_memory_for_a_pass_names_the_setting(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def advance(self: worker.Worker, group: Sequence[Any], examples: Examples) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-
-    monkeypatch.setattr(worker.Worker, "advance", advance)
-    prepared = prepare(tiny.config(tiny_folder, engine={"name": "batched", "clients_per_pass": 3, "workers": 1}))
-    with pytest.raises(FedspanError, match="cpu has too little memory for 3 clients in a pass") as caught:
-        prepared.federation.run_round(prepared.federation.begin())
-    assert caught.value.field == "engine.clients_per_pass"
-
-
 KINDS = ("bert", "roberta", "distilbert", "gpt2", *(f"{family}-lm" for family in tiny_decoders.FAMILIES), "vit")
 
 

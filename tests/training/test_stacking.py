@@ -183,23 +183,6 @@ def test_a_run_takes_the_plan_of_its_own_size(
     assert plans == [chosen(share) for share in shares]
 
 
-def test_the_plan_is_written_before_it_is_used(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = tiny.settings(tiny_folder, federation={"rounds": 1})
-    config["engine"] = {"name": "batched"}
-    place = tmp_path / "run" / "engine.json"
-
-    def killed(*_: object) -> None:
-        assert place.exists()
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Worker, "run", killed)
-    with pytest.raises(KeyboardInterrupt):
-        fedspan.run(config, tmp_path / "run")
-    assert json.loads(place.read_text())["clients_per_pass"] == DEFAULT.clients_per_pass
-
-
 def test_a_run_keeps_what_was_chosen(tiny_folder: Path, tmp_path: Path) -> None:
     """A resumed run trains as many at once as before it was stopped, whatever would be chosen now."""
     config = tiny.settings(tiny_folder, federation={"rounds": 1})

@@ -5,12 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
-
-from fedspan.clients.mappings import OverlayMapping
-from fedspan.clients.second_exchange import FirstExchange
-from fedspan.clients.store import ClientState, LostStateError
 from fedspan.core.values import Message, OptimizerState, ServerState
 from fedspan.federation.progress import Progress
 from fedspan.federation.protocol import Order
@@ -27,30 +21,6 @@ def test_ids_may_begin_like_others() -> None:
     assert dict(store.load("a", 0).moments) == {"train": own}
     assert dict(store.load("a/b", 0).moments) == {"train": other}
     assert len(store.load("a", 0).moments) == 1
-
-
-def test_only_accepted_replies_change_what_is_stored() -> None:
-    new = (OptimizerState({}, {}), 3)
-    store = ProgressStore(Progress(ServerState()))
-    for client in ("a", "a/b"):
-        moments = OverlayMapping(store.load(client, 0).moments, {"train": new})
-        store.store(client, 1, ClientState({}, moments), frozenset())
-    memories, optimizers = store.accept(["a/b"])
-    assert dict(optimizers) == {"a/b/train": new}
-    assert set(memories) == {"a/b"}
-
-
-def test_what_a_round_trained_is_of_that_round_alone() -> None:
-    store = ProgressStore(Progress(ServerState(round=2)))
-    first = FirstExchange({"l/B": torch.ones(3, 2)})
-    store.store_trained("a", 2, first)
-    assert store.load_trained("a", 2) is first
-    for client, round in (("a", 1), ("b", 2)):
-        with pytest.raises(LostStateError, match="did not train"):
-            store.load_trained(client, round)
-    store.store_trained("a", 2, None)
-    with pytest.raises(LostStateError, match="did not train"):
-        store.load_trained("a", 2)
 
 
 def build_two_exchanges(folder: Path, simulation: dict[str, Any]) -> Prepared:

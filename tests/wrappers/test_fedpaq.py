@@ -25,9 +25,9 @@ from fedspan.wrappers.fedavgm import FedAvgM
 from fedspan.wrappers.fedpaq import FedPAQ
 from fedspan.wrappers.scaffold import Scaffold
 from fedspan.wrappers.wrapper import Wrapper
-from toys.oracle import copied, descend
-from toys.problem import HEAD, LAYERS, Problem
-from toys.rounds import Double, Federation, close, sgd
+from helpers.toys.oracle import copied, descend
+from helpers.toys.problem import HEAD, LAYERS, Problem
+from helpers.toys.rounds import Double, Federation, close, sgd
 
 LR, SCALING, STEPS, SEED, BITS = 0.3, 2.0, 2, 9, 4
 CHANGE = "fedpaq/"

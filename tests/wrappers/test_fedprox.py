@@ -17,10 +17,10 @@ from fedspan.tasks.task import Examples
 from fedspan.training.jobs import Assignment
 from fedspan.wrappers.extras import WithExtras
 from fedspan.wrappers.fedprox import FedProx
-from toys.oracle import average, copied, pair_gradients
-from toys.problem import HEAD, LAYERS, Problem
-from toys.rounds import Double, Federation, adamw, close, sgd, with_extras
-from toys.two_phases import ExtrasInBothPhases
+from helpers.toys.oracle import average, copied, pair_gradients
+from helpers.toys.problem import HEAD, LAYERS, Problem
+from helpers.toys.rounds import Double, Federation, adamw, close, sgd, with_extras
+from helpers.toys.two_phases import ExtrasInBothPhases
 
 LR, MU, SCALING, STEPS = 0.3, 0.7, 2.0, 3
 

@@ -29,9 +29,9 @@ from fedspan.wrappers.low_precision import LowPrecision
 from fedspan.wrappers.scaffold import Scaffold
 from fedspan.wrappers.wrapper import Wrapper, compute_common_start, split_prefix
 from helpers.families import others_slow
-from toys.oracle import copied, descend
-from toys.problem import HEAD, LAYERS, Problem
-from toys.rounds import Double, Federation, close, sgd
+from helpers.toys.oracle import copied, descend
+from helpers.toys.problem import HEAD, LAYERS, Problem
+from helpers.toys.rounds import Double, Federation, close, sgd
 
 LR, SCALING, STEPS, SEED = 0.3, 2.0, 2, 9
 FORMATS: tuple[Format, ...] = ("bfloat16", "float16", "int8")

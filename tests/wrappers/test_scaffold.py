@@ -25,10 +25,10 @@ from fedspan.training.jobs import Assignment
 from fedspan.wrappers.extras import WithExtras
 from fedspan.wrappers.fedprox import FedProx
 from fedspan.wrappers.scaffold import PREFIX, Scaffold
-from toys.oracle import pair_gradients
-from toys.problem import HEAD, LAYERS, Problem
-from toys.rounds import Double, Federation, adamw, close, sgd, with_extras
-from toys.two_phases import ExtrasInBothPhases
+from helpers.toys.oracle import pair_gradients
+from helpers.toys.problem import HEAD, LAYERS, Problem
+from helpers.toys.rounds import Double, Federation, adamw, close, sgd, with_extras
+from helpers.toys.two_phases import ExtrasInBothPhases
 
 LR, STEPS = 0.3, 3
 VARIATES = ("option-I", "option-II", "gradient")

@@ -13,9 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedspan.config import parse_config
 from fedspan.core.values import Client, Contribution, Reduced
-from fedspan.errors import FedspanError
 from fedspan.federation.aggregation.reducers import create_reducer
 from fedspan.federation.aggregation.reduction import Reducer
 from fedspan.federation.aggregation.robust import compute_geometric_median, find_largest_cluster, select_by_multi_krum
@@ -192,17 +190,3 @@ def test_a_tensor_that_a_client_leaves_out_counts_as_zero_and_a_stack_is_refused
         with pytest.raises(ValueError, match="no reply in this round"):
             other.compute_result()
     assert type(reducer_of(clients)) is Reducer
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_methods_that_stack_and_secure_sums_refuse_them(rule: str) -> None:
-    rules: dict[str, Any] = {"reduction": rule}
-    values: dict[str, Any] = {"data": {"train": "x.csv"}, "method": {"name": "flora"}, "federation": rules}
-    why = f"{rule} cannot be combined with flora, whose server needs single replies"
-    with pytest.raises(FedspanError, match=why) as refused:
-        parse_config(values)
-    assert refused.value.field == "federation.reduction"
-    summed = {**values, "method": {"name": "fedit"}}
-    assert parse_config(summed).build_round_settings().reduction == rule
-    with pytest.raises(FedspanError, match=f"federation.reduction {rule} compares single replies"):
-        parse_config({**summed, "federation": {"reduction": rule, "secure": {}}})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -25,6 +24,7 @@ from fedspan.runs.checkpoint import load_latest
 from fedspan.runs.folder import RunFolder
 from fedspan.transports.flower.keys import make_authority
 from helpers.sites import SITES, local_values, run_values, site_files
+from helpers.submitted_runs import finish, rounds, submitted, wait_for_round, was_asked_twice
 from helpers.watched_rounds import differences
 
 pytestmark = pytest.mark.slow
@@ -51,19 +51,6 @@ def config(tiny_folder: Path, folder: Path, **changes: Any) -> Path:
     return path
 
 
-def rounds(run: Path) -> list[dict[str, Any]]:
-    path = run / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def wait_for_round(run: Path, number: int, process: subprocess.Popen[str]) -> None:
-    until = time.monotonic() + 120
-    while len(rounds(run)) < number:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < until
-        time.sleep(0.05)
-
-
 def wait_for_event(run: Path, event: str, process: subprocess.Popen[str]) -> None:
     """Wait for a round before which a node has joined or left."""
     until = time.monotonic() + 240
@@ -79,22 +66,6 @@ def wait_for_training(made: Deployment, run: Path, process: subprocess.Popen[str
     made.wait_for_training(site, TRAINED)
 
 
-def submitted(made: Deployment, config: Path, out: Path, *options: str) -> subprocess.Popen[str]:
-    arguments = ("submit", *options, "--server", str(made.server))
-    if "--resume" not in options:
-        arguments = ("submit", str(config), "--out", str(out), *options, "--server", str(made.server))
-    return subprocess.Popen(
-        build_command(*arguments), env=build_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-
-
-def finish(process: subprocess.Popen[str], made: Deployment) -> str:
-    said, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, said + made.logs()
-    return said
-
-
 def adapter(run: Path) -> dict[str, Any]:
     return load_file(run / "adapter" / "adapter_model.safetensors")
 
@@ -102,13 +73,6 @@ def adapter(run: Path) -> dict[str, Any]:
 def same(one: Path, other: Path) -> bool:
     mine, theirs = adapter(one), adapter(other)
     return mine.keys() == theirs.keys() and all((value == theirs[name]).all() for name, value in mine.items())
-
-
-def was_asked_twice(made: Deployment, site: str) -> bool:
-    """Whether a node got an order of the last run twice: the same one, or, if it was away too long, another attempt."""
-    rows = [json.loads(line) for line in (made.folder / f"{site}-state" / "audit.jsonl").read_text().splitlines()]
-    asked = [(row["run"], row["round"]) for row in rows if row["event"] == "asked" and row.get("task") == "train"]
-    return any(asked.count(one) == 2 for one in asked if one[0] == asked[-1][0])
 
 
 def test_whoever_is_killed_costs_no_finished_round_and_changes_no_bit(

@@ -15,10 +15,10 @@ pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
 pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
 
 from stage import Deployment
-from test_deployment import finish, rounds, submitted, wait_for_round, was_asked_twice
 
 import fedspan
 from helpers.sites import SITES, local_values, run_values, site_files
+from helpers.submitted_runs import finish, rounds, submitted, wait_for_round, was_asked_twice
 
 pytestmark = pytest.mark.slow
 SECURE = {"secure": {"bits": 64, "clip": 10.0}}

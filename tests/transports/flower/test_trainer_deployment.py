@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
 
 from stage import Deployment
-from test_deployment import finish, rounds, submitted, was_asked_twice
 
 from helpers.sites import SITES, run_values
+from helpers.submitted_runs import finish, rounds, submitted, was_asked_twice
 
 pytestmark = pytest.mark.slow
 STEPS = 300

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 
 from fedspan.federation.protocol import Envelope
 from fedspan.federation.transport import Orders
+from helpers.pretend_grid import NODES, Grid, Reply
 from helpers.reply_transport import exchanged
 
 transport = pytest.importorskip(
@@ -19,58 +19,12 @@ transport = pytest.importorskip(
 )
 deliveries = pytest.importorskip("fedspan.transports.flower.deliveries")
 grid_module = pytest.importorskip("fedspan.transports.flower.grid")
-codec = pytest.importorskip("fedspan.transports.flower.messages")
 
 
 pytestmark = pytest.mark.usefixtures("identity")
 
 
-class Grid:
-    """Nodes that return the messages that they receive, after some polls.
-
-    Args:
-        online: Ids of the connected nodes.
-        looks: Number of polls after which each node has answered.
-    """
-
-    def __init__(self, online: Iterable[int], polls: Mapping[int, int]) -> None:
-        self.online, self.polls = list(online), dict(polls)
-        self.sent: dict[str, Any] = {}
-        self.requests: list[list[str]] = []
-
-    def get_node_ids(self) -> list[int]:
-        return self.online
-
-    def push_messages(self, messages: list[Any]) -> list[str]:
-        for message in messages:
-            self.sent[f"m{len(self.sent)}"] = message
-        return list(self.sent)[-len(messages) :]
-
-    def pull_messages(self, ids: list[str]) -> list[Any]:
-        self.requests.append(ids)
-        back: list[Any] = []
-        for id in ids:
-            message = self.sent[id]
-            node = message.metadata.dst_node_id
-            self.polls[node] = self.polls.get(node, 0) - 1
-            if self.polls[node] < 0:
-                back.append(Reply(id, message.content))
-        return back
-
-
-class Reply:
-    """As much of a Flower message as is inspected."""
-
-    def __init__(self, id: str, content: Any) -> None:
-        self.metadata, self.content = self, content
-        self.reply_to_message_id = id
-
-    def has_error(self) -> bool:
-        return False
-
-
 ENVELOPES = {id: Envelope(id) for id in "abc"}
-NODES = {"a": 1, "b": 2, "c": 3}
 
 
 def test_everybody_answers_in_any_order() -> None:
@@ -151,94 +105,12 @@ def test_who_hangs_is_given_up_at_the_deadline() -> None:
     assert exchanged(found, ENVELOPES, 0.5)["c"] == "no reply within 0.5 s"
 
 
-def test_after_the_object_that_exceeds_the_limit_no_other_is_fetched() -> None:
-    adapter = pytest.importorskip("fedspan.transports.flower.adapter")
-    messages = pytest.importorskip("fedspan.transports.flower.messages")
-    tree = adapter.ObjectTree(object_id="a", children=[adapter.ObjectTree(object_id=f"{n}") for n in range(99)])
-    pulled: list[str] = []
-
-    def pull(id: str) -> bytes:
-        pulled.append(id)
-        return bytes(2**20)
-
-    assert len(messages.fetch_objects(tree, pull, 100 * 2**20, {})) == len(pulled) == 100
-    pulled.clear()
-    with pytest.raises(messages.TooLarge, match="more than 2 MiB") as raised:
-        messages.fetch_objects(tree, pull, 2 * 2**20, {})
-    assert adapter.pull_failure(raised.value) == "more than 2 MiB, the maximum"
-    assert len(pulled) < 30  # the third, and those that other threads had asked for
-
-
-def test_two_readers_of_one_grid_get_their_own_replies() -> None:
-    grid = Grid([1, 2, 3], {3: 1})
-    shared = grid_module.SharedGrid(grid)
-    invitations = transport.Invitations(shared.side, Envelope("hello"), known=[1, 2])
-    assert list(invitations.send(60.0)) == []
-    assert list(invitations.receive()) == []
-    assert exchanged(transport.GridTransport(shared, NODES), {"a": Envelope("order")}, 10.0) == {"a": Envelope("order")}
-    assert invitations.pending_nodes == {3}
-    assert list(shared.pull_messages(())) == []
-    assert [node for node, _ in invitations.receive()] == [3]
-    assert not invitations.pending_nodes
-    grid.online = [1, 2, 3, 4]
-    assert list(invitations.send(60.0)) == []
-    assert grid.sent["m2"].metadata.dst_node_id == 4  # each node is invited once
-    grid.online = [1, 2, 4]
-    assert list(invitations.send(60.0)) == []
-    grid.online = [1, 2, 3, 4]
-    assert list(invitations.send(60.0)) == []
-    assert [message.metadata.dst_node_id for message in list(grid.sent.values())[-2:]] == [4, 3]  # 3 came back
-    grid.online = [1, 2, 3]
-    assert list(invitations.send(60.0)) == []
-    assert invitations.pending_nodes == {3}  # who is offline is not waited for
-
-
-def test_a_reply_that_is_held_for_the_other_reader_is_not_requested_again() -> None:
-    grid = Grid([1, 2], {2: 2})
-    shared = grid_module.SharedGrid(grid)
-    invitations = transport.Invitations(shared.side, Envelope("hello"), known=[2])
-    assert list(invitations.send(60.0)) == []
-    assert list(invitations.receive()) == []
-    assert exchanged(transport.GridTransport(shared, NODES), {"b": Envelope("order")}, 10.0) == {"b": Envelope("order")}
-    assert grid.requests == [["m0", "m1"], ["m1"], ["m1"]]
-    assert [node for node, _ in invitations.receive()] == [1]
-
-
 def test_an_order_names_how_large_its_reply_may_be() -> None:
     sizes, grid = {"a": 0, "b": 5 << 20, "c": 7}, Grid([1, 2, 3], {})
     orders = Orders("train", ENVELOPES, ENVELOPES.__getitem__, sizes.__getitem__)
     transport.GridTransport(grid, NODES).exchange(orders, lambda *_: False, 10.0)
     groups = {message.metadata.dst_node_id: message.metadata.group_id for message in grid.sent.values()}
     assert groups == {NODES[id]: f"reply-bytes:{size + 2**20}" for id, size in sizes.items()}
-
-
-@pytest.mark.parametrize(("size", "is_read"), [(1000, True), (1001, False)])
-def test_a_server_reads_no_more_than_the_order_allows(
-    size: int, is_read: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    adapter = pytest.importorskip("fedspan.transports.flower.adapter")
-    head = adapter.ReplyHead("reply", "order", adapter.ObjectTree(object_id="reply"), {"reply": bytes(size)})
-    grid = object.__new__(grid_module.LimitedGrid)
-    for name, value in {
-        "push_messages": lambda self, messages: ["order" for _ in messages],
-        "take_replies": lambda self, ids, seconds: [head],
-        "make_error": lambda self, order, reason: reason,
-    }.items():
-        monkeypatch.setattr(adapter.TaskGrid, name, value)
-    monkeypatch.setattr(grid_module.LimitedGrid, "limit", 2000)
-    monkeypatch.setattr(grid_module, "assemble_message", lambda id, contents, limit: f"{id} within {limit}")
-    order = SimpleNamespace(metadata=SimpleNamespace(group_id="reply-bytes:1000"))
-    assert grid.push_messages([order]) == ["order"]
-    partial = grid_module.LimitedGrid._continue
-    results: list[Any] = []
-
-    def keep(self: Any, reply: Any) -> None:
-        results.append(partial(self, reply))
-
-    monkeypatch.setattr(grid_module.LimitedGrid, "_continue", keep)
-    assert grid.pull_messages(["order"]) == []
-    (result,) = results
-    assert result == ("reply within 1000" if is_read else "the reply has more than 0.000953674 MiB, the maximum")
 
 
 def test_a_sent_message_whose_reply_is_not_requested_next_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,25 @@
+"""What a client keeps of its training until the second exchange."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fedspan.clients.second_exchange import FirstExchange
+from fedspan.clients.store import LostStateError
+from fedspan.core.values import ServerState
+from fedspan.federation.progress import Progress
+from fedspan.transports.in_process import ProgressStore
+
+
+def test_what_a_round_trained_is_of_that_round_alone() -> None:
+    store = ProgressStore(Progress(ServerState(round=2)))
+    first = FirstExchange({"l/B": torch.ones(3, 2)})
+    store.store_trained("a", 2, first)
+    assert store.load_trained("a", 2) is first
+    for client, round in (("a", 1), ("b", 2)):
+        with pytest.raises(LostStateError, match="did not train"):
+            store.load_trained(client, round)
+    store.store_trained("a", 2, None)
+    with pytest.raises(LostStateError, match="did not train"):
+        store.load_trained("a", 2)

@@ -1,0 +1,17 @@
+"""The heads with which runs begin that start them from statistics."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fedspan.core.tensors import join_extra_name
+from fedspan.runs.head_setup import begin
+from fedspan.runs.setup import Prepared
+
+HEAD = (join_extra_name("classifier.weight"), join_extra_name("classifier.bias"))
+
+
+def start_of(run: Prepared) -> dict[str, Tensor]:
+    """The head with which a run begins."""
+    tensors = begin(run.federation, run.head).state.tensors
+    return {name: tensors[name] for name in HEAD}

@@ -1,0 +1,54 @@
+"""A federation whose clients are behind a transport, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fedspan.clients.host import Host
+from fedspan.clients.refusals import refuse
+from fedspan.clients.store import DiskClientStore
+from fedspan.errors import FedspanError
+from fedspan.federation.federation import Federation
+from fedspan.federation.protocol import Envelope, decode_order
+from fedspan.federation.transport import Orders
+from fedspan.federation.validation import ReplyRules
+from fedspan.runs.setup import Prepared
+from fedspan.training.loop import LoopEngine
+from helpers.reply_transport import Replies, ReplyingTransport
+
+
+class LocalTraining(ReplyingTransport):
+    """A transport to hosts in this process; the last client asked answers first."""
+
+    def __init__(self, hosts: Mapping[str, Host]) -> None:
+        self.hosts = hosts
+        self.tasks: list[str] = []
+
+    def replies(self, envelopes: Mapping[str, Envelope], seconds: float, *, wait_for_offline: bool = False) -> Replies:
+        for id in sorted(envelopes, reverse=True):
+            order = decode_order(envelopes[id])
+            self.tasks.append(order.task)
+            try:
+                answer = self.hosts[id].answer(order)
+            except FedspanError as error:
+                answer = refuse(order, error)
+            assert isinstance(envelopes, Orders)
+            limit = envelopes.compute_reply_bytes(id)
+            assert limit is not None
+            assert len(answer.body) <= limit  # derived from the job, and no client sends more
+            yield id, answer.to_envelope()
+
+
+def remote(prepared: Prepared, folder: Path, **rules: Any) -> Federation:
+    """The same federation with its clients behind a transport."""
+    here, engine = prepared.federation, prepared.engine
+    loop = LoopEngine(engine.adapted, prepared.task, engine.settings, engine.seed)
+    client_store = DiskClientStore(folder)
+    hosts = {
+        id: Host(here.method, loop, {id: member}, here.examples, client_store, 32)
+        for id, member in here.clients.items()
+    }
+    transport = LocalTraining(hosts)
+    return Federation(here.method, engine, here.clients, here.examples, here.settings, transport, ReplyRules(**rules))

@@ -1,0 +1,222 @@
+"""Image classification: what the model is shown, what is lost and measured."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import transformers
+from PIL import Image
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedspan.errors import FedspanError
+from fedspan.models.loading import load_pretrained, load_scratch
+from fedspan.runs.setup import prepare
+from fedspan.tasks.images import ImageClassification
+from fedspan.tasks.single_label import SingleLabelClassification
+from helpers import tiny_images
+
+CPU = torch.device("cpu")
+LABELS = ("cat", "dog", "owl")
+RNG = np.random.default_rng(0)
+
+
+def noise(*shape: int) -> Image.Image:
+    return Image.fromarray(RNG.integers(0, 256, shape, np.uint8))
+
+
+def dataset(images: list[Image.Image], labels: list[int] | None = None) -> datasets.Dataset:
+    made = datasets.Dataset.from_dict({"image": [None] * len(images), "label": labels or [0] * len(images)})
+    rows = []
+    for image in images:
+        file = io.BytesIO()
+        image.save(file, "PNG")
+        rows.append({"bytes": file.getvalue(), "path": None})
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
+    return datasets.Dataset.from_dict({"image": rows, "label": made["label"]}, features=features)
+
+
+def vit(**options: Any) -> Any:
+    return transformers.ViTImageProcessorPil(**{"size": {"height": 6, "width": 10}, **options})
+
+
+PROCESSORS = {
+    "plain": vit(),
+    "other colors": vit(image_mean=[0.1, 0.2, 0.3], image_std=[0.5, 0.25, 2.0]),
+    "not normalized": vit(do_normalize=False),
+    "not rescaled": vit(do_rescale=False, image_mean=[120.0, 110.0, 100.0], image_std=[60.0, 50.0, 70.0]),
+    "neither": vit(do_rescale=False, do_normalize=False),
+    "odd factor": vit(rescale_factor=1 / 127.5, do_normalize=False),
+    "nearest": vit(resample=0),
+    "cropped": transformers.BitImageProcessorPil(
+        size={"shortest_edge": 8}, crop_size={"height": 6, "width": 7}, resample=3
+    ),
+    "convnext": transformers.ConvNextImageProcessorPil(size={"shortest_edge": 9}),
+    "mobilevit": transformers.MobileViTImageProcessorPil(
+        size={"shortest_edge": 9}, crop_size={"height": 8, "width": 8}
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", PROCESSORS)
+def test_a_batch_is_what_the_processor_makes(kind: str) -> None:
+    """Pixel for pixel, of images of several sizes, in any order, more than are decoded at once."""
+    processor = PROCESSORS[kind]
+    images = [noise(*shape, 3) for shape in ((9, 7), (30, 12), (6, 10), (11, 40))] * 70
+    task = ImageClassification(processor, LABELS)
+    encoded = task.encode(dataset(images, [row % 3 for row in range(280)]))
+    assert encoded.pixels.dtype == np.uint8
+    assert encoded.pixels.flags.c_contiguous
+    assert encoded.lengths.tolist() == [1] * len(encoded) == [1] * 280
+    chosen = [279, 0, 5, 3, 3, 258]
+    batch = task.collate(encoded, chosen, CPU)
+    expected = torch.from_numpy(np.stack(processor([images[row] for row in chosen])["pixel_values"])).float()
+    assert batch["pixel_values"].shape == expected.shape
+    assert batch["pixel_values"].is_contiguous()
+    assert batch["pixel_values"].dtype == torch.float32
+    assert float((batch["pixel_values"] - expected).abs().max()) < 2e-5
+    assert batch["labels"].tolist() == [row % 3 for row in chosen]
+    assert batch["labels"].dtype == torch.int64
+
+
+@pytest.mark.parametrize("mode", ["L", "LA", "RGBA", "P", "1", "CMYK"])
+def test_everything_becomes_rgb(mode: str, tmp_path: Path) -> None:
+    """As Pillow converts it; a transparent pixel keeps its color. ``tests/data/test_images.py`` has 16 bits."""
+    image = noise(5, 9, 3).convert(mode)
+    path = tmp_path / ("x.tiff" if mode == "CMYK" else "x.png")
+    image.save(path)
+    rows = datasets.Dataset.from_dict({"image": [str(path)], "label": [0]}).cast_column("image", datasets.Image())
+    encoded = ImageClassification(vit(), LABELS).encode(rows)
+    wanted = np.asarray(Image.open(path).convert("RGB").resize((10, 6), Image.Resampling.BILINEAR))
+    assert np.array_equal(encoded.pixels[0].transpose(1, 2, 0), wanted)
+
+
+def test_sizes_that_differ() -> None:
+    """Within one part that is decoded at once, and between two of them."""
+    task = ImageClassification(vit(do_resize=False), LABELS)
+    same = [noise(4, 5, 3)] * 256
+    for images in ([noise(4, 5, 3), noise(5, 4, 3)], [*same, noise(4, 6, 3)]):
+        with pytest.raises(FedspanError, match="the images differ in size") as caught:
+            task.encode(dataset(images))
+        assert (caught.value.field, caught.value.value) == ("model.image_size", None)
+    assert task.encode(dataset(same[:3])).pixels.shape == (3, 3, 4, 5)
+
+
+@pytest.mark.parametrize("content", ["cut", "text", "missing"])
+def test_images_that_cannot_be_decoded(content: str, tmp_path: Path) -> None:
+    good, bad = tmp_path / "good.png", tmp_path / "bad.png"
+    noise(20, 30, 3).save(good)
+    if content != "missing":
+        bad.write_bytes(good.read_bytes()[:300] if content == "cut" else b"no image")
+    rows = datasets.Dataset.from_dict({"image": [str(good), str(bad)], "label": [0, 1]})
+    task = ImageClassification(vit(), LABELS)
+    with pytest.raises(FedspanError, match="Pillow cannot decode") as caught:
+        task.encode(rows.cast_column("image", datasets.Image()))
+    assert (caught.value.field, caught.value.value) == ("data", str(bad))
+    stored = [{"bytes": good.read_bytes(), "path": None}, {"bytes": b"no image", "path": None}]
+    with pytest.raises(FedspanError) as caught:
+        task.encode(datasets.Dataset.from_dict({"image": stored, "label": [0, 1]}))
+    assert caught.value.value == "image 2"
+
+
+def test_the_error_of_a_run_names_the_option_for_damaged_images(tmp_path: Path) -> None:
+    tiny_images.save_model("vit", tmp_path)
+    pictures = tiny_images.save_pictures(tmp_path)
+    (pictures / "east" / "red" / "02.png").write_bytes(b"no image")
+    with pytest.raises(FedspanError, match=r"02\.png .*To leave such rows out, set data\.invalid: skip"):
+        prepare(tiny_images.config(tmp_path))
+    prepared = prepare(tiny_images.config(tmp_path, data={"invalid": "skip"}))
+    assert prepared.test is not None
+    assert len(prepared.train) + len(prepared.test) == sum(tiny_images.SITES.values()) - 1
+
+
+def test_processors_that_do_more_are_refused() -> None:
+    """EfficientNet's normalizes twice; a batch of ours would not be what the model was trained on."""
+    task = ImageClassification(transformers.EfficientNetImageProcessorPil(size={"height": 6, "width": 6}), LABELS)
+    with pytest.raises(FedspanError, match="only resizes, rescales and normalizes") as caught:
+        task.encode(dataset([noise(4, 5, 3)]))
+    assert (caught.value.field, caught.value.value) == ("model.name", "EfficientNetImageProcessorPil")
+    with pytest.raises(FedspanError, match="only resizes, rescales and normalizes"):
+        ImageClassification(SimpleNamespace(), LABELS)
+
+
+class Fixed(nn.Module):
+    """A model that gives the logits it was made with."""
+
+    def __init__(self, logits: Tensor) -> None:
+        super().__init__()
+        self.logits, self.dtype = logits, torch.bfloat16
+
+    def forward(self, pixel_values: Tensor) -> SimpleNamespace:
+        self.shown = pixel_values
+        return SimpleNamespace(logits=self.logits)
+
+
+def test_loss_metrics_and_answers() -> None:
+    """Labels 0 1 1 2, predicted 0 1 0 0; the model is shown its own number format."""
+    task = ImageClassification(vit(), LABELS, "macro_f1")
+    assert isinstance(task, SingleLabelClassification)
+    encoded = task.encode(dataset([noise(4, 5, 3)] * 5, [2, 2, 0, 1, 1]))
+    logits = torch.tensor([[4.0, 1, 0], [0, 5, 0], [2, 1, 0], [3, 0, 1]])
+    model = Fixed(logits)
+    loss = task.compute_loss(model, task.collate(encoded, [2, 3, 4, 0], CPU))
+    truth = torch.tensor([0, 1, 1, 2])
+    assert float(loss) == pytest.approx(float(F.cross_entropy(logits, truth)), rel=1e-6)
+    assert model.shown.dtype == torch.bfloat16
+    found = task.compute_metrics(logits, encoded, [2, 3, 4, 0])
+    assert found["accuracy"] == 0.5
+    assert found["macro_f1"] == pytest.approx((1 / 2 + 2 / 3 + 0) / 3)
+    assert found["loss"] == pytest.approx(float(loss), rel=1e-6)
+    assert task.decode_predictions(logits) == ["cat", "dog", "cat", "cat"]
+    assert task.decode_targets(encoded, [0, 3]) == ["owl", "dog"]
+    assert (task.metric, task.describe_examples(encoded)) == ("macro_f1", ())
+
+
+def test_image_size_replaces_the_processor_s_own(images: Path, tmp_path: Path) -> None:
+    """Rows and columns, without a crop; also of ConvNeXt's processor, which published ResNets have."""
+    shown = noise(9, 31, 3)
+    for number, own in enumerate((PROCESSORS["cropped"], PROCESSORS["convnext"], PROCESSORS["other colors"])):
+        folder = tmp_path / str(number)
+        transformers.ResNetForImageClassification.from_pretrained(images / "resnet").save_pretrained(folder)
+        own.save_pretrained(folder)
+        processor = load_pretrained(str(folder), "image-classification", LABELS, image_size=12).processor
+        task = ImageClassification(processor, LABELS)
+        encoded = task.encode(dataset([shown]))
+        wanted = np.asarray(shown.resize((12, 12), Image.Resampling(int(own.resample))))
+        assert np.array_equal(encoded.pixels[0].transpose(1, 2, 0), wanted)
+        assert (processor.image_mean, processor.image_std) == (own.image_mean, own.image_std)
+
+
+def test_from_scratch_images_become_numbers_from_minus_one_to_one(images: Path) -> None:
+    for name, size, expected in (("builtin:resnet-8", 9, (9, 9)), (str(images / "vit"), None, (8, 12))):
+        loaded = load_scratch(name, "image-classification", LABELS, image_size=size)
+        task = ImageClassification(loaded.processor, LABELS)
+        black_and_white = [Image.new("RGB", (20, 30), color) for color in ("black", "white")]
+        batch = task.collate(task.encode(dataset(black_and_white)), [0, 1], CPU)["pixel_values"]
+        assert batch.shape == (2, 3, *expected)
+        assert torch.equal(batch[0], torch.full_like(batch[0], -1))
+        assert torch.allclose(batch[1], torch.ones_like(batch[1]))
+        assert task.predict(loaded.model, {"pixel_values": batch}).shape == (2, 3)
+
+
+def test_sizes_that_a_model_does_not_take(images: Path) -> None:
+    """A ViT knows the positions of one size, which is said before anything is trained."""
+    with pytest.raises(FedspanError, match=r"it refuses 16 x 16 pixels: Input image size \(16\*16\)") as caught:
+        prepare(tiny_images.config(images, "vit", model={"image_size": 16}))
+    assert (caught.value.field, caught.value.value) == ("model.image_size", 16)
+
+
+def test_batches_of_one_image_need_something_to_measure(images: Path) -> None:
+    """Of 8 x 8 pixels a ResNet's last norm has a single value left, of which there is no variance."""
+    made = prepare(tiny_images.config(images, "resnet", model={"image_size": 8}, training={"batch_size": 1}))
+    begun = made.federation.begin()
+    with pytest.raises(FedspanError, match=r"a batch of one image fails .* \(Expected more than 1 value") as caught:
+        made.federation.run_round(begun)
+    assert (caught.value.field, caught.value.value) == ("model.image_size", 8)

@@ -1,0 +1,79 @@
+"""A server's folder, names that its certificate is good for, and its nodes as ``fedspan status`` shows them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from fedspan.deployment.status import store_named_run
+from fedspan.errors import FedspanError
+from fedspan.logs import JsonLines
+from helpers.command_line import get_program
+
+servers = pytest.importorskip("fedspan.transports.flower.server", reason="the extra fedspan[flower] is not installed")
+
+SAID = [
+    {"node-id": "11", "status": "online", "online-elapsed": 75.4, "offline-at": "N/A"},
+    {"node-id": "12", "status": "offline", "online-elapsed": 9.0, "offline-at": "2026-01-02 03:04:05Z"},
+    {"node-id": "13", "status": "registered", "online-elapsed": 0.0, "offline-at": "N/A"},
+    {"node-id": "14", "status": "unregistered", "online-elapsed": 0.0, "offline-at": "N/A"},
+]
+
+
+def test_a_name_that_the_certificate_is_not_good_for_is_refused(tmp_path: Path) -> None:
+    servers.prepare_folder(tmp_path, 9092, ["fl.example.org"], insecure=False)
+    servers.prepare_folder(tmp_path, 9093, ["fl.example.org"], insecure=False)
+    servers.prepare_folder(tmp_path, 9093, [], insecure=False)
+    servers.prepare_folder(tmp_path, 9093, ["127.0.0.1", "localhost"], insecure=False)
+    with pytest.raises(FedspanError, match=r"`--name`: 'other\.example\.org'.*fl\.example\.org, localhost"):
+        servers.prepare_folder(tmp_path, 9093, ["other.example.org"], insecure=False)
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "server"
+    servers.prepare_folder(folder, 9092, [], insecure=True)
+
+    def flower(link: Any, *arguments: str) -> dict[str, Any]:
+        return {"nodes": SAID}
+
+    monkeypatch.setattr(servers, "call_flower", flower)
+    return folder
+
+
+def test_nodes_have_the_names_that_they_were_admitted_as(server: Path) -> None:
+    first, second, third = servers.list_nodes(servers.read_link(server), {11: "clinic-a"})
+    assert (first.name, first.status, first.online_seconds, first.offline_since) == ("clinic-a", "online", 75.4, None)
+    assert second.offline_since == 1767323045.0
+    assert (third.status, third.offline_since) == ("registered", None)
+    assert [one.status for one in servers.list_nodes(servers.read_link(server), {14: "clinic-b"})][3:] == ["revoked"]
+
+
+def test_status_shows_nodes_and_the_run(server: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoints" / "round-00002").mkdir(parents=True)
+    (run / "config.yaml").write_text("federation: {rounds: 5}\n")
+    failure = {"client": "south", "attempt": 0, "reason": "no reply within 5 s"}
+    rows = [{"round": 1}, {"round": 2, "failures": [failure]}]
+    with JsonLines(run / "metrics.jsonl") as lines:
+        for row in rows:
+            lines.append(row)
+        lines.commit()
+    runner = CliRunner(env={"COLUMNS": "140", "TERM": "dumb"})
+    shown = runner.invoke(get_program(), ["status", "--server", str(server)])
+    assert shown.exit_code == 0, shown.output
+    assert "round" not in shown.output
+    store_named_run(server, run, {"north": 11, "south": 12})
+    shown = runner.invoke(get_program(), ["status", "--server", str(server)])
+    assert shown.exit_code == 0, shown.output
+    for words in ("north", "now, for 1:15", "round 2: no reply within 5 s", "2 of 5, stopped", "--resume", "never"):
+        assert words in shown.output
+    printed = json.loads(runner.invoke(get_program(), ["status", "--server", str(server), "--json"]).stdout)
+    assert [node["client"] for node in printed["nodes"]] == ["north", "south", None]
+    assert printed["run"]["round"] == 2
+    done = runner.invoke(get_program(), ["status", "--server", str(server), "--run", str(tmp_path)])
+    assert done.exit_code == 2

@@ -1,0 +1,144 @@
+"""Workers, machines and drivers that die in mid-round."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray", reason="the extra fedspan[cluster] is not installed")
+
+import ray
+from ray.cluster_utils import Cluster
+
+import fedspan
+from fedspan.federation.progress import RoundResult
+from fedspan.runs.cluster import build_host, connect_workers, get_resources
+from fedspan.runs.setup import Prepared, prepare
+from fedspan.transports.ray.team import open_team
+from helpers import tiny
+from helpers.cluster_configs import config
+from helpers.plain_data import plain
+from helpers.run_content import content
+
+pytestmark = pytest.mark.slow
+
+
+BATCHED = {"name": "batched", "clients_per_pass": 2, "workers": 1}
+
+
+def undisturbed(prepared: Prepared) -> list[RoundResult]:
+    """Two rounds in this process, or on workers if the clients are connected to them."""
+    results = [prepared.federation.run_round(prepared.federation.begin())]
+    return [*results, prepared.federation.run_round(results[0].progress)]
+
+
+def require_same_rounds(expected: list[RoundResult], connected: Prepared, interrupt: Any) -> None:
+    """Two rounds on workers, one of which is lost in the first, have the bits of uninterrupted ones."""
+    pending = [interrupt]
+    first = connected.federation.run_round(
+        connected.federation.begin(), lambda client, loss: pending.pop()() if pending else None
+    )
+    second = connected.federation.run_round(first.progress)
+    assert not pending
+    for made, wanted in zip((first, second), expected, strict=True):
+        assert plain(made.progress.state) == plain(wanted.progress.state)
+        assert made.failures == ()
+        assert made.transfers == wanted.transfers
+
+
+def test_workers_that_die_are_started_again_in_this_run_and_the_next(tiny_folder: Path) -> None:
+    prepared = prepare(config(tiny_folder))
+
+    def kill() -> None:
+        """Kill all workers, so that a round which ends has been done by those that were started again."""
+        for handle in team.handles:
+            ray.kill(handle.actor)
+
+    with open_team(get_resources(prepared.config)) as team:
+        require_same_rounds(undisturbed(prepared), connect_workers(prepared, team), kill)
+        assert [handle.deaths for handle in team.handles] == [1, 1]
+        for handle in team.handles:
+            handle.lost = True  # as if they had died more often than a run starts them again
+        kill()
+        connected = connect_workers(prepared, team).federation
+        assert not any(handle.lost for handle in team.handles)
+        connected.run_round(connected.begin())
+
+
+def test_a_run_does_not_wait_for_the_work_of_an_aborted_one(tiny_folder: Path) -> None:
+    prepared = prepare(config(tiny_folder))
+
+    def abort(client: str, loss: float) -> None:
+        raise KeyboardInterrupt
+
+    with open_team(get_resources(prepared.config)) as team:
+        aborted = connect_workers(prepared, team).federation
+        actors = [handle.actor for handle in team.handles]
+        with pytest.raises(KeyboardInterrupt):
+            aborted.run_round(aborted.begin(), abort)
+        connected = connect_workers(prepared, team).federation
+        assert [handle.actor for handle in team.handles] != actors
+        assert connected.run_round(connected.begin()).failures == ()
+
+
+@pytest.fixture
+def machines() -> Iterator[Cluster]:
+    """A head without room for workers, and two nodes for one worker each, all on this machine."""
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    try:
+        for _ in range(2):
+            cluster.add_node(num_cpus=1)
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+@pytest.mark.parametrize("engine", [{}, BATCHED], ids=["loop", "batched"])
+def test_a_machine_that_dies_costs_its_workers_stacks(
+    engine: dict[str, Any], machines: Cluster, tiny_folder: Path
+) -> None:
+    prepared = prepare(config(tiny_folder, engine, address=machines.address))
+    with open_team(get_resources(prepared.config)) as team:
+        connected = connect_workers(prepared, team, build=build_host)
+        expected = undisturbed(connected if engine else prepared)  # on workers, other clients share a pass
+        node = machines.list_all_nodes()[-1]
+        require_same_rounds(expected, connected, lambda: machines.remove_node(node, allow_graceful=False))
+        assert [handle.version for handle in team.handles].count(None) == 1  # no room to start it again
+
+
+@pytest.mark.parametrize("engine", [{}, BATCHED], ids=["loop", "batched"])
+def test_a_driver_that_is_killed_continues_to_the_same_bits(
+    engine: dict[str, Any], tiny_folder: Path, tmp_path: Path
+) -> None:
+    settings = tiny.settings(tiny_folder, training={"local_steps": 60}, engine=engine, cluster={"workers": 2})
+    uninterrupted = settings if engine else {key: value for key, value in settings.items() if key != "cluster"}
+    fedspan.run(uninterrupted, tmp_path / "whole", progress=False)
+    code = "import json, sys, fedspan; fedspan.run(json.loads(sys.argv[1]), sys.argv[2])"
+    command = [sys.executable, "-c", code, json.dumps(settings), str(tmp_path / "killed")]
+    metrics = tmp_path / "killed" / "metrics.jsonl"
+    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True)
+    try:
+        until = time.monotonic() + 120
+        while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 1):
+            assert process.poll() is None, "the run ended before it was killed"
+            assert time.monotonic() < until
+            time.sleep(0.02)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    fedspan.resume(tmp_path / "killed", progress=False)
+
+    def files(folder: Path) -> dict[str, object]:
+        return {name: value for name, value in content(folder).items() if not name.endswith("config.yaml")}
+
+    assert files(tmp_path / "killed") == files(tmp_path / "whole")
