@@ -1,6 +1,7 @@
 """One method, seed and data through loop, batched, Flower's simulation and a deployment: equal adapters.
 
-The heads of one method of each family start from statistics, so that this exchange is compared, too.
+The heads start from statistics, so that this exchange is compared, too. All methods of the registry, to the bit, are in
+``test_simulation.py`` and ``test_supernode_methods.py``.
 """
 
 from __future__ import annotations
@@ -26,10 +27,7 @@ from helpers.sites import SITES, local_values, run_values, site_files
 pytestmark = pytest.mark.slow  # minutes of processes that import torch
 FAMILIES = ("fedit", "flora", "fedsa-lora", "fedgalore")
 """One method of each family: averaged factors, stacked factors, personal factors, projected gradients."""
-OTHERS = tuple(key for key in sorted(METHODS) if key not in FAMILIES)
-SINGULAR = ("fedask", "fedavg", "federa", "fedhm", "fedmomentum", "fedsvd", "flexlora", "fr-lora", "pfedlora")
-"""Their factors are singular vectors, which amplify rounding by the inverse of the gaps between singular values."""
-BOUND = {"fedgalore": 1e-3, **dict.fromkeys(SINGULAR, 1e-4)}
+BOUND = {"fedgalore": 1e-3}
 """Relative; FedGaLore trains with AdamW; others: 1e-5."""
 
 
@@ -55,9 +53,8 @@ def references(tiny_folder: Path, tmp_path: Path) -> Any:
     files = site_files(tiny_folder / "corpus.csv", tmp_path)
 
     def made(method: str, engine: str, **options: Any) -> tuple[dict[str, Any], Path]:
-        changes = {"model": {"head_init": "lda"}} if method in FAMILIES else {}
         # In the model of one layer, rounding of some methods grows beyond the bounds.
-        values = run_values(tiny_folder, {"name": method, "r": 2}, kind="deep-bert", **changes)
+        values = run_values(tiny_folder, {"name": method, "r": 2}, kind="deep-bert", model={"head_init": "lda"})
         out = tmp_path / f"{method}-{engine}"
         fedspan.run(local_values(values, files["all"], {"name": engine, **options}), out)
         return values, out
@@ -65,39 +62,27 @@ def references(tiny_folder: Path, tmp_path: Path) -> Any:
     return files, made
 
 
-def require_equal_engines(method: str, references: Any, workers: int) -> None:
+@pytest.mark.parametrize("method", FAMILIES)
+def test_flower_s_simulation_gives_the_loop_s_adapter(method: str, references: Any) -> None:
+    pytest.importorskip("ray", reason="the extra fedspan[flower-sim] is not installed")
     _, made = references
     _, loop = made(method, "loop")
+    # Each worker is a process that imports torch: only one method has two of them, side by side.
+    workers = 2 if method == FAMILIES[0] else 1
     for engine, options in (("batched", {}), ("flower-sim", {"workers": workers})):
         _, other = made(method, engine, **options)
         require_equal(loop / "adapter", other / "adapter", method)
 
 
-@pytest.mark.parametrize("method", FAMILIES)
-def test_flower_s_simulation_gives_the_loop_s_adapter(method: str, references: Any) -> None:
-    pytest.importorskip("ray", reason="the extra fedspan[flower-sim] is not installed")
-    # Each worker is a process that imports torch: only one method has two of them, side by side.
-    require_equal_engines(method, references, workers=2 if method == FAMILIES[0] else 1)
-
-
-@pytest.mark.parametrize("method", OTHERS)
-@pytest.mark.usefixtures("kept_worker")
-def test_flower_s_simulation_gives_the_loop_s_adapter_in_a_worker_of_earlier_runs(method: str, references: Any) -> None:
-    require_equal_engines(method, references, workers=1)
-
-
-@pytest.mark.parametrize("methods", [FAMILIES, OTHERS], ids=["families", "others"])
-def test_a_deployment_with_tls_and_keys_gives_the_loop_s_adapters(
-    methods: tuple[str, ...], references: Any, tmp_path: Path
-) -> None:
+def test_a_deployment_with_tls_and_keys_gives_the_loop_s_adapters(references: Any, tmp_path: Path) -> None:
     files, made = references
     with Deployment(tmp_path / "deployment") as deployment:
         for site in SITES:
             limits = {"class_examples": 1}  # simulated clients count every label
             deployment.join(site, deployment.node_file(site, files[site], limits=limits))
-        for method in methods:
+        for method in FAMILIES:
             values, loop = made(method, "loop")
-            if method == methods[0]:
+            if method == FAMILIES[0]:
                 config = tmp_path / f"{method}.yaml"
                 config.write_text(yaml.safe_dump(values))
                 deployment.submit(config, tmp_path / f"{method}-deployed")
