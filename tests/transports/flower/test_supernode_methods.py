@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from helpers.conformance import (
     require_same_tensors,
 )
 from helpers.families import others_slow
+from helpers.forked_nodes import fork_nodes
 from helpers.sites import local_values, run_values, site_files
 
 SITES = ("north", "south")
@@ -37,9 +37,9 @@ def federation(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     folder = tmp_path_factory.mktemp("federation")
     files = site_files(tiny_folder / "corpus.csv", folder, SITES)
     with Deployment(folder / "deployment") as made:
-        nodes = [str(made.node_file(site, files[site])) for site in SITES]
-        made.start("nodes", options=[sys.executable, "-m", "helpers.forked_nodes", *nodes])
-        yield made, files["all"]
+        nodes = [made.node_file(site, files[site]) for site in SITES]
+        with fork_nodes(nodes, made.folder / "nodes.log"):
+            yield made, files["all"]
 
 
 @pytest.mark.parametrize("case", others_slow(list_cases(), QUICK))
