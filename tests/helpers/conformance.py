@@ -13,14 +13,18 @@ from fedspan.methods.registry import METHODS
 from fedspan.runs.checkpoint import load_latest
 from fedspan.runs.folder import RunFolder
 from fedspan.wrappers.registry import WRAPPERS
-from helpers.families import UNLIKE
+from helpers.families import FAMILIES, UNLIKE
 from helpers.watched_rounds import OPTIONS, PERIODIC, differences
 from helpers.wrapped_configs import TRAINING
 
 AROUND = "fedit"
 """The method around which the wrappers are."""
-QUICK = (*UNLIKE, f"{AROUND}+scaffold")
-"""Cases that differ most; ``scaffold`` sends twice as much and has memory on both sides."""
+WRAPPED = f"{AROUND}+scaffold"
+"""The wrapper that differs most from none: it sends twice as much, and has memory on both sides."""
+EACH_FAMILY = (*FAMILIES, WRAPPED)
+"""The cases in ``make test`` on a transport on which each takes half a second."""
+FEW = (*UNLIKE, WRAPPED)
+"""The cases in ``make test`` where each takes a second; the server of a deployment has ``UNLIKE`` alone."""
 
 
 def list_cases() -> list[str]:

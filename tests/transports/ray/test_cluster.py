@@ -26,7 +26,7 @@ from fedspan.runs.setup import prepare
 from fedspan.transports.ray.sharing import share_teams
 from fedspan.transports.ray.worker import BaseVersion, Worker
 from helpers import tiny, tiny_decoders, tiny_images, tiny_preferences, tiny_seq2seq
-from helpers.conformance import QUICK, describe_case, list_cases
+from helpers.conformance import EACH_FAMILY, describe_case, list_cases
 from helpers.families import others_slow
 from helpers.run_content import content
 
@@ -54,7 +54,7 @@ def require_same(settings: dict[str, Any], folder: Path) -> None:
     assert files(folder / "there") == files(folder / "here")
 
 
-@pytest.mark.parametrize("case", others_slow(list_cases(), QUICK))
+@pytest.mark.parametrize("case", others_slow(list_cases(), EACH_FAMILY))
 def test_every_method_and_wrapper_has_the_bits_of_one_process(case: str, tiny_folder: Path, tmp_path: Path) -> None:
     require_same(tiny.settings(tiny_folder, **describe_case(case)), tmp_path)
 
