@@ -35,6 +35,8 @@ LONGEST = [
         "transports/flower/test_secure_deployment",
         "transports/ray/test_worker",
         "transports/ray/test_team",
+        "transports/flower/test_supernode_methods",
+        "transports/flower/test_simulation",
         "transports/flower/test_attacks",
         "examples/test_examples",
         "docs/test_blocks",

@@ -26,12 +26,15 @@ def site_files(corpus: Path, folder: Path, sites: Sequence[str] = SITES) -> dict
     return found
 
 
-def run_values(tiny_folder: Path, method: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
+def run_values(
+    tiny_folder: Path, method: Mapping[str, Any], sites: Sequence[str] = SITES, **changes: Any
+) -> dict[str, Any]:
     """A run on the sites' files, as plain values, without its data."""
-    values = tiny.settings(tiny_folder, method=method, training={"optimizer": "sgd", "lr": 0.02}, **changes)
+    training = {"optimizer": "sgd", "lr": 0.02, **changes.pop("training", {})}
+    values = tiny.settings(tiny_folder, method=method, training=training, **changes)
     del values["data"], values["engine"], values["device"]
     values["data"] = {"labels": list(tiny.LABELS)}
-    values["partition"] = {"partitioner": "iid", "clients": len(SITES), "validation": 0.0, "test": 0.0}
+    values["partition"] = {"partitioner": "iid", "clients": len(sites), "validation": 0.0, "test": 0.0}
     values["federation"] = {"rounds": 2, "deadline": 60.0, **changes.get("federation", {})}
     return values
 

@@ -1,6 +1,8 @@
-"""One method, seed and data through loop, batched, Flower's simulation and a deployment: equal adapters.
+"""Flower's simulation repeats every method and wrapper of the registry to the bit.
 
-The heads of one method of each family start from statistics, so that this exchange is compared, too.
+One method of each family also goes through loop, batched, Flower's simulation and a deployment; the heads start from
+statistics, so that this exchange is compared, too. In a deployment, the whole registry is in
+``test_supernode_methods.py``.
 """
 
 from __future__ import annotations
@@ -21,15 +23,13 @@ import fedspan
 from fedspan.deployment.deploy import submit
 from fedspan.methods.registry import METHODS
 from fedspan.transports.flower.server import read_link
+from helpers.conformance import FEW, describe_case, list_cases, require_same_model
+from helpers.families import others_slow
 from helpers.sites import SITES, local_values, run_values, site_files
 
-pytestmark = pytest.mark.slow  # minutes of processes that import torch
 FAMILIES = ("fedit", "flora", "fedsa-lora", "fedgalore")
 """One method of each family: averaged factors, stacked factors, personal factors, projected gradients."""
-OTHERS = tuple(key for key in sorted(METHODS) if key not in FAMILIES)
-SINGULAR = ("fedask", "fedavg", "federa", "fedhm", "fedmomentum", "fedsvd", "flexlora", "fr-lora", "pfedlora")
-"""Their factors are singular vectors, which amplify rounding by the inverse of the gaps between singular values."""
-BOUND = {"fedgalore": 1e-3, **dict.fromkeys(SINGULAR, 1e-4)}
+BOUND = {"fedgalore": 1e-3}
 """Relative; FedGaLore trains with AdamW; others: 1e-5."""
 
 
@@ -55,9 +55,8 @@ def references(tiny_folder: Path, tmp_path: Path) -> Any:
     files = site_files(tiny_folder / "corpus.csv", tmp_path)
 
     def made(method: str, engine: str, **options: Any) -> tuple[dict[str, Any], Path]:
-        changes = {"model": {"head_init": "lda"}} if method in FAMILIES else {}
         # In the model of one layer, rounding of some methods grows beyond the bounds.
-        values = run_values(tiny_folder, {"name": method, "r": 2}, kind="deep-bert", **changes)
+        values = run_values(tiny_folder, {"name": method, "r": 2}, kind="deep-bert", model={"head_init": "lda"})
         out = tmp_path / f"{method}-{engine}"
         fedspan.run(local_values(values, files["all"], {"name": engine, **options}), out)
         return values, out
@@ -65,39 +64,46 @@ def references(tiny_folder: Path, tmp_path: Path) -> Any:
     return files, made
 
 
-def require_equal_engines(method: str, references: Any, workers: int) -> None:
+@pytest.fixture(scope="module")
+def data(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The corpus of all sites."""
+    return site_files(tiny_folder / "corpus.csv", tmp_path_factory.mktemp("sites"))["all"]
+
+
+@pytest.mark.parametrize("case", others_slow(list_cases(), FEW))
+@pytest.mark.usefixtures("kept_worker")
+def test_every_method_and_wrapper_has_the_bits_of_the_loop_engine(
+    case: str, data: Path, tiny_folder: Path, tmp_path: Path
+) -> None:
+    values = run_values(tiny_folder, **describe_case(case))
+    for engine in ({"name": "loop"}, {"name": "flower-sim", "workers": 1}):
+        fedspan.run(local_values(values, data, engine), tmp_path / engine["name"], progress=False)
+    require_same_model(tmp_path / "loop", tmp_path / "flower-sim")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", FAMILIES)
+def test_flower_s_simulation_gives_the_loop_s_adapter(method: str, references: Any) -> None:
+    pytest.importorskip("ray", reason="the extra fedspan[flower-sim] is not installed")
     _, made = references
     _, loop = made(method, "loop")
+    # Each worker is a process that imports torch: only one method has two of them, side by side.
+    workers = 2 if method == FAMILIES[0] else 1
     for engine, options in (("batched", {}), ("flower-sim", {"workers": workers})):
         _, other = made(method, engine, **options)
         require_equal(loop / "adapter", other / "adapter", method)
 
 
-@pytest.mark.parametrize("method", FAMILIES)
-def test_flower_s_simulation_gives_the_loop_s_adapter(method: str, references: Any) -> None:
-    pytest.importorskip("ray", reason="the extra fedspan[flower-sim] is not installed")
-    # Each worker is a process that imports torch: only one method has two of them, side by side.
-    require_equal_engines(method, references, workers=2 if method == FAMILIES[0] else 1)
-
-
-@pytest.mark.parametrize("method", OTHERS)
-@pytest.mark.usefixtures("kept_worker")
-def test_flower_s_simulation_gives_the_loop_s_adapter_in_a_worker_of_earlier_runs(method: str, references: Any) -> None:
-    require_equal_engines(method, references, workers=1)
-
-
-@pytest.mark.parametrize("methods", [FAMILIES, OTHERS], ids=["families", "others"])
-def test_a_deployment_with_tls_and_keys_gives_the_loop_s_adapters(
-    methods: tuple[str, ...], references: Any, tmp_path: Path
-) -> None:
+@pytest.mark.slow
+def test_a_deployment_with_tls_and_keys_gives_the_loop_s_adapters(references: Any, tmp_path: Path) -> None:
     files, made = references
     with Deployment(tmp_path / "deployment") as deployment:
         for site in SITES:
             limits = {"class_examples": 1}  # simulated clients count every label
             deployment.join(site, deployment.node_file(site, files[site], limits=limits))
-        for method in methods:
+        for method in FAMILIES:
             values, loop = made(method, "loop")
-            if method == methods[0]:
+            if method == FAMILIES[0]:
                 config = tmp_path / f"{method}.yaml"
                 config.write_text(yaml.safe_dump(values))
                 deployment.submit(config, tmp_path / f"{method}-deployed")

@@ -26,6 +26,7 @@ from fedspan.runs.setup import prepare
 from fedspan.transports.ray.sharing import share_teams
 from fedspan.transports.ray.worker import BaseVersion, ClusterWorker
 from helpers import tiny, tiny_decoders, tiny_images, tiny_preferences, tiny_seq2seq
+from helpers.conformance import EACH_FAMILY, describe_case, list_cases
 from helpers.families import others_slow
 from helpers.run_content import content
 
@@ -53,18 +54,14 @@ def require_same(settings: dict[str, Any], folder: Path) -> None:
     assert files(folder / "there") == files(folder / "here")
 
 
+@pytest.mark.parametrize("case", others_slow(list_cases(), EACH_FAMILY))
+def test_every_method_and_wrapper_has_the_bits_of_one_process(case: str, tiny_folder: Path, tmp_path: Path) -> None:
+    require_same(tiny.settings(tiny_folder, **describe_case(case)), tmp_path)
+
+
 SAME: dict[str, dict[str, Any]] = {
-    "fedit": {"federation": {"clients_per_round": 3}},
-    "base-moves": {"method": {"name": "flora"}},
-    "two-phases-and-memory": {"method": {"name": "pfedlora"}},
-    "projectors": {"method": {"name": "fedgalore"}},
-    "two-exchanges": {"method": {"name": "fedask"}},
     "moments-stay": {"training": {"optimizer_state": "keep"}},
     "ranks-differ": {"method": {"name": "hetlora"}, "federation": {"ranks": [1, 2]}},
-    "variates": {
-        "method": {"name": "fedit", "wrappers": [{"name": "scaffold"}]},
-        "training": {"optimizer": "sgd", "lr": 0.1},
-    },
     "head-from-statistics": {"model": {"head_init": "lda"}},
     "dp-sgd": {"privacy": {"mechanism": "dp-sgd", "clip": 1.0, "noise": 1.0}},
     "local-privacy": {"privacy": {"mechanism": "local", "clip": 1.0, "noise": 1.0}},
@@ -80,7 +77,8 @@ SAME: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", others_slow(SAME, ["base-moves"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAME)
 def test_the_loop_engine_has_the_same_bits_on_workers(name: str, tiny_folder: Path, tmp_path: Path) -> None:
     require_same(tiny.settings(tiny_folder, **SAME[name]), tmp_path)
 
