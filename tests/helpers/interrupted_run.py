@@ -14,11 +14,10 @@ from pathlib import Path
 import torch
 
 from fedspan.clients.mappings import copy_on_write
-from fedspan.clients.stored_values import store
 from fedspan.core.values import OptimizerState, ServerState
 from fedspan.federation.progress import Progress
 from fedspan.logs import JsonLines
-from fedspan.runs.checkpoint import prune, resume, save
+from fedspan.runs.checkpoint import prune, resume, save, store_clients
 from fedspan.runs.checkpoint_format import Checkpoint
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.ledger import Ledger
@@ -58,7 +57,7 @@ def go_on(run: RunFolder, stop: int) -> None:
             memories, kept = copy_on_write(progress.memories), copy_on_write(progress.optimizers)
             memories["a"], memories[f"c{round % 5}"] = memory_of(round), memory_of(round)
             kept["b"] = (moments, 0)
-            progress = store(run.clients, Progress(state_of(round), memories, {"a": round}, kept))
+            progress = store_clients(run, Progress(state_of(round), memories, {"a": round}, kept))
             held = {"a": round, "b": None}
             state, selection = progress.state, Selection(best)
             save(run, Checkpoint(state, progress.memories, held, progress.optimizers, selection, positions))
