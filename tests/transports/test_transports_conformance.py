@@ -14,7 +14,7 @@ from helpers.families import others_slow
 
 HERE = Path(__file__).parent
 TABLES = {
-    "ray/test_cluster.py": "EACH_FAMILY",
+    "ray/test_worker.py": "EACH_FAMILY",
     "flower/test_simulation.py": "FEW",
     "flower/test_supernode_methods.py": "UNLIKE",
 }

@@ -14,7 +14,7 @@ from stage import Deployment
 import fedspan
 from fedspan.deployment.deploy import submit
 from fedspan.methods.registry import METHODS
-from fedspan.transports.flower.server import link_of
+from fedspan.transports.flower.server import read_link
 from helpers.conformance import (
     describe_case,
     get_method,
@@ -49,7 +49,7 @@ def test_every_method_and_wrapper_has_the_bits_of_the_loop_engine(
     values = {**run_values(tiny_folder, **describe_case(case), sites=SITES), "engine": {"name": "loop"}}
     here, there = tmp_path / "here", tmp_path / "there"
     fedspan.run(local_values(values, data, values["engine"]), here, progress=False)
-    submit(values, there, link_of(made.server), wait=120.0)
+    submit(values, there, read_link(made.server), wait=120.0)
     if not METHODS[get_method(case)].claims.personal:
         require_same_model(here, there)
         return
