@@ -30,6 +30,7 @@ DECLARATIONS = {
 
 TESTED_ELSEWHERE = {
     "cli/test_compare.py": {"cli/series"},
+    "clients/test_host.py": {"clients/open_training"},
     "clients/test_secagg.py": {"crypto/identity"},
     "config/test_column_inference.py": {"data/label_lists"},
     "config/test_config.py": {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,15 +17,16 @@ import torch
 
 from fedspan.clients.coarsening import coarsen_losses, coarsen_metrics
 from fedspan.clients.job_checkpoints import JobCheckpoints
-from fedspan.clients.mappings import OverlayMapping, copy_on_write
+from fedspan.clients.mappings import copy_on_write
+from fedspan.clients.open_training import OpenTraining
 from fedspan.clients.refusals import refuse
 from fedspan.clients.second_exchange import FirstExchange, build_second_reply
 from fedspan.clients.statistics import StatisticsLimits, compute_client_statistics, parse_statistics_order
 from fedspan.clients.store import ClientState, ClientStore, compute_state_digest
 from fedspan.core.base import BaseUpdate, apply_patch
-from fedspan.core.method import Memory, Method
+from fedspan.core.method import Method
 from fedspan.core.tensors import Tensors, split_extras
-from fedspan.core.values import Client, Contribution, Job, Message, OptimizerState, ServerState, Trained
+from fedspan.core.values import Client, Contribution, Job, Message, ServerState, Trained
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
 from fedspan.federation.privacy import (
@@ -47,45 +48,6 @@ if TYPE_CHECKING:
     from fedspan.clients.secagg import SecureClient
 
 __all__ = ["Host"]
-
-
-@dataclass
-class _Training:
-    """A client's training for one order.
-
-    Args:
-        order: The order.
-        client: The client as the server describes it.
-        data: The client's examples.
-        stored: The client's state of the round that the order continues from.
-        job: The first job.
-        noise: Noise multiplier of DP-SGD: standard deviation over the clipping norm.
-        origin: Digest of the order and the stored state, for the samples of DP-SGD with a secret key.
-        memory: The method's current memory.
-        moments: Optimizer states by phase: the stored ones, replaced by those of this order.
-        parts: Losses of the completed phases.
-    """
-
-    order: Order
-    client: Client
-    data: ClientData
-    stored: ClientState
-    job: Job
-    noise: float
-    origin: str
-    memory: Memory
-    moments: dict[str, tuple[OptimizerState, int]] | OverlayMapping[tuple[OptimizerState, int]]
-    parts: list[Part] = field(default_factory=list)
-
-    def make_assignment(self, job: Job, use_moments: bool) -> Assignment:
-        """Return a job as an engine's assignment."""
-        moments, generation = self.moments.get(job.phase, (None, None))
-        if not use_moments or generation != job.generation:  # moments of an older generation have other coordinates
-            moments = None
-        order = self.order
-        return Assignment(
-            order.to, order.round, job, self.data.train, order.lr, moments, self.noise, origin=self.origin
-        )
 
 
 class Host:
@@ -215,9 +177,9 @@ class Host:
             FedspanError: If ``answer`` would raise it.
             ValueError: If ``answer`` would raise it.
         """
-        keeps_moments, running = self.engine.settings.keep_optimizer, dict[str, _Training]()
+        keeps_moments, running = self.engine.settings.keep_optimizer, dict[str, OpenTraining]()
 
-        def make_assignment(training: _Training, job: Job) -> Assignment:
+        def make_assignment(training: OpenTraining, job: Job) -> Assignment:
             assignment = training.make_assignment(job, keeps_moments)
             if self.checkpoints is None:
                 return assignment
@@ -286,7 +248,7 @@ class Host:
         memory = stored.memory if order.client is not None else {}
         return self.method.start(message, order.client, memory, order.round), replace(stored, base=base)
 
-    def _open_training(self, order: Order) -> _Training:
+    def _open_training(self, order: Order) -> OpenTraining:
         data, client, settings = self._get_data(order), order.client, self.engine.settings
         if client is None or client.id != order.to:
             raise ValueError("an order to train names another client, or none")
@@ -301,9 +263,11 @@ class Host:
             )
             if settings.privacy.secret:
                 origin = f"{self.agreed} {order.key} {compute_state_digest(stored)}"
-        return _Training(order, client, data, stored, job, noise, origin, stored.memory, copy_on_write(stored.moments))
+        return OpenTraining(
+            order, client, data, stored, job, noise, origin, stored.memory, copy_on_write(stored.moments)
+        )
 
-    def _finish_training(self, training: _Training, trained: Trained, reply: Message) -> Reply:
+    def _finish_training(self, training: OpenTraining, trained: Trained, reply: Message) -> Reply:
         order, privacy = training.order, self.engine.settings.privacy
         if privacy is not None and privacy.mechanism == "local":
             reply = privatize(privacy, training.job.tensors, training.client, reply, order.round)
@@ -323,7 +287,7 @@ class Host:
             return refuse(order, error)  # a simulated fault that cannot be masked fails its client, as on a node
         return Reply("train", order.round, order.attempt, order.to, parts, body=body)
 
-    def _coarsen_losses(self, training: _Training) -> tuple[Part, ...]:
+    def _coarsen_losses(self, training: OpenTraining) -> tuple[Part, ...]:
         """Return the losses of a training that may be reported.
 
         They are means over batches, in which the loss of one example has no bound. A reply in plaintext shows as much
@@ -444,12 +408,7 @@ class Host:
             raise ValueError("an order for statistics names another client, or none")
         self._require_secure(order)
         kind, bound, message = parse_statistics_order(self._decode_message(order))
-        if not self.limits.allowed:
-            raise FedspanError("limits.head_statistics", kind, problem="no statistics of examples leave this node")
-        announced = self.limits.announced
-        if order.round != 0 or (announced is not None and kind not in announced):
-            problem = f"the run's config announced no statistics of this kind before round {order.round + 1}"
-            raise FedspanError("model.head_init", kind, problem=problem)
+        self.limits.require(kind, order.round)
         if self.engine.settings.privacy is not None:
             problem = "statistics of features are not privatized"
             raise FedspanError("training.privacy", kind, "model.head_init: random", problem=problem)

@@ -11,6 +11,7 @@ import torch
 from fedspan.core.heads import HeadKind, compute_statistics_shapes, summarize_features
 from fedspan.core.tensors import Tensors
 from fedspan.core.values import Job, Message
+from fedspan.errors import FedspanError
 from fedspan.federation.head_start import BOUND, KIND
 from fedspan.models.head import find_output_layer
 from fedspan.tasks.task import Examples, get_labels
@@ -37,6 +38,18 @@ class StatisticsLimits:
     allowed: bool = True
     class_examples: int = 1
     announced: tuple[HeadKind, ...] | None = None
+
+    def require(self, kind: HeadKind, round: int) -> None:
+        """Check that the owner lets statistics of a kind leave this client before a round.
+
+        Raises:
+            FedspanError: If not.
+        """
+        if not self.allowed:
+            raise FedspanError("limits.head_statistics", kind, problem="no statistics of examples leave this node")
+        if round != 0 or (self.announced is not None and kind not in self.announced):
+            problem = f"the run's config announced no statistics of this kind before round {round + 1}"
+            raise FedspanError("model.head_init", kind, problem=problem)
 
 
 def parse_statistics_order(message: Message) -> tuple[HeadKind, float, Message]:

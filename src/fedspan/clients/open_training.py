@@ -1,0 +1,54 @@
+"""A client's training for one order, while its jobs run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fedspan.clients.mappings import OverlayMapping
+from fedspan.clients.store import ClientState
+from fedspan.core.method import Memory
+from fedspan.core.values import Client, Job, OptimizerState
+from fedspan.federation.progress import ClientData
+from fedspan.federation.protocol import Order, Part
+from fedspan.training.jobs import Assignment
+
+__all__ = ["OpenTraining"]
+
+
+@dataclass
+class OpenTraining:
+    """A client's training for one order.
+
+    Args:
+        order: The order.
+        client: The client as the server describes it.
+        data: The client's examples.
+        stored: The client's state of the round that the order continues from.
+        job: The first job.
+        noise: Noise multiplier of DP-SGD: standard deviation over the clipping norm.
+        origin: Digest of the order and the stored state, for the samples of DP-SGD with a secret key.
+        memory: The method's current memory.
+        moments: Optimizer states by phase: the stored ones, replaced by those of this order.
+        parts: Losses of the completed phases.
+    """
+
+    order: Order
+    client: Client
+    data: ClientData
+    stored: ClientState
+    job: Job
+    noise: float
+    origin: str
+    memory: Memory
+    moments: dict[str, tuple[OptimizerState, int]] | OverlayMapping[tuple[OptimizerState, int]]
+    parts: list[Part] = field(default_factory=list)
+
+    def make_assignment(self, job: Job, use_moments: bool) -> Assignment:
+        """Return a job as an engine's assignment."""
+        moments, generation = self.moments.get(job.phase, (None, None))
+        if not use_moments or generation != job.generation:  # moments of an older generation have other coordinates
+            moments = None
+        order = self.order
+        return Assignment(
+            order.to, order.round, job, self.data.train, order.lr, moments, self.noise, origin=self.origin
+        )
