@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ def get_method(case: str) -> str:
     return case.partition("+")[0]
 
 
-def describe_case(case: str) -> dict[str, Mapping[str, Any]]:
+def describe_case(case: str) -> dict[str, Any]:
     """Return what a case changes in the sections of a run's config; periods of methods end within its rounds."""
     method, *wrappers = case.split("+")
     return {

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from fedspan.deployment.deploy import join
 
 
 @contextmanager
-def fork_nodes(files: Sequence[Path], log: Path) -> Iterator[None]:
+def fork_nodes(files: Sequence[Path], log: Path) -> Generator[None]:
     """Run what ``fedspan join`` calls for each node's file, in processes that end with this context.
 
     The process in which a node trains is forked, too, and not spawned.

@@ -26,7 +26,7 @@ def answer_of(kind: type[PhaseReply]) -> Callable[[Envelope], PhaseReply]:
 
 
 def test_nor_do_those_of_secure_aggregation() -> None:
-    fuzzed(phases(), 5_000, (decode_phase, *map(answer_of, (KeysReply, SharesReply, UnmaskReply))))
+    fuzzed(phases(), 2_000, (decode_phase, *map(answer_of, (KeysReply, SharesReply, UnmaskReply))))
 
 
 def phases() -> list[str]:

@@ -76,8 +76,8 @@ def test_every_method_and_wrapper_has_the_bits_of_the_loop_engine(
     case: str, data: Path, tiny_folder: Path, tmp_path: Path
 ) -> None:
     values = run_values(tiny_folder, **describe_case(case))
-    for engine in ({"name": "loop"}, {"name": "flower-sim", "workers": 1}):
-        fedspan.run(local_values(values, data, engine), tmp_path / engine["name"], progress=False)
+    for name, options in (("loop", {}), ("flower-sim", {"workers": 1})):
+        fedspan.run(local_values(values, data, {"name": name, **options}), tmp_path / name, progress=False)
     require_same_model(tmp_path / "loop", tmp_path / "flower-sim")
 
 
