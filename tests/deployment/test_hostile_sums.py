@@ -176,7 +176,7 @@ def test_all_nodes_are_told_the_same_steps_that_round_changes_to_zero(
     run, transport = served(tiny_folder, tmp_path)
     honest = SecureAggregation._agree
     monkeypatch.setattr(
-        SecureAggregation, "_agree", lambda self, clients: honest(self, clients).model_copy(update=change)
+        SecureAggregation, "_agree", lambda self, *told: honest(self, *told).model_copy(update=change)
     )
     with pytest.raises(FedspanError, match=why):
         run.federation.run_round(run.federation.begin())

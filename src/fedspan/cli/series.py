@@ -33,7 +33,7 @@ class SeriesView(SeriesBar):
         super().__init__(out, clock)
         self._live.transient = True
         self._folder = folder
-        self._printed: set[str] = set()
+        self._printed_notes: set[str] = set()
 
     def on_series_start(self, steps: Sequence[Step]) -> None:
         super().on_series_start(steps)
@@ -65,6 +65,6 @@ class SeriesView(SeriesBar):
 
     def _note(self, text: str) -> None:
         """Print a note on the data or the machine, once for all runs."""
-        if text not in self._printed:
-            self._printed.add(text)
+        if text not in self._printed_notes:
+            self._printed_notes.add(text)
             self._print(Text(f"note: {text}", "yellow"))
