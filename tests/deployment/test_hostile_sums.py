@@ -175,9 +175,7 @@ def test_all_nodes_are_told_the_same_steps_that_round_changes_to_zero(
     """Their agreements are equal, so their masks would cancel; with coarse steps only the heaviest change remains."""
     run, transport = served(tiny_folder, tmp_path)
     honest = SecureAggregation._agree
-    monkeypatch.setattr(
-        SecureAggregation, "_agree", lambda self, *told: honest(self, *told).model_copy(update=change)
-    )
+    monkeypatch.setattr(SecureAggregation, "_agree", lambda self, *told: honest(self, *told).model_copy(update=change))
     with pytest.raises(FedspanError, match=why):
         run.federation.run_round(run.federation.begin())
     assert not any('"task":"train"' in one.header for one in transport.came)

@@ -38,7 +38,7 @@ def model_of(family: str, folder: Path) -> nn.Module:
     return AutoModelForCausalLM.from_pretrained(folder / f"{family}-lm", attn_implementation="eager").eval()
 
 
-def test_prompt_and_answer_are_tokenised_apart(decoders: Path) -> None:
+def test_prompt_and_answer_are_tokenized_apart(decoders: Path) -> None:
     """<s> (2) before the prompt, </s> (3) behind the answer, the border between two ids."""
     task = made()
     examples = encoded(task)

@@ -6,6 +6,7 @@ gives the same reply, unless its data or its file have changed.
 
 from __future__ import annotations
 
+import hashlib
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,11 @@ class LastOrder(BaseModel):
     is_closed: bool = False
     starts: Count = 0
     is_recorded: bool = False
+
+
+def _compute_digest(envelope: Envelope) -> str:
+    """Return a digest of an envelope from which it follows where the header ends."""
+    return hashlib.sha256(f"{len(envelope.header)} {envelope.sha256}".encode()).hexdigest()
 
 
 def load_last_order(path: Path) -> LastOrder:
@@ -92,7 +98,7 @@ class LastOrderFile:
             FedspanError: If the order was answered and its reply is not there, is older than the last one, differs
                 from it with the same serial, or was started too often, or the disk cannot be written.
         """
-        last, digest = load_last_order(self.path), envelope.sha256
+        last, digest = load_last_order(self.path), _compute_digest(envelope)
         is_last = (serial, digest) == (last.serial, last.digest)
         if is_last and last.is_closed and (reply := self._load_reply(last)) is not None:
             self._order = last
@@ -144,7 +150,7 @@ class LastOrderFile:
         if reply is not None and self._order is not None and self.path.parent.is_dir():
             with suppress(OSError):
                 write_atomic(self._reply_path, reply.header.encode() + b"\n" + reply.body, 0o600)
-                digest = reply.sha256
+                digest = _compute_digest(reply)
         self._update(reply=digest, context=context, is_closed=True)
         if self._order is not None and not digest:
             self._remove_reply()
@@ -160,7 +166,7 @@ class LastOrderFile:
             reply = Envelope(header.decode(), body)
         except (FedspanError, ValueError):
             return None
-        return reply if order.reply and reply.sha256 == order.reply else None
+        return reply if order.reply and _compute_digest(reply) == order.reply else None
 
     def _update(self, **changes: Any) -> None:
         if self._order is None:

@@ -225,7 +225,7 @@ class _RoundModels:
 
     Args:
         engine: The engine that trained the models.
-        found: Training record of every client.
+        training: Training record of every client.
         before: The base at the start of the round.
         after: The base at the end of the round.
         weights: Aggregation weights of the clients.

@@ -168,6 +168,7 @@ def start_head(federation: Federation, progress: Progress, head: HeadStart) -> P
             max_norm=None,
             cohort=None,
             privacy=None,
+            buffered=None,
         ),
         training=federation.training,
         clients=clients,

@@ -105,23 +105,30 @@ class RoundExchange:
         Returns:
             Whether enough replies have arrived.
         """
-        tally = self._tally
         try:
             decoded = open_reply(reply)
-            loss = decoded.parts[-1].loss if decoded.parts else math.nan
-            if self._on_arrival is not None:
-                self._on_arrival(id, loss)
+        except ValueError as error:
+            self._record_failure(id, attempt, error)
+            return False
+        loss = decoded.parts[-1].loss if decoded.parts else math.nan
+        if self._on_arrival is not None:  # an error of a listener is none of the client
+            self._on_arrival(id, loss)
+        try:
             is_enough = self._aggregation.add(self.get_client(id), decoded, attempt)
         except ValueError as error:
-            tally.failures.append(Failure(id, attempt, str(error), self.context.purpose))
-            if isinstance(error, ClientLostState):
-                tally.lost.add(id)
-            if self._on_failure is not None:
-                self._on_failure(id, tally.failures[-1].reason)
+            self._record_failure(id, attempt, error)
             return False
         if self._on_client is not None:
             self._on_client(id, loss)
         return is_enough
+
+    def _record_failure(self, id: str, attempt: int, error: ValueError) -> None:
+        """Record why a reply does not count."""
+        self._tally.failures.append(Failure(id, attempt, str(error), self.context.purpose))
+        if isinstance(error, ClientLostState):
+            self._tally.lost.add(id)
+        if self._on_failure is not None:
+            self._on_failure(id, str(error))
 
     def forget_lost(self) -> None:
         """Record for the clients that lost what they stored that their next order needs a complete message."""

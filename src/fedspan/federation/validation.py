@@ -46,7 +46,7 @@ class ReplyRules:
             None: every client is. It does not apply together with ``over_select``.
         least: Number of accepted replies that a round needs in any case, unless its cohort is smaller.
         validate: Whether to check replies; without it (trusted clients in this process) all of the cohort reply, none
-            fails, and each reply is folded into the reduction on arrival.
+            fails, and each reply of a synchronous round is folded into the reduction on arrival.
     """
 
     min_replies: int | None = None

@@ -44,7 +44,7 @@ __all__ = ["CAUSAL_LM", "CausalLM", "EncodedPrompts", "GenerationOptions", "can_
 
 _ANSWERS = "answer_tokens"
 """Key of a batch's numbers of answer tokens by row, (B,), on the CPU: they are shapes, which the host must know."""
-_CHUNK = 4096  # rows tokenised at once: lists of Python integers are many times as large as the ids
+_CHUNK = 4096  # rows tokenized at once: lists of Python integers are many times as large as the ids
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ _DEFAULT = GenerationOptions()
 
 @dataclass(frozen=True)
 class EncodedPrompts:
-    """Tokenised prompts with their answers.
+    """Tokenized prompts with their answers.
 
     Args:
         ids: Ids of each example, prompt and answer together.
@@ -128,7 +128,7 @@ class CausalLM:
         self.metric = metric
 
     def encode(self, dataset: datasets.Dataset) -> EncodedPrompts:
-        """Tokenise a data set once; its columns are ``text``, ``answer`` and optionally ``history``.
+        """Tokenize a data set once; its columns are ``text``, ``answer`` and optionally ``history``.
 
         Raises:
             FedspanError: If an answer is longer than ``max_length`` where that is refused, a chat template fails, or

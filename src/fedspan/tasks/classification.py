@@ -43,7 +43,7 @@ class SequenceClassification(SingleLabelClassification):
         self.max_length = max_length
 
     def encode(self, dataset: datasets.Dataset) -> EncodedText:
-        """Tokenise a data set once; its columns are ``text``, optionally ``text_pair``, and ``label`` (indices)."""
+        """Tokenize a data set once; its columns are ``text``, optionally ``text_pair``, and ``label`` (indices)."""
         labels = np.array(dataset.with_format("numpy")["label"][:], dtype=np.int64)
         return encode_texts(self.tokenizer, dataset, self.max_length, labels)
 

@@ -76,12 +76,12 @@ class Ragged(Sequence[list[int]]):
 
 
 _CHUNK = 4096
-"""Number of texts tokenised at once: the tokenizer's own objects are many times as large as the ids."""
+"""Number of texts tokenized at once: the tokenizer's own objects are many times as large as the ids."""
 
 
 @dataclass(frozen=True)
 class EncodedText:
-    """Tokenised texts with the target of each.
+    """Tokenized texts with the target of each.
 
     Args:
         encodings: Ids of each example, by tokenizer output (``input_ids``, ``token_type_ids``).
@@ -100,7 +100,7 @@ class EncodedText:
 def encode_texts(
     tokenizer: PreTrainedTokenizerBase, dataset: datasets.Dataset, max_length: int, labels: np.ndarray
 ) -> EncodedText:
-    """Tokenise the column ``text`` and, if present, ``text_pair``, once.
+    """Tokenize the column ``text`` and, if present, ``text_pair``, once.
 
     Raises:
         FedspanError: If there is no tokenizer.

@@ -71,7 +71,7 @@ class MaskedOptions:
 
 @dataclass(frozen=True)
 class MaskedTexts:
-    """Tokenised texts.
+    """Tokenized texts.
 
     Args:
         text: Tokens of each text; its labels are positions and are not used.
@@ -112,7 +112,7 @@ class MaskedLanguageModel:
         self.mask_share = mask_share
 
     def encode(self, dataset: datasets.Dataset) -> MaskedTexts:
-        """Tokenise a data set once; its column is ``text``; with a column ``has_masks``, texts have their own masks.
+        """Tokenize a data set once; its column is ``text``; with a column ``has_masks``, texts have their own masks.
 
         Raises:
             FedspanError: If the tokenizer has no mask, or a text that should have a mask has none, or there is no

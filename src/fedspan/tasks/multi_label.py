@@ -59,7 +59,7 @@ class MultiLabelOptions:
 
 @dataclass(frozen=True)
 class LabeledTexts:
-    """Tokenised texts with any number of labels each.
+    """Tokenized texts with any number of labels each.
 
     Args:
         text: Tokens of each text; its labels are positions and are not used.
@@ -106,7 +106,7 @@ class MultiLabelClassification:
         self.threshold = threshold
 
     def encode(self, dataset: datasets.Dataset) -> LabeledTexts:
-        """Tokenise a data set once; its columns are ``text``, optionally ``text_pair``, and ``labels`` (indices)."""
+        """Tokenize a data set once; its columns are ``text``, optionally ``text_pair``, and ``labels`` (indices)."""
         labels = Ragged(cast("list[list[int]]", dataset["labels"][:]))
         return LabeledTexts(encode_texts(self.tokenizer, dataset, self.max_length, np.arange(len(labels))), labels)
 

@@ -70,7 +70,7 @@ class PreferenceOptions:
 
 @dataclass(frozen=True)
 class EncodedPreferences:
-    """Tokenised prompts with their better and worse answers.
+    """Tokenized prompts with their better and worse answers.
 
     Args:
         answers: Prompts with the chosen and with the rejected answers, by role; prompts to answer have "chosen" alone.
@@ -107,7 +107,7 @@ class PreferenceTuning:
         self.metric = metric
 
     def encode(self, dataset: datasets.Dataset) -> EncodedPreferences:
-        """Tokenise a data set once.
+        """Tokenize a data set once.
 
         Its columns are ``text``, ``chosen``, ``rejected`` and optionally ``history``; without ``chosen``, its texts are
         prompts to answer.

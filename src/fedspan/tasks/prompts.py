@@ -1,6 +1,6 @@
 """Conversion of a prompt and its answer to token ids: by chat template or as plain text, truncated to a length.
 
-Prompt and answer are tokenised separately, so that the boundary between prompt and learned text lies between two
+Prompt and answer are tokenized separately, so that the boundary between prompt and learned text lies between two
 tokens, and generation continues from exactly the ids seen in training.
 """
 
@@ -73,7 +73,7 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, system: str 
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, special: bool) -> list[list[int]]:
-    """Tokenise texts; ``special`` adds the tokens that the tokenizer puts before a text (never those after one)."""
+    """Tokenize texts; ``special`` adds the tokens that the tokenizer puts before a text (never those after one)."""
     if not texts:
         return []
     # Not verbose: a text longer than the model supports is expected here and will be cut.

@@ -45,7 +45,7 @@ class Regression:
         self.metric = metric
 
     def encode(self, dataset: datasets.Dataset) -> EncodedText:
-        """Tokenise a data set once; its columns are ``text``, optionally ``text_pair``, and ``target`` (numbers)."""
+        """Tokenize a data set once; its columns are ``text``, optionally ``text_pair``, and ``target`` (numbers)."""
         targets = np.array(dataset["target"], dtype=np.float32)
         return encode_texts(self.tokenizer, dataset, self.max_length, targets)
 

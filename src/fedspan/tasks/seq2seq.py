@@ -50,7 +50,7 @@ __all__ = ["SEQ2SEQ", "EncodedPairs", "Seq2Seq", "Seq2SeqOptions"]
 
 _COUNTS = "target_tokens"
 """Key of a batch's numbers of target tokens by example, (B,), on the CPU: they are shapes, which the host must know."""
-_CHUNK = 4096  # texts tokenised at once: lists of Python integers are many times as large as the ids
+_CHUNK = 4096  # texts tokenized at once: lists of Python integers are many times as large as the ids
 _PAIRS = (
     *(("source", "target"), ("src", "tgt"), ("src", "trg"), ("source_text", "target_text")),
     *(("document", "summary"), ("article", "highlights"), ("article", "summary"), ("dialogue", "summary")),
@@ -100,7 +100,7 @@ class Seq2SeqOptions:
 
 @dataclass(frozen=True)
 class EncodedPairs:
-    """Tokenised sources and targets.
+    """Tokenized sources and targets.
 
     Args:
         sources: Ids of each source.
@@ -163,7 +163,7 @@ class Seq2Seq:
             raise FedspanError("task_options.min_new_tokens", minimum, expected)
 
     def encode(self, dataset: datasets.Dataset) -> EncodedPairs:
-        """Tokenise a data set once; its columns are ``text`` (sources) and ``answer`` (targets).
+        """Tokenize a data set once; its columns are ``text`` (sources) and ``answer`` (targets).
 
         A target ends with the tokenizer's end-of-text token, also if it is cut.
 

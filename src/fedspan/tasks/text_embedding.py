@@ -72,7 +72,7 @@ class EmbeddingOptions:
 
 @dataclass(frozen=True)
 class EncodedTuples:
-    """Tokenised pairs or triplets.
+    """Tokenized pairs or triplets.
 
     Args:
         texts: Texts of the examples by role: anchor, positive, negative, as far as there are any.
@@ -126,7 +126,7 @@ class TextEmbedding:
         return self.options.loss not in ("cosine-similarity", "contrastive")
 
     def encode(self, dataset: datasets.Dataset) -> EncodedTuples:
-        """Tokenise a data set once.
+        """Tokenize a data set once.
 
         Its columns are ``text`` and, for all but predictions, ``text_pair``; also ``negative`` or ``target`` (numbers).
 

@@ -58,7 +58,7 @@ _CHUNK = 4096
 
 @dataclass(frozen=True)
 class EncodedSentences:
-    """Tokenised sentences with the labels of their words.
+    """Tokenized sentences with the labels of their words.
 
     Args:
         text: Pieces of each sentence; its labels are positions and are not used.
@@ -105,7 +105,7 @@ class TokenClassification:
         self.metric = metric
 
     def encode(self, dataset: datasets.Dataset) -> EncodedSentences:
-        """Tokenise a data set once; its columns are ``tokens`` (words) and ``labels`` (indices, one for each word).
+        """Tokenize a data set once; its columns are ``tokens`` (words) and ``labels`` (indices, one for each word).
 
         Raises:
             FedspanError: If the tokenizer is none of the fast ones, or there is none.

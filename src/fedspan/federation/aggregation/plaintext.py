@@ -144,7 +144,9 @@ class PlaintextAggregation:
         if self.context.rules.validate:
             return validate_reply(method, message, client, expected).change
         change = measure_change(message, method.contribute(message, client), expected, method, client)
-        if self.context.settings.clips and not all(math.isfinite(size.norm) for size in change.values()):
+        settings = self.context.settings
+        scales = settings.clips or settings.reduction == "flame"  # which clips changes to their median
+        if scales and not all(math.isfinite(size.norm) for size in change.values()):
             raise ValueError("the norm of its change is not finite, so the change cannot be scaled down")
         return change
 

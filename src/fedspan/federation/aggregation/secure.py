@@ -76,10 +76,10 @@ class SecureAggregation:
         self._clients: dict[str, Client] = {}
         self._total: Integers = np.zeros(0, np.uint32)
         self._ring = Ring(secure.bits, self._clip, len(context.ids))
-        members = {id: context.clients[id] for id in context.ids}
+        selected = {id: context.clients[id] for id in context.ids}
         self._limit = self._top = max(context.limit_weights().values())
         self.lowered: Mapping[str, float] = {
-            id: self._limit / data.client.weight for id, data in members.items() if data.client.weight > self._limit
+            id: self._limit / data.client.weight for id, data in selected.items() if data.client.weight > self._limit
         }
         self._note: str | None = None
         self._wrong = set[str]()

@@ -81,6 +81,8 @@ class ClusterTransport(InProcess):
         if on_trained is not None:
             raise ValueError("clients in other processes cannot be watched")
         super().begin(progress)
+        self._last = None
+        self._references.clear()  # messages of earlier rounds leave the object store
         self.team.set_base(progress.state.base)
 
     def carry_out(self, orders: Orders, ids: Sequence[str], on_reply: Callable[[str, Envelope | str], object]) -> None:
