@@ -59,6 +59,11 @@ def _regression(folder: Path) -> dict[str, Any]:
     return {**tiny.settings(folder, data=data), "task": "regression"}
 
 
+def _least_squares(folder: Path) -> dict[str, Any]:
+    values = _regression(folder)
+    return {**values, "model": {**values["model"], "head_init": "least-squares"}}
+
+
 def _preferences(folder: Path) -> dict[str, Any]:
     return tiny_preferences.settings(folder, folder)
 
@@ -123,7 +128,7 @@ OTHER_RUNS: dict[str, Settings] = {
     "prefix cache": _run("deep-bert", model={"layers_to_transform": [1]}),
     "head start": _run(model={"head_init": "class-means"}),
     "head start lda": _run(model={"head_init": "lda"}),
-    "head start least-squares": _run(model={"head_init": "least-squares"}),
+    "head start least-squares": _least_squares,
     "dropout": _run(training={"lora_dropout": 0.4}),
     "accumulation": _run(training={"gradient_accumulation_steps": 2}),
     "momentum": _run(training={"optimizer": "sgd", "momentum": 0.9, "weight_decay": 0.1, "optimizer_state": "keep"}),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedspan.core.lowrank import LowRank, compute_inner_product
 from fedspan.core.parametrization import Projected
-from fedspan.core.tensors import Tensors, join_tensor_name
+from fedspan.core.tensors import Tensors, join_tensor_name, to_device
 
 __all__ = ["Penalty", "ProductDecay", "Proximal", "SlotProduct"]
 
@@ -21,6 +21,10 @@ class Penalty(Protocol):
 
     def compute_value(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Compute the term, a scalar tensor."""
+        ...
+
+    def to(self, device: torch.device) -> Penalty:
+        """Return the penalty with its own tensors on a device."""
         ...
 
 
@@ -57,6 +61,9 @@ class Proximal:
             )
         return 0.5 * self.mu * torch.stack(terms).sum()
 
+    def to(self, device: torch.device) -> Proximal:
+        return replace(self, reference={name: to_device(value, device) for name, value in self.reference.items()})
+
 
 @dataclass(frozen=True)
 class SlotProduct:
@@ -82,6 +89,9 @@ class SlotProduct:
         ]
         return self.strength * torch.stack(products).sum()
 
+    def to(self, device: torch.device) -> SlotProduct:
+        return self
+
 
 @dataclass(frozen=True)
 class ProductDecay:
@@ -100,3 +110,6 @@ class ProductDecay:
     def compute_value(self, tensors: Mapping[str, Tensor]) -> Tensor:
         squares = [((tensors[u].T @ tensors[u]) * (tensors[v] @ tensors[v].T)).sum() for u, v in self.pairs]
         return 0.5 * self.strength * torch.stack(squares).sum()
+
+    def to(self, device: torch.device) -> ProductDecay:
+        return self

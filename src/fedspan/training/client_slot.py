@@ -104,6 +104,7 @@ class ClientSlot:
         # If the first moment starts at zero and the second one is handed over, the first is corrected from here on.
         self.steps_before = np.array([0 if n in first else state.steps.get(n, 0) for n in layout.names], dtype=np.int64)
         self.mask = layout.copy_row(job.masks, device, missing=1.0) if job.masks else None
+        self.penalties = tuple(penalty.to(device) for penalty in job.penalties)
         self.offset = layout.copy_row(job.gradient_offset, device) if job.gradient_offset else None
         self.kind = 0  # clients of one kind can share a pass; set by the engine
         self.gathered: Tensor | None = None  # summed gradient of one step's micro-batches

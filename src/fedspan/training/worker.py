@@ -244,7 +244,7 @@ class Worker:
                 slot.gradient = gradient.clone() if slot.gradient is None else slot.gradient + gradient
         if group[0].is_probe:
             return
-        if any(slot.assignment.job.penalties for slot in group):
+        if any(slot.penalties for slot in group):
             gradients = gradients + torch.stack([self._compute_penalty_gradient(slot) for slot in group])
         masks = [slot.mask for slot in group if slot.mask is not None]
         mask = torch.stack(masks) if masks else None
@@ -333,13 +333,13 @@ class Worker:
 
     def _compute_penalty_gradient(self, slot: ClientSlot) -> Tensor:
         """Compute the gradient of a client's penalties, (P,)."""
-        if not slot.assignment.job.penalties:
+        if not slot.penalties:
             return torch.zeros_like(slot.values)
         with torch.enable_grad():
             trainable = {
                 name: view.detach().requires_grad_() for name, view in slot.layout.split_views(slot.values).items()
             }
-            terms = [penalty.compute_value({**slot.frozen, **trainable}) for penalty in slot.assignment.job.penalties]
+            terms = [penalty.compute_value({**slot.frozen, **trainable}) for penalty in slot.penalties]
             gradients = torch.autograd.grad(torch.stack(terms).sum(), list(trainable.values()), allow_unused=True)
         return slot.layout.join(gradients, 1, slot.values)[0]
 
