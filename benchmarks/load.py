@@ -263,7 +263,7 @@ process use the door's own requests: an answer waits for an order and includes i
 [Overhead](deployment.md) compares rounds of three nodes that train with and without these requests.
 
 Command: `{command}`  
-{machine} flwr {flwr}.
+{machine} Flower: {flwr}.
 
 | nodes | rounds | lost replies | seconds per round: median, maximum | goal | |
 |---|---|---|---|---|---|

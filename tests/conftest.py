@@ -36,7 +36,6 @@ LONGEST = [
         "transports/ray/test_worker",
         "transports/ray/test_team",
         "transports/flower/test_supernode_methods",
-        "transports/flower/test_simulation",
         "transports/flower/test_attacks",
         "examples/test_examples",
         "docs/test_blocks",

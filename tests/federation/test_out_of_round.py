@@ -15,14 +15,14 @@ from helpers.reply_transport import Replies, ReplyingTransport
 
 
 class Confused(ReplyingTransport):
-    """Its second client answers another task, and its third one another round; its fourth is silent."""
+    """Its clients answer as asked, another task, another round, and in another client's name."""
 
     def replies(self, envelopes: Mapping[str, Envelope], seconds: float, *, wait_for_offline: bool = False) -> Replies:
         for number, (id, envelope) in enumerate(envelopes.items()):
             order = decode_order(envelope)
             reply = Reply(order.task, order.round, 0, order.to)
-            changed = (reply, replace(reply, task="train"), replace(reply, round=order.round + 1))
-            yield id, changed[number].to_envelope() if number < len(changed) else "it is silent"
+            changed = {"task": "train"}, {"round": order.round + 1}, {"id": "nobody"}
+            yield id, (replace(reply, **changed[number - 1]) if number else reply).to_envelope()
 
 
 def test_an_answer_to_another_order_does_not_count(tiny_folder: Path) -> None:
@@ -50,5 +50,5 @@ def test_an_answer_to_another_order_does_not_count(tiny_folder: Path) -> None:
         ids[0]: Reply("export", 0, 0, ids[0], scores={}),
         ids[1]: f"an answer of {ids[1]!r} (train) to round 1",
         ids[2]: f"an answer of {ids[2]!r} (export) to round 2",
-        ids[3]: "it is silent",
+        ids[3]: "an answer of 'nobody' (export) to round 1",
     }

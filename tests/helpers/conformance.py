@@ -12,7 +12,7 @@ from fedspan.methods.registry import METHODS
 from fedspan.runs.checkpoint import load_latest
 from fedspan.runs.folder import RunFolder
 from fedspan.wrappers.registry import WRAPPERS
-from helpers.families import FAMILIES, UNLIKE
+from helpers.families import FAMILIES
 from helpers.watched_rounds import OPTIONS, PERIODIC, differences
 from helpers.wrapped_configs import TRAINING
 
@@ -21,9 +21,7 @@ AROUND = "fedit"
 WRAPPED = f"{AROUND}+scaffold"
 """The wrapper that differs most from none: it sends twice as much, and has memory on both sides."""
 EACH_FAMILY = (*FAMILIES, WRAPPED)
-"""The cases in ``make test`` on a transport on which each takes half a second."""
-FEW = (*UNLIKE, WRAPPED)
-"""The cases in ``make test`` where each takes a second; the server of a deployment has ``UNLIKE`` alone."""
+"""The cases in ``make test``; in a deployment, where a case takes seconds, without the wrapper."""
 
 
 def list_cases() -> list[str]:

@@ -12,6 +12,7 @@ fused kernels); autocast; random numbers drawn on the device; in-place changes o
 from __future__ import annotations
 
 import functools
+import sys
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -63,7 +64,10 @@ _counters: list[Counter[str]] = []
 
 @contextmanager
 def count_synchronizations() -> Generator[Counter[str]]:
-    """Count, by operator, how often the host would wait for an accelerator within this context, in all threads."""
+    """Count how often the host would wait for an accelerator within this context, in all threads.
+
+    The keys name the operator and the package that called it.
+    """
     counter: Counter[str] = Counter()
     _counters.append(counter)
     try:
@@ -137,9 +141,9 @@ def _run(operator: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> An
     _require_one_device(name, args, tensors, here)
     for counter in _counters:
         if (here and name in _WAITING) or _reads_back(name, args, options, here, on_device):
-            counter[name.removeprefix("aten::")] += 1
+            counter[f"{name.removeprefix('aten::')} in {_find_caller()}"] += 1
         elif _is_blocking_upload(name, args):
-            counter["upload"] += 1
+            counter[f"upload in {_find_caller()}"] += 1
     own = {key: _mapped(value, _unwrap) for key, value in options.items()}
     if requested is not None:
         own["device"] = torch.device("cpu")
@@ -157,6 +161,17 @@ def _run(operator: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> An
         return Pretend(value) if on_device else value
 
     return _mapped(result, wrap)
+
+
+def _find_caller() -> str:
+    """Return the package whose code called the operator, other than PyTorch."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package not in ("torch", "helpers"):
+            return package
+        frame = frame.f_back
+    return "autograd"
 
 
 def _is_blocking_upload(name: str, args: tuple[Any, ...]) -> bool:

@@ -82,7 +82,7 @@ class LoRA:
 
 @dataclass(frozen=True)
 class PairSum:
-    """``W + scaling * B A + personal_scaling * L U``: a shared and a personal pair, L (O, P), U (P, I)."""
+    """``W + scaling * B A + personal_scaling * L U``: two pairs; L (O, P), U (P, I) is personal or frozen."""
 
     scaling: float
     personal_scaling: float

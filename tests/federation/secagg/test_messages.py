@@ -25,7 +25,7 @@ def answer_of(kind: type[PhaseReply]) -> Callable[[Envelope], PhaseReply]:
     return lambda envelope: read_header(kind, envelope)
 
 
-def test_nor_do_those_of_secure_aggregation() -> None:
+def test_headers_with_mistakes_raise_nothing_but_a_value_error() -> None:
     fuzzed(phases(), 2_000, (decode_phase, *map(answer_of, (KeysReply, SharesReply, UnmaskReply))))
 
 
