@@ -1,4 +1,5 @@
-"""Training many clients on one GPU: tokens a second, memory, equality with the CPU, and server steps.
+"""Training many clients on one GPU: tokens a second, memory, compiled blocks, equality with the CPU, and server
+steps.
 
     python benchmarks/gpu.py --page docs/results/gpu.md           (one GPU, at most 30 minutes)
     python benchmarks/gpu.py --smoke --device cpu                 (tiny shapes, seconds; nothing is judged)
@@ -176,6 +177,7 @@ class Bench:
         batch: int,
         optimizer: str = "adamw",
         clients_per_pass: int | None = None,
+        compiled: bool = False,
     ) -> Bench:
         """Prepare the clients' jobs of FedIT, by default for one pass of all clients."""
         task, examples = draw_examples(shape, clients * batch * STEPS)
@@ -189,7 +191,8 @@ class Bench:
         )
         method = config.build_method(replace(adapted.spec, clients=clients))
         settings = config.build_training_settings()
-        engine = BatchedEngine(adapted, task, settings, 0, StackingRequest(clients_per_pass or clients, 1))
+        request = StackingRequest(clients_per_pass or clients, 1)
+        engine = BatchedEngine(adapted, task, settings, 0, request, compiled=compiled)
         state = method.init(adapted)
         works: dict[str, Assignment] = {}
         for number in range(clients):
@@ -366,6 +369,40 @@ def check_agreement(shape: Shape, device: torch.device) -> Agreement:
     return Agreement(distances, repeats)
 
 
+def format_compiled(shapes: Sequence[Shape], args: argparse.Namespace, device: torch.device, until: float) -> list[str]:
+    """Compare compiled blocks with others, and return the section about it."""
+    clients, batch = args.clients[1], args.batches[-1]
+    rows: list[str] = []
+    for shape in shapes:
+        cells = ["not reached", "", "", ""]
+        if time.monotonic() < until:
+            gc.collect()
+            adapted = adapt(shape, build(shape, working_dtype(device), device))
+            plain = Bench.prepare(shape, adapted, clients, batch)
+            before = plain.tokens / measure_seconds(plain.train, device)
+            bench = Bench.prepare(shape, adapted, clients, batch, compiled=True)
+            start = time.perf_counter()
+            bench.train()
+            wait_for(device)
+            first = time.perf_counter() - start
+            after = bench.tokens / measure_seconds(bench.train, device)
+            cells = [f"{before:,.0f}", f"{after:,.0f}", f"{after / before:.2f}", f"{first:.0f}"]
+            del adapted, plain, bench
+        rows.append("| " + " | ".join([shape.name, *cells]) + " |")
+        print(rows[-1], flush=True)
+    return [
+        "## Compiled blocks",
+        "",
+        f"Tokens a second of {clients} clients at batch {batch} with `engine.compile`, whose batches are padded, and "
+        "without. The first pass compiles.",
+        "",
+        "| shape | without | compiled | times faster | seconds of the first pass |",
+        "|---|---|---|---|---|",
+        *rows,
+        "",
+    ]
+
+
 def measure_server_step(size: int, clients: int, device: torch.device) -> float:
     """Seconds of the truncated SVD of one layer's aggregate, from the clients' factors."""
     rng = torch.Generator().manual_seed(0)
@@ -480,6 +517,7 @@ def page(args: argparse.Namespace, device: torch.device) -> str:
     for number, shape in enumerate(shapes):  # no shape takes the time of those after it
         left = start + seconds - time.monotonic()
         rows += measure_rows(shape, args, device, time.monotonic() + left / (len(shapes) - number))
+    compiled = format_compiled(shapes, args, device, start + seconds)
     size = 32 if args.smoke else 4096
     steps = {
         device_name: measure_server_step(size, args.clients[-1], torch.device(device_name))
@@ -502,6 +540,7 @@ def page(args: argparse.Namespace, device: torch.device) -> str:
             f"|{rule}|",
             *("| " + " | ".join(row) + " |" for row in rows),
             "",
+            *compiled,
             *agreement,
             "## Server steps",
             "",
@@ -532,8 +571,8 @@ NOT_MEASURED = "\n".join(
         "Not measured yet: no GPU was available to the project. On a machine with one, "
         "`python benchmarks/gpu.py --page docs/results/gpu.md` writes this page in at most 30 minutes. It measures "
         "tokens a second of 1, 8 and 50 clients at batches of 1 to 8 against a loop over clients with PEFT (goal: 8 "
-        "times at batch 1), memory, equality with the CPU, and server steps, on random weights in the shapes of "
-        "RoBERTa-large, Llama-3.2-1B and Llama-2-7B.",
+        "times at batch 1), memory, compiled blocks, equality with the CPU, and server steps, on random weights in the "
+        "shapes of RoBERTa-large, Llama-3.2-1B and Llama-2-7B.",
         "",
         "Correctness on a device other than the CPU is tested with a pretend one "
         "([Training](../architecture/training.md#devices)).",

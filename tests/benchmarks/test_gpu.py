@@ -37,12 +37,14 @@ def page(script: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch, *arg
 def test_every_part_is_measured(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = page(script, tmp_path, monkeypatch, "--smoke", "--device", "cpu", "--batches", "1", "--clients", "1", "2")
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| tiny")]
-    assert [row[0] for row in rows] == ["| tiny RoBERTa", "| tiny Llama"] * 2
+    assert [row[0] for row in rows] == ["| tiny RoBERTa", "| tiny Llama"] * 3
     for row in rows[:2]:
         loop, one, two = (float(cell.replace(",", "")) for cell in row[2:5])
         assert float(row[5]) == pytest.approx(two / loop, rel=0.1, abs=0.06)
         assert one > 0
-    for row in rows[2:]:
+    for row in rows[2:4]:
+        assert all(float(cell.replace(",", "").removesuffix(" |")) > 0 for cell in row[1:4])
+    for row in rows[4:]:
         assert row[1] == row[2]  # the device is the CPU
         assert row[3] == row[4]
         assert 0 < float(row[1]) < 1e-4

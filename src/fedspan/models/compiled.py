@@ -15,6 +15,13 @@ from fedspan.models.calls import find_block_chains, replace_forward, trace_calls
 
 __all__ = ["CompiledBlocks"]
 
+VARIANTS = 64
+"""Compiled variants of a block: one for each number of clients that share a pass, with and without gradients and masks.
+
+All blocks of Transformers are counted together, of all models of a process. Beyond PyTorch's own limit (8) further
+variants would run uncompiled, without an error.
+"""
+
 
 class CompiledBlocks:
     """The compiled blocks of an adapted model, or the whole model if it has no list of blocks.
@@ -43,9 +50,10 @@ class CompiledBlocks:
         Raises:
             FedspanError: If a block can't be compiled.
         """
-        from torch._dynamo.exc import TorchDynamoException  # takes seconds to import, so only when compiling
+        from torch._dynamo import config  # takes seconds to import, so only when compiling
+        from torch._dynamo.exc import TorchDynamoException
 
-        with ExitStack() as contexts:
+        with config.patch(recompile_limit=VARIANTS), ExitStack() as contexts:
             for block, forward in self._compiled.items():
                 contexts.enter_context(replace_forward(block, forward))
             try:
