@@ -513,16 +513,16 @@ def page(args: argparse.Namespace, device: torch.device) -> str:
     start, seconds = time.monotonic(), 60 * args.minutes
     shapes: Sequence[Shape] = SMOKE if args.smoke else SHAPES
     agreement = format_agreement(shapes, device, args)
-    rows: list[list[str]] = []
-    for number, shape in enumerate(shapes):  # no shape takes the time of those after it
-        left = start + seconds - time.monotonic()
-        rows += measure_rows(shape, args, device, time.monotonic() + left / (len(shapes) - number))
-    compiled = format_compiled(shapes, args, device, start + seconds)
     size = 32 if args.smoke else 4096
     steps = {
         device_name: measure_server_step(size, args.clients[-1], torch.device(device_name))
         for device_name in ("cpu", str(device))
     }
+    rows: list[list[str]] = []
+    for number, shape in enumerate(shapes):  # no shape takes the time of those after it
+        left = start + seconds - time.monotonic()
+        rows += measure_rows(shape, args, device, time.monotonic() + left / (len(shapes) - number))
+    compiled = format_compiled(shapes, args, device, start + seconds)
     counts = " | ".join(f"clients: {clients}" for clients in args.clients)
     rule = "|".join(["---"] * (7 + len(args.clients)))
     return "\n".join(

@@ -97,7 +97,11 @@ def _augmented(folder: Path) -> dict[str, Any]:
     return tiny_images.settings(folder) | {"task_options": options}
 
 
-METHOD_RUNS = {key: _run(method={"name": key, **OPTIONS.get(key, {})}) for key in METHODS}
+RANKED = ("fedgalore", "fedmomentum")
+"""Methods that factor gradients or updates: a query's gradient has rank one where a single block reads one token."""
+METHOD_RUNS = {
+    key: _run("deep-bert" if key in RANKED else "bert", method={"name": key, **OPTIONS.get(key, {})}) for key in METHODS
+}
 WRAPPER_RUNS = {
     key: _run(method={"wrappers": [key]}, training={"lr": 0.02, **TRAINING.get(key, {})}) for key in WRAPPERS
 }
@@ -107,7 +111,7 @@ OTHER_RUNS: dict[str, Settings] = {
     ),
     "privacy local": _run(privacy={"mechanism": "local", "noise": 0.1, "clip": 0.5}),
     "privacy dp-sgd": _run(privacy={"mechanism": "dp-sgd", "noise": 0.1, "clip": 0.5}),
-    "secure sums": _run(federation={"secure": {}}),
+    "secure aggregation": _run(federation={"secure": {}}),
     "median": _run(federation={"reduction": "median"}),
     "task causal-lm": _run("llama-lm"),
     "task causal-lm packed": _run("llama-lm", data={"packing": True}),

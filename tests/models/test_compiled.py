@@ -55,6 +55,19 @@ def test_rounds_are_those_of_blocks_that_are_not_compiled(
             assert (one.progress.state.tensors[name] - value).norm() <= 1e-4 * value.norm().clamp(min=1e-3), name
 
 
+@pytest.mark.slow
+def test_a_second_model_of_the_process_is_compiled(tiny_folder: Path) -> None:
+    """PyTorch counts the variants of all Transformers' blocks together, and runs those beyond its limit uncompiled."""
+    torch._dynamo.reset()
+    stats = torch._dynamo.utils.counters["stats"]
+    graphs: list[int] = []
+    for kind in ("deep-bert", "roberta"):
+        stats.clear()
+        rounds(tiny_folder, kind, compile=True, clients_per_pass=3, workers=1)
+        graphs.append(stats["unique_graphs"])
+    assert graphs[1] == graphs[0] > 4
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [

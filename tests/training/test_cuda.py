@@ -41,6 +41,12 @@ CLOSE, NARROW = 1e-3, 0.05
 """Relative distance from the CPU's results after two rounds in float32, and with a base in bfloat16."""
 UNDER_SGD = ("task images", "task images, batch norm", "bfloat16")
 """Runs whose gradients are close to zero in the second round, or coarse, so that AdamW shows their rounding alone."""
+NEEDS = {
+    "task seq2seq": ("rouge_score", "seq2seq"),
+    "privacy dp-sgd": ("opacus", "privacy"),
+    "secure aggregation": ("cryptography", "secagg"),
+}
+"""Packages that a run needs, with the extra that installs them: a machine with a GPU may lack them."""
 ALL = [f"{name}/{engine}" for name in RUNS for engine in ENGINES]
 
 
@@ -56,6 +62,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """Convolutions in float32 (PyTorch lets cuDNN round their inputs to TF32)."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
+def require_packages(run: str) -> None:
+    """Skip a run whose extra is not installed."""
+    if run in NEEDS:
+        package, extra = NEEDS[run]
+        pytest.importorskip(package, reason=f"the extra fedspan[{extra}] is not installed")
 
 
 def require_close(found: Mapping[str, Any], expected: Mapping[str, Any], limit: float) -> None:
@@ -97,8 +110,7 @@ def count_waits() -> Generator[Counter[str]]:
 @pytest.mark.parametrize("name", ALL)
 def test_a_run_ends_as_on_the_cpu(name: str, folder: Path) -> None:
     run, _, engine = name.partition("/")
-    if run == "task seq2seq":
-        pytest.importorskip("rouge_score", reason="the extra fedspan[seq2seq] is not installed")
+    require_packages(run)
     values = RUNS[run](folder)
     if run in UNDER_SGD:
         values["training"]["optimizer"] = "sgd"
@@ -110,6 +122,7 @@ def test_a_run_ends_as_on_the_cpu(name: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("name", WAITS)
 def test_the_host_waits_for_no_step(name: str, folder: Path) -> None:
+    require_packages(name)
     waits = inner_waits(RUNS[name](folder), CUDA, count_waits)
     assert not {place for place in waits if not place.startswith("masking_utils.py")}  # Transformers' check of a mask
 

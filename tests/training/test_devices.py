@@ -29,7 +29,7 @@ from helpers.device_runs import WAITS
 pytestmark = pytest.mark.slow  # a process that imports everything, and minutes of runs
 ENGINES = ("loop", "batched")
 WAYS = (
-    *("privacy central", "privacy local", "privacy dp-sgd", "secure sums", "median"),
+    *("privacy central", "privacy local", "privacy dp-sgd", "secure aggregation", "median"),
     *("task causal-lm", "task causal-lm packed", "task preference", "task seq2seq", "task regression"),
     *("task token-classification", "task multi-label-classification", "task masked-lm"),
     *("task text-embedding", "task text-embedding of scored pairs"),
