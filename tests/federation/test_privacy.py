@@ -19,8 +19,8 @@ from fedspan.core.values import Client, Contribution, Reduced
 from fedspan.federation.aggregation.reducers import create_reducer
 from fedspan.federation.changes import apply_change, clip_change, compute_change
 from fedspan.federation.privacy import (
+    CentralPrivacy,
     compute_client_noise,
-    compute_private_mean,
     compute_round_charges,
     compute_sampling_rate,
     draw_poisson_cohort,
@@ -91,9 +91,8 @@ def test_one_client_more_or_less_moves_the_sum_by_at_most_the_clip(
 def test_the_noise_has_the_variance_that_the_accountant_is_told() -> None:
     origin = {"layer/A": torch.zeros(300, 400)}
     privacy = central(noise=1.7)
-    mean = compute_private_mean({"layer/A": torch.zeros(300, 400, dtype=torch.float64)}, origin, privacy, 0.5, 10.0, 3)
+    mean, other = (CentralPrivacy(privacy, origin, 0.5, 20, round).release({}).mean for round in (3, 4))
     assert float(mean["layer/A"].double().std()) == pytest.approx(1.7 * 0.5 / 10, rel=0.01)
-    other = compute_private_mean({"layer/A": torch.zeros(300, 400, dtype=torch.float64)}, origin, privacy, 0.5, 10.0, 4)
     correlation = torch.corrcoef(torch.stack([mean["layer/A"].flatten(), other["layer/A"].flatten()]))[0, 1]
     assert abs(float(correlation)) < 0.01
 
@@ -128,6 +127,14 @@ def test_the_number_of_replies_is_not_released() -> None:
     ]
     assert [one.count for one in found] == [3.0, 3.0]
     assert all(torch.equal(found[0].mean[name], found[1].mean[name]) for name in origin)
+
+
+@pytest.mark.parametrize("reduction", ["median", "trimmed-mean", "multi-krum", "geometric-median", "flame"])
+def test_a_reduction_that_sums_nothing_is_not_released(reduction: Any) -> None:
+    """The noise hides a client in a sum; how far one client moves a median has no such bound."""
+    replies = {one.id: tensors(number + 1) for number, one in enumerate(clients(4))}
+    with pytest.raises(ValueError, match="no sum"):
+        reduced(tensors(0), replies, RoundSettings(4, reduction=reduction, privacy=central()), 4)
 
 
 def test_a_reply_that_does_not_fit_is_refused() -> None:
@@ -176,10 +183,10 @@ def test_secret_noise_never_serves_twice() -> None:
     origin, zeros = {"x": torch.zeros(50)}, {"x": torch.zeros(50, dtype=torch.float64)}
     for secret in (True, False):
         privacy = central(secret=secret)
-        first, again = (compute_private_mean(zeros, origin, privacy, 1.0, 1.0, 0)["x"] for _ in range(2))
+        first, again = (CentralPrivacy(privacy, origin, 1.0, 1, 0).release(zeros).mean["x"] for _ in range(2))
         assert torch.equal(first, again)
         small = {"x": zeros["x"] + torch.eye(1, 50, dtype=torch.float64)[0] * 1e-3}
-        apart = compute_private_mean(small, origin, privacy, 1.0, 1.0, 0)["x"] - first
+        apart = CentralPrivacy(privacy, origin, 1.0, 1, 0).release(small).mean["x"] - first
         assert (float(apart.abs().max()) > 0.1) == secret
 
 

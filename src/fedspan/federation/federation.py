@@ -188,8 +188,8 @@ class Federation:
     def select_clients(self, round: int, extra: int = 0) -> list[str]:
         """Return a round's clients and ``extra`` additional ones in the order of drawing; by id if all are selected."""
         ids = self.list_present(round)
-        size, privacy = self.settings.cohort, self.settings.privacy
-        if privacy is not None and privacy.mechanism == "central":
+        size, privacy = self.settings.cohort, self.settings.central
+        if privacy is not None:
             return [ids[index] for index in draw_poisson_cohort(privacy, self.settings, len(ids), round)]
         return [ids[index] for index in draw_cohort(self.settings.seed, round, len(ids), size, extra)]
 

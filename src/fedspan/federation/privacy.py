@@ -20,14 +20,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from fedspan.core.method import Memory, Method
 from fedspan.core.noise import compute_tensor_digest, draw_gaussian, draw_poisson_sample
 from fedspan.core.tensors import Tensors
-from fedspan.core.values import Client, Contribution, Message, ServerState
+from fedspan.core.values import Client, Contribution, Message, Reduced, ServerState
 from fedspan.errors import FedspanError
 from fedspan.federation.changes import apply_change, clip_change, compute_change
 from fedspan.federation.settings import RoundSettings
@@ -37,13 +38,14 @@ from fedspan.training.dp_sgd import compute_noise, release_of
 from fedspan.training.jobs import Privacy, TrainingSettings
 
 __all__ = [
+    "CentralPrivacy",
     "compute_expected_charges",
     "compute_order_charges",
     "compute_planned_charges",
-    "compute_private_mean",
     "compute_round_charges",
     "compute_sampling_rate",
     "compute_training_noise",
+    "create_central_privacy",
     "draw_poisson_cohort",
     "privatize",
 ]
@@ -223,21 +225,62 @@ def privatize(privacy: Privacy, started: Tensors, client: Client, reply: Message
     return replace(reply, tensors=apply_change(noisy, origin))
 
 
-def compute_private_mean(
-    total: Mapping[str, Tensor], origin: Tensors, privacy: Privacy, rate: float, expected: float, round: int
-) -> dict[str, Tensor]:
-    """Add noise to the sum of a round's clipped changes and divide it by the expected number of clients.
+@dataclass(frozen=True)
+class CentralPrivacy:
+    """Central privacy of a round: what a client adds to the sum of changes, and how the sum is released.
+
+    It does not matter who sums. In plaintext the server clips the changes and a reduction sums them; in secure
+    aggregation the clients clip them and the server decodes their sum.
 
     Args:
-        total: Sum of changes whose norms are at most ``privacy.clip``.
-        origin: Contribution of a client that trained nothing.
         privacy: Privacy settings of the run, central.
+        origin: Contribution of a client that trained nothing.
         rate: Probability that a client is in a cohort.
-        expected: Mean number of clients in a cohort.
+        clients: Number of clients in the federation.
         round: Number of the round, from 0.
     """
-    noisy = _add_noise(total, privacy, compute_client_noise(privacy, rate), "central", round)
-    return apply_change({name: value / expected for name, value in noisy.items()}, origin)
+
+    privacy: Privacy
+    origin: Tensors
+    rate: float
+    clients: int
+    round: int
+
+    def clip(self, contribution: Contribution) -> dict[str, Tensor]:
+        """Return the contribution's change, with a norm of at most ``privacy.clip``.
+
+        Raises:
+            ValueError: If the contribution does not fit the origin or is not finite.
+        """
+        return clip_change(compute_change(contribution, self.origin), self.privacy.clip)[0]
+
+    def release(self, total: Mapping[str, Tensor]) -> Reduced:
+        """Return the noisy sum of clipped changes over the expected number of clients, on top of the origin.
+
+        Args:
+            total: Sum of the changes, float64; tensors that no client contributed are zero.
+        """
+        zeros = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in self.origin.items()}
+        noise, expected = compute_client_noise(self.privacy, self.rate), self.rate * self.clients
+        noisy = _add_noise({**zeros, **total}, self.privacy, noise, "central", self.round)
+        mean = apply_change({name: value / expected for name, value in noisy.items()}, self.origin)
+        return Reduced(mean=mean, count=expected)
+
+
+def create_central_privacy(
+    settings: RoundSettings, clients: int, round: int, origin: Callable[[], Tensors]
+) -> CentralPrivacy | None:
+    """Create a round's central privacy; None: the settings have none.
+
+    Args:
+        settings: Round settings of the run.
+        clients: Number of clients in the federation.
+        round: Number of the round, from 0.
+        origin: Returns the contribution of a client that trained nothing.
+    """
+    if settings.central is None:
+        return None
+    return CentralPrivacy(settings.central, origin(), compute_sampling_rate(settings, clients), clients, round)
 
 
 def _add_noise(change: Mapping[str, Tensor], privacy: Privacy, noise: float, *label: int | str) -> dict[str, Tensor]:

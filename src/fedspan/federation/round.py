@@ -146,7 +146,7 @@ class Round:
             return {}
         shared = compute_round_charges(context.settings, len(context.clients)) if attempt == 0 else ()
         exchange.charges += shared
-        clients = {} if privacy.mechanism == "central" else {id: exchange.get_client(id) for id in ids}
+        clients = {} if context.settings.central is not None else {id: exchange.get_client(id) for id in ids}
         costs = compute_client_charges(context, clients)
         if self._on_charge is not None:
             self._on_charge((*shared, *(charge for client_costs in costs.values() for charge in client_costs)))

@@ -71,10 +71,15 @@ class RoundSettings:
     buffered: BufferedSettings | None = None
 
     @property
+    def central(self) -> Privacy | None:
+        """The settings of central privacy; None: the run has another mechanism, or none."""
+        return self.privacy if self.privacy is not None and self.privacy.mechanism == "central" else None
+
+    @property
     def clips(self) -> bool:
         """Whether changes are scaled down before they are combined; central privacy has a clipping norm of its own."""
-        central = self.privacy is not None and self.privacy.mechanism == "central"
-        return self.reduction == "mean" and not central and (self.clip_ratio is not None or self.max_norm is not None)
+        limited = self.clip_ratio is not None or self.max_norm is not None
+        return self.reduction == "mean" and self.central is None and limited
 
 
 FEWEST_SECURE_CLIENTS = 3

@@ -12,7 +12,7 @@ from fedspan.errors import FedspanError
 from fedspan.federation import serialization
 from fedspan.federation.aggregation.message_buffer import MessageBuffer
 from fedspan.federation.aggregation.reducers import create_reducer
-from fedspan.federation.aggregation.reduction import Reducer
+from fedspan.federation.aggregation.reduction import PrivateReducer, Reducer
 from fedspan.federation.changes import (
     MODEL,
     Change,
@@ -68,7 +68,7 @@ class PlaintextAggregation:
         self.lowered: Mapping[str, float]
         self.lowered, self._reducer = self._begin_reduction()
 
-    def _begin_reduction(self) -> tuple[dict[str, float], Reducer]:
+    def _begin_reduction(self) -> tuple[dict[str, float], Reducer | PrivateReducer]:
         """Return the factors by which the cohort's weights are lowered, and the reducer of its replies."""
         context = self.context
         selected = {id: context.clients[id] for id in context.ids}
@@ -183,8 +183,8 @@ class PlaintextAggregation:
         return build_untrained_reply(method, method.sync(state, new_client), new_client, state.round)
 
     def _find_outliers(self) -> dict[str, str]:
-        rules, privacy = self.context.rules, self.context.settings.privacy
-        if not rules.validate or (privacy is not None and privacy.mechanism == "central"):
+        rules = self.context.rules
+        if not rules.validate or self.context.settings.central is not None:
             return {}  # under central privacy one client must not decide whether others count; replies are clipped
         return find_outliers(self._get_scaled_changes(), rules.norm_factor)
 

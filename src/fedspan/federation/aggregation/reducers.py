@@ -13,6 +13,7 @@ from fedspan.federation.aggregation.robust import (
     GeometricMedianReducer,
     MultiKrumReducer,
 )
+from fedspan.federation.privacy import create_central_privacy
 from fedspan.federation.settings import RoundSettings
 
 __all__ = ["create_reducer"]
@@ -20,8 +21,8 @@ __all__ = ["create_reducer"]
 
 def create_reducer(
     settings: RoundSettings, cohort: Sequence[Client], clients: int, round: int, origin: Callable[[], Tensors]
-) -> Reducer:
-    """Create the reducer that the settings request.
+) -> Reducer | PrivateReducer:
+    """Create the reducer that the settings request, under central privacy if they request that, too.
 
     Args:
         settings: Round settings of the run.
@@ -30,8 +31,14 @@ def create_reducer(
         round: Number of the round, from 0.
         origin: Returns the contribution of a client that trained nothing.
     """
-    if settings.privacy is not None and settings.privacy.mechanism == "central":
-        return PrivateReducer(cohort, origin(), settings, clients, round)
+    reducer = _create_reducer(settings, cohort, round, origin)
+    privacy = create_central_privacy(settings, clients, round, origin)
+    return reducer if privacy is None else PrivateReducer(reducer, privacy)
+
+
+def _create_reducer(
+    settings: RoundSettings, cohort: Sequence[Client], round: int, origin: Callable[[], Tensors]
+) -> Reducer:
     match settings.reduction:
         case "mean":
             return Reducer(cohort)

@@ -1,4 +1,4 @@
-"""The weighted mean of replies, their stack, and the noisy mean of central privacy."""
+"""The weighted mean of replies, their stack, and a reduction under central privacy."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from torch import Tensor
 
 from fedspan.core.tensors import Tensors
 from fedspan.core.values import Client, Contribution, Reduced, StackItem
-from fedspan.federation.changes import clip_change, compute_change
-from fedspan.federation.privacy import compute_private_mean, compute_sampling_rate
-from fedspan.federation.settings import RoundSettings
+from fedspan.federation.privacy import CentralPrivacy
 
 __all__ = ["PrivateReducer", "Reducer"]
 
@@ -82,17 +80,25 @@ class Reducer:
         Raises:
             ValueError: If a client is missing, or no client contributed with a positive weight.
         """
-        self._require_all()
-        total = sum(self._weights.values())
+        sums, total = self.compute_sum(), sum(self._weights.values())
         if not total > 0:
             raise ValueError("no reply of positive weight in this round")
         return Reduced(
-            mean={name: (value / total).to(self._dtypes[name]) for name, value in self._sums.items()},
+            mean={name: (value / total).to(self._dtypes[name]) for name, value in sums.items()},
             stack=tuple(
                 StackItem(self._clients[id], self._weights[id] / total, tensors) for id, tensors in self._stacks.items()
             ),
             count=len(self._weights),
         )
+
+    def compute_sum(self) -> Tensors:
+        """Return the weighted sum of the replies, float64, after every client of the cohort was added.
+
+        Raises:
+            ValueError: If a client is missing, or the reduction sums nothing.
+        """
+        self._require_all()
+        return self._sums
 
     def _require_all(self) -> None:
         """Check that every client of the cohort was added.
@@ -104,37 +110,23 @@ class Reducer:
             raise ValueError(f"no contribution yet of client {self._order[self._position]!r}")
 
 
-class PrivateReducer(Reducer):
-    """Noisy mean of clipped changes, divided by the expected number of clients.
+class PrivateReducer:
+    """A reduction whose sum is released under central privacy.
 
     Args:
-        cohort: The clients selected for this round, possibly none.
-        origin: Contribution of a client that trained nothing.
-        settings: Round settings of the run.
-        clients: Number of clients in the federation.
-        round: Number of the round, from 0.
+        reducer: Sums the clipped changes of the cohort, which may be empty.
+        privacy: The round's central privacy.
     """
 
-    def __init__(
-        self, cohort: Sequence[Client], origin: Tensors, settings: RoundSettings, clients: int, round: int
-    ) -> None:
-        super().__init__(cohort)
-        assert settings.privacy is not None
-        self._origin, self._privacy = origin, settings.privacy
-        self._rate, self._all, self._round = compute_sampling_rate(settings, clients), clients, round
-        self._total = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in origin.items()}
+    def __init__(self, reducer: Reducer, privacy: CentralPrivacy) -> None:
+        self._reducer, self._privacy = reducer, privacy
 
-    def _check(self, contribution: Contribution) -> Contribution:
-        change, _ = clip_change(compute_change(contribution, self._origin), self._privacy.clip)
-        return Contribution(sum=change)
-
-    def _fold(self, client: Client, contribution: Contribution | None) -> None:
+    def add(self, client_id: str, contribution: Contribution | None) -> None:
+        """``Reducer.add``, with the contribution's clipped change; all clients have the same weight."""
         if contribution is not None:
-            for name, value in contribution.sum.items():
-                self._total[name] += value
+            contribution = Contribution(sum=self._privacy.clip(contribution), weight=1.0)
+        self._reducer.add(client_id, contribution)
 
     def compute_result(self) -> Reduced:
-        self._require_all()
-        expected = self._rate * self._all
-        mean = compute_private_mean(self._total, self._origin, self._privacy, self._rate, expected, self._round)
-        return Reduced(mean=mean, count=expected)
+        """``Reducer.compute_result``."""
+        return self._privacy.release(self._reducer.compute_sum())

@@ -79,6 +79,9 @@ class RobustReducer(Reducer, ABC):
             self._contributions.append(contribution)
             self._shares.append(client.weight if contribution.weight is None else contribution.weight)
 
+    def compute_sum(self) -> Tensors:
+        raise ValueError("the reduction is no sum, so no noise is known that would protect a client in it")
+
     def compute_result(self) -> Reduced:
         self._require_all()
         if not self._contributions:

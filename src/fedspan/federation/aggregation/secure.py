@@ -24,7 +24,7 @@ from fedspan.crypto.masks import Integers, Ring
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
 from fedspan.federation.changes import apply_change
-from fedspan.federation.privacy import compute_private_mean
+from fedspan.federation.privacy import create_central_privacy
 from fedspan.federation.progress import TooFew, Transfer
 from fedspan.federation.protocol import Masking, OrderEncoder, Reply
 from fedspan.federation.round_context import RoundContext, Tally
@@ -72,6 +72,10 @@ class SecureAggregation:
         self.replies: dict[str, Reply] = {}
         self.clipped: Mapping[str, float] = {}  # by the clients themselves, which the server cannot see
         self._origin = self._build_initial_contribution()
+        self._privacy = create_central_privacy(
+            context.settings, len(context.clients), context.state.round, lambda: self._origin
+        )
+        self._clip = secure.clip if self._privacy is None else self._privacy.privacy.clip
         self._session: SecureSession | None = None
         self._clients: dict[str, Client] = {}
         self._total: Integers = np.zeros(0, np.uint32)
@@ -244,20 +248,11 @@ class SecureAggregation:
             raise FedspanError("federation.secure", None, problem=problem) from error
         return create_initial_values(contributed, method.start(order, new_client, {}, self.context.state.round).tensors)
 
-    @property
-    def _clip(self) -> float:
-        """The norm to which clients clip their changes."""
-        privacy = self.context.settings.privacy
-        return privacy.clip if privacy is not None and privacy.mechanism == "central" else self.secure.clip
-
     def _reduce(self, change: Mapping[str, Tensor], share: float) -> Reduced:
         """Return the mean that belongs to a summed change; with central privacy, after adding noise to the sum."""
-        privacy, clients = self.context.settings.privacy, len(self.context.clients)
-        if privacy is None or privacy.mechanism != "central":
+        if self._privacy is None:
             return Reduced(mean=apply_change(change, self._origin), count=len(self.replies))
-        total = {name: value * share for name, value in change.items()}
-        mean = compute_private_mean(total, self._origin, privacy, 1.0, clients, self.context.state.round)
-        return Reduced(mean=mean, count=clients)
+        return self._privacy.release({name: value * share for name, value in change.items()})
 
 
 def _decode_vector(reply: Reply, total: Integers) -> Integers:
