@@ -79,6 +79,11 @@ def build_cases(folder: Path) -> dict[str, dict[str, Any]]:
         },
         "privacy-local": {"privacy": {"mechanism": "local", "clip": 1.0, "noise": 0.5, "randomness": "seed"}},
         "privacy-dp-sgd": {"privacy": {"mechanism": "dp-sgd", "clip": 1.0, "noise": 0.5, "randomness": "seed"}},
+        "secure": {"federation": {"secure": {}, "clients_per_round": None}},
+        "secure-central": {
+            "privacy": {"mechanism": "central", "clip": 1.0, "noise": 0.5, "randomness": "seed"},
+            "federation": {"secure": {}, "clients_per_round": None, "weights": "uniform"},
+        },
         "personal-and-moments": {"method": {"name": "fedsa-lora"}, "training": {"optimizer_state": "keep"}},
     }
     return made
