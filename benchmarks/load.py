@@ -16,7 +16,9 @@ import logging
 import multiprocessing
 import os
 import re
+import signal
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -350,6 +352,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=500, help="of the large message; 0: none")
     parser.add_argument("--page", type=Path, help="write the table to this file")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the server and the links end, too
     results, messages = list[Measured](), list[tuple[str, str, bool]]()
     with tempfile.TemporaryDirectory(prefix="fedspan-load-") as temporary:
         os.environ["FLWR_HOME"] = str(Path(temporary) / "home")
