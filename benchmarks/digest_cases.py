@@ -85,6 +85,7 @@ def build_cases(folder: Path) -> dict[str, dict[str, Any]]:
             "federation": {"secure": {}, "clients_per_round": None, "weights": "uniform"},
         },
         "personal-and-moments": {"method": {"name": "fedsa-lora"}, "training": {"optimizer_state": "keep"}},
+        "phases-and-moments": {"method": {"name": "pfedlora"}, "training": {"optimizer_state": "keep"}},
     }
     return made
 

@@ -50,7 +50,7 @@ def digest_folder(folder: Path) -> dict[str, Any]:
     for path in sorted(entry for entry in folder.rglob("*") if entry.is_file()):
         name = str(path.relative_to(folder))
         if path.suffix == ".safetensors":
-            digests[name] = _digest_tensors(path)
+            digests |= _digest_tensors(name, path)
         elif path.name in ("ledger.jsonl", "metrics.jsonl"):
             digests[name] = [_remove_times(json.loads(line)) for line in path.read_text().splitlines()]
         elif path.name in ("report.json", "partition.json"):
@@ -61,20 +61,55 @@ def digest_folder(folder: Path) -> dict[str, Any]:
     return digests
 
 
-def _digest_tensors(path: Path) -> dict[str, Any]:
+def _digest_tensors(name: str, path: Path) -> dict[str, Any]:
+    """The digests of a file by its name, or, of a client's stored state, by its parts."""
     data = path.read_bytes()
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size])
     structure = json.loads(header.pop("__metadata__", {}).get("fedspan", "{}"))
     structure.pop("sha256", None)  # of the file's own bytes
     tensors: dict[str, str] = {}
-    for name, entry in header.items():
+    for tensor, entry in header.items():
         start, end = entry["data_offsets"]
         content = data[8 + size + start : 8 + size + end]
-        tensors[name] = f"{entry['dtype']}{entry['shape']} {hashlib.sha256(content).hexdigest()[:32]}"
+        tensors[tensor] = f"{entry['dtype']}{entry['shape']} {hashlib.sha256(content).hexdigest()[:32]}"
     if not structure:
-        return {"tensors": dict(sorted(tensors.items()))}
-    return {"value": _insert_digests(structure, tensors)}
+        return {name: {"tensors": dict(sorted(tensors.items()))}}
+    if "of" in structure:  # a client's value; up to 6294eeab its fields were below `value`
+        structure |= structure.pop("value", {}) if structure["kind"] != "memory" else {}
+        if structure["kind"] in _STATES:
+            return {f"{Path(name).parent}/{part}": value for part, value in _split_state(structure, tensors)}
+    return {name: {"value": _insert_digests(structure, tensors)}}
+
+
+_STATES = {"memory", "moments", "kept", "client"}
+"""Kinds of files with clients' stored states.
+
+Commits up to 6294eeab have `memory` (of a client) and `moments` (of ``client/phase``) in a run's folder, and `kept`,
+with memory, moments by phase and base, on a node. Later ones have `client` in both, which leaves out what is empty.
+"""
+
+
+def _split_state(structure: Mapping[str, Any], tensors: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
+    """The parts of a client's stored state, under names that are the same for every commit."""
+    kind, client = structure["kind"], structure["of"]
+    memory, moments = structure.get("memory", {}), structure.get("moments", {})
+    if kind == "memory":
+        memory = structure["value"]
+    elif kind == "moments":
+        client, _, phase = client.rpartition("/")
+        moments = {phase: structure}
+    if memory:
+        yield f"{client} memory", _insert_digests(memory, tensors, True)
+    for phase, own in moments.items():
+        content = _insert_digests(own["moments"], tensors, True)
+        yield f"{client} moments {phase}", {"generation": own["generation"], "steps": own["steps"], "moments": content}
+    base = structure.get("base", _PRETRAINED)
+    if base != _PRETRAINED:
+        yield f"{client} base", _insert_digests(base, tensors)
+
+
+_PRETRAINED = {"round": -1, "rho": 1.0, "total": {}, "recent": [], "recent_from": -1}
 
 
 def _insert_digests(structure: Any, tensors: Mapping[str, str], inside: bool = False) -> Any:

@@ -13,12 +13,13 @@ from torch import Tensor
 pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
 
 from fedspan.clients.host import Host
-from fedspan.clients.store import ClientState, DiskClientStore, compute_state_digest
+from fedspan.clients.store import DiskClientStore, compute_state_digest
 from fedspan.core.base import BasePatch, BaseUpdate
 from fedspan.core.lowrank import LowRank
 from fedspan.core.values import Message, OptimizerState
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
+from fedspan.federation.progress import ClientState
 from fedspan.federation.protocol import Order
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.training.dp_sgd import draw_poisson_batches

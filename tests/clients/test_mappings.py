@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from fedspan.clients.mappings import OverlayMapping
-from fedspan.clients.store import ClientState
-from fedspan.core.values import OptimizerState, ServerState
-from fedspan.federation.progress import Progress
-from fedspan.transports.in_process import ProgressStore
+from fedspan.clients.mappings import LazyMapping, OverlayMapping, copy_on_write
 
 
-def test_only_accepted_replies_change_what_is_stored() -> None:
-    new = (OptimizerState({}, {}), 3)
-    store = ProgressStore(Progress(ServerState()))
-    for client in ("a", "a/b"):
-        moments = OverlayMapping(store.load(client, 0).moments, {"train": new})
-        store.store(client, 1, ClientState({}, moments), frozenset())
-    memories, optimizers = store.accept(["a/b"])
-    assert dict(optimizers) == {"a/b/train": new}
-    assert set(memories) == {"a/b"}
+def test_a_copy_of_stored_values_reads_and_changes_none_of_them() -> None:
+    read: list[int] = []
+
+    def make(index: int) -> int:
+        read.append(index)
+        return index
+
+    stored = LazyMapping(["a", "b", "c"], make)
+    first = copy_on_write(stored)
+    first["b"] = 7
+    second = copy_on_write(first)
+    second["d"] = 8
+    assert isinstance(second, OverlayMapping)
+    assert second.base is stored  # no chain of overlays
+    assert (list(first), list(second)) == (["a", "b", "c"], ["a", "b", "c", "d"])
+    assert (len(first), len(second)) == (3, 4)
+    assert read == []
+    assert (dict(stored), dict(first)) == ({"a": 0, "b": 1, "c": 2}, {"a": 0, "b": 7, "c": 2})

@@ -6,14 +6,11 @@ import pytest
 import torch
 
 from fedspan.clients.second_exchange import FirstExchange
-from fedspan.clients.store import LostStateError
-from fedspan.core.values import ServerState
-from fedspan.federation.progress import Progress
-from fedspan.transports.in_process import ProgressStore
+from fedspan.clients.store import LostStateError, OverlayClientStore
 
 
 def test_what_a_round_trained_is_of_that_round_alone() -> None:
-    store = ProgressStore(Progress(ServerState(round=2)))
+    store = OverlayClientStore({})
     first = FirstExchange({"l/B": torch.ones(3, 2)})
     store.store_trained("a", 2, first)
     assert store.load_trained("a", 2) is first

@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from fedspan import __version__
-from fedspan.clients.store import ClientState, DiskClientStore, LostStateError
+from fedspan.clients.store import DiskClientStore, LostStateError
 from fedspan.config.node import load_node
 from fedspan.core.base import BaseUpdate, Increment
 from fedspan.core.values import OptimizerState
@@ -21,6 +21,7 @@ from fedspan.deployment.handshake import Invitation
 from fedspan.deployment.last_order import LastOrder, load_last_order
 from fedspan.deployment.node import load_invitation
 from fedspan.errors import FedspanError
+from fedspan.federation.progress import ClientState
 
 NODE = {
     "id": "clinic-a",

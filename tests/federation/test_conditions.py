@@ -162,7 +162,7 @@ def test_over_selection_continues_with_the_first_that_reply(tiny_folder: Path) -
     times = {id: conditions.compute_seconds(id, host.count_examples(id)) for id in result.cohort}
     assert set(result.progress.last_rounds) == set(sorted(times, key=times.__getitem__)[:2])
     assert result.simulated_seconds == sorted(times.values())[1]
-    assert set(result.progress.memories) <= set(result.progress.last_rounds)
+    assert set(result.progress.states) <= set(result.progress.last_rounds)
 
 
 @pytest.mark.parametrize(

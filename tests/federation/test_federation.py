@@ -102,7 +102,7 @@ def test_what_a_client_holds_is_the_last_round_it_took_part_in(prepared: Prepare
         progress = federation.run_round(progress).progress
         expected |= dict.fromkeys(federation.draw_cohort(round), round)
     assert progress.last_rounds == expected
-    assert set(progress.memories) == set(expected)
+    assert set(progress.states) == set(expected)
 
 
 def test_the_learning_rate_follows_the_schedule(tiny_folder: Path, prepared: Prepared) -> None:
@@ -158,7 +158,7 @@ def test_moments_are_kept_on_request_and_within_a_generation(
         progress = federation.begin()
         for _ in range(2):
             progress = federation.run_round(progress).progress
-        assert bool(progress.optimizers) == (state == "keep")
+        assert any(one.moments for one in progress.states.values()) == (state == "keep")
         ends.append(progress)
     assert same(*ends) != matters
 
@@ -182,7 +182,7 @@ def test_a_method_may_train_in_phases(prepared: Prepared) -> None:
     result = federation.run_round(federation.begin())
     assert seen == [(id, phase) for id in result.cohort for phase in ("train", "again")]
     assert len(result.transfers) == 2 * len(result.cohort)
-    assert {float(memory["l/x"]) for memory in result.progress.memories.values()} == {2.0}
+    assert {float(one.memory["l/x"]) for one in result.progress.states.values()} == {2.0}
     assert not same(result.progress, prepared.federation.run_round(federation.begin()).progress)
 
 

@@ -87,7 +87,7 @@ def test_a_round_is_a_plain_loop_over_the_clients_present(key: str, tiny_folder:
         for name, value in state.tensors.items():
             torch.testing.assert_close(progress.state.tensors[name], value, rtol=1e-5, atol=1e-7)
         assert progress.last_rounds == last_rounds
-    assert set(progress.memories) == set(memories)
+    assert set(progress.states) == set(memories)
 
 
 @pytest.mark.parametrize("cohort", [pytest.param(None, marks=pytest.mark.slow), 2])

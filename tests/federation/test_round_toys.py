@@ -106,9 +106,9 @@ def test_the_products_rounds_give_the_toys_bits(name: str) -> None:
             assert torch.equal(ours[key], value), key
             assert value.isfinite().all()
     for id, party in toy.parties.items():
-        assert set(progress.memories[id]) == set(party.memory)
+        assert set(progress.states[id].memory) == set(party.memory)
         for key, value in party.memory.items():
-            assert torch.equal(progress.memories[id][key], value)
+            assert torch.equal(progress.states[id].memory[key], value)
     assert state.base.round == toy.state.base.round
 
 

@@ -20,7 +20,7 @@ from fedspan.federation import serialization
 from fedspan.federation.aggregation.plaintext import PlaintextAggregation
 from fedspan.federation.changes import MODEL, ChangeSize
 from fedspan.federation.federation import Federation
-from fedspan.federation.progress import RoundResult
+from fedspan.federation.progress import ClientState, RoundResult
 from fedspan.federation.protocol import Envelope, Order, Reply, decode_order
 from fedspan.federation.round_context import RoundContext, Tally
 from fedspan.federation.second_exchange import build_second_context
@@ -113,7 +113,7 @@ def test_every_client_is_asked_twice_and_both_messages_are_training_traffic(buil
     ]
     here = built.federation.run_round(built.federation.begin())
     assert differences(here.progress.state, result.progress.state) == []
-    assert here.progress.memories == {id: {} for id in ids}  # what is trained does not outlast the round
+    assert here.progress.states == {id: ClientState() for id in ids}  # what is trained does not outlast the round
 
 
 def test_a_client_that_drops_out_between_the_exchanges_is_in_the_first_mean_alone(

@@ -15,7 +15,7 @@ import torch
 
 from fedspan.clients.mappings import copy_on_write
 from fedspan.core.values import OptimizerState, ServerState
-from fedspan.federation.progress import Progress
+from fedspan.federation.progress import ClientState, Progress
 from fedspan.logs import JsonLines
 from fedspan.runs.checkpoint import prune, resume, save, store_clients
 from fedspan.runs.checkpoint_format import Checkpoint
@@ -54,13 +54,12 @@ def go_on(run: RunFolder, stop: int) -> None:
             best = max(filter(None, (best, Best(score, 0.0, round))))
             moments = OptimizerState({"exp_avg": {"l/A": torch.ones(3) * round}}, {"l/A": round})
             positions = {run.metrics.name: metrics.commit(), run.ledger.name: ledger.commit()}
-            memories, kept = copy_on_write(progress.memories), copy_on_write(progress.optimizers)
-            memories["a"], memories[f"c{round % 5}"] = memory_of(round), memory_of(round)
-            kept["b"] = (moments, 0)
-            progress = store_clients(run, Progress(state_of(round), memories, {"a": round}, kept))
+            states = copy_on_write(progress.states)
+            states["a"] = states[f"c{round % 5}"] = ClientState(memory_of(round))
+            states["b"] = ClientState(moments={"train": (moments, 0)})
+            progress = store_clients(run, Progress(state_of(round), states, {"a": round}))
             held = {"a": round, "b": None}
-            state, selection = progress.state, Selection(best)
-            save(run, Checkpoint(state, progress.memories, held, progress.optimizers, selection, positions))
+            save(run, Checkpoint(progress.state, progress.states, held, Selection(best), positions))
             prune(run)
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from fedspan.core.base import BaseUpdate, apply_patch
-from fedspan.core.method import Memory
 from fedspan.core.tensors import Tensors, is_extra, join_extra_name, join_tensor_name, split_extras
 from fedspan.core.values import Client, Contribution, Job, Reduced
 from fedspan.federation.aggregation.reduction import Reducer
@@ -238,7 +237,7 @@ def require_catching_up(key: str, run_method: RunMethod) -> None:
             away += client.last_round is not None and client.last_round < number - 1
             message = decode(encode(run.federation.method.sync(state, client)))
             base = apply_patch(bases[id], message.base)
-            memory: Memory = round.before.memories.get(id, {})
+            memory = round.before.load_memory(id)
             job = run.federation.method.start(message, client, memory, number)
             reference = everything
             if shapes(job) != shapes(everything):  # cut to the client's rank: then as a newcomer's

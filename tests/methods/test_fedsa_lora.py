@@ -18,5 +18,5 @@ def test_fedsa_lora_never_sends_B_and_everybody_starts_from_the_newest_A(run_met
             for layer in run.layers:
                 B, A = join_tensor_name(layer.name, "B"), join_tensor_name(layer.name, "A")
                 assert torch.equal(job.tensors[A], round.before.state.tensors[A])
-                own = round.before.memories.get(id)
-                assert torch.equal(job.tensors[B], torch.zeros_like(job.tensors[B]) if own is None else own[B])
+                own = round.before.load_memory(id)
+                assert torch.equal(job.tensors[B], torch.zeros_like(job.tensors[B]) if not own else own[B])

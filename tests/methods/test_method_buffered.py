@@ -96,7 +96,7 @@ def test_a_method_is_refused_with_the_reason_or_runs(key: str, tiny_folder: Path
     progress, expected, mixed, stale = run.begin(), waiting.begin(), partial.begin(), 0
     for _ in range(4):
         progress, expected = run.run_round(progress).progress, waiting.run_round(expected).progress
-        for part in ("state", "memories", "optimizers", "last_rounds"):
+        for part in ("state", "states", "last_rounds"):
             assert differences(getattr(progress, part), getattr(expected, part)) == []
         result = partial.run_round(mixed)
         assert not result.failures

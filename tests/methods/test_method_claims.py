@@ -62,7 +62,7 @@ def test_what_a_personal_method_shares_is_the_mean_and_the_rest_stays_on_the_cli
                 assert torch.allclose(value.double(), means[name], rtol=1e-7, atol=1e-8)
         assert (round.after.state.base.round > round.before.state.base.round) == anew
         for local in last:
-            shared, kept = round.after.state.tensors.keys(), round.after.memories[local.client]
+            shared, kept = round.after.state.tensors.keys(), round.after.states[local.client].memory
             own = {name: value for name, value in local.trained.tensors.items() if name in kept or name not in shared}
             assert own
             assert differences(own, {name: kept[name] for name in own}) == []

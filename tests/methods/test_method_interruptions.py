@@ -63,9 +63,9 @@ def one_round_in_a_new_process(folder: Path) -> None:
     progress = federation.begin()
     if kept is not None:
         held = {id: round for id, round in kept.last_rounds.items() if round is not None}
-        progress = Progress(kept.state, kept.memories, held, kept.optimizer_states)
+        progress = Progress(kept.state, kept.states, held)
     after = federation.run_round(progress).progress
-    checkpoint.save(run, Checkpoint(after.state, after.memories, after.last_rounds, after.optimizers))
+    checkpoint.save(run, Checkpoint(after.state, after.states, after.last_rounds))
 
 
 @pytest.mark.parametrize("key", methods_by_family(quick=["fedgalore", "fedsa-lora"]))
@@ -84,7 +84,7 @@ def test_a_resumed_run_ends_as_one_that_never_stopped(
         one_round_in_a_new_process(tmp_path)
         kept = checkpoint.load_latest(run)
         assert kept is not None
-        resumed = Progress(kept.state, kept.memories, kept.last_rounds, kept.optimizer_states)  # type: ignore[arg-type]
+        resumed = Progress(kept.state, kept.states, kept.last_rounds)  # type: ignore[arg-type]
         assert differences(resumed, expected) == []
 
 

@@ -154,11 +154,11 @@ def test_resumed_after_a_round_it_ends_with_the_same_bits(
     """Through a checkpoint on the disk, with an engine and a federation that know of no round before."""
     run, place = runs(kind, key), RunFolder(tmp_path)
     first, *rest = (round.after for round in run.rounds)
-    checkpoint.save(place, Checkpoint(first.state, first.memories, first.last_rounds, first.optimizers))
+    checkpoint.save(place, Checkpoint(first.state, first.states, first.last_rounds))
     kept = checkpoint.load_latest(place)
     assert kept is not None
     held = {id: round for id, round in kept.last_rounds.items() if round is not None}
-    progress = Progress(kept.state, kept.memories, held, kept.optimizer_states)
+    progress = Progress(kept.state, kept.states, held)
     federation = tiny.variant(loaded[kind], layers_config(folder, kind, key)).federation
     for expected in rest:
         progress = federation.run_round(progress).progress

@@ -72,7 +72,7 @@ def test_a_local_head_makes_every_client_s_model_its_own(key: str, run_method: R
     progress = run.rounds[-1].after
     models = {ids: job for ids, job in run.prepared.evaluator.iterate_models(progress)}
     assert set(models) == {(id,) for id in run.federation.clients}
-    heads = {id: extras_of(progress.memories[id]) for id in progress.last_rounds}
+    heads = {id: extras_of(progress.load_memory(id)) for id in progress.last_rounds}
     assert len(heads) > 1
     for id, head in heads.items():
         assert equal(extras_of(models[id,].tensors), head)

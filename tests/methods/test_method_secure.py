@@ -84,7 +84,7 @@ def test_a_secure_round_is_the_plain_one(kind: str, prepared: Prepared, tiny_fol
     assert isinstance(notes, secure_rounds.Noted)
     progress = here.federation.begin()
     for _ in range(here.federation.settings.rounds):
-        result = there.run_round(replace(progress, memories={}, optimizers={}))
+        result = there.run_round(replace(progress, states={}))
         hidden = notes.reduced[-1]
         plain = here.federation.run_round(progress)
         assert not result.failures

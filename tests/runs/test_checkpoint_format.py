@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from fedspan.core.base import BaseUpdate, Increment
 from fedspan.core.lowrank import LowRank
 from fedspan.core.values import OptimizerState, ServerState
+from fedspan.federation.progress import ClientState
 from fedspan.logs import Position
 from fedspan.runs.checkpoint import load_latest, save
 from fedspan.runs.checkpoint_format import Checkpoint, load
@@ -93,7 +94,7 @@ def test_dtypes_base_and_order_come_back(run: RunFolder) -> None:
 
 def test_a_tensor_that_a_client_keeps_twice_is_stored_once(run: RunFolder) -> None:
     shared = torch.ones(10_000)
-    folder = save(run, Checkpoint(ServerState(1), {"7": {"l/B": shared, "l/A": shared}}))
+    folder = save(run, Checkpoint(ServerState(1), {"7": ClientState({"l/B": shared, "l/A": shared})}))
     (file,) = run.clients.rglob("*.safetensors")
     assert file.stat().st_size < 1.2 * shared.nbytes
-    assert plain(load(folder).memories["7"]["l/A"]) == plain(shared)
+    assert plain(load(folder).states["7"].memory["l/A"]) == plain(shared)

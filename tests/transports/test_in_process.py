@@ -1,26 +1,15 @@
-"""The simulator's client store: what a round reads and writes for each client."""
+"""The transport of the simulator: dropouts and faults of second exchanges."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from fedspan.core.values import Message, OptimizerState, ServerState
-from fedspan.federation.progress import Progress
+from fedspan.core.values import Message
 from fedspan.federation.protocol import Order
 from fedspan.runs.setup import Prepared, prepare
-from fedspan.transports.in_process import InProcess, ProgressStore
+from fedspan.transports.in_process import InProcess
 from helpers import tiny
-
-
-def test_ids_may_begin_like_others() -> None:
-    """Clients "a" and "a/b" have moments of their own, and each sees its own phases only."""
-    own, other = (OptimizerState({}, {}), 1), (OptimizerState({}, {}), 2)
-    progress = Progress(ServerState(), optimizers={"a/train": own, "a/b/train": other, "ab/train": other})
-    store = ProgressStore(progress)
-    assert dict(store.load("a", 0).moments) == {"train": own}
-    assert dict(store.load("a/b", 0).moments) == {"train": other}
-    assert len(store.load("a", 0).moments) == 1
 
 
 def build_two_exchanges(folder: Path, simulation: dict[str, Any]) -> Prepared:

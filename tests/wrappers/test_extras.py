@@ -63,7 +63,7 @@ def trained(federation: Federation, progress: Progress, id: str) -> tuple[Job, d
     engine, client = federation.engine, federation.get_client(id, progress)
     engine.adapted.set_base(progress.state.base)
     message = serialization.decode(serialization.encode(federation.method.sync(progress.state, client)))
-    job = federation.method.start(message, client, progress.memories.get(id, {}), progress.state.round)
+    job = federation.method.start(message, client, progress.load_memory(id), progress.state.round)
     lr, number = engine.settings.compute_lr(progress.state.round, 2), progress.state.round
     done = engine.train(Assignment(id, number, job, federation.clients[id].train, lr), federation.examples)
     return job, dict(done.tensors)
@@ -131,7 +131,7 @@ def test_local_statistics_stay_on_the_client(resnet: Prepared) -> None:
     buffers = {join_extra_name(path) for path in federation.method.spec.buffers}
     assert not differing({name: begun.state.tensors[name] for name in buffers}, result.progress.state.tensors)
     for id, own in first.items():
-        memory = result.progress.memories[id]
+        memory = result.progress.states[id].memory
         assert not differing({name: own[name] for name in buffers}, memory)
         client = federation.get_client(id, result.progress)
         message = federation.method.sync(result.progress.state, client)
@@ -141,7 +141,7 @@ def test_local_statistics_stay_on_the_client(resnet: Prepared) -> None:
         assert buffers == job.buffers
     again = federation.run_round(result.progress).progress
     for id, own in first.items():
-        assert differing({name: own[name] for name in buffers}, again.memories[id]) == buffers
+        assert differing({name: own[name] for name in buffers}, again.states[id].memory) == buffers
     assert federation.method.declare_claims().personal
 
 
@@ -270,7 +270,7 @@ def test_a_checkpoint_keeps_them(resnet: Prepared, tmp_path: Path) -> None:
         with RunFolder.create(tmp_path / policy, "x: 1\n") as place:
             checkpoints.save(
                 place,
-                Checkpoint(progress.state, progress.memories, progress.last_rounds, progress.optimizers),
+                Checkpoint(progress.state, progress.states, progress.last_rounds),
             )
             back = checkpoints.resume(place)
         assert back is not None
@@ -278,8 +278,8 @@ def test_a_checkpoint_keeps_them(resnet: Prepared, tmp_path: Path) -> None:
         assert {v.dtype for n, v in back.progress.state.tensors.items() if "tracked" in n} == {torch.int64}
         one, other = (federation.run_round(which).progress for which in (progress, back.progress))
         assert not differing(one.state.tensors, other.state.tensors)
-        for id, memory in one.memories.items():
-            assert not differing(memory, other.memories[id])
+        for id, own in one.states.items():
+            assert not differing(own.memory, other.states[id].memory)
 
 
 def test_traffic_counts_them(resnet: Prepared) -> None:

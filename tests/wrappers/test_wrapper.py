@@ -136,7 +136,7 @@ def test_around_the_factors_only_it_leaves_the_head_alone(
     progress = federation.run_round(federation.begin()).progress
     progress = federation.run_round(progress).progress
     assert not any("extras/" in name for name in progress.state.memory)
-    assert not any("extras/" in name for memory in progress.memories.values() for name in memory)
+    assert not any("extras/" in name for own in progress.states.values() for name in own.memory)
     assert all(value.isfinite().all() for value in progress.state.tensors.values())
 
 
@@ -144,7 +144,7 @@ def resumed(config_text: str, partition: str, stopped: Progress) -> Progress:
     """One more round by another process: method, model and data again, the state through its bytes."""
     federation = prepare(parse_config(yaml.safe_load(config_text)), Partition.from_json(partition)).federation
     state = decode_state(encode_state(stopped.state))
-    return federation.run_round(Progress(state, stopped.memories, stopped.last_rounds, stopped.optimizers)).progress
+    return federation.run_round(Progress(state, stopped.states, stopped.last_rounds)).progress
 
 
 @pytest.mark.parametrize(

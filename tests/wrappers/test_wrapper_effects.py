@@ -61,7 +61,8 @@ def _forget(progress: Progress) -> Progress:
 
     scalars = {name: value for name, value in progress.state.scalars.items() if not name.startswith(PREFIXES)}
     state = replace(progress.state, memory=without(progress.state.memory), scalars=scalars)
-    return replace(progress, state=state, memories={id: without(own) for id, own in progress.memories.items()})
+    states = {id: replace(own, memory=without(own.memory)) for id, own in progress.states.items()}
+    return replace(progress, state=state, states=states)
 
 
 def _values(made: Prepared, progress: Progress) -> Iterator[Tensor]:

@@ -17,12 +17,11 @@ import torch
 
 from fedspan.clients.coarsening import coarsen_losses, coarsen_metrics
 from fedspan.clients.job_checkpoints import JobCheckpoints
-from fedspan.clients.mappings import copy_on_write
 from fedspan.clients.open_training import OpenTraining
 from fedspan.clients.refusals import refuse
 from fedspan.clients.second_exchange import FirstExchange, build_second_reply
 from fedspan.clients.statistics import StatisticsLimits, compute_client_statistics, parse_statistics_order
-from fedspan.clients.store import ClientState, ClientStore, compute_state_digest
+from fedspan.clients.store import ClientStore, compute_state_digest
 from fedspan.core.base import BaseUpdate, apply_patch
 from fedspan.core.method import Method
 from fedspan.core.tensors import Tensors, split_extras
@@ -35,7 +34,7 @@ from fedspan.federation.privacy import (
     compute_training_noise,
     privatize,
 )
-from fedspan.federation.progress import ClientData
+from fedspan.federation.progress import ClientData, ClientState
 from fedspan.federation.protocol import Envelope, Order, Part, Reply, ScoredPart, Scores
 from fedspan.federation.secagg.messages import Phase
 from fedspan.tasks.bounded_losses import get_loss_bound
@@ -263,9 +262,7 @@ class Host:
             )
             if settings.privacy.secret:
                 origin = f"{self.agreed} {order.key} {compute_state_digest(stored)}"
-        return OpenTraining(
-            order, client, data, stored, job, noise, origin, stored.memory, copy_on_write(stored.moments)
-        )
+        return OpenTraining(order, client, data, stored, job, noise, origin, stored.memory, dict(stored.moments))
 
     def _finish_training(self, training: OpenTraining, trained: Trained, reply: Message) -> Reply:
         order, privacy = training.order, self.engine.settings.privacy

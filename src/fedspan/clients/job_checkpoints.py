@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fedspan.clients.stored_values import Kind, read_moments, write_moments
+from fedspan.clients.state_files import Kind, read_moments, write_moments
 from fedspan.core.tensors import Tensors
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Order

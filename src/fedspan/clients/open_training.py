@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from fedspan.clients.mappings import OverlayMapping
-from fedspan.clients.store import ClientState
 from fedspan.core.method import Memory
 from fedspan.core.values import Client, Job, OptimizerState
-from fedspan.federation.progress import ClientData
+from fedspan.federation.progress import ClientData, ClientState
 from fedspan.federation.protocol import Order, Part
 from fedspan.training.jobs import Assignment
 
@@ -40,7 +38,7 @@ class OpenTraining:
     noise: float
     origin: str
     memory: Memory
-    moments: dict[str, tuple[OptimizerState, int]] | OverlayMapping[tuple[OptimizerState, int]]
+    moments: dict[str, tuple[OptimizerState, int]]
     parts: list[Part] = field(default_factory=list)
 
     def make_assignment(self, job: Job, use_moments: bool) -> Assignment:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from fedspan.clients.stored_values import Kind
+from fedspan.clients.state_files import Kind
 from fedspan.core.method import Method
 from fedspan.core.tensors import Tensors
 from fedspan.core.values import Client, Message

@@ -1,40 +1,22 @@
-"""The store of a client's state between rounds, on the data owner's side: its versions, by round."""
+"""The store of clients' states between rounds, with what they trained for a second exchange: in memory or on a disk."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Protocol
 
+from fedspan.clients.mappings import copy_on_write
 from fedspan.clients.second_exchange import TRAINED, FirstExchange, FirstExchangeStore
-from fedspan.clients.stored_values import Kind, read_moments, write_moments
-from fedspan.core.base import BaseUpdate
+from fedspan.clients.state_files import StateFolder
 from fedspan.core.lowrank import LowRank
-from fedspan.core.method import Memory
 from fedspan.core.noise import compute_tensor_digest
-from fedspan.core.values import OptimizerState
 from fedspan.errors import FedspanError
-from fedspan.federation.serialization import Reader, Writer, expect
-from fedspan.files import DamagedFileError, convert_disk_errors, fsync_folder, read_checkpoint_file, write_atomic
+from fedspan.federation.progress import ClientState
+from fedspan.files import DamagedFileError, convert_disk_errors, write_atomic
 
-__all__ = ["STATE", "ClientState", "ClientStore", "DiskClientStore", "LostStateError", "compute_state_digest"]
-
-
-@dataclass(frozen=True)
-class ClientState:
-    """A client's state between rounds.
-
-    Args:
-        memory: The method's memory.
-        moments: Stored optimizer states by phase, with the generation that they belong to.
-        base: The base update that the client holds.
-    """
-
-    memory: Memory = field(default_factory=dict)
-    moments: Mapping[str, tuple[OptimizerState, int]] = field(default_factory=dict)
-    base: BaseUpdate = BaseUpdate()
+__all__ = ["ClientStore", "DiskClientStore", "LostStateError", "OverlayClientStore", "compute_state_digest"]
 
 
 def compute_state_digest(state: ClientState) -> str:
@@ -82,29 +64,57 @@ class ClientStore(FirstExchangeStore, Protocol):
         ...
 
 
-def _write_state(writer: Writer, client_state: ClientState) -> Mapping[str, object]:
-    moments = {phase: write_moments(writer, state) for phase, state in client_state.moments.items()}
-    return {
-        "memory": writer.add_tensors(client_state.memory),
-        "moments": moments,
-        "base": writer.add_base(client_state.base),
-    }
+class OverlayClientStore:
+    """A client store in memory for one round: states over those before the round, which accepted replies replace.
 
+    It stores no base: the server's process has the base itself, and a state would keep an old one in memory.
 
-def _read_state(reader: Reader, structure: object) -> ClientState:
-    moments = expect(structure, "moments", dict)
-    return ClientState(
-        memory=reader.read_tensors(expect(structure, "memory", dict)),
-        moments={phase: read_moments(reader, expect(moments, phase, dict)) for phase in moments},
-        base=reader.read_base(expect(structure, "base", dict)),
-    )
+    Args:
+        states: The clients' states before the round, the accepted version of each; they are not modified.
+    """
 
+    def __init__(self, states: Mapping[str, ClientState]) -> None:
+        self._states = states
+        self.stored: dict[str, ClientState] = {}
+        """States that clients stored in this round, whether their replies are accepted or not."""
+        self.trained: dict[str, tuple[int, FirstExchange]] = {}
+        """What clients trained for a second exchange, with the round."""
 
-STATE: Kind[ClientState] = Kind("kept", _write_state, _read_state)
+    def load(self, client: str, round: int) -> ClientState:
+        """``ClientStore.load``; the only version of a client is the accepted one."""
+        return self._states.get(client, ClientState())
+
+    def store(self, client: str, round: int, state: ClientState, needed: frozenset[int]) -> None:
+        """``ClientStore.store``; the version takes effect when the client's reply is accepted."""
+        self.stored[client] = ClientState(state.memory, state.moments)
+
+    def load_trained(self, client: str, round: int) -> FirstExchange:
+        """``ClientStore.load_trained``."""
+        trained_round, first = self.trained.get(client, (None, None))
+        if first is None or trained_round != round:
+            raise LostStateError(client, round, "it did not train in this round")
+        return first
+
+    def store_trained(self, client: str, round: int, first: FirstExchange | None) -> None:
+        """``ClientStore.store_trained``."""
+        self.trained.pop(client, None)
+        if first is not None:
+            self.trained[client] = round, first
+
+    def accept(self, clients: Collection[str]) -> Mapping[str, ClientState]:
+        """Return the states of all clients, including what the given clients stored in this round.
+
+        Args:
+            clients: Ids of the clients whose replies were accepted.
+        """
+        states = copy_on_write(self._states)
+        for client in clients:
+            states[client] = self.stored[client]
+        return states
 
 
 class DiskClientStore:
-    """Clients' versions on a disk.
+    """Clients' versions on a disk, in a folder for each client.
 
     Args:
         folder: The folder of one run; created when something is stored.
@@ -116,34 +126,25 @@ class DiskClientStore:
     def load(self, client: str, round: int) -> ClientState:
         """``ClientStore.load``."""
         try:
-            return STATE.load(self._get_path(client), client, round)
+            return self._get_folder(client).load(client, round)
         except DamagedFileError as error:
             raise LostStateError(client, round, str(error.value)) from error
 
     def store(self, client: str, round: int, state: ClientState, needed: frozenset[int]) -> None:
-        """``ClientStore.store``."""
-        client_path = self._get_path(client)
-        target = STATE.get_path(client_path, client, round)
+        """``ClientStore.store``; an empty state has a file, too, so that its loss is noticed."""
+        folder = self._get_folder(client)
         with convert_disk_errors(self.folder, "free some space; the last accepted round is intact"):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(target, STATE.encode(client, round, state))
-            fsync_folder(target.parent)
-            retained_paths = {
-                STATE.get_path(client_path, client, retained_round) for retained_round in (round, *needed)
-            }
-            for path in client_path.glob("round-*/*.safetensors"):
-                if path not in retained_paths:
-                    path.unlink()
-                    path.parent.rmdir()
+            folder.store(client, round, state)
+            folder.discard({(client, retained) for retained in (round, *needed)})
 
     def load_trained(self, client: str, round: int) -> FirstExchange:
         """``ClientStore.load_trained``."""
         path = self._get_trained_path(client)
         try:
-            return TRAINED.decode(read_checkpoint_file(path), client, round)
-        except (DamagedFileError, ValueError) as error:
-            reason = str(error.value) if isinstance(error, DamagedFileError) else f"{path.name} {error}"
-            raise LostStateError(client, round, f"it trained nothing in it that is stored: {reason}") from error
+            return TRAINED.load(path, client, round)
+        except DamagedFileError as error:
+            reason = f"it trained nothing in it that is stored: {path.name}: {error.value}"
+            raise LostStateError(client, round, reason) from error
 
     def store_trained(self, client: str, round: int, first: FirstExchange | None) -> None:
         """``ClientStore.store_trained``: one file a client, whatever the round."""
@@ -156,7 +157,7 @@ class DiskClientStore:
             write_atomic(path, TRAINED.encode(client, round, first))
 
     def _get_trained_path(self, client: str) -> Path:
-        return self._get_path(client) / "trained.safetensors"
+        return self._get_folder(client).path / "trained.safetensors"
 
-    def _get_path(self, client: str) -> Path:
-        return self.folder / hashlib.sha256(client.encode()).hexdigest()[:32]
+    def _get_folder(self, client: str) -> StateFolder:
+        return StateFolder(self.folder / hashlib.sha256(client.encode()).hexdigest()[:32])

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 
-from fedspan.core.method import Memory
-from fedspan.core.values import OptimizerState
-from fedspan.federation.progress import Progress
+from fedspan.federation.progress import ClientState, Progress
 from fedspan.federation.protocol import Envelope
 from fedspan.federation.transport import AsynchronousTransport, OnReply, OnTrained, Orders
 from fedspan.logs import AuditLog
@@ -57,9 +55,7 @@ class AuditedTransport(AsynchronousTransport):
         """``Transport.begin``."""
         self.inner.begin(progress, on_trained)
 
-    def accept_replies(
-        self, accepted: Collection[str]
-    ) -> tuple[Mapping[str, Memory], Mapping[str, tuple[OptimizerState, int]]]:
+    def accept_replies(self, accepted: Collection[str]) -> Mapping[str, ClientState]:
         """``Transport.accept_replies``."""
         return self.inner.accept_replies(accepted)
 

@@ -107,7 +107,7 @@ class Evaluator:
         method, engine = self.federation.method, self.federation.engine
         engine.adapted.set_base(progress.state.base)
         client = None if client_id is None else self.federation.get_client(client_id, progress)
-        memory = {} if client_id is None else progress.memories.get(client_id, {})
+        memory = {} if client_id is None else progress.load_memory(client_id)
         return method.start(method.sync(progress.state, client), client, memory, progress.state.round)
 
     def iterate_models(

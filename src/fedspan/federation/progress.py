@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 
+from fedspan.core.base import BaseUpdate
 from fedspan.core.method import Memory
 from fedspan.core.values import Client, OptimizerState, ServerState
 from fedspan.errors import FedspanError, escape_controls
@@ -15,6 +16,7 @@ from fedspan.training.accounting import Charge
 
 __all__ = [
     "ClientData",
+    "ClientState",
     "Direction",
     "Failure",
     "OpenOrder",
@@ -120,6 +122,22 @@ class ClientData:
 
 
 @dataclass(frozen=True)
+class ClientState:
+    """A client's state between rounds.
+
+    Args:
+        memory: The method's memory.
+        moments: Stored optimizer states by phase, with the generation that they belong to.
+        base: The base update that the client holds; that of the pretrained model where the server's process stores the
+            state, because this process has the base itself.
+    """
+
+    memory: Memory = field(default_factory=dict)
+    moments: Mapping[str, tuple[OptimizerState, int]] = field(default_factory=dict)
+    base: BaseUpdate = BaseUpdate()
+
+
+@dataclass(frozen=True)
 class OpenOrder:
     """An order of asynchronous rounds whose reply has not arrived.
 
@@ -163,20 +181,22 @@ class Progress:
 
     Args:
         state: The server's state.
-        memories: The clients' memories as of their last accepted replies, if this process stores them.
+        states: The clients' stored states as of their last accepted replies, where this process stores them.
         last_rounds: Round of the last state that each client received and whose reply was accepted; without the
             clients that lost what they stored.
-        optimizers: Stored moments by client and phase, with the generation that they belong to.
         last_replies: Round of the last accepted reply of each client that lost what it stored since then.
         open: Orders that asynchronous rounds have sent and that have no reply yet.
     """
 
     state: ServerState
-    memories: Mapping[str, Memory] = field(default_factory=dict)
+    states: Mapping[str, ClientState] = field(default_factory=dict)
     last_rounds: Mapping[str, int] = field(default_factory=dict)
-    optimizers: Mapping[str, tuple[OptimizerState, int]] = field(default_factory=dict)
     last_replies: Mapping[str, int] = field(default_factory=dict)
     open: OpenOrders = field(default_factory=OpenOrders)
+
+    def load_memory(self, client: str) -> Memory:
+        """Return a client's memory, which may be read from a disk; empty if this process stores none."""
+        return self.states.get(client, ClientState()).memory
 
 
 @dataclass(frozen=True)

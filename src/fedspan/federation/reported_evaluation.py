@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from fedspan.core.method import Memory
 from fedspan.core.values import Job
 from fedspan.federation.absences import Awaited, EvaluationAbsences
 from fedspan.federation.changes import compute_capped_median
@@ -17,7 +16,7 @@ from fedspan.federation.evaluation import ClientScores, Evaluator, Metrics
 from fedspan.federation.federation import Federation
 from fedspan.federation.out_of_round import exchange_model
 from fedspan.federation.plausibility import drop_impossible_metrics
-from fedspan.federation.progress import Failure, Progress
+from fedspan.federation.progress import ClientState, Failure, Progress
 from fedspan.federation.protocol import Reply, ScoredPart, Scores
 from fedspan.federation.trimmed_scores import compute_trimmed_means
 from fedspan.federation.weights import compute_weight_limit
@@ -152,7 +151,7 @@ class RemoteEvaluator(ReportedEvaluator):
         federation: The federation to evaluate.
         batch_size: Batch size of the server's forward passes.
         clients: Number of clients to evaluate; None: all.
-        memories: Returns a client's memory of a round where the server can access it (a simulation); None: it cannot.
+        load_state: Returns a client's state of a round where the server can access it (a simulation); None: it cannot.
     """
 
     def __init__(
@@ -160,25 +159,25 @@ class RemoteEvaluator(ReportedEvaluator):
         federation: Federation,
         batch_size: int,
         clients: int | None = None,
-        memories: Callable[[str, int], Memory] | None = None,
+        load_state: Callable[[str, int], ClientState] | None = None,
     ) -> None:
         super().__init__(federation, batch_size, clients)
-        self._memories = memories
+        self._load_state = load_state
 
     def build_job(self, progress: Progress, client_id: str | None) -> Job:
-        """``Evaluator.build_job``, where the server can access the client's memory."""
+        """``Evaluator.build_job``, where the server can access the client's state."""
         last_round = None if client_id is None else progress.last_rounds.get(client_id)
         if client_id is None or last_round is None:
             return super().build_job(progress, client_id)
-        assert self._memories is not None, "models() names no client otherwise"
-        memory = self._memories(client_id, last_round)
-        return super().build_job(replace(progress, memories={client_id: memory}), client_id)
+        assert self._load_state is not None, "models() names no client otherwise"
+        state = self._load_state(client_id, last_round)
+        return super().build_job(replace(progress, states={client_id: state}), client_id)
 
     def iterate_models(
         self, progress: Progress, clients: Iterable[str] | None = None
     ) -> Iterator[tuple[tuple[str, ...], Job]]:
-        """``Evaluator.iterate_models``; personal models only where the server can access the clients' memories."""
-        if self._memories is None and self.federation.method.declare_claims().personal:
+        """``Evaluator.iterate_models``; personal models only where the server can access the clients' states."""
+        if self._load_state is None and self.federation.method.declare_claims().personal:
             return iter(())
         return super().iterate_models(progress, clients)
 

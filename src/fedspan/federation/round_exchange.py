@@ -181,13 +181,11 @@ class RoundExchange:
                 for id, reason in impossible
             ]
         counted = [id for id in replies if id not in missed]
-        memories, optimizers = context.transport.accept_replies(counted)
         return RoundResult(
             progress=Progress(
                 state=context.method.update(state, reduced),
-                memories=memories,
+                states=context.transport.accept_replies(counted),
                 last_rounds={**self.last_rounds, **{id: replies[id].round for id in counted}},
-                optimizers=optimizers,
                 last_replies={id: round for id, round in self._last_replies.items() if id not in counted},
             ),
             transfers=tally.sort_transfers(),

@@ -6,9 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from fedspan.core.method import Memory
-from fedspan.core.values import OptimizerState, Trained
-from fedspan.federation.progress import OpenOrders, Progress
+from fedspan.core.values import Trained
+from fedspan.federation.progress import ClientState, OpenOrders, Progress
 from fedspan.federation.protocol import Envelope
 from fedspan.training.jobs import Assignment
 
@@ -87,15 +86,13 @@ class Transport(ABC):
         if on_trained is not None:
             raise ValueError("clients in other processes cannot be watched")
 
-    def accept_replies(
-        self, accepted: Collection[str]
-    ) -> tuple[Mapping[str, Memory], Mapping[str, tuple[OptimizerState, int]]]:
-        """Return the clients' memories and moments after the round, where they are in this process.
+    def accept_replies(self, accepted: Collection[str]) -> Mapping[str, ClientState]:
+        """Return the clients' stored states after the round, where this process stores them.
 
         Args:
             accepted: Ids of the clients whose replies were accepted; the state of others is dropped.
         """
-        return {}, {}
+        return {}
 
     def get_simulated_seconds(self) -> float | None:
         """Return the time that the round took on a simulated clock, in seconds; None: there is no such clock."""

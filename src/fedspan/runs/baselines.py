@@ -145,9 +145,8 @@ def train_baseline(prepared: Prepared, name: str, listener: Listener, folder: Pa
             run_folder,
             Checkpoint(
                 state=progress.state,
-                memories=progress.memories,
+                states=progress.states,
                 last_rounds=progress.last_rounds,
-                optimizer_states=progress.optimizers,
                 selection=selection,
                 last_replies=progress.last_replies,
             ),

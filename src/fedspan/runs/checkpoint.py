@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fedspan.clients.stored_values import Version, discard, store
+from fedspan.clients.state_files import StateFolder, Version
 from fedspan.errors import FedspanError
 from fedspan.federation.progress import Progress
 from fedspan.files import (
@@ -128,14 +128,13 @@ def store_clients(run: RunFolder, progress: Progress) -> Progress:
         FedspanError: If the disk is full or refuses to write; nothing of the round is left then.
         ValueError: If a tensor cannot be stored.
     """
-    memories, optimizers = store(run.clients, progress.state.round, progress.memories, progress.optimizers)
-    return replace(progress, memories=memories, optimizers=optimizers)
+    return replace(progress, states=StateFolder(run.clients).store_round(progress.state.round, progress.states))
 
 
 def save(run: RunFolder, checkpoint: Checkpoint) -> Path:
     """Commit a round: write its checkpoint, and link the best one as ``best/``.
 
-    Clients' state that is not on the disk yet (``clients.stored_values``) is written first.
+    Clients' states that are not on the disk yet (``clients.state_files``) are written first.
 
     Args:
         run: A run folder whose lock this process holds.
@@ -151,8 +150,8 @@ def save(run: RunFolder, checkpoint: Checkpoint) -> Path:
     target = _get_folder(run, checkpoint.state.round)
     if target.exists():
         raise ValueError(f"round {checkpoint.state.round} has a checkpoint already: {target}")
-    memories, states = store(run.clients, checkpoint.state.round, checkpoint.memories, checkpoint.optimizer_states)
-    files = pack(replace(checkpoint, memories=memories, optimizer_states=states))
+    states = StateFolder(run.clients).store_round(checkpoint.state.round, checkpoint.states)
+    files = pack(replace(checkpoint, states=states))
     with convert_disk_errors(run.path):
         _commit(target, files)
         _show_best(run, checkpoint)
@@ -266,7 +265,8 @@ def resume(run: RunFolder, keep: int = 2) -> Checkpoint | None:
         _show_best(run, checkpoint)
     prune(run, keep)
     with convert_disk_errors(run.path):
-        discard(run.clients, _list_needed_files(_list_rounds(run).values()))
+        delete_temporary_files(run.clients)
+        StateFolder(run.clients).discard(_list_needed_versions(_list_rounds(run).values()))
     return checkpoint
 
 
@@ -286,7 +286,7 @@ def prune(run: RunFolder, keep: int = 2) -> None:
     rounds, best = _list_rounds(run), read_selection(run).best
     retained = {*sorted(rounds)[-keep:], *(() if best is None else (best.round,))}
     removed = [folder for round, folder in rounds.items() if round not in retained]
-    stale = _list_needed_files(removed)
+    stale = _list_needed_versions(removed)
     with convert_disk_errors(run.path):
         for folder in removed:
             # Renamed first: a folder with a checkpoint's name is always complete.
@@ -295,11 +295,12 @@ def prune(run: RunFolder, keep: int = 2) -> None:
             folder.rename(trash)
         delete_temporary_files(run.checkpoints)
         if stale:
-            discard(run.clients, _list_needed_files(rounds[round] for round in rounds if round in retained), stale)
+            needed = _list_needed_versions(rounds[round] for round in rounds if round in retained)
+            StateFolder(run.clients).discard(needed, stale)
 
 
-def _list_needed_files(folders: Iterable[Path]) -> set[Version]:
-    """Collect the clients' files that checkpoints name; an unreadable checkpoint needs no files."""
+def _list_needed_versions(folders: Iterable[Path]) -> set[Version]:
+    """Collect the versions of clients' states that checkpoints name; an unreadable checkpoint needs none."""
     needed: set[Version] = set()
     for folder in folders:
         with suppress(FedspanError):

@@ -7,13 +7,12 @@ import json
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from fedspan.clients.stored_values import MEMORY, MOMENTS, Kind, StoredMapping, Version
-from fedspan.core.tensors import Tensors
-from fedspan.core.values import OptimizerState, Scalar, ServerState
+from fedspan.clients.state_files import StateFolder, StoredStates, Version
+from fedspan.core.values import Scalar, ServerState
 from fedspan.errors import FedspanError
-from fedspan.federation.progress import OpenOrder, OpenOrders, Progress
+from fedspan.federation.progress import ClientState, OpenOrder, OpenOrders, Progress
 from fedspan.federation.serialization import decode_state, encode_state, expect
 from fedspan.files import (
     DamagedFileError,
@@ -26,7 +25,7 @@ from fedspan.runs.selection import Selection
 
 __all__ = ["Checkpoint", "load", "pack", "read_index", "read_positions", "read_versions"]
 
-FORMAT = 6
+FORMAT = 7
 """Version of checkpoint.json."""
 
 
@@ -39,9 +38,8 @@ class Checkpoint:
 
     Args:
         state: The server state; ``state.round`` names the checkpoint.
-        memories: The clients' memories, by client id.
+        states: The clients' stored states, by client id.
         last_rounds: Round of the last server state that reached a client and was accepted, by client id.
-        optimizer_states: The clients' optimizer moments, with the state generation that they belong to, by client id.
         selection: The selection after this round; its best round has a checkpoint, this one or an earlier one (so a
             round that becomes the best must be saved).
         positions: Ends of the logs at this round, by file name (``metrics.jsonl``, ``ledger.jsonl``), as returned by
@@ -53,9 +51,8 @@ class Checkpoint:
     """
 
     state: ServerState
-    memories: Mapping[str, Tensors] = field(default_factory=dict)
+    states: Mapping[str, ClientState] = field(default_factory=dict)
     last_rounds: Mapping[str, int | None] = field(default_factory=dict)
-    optimizer_states: Mapping[str, tuple[OptimizerState, int]] = field(default_factory=dict)
     selection: Selection = field(default_factory=Selection)
     positions: Mapping[str, Position] = field(default_factory=dict)
     inputs: Mapping[str, str] = field(default_factory=dict)
@@ -67,29 +64,23 @@ class Checkpoint:
     def progress(self) -> Progress:
         """The progress that the round loop resumes from."""
         last_rounds = {client: round for client, round in self.last_rounds.items() if round is not None}
-        return Progress(self.state, self.memories, last_rounds, self.optimizer_states, self.last_replies, self.open)
+        return Progress(self.state, self.states, last_rounds, self.last_replies, self.open)
 
 
 def _encode_clients(checkpoint: Checkpoint) -> bytes:
+    assert isinstance(checkpoint.states, StoredStates)
     table: dict[str, Mapping[str, int | None]] = {
         "last_rounds": checkpoint.last_rounds,
         "last_replies": checkpoint.last_replies,
+        "states": checkpoint.states.rounds,
     }
-    for kind, values in ((MEMORY, checkpoint.memories), (MOMENTS, checkpoint.optimizer_states)):
-        assert isinstance(values, StoredMapping)
-        table[kind.name] = values.rounds
     return json.dumps({name: dict(rounds) for name, rounds in table.items()}, separators=(",", ":")).encode()
 
 
-def _decode_clients(
-    data: bytes, clients: Path
-) -> tuple[dict[str, int | None], dict[str, int], StoredMapping[Any], StoredMapping[Any]]:
+def _decode_clients(data: bytes, clients: Path) -> tuple[dict[str, int | None], dict[str, int], StoredStates]:
     table = from_json(data)
-    memories, moments = (
-        StoredMapping(kind, clients, expect(table, kind.name, dict))
-        for kind in cast(tuple[Kind[Any], ...], (MEMORY, MOMENTS))
-    )
-    return expect(table, "last_rounds", dict), expect(table, "last_replies", dict), memories, moments
+    states = StoredStates(StateFolder(clients), expect(table, "states", dict))
+    return expect(table, "last_rounds", dict), expect(table, "last_replies", dict), states
 
 
 def _encode_open(open: OpenOrders) -> dict[str, bytes]:
@@ -131,7 +122,7 @@ def pack(checkpoint: Checkpoint) -> dict[str, bytes]:
     """Encode the files of a checkpoint, by name.
 
     Args:
-        checkpoint: A checkpoint whose clients' files are on the disk (``clients.stored_values``).
+        checkpoint: A checkpoint whose clients' files are on the disk (``clients.state_files``).
 
     Raises:
         ValueError: If a tensor cannot be stored (``serialization.Writer``).
@@ -192,10 +183,10 @@ def load(folder: Path) -> Checkpoint:
     clients = RunFolder(folder.parent if folder.name == "best" else folder.parent.parent).clients
     try:
         state = decode_state(data[_STATE])
-        last_rounds, last_replies, memories, optimizer_states = _decode_clients(data[_CLIENTS], clients)
-        for name, key, round in memories.list_versions() | optimizer_states.list_versions():
+        last_rounds, last_replies, states = _decode_clients(data[_CLIENTS], clients)
+        for client, round in states.list_versions():
             if round == state.round:
-                (MEMORY if name == MEMORY.name else MOMENTS).load(clients, key, round)
+                states.folder.load(client, round)
         selection = Selection.from_json(expect(index, "selection", dict))
         open = _decode_open(data)
     except ValueError as error:  # the files are intact, so another version wrote them
@@ -204,9 +195,8 @@ def load(folder: Path) -> Checkpoint:
         ) from error
     return Checkpoint(
         state=state,
-        memories=memories,
+        states=states,
         last_rounds=last_rounds,
-        optimizer_states=optimizer_states,
         selection=selection,
         positions=read_positions(index),
         inputs=index["inputs"],
@@ -232,11 +222,11 @@ def _parse_contents(folder: Path, index: Mapping[str, Any], only: Collection[str
 
 
 def read_versions(folder: Path) -> set[Version]:
-    """List the clients' files that a checkpoint needs.
+    """List the versions of clients' states that a checkpoint needs.
 
     Raises:
         FedspanError: If the files are damaged or of another version, as in ``load``; the server state is not read.
     """
     data = _parse_contents(folder, read_index(folder), (_CLIENTS,))
-    *_, memories, moments = _decode_clients(data[_CLIENTS], folder)
-    return memories.list_versions() | moments.list_versions()
+    *_, states = _decode_clients(data[_CLIENTS], folder)
+    return states.list_versions()

@@ -7,13 +7,12 @@ from dataclasses import replace
 from fedspan.clients.statistics import compute_client_statistics
 from fedspan.config import RunConfig
 from fedspan.core.heads import HeadStatistics
-from fedspan.core.method import Memory
 from fedspan.core.tensors import split_extras
 from fedspan.errors import FedspanError
 from fedspan.federation.aggregation.plaintext import PlaintextAggregation
 from fedspan.federation.federation import Federation
 from fedspan.federation.head_start import HeadStart, compute_head_tensors, start_head
-from fedspan.federation.progress import Progress
+from fedspan.federation.progress import ClientState, Progress
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.calls import build_tiny_batch, enter_evaluation
 from fedspan.models.head import FeatureTap, NoOutputLayer, OutputLayer, find_output_layer
@@ -126,14 +125,12 @@ def begin_locally(federation: Federation, head: HeadStart | None) -> Progress:
     if head is None:
         return progress
     engine, loaded = federation.engine, split_extras(progress.state.tensors)[1]
-    memories: dict[str, Memory] = {}
+    states: dict[str, ClientState] = {}
     with engine.stages.stage("statistics", sum(len(data.train) for data in federation.clients.values())):
         for id, data in federation.clients.items():
             if not len(data.train):
                 continue
             statistics = compute_client_statistics(engine, None, federation.examples, data.train, head.kind, 0.0, 1)
-            memories[id] = {
-                **loaded,
-                **compute_head_tensors(head, HeadStatistics.from_tensors(statistics), len(data.train)),
-            }
-    return replace(progress, memories=memories, last_rounds=dict.fromkeys(memories, 0))
+            fitted = compute_head_tensors(head, HeadStatistics.from_tensors(statistics), len(data.train))
+            states[id] = ClientState({**loaded, **fitted})
+    return replace(progress, states=states, last_rounds=dict.fromkeys(states, 0))

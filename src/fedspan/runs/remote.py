@@ -15,7 +15,7 @@ from fedspan.clients.host import Host
 from fedspan.clients.refusals import refuse_any
 from fedspan.clients.store import DiskClientStore
 from fedspan.config import RunConfig
-from fedspan.core.method import Memory, RegisteredMethod
+from fedspan.core.method import RegisteredMethod
 from fedspan.core.values import Client, Spec
 from fedspan.crypto import require_packages
 from fedspan.errors import FedspanError
@@ -191,13 +191,8 @@ def connect(
         begin_round=begin_round,
     )
     store = None if nodes is None else DiskClientStore(nodes)
-
-    def memory(client: str, round: int) -> Memory:
-        assert store is not None
-        return store.load(client, round).memory
-
     evaluator = RemoteEvaluator(
-        federation, config.evaluation.batch_size, config.evaluation.clients, None if store is None else memory
+        federation, config.evaluation.batch_size, config.evaluation.clients, None if store is None else store.load
     )
     return replace(prepared, federation=federation, evaluator=evaluator)
 

@@ -239,9 +239,8 @@ class Session:
             self.run_folder,
             Checkpoint(
                 state=progress.state,
-                memories=progress.memories,
+                states=progress.states,
                 last_rounds=progress.last_rounds,
-                optimizer_states=progress.optimizers,
                 selection=self.selection,
                 positions=positions,
                 inputs=self.inputs,

@@ -7,19 +7,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fedspan.clients.host import Host
-from fedspan.clients.mappings import OverlayMapping, copy_on_write
 from fedspan.clients.refusals import refuse_any
-from fedspan.clients.second_exchange import FirstExchange
-from fedspan.clients.store import ClientState, LostStateError
-from fedspan.core.method import Memory, Method
-from fedspan.core.values import Message, OptimizerState, ServerState
+from fedspan.clients.store import OverlayClientStore
+from fedspan.core.method import Method
+from fedspan.core.values import Message, ServerState
 from fedspan.federation.aggregation.aggregation import AggregationFactory
 from fedspan.federation.aggregation.plaintext import PlaintextAggregation
 from fedspan.federation.aggregation.reply_buffer import ReplyBuffer
 from fedspan.federation.conditions import PHASES, Conditions, corrupt_reply
 from fedspan.federation.federation import Federation, sort_clients
 from fedspan.federation.presence import Presence
-from fedspan.federation.progress import ClientData, Progress
+from fedspan.federation.progress import ClientData, ClientState, Progress
 from fedspan.federation.protocol import Envelope, Order, Reply, decode_order
 from fedspan.federation.secagg.messages import decode_phase
 from fedspan.federation.second_exchange import SecondExchange
@@ -32,77 +30,11 @@ from fedspan.training.engine import Engine
 if TYPE_CHECKING:
     from fedspan.clients.secagg import SecureClient
 
-__all__ = ["InProcess", "ProgressStore", "simulate"]
+__all__ = ["InProcess", "simulate"]
 
 
 _DROPPED_OUT = "it dropped out (simulated)"
 """Reason why a client that dropped out sends no reply."""
-
-
-class ProgressStore:
-    """The client store of a simulation: a progress, overlaid with the changes of the round's accepted replies.
-
-    Args:
-        progress: The progress before the round, which is not modified.
-    """
-
-    def __init__(self, progress: Progress) -> None:
-        self.progress = progress
-        self._pending: dict[str, ClientState] = {}
-        self._trained: dict[str, FirstExchange] = {}
-
-    def load(self, client: str, round: int) -> ClientState:
-        """``ClientStore.load``; a progress stores one version of each client, the accepted one."""
-        return ClientState(self.progress.memories.get(client, {}), _Phases(self.progress.optimizers, client))
-
-    def store(self, client: str, round: int, state: ClientState, needed: frozenset[int]) -> None:
-        """``ClientStore.store``; the version takes effect when the client's reply is accepted."""
-        self._pending[client] = state
-
-    def load_trained(self, client: str, round: int) -> FirstExchange:
-        """``ClientStore.load_trained``."""
-        if client not in self._trained or round != self.progress.state.round:
-            raise LostStateError(client, round, "it did not train in this round")
-        return self._trained[client]
-
-    def store_trained(self, client: str, round: int, first: FirstExchange | None) -> None:
-        """``ClientStore.store_trained``."""
-        self._trained.pop(client, None)
-        if first is not None:
-            self._trained[client] = first
-
-    def accept(self, ids: Collection[str]) -> tuple[Mapping[str, Memory], Mapping[str, tuple[OptimizerState, int]]]:
-        """Return the memories and moments of all clients, including what the given clients stored in this round.
-
-        Args:
-            ids: Ids of the clients whose replies were accepted.
-        """
-        memories, optimizers = copy_on_write(self.progress.memories), copy_on_write(self.progress.optimizers)
-        for id in ids:
-            state = self._pending[id]
-            memories[id] = state.memory
-            changed = state.moments.changes if isinstance(state.moments, OverlayMapping) else state.moments
-            for phase, moments in changed.items():
-                optimizers[f"{id}/{phase}"] = moments
-        return memories, optimizers
-
-
-class _Phases(Mapping[str, tuple[OptimizerState, int]]):
-    """A client's moments by phase: the training after a probe does not use the probe's moments."""
-
-    def __init__(self, optimizers: Mapping[str, tuple[OptimizerState, int]], client: str) -> None:
-        self._optimizers, self._prefix = optimizers, f"{client}/"
-
-    def __getitem__(self, phase: str) -> tuple[OptimizerState, int]:
-        return self._optimizers[self._prefix + phase]
-
-    def __iter__(self) -> Iterator[str]:
-        # Ids may contain slashes and phases do not: "a/b/train" belongs to the client "a/b", not to "a".
-        phases = (key.removeprefix(self._prefix) for key in self._optimizers if key.startswith(self._prefix))
-        return (phase for phase in phases if "/" not in phase)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
 
 
 class _LazyOrders(Mapping[str, Order]):
@@ -138,7 +70,7 @@ class InProcess(TimedTransport):
 
     def __init__(self, host: Host, conditions: Conditions | None = None) -> None:
         self.host, self.conditions = host, conditions
-        self._round, self._attempt = 0, -1
+        self._state, self._attempt = ServerState(), -1
         self._clock = 0.0
         if conditions is not None and conditions.faults is not None:
             self._faulty, self._faults = conditions.draw_faulty(sorted(host.clients)), conditions.faults
@@ -146,16 +78,14 @@ class InProcess(TimedTransport):
 
     def begin(self, progress: Progress, on_trained: OnTrained | None = None) -> None:
         """``Transport.begin``."""
-        self.host.store = ProgressStore(progress)
+        self.host.store = OverlayClientStore(progress.states)
         self.host.on_trained = on_trained
         self.host.share_base(progress.state.base)
-        self._round, self._attempt, self._clock = progress.state.round, -1, 0.0
+        self._state, self._attempt, self._clock = progress.state, -1, 0.0
 
-    def accept_replies(
-        self, accepted: Collection[str]
-    ) -> tuple[Mapping[str, Memory], Mapping[str, tuple[OptimizerState, int]]]:
+    def accept_replies(self, accepted: Collection[str]) -> Mapping[str, ClientState]:
         """``Transport.accept_replies``."""
-        assert isinstance(self.host.store, ProgressStore)
+        assert isinstance(self.host.store, OverlayClientStore)
         return self.host.store.accept(accepted)
 
     def get_simulated_seconds(self) -> float | None:
@@ -202,7 +132,7 @@ class InProcess(TimedTransport):
         self._attempt += phase == phases[0]
         dropped: list[str] = []
         for id in orders:
-            phase_of_dropout = self.conditions.draw_silence(id, self._round, self._attempt, phases)
+            phase_of_dropout = self.conditions.draw_silence(id, self._state.round, self._attempt, phases)
             if phase_of_dropout is not None and phases.index(phase_of_dropout) <= phases.index(phase):
                 dropped.append(id)
         dropped_ids = set(dropped)
@@ -291,8 +221,7 @@ class InProcess(TimedTransport):
             {} if order.client.last_round is None else self.host.store.load(order.to, order.client.last_round).memory
         )
         if order.task == "second":
-            assert isinstance(self.host.store, ProgressStore)
-            exchange = SecondExchange(inner=self.host.method, order=order_message, state=self.host.store.progress.state)
+            exchange = SecondExchange(inner=self.host.method, order=order_message, state=self._state)
             start = build_untrained_reply(exchange, order_message, replace(order.client, last_round=None), order.round)
         else:
             start = build_untrained_jobs(self.host.method, order_message, order.client, order.round, memory)[1]
@@ -331,7 +260,7 @@ def simulate(
         presence: The rounds in which each client is present; None: every client in every round.
     """
     by_id = sort_clients(clients)
-    store = ProgressStore(Progress(ServerState()))
+    store = OverlayClientStore({})
     host = Host(method, engine, by_id, examples, store, batch_size=1, secure=secure, reveals_losses=True)
     transport = InProcess(host, conditions)
     return Federation(method, engine, by_id, examples, settings, transport, rules, new_aggregation, presence=presence)

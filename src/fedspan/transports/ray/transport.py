@@ -12,7 +12,7 @@ import ray
 
 from fedspan.clients.host import Host
 from fedspan.clients.second_exchange import TRAINED
-from fedspan.clients.store import STATE, ClientState
+from fedspan.clients.state_files import STATE
 from fedspan.errors import FedspanError
 from fedspan.federation.conditions import Conditions
 from fedspan.federation.progress import Progress
@@ -115,11 +115,11 @@ class ClusterTransport(InProcess):
         def on_result(stack: list[str], outcomes: Sequence[Outcome]) -> None:
             for outcome in outcomes:
                 if outcome.state is not None:
-                    state = STATE.decode(outcome.state, outcome.id, self._round)
-                    self.host.store.store(outcome.id, self._round, state, frozenset())
+                    state = STATE.decode(outcome.state, outcome.id, self._state.round)
+                    self.host.store.store(outcome.id, self._state.round, state, frozenset())
                 if outcome.trained is not None:
-                    first = TRAINED.decode(outcome.trained, outcome.id, self._round)
-                    self.host.store.store_trained(outcome.id, self._round, first)
+                    first = TRAINED.decode(outcome.trained, outcome.id, self._state.round)
+                    self.host.store.store_trained(outcome.id, self._state.round, first)
                 if outcome.session is not None and self.host.secure is not None:
                     self.host.secure[outcome.id].sessions.store(outcome.id, outcome.session)
                 on_reply(outcome.id, outcome.envelope)
@@ -180,4 +180,4 @@ class ClusterTransport(InProcess):
         state = self.host.store.load(id, client.last_round)
         if not state.memory and not state.moments:
             return None
-        return STATE.encode(id, client.last_round, ClientState(state.memory, dict(state.moments)))
+        return STATE.encode(id, client.last_round, state)

@@ -11,11 +11,12 @@ import ray
 import torch
 
 from fedspan.clients.host import Host
-from fedspan.clients.mappings import OverlayMapping
-from fedspan.clients.second_exchange import TRAINED, FirstExchange
-from fedspan.clients.store import STATE, ClientState, LostStateError
+from fedspan.clients.second_exchange import TRAINED
+from fedspan.clients.state_files import STATE
+from fedspan.clients.store import OverlayClientStore
 from fedspan.core.base import BaseUpdate, apply_patch
 from fedspan.federation import serialization
+from fedspan.federation.progress import ClientState
 from fedspan.federation.protocol import Envelope, Order, Reply, decode_order
 from fedspan.training.batched import BatchedEngine
 from fedspan.training.stacking import StackingPlan
@@ -75,34 +76,6 @@ class Outcome:
     session: Session | None
 
 
-class _StateInTransit:
-    """The client store of a worker: states that came with orders, and states that go back with replies."""
-
-    def __init__(self) -> None:
-        self.arrived: dict[str, ClientState] = {}
-        self.departing: dict[str, bytes] = {}
-        self.departing_trained: dict[str, bytes] = {}
-
-    def load(self, client: str, round: int) -> ClientState:
-        """``ClientStore.load``; a stack brings one version of each client, the accepted one."""
-        return self.arrived[client]
-
-    def store(self, client: str, round: int, state: ClientState, needed: frozenset[int]) -> None:
-        """``ClientStore.store``; of the moments, only those of this round's phases go back."""
-        moments = state.moments.changes if isinstance(state.moments, OverlayMapping) else state.moments
-        self.departing[client] = STATE.encode(client, round, ClientState(state.memory, moments))
-
-    def load_trained(self, client: str, round: int) -> FirstExchange:
-        """``ClientStore.load_trained``: the driver itself carries out second exchanges."""
-        raise LostStateError(client, round, "a worker stores no client's training")
-
-    def store_trained(self, client: str, round: int, first: FirstExchange | None) -> None:
-        """``ClientStore.store_trained``."""
-        self.departing_trained.pop(client, None)
-        if first is not None:
-            self.departing_trained[client] = TRAINED.encode(client, round, first)
-
-
 class ClusterWorker:
     """Carries out orders on a host of its own.
 
@@ -113,7 +86,6 @@ class ClusterWorker:
     def __init__(self, threads: int) -> None:
         torch.set_num_threads(threads)
         self._host: Host | None = None
-        self._store = _StateInTransit()
         self._base, self._version = BaseUpdate(), -1
         self._bodies: dict[ray.ObjectRef[bytes], bytes] = {}
 
@@ -127,7 +99,6 @@ class ClusterWorker:
         self._host = None  # frees the memory that the next one needs
         self._base, self._version, self._bodies = BaseUpdate(), -1, {}
         self._host = build(kit)
-        self._host.store = self._store = _StateInTransit()
 
     def choose_plan(
         self,
@@ -179,17 +150,7 @@ class ClusterWorker:
         else:
             host.prepare([order.to for order in orders])
             replies = [host.answer(order) for order in orders]
-        states, trained = self._store.departing, self._store.departing_trained
-        return [
-            Outcome(
-                reply.id,
-                reply.to_envelope(),
-                states.pop(reply.id, None),
-                trained.pop(reply.id, None),
-                _load_session(host, reply.id),
-            )
-            for reply in replies
-        ]
+        return [_build_outcome(host, reply) for reply in replies]
 
     def release_memory(self) -> None:
         """Return memory that training no longer uses to the system, where the C library can (glibc)."""
@@ -215,23 +176,32 @@ class ClusterWorker:
     def _open_orders(
         self, host: Host, bodies: Sequence[ray.ObjectRef[bytes]], stack: Sequence[StackedOrder]
     ) -> list[Order]:
-        """Decode orders, and load the states of their clients."""
+        """Decode orders, and give the host a store with the states of their clients."""
         # A message that several stacks share stays one object, which the host decodes once.
         self._bodies = {ref: self._bodies[ref] if ref in self._bodies else ray.get(ref) for ref in bodies}
         orders = [decode_order(Envelope(stacked.header, self._bodies[bodies[stacked.body]])) for stacked in stack]
-        self._store.arrived.clear()
-        self._store.departing.clear()
-        self._store.departing_trained.clear()
+        states: dict[str, ClientState] = {}
         for order, stacked in zip(orders, stack, strict=True):
-            state = ClientState()
             if stacked.state is not None:
                 assert order.client is not None
                 assert order.client.last_round is not None
-                state = STATE.decode(stacked.state, order.to, order.client.last_round)
-            self._store.arrived[order.to] = ClientState(state.memory, OverlayMapping(state.moments, {}))
+                states[order.to] = STATE.decode(stacked.state, order.to, order.client.last_round)
             if stacked.session is not None and host.secure is not None:
                 host.secure[order.to].sessions.store(order.to, stacked.session)
+        host.store = OverlayClientStore(states)
         return orders
+
+
+def _build_outcome(host: Host, reply: Reply) -> Outcome:
+    store, id = host.store, reply.id
+    assert isinstance(store, OverlayClientStore)
+    return Outcome(
+        id,
+        reply.to_envelope(),
+        STATE.encode(id, reply.round, store.stored[id]) if id in store.stored else None,
+        TRAINED.encode(id, *store.trained[id]) if id in store.trained else None,
+        _load_session(host, id),
+    )
 
 
 def _load_session(host: Host, id: str) -> Session | None:
