@@ -33,23 +33,17 @@ SELECTIONS = st.builds(
     st.dictionaries(IDS, st.builds(ClientLoss, st.floats(), st.floats()), max_size=3),
     st.booleans(),
 )
+MOMENTS = st.builds(
+    OptimizerState,
+    st.dictionaries(st.sampled_from(["exp_avg", "exp_avg_sq"]), SLOTS),
+    st.dictionaries(st.sampled_from(["l/A", "l/B"]), st.integers(0, 99)),
+)
+STATES = st.builds(ClientState, SLOTS, st.dictionaries(IDS, st.tuples(MOMENTS, st.integers(0, 5)), max_size=2))
 CHECKPOINTS = st.builds(
     Checkpoint,
     st.builds(ServerState, st.integers(0, 10**6), SLOTS, scalars=SCALARS),
-    st.dictionaries(IDS, SLOTS, max_size=3),
+    st.dictionaries(IDS, STATES, max_size=3),
     st.dictionaries(IDS, st.none() | st.integers(0, 9), max_size=3),
-    st.dictionaries(
-        IDS,
-        st.tuples(
-            st.builds(
-                OptimizerState,
-                st.dictionaries(st.sampled_from(["exp_avg", "exp_avg_sq"]), SLOTS),
-                st.dictionaries(st.sampled_from(["l/A", "l/B"]), st.integers(0, 99)),
-            ),
-            st.integers(0, 5),
-        ),
-        max_size=3,
-    ),
     SELECTIONS,
     st.dictionaries(
         st.sampled_from(["metrics.jsonl", "ledger.jsonl"]),
