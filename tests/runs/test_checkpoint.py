@@ -12,6 +12,7 @@ import torch
 
 from fedspan.core.values import ServerState
 from fedspan.errors import FedspanError
+from fedspan.federation.progress import ClientState
 from fedspan.runs.checkpoint import load_latest, prune, resume, save
 from fedspan.runs.checkpoint_format import Checkpoint, load
 from fedspan.runs.folder import RunFolder
@@ -26,7 +27,7 @@ def run(tmp_path: Path) -> RunFolder:
 def checkpoint_of(round: int, best: Best | None = None) -> Checkpoint:
     return Checkpoint(
         ServerState(round, {"l/A": torch.full((3,), float(round))}),
-        {"a": {"l/B": torch.ones(2)}},
+        {"a": ClientState({"l/B": torch.ones(2)})},
         selection=Selection(best),
     )
 
@@ -115,10 +116,10 @@ def test_going_on_from_an_older_one(run: RunFolder) -> None:
 
 
 def test_a_format_of_the_future_is_refused(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedspan.runs.checkpoint_format.FORMAT", 7)
+    monkeypatch.setattr("fedspan.runs.checkpoint_format.FORMAT", 8)
     save(run, checkpoint_of(1))
     monkeypatch.undo()
-    with pytest.raises(FedspanError, match="reads format 6"):
+    with pytest.raises(FedspanError, match="reads format 7"):
         load_latest(run)
 
 
