@@ -123,7 +123,8 @@ def test_peak_memory_is_that_of_fifty_clients(method: str, tiny_folder: Path, tm
         writer.writerows([f"{label}{number % 8} word{number % 12}", label] for number, label in enumerate(labels))
     config = tmp_path / "config.yaml"
     config.write_text(
-        f"device: cpu\nthreads: 1\nmodel: {{name: {tiny_folder / 'bert'}, target_modules: [query, value]}}\n"
+        f"device: cpu\nthreads: 1\nmodel: {{name: {tiny_folder / 'bert'}, target_modules: [query, value], "
+        f"head_init: random}}\n"  # the statistics of 100,000 clients are as many passes
         f"data: {{train: {path}, test_fraction: 0}}\nmethod: {{name: {method}, r: 2}}\n"
         "federation: {rounds: 2, clients_per_round: 50}\ntraining: {local_steps: 2, optimizer_state: keep}\n"
         "evaluation: {every: 2, clients: 20}\n"
