@@ -1,21 +1,24 @@
 """A node whose trainer trains in two processes: rank 0 serves runs of two rounds, and writes what came out.
 
 RANK=... WORLD_SIZE=2 ... python -m helpers.two_processes TINY_FOLDER OUT METHOD [--fail RANK] [--interrupt] [--fewer]
-    [--dropout RATE] [--runs COUNT] [--sentences]
+    [--dropout RATE] [--runs COUNT] [--sentences] [--fsdp] [--checkpointing] [--bf16]
 
 An evaluation follows each round. result-0.safetensors has the final tensors and the losses of the first run, and so on;
-draws-RANK.safetensors has the examples and the dropout masks of each pass of a process, if there is dropout.
+draws-RANK.safetensors has the examples and the dropout masks of each pass of a process, if there is dropout, and
+bytes-RANK.json the bytes of the frozen weights that a process holds, and of all, after the runs of FSDP.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from safetensors.torch import save_file
 from torch import nn
 from transformers import Trainer, TrainerCallback
@@ -25,6 +28,7 @@ from fedspan.core.base import to_dense
 from fedspan.data.files import FROM_TRAINERS
 from fedspan.deployment.trainer_node import TrainerNode, adopt_node_trainer, follow
 from fedspan.federation.progress import TooFewReplies
+from fedspan.models.sharded import get_shard
 from fedspan.runs.own_trainers import TrainerRuns, adopt_trainer
 from fedspan.runs.setup import Prepared
 from fedspan.training.trainers.processes import Processes, count_processes
@@ -65,6 +69,24 @@ def record_draws(trainer: Trainer, draws: dict[str, torch.Tensor]) -> None:
     trainer.model.bert.embeddings.dropout.register_forward_hook(record_mask)  # pyright: ignore
 
 
+def enable_fsdp(trainer: Trainer) -> None:
+    """Have a trainer with ``fsdp=True`` train with FSDP on the CPU, where Accelerate would ignore it and use DDP."""
+    state = trainer.accelerator.state
+    assert state.distributed_type == DistributedType.MULTI_CPU
+    state.distributed_type = DistributedType.FSDP
+    state.fsdp_plugin = FullyShardedDataParallelPlugin(**trainer.args.fsdp_plugin_args)
+    trainer.is_fsdp_enabled = True
+
+
+def count_bytes(model: nn.Module) -> list[int]:
+    """Count the bytes of a model's frozen weights: those that this process holds, and all."""
+    values = [value for name, value in model.named_parameters() if not name.startswith("classifier.")]
+    return [
+        sum(part.numel() * part.element_size() for part in parts)
+        for parts in (map(get_shard, values), values)
+    ]
+
+
 def serve(
     tiny_folder: Path,
     out: Path,
@@ -74,6 +96,9 @@ def serve(
     fewer: bool = False,
     dropout: float = 0.0,
     runs: int = 1,
+    fsdp: bool = False,
+    checkpointing: bool = False,
+    bf16: bool = False,
 ) -> None:
     """Serve runs with the trainer of one process, or of the processes of this script."""
     torch.set_num_threads(1)
@@ -82,7 +107,10 @@ def serve(
         out / "trainer",
         per_device_train_batch_size=GLOBAL_BATCH // count,
         per_device_eval_batch_size=1,
+        gradient_checkpointing=checkpointing,
+        bf16=bf16,
         **({} if count == 1 else {"ddp_backend": "gloo"}),
+        **({"fsdp": True} if fsdp else {}),
     )
     config = node(tiny_folder, out / "node", data={}, limits={"train_examples": 1})
     callbacks = [Fails()] if fail is not None and fail == args.process_index else []
@@ -93,6 +121,8 @@ def serve(
     )
     model.accepts_loss_kwargs = False  # BERT's head ignores num_items_in_batch, and its loss would be doubled
     made = make_trainer(tiny_folder, "east", model=model, args=args, callbacks=callbacks)
+    if fsdp:
+        enable_fsdp(made)
     if fewer and args.process_index == 1:
         made.train_dataset = made.train_dataset.select(range(5))  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
     draws: dict[str, torch.Tensor] = {}
@@ -106,6 +136,8 @@ def serve(
         with closing(TrainerNode(config, trainer, processes)) as worker:
             for run in range(runs):
                 serve_run(tiny_folder, worker, method, out / f"result-{run}.safetensors")
+    if fsdp:
+        (out / f"bytes-{args.process_index}.json").write_text(json.dumps(count_bytes(model)))
     if draws:
         save_file(draws, out / f"draws-{args.process_index}.safetensors")
 
@@ -173,12 +205,27 @@ def main() -> None:
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--sentences", action="store_true")
+    parser.add_argument("--fsdp", action="store_true")
+    parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--bf16", action="store_true")
     args = parser.parse_args()
     method = {"name": args.method}
     if args.sentences:
         simulate_sentences(args.tiny_folder, args.out, method)
         return
-    serve(args.tiny_folder, args.out, method, args.fail, args.interrupt, args.fewer, args.dropout, args.runs)
+    serve(
+        args.tiny_folder,
+        args.out,
+        method,
+        args.fail,
+        args.interrupt,
+        args.fewer,
+        args.dropout,
+        args.runs,
+        args.fsdp,
+        args.checkpointing,
+        args.bf16,
+    )
 
 
 if __name__ == "__main__":

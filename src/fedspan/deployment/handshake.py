@@ -20,7 +20,6 @@ from fedspan.deployment.base_offers import MOST_FILES, BaseFile, compute_offer_d
 from fedspan.errors import FedspanError, escape_controls
 from fedspan.federation.protocol import REPLY_HEADER, Count, Envelope, HeaderPart, PrintableName, Reason
 from fedspan.files import from_json
-from fedspan.models.digest import hash_frozen
 from fedspan.runs.model_setup import RunModel
 
 __all__ = [
@@ -213,7 +212,7 @@ def compute_base_digest(model: RunModel) -> str:
     """
     adapted = model.adapted
     vocabulary: dict[str, int] = getattr(model.processor, "get_vocab", dict)()  # image processors have none
-    digest = hash_frozen(adapted.model, adapted.get_values())
+    digest = adapted.hash_frozen()
     digest.update(json.dumps(sorted(vocabulary.items())).encode())
     if model.pooling is not None:
         digest.update(repr(model.pooling).encode())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +20,14 @@ from fedspan.core.lowrank import LowRank
 from fedspan.core.parametrization import Parametrization
 from fedspan.core.tensors import EXTRAS, group_by_layer, join_extra_name
 from fedspan.core.values import Spec
+from fedspan.models.digest import hash_frozen
 from fedspan.models.fast_paths import BlockedFastPaths
 from fedspan.models.layer import AdaptedLayer, Dropout
 from fedspan.models.offload import get_device
 from fedspan.models.operators import Operator
 from fedspan.models.precision import keep_in_float32
 from fedspan.models.quantized import prevent_repacking
+from fedspan.models.sharded import is_sharded
 from fedspan.models.targets import find_variances, is_batch_norm, make_spec
 
 __all__ = ["AdaptedLayer", "AdaptedModel"]
@@ -61,6 +64,7 @@ class AdaptedModel:
         self._norms = {name: module for name, module in model.named_modules() if is_batch_norm(module)}
         self._initial_extras = {path: value.detach().clone() for path, value in self.get_values().items()}
         self._base = BaseUpdate()
+        self._hash: Any = None  # of sharded weights
         model.requires_grad_(False)
 
     @property
@@ -101,6 +105,23 @@ class AdaptedModel:
             self.layers[name].adopted = pair.to(self.device)
         for path, value in extras.items():
             self._initial_extras[path] = value.to(self.device, self._initial_extras[path].dtype, copy=True)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the weights of the target layers are sharded over several processes (FSDP)."""
+        return any(is_sharded(layer.stored_weight) for layer in self.layers.values())
+
+    def begin_sharded(self) -> None:
+        """Adapt to weights that have been sharded since this object was built; every process calls this together."""
+        self._initial_extras = {path: value.to(self.device) for path, value in self._initial_extras.items()}
+        self._hash = hash_frozen(self.model, self.get_values())
+
+    def hash_frozen(self) -> Any:
+        """Return a new SHA-256 object of the frozen weights (``digest.hash_frozen``).
+
+        Sharded weights were gathered for it in ``begin_sharded``, because one process alone cannot gather them.
+        """
+        return hash_frozen(self.model, self.get_values()) if self._hash is None else self._hash.copy()
 
     def set_base(self, base: BaseUpdate) -> None:
         """Compute with the base of a server state."""

@@ -9,11 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedspan.models.sharded import gather
+
 __all__ = ["hash_frozen"]
 
 
 def hash_frozen(root: nn.Module, extras: Mapping[str, Tensor]) -> Any:
     """Return the SHA-256 object of all parameters and stored buffers of a module, but for a model's extras.
+
+    If a module is sharded, every process calls this at the same time, and one tensor after another is gathered.
 
     Args:
         root: The model, or a module around it.
@@ -25,5 +29,5 @@ def hash_frozen(root: nn.Module, extras: Mapping[str, Tensor]) -> Any:
         if id(value) in trained or name in extras or not isinstance(value, Tensor):
             continue
         digest.update(f"{name} {value.dtype} {list(value.shape)}\n".encode())
-        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        digest.update(gather(value).cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest

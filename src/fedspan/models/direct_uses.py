@@ -30,9 +30,12 @@ class _DirectUses(TorchDispatchMode):
         super().__init__()
         self.layers: dict[str, None] = {}  # in the order of the uses
         self.is_in_model = False
-        self._weights = {
-            id(layer.stored_weight): name for name, layer in adapted.layers.items() if not is_offloaded(layer.module)
-        }
+        self._layers = {name: layer for name, layer in adapted.layers.items() if not is_offloaded(layer.module)}
+        self._weights = self._list_weights()
+        self._is_sharded = adapted.is_sharded
+
+    def _list_weights(self) -> dict[int, str]:
+        return {id(layer.stored_weight): name for name, layer in self._layers.items()}
 
     def observe(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the model's forward, whose uses of weights are recorded."""
@@ -58,6 +61,8 @@ class _DirectUses(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.is_in_model:
+            if self._is_sharded:  # a block has its gathered weights as other parameters
+                self._weights = self._list_weights()
             names = (self._weights.get(id(value)) for value in tree_leaves((args, kwargs)))
             self.layers.update((name, None) for name in names if name is not None)
         return func(*args, **(kwargs or {}))

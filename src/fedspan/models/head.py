@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.precision import compute_tolerance
+from fedspan.models.sharded import gather
 
 __all__ = [
     "FeatureTap",
@@ -82,7 +83,7 @@ def find_frozen_heads(adapted: AdaptedModel) -> tuple[str, ...]:
     if not body or not hasattr(model, body):
         return ()
     layers = {path: module for path, module in model.named_modules() if isinstance(module, nn.Linear)}
-    inside = {path for path in layers if path.startswith(f"{body}.")}
+    inside = [path for path in layers if path.startswith(f"{body}.")]  # in order, by which sharded ones are gathered
     is_body_trained = any(_has_bias(layers[path]) and not _is_untrained(layers[path]) for path in inside)
     return tuple(
         path
@@ -100,7 +101,7 @@ def _has_bias(layer: nn.Linear) -> bool:
 
 def _is_untrained(layer: nn.Linear) -> bool:
     """Check for a bias of zeros, which Transformers gives to new layers and which hardly survives a training step."""
-    return _has_bias(layer) and not bool(layer.bias.any())
+    return _has_bias(layer) and not bool(gather(layer.bias).any())
 
 
 class FeatureTap:

@@ -11,13 +11,14 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
-from fedspan.core.base import BaseUpdate, Delta, materialize
+from fedspan.core.base import BaseUpdate, Delta, materialize, to_dense
 from fedspan.core.lowrank import LowRank, concatenate
 from fedspan.core.parametrization import Effective, Parametrization
 from fedspan.errors import FedspanError
 from fedspan.models.offload import is_offloaded, read_bias, read_weight
 from fedspan.models.operators import build_operator
 from fedspan.models.quantized import dequantize, is_quantized
+from fedspan.models.sharded import cut_shard, get_shard, is_sharded
 
 __all__ = ["AdaptedLayer", "Dropout"]
 
@@ -68,9 +69,16 @@ class AdaptedLayer:
         self.adopted, self.moved, self._original = values
 
     def get_original(self) -> Tensor:
-        """Return W0, (O, I), in its stored dtype; for a quantized layer, the dequantized numbers."""
+        """Return W0, (O, I), in its stored dtype; for a quantized layer, the dequantized numbers.
+
+        Raises:
+            FedspanError: If the weight is sharded: a process alone cannot read the whole of it.
+        """
         if is_quantized(self.module):
             return dequantize(self.module)
+        if is_sharded(self.stored_weight):
+            problem = f"the whole weight of {self.name} is needed, of which each process has a part (FSDP)"
+            raise FedspanError("trainer", self.name, "a trainer without FSDP", problem=problem)
         stored = read_weight(self.module) if self._original is None else self._original
         return self.operator.to_matrix(stored)
 
@@ -78,7 +86,8 @@ class AdaptedLayer:
         """Let the layer compute with ``rho * W0 + total``.
 
         A float32 module gets a working copy (W0 is stored separately). Narrower formats would round small changes away,
-        so there, and in quantized and offloaded layers, W0 stays in place and the total is applied beside it.
+        so there, and in quantized and offloaded layers, W0 stays in place and the total is applied beside it. Of a
+        sharded weight, each process changes its own part.
 
         Raises:
             FedspanError: If rho != 1 on a base that is offloaded or not float32.
@@ -99,10 +108,15 @@ class AdaptedLayer:
         if base.rho == 1.0 and delta is None and self._original is None:
             return
         if self._original is None:
-            self._original = self.stored_weight.detach().clone()
-        working = materialize(self.get_original(), base, self.name)
-        with torch.no_grad():
-            self.stored_weight.copy_(self.operator.to_stored(working))
+            self._original = get_shard(self.stored_weight).clone()
+        if is_sharded(self.stored_weight):
+            working = self._original * base.rho
+            if delta is not None:
+                change = self.operator.to_stored(to_dense(delta).to(working.device, working.dtype))
+                working += cut_shard(change, self.stored_weight)
+        else:
+            working = self.operator.to_stored(materialize(self.get_original(), base, self.name))
+        get_shard(self.stored_weight).copy_(working)
 
     def restore(self) -> None:
         """Restore the module's own forward; this object cannot be used afterwards."""

@@ -24,6 +24,7 @@ from fedspan.models.offload import Offload, is_offloaded
 from fedspan.models.plain import has_name
 from fedspan.models.pooling import Pooling
 from fedspan.models.sentence_encoders import find_pooling
+from fedspan.models.sharded import is_sharded
 from fedspan.models.targets import find_buffers, find_extras, find_other_parameters, find_targets
 from fedspan.runs.records import require_intact_model
 from fedspan.runs.task_setup import require_packing
@@ -222,6 +223,13 @@ def adapt_model(
         problem = f"{offloaded[0]} trains whole, but it is offloaded"
         expected = "modules outside of the blocks, or a larger model.max_memory"
         raise FedspanError("model.modules_to_save", config.model.modules_to_save, expected, problem=problem)
+    sharded = [path for path, value in extras.items() if is_sharded(value)]
+    if sharded:
+        problem = (
+            f"{sharded[0]} trains whole, but FSDP shards it since an earlier run of this script, in which it did not "
+            "train. Start the script again"
+        )
+        raise FedspanError("model.modules_to_save", config.model.modules_to_save, problem=problem)
     return AdaptedModel(model, targets, extras, find_buffers(model, extras)), peft_config
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -223,7 +223,7 @@ class TrainerRuns:
 
     Args:
         trainers: The clients' trainers by client id.
-        processes: The processes in which the only client's trainer trains (DDP); None: all train in this one.
+        processes: The processes in which the only client's trainer trains (DDP, FSDP); None: all train in this one.
     """
 
     def __init__(self, trainers: Mapping[str, LocalTrainer], processes: Processes | None = None) -> None:
@@ -359,8 +359,8 @@ def _adapt_models(
     """
     built: dict[nn.Module, RunModel] = {}
     owners: dict[str, Owner] = {}
-    flags = [(value, value.requires_grad) for trainer in trainers.values() for value in trainer.root.parameters()]
-    restore.callback(_set_flags, flags)
+    for root in {trainer.root: None for trainer in trainers.values()}:
+        restore.callback(_set_flags, root, {name: value.requires_grad for name, value in root.named_parameters()})
     for id, trainer in trainers.items():
         module = trainer.model
         if module not in built:
@@ -370,6 +370,8 @@ def _adapt_models(
                 restore.enter_context(omit_pooler(module))
             adapted, peft_config = adapt_model(config, module, ())
             restore.callback(adapted.restore)
+            if isinstance(trainer, TransformersTrainer):
+                trainer.shard(adapted)
             assert peft_config is not None, "the target layers were not named"
             if frozen := find_frozen_heads(adapted):
                 names = ", ".join(frozen)
@@ -386,9 +388,9 @@ def _adapt_models(
     return owners, next(iter(built.values()))
 
 
-def _set_flags(flags: Sequence[tuple[nn.Parameter, bool]]) -> None:
-    for value, flag in flags:
-        value.requires_grad_(flag)
+def _set_flags(root: nn.Module, flags: Mapping[str, bool]) -> None:
+    for name, value in root.named_parameters():  # FSDP replaces parameters
+        value.requires_grad_(flags.get(name, value.requires_grad))
 
 
 def _get_task_type(trainer: LocalTrainer) -> str | None:

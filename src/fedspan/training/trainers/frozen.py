@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fedspan.models.adapted import AdaptedModel
+from fedspan.models.sharded import get_shard
 
 __all__ = ["FrozenBase", "checksum_frozen"]
 
@@ -66,7 +67,8 @@ def checksum_frozen(root: nn.Module, live: Mapping[str, Tensor]) -> dict[str, in
         live: The job's tensors.
 
     Returns:
-        Checksums of the raw values and their order, by name; computed on the module's device.
+        Checksums of the raw values and their order, by name; computed on the module's device. Of a sharded weight,
+        each process has that of its own part.
     """
     job_tensors = {id(value) for value in live.values()}
     state = root.state_dict(keep_vars=True)
@@ -80,7 +82,7 @@ def checksum_frozen(root: nn.Module, live: Mapping[str, Tensor]) -> dict[str, in
 @torch.no_grad()
 def _checksum(value: Tensor) -> int:
     """Return the sum of a tensor's words, each multiplied by a number of its position, modulo 2**64."""
-    raw = value.detach().contiguous().flatten().view(torch.uint8)
+    raw = get_shard(value).contiguous().flatten().view(torch.uint8)
     if raw.numel() % 4 == 0 and raw.storage_offset() % 4 == 0:
         raw = raw.view(torch.int32)
     factors = torch.arange(1, min(len(raw), _CHUNK) + 1, device=raw.device) * _MIX  # wraps around

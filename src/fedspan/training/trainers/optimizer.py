@@ -29,6 +29,7 @@ class JobOptimizer(torch.optim.Optimizer):
         assignment: The assignment.
         live: The job's tensors, installed in the model; those that train are leaves.
         processes: The processes that train this job; rank 0 steps, the others take its values. None: only this one.
+        averages: Whether gradients differ among the processes and a step averages them; else the trainer did (DDP).
     """
 
     def __init__(
@@ -37,8 +38,10 @@ class JobOptimizer(torch.optim.Optimizer):
         assignment: Assignment,
         live: Mapping[str, Tensor],
         processes: Processes | None = None,
+        averages: bool = False,
     ) -> None:
         self._services, self._assignment, self._live, self._processes = services, assignment, live, processes
+        self._averages = averages
         self._local = services.make_optimizer(assignment, live)
         self._sums: dict[str, Tensor] = {}
         self._pending = 0
@@ -92,6 +95,8 @@ class JobOptimizer(torch.optim.Optimizer):
             tensor = self._live[name]
             gradients[name] = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
             tensor.grad = None
+        if self._averages and self._processes is not None:
+            self._processes.average(gradients.values())
         if job.want_gradient or self.is_probe:
             share = self._pending if self.is_probe else 1
             for name, gradient in gradients.items():

@@ -1,7 +1,8 @@
-"""The processes in which a user's trainer trains (DDP): rank 0 represents the client, the others train the same jobs.
+"""The processes in which a user's trainer trains: rank 0 represents the client, the others train the same jobs.
 
 Rank 0 announces each task, as a header in JSON and tensors, both broadcast as bytes; nothing is pickled. Gradients are
-averaged by the trainer's own DDP. The optimizer steps in rank 0, which broadcasts the new values.
+averaged by the trainer's own DDP, or, with FSDP, before the optimizer steps. It steps in rank 0, which broadcasts the
+new values.
 """
 
 from __future__ import annotations
@@ -174,6 +175,21 @@ class Processes:
                 self._broadcast(copy, self._task_group)
                 if not self.is_leader:
                     value.copy_(copy)
+
+    def average(self, tensors: Iterable[Tensor]) -> None:
+        """Replace tensors by their means over all processes; each calls this at the same time.
+
+        The trainer's own process group computes them on the tensors' device.
+        """
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for value in tensors:
+            by_dtype.setdefault(value.dtype, []).append(value)
+        for values in by_dtype.values():
+            means = torch.cat([value.flatten() for value in values])
+            distributed.all_reduce(means)
+            means /= distributed.get_world_size()
+            for value, mean in zip(values, means.split([value.numel() for value in values]), strict=True):
+                value.copy_(mean.view_as(value))
 
     def sum(self, count: float, purpose: str) -> float:
         """Return the sum of a number over all processes; each calls this at the same time (``collect``)."""

@@ -66,7 +66,7 @@ class TrainerEngine(TrainingServices):
         seed: Seed of every random draw.
         stages: Reports the progress of long work; None: no progress is reported.
         metric: Metric that every evaluation must have; None: evaluations have what the trainers measure.
-        processes: The processes in which the only owner's trainer trains (DDP); None: it trains in this one.
+        processes: The processes in which the only owner's trainer trains (DDP, FSDP); None: it trains in this one.
 
     Raises:
         FedspanError: If a trainer cannot honor the settings, or models differ.
@@ -129,7 +129,7 @@ class TrainerEngine(TrainingServices):
         with install_job(owner.trainer.root, owner.adapted, job) as live:
             before = self._require_frozen(owner, live, f"before round {assignment.round + 1}")
             self._set_dropout(owner.adapted)
-            optimizer = JobOptimizer(services, assignment, live, self._processes)
+            optimizer = JobOptimizer(services, assignment, live, self._processes, owner.adapted.is_sharded)
             with (
                 self._run_in_processes("train", assignment.client, job, round=assignment.round, lr=assignment.lr),
                 self._check_first_pass(assignment, owner.adapted),
@@ -218,6 +218,8 @@ class TrainerEngine(TrainingServices):
     def digest(self) -> str:
         """Return the SHA-256 of the owners' frozen weights, before a server state's base was set."""
         first = next(iter(self.owners.values()))
+        if first.adapted.is_sharded:  # its trainer's root is the model
+            return first.adapted.hash_frozen().hexdigest()
         return hash_frozen(first.trainer.root, first.adapted.get_values()).hexdigest()
 
     @contextmanager

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,9 +13,12 @@ from transformers import Trainer, TrainerCallback, set_seed
 from transformers.trainer_utils import has_length
 
 from fedspan.errors import FedspanError
+from fedspan.models.adapted import AdaptedModel
+from fedspan.models.sharded import reshard
 from fedspan.tasks.metrics import METRICS
 from fedspan.training.trainers.local import RoundPlan
 from fedspan.training.trainers.optimizer import JobOptimizer
+from fedspan.training.trainers.sharding import explain_refused_sharding, shard_base
 from fedspan.training.trainers.transformers_examples import count_examples, get_length
 from fedspan.training.trainers.transformers_metrics import BOOKKEEPING, split_by_set, translate_metrics
 from fedspan.training.trainers.transformers_round import (
@@ -91,6 +95,32 @@ class TransformersTrainer:
             return {f"eval_{name}_": get_length(part) for name, part in dataset.items()}
         return {} if dataset is None else {"eval_": get_length(dataset)}
 
+    def shard(self, adapted: AdaptedModel) -> None:
+        """Shard the frozen weights over the processes if the trainer trains with FSDP; extras stay whole.
+
+        Args:
+            adapted: The trainer's model, on which no server state's base is set.
+        """
+        if self.trainer.is_fsdp_enabled:
+            shard_base(self.trainer, adapted.extras.values())
+            adapted.begin_sharded()
+
+    @contextmanager
+    def _prepare_sharded(self) -> Generator[None]:
+        """Prepare a sharded model within this context as Accelerate does another one, and free gathered weights.
+
+        Accelerate refuses to prepare a model for an evaluation alone, and has no autocast for FSDP: it would convert
+        the inputs of blocks, and so of layers that train in float32.
+        """
+        if not self.trainer.is_fsdp_enabled:
+            yield
+            return
+        try:
+            self.trainer.accelerator.prepare_model(self.root, device_placement=False, evaluation_mode=True)
+            yield
+        finally:
+            reshard(self.root)
+
     def count_passes(self, epochs: int, steps: int | None) -> int:
         """``LocalTrainer.count_passes``, by the length of the trainer's loader."""
         if steps is not None:
@@ -112,6 +142,7 @@ class TransformersTrainer:
             with (
                 set_round_arguments(trainer, plan),
                 restore_model(self.root),
+                self._prepare_sharded(),
                 restore_losses(trainer, self.root),
                 count_examples(trainer, optimizer),
                 draw_by_process(trainer, plan.seed),
@@ -133,7 +164,7 @@ class TransformersTrainer:
 
     def evaluate(self) -> dict[str, float]:
         """``LocalTrainer.evaluate``: means of the evaluation sets, weighted by their numbers of examples."""
-        with restore_model(self.root), restore_losses(self.trainer, self.root):
+        with restore_model(self.root), self._prepare_sharded(), restore_losses(self.trainer, self.root):
             try:
                 measured = self.trainer.evaluate()
             finally:
@@ -258,9 +289,6 @@ def _require_supported(trainer: Trainer) -> None:
         "bf16_full_eval and fp16_full_eval convert the model in an evaluation, and its frozen weights must not change. "
         "bf16 and fp16 evaluate in mixed precision": args.bf16_full_eval or args.fp16_full_eval,
         "auto_find_batch_size starts a round again in the middle of it": args.auto_find_batch_size,
-        "DeepSpeed and FSDP split parameters, and a round has parameters of its own": (
-            trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
-        ),
         "several GPUs in one process (DataParallel) copy the model. Set CUDA_VISIBLE_DEVICES to one GPU": args.n_gpu
         > 1,
         "precompute_ref_log_probs without ref_model= takes the round's model for the reference. Pass ref_model=": (
@@ -275,6 +303,6 @@ def _require_supported(trainer: Trainer) -> None:
             id(value) not in root for part in losses for value in part.parameters()
         ),
     }
-    problem = next((reason for reason, holds in refusals.items() if holds), None)
+    problem = next((reason for reason, holds in refusals.items() if holds), explain_refused_sharding(trainer))
     if problem is not None:
         raise FedspanError("trainer", type(trainer).__name__, problem=problem)
