@@ -52,7 +52,7 @@ def cut_shard(value: Tensor, like: Tensor) -> Tensor:
 def shard(
     model: nn.Module, replicated: Iterable[nn.Parameter], is_block: Callable[[nn.Module], bool], device: torch.device
 ) -> None:
-    """Shard the weights of a model in place over all processes, unless it was done before; it cannot be undone.
+    """Shard the weights of a model in place over all processes; it cannot be undone.
 
     Args:
         model: The model, frozen. Every process has the same one.
@@ -61,10 +61,8 @@ def shard(
             gathered for a whole pass.
         device: Device on which this process computes.
     """
-    from torch.distributed.fsdp import FSDPModule, fully_shard
+    from torch.distributed.fsdp import fully_shard
 
-    if isinstance(model, FSDPModule):
-        return
     replicated = set(replicated)
     for value in replicated:
         value.data = value.data.to(device)

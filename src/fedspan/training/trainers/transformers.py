@@ -102,7 +102,8 @@ class TransformersTrainer:
             adapted: The trainer's model, on which no server state's base is set.
         """
         if self.trainer.is_fsdp_enabled:
-            shard_base(self.trainer, adapted.extras.values())
+            if not adapted.is_sharded:  # by an earlier run
+                shard_base(self.trainer, adapted.extras.values())
             adapted.begin_sharded()
 
     @contextmanager
