@@ -1,7 +1,7 @@
 """A node whose trainer trains in two processes: rank 0 serves runs of two rounds, and writes what came out.
 
 RANK=... WORLD_SIZE=2 ... python -m helpers.two_processes TINY_FOLDER OUT METHOD [--fail RANK] [--interrupt] [--fewer]
-    [--dropout RATE] [--runs COUNT] [--sentences] [--fsdp] [--checkpointing] [--bf16]
+    [--dropout RATE] [--runs COUNT] [--sentences] [--fsdp] [--checkpointing]
 
 An evaluation follows each round. result-0.safetensors has the final tensors and the losses of the first run, and so on;
 draws-RANK.safetensors has the examples and the dropout masks of each pass of a process, if there is dropout, and
@@ -81,10 +81,7 @@ def enable_fsdp(trainer: Trainer) -> None:
 def count_bytes(model: nn.Module) -> list[int]:
     """Count the bytes of a model's frozen weights: those that this process holds, and all."""
     values = [value for name, value in model.named_parameters() if not name.startswith("classifier.")]
-    return [
-        sum(part.numel() * part.element_size() for part in parts)
-        for parts in (map(get_shard, values), values)
-    ]
+    return [sum(part.numel() * part.element_size() for part in parts) for parts in (map(get_shard, values), values)]
 
 
 def serve(
@@ -98,7 +95,6 @@ def serve(
     runs: int = 1,
     fsdp: bool = False,
     checkpointing: bool = False,
-    bf16: bool = False,
 ) -> None:
     """Serve runs with the trainer of one process, or of the processes of this script."""
     torch.set_num_threads(1)
@@ -107,8 +103,7 @@ def serve(
         out / "trainer",
         per_device_train_batch_size=GLOBAL_BATCH // count,
         per_device_eval_batch_size=1,
-        gradient_checkpointing=checkpointing,
-        bf16=bf16,
+        activation_checkpointing=checkpointing,
         **({} if count == 1 else {"ddp_backend": "gloo"}),
         **({"fsdp": True} if fsdp else {}),
     )
@@ -207,7 +202,6 @@ def main() -> None:
     parser.add_argument("--sentences", action="store_true")
     parser.add_argument("--fsdp", action="store_true")
     parser.add_argument("--checkpointing", action="store_true")
-    parser.add_argument("--bf16", action="store_true")
     args = parser.parse_args()
     method = {"name": args.method}
     if args.sentences:
@@ -224,7 +218,6 @@ def main() -> None:
         args.runs,
         args.fsdp,
         args.checkpointing,
-        args.bf16,
     )
 
 

@@ -61,17 +61,19 @@ def shard(
             gathered for a whole pass.
         device: Device on which this process computes.
     """
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     replicated = set(replicated)
     for value in replicated:
         value.data = value.data.to(device)
-    uses = _count_uses(model)
+    mesh, uses = init_device_mesh(device.type, (distributed.get_world_size(),)), _count_uses(model)
     for module in reversed(list(model.modules())[1:]):  # children before the modules that contain them
         # A weight tied to one outside of the block belongs to the weights of the whole model.
         if is_block(module) and all(uses[id] == count for id, count in _count_uses(module).items()):
-            fully_shard(module, ignored_params=replicated)
-    fully_shard(model, ignored_params=replicated)
+            fully_shard(module, mesh=mesh, ignored_params=replicated)
+    fully_shard(model, mesh=mesh, ignored_params=replicated)
 
 
 def _count_uses(module: nn.Module) -> Counter[int]:

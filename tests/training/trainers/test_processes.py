@@ -1,4 +1,4 @@
-"""A trainer in two processes on loopback (DDP over gloo): equal to one process, and what fails in one ends both."""
+"""A trainer in two processes on loopback (DDP and FSDP2 over gloo): equal to one, and what fails in one ends both."""
 
 from __future__ import annotations
 
@@ -82,6 +82,29 @@ def test_two_processes_train_what_one_trains(method: str, tiny_folder: Path, tmp
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("method", "more"), [("rolora", ()), ("flora", ("--checkpointing",))])
+def test_two_processes_that_shard_the_base_train_what_one_trains(
+    method: str, more: tuple[str, ...], tiny_folder: Path, tmp_path: Path
+) -> None:
+    """In every round, and in a second run; FLoRA changes the base, of which each process has a half (FSDP2)."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir()
+    two.mkdir()
+    two_processes.serve(tiny_folder, one, {"name": method})
+    for status, output in run_two(tiny_folder, two, method, "--fsdp", "--runs", 2, *more):
+        assert status == 0, output
+    expected, found = load_file(one / "result-0.safetensors"), load_file(two / "result-0.safetensors")
+    assert expected.keys() == found.keys()
+    assert any(name.startswith("base/") for name in expected) == (method == "flora")
+    for name, value in expected.items():
+        assert torch.allclose(value, found[name], rtol=1e-3, atol=1e-5), name
+    assert_equal_tensors(two / "result-0.safetensors", two / "result-1.safetensors")
+    for rank in range(2):
+        held, whole = json.loads((two / f"bytes-{rank}.json").read_text())
+        assert 0.45 * whole < held < 0.55 * whole
+
+
+@pytest.mark.slow
 def test_two_processes_train_a_sentence_encoder_as_one_does(tiny_folder: Path, tmp_path: Path) -> None:
     """In every round: its trainer leaves the round's wrapper (DDP) in the loss."""
     one, two = tmp_path / "one", tmp_path / "two"
@@ -119,9 +142,11 @@ def test_processes_draw_dropout_of_their_own_and_a_second_run_has_the_same_bits(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_process_that_fails_ends_both_with_the_reason(rank: int, tiny_folder: Path, tmp_path: Path) -> None:
-    results = run_two(tiny_folder, tmp_path, "fedit", "--fail", rank)
+@pytest.mark.parametrize(("rank", "more"), [(0, ()), (1, ()), (1, ("--fsdp",))])
+def test_a_process_that_fails_ends_both_with_the_reason(
+    rank: int, more: tuple[str, ...], tiny_folder: Path, tmp_path: Path
+) -> None:
+    results = run_two(tiny_folder, tmp_path, "fedit", "--fail", rank, *more)
     assert all(status != 0 for status, _ in results), results
     assert "the disk of this process is full" in results[rank][1]
     assert "all processes of this client end. Start the script again" in results[0][1]

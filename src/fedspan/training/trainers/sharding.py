@@ -46,15 +46,16 @@ def _explain_refused_fsdp(trainer: Trainer, model: Any) -> str | None:
             getattr(model, "transformers_model", None), nn.Module
         ),
         "FSDP2 is not supported for a quantized model": getattr(model, "hf_quantizer", None) is not None,
-        "FSDP2's activation_checkpointing renames modules. Set gradient_checkpointing=True instead": bool(
-            plugin.activation_checkpointing
-        ),
+        "fsdp_config's activation_checkpointing renames modules. Set that of the arguments instead "
+        "(activation_checkpointing=True, or gradient_checkpointing=True)": bool(plugin.activation_checkpointing),
         "cpu_ram_efficient_loading leaves the other processes without weights, which each process shards for itself. "
         "Leave it out": bool(plugin.cpu_ram_efficient_loading),
         "FSDP2's cpu_offload stores weights on another device than the round's parameters. Leave it out": (
             plugin.cpu_offload is not None and type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy"
         ),
         "fp16 with FSDP2 skips steps by process. Use bf16": args.fp16 or trainer.accelerator.mixed_precision == "fp16",
+        "a checkpoint within a round would gather the sharded weights and an optimizer state that it does not know. Set "
+        "save_strategy='no': the run stores its own state": args.save_strategy != "no",
         "torch_compile is not supported with FSDP2": bool(args.torch_compile),
         "FSDP2 is not supported together with a parallelism_config": trainer.accelerator.torch_device_mesh is not None,
     }

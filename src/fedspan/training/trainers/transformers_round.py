@@ -55,9 +55,10 @@ def restore_model(model: nn.Module) -> Generator[None]:
     """Have Accelerate prepare a model anew within this context, and restore what that sets on the model.
 
     Mixed precision wraps the forward. A model marked as prepared would not be wrapped again: not by mixed precision,
-    nor by DDP, without which no gradient is averaged.
+    nor by DDP, without which no gradient is averaged. With FSDP, the ``Trainer`` wraps the model's ``generate`` for each
+    training.
     """
-    names = ("forward", "_original_forward", "_is_accelerate_prepared")
+    names = ("forward", "_original_forward", "_is_accelerate_prepared", "generate")
     before = {name: vars(model)[name] for name in names if name in vars(model)}
     vars(model).pop("_is_accelerate_prepared", None)
     try:

@@ -1,0 +1,85 @@
+"""What of DeepSpeed and FSDP is refused; training with FSDP2 is in test_processes.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import Trainer
+
+import fedspan
+from fedspan.runs.own_trainers import adopt_trainer
+from helpers.trainer_clients import make_trainer
+
+
+@pytest.fixture
+def trainer(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Trainer:
+    """A trainer that seems to train with FSDP2 in two processes."""
+    made = make_trainer(tiny_folder, "east")
+    monkeypatch.setattr(type(made.args), "world_size", 2)
+    plugin = SimpleNamespace(
+        fsdp_version=2, activation_checkpointing=False, cpu_ram_efficient_loading=False, cpu_offload=None
+    )
+    state: Any = SimpleNamespace(fsdp_plugin=plugin)
+    made.accelerator = SimpleNamespace(state=state, mixed_precision="no", torch_device_mesh=None)  # pyright: ignore
+    made.is_fsdp_enabled = True
+    return made
+
+
+def refuse(trainer: Trainer, match: str) -> None:
+    with pytest.raises(fedspan.FedspanError, match=match):
+        adopt_trainer(trainer)
+
+
+def test_fsdp2_is_accepted(trainer: Trainer) -> None:
+    adopt_trainer(trainer)
+
+
+def test_deepspeed_is_refused(trainer: Trainer) -> None:
+    trainer.is_deepspeed_enabled = True
+    refuse(trainer, "DeepSpeed takes model and optimizer into an engine of its own")
+
+
+def test_fsdp1_is_refused(trainer: Trainer) -> None:
+    trainer.accelerator.state.fsdp_plugin.fsdp_version = 1
+    refuse(trainer, r"FSDP1 flattens parameters into one.*fsdp_config=\{'version': 2\}")
+
+
+def test_fsdp_of_xla_is_refused(trainer: Trainer) -> None:
+    trainer.is_fsdp_xla_enabled = True
+    refuse(trainer, "FSDP on XLA")
+
+
+def test_a_model_that_was_sharded_when_it_was_loaded_is_refused(trainer: Trainer) -> None:
+    trainer.model._is_distributed_loading_by_transformers = True  # pyright: ignore
+    refuse(trainer, r"from_pretrained\(distributed_config=\.\.\.\) has sharded its model")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "match"),
+    [
+        ("activation_checkpointing", True, "activation_checkpointing renames modules"),
+        ("cpu_ram_efficient_loading", True, "leaves the other processes without weights"),
+        ("cpu_offload", type("CPUOffloadPolicy", (), {})(), "cpu_offload stores weights on another device"),
+    ],
+)
+def test_settings_of_fsdp_that_a_round_cannot_honor_are_refused(
+    field: str, value: object, match: str, trainer: Trainer
+) -> None:
+    setattr(trainer.accelerator.state.fsdp_plugin, field, value)
+    refuse(trainer, match)
+
+
+def test_arguments_that_a_round_with_fsdp_cannot_honor_are_refused(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer.args.torch_compile = True
+    refuse(trainer, "torch_compile is not supported with FSDP2")
+    trainer.args.save_strategy = "steps"
+    refuse(trainer, "Set save_strategy='no'")
+    trainer.args.fp16 = True
+    refuse(trainer, "fp16 with FSDP2 skips steps by process")
+    monkeypatch.setattr(type(trainer.args), "world_size", 1)
+    refuse(trainer, "the script runs in one. Start it with torchrun")
