@@ -74,7 +74,7 @@ def enable_fsdp(trainer: Trainer) -> None:
     state = trainer.accelerator.state
     assert state.distributed_type == DistributedType.MULTI_CPU
     state.distributed_type = DistributedType.FSDP
-    state.fsdp_plugin = FullyShardedDataParallelPlugin(**trainer.args.fsdp_plugin_args)
+    state.fsdp_plugin = FullyShardedDataParallelPlugin(**trainer.args.fsdp_plugin_args)  # pyright: ignore[reportCallIssue]
     trainer.is_fsdp_enabled = True
 
 
@@ -103,7 +103,7 @@ def serve(
         out / "trainer",
         per_device_train_batch_size=GLOBAL_BATCH // count,
         per_device_eval_batch_size=1,
-        activation_checkpointing=checkpointing,
+        gradient_checkpointing=checkpointing,
         **({} if count == 1 else {"ddp_backend": "gloo"}),
         **({"fsdp": True} if fsdp else {}),
     )

@@ -36,8 +36,9 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.block, self.head = nn.Sequential(nn.Embedding(5, 3)), nn.Linear(3, 5, bias=False)
-        self.head.weight = self.block[0].weight
+        embedding = nn.Embedding(5, 3)
+        self.block, self.head = nn.Sequential(embedding), nn.Linear(3, 5, bias=False)
+        self.head.weight = embedding.weight
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.block(x))

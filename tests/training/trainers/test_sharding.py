@@ -43,7 +43,7 @@ def test_deepspeed_is_refused(trainer: Trainer) -> None:
 
 
 def test_fsdp1_is_refused(trainer: Trainer) -> None:
-    trainer.accelerator.state.fsdp_plugin.fsdp_version = 1
+    trainer.accelerator.state.fsdp_plugin.fsdp_version = 1  # pyright: ignore[reportOptionalMemberAccess]
     refuse(trainer, r"FSDP1 flattens parameters into one.*fsdp_config=\{'version': 2\}")
 
 

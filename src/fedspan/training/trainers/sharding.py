@@ -33,7 +33,8 @@ def explain_refused_sharding(trainer: Trainer) -> str | None:
 
 
 def _explain_refused_fsdp(trainer: Trainer, model: Any) -> str | None:
-    plugin, args = trainer.accelerator.state.fsdp_plugin, trainer.args
+    plugin: Any = trainer.accelerator.state.fsdp_plugin
+    args = trainer.args
     if plugin.fsdp_version != 2:
         return (
             "FSDP1 flattens parameters into one, and a round has parameters of its own in the same layers. Set "
@@ -54,10 +55,12 @@ def _explain_refused_fsdp(trainer: Trainer, model: Any) -> str | None:
             plugin.cpu_offload is not None and type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy"
         ),
         "fp16 with FSDP2 skips steps by process. Use bf16": args.fp16 or trainer.accelerator.mixed_precision == "fp16",
-        "a checkpoint within a round would gather the sharded weights and an optimizer state that it does not know. Set "
+        "a checkpoint within a round would gather sharded weights and an optimizer state that it does not know. Set "
         "save_strategy='no': the run stores its own state": args.save_strategy != "no",
         "torch_compile is not supported with FSDP2": bool(args.torch_compile),
-        "FSDP2 is not supported together with a parallelism_config": trainer.accelerator.torch_device_mesh is not None,
+        "FSDP2 is not supported together with a parallelism_config": (
+            getattr(trainer.accelerator, "torch_device_mesh", None) is not None  # Accelerate before 1.10 has none
+        ),
     }
     return next((reason for reason, holds in refusals.items() if holds), None)
 
@@ -73,7 +76,7 @@ def shard_base(trainer: Trainer, replicated: Iterable[nn.Parameter]) -> None:
         replicated: Parameters of the model that train and stay whole.
     """
     assert isinstance(trainer.model, nn.Module)
-    plugin = trainer.accelerator.state.fsdp_plugin
+    plugin: Any = trainer.accelerator.state.fsdp_plugin
     plugin.set_auto_wrap_policy(trainer.model)
     is_block = fsdp2_prepare_auto_wrap_policy(plugin, trainer.model)
     shard(trainer.model, replicated, is_block or (lambda module: False), trainer.accelerator.device)

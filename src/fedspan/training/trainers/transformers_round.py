@@ -55,8 +55,8 @@ def restore_model(model: nn.Module) -> Generator[None]:
     """Have Accelerate prepare a model anew within this context, and restore what that sets on the model.
 
     Mixed precision wraps the forward. A model marked as prepared would not be wrapped again: not by mixed precision,
-    nor by DDP, without which no gradient is averaged. With FSDP, the ``Trainer`` wraps the model's ``generate`` for each
-    training.
+    nor by DDP, without which no gradient is averaged. With FSDP, each training of a ``Trainer`` wraps ``generate`` once
+    more.
     """
     names = ("forward", "_original_forward", "_is_accelerate_prepared", "generate")
     before = {name: vars(model)[name] for name in names if name in vars(model)}
