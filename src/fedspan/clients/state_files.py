@@ -70,7 +70,8 @@ class Kind(Generic[V]):
 
     Args:
         name: Name of the kind, which its files contain.
-        write: Function that encodes a value as the fields of a JSON object; a writer takes its tensors.
+        write: Function that encodes a value as the fields of a JSON object; a writer takes its tensors. The fields
+            ``sha256``, ``of`` and ``round`` are the file's own.
         read: Function that decodes a value from an object that has these fields.
     """
 
@@ -195,7 +196,7 @@ class StateFolder:
             ValueError: If a tensor cannot be stored.
         """
         rounds, changes = self._split_changes(states)
-        written = {client: state for client, state in changes.items() if state.memory or state.moments}
+        written = {client: state for client, state in changes.items() if not state.is_empty}
         if written:
             with convert_disk_errors(self.path.parent):
                 self._write_round(round, written)

@@ -47,7 +47,7 @@ class EngineConfig(Section):
         default=False,
         description="Compile the model's blocks with torch.compile for shared passes; batched only, without "
         "training.lora_dropout. It takes minutes at the start and needs a C++ compiler. Batches are "
-        "then padded, which cost more than compiling gained in all measured cases.",
+        "then padded, which costs more than compiling gains in all cases measured.",
     )
     prefix_cache: bool = Field(
         default=True,

@@ -89,11 +89,10 @@ def compute_client_noise(privacy: Privacy, rate: float) -> float:
 
 def compute_round_charges(settings: RoundSettings, clients: int) -> tuple[Charge, ...]:
     """Return the privacy cost of a round that all clients share."""
-    privacy = settings.privacy
-    if privacy is None or privacy.mechanism != "central":
+    if settings.central is None:
         return ()
     rate = compute_sampling_rate(settings, clients)
-    return (Charge("", Mechanism(rate, compute_client_noise(privacy, rate)), 1),)
+    return (Charge("", Mechanism(rate, compute_client_noise(settings.central, rate)), 1),)
 
 
 def compute_order_charges(
@@ -246,7 +245,7 @@ class CentralPrivacy:
     clients: int
     round: int
 
-    def clip(self, contribution: Contribution) -> dict[str, Tensor]:
+    def clip_contribution(self, contribution: Contribution) -> Tensors:
         """Return the contribution's change, with a norm of at most ``privacy.clip``.
 
         Raises:

@@ -136,6 +136,11 @@ class ClientState:
     moments: Mapping[str, tuple[OptimizerState, int]] = field(default_factory=dict)
     base: BaseUpdate = BaseUpdate()
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether the client stores nothing."""
+        return not self.memory and not self.moments and self.base == BaseUpdate()
+
 
 @dataclass(frozen=True)
 class OpenOrder:

@@ -64,7 +64,7 @@ class AdaptedModel:
         self._norms = {name: module for name, module in model.named_modules() if is_batch_norm(module)}
         self._initial_extras = {path: value.detach().clone() for path, value in self.get_values().items()}
         self._base = BaseUpdate()
-        self._hash: Any = None  # of sharded weights
+        self._hash: Any = None  # the SHA-256 object of sharded weights
         model.requires_grad_(False)
 
     @property

@@ -41,6 +41,9 @@ class CompiledBlocks:
         except Exception:  # a model may raise anything on a batch that it does not expect
             chains = []
         blocks: list[nn.Module] = [block for chain in chains for block in chain] or [model]
+        from torch._dynamo import config  # takes seconds to import, so only when compiling
+
+        config.recompile_limit = max(config.recompile_limit, VARIANTS)
         self._compiled = {block: torch.compile(block.forward, dynamic=True) for block in blocks}
 
     @contextmanager
@@ -50,10 +53,9 @@ class CompiledBlocks:
         Raises:
             FedspanError: If a block can't be compiled.
         """
-        from torch._dynamo import config  # takes seconds to import, so only when compiling
         from torch._dynamo.exc import TorchDynamoException
 
-        with config.patch(recompile_limit=VARIANTS), ExitStack() as contexts:
+        with ExitStack() as contexts:
             for block, forward in self._compiled.items():
                 contexts.enter_context(replace_forward(block, forward))
             try:

@@ -82,7 +82,8 @@ def _count_uses(module: nn.Module) -> Counter[int]:
 
 def reshard(model: nn.Module) -> None:
     """Free weights that are still gathered: after a pass without a backward pass, FSDP leaves some of them whole."""
+    from torch.distributed.fsdp import FSDPModule
+
     for module in model.modules():
-        if hasattr(module, "reshard"):
-            module_with_shards: Any = module
-            module_with_shards.reshard()
+        if isinstance(module, FSDPModule):
+            module.reshard()

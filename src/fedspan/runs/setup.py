@@ -20,7 +20,6 @@ from fedspan.federation.evaluation import Evaluator
 from fedspan.federation.federation import Federation
 from fedspan.federation.head_start import HeadStart
 from fedspan.models.adapted import AdaptedModel
-from fedspan.models.digest import hash_frozen
 from fedspan.runs.devices import choose_device
 from fedspan.runs.head_setup import build_head_start
 from fedspan.runs.model_setup import ModelObjects, RunModel, require_size
@@ -175,7 +174,7 @@ def _build_base_digest(adapted: AdaptedModel, objects: ModelObjects | None) -> C
     """
     if objects is None or objects.model is None or any(value.is_meta for value in adapted.model.parameters()):
         return None
-    return cache(lambda: hash_frozen(adapted.model, adapted.get_values()).hexdigest())
+    return cache(lambda: adapted.hash_frozen().hexdigest())
 
 
 def _find_test_parts(test: datasets.Dataset | None, by: str | None) -> dict[str, np.ndarray]:

@@ -1,4 +1,4 @@
-"""What of DeepSpeed and FSDP is refused; training with FSDP2 is in test_processes.py."""
+"""Settings of DeepSpeed and FSDP that are refused; training with FSDP2 is in test_processes.py."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import Trainer
 
 import fedspan
@@ -62,7 +64,7 @@ def test_a_model_that_was_sharded_when_it_was_loaded_is_refused(trainer: Trainer
     [
         ("activation_checkpointing", True, "activation_checkpointing renames modules"),
         ("cpu_ram_efficient_loading", True, "leaves the other processes without weights"),
-        ("cpu_offload", type("CPUOffloadPolicy", (), {})(), "cpu_offload stores weights on another device"),
+        ("cpu_offload", CPUOffloadPolicy(), "cpu_offload stores weights on another device"),
     ],
 )
 def test_settings_of_fsdp_that_a_round_cannot_honor_are_refused(
@@ -70,6 +72,15 @@ def test_settings_of_fsdp_that_a_round_cannot_honor_are_refused(
 ) -> None:
     setattr(trainer.accelerator.state.fsdp_plugin, field, value)
     refuse(trainer, match)
+
+
+def test_models_that_fsdp_cannot_shard_are_refused(trainer: Trainer) -> None:
+    trainer.accelerator.torch_device_mesh = object()  # pyright: ignore
+    refuse(trainer, "together with a parallelism_config")
+    trainer.model.hf_quantizer = object()  # pyright: ignore
+    refuse(trainer, "not supported for a quantized model")
+    trainer.ref_model = nn.Linear(1, 1)  # pyright: ignore
+    refuse(trainer, "not supported with a reference model")
 
 
 def test_arguments_that_a_round_with_fsdp_cannot_honor_are_refused(

@@ -124,7 +124,7 @@ class PrivateReducer:
     def add(self, client_id: str, contribution: Contribution | None) -> None:
         """``Reducer.add``, with the contribution's clipped change; all clients have the same weight."""
         if contribution is not None:
-            contribution = Contribution(sum=self._privacy.clip(contribution), weight=1.0)
+            contribution = Contribution(sum=self._privacy.clip_contribution(contribution), weight=1.0)
         self._reducer.add(client_id, contribution)
 
     def compute_result(self) -> Reduced:

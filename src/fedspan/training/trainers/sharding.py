@@ -1,4 +1,4 @@
-"""Sharding of the frozen weights of a user's ``Trainer`` over its processes (FSDP2), and what of it is refused."""
+"""Sharding of the frozen weights of a user's ``Trainer`` over its processes (FSDP2), and the settings it refuses."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 from torch import nn
 from transformers import Trainer
 
+from fedspan.errors import FedspanError
 from fedspan.models.sharded import shard
 
 __all__ = ["explain_refused_sharding", "shard_base"]
@@ -33,6 +34,8 @@ def explain_refused_sharding(trainer: Trainer) -> str | None:
 
 
 def _explain_refused_fsdp(trainer: Trainer, model: Any) -> str | None:
+    from torch.distributed.fsdp import CPUOffloadPolicy  # takes a second to import
+
     plugin: Any = trainer.accelerator.state.fsdp_plugin
     args = trainer.args
     if plugin.fsdp_version != 2:
@@ -46,13 +49,16 @@ def _explain_refused_fsdp(trainer: Trainer, model: Any) -> str | None:
         "FSDP2 is not supported for a module around the Transformers model (sentence-transformers)": isinstance(
             getattr(model, "transformers_model", None), nn.Module
         ),
+        "FSDP2 is not supported with a reference model (ref_model), which TRL shards by itself": (
+            getattr(trainer, "ref_model", None) is not None
+        ),
         "FSDP2 is not supported for a quantized model": getattr(model, "hf_quantizer", None) is not None,
         "fsdp_config's activation_checkpointing renames modules. Set that of the arguments instead "
         "(activation_checkpointing=True, or gradient_checkpointing=True)": bool(plugin.activation_checkpointing),
         "cpu_ram_efficient_loading leaves the other processes without weights, which each process shards for itself. "
         "Leave it out": bool(plugin.cpu_ram_efficient_loading),
         "FSDP2's cpu_offload stores weights on another device than the round's parameters. Leave it out": (
-            plugin.cpu_offload is not None and type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy"
+            isinstance(plugin.cpu_offload, CPUOffloadPolicy)
         ),
         "fp16 with FSDP2 skips steps by process. Use bf16": args.fp16 or trainer.accelerator.mixed_precision == "fp16",
         "a checkpoint within a round would gather sharded weights and an optimizer state that it does not know. Set "
@@ -74,9 +80,18 @@ def shard_base(trainer: Trainer, replicated: Iterable[nn.Parameter]) -> None:
     Args:
         trainer: The trainer, for which ``explain_refused_sharding`` has no reason.
         replicated: Parameters of the model that train and stay whole.
+
+    Raises:
+        FedspanError: If the model has no block of a class that ``fsdp_config`` names.
     """
     assert isinstance(trainer.model, nn.Module)
     plugin: Any = trainer.accelerator.state.fsdp_plugin
-    plugin.set_auto_wrap_policy(trainer.model)
+    try:
+        plugin.set_auto_wrap_policy(trainer.model)
+    except ValueError as error:
+        expected = "classes of the model's blocks"
+        raise FedspanError(
+            "trainer", "fsdp_config", expected, problem=f"FSDP2 finds no such blocks ({error})"
+        ) from error
     is_block = fsdp2_prepare_auto_wrap_policy(plugin, trainer.model)
     shard(trainer.model, replicated, is_block or (lambda module: False), trainer.accelerator.device)

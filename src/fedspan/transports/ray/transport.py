@@ -178,6 +178,4 @@ class ClusterTransport(InProcess):
         if client is None or client.last_round is None:
             return None
         state = self.host.store.load(id, client.last_round)
-        if not state.memory and not state.moments:
-            return None
-        return STATE.encode(id, client.last_round, state)
+        return None if state.is_empty else STATE.encode(id, client.last_round, state)
