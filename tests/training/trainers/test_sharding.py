@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
 
 import fedspan
 from fedspan.runs.own_trainers import adopt_trainer
@@ -54,6 +54,9 @@ def test_fsdp_of_xla_is_refused(trainer: Trainer) -> None:
     refuse(trainer, "FSDP on XLA")
 
 
+@pytest.mark.skipif(
+    not hasattr(PreTrainedModel, "is_distributed_loading_by_transformers"), reason="this Transformers shards no model"
+)
 def test_a_model_that_was_sharded_when_it_was_loaded_is_refused(trainer: Trainer) -> None:
     trainer.model._is_distributed_loading_by_transformers = True  # pyright: ignore
     refuse(trainer, r"from_pretrained\(distributed_config=\.\.\.\) has sharded its model")
