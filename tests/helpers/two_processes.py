@@ -79,7 +79,7 @@ def enable_fsdp(trainer: Trainer) -> None:
 
 
 def count_bytes(model: nn.Module) -> list[int]:
-    """Count the bytes of a model's frozen weights: those that this process holds, and all."""
+    """Return how many bytes of a model's frozen weights this process holds, and how many there are in all."""
     values = [value for name, value in model.named_parameters() if not name.startswith("classifier.")]
     return [sum(part.numel() * part.element_size() for part in parts) for parts in (map(get_shard, values), values)]
 

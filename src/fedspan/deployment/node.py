@@ -151,7 +151,7 @@ class NodeService:
             with self._stages.stage(_STAGES.get(request.task, "training"), _count_units(request, run.host)):
                 reply = run.host.reply(request)
             self._require_small("reply", reply.body)
-            # phases of secure sums may reveal shares
+            # phases of secure aggregation may reveal shares
             last.close(reply if isinstance(request, Order) else None, run.context)
             self._audit.write("answered", run=name, **describe_envelope(reply))
             log.info("%s done", _describe_request(request))
@@ -332,7 +332,7 @@ class NodeService:
         return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
     def _load_identity(self) -> Any:
-        """Return the key that signs this node's session keys of secure sums; None: it has no key.
+        """Return the key that signs this node's session keys of secure aggregation; None: it has no key.
 
         Raises:
             FedspanError: If the key cannot be read.

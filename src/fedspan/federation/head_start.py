@@ -2,8 +2,8 @@
 
 Every client sends averages over its examples of the features that enter the output layer. Their mean, weighted by
 examples, is that of all examples together, so the exchange is a round of its own kind (``statistics``) with the run's
-transport, reply validation and secure sums, and without training. The features are those of the model that the method
-starts from; where that is the pretrained one, orders carry no tensors.
+transport, reply validation and secure aggregation, and without training. The features are those of the model that the
+method starts from; where that is the pretrained one, orders carry no tensors.
 """
 
 from __future__ import annotations

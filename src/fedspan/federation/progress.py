@@ -109,8 +109,8 @@ class ClientData:
         validation: Indices of its validation examples, int64.
         test: Indices of its test examples, int64.
         max_weight: Largest weight of the client in means of replies and metrics, whatever it declares; None: any.
-        identity: The client's lasting public key in OpenSSH's format, which signs its session keys of secure sums;
-            empty: they are accepted unsigned.
+        identity: The client's lasting public key in OpenSSH's format, which signs its session keys of secure
+            aggregation; empty: they are accepted unsigned.
     """
 
     client: Client

@@ -3,7 +3,7 @@
 After the first replies are reduced, ``Method.build_second_order`` builds one message for the clients whose replies were
 accepted, and each answers with ``Method.build_second_reply``: a function of that message and of what it trained in this
 round. No client trains again and no data is read. The exchange is a round of its own kind (``second``) with the run's
-transport, reply validation, retries and secure sums.
+transport, reply validation, retries and secure aggregation.
 
 A change that the first exchange scaled down is scaled by the same factor in the second, and a weight that it lowered is
 the same in both, so that both means belong to the same changes. Beyond that, ``federation.clip_ratio`` and
@@ -73,7 +73,7 @@ class SecondExchange(Method):
         return self.order
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
-        return Job({}, {}, ())  # nothing trains; in secure sums, the change of a reply is the reply itself
+        return Job({}, {}, ())  # nothing trains; in secure aggregation, the change of a reply is the reply itself
 
     def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
         """Build the reply of a client that trained nothing in the first exchange, from which changes count."""

@@ -56,7 +56,7 @@ def shard(
 
     Args:
         model: The model, frozen. Every process has the same one.
-        replicated: Parameters that stay whole in each process, such as those that train; moved to ``device``.
+        replicated: Parameters that stay whole in each process, such as those that train. They are moved to ``device``.
         is_block: Whether the weights of a module are gathered together while it computes. The remaining weights are
             gathered for a whole pass.
         device: Device on which this process computes.
