@@ -87,7 +87,7 @@ def main() -> None:
         len(plan.clients),
         backend_config={
             "client_resources": {"num_cpus": args.threads, "num_gpus": 0.0},
-            "init_args": {"num_cpus": args.actors * args.threads, "include_dashboard": False},
+            "init_args": {"address": "local", "num_cpus": args.actors * args.threads, "include_dashboard": False},
         },
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import json
 import struct
 import tarfile
 from collections.abc import Callable
@@ -214,6 +215,37 @@ def test_folders_that_are_laid_out_otherwise(tmp_path: Path, refused: Refused) -
     )
     write(tmp_path / "weights" / "x" / "pytorch_model.bin", b"1")
     refuse(tmp_path / "weights", ["weights holds none (.png"], refused)
+
+
+def test_folders_with_metadata(tmp_path: Path, refused: Refused) -> None:
+    """As of ``datasets``' imagefolder: the columns are those of the table, wherever the images are."""
+    images = [save_png(tmp_path / folder / "1.png", pixels(1, 4, 3, 3)[0]) for folder in ("a", "a/b", ".")]
+    metadata = tmp_path / "metadata.csv"
+    metadata.write_text("file_name,species,age,ward\n1.png,cat,3,north\na/b/1.png,dog,4,south\na/1.png,cat,5,north\n")
+    data = read(tmp_path, label="species")
+    assert same(decoded(data.train), [np.asarray(Image.open(images[number])) for number in (2, 1, 0)])
+    assert [data.labels[row] for row in data.train["label"]] == ["cat", "dog", "cat"]
+    assert (data.train["ward"], data.train["age"]) == (["north", "south", "north"], [3, 4, 5])
+    metadata.unlink()
+    rows = [{"file_name": "a/1.png", "label": 1}, {"file_name": "1.png", "label": 0}]
+    (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert read(tmp_path).labels == ("0", "1")
+    refused("data.label", "species", ["no column named"], lambda: read(tmp_path, label="species"))
+    (tmp_path / "metadata.jsonl").unlink()
+    for columns, words in (
+        ("file,label\n1.png,a\n", ["`file_name`"]),
+        ("left_file_name,label\n1.png,a\n", ["has no column file_name", "left, label"]),
+    ):
+        metadata.write_text(columns)
+        refuse(tmp_path, words, refused)
+
+
+def test_hidden_images_are_no_examples_and_a_name_may_look_like_a_pattern(tmp_path: Path) -> None:
+    for name in ("cat/[1].png", "dog/1.png", ".trash/2.png", "__MACOSX/dog/1.png", "cat/.2.png"):
+        save_png(tmp_path / "scans [v2] *" / name, pixels(1, 4, 5, 3)[0])
+    save_png(tmp_path / "scans v" / "bird/1.png", pixels(1, 4, 5, 3)[0])
+    data = read(tmp_path / "scans [v2] *")
+    assert (data.labels, len(data.train)) == (("cat", "dog"), 2)
 
 
 def table(path: Path, **columns: list[Any]) -> Path:

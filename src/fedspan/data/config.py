@@ -59,7 +59,8 @@ class DataConfig(BaseModel):
         min_length=1,
         description="Training examples. A file: .csv, .tsv, .txt, .jsonl, .json (a list of objects), .parquet or "
         "Excel, the text formats also as .gz. A folder, .zip or .tar with one folder of .txt files "
-        "(image-classification: of images) per class, or domain/class. MNIST's idx files "
+        "(image-classification: of images) per class, or domain/class. A folder of images with a metadata.csv, "
+        ".jsonl or .parquet, as for datasets' imagefolder. MNIST's idx files "
         "(train-images-idx3-ubyte.gz, with the labels next to it) and CIFAR's binary batches. The id "
         "of a data set on the Hugging Face hub, such as PolyAI/banking77. builtin:banking-queries and "
         "builtin:patient-messages, small corpora that are part of fedspan. Nested fields of JSON and parquet "

@@ -6,6 +6,7 @@ further columns that the source provides (``domain``, ``coarse_label``).
 
 from __future__ import annotations
 
+import glob
 import gzip
 import io
 import math
@@ -146,8 +147,9 @@ def read_images(path: Path, user_path: str, option: str) -> datasets.Dataset:
 
     Args:
         path: An idx file of images, whose labels are beside it under their published name; a folder with one folder per
-            class, or with one per domain that contains those; a folder of CIFAR-10's binary batches, or one binary
-            batch of CIFAR-10 or CIFAR-100.
+            class, or with one per domain that contains those; a folder with a metadata file of ``imagefolder``
+            (``metadata.csv``, ``.jsonl`` or ``.parquet``) with the column ``file_name`` and all others; a folder of
+            CIFAR-10's binary batches, or one binary batch of CIFAR-10 or CIFAR-100.
         user_path: The user's spelling of the path.
         option: The option that names the path.
 
@@ -156,16 +158,14 @@ def read_images(path: Path, user_path: str, option: str) -> datasets.Dataset:
     """
     try:
         if _IDX.fullmatch(path.name):
-            columns = _read_idx(path)
-        elif path.suffix == ".bin":
-            columns = _read_cifar([path])
-        else:
-            batches = sorted(path.glob("data_batch_*.bin"))
-            columns = _read_cifar(batches) if batches else _read_folders(path)
+            return _make_dataset(_read_idx(path))
+        if path.suffix == ".bin":
+            return _make_dataset(_read_cifar([path]))
+        batches = sorted(path.glob("data_batch_*.bin"))
+        return _make_dataset(_read_cifar(batches)) if batches else _read_folders(path)
     except (OSError, EOFError, ValueError, zlib.error) as error:
         problem = f"{user_path} cannot be read as images: {str(error) or type(error).__name__}"
         raise FedspanError(option, user_path, problem=problem) from None
-    return _make_dataset(columns)
 
 
 def _make_dataset(columns: Mapping[str, pa.Array]) -> datasets.Dataset:
@@ -226,11 +226,33 @@ def _format_labels(labels: np.ndarray, names: list[str] | None = None) -> pa.Arr
     return pa.array([names[label] if names else str(label) for label in labels.tolist()], pa.string())
 
 
-def _read_folders(root: Path) -> dict[str, pa.Array]:
-    paths = sorted(path for path in root.rglob("*") if _is_image(path) and path.is_file())
-    classes = infer_classes([path.relative_to(root).parts for path in paths], root.name, PICTURES)
+def _read_folders(root: Path) -> datasets.Dataset:
+    """Read a folder with ``datasets``' ``imagefolder``: hidden files are ignored, a metadata file has the columns.
+
+    Without a metadata file, the columns follow from the folders (`infer_classes`).
+    """
+    import datasets
+
+    # Streamed: otherwise, datasets writes a table of the files into its cache.
+    files = datasets.load_dataset(
+        "imagefolder",
+        data_files={"train": os.path.join(glob.escape(os.path.abspath(root)), "**")},
+        split="train",
+        streaming=True,
+        drop_labels=True,
+    )
+    features = files.features
+    assert features is not None
+    if "image" not in features:
+        raise ValueError(f"the metadata file has no column file_name (its columns: {', '.join(features)})")
+    rows = list(files.cast_column("image", datasets.Image(decode=False)))
+    if len(features) > 1:
+        return make_dataset(pa.Table.from_pylist(rows, features.arrow_schema), features)
+    paths = sorted(path for path in (Path(row["image"]["path"]) for row in rows) if _is_image(path))
+    base = os.path.abspath(root)
+    classes = infer_classes([path.relative_to(base).parts for path in paths], root.name, PICTURES)
     images = pa.array([{"bytes": None, "path": str(path)} for path in paths], IMAGES)
-    return {"image": images, **{column: pa.array(values) for column, values in classes.items()}}
+    return _make_dataset({"image": images, **{column: pa.array(values) for column, values in classes.items()}})
 
 
 def make_archived_images(files: Mapping[tuple[str, ...], bytes], name: str) -> datasets.Dataset:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from rich.progress import Progress
+
 from fedspan.runs.setup import Prepared
 from fedspan.training.stages import Stage, StageName
 
@@ -70,7 +72,7 @@ class _Part:
 
 
 class Effort:
-    """Counts the total and the finished work of a run, and estimates the time left from their ratio.
+    """Counts the total and the finished work of a run as one task of rich.progress, which estimates the time left.
 
     What only the first round waits for is no part of this work: the clock stands still meanwhile.
 
@@ -84,15 +86,27 @@ class Effort:
         self._clock = clock
         self._parts = _list_parts(prepared, done)
         self._at = 0
-        self.total = sum(part.work for part in self._parts)
-        """All work, in forward passes."""
-        self.completed = 0.0
-        """Finished work, in forward passes."""
         self._floor = 0.0  # work of the finished parts
         self._before = self._measured = 0  # examples of this part's earlier measurements, and of the current one
         self._stopped, self._stopped_at = 0.0, math.nan  # seconds for which the clock stood still; since when it does
         self._once: tuple[Stage, float] | None = None  # the stage that it stands still for, and when that began
-        self._began = self._counted = clock()
+        self._counted = clock()
+        # The display is ProgressBar's; the speed is that of the last 1,000 counts, however long ago they were.
+        self._progress = Progress(disable=True, get_time=self._get_working_time, speed_estimate_period=math.inf)
+        task = self._progress.add_task("work", total=sum(part.work for part in self._parts))
+        self._progress.advance(task, 0)  # rich measures speeds from the first count
+        (self._task,) = self._progress.tasks
+
+    @property
+    def total(self) -> float:
+        """All work, in forward passes."""
+        assert self._task.total is not None
+        return self._task.total
+
+    @property
+    def completed(self) -> float:
+        """Finished work, in forward passes."""
+        return self._task.completed
 
     def stage(self, stage: Stage | None) -> None:
         """Count what a stage has done of the current part."""
@@ -123,17 +137,18 @@ class Effort:
         if all(part.key != key for part in self._parts[self._at :]):
             return  # an estimate ends no run
         while self._parts[self._at].key != key:
-            self.total -= self._parts[self._at].work
+            self._task.total = self.total - self._parts[self._at].work  # Progress.update would forget the speed
             self._at += 1
         self._floor += self._parts[self._at].work
         self._at += 1
         self._before = self._measured = 0
-        self.completed = min(self.completed, self._floor)
+        self._task.completed = min(self.completed, self._floor)
         self._count(self._floor)
 
     def _count(self, completed: float) -> None:
         if completed > self.completed:
-            self.completed, self._counted = completed, self._get_working_time()
+            self._progress.advance(self._task.id, completed - self.completed)
+            self._counted = self._get_working_time()
 
     def _get_working_time(self) -> float:
         """Return the clock without the seconds for which it stood still."""
@@ -141,7 +156,7 @@ class Effort:
 
     def estimate_left(self) -> float | None:
         """Estimate the seconds left, counting down; None before a speed is known, and if the rest takes longer."""
-        if not self.completed:
+        if self._task.time_remaining is None:
             return None
         once, current = 0.0, self._once
         if current is not None:
@@ -149,10 +164,7 @@ class Effort:
             if not stage.done or not stage.total:
                 return None
             once = (self._clock() - began) * (stage.total - stage.done) / stage.done
-        seconds = self._counted - self._began
-        seconds_left = (
-            seconds * (self.total - self.completed) / self.completed - (self._get_working_time() - self._counted) + once
-        )
+        seconds_left = self._task.time_remaining - (self._get_working_time() - self._counted) + once
         return seconds_left if seconds_left >= 1 else None
 
 

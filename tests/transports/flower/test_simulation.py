@@ -7,6 +7,9 @@ statistics, so that this exchange is compared, too. In a deployment, the whole r
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +95,20 @@ def test_flower_s_simulation_gives_the_loop_s_adapter(method: str, references: A
     for engine, options in (("batched", {}), ("flower-sim", {"workers": workers})):
         _, other = made(method, engine, **options)
         require_equal(loop / "adapter", other / "adapter", method)
+
+
+@pytest.mark.slow
+def test_the_simulation_joins_no_other_cluster(data: Path, tiny_folder: Path, tmp_path: Path) -> None:
+    """Ray would join the cluster of the environment, or the last one that was started on the machine."""
+    pytest.importorskip("ray", reason="the extra fedspan[flower-sim] is not installed")
+    values = run_values(tiny_folder, {"name": "fedit", "r": 2})
+    values = local_values(values, data, {"name": "flower-sim", "workers": 1})
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(values))
+    command = [sys.executable, "-m", "fedspan", "run", str(config), "--out", str(tmp_path / "run")]
+    environment = {**os.environ, "RAY_ADDRESS": "127.0.0.1:9"}  # nothing answers there
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
 
 
 @pytest.mark.slow

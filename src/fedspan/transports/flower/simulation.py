@@ -82,7 +82,8 @@ def simulate(
             errors.append(error)
 
     backend: Mapping[str, Mapping[str, object]] = {
-        "init_args": {"num_cpus": actors, "log_to_driver": False},
+        # "local": without an address, Ray joins a cluster that runs on the machine, and refuses the number of CPUs.
+        "init_args": {"address": "local", "num_cpus": actors, "log_to_driver": False},
         "client_resources": {"num_cpus": 1, "num_gpus": gpus},
     }
     logging.getLogger("flwr").setLevel(logging.ERROR)
