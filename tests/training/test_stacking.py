@@ -128,7 +128,7 @@ def test_measuring_stays_within_its_tokens(tokens: float) -> None:
         nonlocal taken
         assert 1 <= passes <= 4
         taken += 3 * passes * plan.clients_per_pass * plan.workers * 100
-        return 1e-9 / plan.clients_per_pass
+        return 1e-3 / plan.clients_per_pass
 
     found = search(StackingRequest(), 200, 2, measure, budget)
     assert taken <= tokens

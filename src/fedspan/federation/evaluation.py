@@ -17,6 +17,7 @@ from fedspan.federation.federation import Federation
 from fedspan.federation.progress import ClientData, Progress
 from fedspan.tasks.metrics import METRICS, compute_score
 from fedspan.tasks.task import Examples
+from fedspan.training.engine import Predictor
 from fedspan.training.stacked_prediction import ModelInputs
 
 __all__ = ["ClientScores", "Evaluator", "Metrics", "summarize"]
@@ -84,13 +85,17 @@ class Evaluator:
         batch_size: Batch size of the forward passes.
         clients: Number of clients to evaluate, drawn from the federation's seed alone, for comparable rounds; None:
             all.
+        predictor: Predicts with the models; None: the federation's engine.
     """
 
     is_local = True
     """Whether this process evaluates the models, so that an evaluation sends no messages."""
 
-    def __init__(self, federation: Federation, batch_size: int, clients: int | None = None) -> None:
+    def __init__(
+        self, federation: Federation, batch_size: int, clients: int | None = None, predictor: Predictor | None = None
+    ) -> None:
         self.federation = federation
+        self.predictor = federation.engine if predictor is None else predictor
         self.batch_size = batch_size
         self._count = clients
         self.ids = _draw_clients(federation, tuple(federation.clients), clients)
@@ -146,11 +151,11 @@ class Evaluator:
                     if not parts:
                         continue
                     # The same batches, independent of the models that are evaluated.
-                    engine.prepare(examples, [rows for _, _, rows in parts])
+                    self.predictor.prepare(examples, [rows for _, _, rows in parts])
                     requested.append(parts)
                     yield job, np.concatenate([rows for _, _, rows in parts])
 
-            for predictions in engine.predict_each(requests(), examples, self.batch_size):
+            for predictions in self.predictor.predict_each(requests(), examples, self.batch_size):
                 start = 0
                 for id, part, rows in requested.popleft():
                     scored[part][id] = (predictions[start : start + len(rows)], rows)
@@ -198,7 +203,7 @@ class Evaluator:
         evaluated = self.get_ids(progress)
         with engine.stages.stage("evaluation", len(examples) * (len(evaluated) if personal else 1)):
             for ids, job in self.iterate_models(progress, evaluated):
-                predictions = engine.predict(job, examples, indices, self.batch_size, generate=generate)
+                predictions = self.predictor.predict(job, examples, indices, self.batch_size, generate=generate)
                 key = ids[0] if personal else "global"
                 for part, rows in enumerate(parts):
                     scores[part][key] = task.compute_metrics(predictions[rows], examples, rows.tolist())

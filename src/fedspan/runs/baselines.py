@@ -22,7 +22,7 @@ from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.callbacks import Listener, compute_final_scores
 from fedspan.runs.checkpoint_format import Checkpoint
 from fedspan.runs.checkpoint_format import load as load_checkpoint
-from fedspan.runs.engine_setup import make_engine
+from fedspan.runs.engine_setup import keep_stacking_plan, make_engine
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.head_setup import begin, begin_locally, compute_baseline_head
 from fedspan.runs.learning_rate import load_or_choose, read_range_test, run_range_test, set_rate
@@ -123,6 +123,7 @@ def train_baseline(prepared: Prepared, name: str, listener: Listener, folder: Pa
     if run_folder.report.is_file():
         return cast(dict[str, Any], run_folder.read_sealed(run_folder.report))
     variant = BASELINES[name](prepared)
+    keep_stacking_plan(run_folder, variant.engine)
     config, tested = variant.config, run_folder.learning_rate
     if name == "centralized" and config.training.lr == "auto" and config.centralized_lr is None:
         untested = variant

@@ -95,6 +95,7 @@ def connect_workers(
     Raises:
         FedspanError: If a worker does not start.
     """
+    from fedspan.transports.ray.predictor import ClusterPredictor
     from fedspan.transports.ray.transport import ClusterTransport
 
     config, local_federation, partition = prepared.config, prepared.federation, prepared.partition
@@ -105,7 +106,8 @@ def connect_workers(
         targets = tuple(prepared.model.adapted.layers)
         team.build(build, WorkerKit(config, prepared.labels, targets, partition, prepared.train, key))
     federation = local_federation.replace_transport(ClusterTransport(local.host, team, local.conditions))
-    evaluator = Evaluator(federation, config.evaluation.batch_size, config.evaluation.clients)
+    predictor = ClusterPredictor(team, prepared.engine, federation.examples)
+    evaluator = Evaluator(federation, config.evaluation.batch_size, config.evaluation.clients, predictor)
     return replace(prepared, federation=federation, evaluator=evaluator)
 
 

@@ -35,7 +35,7 @@ def make_engine(
         task: The learning problem.
         settings: Settings of local training.
         stages: Reports the progress of long work; None: that of ``shared_with``, if any.
-        shared_with: Another engine on the same model and task, whose prefix caches are shared.
+        shared_with: Another engine on the same model and task, whose prefix caches and time for measuring are shared.
 
     Raises:
         FedspanError: If the config asks to compile blocks that cannot be compiled.
@@ -56,9 +56,12 @@ def make_engine(
         return LoopEngine(adapted, task, settings, seed, prefix, stages=stages)
     request = StackingRequest(options.clients_per_pass, options.workers)
     rounds = config.federation.rounds
-    return BatchedEngine(
+    engine = BatchedEngine(
         adapted, task, settings, seed, request, prefix, options.padding_free, options.compile, stages, rounds
     )
+    if isinstance(shared_with, BatchedEngine):
+        engine.measuring = shared_with.measuring
+    return engine
 
 
 def describe_refusal(config: RunConfig, engine: Engine) -> str | None:

@@ -86,9 +86,11 @@ def run_range_test(prepared: Prepared, default: float) -> RangeTest:
     steps = STEPS if settings.steps is None else min(STEPS, settings.steps)
     short = replace(settings, steps=steps, schedule="constant", warmup_rounds=0, cycle_rounds=None)
     engine = make_engine(prepared.config, prepared.engine.adapted, prepared.task, short, shared_with=prepared.engine)
-    if isinstance(engine, BatchedEngine) and isinstance(prepared.engine, BatchedEngine):
-        engine.stacking = prepared.engine.stacking
-        engine.rounds = len(EXPONENTS) * min(ROUNDS, federation.settings.rounds)
+    if isinstance(engine, BatchedEngine) and isinstance(main := prepared.engine, BatchedEngine):
+        engine.stacking = main.stacking
+        # The plan that the test measures is that of the run, which follows.
+        engine.rounds = len(EXPONENTS) * min(ROUNDS, federation.settings.rounds) + federation.settings.rounds
+        engine.on_plan = main.adopt_plan
     synchronous = replace(federation.settings, buffered=None)
     trial = simulate(federation.method, engine, federation.clients, federation.examples, synchronous)
     with engine.stages.stage("learning rate", len(EXPONENTS), "rates"):

@@ -20,7 +20,7 @@ from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.checkpoint_format import Checkpoint
 from fedspan.runs.checkpoint_format import load as load_checkpoint
-from fedspan.runs.engine_setup import describe_refusal, keep_stacking_plan
+from fedspan.runs.engine_setup import describe_refusal
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.integrity import compute_input_digests, describe_config
 from fedspan.runs.ledger import Ledger
@@ -61,7 +61,6 @@ class Session:
             if self.selection.best is not None:
                 federation.retain(load_checkpoint(self.run_folder.best).progress)
         engine = self.prepared.engine
-        keep_stacking_plan(self.run_folder, engine)
         self.listener.on_start(self.prepared, 0 if progress is None else progress.state.round, resumed)
         if self.prepared.config.training.lr == "auto":
             lr = federation.training.optimizer.lr

@@ -15,6 +15,7 @@ from fedspan.logs import JsonLines
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.arrivals import require_same_arrivals
 from fedspan.runs.callbacks import Listener, Listeners
+from fedspan.runs.engine_setup import keep_stacking_plan
 from fedspan.runs.environment import record_environment
 from fedspan.runs.extension import extend
 from fedspan.runs.final_report import finish
@@ -148,6 +149,7 @@ def _run(
     if settings is not None and settings.arrivals is not None:
         require_same_arrivals(run_folder, settings.arrivals)
 
+    keep_stacking_plan(run_folder, prepared.engine)
     if config.training.lr == "auto":
         tested = prepared
         lr = load_or_choose(run_folder.learning_rate, lambda: run_range_test(tested, config.default_lr))

@@ -27,7 +27,7 @@ from fedspan.training.jobs import Assignment, PrefixSettings, TrainingSettings
 from fedspan.training.loop import LoopEngine
 from fedspan.training.prefix import PrefixCaches
 from fedspan.training.stacked_prediction import ModelInputs, split_windows, stack_models
-from fedspan.training.stacking import DEFAULT, PROBE_CLIENTS, StackingPlan, StackingRequest, tune
+from fedspan.training.stacking import DEFAULT, PROBE_CLIENTS, MeasuringTime, StackingPlan, StackingRequest, tune
 from fedspan.training.stages import Stages
 from fedspan.training.worker import Worker
 
@@ -72,6 +72,8 @@ class BatchedEngine:
         self.request = request or StackingRequest()
         self.stacking: StackingPlan | None = None
         """The stacking plan; known from the first round on, or set beforehand."""
+        self.measuring = MeasuringTime()
+        """The time that is left for measuring stacking plans, which the engines of a run share."""
         self.compiled = compiled
         loop = LoopEngine(adapted, task, settings, seed, prefix, padding_free and not compiled, self.stages)
         self._workers = [Worker(loop, compiled)]
@@ -129,12 +131,25 @@ class BatchedEngine:
         if self.stacking is None:
             with self.stages.stage("stacking"):
                 planned = self.rounds if rounds is None else rounds
-                self.stacking = tune(
-                    self.request, self._get_workers, run_parallel, assignments, clients, examples, planned
+                plan = tune(
+                    self.request,
+                    self._get_workers,
+                    run_parallel,
+                    assignments,
+                    clients,
+                    examples,
+                    planned,
+                    self.measuring,
                 )
-            if self.on_plan is not None:
-                self.on_plan(self.stacking)
+            self.adopt_plan(plan)
+        assert self.stacking is not None
         return self.stacking
+
+    def adopt_plan(self, plan: StackingPlan) -> None:
+        """Train by a plan that was measured elsewhere."""
+        self.stacking = plan
+        if self.on_plan is not None:
+            self.on_plan(plan)
 
     @property
     def prefixes(self) -> PrefixCaches:

@@ -16,10 +16,40 @@ from fedspan.training.prefix import PrefixCaches
 from fedspan.training.stacked_prediction import ModelInputs
 from fedspan.training.stages import Stages
 
-__all__ = ["Engine", "train_one_by_one"]
+__all__ = ["Engine", "Predictor", "train_one_by_one"]
 
 
-class Engine(Protocol):
+class Predictor(Protocol):
+    """Predicts examples with jobs."""
+
+    def prepare(self, examples: Examples, parts: Sequence[np.ndarray]) -> None:
+        """Precompute what passes over some examples can then skip, or need. The model loses its job.
+
+        Args:
+            examples: The data set that the indices point into.
+            parts: Indices of the examples, those of each client's part separately: the last bits may depend on which
+                examples are computed together.
+        """
+        ...
+
+    def predict(
+        self, job: Job, examples: Examples, indices: np.ndarray, batch_size: int, *, generate: bool = False
+    ) -> Tensor:
+        """Predict some examples: one row each, in the order of ``indices``, float32 on the CPU."""
+        ...
+
+    def predict_each(self, models: Iterable[ModelInputs], examples: Examples, batch_size: int) -> Iterator[Tensor]:
+        """Yield ``predict`` of each of several models on its own examples, in their order.
+
+        Args:
+            models: The models, each with the indices of its examples; they are requested as they are needed.
+            examples: The data set that the indices point into.
+            batch_size: Batch size of the forward passes, also of those that models share.
+        """
+        ...
+
+
+class Engine(Predictor, Protocol):
     """Trains and evaluates jobs on one model."""
 
     @property
@@ -52,16 +82,6 @@ class Engine(Protocol):
         """Reports the progress of long work."""
         ...
 
-    def prepare(self, examples: Examples, parts: Sequence[np.ndarray]) -> None:
-        """Precompute what passes over some examples can then skip, or need. The model loses its job.
-
-        Args:
-            examples: The data set that the indices point into.
-            parts: Indices of the examples, those of each client's part separately: the last bits may depend on which
-                examples are computed together.
-        """
-        ...
-
     def train_all(
         self,
         examples: Examples,
@@ -80,22 +100,6 @@ class Engine(Protocol):
 
         Raises:
             FedspanError: If a loss stops being finite.
-        """
-        ...
-
-    def predict(
-        self, job: Job, examples: Examples, indices: np.ndarray, batch_size: int, *, generate: bool = False
-    ) -> Tensor:
-        """Predict some examples: one row each, in the order of ``indices``, float32 on the CPU."""
-        ...
-
-    def predict_each(self, models: Iterable[ModelInputs], examples: Examples, batch_size: int) -> Iterator[Tensor]:
-        """Yield ``predict`` of each of several models on its own examples, in their order.
-
-        Args:
-            models: The models, each with the indices of its examples; they are requested as they are needed.
-            examples: The data set that the indices point into.
-            batch_size: Batch size of the forward passes, also of those that models share.
         """
         ...
 

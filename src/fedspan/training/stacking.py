@@ -15,7 +15,8 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -33,6 +34,7 @@ __all__ = [
     "DEFAULT",
     "PROBE_CLIENTS",
     "MeasurementBudget",
+    "MeasuringTime",
     "StackingPlan",
     "StackingRequest",
     "get_cache_file",
@@ -78,17 +80,35 @@ DEFAULT = StackingPlan(4, 2)
 """The plan where training is too short for measuring to pay; one worker if torch has one thread, or on a GPU."""
 
 
+class MeasuringTime:
+    """The time that all engines of a run together may still spend on measuring; in seconds."""
+
+    def __init__(self) -> None:
+        self.left = _LIMIT
+
+    @contextmanager
+    def spend(self) -> Generator[None]:
+        """Count the time of this context as spent."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.left -= time.perf_counter() - start
+
+
 class MeasurementBudget:
     """What is left for measuring.
 
     Args:
-        tokens: Number of tokens that measured passes may hold.
+        tokens: Number of tokens that measured passes may hold; they may also take no longer than so many tokens at the
+            pace of the best plan.
         pass_tokens: Mean number of tokens that a client adds to a pass.
+        seconds: Limit on the time.
     """
 
-    def __init__(self, tokens: float, pass_tokens: float) -> None:
+    def __init__(self, tokens: float, pass_tokens: float, seconds: float = _LIMIT) -> None:
         self.tokens, self._client = tokens, max(1.0, pass_tokens)
-        self._until = time.perf_counter() + _LIMIT
+        self._total, self._seconds, self._start = tokens, seconds, time.perf_counter()
         self.exhausted = False
         """Whether a measurement was left out."""
 
@@ -100,7 +120,8 @@ class MeasurementBudget:
             seconds_a_token: The pace of the best plan so far; 0: unknown.
         """
         tokens = self._pass_tokens(plan)
-        seconds_left = self._until - time.perf_counter()
+        spent = time.perf_counter() - self._start
+        seconds_left = min(self._seconds, self._total * seconds_a_token if seconds_a_token else math.inf) - spent
         count = min(
             _PASSES, self.tokens / tokens, seconds_left / (tokens * seconds_a_token) if seconds_a_token else _PASSES
         )
@@ -131,6 +152,7 @@ def tune(
     clients: int,
     examples: Examples,
     rounds: float | None = None,
+    limit: MeasuringTime | None = None,
 ) -> StackingPlan:
     """Decide how many clients train at once in rounds like the one that begins with these jobs.
 
@@ -141,7 +163,8 @@ def tune(
         assignments: The first jobs of the round; they are not changed.
         clients: Number of clients in the round.
         examples: The data set that the jobs' indices point into.
-        rounds: Planned number of rounds; measuring takes at most 5 % of their tokens. None: unlimited.
+        rounds: Planned number of rounds; measuring takes at most 5 % of their tokens and time. None: unlimited.
+        limit: The time that is left, from which this measurement is taken; None: one of its own.
     """
     if request.clients_per_pass is not None and request.workers is not None:
         return StackingPlan(request.clients_per_pass, request.workers)
@@ -156,7 +179,8 @@ def tune(
         return default
     per_client = float(np.mean([_count_tokens(first, assignment, examples) for assignment in assignments]))
     planned = float("inf") if rounds is None else _SHARE * rounds * clients * per_client
-    budget = MeasurementBudget(planned, _count_tokens(first, assignments[0], examples) / len(probe.batches))
+    limit, pass_tokens = limit or MeasuringTime(), _count_tokens(first, assignments[0], examples) / len(probe.batches)
+    budget = MeasurementBudget(planned, pass_tokens, limit.left)
     if not budget.can_afford(_list_first_plans(request, clients, threads)):
         return default
     key = _build_key(request, first, probe, clients, examples, budget)
@@ -167,7 +191,8 @@ def tune(
         team = workers(stacking.workers)
         return _measure_token_seconds(team, run_parallel, assignments, stacking.clients_per_pass, examples, passes)
 
-    plan = search(request, clients, threads, seconds, budget) or default
+    with limit.spend():
+        plan = search(request, clients, threads, seconds, budget) or default
     _store(key, plan)
     return plan
 
@@ -323,10 +348,10 @@ def _build_key(
     budget: MeasurementBudget,
 ) -> str:
     """Compute the cache key from everything that the plan depends on: machine, model, jobs."""
-    model = worker.adapted.model
+    model, device = worker.adapted.model, worker.adapted.device
     parts = {
-        "machine": [platform.node(), platform.machine(), os.cpu_count(), torch.get_num_threads(), torch.__version__],
-        "device": str(worker.adapted.device),
+        "machine": [_get_processor(device), os.cpu_count(), torch.get_num_threads(), torch.__version__],
+        "device": device.type,
         "model": [type(model).__name__, sum(value.numel() for value in model.parameters())],
         "dtype": sorted({str(value.dtype) for value in model.parameters()}),
         "layout": [slot.layout.names, [list(shape) for shape in slot.layout.shapes]],
@@ -338,6 +363,18 @@ def _build_key(
         "budget": budget.size,
     }
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
+
+
+def _get_processor(device: torch.device) -> str:
+    """Return the model of the processor that trains; not the host's name, which changes from container to container."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:  # there is none outside Linux
+        lines = []
+    names = {line.partition(":")[2].strip() for line in lines if line.startswith("model name")}
+    return ", ".join(sorted(names)) or f"{platform.machine()} {platform.processor()}"
 
 
 def get_cache_file() -> Path:

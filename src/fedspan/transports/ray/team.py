@@ -245,6 +245,8 @@ class Team:
     def get_base(self, handle: WorkerHandle) -> tuple[BaseVersion, Any]:
         """Return the version of the base, and a reference to the change since the worker's version, or None."""
         previous, handle.version = handle.version, self._number
+        if previous is not None and self._rounds[previous] > self._base.round:  # patches lead to later rounds only
+            previous = None
         if previous not in self._patches:
             patch = self._base.build_patch(None if previous is None else self._rounds[previous])
             self._patches[previous] = None if patch is None else ray.put(serialization.encode(Message(base=patch)))

@@ -71,6 +71,8 @@ class ClusterTransport(InProcess):
         self.team = team
         self._last: tuple[bytes, Any] | None = None
         self._references: OrderedDict[bytes, Any] = OrderedDict()
+        self._prepared: set[str] | None = None
+        """Clients whose hidden states the workers were told to cache; None: it is not known whether they cache any."""
 
     def begin(self, progress: Progress, on_trained: OnTrained | None = None) -> None:
         """``Transport.begin``.
@@ -92,21 +94,23 @@ class ClusterTransport(InProcess):
         if orders.task == "second":  # from the clients' states, which are in this process
             super().carry_out(orders, ids, on_reply)
             return
+        tokens = {id: self.host.count_tokens(id) for id in ids}
         workers, stack_size, plan = len(self.team.handles), 1, None
         # Statistics are computed client by client, and their orders hold no jobs to measure.
         if orders.task == "train" and isinstance(engine := self.host.engine, BatchedEngine):
             if engine.stacking is None:
-                engine.stacking = self._measure(orders, ids)
-                if engine.on_plan is not None:
-                    engine.on_plan(engine.stacking)
+                with engine.stages.stage("stacking"):
+                    engine.adopt_plan(self._measure(orders, ids))
             plan = engine.stacking
+            assert plan is not None
             stack_size = plan.clients_per_pass * plan.workers
-        tokens = {id: self.host.count_tokens(id) for id in ids}
         pieces = {
             stack[0]: Piece(stack, sum(map(tokens.__getitem__, stack)))
             for stack in cut_stacks(tokens, stack_size, workers)
         }
-        queues = balance({name: piece.load for name, piece in pieces.items()}, workers)
+        names = balance({name: piece.load for name, piece in pieces.items()}, workers)
+        queues = [[pieces[name] for name in queue] for queue in names]
+        self._fill_caches(queues)
 
         def send(handle: WorkerHandle, stack: list[str]) -> Any:
             bodies, stacked = self._pack(orders, stack)
@@ -128,8 +132,47 @@ class ClusterTransport(InProcess):
             for id in stack:
                 on_reply(id, reason)
 
-        self.team.share([[pieces[name] for name in queue] for queue in queues], send, on_result, on_failure)
+        self.team.share(queues, send, on_result, on_failure)
         self.team.release_memory()  # the activations' memory, while this process reduces and evaluates
+
+    def _fill_caches(self, queues: Sequence[Sequence[Piece[list[str]]]]) -> None:
+        """Have the workers cache the hidden states of clients that are new to them, as a step with its own progress.
+
+        A worker that takes a stack from another one computes what it lacks while it trains.
+
+        Args:
+            queues: The stacks of each worker.
+        """
+        if self._prepared is None:
+            found = list[bool]()
+            self.team.share(
+                [[Piece(None, 1)], *([] for _ in queues[1:])],
+                lambda handle, _: handle.actor.has_cache.remote(),
+                lambda _, cached: found.append(cached),
+                lambda _, reason: None,
+            )
+            self._prepared = set() if found == [True] else set(self.host.clients)
+        prepared = self._prepared
+        new = [
+            [Piece([id for id in stack.content if id not in prepared], stack.load) for stack in queue]
+            for queue in queues
+        ]
+        stages, clients = self.host.engine.stages, self.host.clients
+
+        def count(stack: Sequence[str]) -> int:
+            return sum(len(clients[id].train) for id in stack)
+
+        total = sum(count(stack.content) for queue in new for stack in queue)
+        if not total:
+            return
+        with stages.stage("hidden states", total):
+            self.team.share(
+                new,
+                lambda handle, stack: handle.actor.prepare.remote(stack),
+                lambda stack, _: stages.advance("hidden states", count(stack)),
+                lambda stack, reason: None,  # training reports a worker that dies of a client's examples
+            )
+        prepared.update(id for queue in new for stack in queue for id in stack.content)
 
     def _measure(self, orders: Orders, ids: Sequence[str]) -> StackingPlan:
         """Have one worker measure how many clients to train at once; the measurement changes no client's state."""
@@ -145,7 +188,8 @@ class ClusterTransport(InProcess):
         def on_failure(stack: Sequence[str], reason: str) -> None:
             raise FedspanError("engine.clients_per_pass", None, "a number", problem=f"it cannot be measured: {reason}")
 
-        queues = [[Piece(ids[:PROBE_CLIENTS], 1)], *([] for _ in self.team.handles[1:])]
+        queues = [[Piece(list(ids[:PROBE_CLIENTS]), 1)], *([] for _ in self.team.handles[1:])]
+        self._fill_caches(queues)
         self.team.share(queues, send, on_result, on_failure)
         return plans[0]
 

@@ -7,18 +7,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import ray
 import torch
+from torch import Tensor
 
 from fedspan.clients.host import Host
 from fedspan.clients.second_exchange import TRAINED
 from fedspan.clients.state_files import STATE
 from fedspan.clients.store import OverlayClientStore
 from fedspan.core.base import BaseUpdate, apply_patch
+from fedspan.core.values import Job
 from fedspan.federation import serialization
 from fedspan.federation.progress import ClientState
 from fedspan.federation.protocol import Envelope, Order, Reply, decode_order
+from fedspan.tasks.task import Examples
 from fedspan.training.batched import BatchedEngine
+from fedspan.training.references import copy_reference
 from fedspan.training.stacking import StackingPlan
 
 if TYPE_CHECKING:
@@ -88,6 +93,7 @@ class ClusterWorker:
         self._host: Host | None = None
         self._base, self._version = BaseUpdate(), -1
         self._bodies: dict[ray.ObjectRef[bytes], bytes] = {}
+        self._data: dict[ray.ObjectRef[Examples], Examples] = {}
 
     def build(self, build: Callable[[Any], Host], kit: object) -> None:
         """Build the host, in place of an earlier run's.
@@ -97,8 +103,17 @@ class ClusterWorker:
             kit: Everything that the host is built from.
         """
         self._host = None  # frees the memory that the next one needs
-        self._base, self._version, self._bodies = BaseUpdate(), -1, {}
+        self._base, self._version, self._bodies, self._data = BaseUpdate(), -1, {}, {}
         self._host = build(kit)
+
+    def has_cache(self) -> bool:
+        """Return whether the hidden states of frozen layers are cached."""
+        host = self._get_host()
+        return host.engine.prefixes.get_cache(host.examples) is not None
+
+    def prepare(self, ids: Sequence[str]) -> None:
+        """Compute what passes over some clients' training examples can then skip."""
+        self._get_host().prepare(ids)
 
     def choose_plan(
         self,
@@ -151,6 +166,49 @@ class ClusterWorker:
             host.prepare([order.to for order in orders])
             replies = [host.answer(order) for order in orders]
         return [_build_outcome(host, reply) for reply in replies]
+
+    def predict(
+        self,
+        version: BaseVersion,
+        patch: bytes | None,
+        plan: StackingPlan | None,
+        data: Sequence[ray.ObjectRef[Examples]],
+        parts: Sequence[np.ndarray],
+        jobs: Sequence[Job],
+        indices: Sequence[np.ndarray],
+        batch_size: int,
+        generate: bool,  # as Ray passes it
+    ) -> list[Tensor]:
+        """Predict with some models, each on examples of its own.
+
+        Args:
+            version: Version of the base.
+            patch: Encoded message with the change of the base since the known version; None: there is none.
+            plan: The stacking plan; None: the engine has none.
+            data: The data set, in the object store; empty: the host's own.
+            parts: Indices of parts of the data set that are prepared together (``Engine.prepare``).
+            jobs: The models.
+            indices: Indices of the examples of each model.
+            batch_size: Batch size of the forward passes.
+            generate: Whether predictions include generated text; for one model only.
+
+        Returns:
+            The predictions of each model.
+        """
+        host = self._get_host()
+        self._set_base(host, version, patch)
+        engine = host.engine
+        if isinstance(engine, BatchedEngine):
+            engine.stacking = plan
+        examples = host.examples
+        for ref in data:
+            if ref not in self._data:
+                self._data = {ref: copy_reference(engine.task, ray.get(ref))}
+            examples = self._data[ref]
+        engine.prepare(examples, parts)
+        if len(jobs) == 1:
+            return [engine.predict(jobs[0], examples, indices[0], batch_size, generate=generate)]
+        return list(engine.predict_each(zip(jobs, indices, strict=True), examples, batch_size))
 
     def release_memory(self) -> None:
         """Return memory that training no longer uses to the system, where the C library can (glibc)."""
