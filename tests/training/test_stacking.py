@@ -14,7 +14,8 @@ import torch
 import fedspan
 from fedspan.config import parse_config
 from fedspan.errors import FedspanError
-from fedspan.runs.engine_setup import keep_stacking_plan
+from fedspan.runs.baselines import BASELINES
+from fedspan.runs.engine_setup import keep_stacking_plan, make_engine
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.setup import prepare
 from fedspan.training import stacking
@@ -157,6 +158,65 @@ def test_measuring_stops_after_ten_seconds(seconds: float, monkeypatch: pytest.M
     assert now[0] <= 10
     assert budget.exhausted
     assert (found is None) == (seconds == 0.02)  # one plan takes 6 s, and its neighbor twice as long
+
+
+@pytest.mark.parametrize("slower", [1.0, 4.0, 40.0])
+def test_measuring_takes_at_most_its_share_of_the_planned_time(slower: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans that are slower than the first one take more time for their tokens; a pass that has begun is finished."""
+    now, longest, best = [0.0], 0.0, 1e-4
+    monkeypatch.setattr(stacking.time, "perf_counter", lambda: now[0])
+    budget = MeasurementBudget(20_000, pass_tokens=100)
+
+    def measure(plan: StackingPlan, passes: int) -> float:
+        nonlocal longest
+        pace = best if plan == StackingPlan(4, 1) else best * slower
+        taken = pace * 3 * passes * plan.clients_per_pass * plan.workers * 100
+        now[0], longest = now[0] + taken, max(longest, taken)
+        return pace
+
+    search(StackingRequest(), 200, 2, measure, budget)
+    assert now[0] <= 20_000 * best + (longest if slower > 1 else 0)
+
+
+def test_engines_of_a_run_share_the_time_for_measuring(tiny_folder: Path, measured: dict[StackingPlan, float]) -> None:
+    prepared = prepare(tiny.config(tiny_folder, engine={"name": "batched"}, federation={"rounds": 1000}))
+    main, settings = prepared.engine, prepared.federation.training
+    other = make_engine(prepared.config, main.adapted, prepared.task, settings, shared_with=main)
+    assert isinstance(main, BatchedEngine)
+    assert isinstance(other, BatchedEngine)
+    assert other.measuring is main.measuring
+    before = main.measuring.left
+    prepared.federation.run_round(prepared.federation.begin())
+    assert main.stacking is not None
+    assert other.measuring.left < before
+
+
+def test_a_range_test_and_baselines_store_their_plans_before_they_use_them(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = tiny.settings(
+        tiny_folder, engine={"name": "batched"}, training={"lr": "auto"}, federation={"rounds": 1}
+    ) | {"baselines": ["local"]}
+    run = tmp_path / "run"
+    plans = (run / "engine.json", run / "baselines" / "local" / "engine.json")
+    seen = list[tuple[bool, ...]]()
+    train_all = BatchedEngine.train_all
+
+    def train(engine: BatchedEngine, *arguments: Any) -> None:
+        train_all(engine, *arguments)
+        seen.append(tuple(path.is_file() for path in plans))
+
+    monkeypatch.setattr(BatchedEngine, "train_all", train)
+    fedspan.run(values, run, progress=False)
+    assert seen[0] == (True, False)  # the first trial of the range test
+    assert seen[-1] == (True, True)
+    assert (run / "learning_rate.json").is_file()
+    plans[1].write_text('{"clients_per_pass": 3, "workers": 1}')
+    prepared = prepare(parse_config(values))
+    variant = BASELINES["local"](prepared)
+    keep_stacking_plan(RunFolder(plans[1].parent), variant.engine)
+    assert isinstance(variant.engine, BatchedEngine)
+    assert variant.engine.stacking == StackingPlan(3, 1)
 
 
 def test_a_run_takes_the_plan_of_its_own_size(

@@ -6,6 +6,7 @@ from dataclasses import asdict
 
 from fedspan.config import RunConfig
 from fedspan.errors import FedspanError
+from fedspan.files import convert_disk_errors
 from fedspan.models.adapted import AdaptedModel
 from fedspan.runs.folder import RunFolder
 from fedspan.tasks.task import Task
@@ -88,7 +89,13 @@ def keep_stacking_plan(run_folder: RunFolder, engine: Engine) -> None:
     if not isinstance(engine, BatchedEngine):
         return
     if not run_folder.engine.exists():
-        engine.on_plan = lambda plan: run_folder.write_json(run_folder.engine, asdict(plan))
+
+        def store(plan: StackingPlan) -> None:
+            with convert_disk_errors(run_folder.path):
+                run_folder.path.mkdir(parents=True, exist_ok=True)  # that of a baseline is new
+            run_folder.write_json(run_folder.engine, asdict(plan))
+
+        engine.on_plan = store
         return
     stored = run_folder.read_json(run_folder.engine)
     try:
