@@ -7,6 +7,7 @@ import io
 import json
 import struct
 import tarfile
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -234,10 +235,26 @@ def test_folders_with_metadata(tmp_path: Path, refused: Refused) -> None:
     (tmp_path / "metadata.jsonl").unlink()
     for columns, words in (
         ("file,label\n1.png,a\n", ["`file_name`"]),
-        ("left_file_name,label\n1.png,a\n", ["has no column file_name", "left, label"]),
+        ("left_file_name,label\n1.png,a\n", ["has no column file_name"]),
     ):
         metadata.write_text(columns)
         refuse(tmp_path, words, refused)
+
+
+def test_folders_that_datasets_would_leave_out_or_fail_on(tmp_path: Path, refused: Refused) -> None:
+    for name in ("cat/1.png", "dog/1.png"):
+        save_png(tmp_path / name, pixels(1, 4, 5, 3)[0])
+    with zipfile.ZipFile(tmp_path / "cat" / "more.zip", "w") as archive:
+        archive.writestr("cat/2.png", png(pixels(1, 4, 5, 3)[0]))
+    assert len(read(tmp_path).train) == 2  # archives inside are no part of it
+    (tmp_path / "cat" / "more.zip").write_bytes(b"damaged")
+    refuse(tmp_path, ["cannot be read as images"], refused)
+    (tmp_path / "cat" / "more.zip").unlink()
+    (tmp_path / "metadata.csv").write_text("file_name,label\n")
+    refuse(tmp_path, ["cannot be read as images"], refused)
+    (tmp_path / "metadata.csv").unlink()
+    save_png(tmp_path / "__unknown__" / "1.png", pixels(1, 4, 5, 3)[0])
+    refuse(tmp_path, ["rename __unknown__"], refused)
 
 
 def test_hidden_images_are_no_examples_and_a_name_may_look_like_a_pattern(tmp_path: Path) -> None:

@@ -27,7 +27,9 @@ class FractionRanks(Section):
     of: dict[Rank, Annotated[float, Field(gt=0, le=1)]] = Field(
         min_length=1, description="Shares by rank; they sum to 1."
     )
-    seed: int | None = Field(default=None, ge=0, lt=2**63, description="Of which client gets which.")
+    seed: int | None = Field(
+        default=None, ge=0, lt=2**63, description="Seed of the assignment of ranks to clients. Default: the run's."
+    )
 
     @field_validator("of")
     @classmethod
@@ -41,8 +43,8 @@ class RandomRanks(Section):
     """A rank drawn independently for every client."""
 
     assign: Literal["draw"] = "draw"
-    of: list[Rank] = Field(min_length=1, description="To draw from, all alike.")
-    seed: int | None = Field(default=None, ge=0, lt=2**63, description="Of the draws.")
+    of: list[Rank] = Field(min_length=1, description="Ranks, each with the same probability.")
+    seed: int | None = Field(default=None, ge=0, lt=2**63, description="Seed of the draws. Default: the run's.")
 
 
 def _select_variant(value: object) -> str | None:

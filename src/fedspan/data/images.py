@@ -12,6 +12,7 @@ import io
 import math
 import os
 import re
+import zipfile
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -163,7 +164,8 @@ def read_images(path: Path, user_path: str, option: str) -> datasets.Dataset:
             return _make_dataset(_read_cifar([path]))
         batches = sorted(path.glob("data_batch_*.bin"))
         return _make_dataset(_read_cifar(batches)) if batches else _read_folders(path)
-    except (OSError, EOFError, ValueError, zlib.error) as error:
+    # IndexError: an empty metadata file; BadZipFile: datasets looks into the archives of a folder.
+    except (OSError, EOFError, ValueError, IndexError, zlib.error, zipfile.BadZipFile) as error:
         problem = f"{user_path} cannot be read as images: {str(error) or type(error).__name__}"
         raise FedspanError(option, user_path, problem=problem) from None
 
@@ -244,12 +246,16 @@ def _read_folders(root: Path) -> datasets.Dataset:
     features = files.features
     assert features is not None
     if "image" not in features:
-        raise ValueError(f"the metadata file has no column file_name (its columns: {', '.join(features)})")
+        raise ValueError("its metadata file has no column file_name")
     rows = list(files.cast_column("image", datasets.Image(decode=False)))
     if len(features) > 1:
         return make_dataset(pa.Table.from_pylist(rows, features.arrow_schema), features)
-    paths = sorted(path for path in (Path(row["image"]["path"]) for row in rows) if _is_image(path))
     base = os.path.abspath(root)
+    read = (Path(row["image"]["path"]) for row in rows if row["image"])
+    paths = sorted(path for path in read if _is_image(path) and path.is_absolute())  # an archive's begin with zip://
+    for folder in root.rglob("__*"):  # which datasets leaves out
+        if folder.is_dir() and folder.name != "__MACOSX":
+            raise ValueError(f"folders with names that begin with __ are not read; rename {folder.relative_to(root)}")
     classes = infer_classes([path.relative_to(base).parts for path in paths], root.name, PICTURES)
     images = pa.array([{"bytes": None, "path": str(path)} for path in paths], IMAGES)
     return _make_dataset({"image": images, **{column: pa.array(values) for column, values in classes.items()}})

@@ -31,7 +31,7 @@ class Round:
         context: Definition of the round.
         new_aggregation: Creates the round's aggregation.
         progress: The progress before the round: what clients store, and when they last replied.
-        best: The same for the best progress so far: clients must not delete the state that belongs to it.
+        best: Round of each client's last reply in the best progress so far; clients keep the state that belongs to it.
         on_client: Called with a client's id and training loss when its reply is accepted.
         on_charge: Called with the privacy cost of each attempt before its orders are sent.
         on_failure: Called with a client's id and a reason when its reply is rejected on arrival or does not arrive.

@@ -26,6 +26,8 @@ def kept_worker() -> Iterator[None]:
     Whatever a run leaves in its process is there in the next one.
     """
     ray = pytest.importorskip("ray", reason="the extra fedspan[flower-sim] is not installed")
+    from fedspan.transports.ray.adapter import own_token
+
     # Flower's own class: if a release renames it, this fails.
     RayBackend = importlib.import_module("flwr.server.superlink.fleet.vce.backend.raybackend").RayBackend
     build, pools = RayBackend.build, list[Any]()
@@ -40,5 +42,6 @@ def kept_worker() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RayBackend, "build", keep)
         patch.setattr(RayBackend, "terminate", lambda backend: None)
-        yield
+        with own_token():
+            yield
     ray.shutdown()

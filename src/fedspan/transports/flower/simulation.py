@@ -17,6 +17,7 @@ from fedspan.federation.transport import Transport
 from fedspan.transports.flower.messages import draw_salt, from_records, to_records
 from fedspan.transports.flower.signing import UnsignedSigner
 from fedspan.transports.flower.transport import GridTransport, roll_call
+from fedspan.transports.ray.adapter import own_token
 
 __all__ = ["create_client_app", "simulate"]
 
@@ -87,7 +88,8 @@ def simulate(
         "client_resources": {"num_cpus": 1, "num_gpus": gpus},
     }
     logging.getLogger("flwr").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
+    # Ray listens on all addresses of the machine and runs any code that it receives.
+    with own_token(), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Flower recommends ``flwr run``
         run_simulation(server, create_client_app(answer), len(ids), backend_config=backend)  # pyright: ignore
     if errors:

@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Generator
 from contextlib import contextmanager
 
+import ray
 from ray._raylet import AuthenticationTokenLoader, Config  # pyright: ignore[reportAttributeAccessIssue]
 
 __all__ = ["own_token"]
@@ -22,9 +23,9 @@ _MODE, _TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
 def own_token() -> Generator[None]:
     """Have a Ray that starts within this context admit only this process and its children, by a random token.
 
-    An authentication mode that the user has set stays.
+    An authentication mode that the user has set stays, and a Ray that runs in this process already.
     """
-    if _MODE in os.environ:
+    if _MODE in os.environ or ray.is_initialized():
         yield
         return
     before = os.environ.get(_TOKEN)

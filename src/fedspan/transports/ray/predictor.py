@@ -59,9 +59,9 @@ class ClusterPredictor:
         # What the workers share does not depend on their number; generated answers use no cache.
         parts = self._take_parts() or (() if generate or not batches else [np.concatenate(batches)])
         model = ray.put([job])
-        found = self._share([(model, [share]) for share in shares], examples, parts, batch_size, generate=generate)
+        predicted = self._share([(model, [share]) for share in shares], examples, parts, batch_size, generate=generate)
         rows = dict[int, Tensor]()
-        for share, (predictions,) in zip(shares, found, strict=True):
+        for share, (predictions,) in zip(shares, predicted, strict=True):
             rows.update(zip(share.tolist(), predictions, strict=True))
         return torch.stack([rows[index] for index in indices.tolist()])
 
@@ -115,7 +115,7 @@ class ClusterPredictor:
         """
         self.team.set_base(self.engine.adapted.base)
         data, plan = self._store(examples), self.engine.stacking if isinstance(self.engine, BatchedEngine) else None
-        found: dict[int, list[Tensor]] = {}
+        predicted: dict[int, list[Tensor]] = {}
 
         def send(handle: WorkerHandle, number: int) -> Any:
             jobs, indices = pieces[number]
@@ -126,7 +126,7 @@ class ClusterPredictor:
             )
 
         def on_result(number: int, predictions: list[Tensor]) -> None:
-            found[number] = predictions
+            predicted[number] = predictions
             self.engine.stages.advance("evaluation", sum(map(len, predictions)))
 
         def on_failure(number: int, reason: str) -> None:
@@ -139,7 +139,7 @@ class ClusterPredictor:
         ]
         self.team.share(queues, send, on_result, on_failure)
         self.team.release_memory()
-        return [found[number] for number in range(len(pieces))]
+        return [predicted[number] for number in range(len(pieces))]
 
     def _store(self, examples: Examples) -> list[Any]:
         """Return the reference of a data set in the object store, in a list; an empty one for the hosts' own."""

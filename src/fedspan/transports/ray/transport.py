@@ -144,14 +144,14 @@ class ClusterTransport(InProcess):
             queues: The stacks of each worker.
         """
         if self._prepared is None:
-            found = list[bool]()
+            answers = list[bool]()
             self.team.share(
                 [[Piece(None, 1)], *([] for _ in queues[1:])],
                 lambda handle, _: handle.actor.has_cache.remote(),
-                lambda _, cached: found.append(cached),
+                lambda _, cached: answers.append(cached),
                 lambda _, reason: None,
             )
-            self._prepared = set() if found == [True] else set(self.host.clients)
+            self._prepared = set() if answers == [True] else set(self.host.clients)
         prepared = self._prepared
         new = [
             [Piece([id for id in stack.content if id not in prepared], stack.load) for stack in queue]
