@@ -28,7 +28,7 @@ class FractionRanks(Section):
         min_length=1, description="Shares by rank; they sum to 1."
     )
     seed: int | None = Field(
-        default=None, ge=0, lt=2**63, description="Seed of the assignment of ranks to clients. Default: that of the partition."
+        default=None, ge=0, lt=2**63, description="Seed of the assignment. Default: partition.seed."
     )
 
     @field_validator("of")
@@ -44,7 +44,7 @@ class RandomRanks(Section):
 
     assign: Literal["draw"] = "draw"
     of: list[Rank] = Field(min_length=1, description="Ranks, each with the same probability.")
-    seed: int | None = Field(default=None, ge=0, lt=2**63, description="Seed of the draws. Default: that of the partition.")
+    seed: int | None = Field(default=None, ge=0, lt=2**63, description="Seed of the draws. Default: partition.seed.")
 
 
 def _select_variant(value: object) -> str | None:
