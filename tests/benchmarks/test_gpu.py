@@ -50,7 +50,7 @@ def test_every_part_is_measured(script: ModuleType, tmp_path: Path, monkeypatch:
         assert 0 < float(row[1]) < 1e-4
     assert "| cpu | " in text
     assert "--equality" not in text
-    assert "pass |" not in text
+    assert "| pass |" not in text
     assert "FAIL" not in text
 
 
