@@ -86,11 +86,16 @@ def measure(
 
 
 def measure_checkout(rounds: int, checkout: Path) -> list[float]:
-    """Return the seconds of the rounds of this script's deployment, run by the code of a checkout."""
+    """Return the seconds of the rounds of a checkout's deployment, measured by its own copy of this module.
+
+    An earlier checkout has other functions and other names in a node's file, which its own copy knows.
+    """
+    code = "import json, sys, deployment; json.dump(deployment.measure(int(sys.argv[1]))[0], open(sys.argv[2], 'w'))"
+    path = os.pathsep.join(str(checkout / folder) for folder in ("src", "benchmarks"))
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "seconds.json"
-        command = [sys.executable, __file__, "--rounds", str(rounds), "--json", str(result)]
-        subprocess.run(command, env={**os.environ, "PYTHONPATH": str(checkout / "src")}, check=True)
+        command = [sys.executable, "-c", code, str(rounds), str(result)]
+        subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, cwd=folder, check=True)
         return json.loads(result.read_text())
 
 
@@ -141,12 +146,8 @@ def main() -> None:
     parser.add_argument("--page", type=Path, help="write the table to this file")
     parser.add_argument("--before", type=Path, help="another checkout, to measure beside this one")
     parser.add_argument("--repetitions", type=int, default=3, help="pairs of deployments, with --before")
-    parser.add_argument("--json", type=Path, help="write the seconds of the rounds to this file, and no table")
     args = parser.parse_args()
     seconds, size = measure(args.rounds)
-    if args.json:
-        args.json.write_text(json.dumps(seconds))
-        return
     middle, repeated = statistics.median(seconds), ""
     if args.before:
         repeated = f" --before CHECKOUT --repetitions {args.repetitions}"
