@@ -25,7 +25,8 @@
     report.json          the summary, once the run is finished; names the config, inputs, logs and exported files
     run.lock             held while a process works on the run; names that process
 
-The logs, ``checkpoints/`` and ``clients/`` number rounds from 1. Schedules and random draws use the number of finished rounds, from 0.
+The logs, ``checkpoints/`` and ``clients/`` number rounds from 1. Schedules and random draws use the number of finished
+rounds, from 0.
 """
 
 from __future__ import annotations
