@@ -564,7 +564,7 @@ HEADER = (
     "have random weights in the shapes of the named ones, in bfloat16, and texts are random tokens, a quarter of the "
     "longest length (128) to all of it. PEFT trains eight clients, one after another. Each number is the median of up "
     f"to {REPETITIONS} runs after one that warms up. "
-    "[Training](../architecture/training.md#devices) "
+    "[Training](../architecture/training.md) "
     "describes the engine.",
     "",
 )
@@ -578,7 +578,7 @@ NOT_MEASURED = "\n".join(
         "shapes of RoBERTa-large, Llama-3.2-1B and Llama-2-7B.",
         "",
         "Correctness on a device other than the CPU is tested with a pretend one "
-        "([Training](../architecture/training.md#devices)).",
+        "([Devices](../architecture/devices.md)).",
         "",
     ]
 )

@@ -10,16 +10,23 @@
     partition.json       the examples of each client
     arrivals.json        the arrivals that asynchronous rounds repeat
     base.json            the digest of the frozen weights of clients' own trainers
+    privacy.json         privacy cost of the current round, written before its orders are sent
+    participants.json    the nodes of each round, where nodes may join late
+    noise.key            the key of secret noise, readable by its owner only
     metrics.jsonl        one line per round, each chained to those before it
     ledger.jsonl         one line per message, likewise
     progress.json        the round that is being run, for ``fedspan watch``; removed at the end
     checkpoints/         round-00005/ ...: the last rounds, and the best
     clients/             round-00005/ ...: the clients' stored state, by the round that wrote it
     best/                the best round's checkpoint
-    adapter/             the exported adapter
+    adapter/             the exported adapter; one folder for each client where models are personal
+    nodes/               the clients' own stores on Flower's simulation engine
     baselines/           local/, centralized/: their checkpoints while they train, then a report.json each; engine.json
     report.json          the summary, once the run is finished; names the config, inputs, logs and exported files
     run.lock             held while a process works on the run; names that process
+
+The logs, ``checkpoints/`` and ``clients/`` number rounds from 1. Schedules and random draws use the number of finished
+rounds, from 0.
 """
 
 from __future__ import annotations
