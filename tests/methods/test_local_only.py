@@ -46,7 +46,7 @@ def test_nothing_is_sent_or_stored_on_the_server() -> None:
     assert made.elements == {"client-0": (0, 0), "client-1": (0, 0)}
     assert made.state.round == 1
     assert all(is_extra(name) for name in made.state.tensors)  # the pretrained head, from which all start
-    assert not (made.state.memory or made.state.scalars or made.state.base.moved)
+    assert (made.state.memory, made.state.scalars, made.state.base.moved) == ({}, {}, False)
     assert not torch.equal(made.get_weight("fc1", "client-0"), made.get_weight("fc1", "client-1"))
 
 
