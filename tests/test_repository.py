@@ -29,17 +29,10 @@ DECLARATIONS = {
 """Modules without a file of tests, since they declare names, fields and types."""
 
 TESTED_ELSEWHERE = {
-    "cli/test_compare.py": {"cli/series"},
     "config/test_starter.py": {"config/starter_template"},
-    "deployment/test_approval.py": {"cli/audit"},
-    "deployment/test_health.py": {"cli/health"},
-    "diagnostics/test_measures.py": {"cli/diagnose", "reproduction/measurement"},
+    "diagnostics/test_measures.py": {"reproduction/measurement"},
     "errors/test_broken_files.py": {"runs/task_setup"},
-    "experiments/test_run_search.py": {"experiments/execution"},
-    "monitoring/test_page_live.py": {"cli/watch"},
-    "planning/test_compute.py": {"planning/layer_counts"},
-    "reports/test_page.py": {"cli/report", "reports/matrices"},
-    "reproduction/test_reproduce.py": {"experiments/tables"},
+    "reports/test_page.py": {"reports/matrices"},
     "runs/test_own_trainers.py": {"training/trainers/torch_loop"},
     "runs/test_train.py": {"runs/final_report"},
     "training/trainers/test_trainer_engine.py": {"training/trainers/install"},
@@ -48,18 +41,9 @@ TESTED_ELSEWHERE = {
         "training/trainers/optimizer",
         "training/trainers/transformers_examples",
     },
-    "transports/flower/adapter/test_adapter.py": {
-        "transports/flower/adapter/node",
-        "transports/flower/adapter/objects",
-        "transports/flower/adapter/paths",
-        "transports/flower/adapter/run",
-        "transports/flower/adapter/superlink",
-    },
     "transports/flower/test_deployment.py": {"cli/admission"},
-    "transports/flower/test_server.py": {"cli/status"},
     "transports/flower/test_transfers.py": {"transports/flower/resumable", "transports/flower/resumed_bodies"},
     "transports/ray/test_team.py": {"runs/cluster"},
-    "wrappers/test_low_precision.py": {"wrappers/compression"},
 }
 """Modules without a file of tests, by the file whose tests go through them: what they do shows there alone.
 

@@ -89,5 +89,5 @@ def test_the_partition_has_the_examples_of_each_client(tmp_path: Path) -> None:
 def test_an_unknown_client_is_told_the_nearest(tmp_path: Path) -> None:
     folder = run(tmp_path / "run")
     require_client(folder, "west")
-    with pytest.raises(FedspanError, match="has no client 'wets'. Did you mean 'west'"):
+    with pytest.raises(FedspanError, match=r"has no client 'wets'\. Did you mean 'west'"):
         require_client(folder, "wets")

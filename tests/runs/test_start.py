@@ -11,10 +11,11 @@ import pytest
 from fedspan.config import parse_config
 from fedspan.data.partition import ClientPart, Partition
 from fedspan.errors import FedspanError
+from fedspan.runs import start
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.start import load_partition, run
 
-CONFIG = parse_config({"data": {"train": "train.csv"}, "model": {"pooling": "mean"}})
+CONFIG = parse_config({"data": {"train": "train.csv"}})
 
 
 def fail(*_: Any) -> Any:
@@ -42,7 +43,9 @@ def test_diagnoses_need_clients_in_this_process(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_invalid_config_leaves_no_files(tmp_path: Path) -> None:
+def test_an_invalid_config_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "resolve_pooling", lambda config: (config, None))  # which loads the model's config
+
     def refuse(*_: Any) -> Any:
         raise FedspanError("data.train", "train.csv", "a file")
 
