@@ -31,18 +31,13 @@ DECLARATIONS = {
 TESTED_ELSEWHERE = {
     "config/test_starter.py": {"config/starter_template"},
     "diagnostics/test_measures.py": {"reproduction/measurement"},
-    "errors/test_broken_files.py": {"runs/task_setup"},
     "reports/test_page.py": {"reports/matrices"},
-    "runs/test_own_trainers.py": {"training/trainers/torch_loop"},
     "runs/test_train.py": {"runs/final_report"},
-    "training/trainers/test_trainer_engine.py": {"training/trainers/install"},
     "training/trainers/test_transformers.py": {
-        "training/trainers/local",
         "training/trainers/optimizer",
         "training/trainers/transformers_examples",
     },
     "transports/flower/test_deployment.py": {"cli/admission"},
-    "transports/flower/test_transfers.py": {"transports/flower/resumable", "transports/flower/resumed_bodies"},
     "transports/ray/test_team.py": {"runs/cluster"},
 }
 """Modules without a file of tests, by the file whose tests go through them: what they do shows there alone.
