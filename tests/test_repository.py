@@ -29,16 +29,7 @@ DECLARATIONS = {
 """Modules without a file of tests, since they declare names, fields and types."""
 
 TESTED_ELSEWHERE = {
-    "config/test_starter.py": {"config/starter_template"},
-    "diagnostics/test_measures.py": {"reproduction/measurement"},
-    "reports/test_page.py": {"reports/matrices"},
     "runs/test_train.py": {"runs/final_report"},
-    "training/trainers/test_transformers.py": {
-        "training/trainers/optimizer",
-        "training/trainers/transformers_examples",
-    },
-    "transports/flower/test_deployment.py": {"cli/admission"},
-    "transports/ray/test_team.py": {"runs/cluster"},
 }
 """Modules without a file of tests, by the file whose tests go through them: what they do shows there alone.
 
