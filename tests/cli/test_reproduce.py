@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import yaml
@@ -247,33 +245,6 @@ def test_runs_that_read_what_was_changed_since_are_rerun(
         assert not finished_table.is_reused(finished_table.folder, tmp_path / "other")
     finally:
         os.utime(data, ns=(before.st_atime_ns, before.st_mtime_ns))
-
-
-def test_labels_beside_images_are_part_of_what_was_read(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    for name, kind, values in (
-        ("train-images-idx3-ubyte", 3, rng.integers(0, 256, (12, 8, 8), np.uint8)),
-        ("train-labels-idx1-ubyte", 1, np.arange(12, dtype=np.uint8) % 2),
-    ):
-        header = struct.pack(f">BBBB{kind}I", 0, 0, 8, kind, *values.shape)
-        (tmp_path / name).write_bytes(header + values.tobytes())
-    images = str(tmp_path / "train-images-idx3-ubyte")
-    config = parse_config(
-        {
-            "task": "image-classification",
-            "data": {"train": images, "label": "label", "image": "image"},
-            "model": {"name": "builtin:resnet-8", "image_size": 8, "target_modules": r"layer1\.0\.conv1"},
-            "partition": {"clients": 2},
-            "method": {"name": "fedit", "r": 2},
-            "federation": {"rounds": 1},
-        }
-    )
-    fedspan.run(config, tmp_path / "runs" / "run")
-    known = FinishedRuns([tmp_path / "runs"])
-    assert known.copy(config, tmp_path / "copy")
-    later = (tmp_path / "runs" / "run" / "config.yaml").stat().st_mtime + 1
-    os.utime(tmp_path / "train-labels-idx1-ubyte", (later, later))
-    assert not known.copy(config, tmp_path / "other")
 
 
 def test_runs_with_secret_noise_or_changed_files_are_not_reused(preset: Path, tmp_path: Path) -> None:

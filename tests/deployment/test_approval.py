@@ -5,11 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
-from click.testing import CliRunner
 
 from fedspan.deployment.approval import Approvals, NotApprovedError, compute_job_digest
 from fedspan.deployment.audit import AUDIT
@@ -19,7 +16,6 @@ from fedspan.deployment.node import NodeService
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import decode_order, decode_reply
 from fedspan.logs import AuditLog
-from helpers.command_line import get_program
 from helpers.node_service import introduced, invitation, node, served, values
 
 ASK = {"approve": "ask"}
@@ -171,29 +167,3 @@ def test_a_damaged_decision_approves_nothing(
     (tmp_path / "jobs" / f"{compute_job_digest(asked)}.json").write_bytes(content)
     with pytest.raises(FedspanError, match=r"\.json`: the file is damaged"):
         approvals.require(asked)
-
-
-def test_the_commands_show_and_decide(tiny_folder: Path, tmp_path: Path) -> None:
-    own = node(tiny_folder, tmp_path / "kept", limits=ASK)
-    file = tmp_path / "node.yaml"
-    file.write_text(yaml.safe_dump({**own.model_dump(mode="json", exclude={"key", "authority"})}))
-    hostile: dict[str, Any] = {**values(tiny_folder)}
-    hostile["data"] = {**hostile["data"], "labels": [*hostile["data"]["labels"], "\x1b[31mred"]}
-    introduced(NodeService(own), hostile)
-    runner = CliRunner(env={"COLUMNS": "140", "TERM": "dumb"})
-    shown = runner.invoke(get_program(), ["approve", str(file), "--settings"])
-    assert shown.exit_code == 0, shown.output
-    words = ["fedit", "waits for fedspan approve", "local_steps", "secure aggregation", "lora_alpha"]
-    for word in [*words, "columns             text, label"]:
-        assert word in shown.output
-    assert "\x1b" not in shown.output
-    (request,) = Approvals(tmp_path / "kept", AuditLog(tmp_path / "kept" / AUDIT)).list_requests()
-    assert runner.invoke(get_program(), ["approve", str(file), "0" * 64]).exit_code == 2
-    assert runner.invoke(get_program(), ["approve", str(file), "--refuse"]).exit_code == 2
-    decided = runner.invoke(get_program(), ["approve", str(file), request.job[:6]])
-    assert decided.output.startswith(f"approved job {request.job[:16]}")
-    audited = runner.invoke(get_program(), ["audit", str(tmp_path / "kept")])
-    assert audited.exit_code == 0
-    assert "job approved" in audited.output
-    assert "2 entries, head " in audited.output
-    assert "\x1b" not in audited.output

@@ -1,4 +1,4 @@
-"""Base models that a server offers: which files are offered and accepted, and what a node does with them."""
+"""Base models that a server offers: what a node receives of them, keeps and uses."""
 
 from __future__ import annotations
 
@@ -26,29 +26,6 @@ from helpers.node_service import introduced, node, values
 
 NAME = "clinic/encoder"
 """Name of a model that no machine has."""
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    """A model's folder, with files that are not offered beside it."""
-    folder = tmp_path / "model"
-    folder.mkdir()
-    for name, content in {
-        "config.json": b"{}",
-        "model.safetensors": bytes(range(256)) * 40,
-        "vocab.txt": b"a\nb\n",
-        "pytorch_model.bin": b"pickle",
-        "modeling.py": b"code",
-        "adapter_config.json": b"{}",
-        ".hidden.json": b"{}",
-        "README.md": b"text",
-        "private.json": b"{}",
-        "other.safetensors": b"another model",
-        "model.safetensors.index.json": b"{}",  # transformers reads model.safetensors
-    }.items():
-        (folder / name).write_bytes(content)
-    (folder / "folder.json").mkdir()
-    return folder
 
 
 def make_fetch(folder: Path, files: list[BaseFile], *, block: int = 3000, fails_at: int = -1) -> Callable[..., bytes]:
@@ -84,59 +61,6 @@ def ask(node: NodeConfig, files: list[BaseFile]) -> str:
     except BaseMissingError as error:
         return str(error)
     return ""
-
-
-def test_only_weights_configs_and_tokenizers_are_offered(model: Path) -> None:
-    assert [file.name for file in base_offers.list_base_files(model)] == [
-        "config.json",
-        "model.safetensors",
-        "vocab.txt",
-    ]
-
-
-def test_the_weights_of_an_index_are_its_shards(model: Path) -> None:
-    (model / "model.safetensors").unlink()
-    shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
-    for shard in shards:
-        (model / shard).write_bytes(b"weights")
-    index = {"weight_map": {"a": shards[0], "b": shards[1], "c": shards[0]}}
-    (model / "model.safetensors.index.json").write_text(json.dumps(index))
-    names = [file.name for file in base_offers.list_base_files(model)]
-    assert names == ["config.json", *shards, "model.safetensors.index.json", "vocab.txt"]
-    (model / shards[1]).unlink()
-    with pytest.raises(FedspanError, match="cannot be offered"):
-        base_offers.list_base_files(model)
-
-
-@pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
-def test_a_folder_without_weights_in_safetensors_cannot_be_offered(model: Path, missing: str) -> None:
-    (model / missing).unlink()
-    (model / "model.safetensors.index.json").unlink()
-    with pytest.raises(FedspanError, match=r"no config.json with model.safetensors or its index"):
-        base_offers.list_base_files(model)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "../config.json",
-        "/etc/x.json",
-        "a/b.json",
-        "model.bin",
-        "model.pt",
-        "code.py",
-        "adapter_config.json",
-        "",
-        ".json",
-        "config.json\n",
-        "package.json",
-        "1_Pooling/../config.json",
-        "x" * 200 + ".json",
-    ],
-)
-def test_names_of_other_files_are_refused(name: str) -> None:
-    with pytest.raises(ValidationError):
-        BaseFile(name=name, size=1, sha256="0" * 64)
 
 
 def test_a_node_receives_a_model_once_and_continues_after_a_broken_connection(model: Path, tmp_path: Path) -> None:
@@ -370,22 +294,6 @@ def test_a_damaged_request_is_reported(model: Path, tmp_path: Path) -> None:
         wanted.write_text(content)
         with pytest.raises(FedspanError, match="damaged"):
             base_files.read_request(wanted)
-
-
-def test_files_are_offered_for_the_duration_of_each_run(model: Path, tmp_path: Path) -> None:
-    files = base_offers.list_base_files(model)
-    (tmp_path / "bases").mkdir()
-    killed = tmp_path / "bases" / f"{'a' * 64}.0123.json"  # its process ended without deleting it
-    killed.write_text("{}")
-    with base_offers.offer_base(tmp_path, model, files):
-        (offer,) = (tmp_path / "bases").glob("*.json")
-        assert offer.name.partition(".")[0] == base_offers.compute_offer_digest(files)
-        paths = json.loads(offer.read_text())
-        assert {Path(path).name for path in paths.values()} == {file.name for file in files}
-        with base_offers.offer_base(tmp_path, model, files):
-            assert len(list((tmp_path / "bases").glob("*.json"))) == 2
-        assert list((tmp_path / "bases").glob("*.json")) == [offer]
-    assert not list((tmp_path / "bases").iterdir())
 
 
 def test_where_a_model_comes_from_is_described(model: Path, tmp_path: Path) -> None:

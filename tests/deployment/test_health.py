@@ -12,14 +12,12 @@ from typing import Any
 
 import pytest
 import yaml
-from click.testing import CliRunner
 
 from fedspan.deployment.health import Heartbeat, describe_heartbeat, find_problem, read_work
 from fedspan.deployment.node import NodeService
 from fedspan.deployment.supervisor import Supervisor
 from fedspan.federation.protocol import Order
 from fedspan.training.stages import Stages
-from helpers.command_line import get_program
 from helpers.node_service import node, served
 
 
@@ -27,26 +25,6 @@ def age(folder: Path, seconds: float) -> None:
     """Make a heartbeat older."""
     moment = time.time() - seconds
     os.utime(folder / "heartbeat", (moment, moment))
-
-
-def call(path: Path, *options: str) -> Any:
-    return CliRunner().invoke(get_program(), ["health", str(path), *options])
-
-
-def test_a_heartbeat_that_is_too_old_is_a_problem(tmp_path: Path) -> None:
-    folder = tmp_path / "state"
-    path = tmp_path / "node.yaml"
-    path.write_text(yaml.safe_dump({"id": "a", "server": "h:1", "data": {"train": "own.csv"}, "folder": str(folder)}))
-    assert "has not started" in (find_problem(folder) or "")
-    assert call(path).exit_code == 1
-    Heartbeat(folder).renew()
-    assert call(path).exit_code == 0
-    assert "healthy: waiting for orders, 0 s ago" in call(path).output
-    age(folder, 1000)
-    found = call(path)
-    assert found.exit_code == 1
-    assert "unhealthy: no progress for 1000 s, and at most 900 s are allowed (last: waiting for orders)" in found.output
-    assert call(path, "--within", "2000").exit_code == 0
 
 
 def test_a_model_may_load_for_an_hour_and_no_longer(tmp_path: Path) -> None:

@@ -189,22 +189,6 @@ def test_without_validation_every_reply_counts(tiny_folder: Path) -> None:
     assert any(bool(value.isnan().any()) for value in result.progress.state.tensors.values())
 
 
-def test_labels_are_flipped_for_training_alone(tiny_folder: Path) -> None:
-    plain = built(tiny_folder)
-    prepared = built(tiny_folder, simulation={"faults": {"share": 0.5, "kind": "label-flip"}})
-    bad = prepared.config.simulation.build_conditions(prepared.config.seed).draw_faulty(IDS)  # pyright: ignore
-    flipped: Any = prepared.federation.examples
-    honest: Any = plain.train
-    last = len(prepared.labels) - 1
-    for id, member in prepared.federation.clients.items():
-        own = member.train
-        wanted = last - honest.labels[own] if id in bad else honest.labels[own]
-        assert (flipped.labels[own] == wanted).all()
-        for part in (member.validation, member.test):
-            assert (flipped.labels[part] == honest.labels[part]).all()
-    assert differences(rounds(prepared, 1)[0].progress, rounds(plain, 1)[0].progress)
-
-
 @pytest.mark.parametrize("engine", others_slow(["loop", "batched"], ["loop"]))
 def test_secure_sums_in_the_simulator_are_the_plain_means(engine: str, tiny_folder: Path) -> None:
     pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")

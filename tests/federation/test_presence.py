@@ -19,8 +19,6 @@ from fedspan.runs.setup import Prepared, prepare
 from fedspan.training.jobs import Assignment
 from helpers import tiny
 
-IDS = tuple(sorted(tiny.SITES))
-SGD = {"optimizer": "sgd", "momentum": 0.0}
 PRESENT = {"north": [2, None], "south": [1, 2], "west": [2, 3]}
 """East is there all the time."""
 BY_ROUND = [["east", "south"], ["east", "north", "south", "west"], ["east", "north", "west"], ["east", "north"]]
@@ -139,32 +137,6 @@ def test_a_killed_run_resumes_with_the_same_bits_and_its_log_names_who_came_and_
     assert [row.get("left") for row in rows] == [None, None, ["south"], ["west"]]
     weights = [(tmp_path / name / "adapter" / "adapter_model.safetensors").read_bytes() for name in ("whole", "killed")]
     assert weights[0] == weights[1]
-
-
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        ({"simulation": {"present": {"nort": [1, 2]}}}, r"simulation\.present\.nort.*Did you mean 'north'"),
-        ({"simulation": {"present": {id: [1, 3] for id in IDS}}}, "0 of 4 clients are present in round 4"),
-        ({"federation": {"min_replies": 3}}, r"2 of 4 clients are present in round 1.*at least 3 \(federation"),
-        (
-            {"federation": {"secure": {"bits": 64}, "weights": "uniform"}},
-            r"2 of 4 clients are present in round 1.*at least 3 \(federation\.secure",
-        ),
-        (
-            {"method": {"wrappers": ["scaffold"]}, "training": SGD},
-            "scaffold averages its control variates over a fixed number",
-        ),
-        ({"simulation": {"present": {"north": [3, 2]}}}, "a last round that is not before the first one"),
-        (
-            {"privacy": {"mechanism": "central", "noise": 1.0}, "federation": {"weights": "uniform"}},
-            "central privacy counts on the same number of clients in every round",
-        ),
-    ],
-)
-def test_what_does_not_fit_is_refused_by_name(changes: dict[str, Any], why: str, tiny_folder: Path) -> None:
-    with pytest.raises(FedspanError, match=why):
-        build(tiny_folder, **changes)
 
 
 def test_a_federation_without_late_clients_is_what_it_was(tiny_folder: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +20,7 @@ from fedspan.errors import FedspanError
 from fedspan.federation import serialization
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import Progress, RoundResult
-from fedspan.federation.protocol import Envelope, Order, Part, Reply, decode_order
-from fedspan.federation.round_exchange import compute_mean_loss
+from fedspan.federation.protocol import Envelope, Order, Reply, decode_order
 from fedspan.federation.validation import ReplyRules
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.training.loop import LoopEngine
@@ -317,31 +315,3 @@ def test_an_order_that_is_not_for_this_client_is_refused(built: Prepared, tmp_pa
         host.answer(order)
     with pytest.raises(ValueError, match="names another client"):
         host.answer(replace(order, to="north"))
-
-
-@pytest.mark.parametrize(
-    ("counts", "ratio", "weights"),
-    [
-        ((1, 1, 100, 100), 4.0, (1, 1, 4, 4)),  # the mean of the middle two would limit nothing
-        ((100, 1, 100, 1), 4.0, (4, 1, 4, 1)),
-        ((10, 20, 100), 4.0, (10, 20, 80)),
-        ((0, 10, 100), 4.0, (0, 10, 40)),
-        ((0, 0, 7, 100), 4.0, (0, 0, 7, 100)),  # the lower middle one is 0: no limit
-        ((1, 1, 100, 100), None, (1, 1, 100, 100)),
-    ],
-)
-def test_the_mean_loss_weighs_a_phase_up_to_a_multiple_of_the_lower_median(
-    counts: tuple[int, ...], ratio: float | None, weights: tuple[int, ...]
-) -> None:
-    losses = [2.0**number for number in range(len(counts))]
-    replies = [
-        Reply("train", 0, 0, "a", (Part(loss=loss, examples=float(count)),))
-        for loss, count in zip(losses, counts, strict=True)
-    ]
-    expected = sum(loss * weight for loss, weight in zip(losses, weights, strict=True)) / sum(weights)
-    assert compute_mean_loss(replies, ratio) == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize("parts", [(), (Part(loss=0.5, examples=0.0),)])
-def test_a_mean_loss_over_no_examples_is_nan(parts: tuple[Part, ...]) -> None:
-    assert math.isnan(compute_mean_loss([Reply("train", 0, 0, "a", parts)] * 2, 4.0))

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
-from datasets import Dataset
 
 import fedspan
-from fedspan import FedspanError
-from fedspan.config import parse_config
 from fedspan.runs.callbacks import compute_final_scores
-from fedspan.runs.setup import Prepared, _find_test_parts, prepare
+from fedspan.runs.setup import Prepared, prepare
 from helpers import tiny
 
 
@@ -36,25 +32,6 @@ def test_scores_by_value_are_those_of_the_value_s_examples(tiny_folder: Path) ->
     assert right / len(made.test) == pytest.approx(final.scores["test"]["accuracy"])
 
 
-def test_values_that_differ_in_a_trailing_nul_or_are_long_are_parts_of_their_own() -> None:
-    long = "y" * 2**14
-    test = Dataset.from_dict({"site": ["x", "x\0", long, "x", *["w"] * 2000, "x\0"]})
-    tracemalloc.start()
-    try:
-        parts = _find_test_parts(test, "site")
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak < 2000 * len(long)  # not every name takes the memory of the longest one
-    assert list(parts) == ["w", "x", "x\0", long]
-    assert {value: rows.tolist() for value, rows in parts.items() if value != "w"} == {
-        "x": [0, 3],
-        "x\0": [1, 2004],
-        long: [2],
-    }
-    assert np.array_equal(parts["w"], np.arange(4, 2004))
-
-
 def test_scores_by_value_of_personal_models_are_means_over_the_clients(tiny_folder: Path) -> None:
     made = prepare(tiny.config(tiny_folder, evaluation={"by": "site"}, method={"name": "local-only"}))
     final = compute_final_scores(made, made.federation.begin())
@@ -71,15 +48,6 @@ def test_a_report_has_the_scores_by_value(tiny_folder: Path, tmp_path: Path) -> 
     assert set(report.by_value) <= set(tiny.SITES)
     assert set(report.baselines["centralized"]["by_value"]) == set(report.by_value)
     assert fedspan.read_report(tmp_path / "run").by_value == report.by_value
-
-
-def test_scores_by_value_need_a_held_out_set_with_the_column(tiny_folder: Path) -> None:
-    settings = tiny.settings(tiny_folder, evaluation={"by": "siet"})
-    with pytest.raises(FedspanError, match=r"no column named 'siet'.*Did you mean 'site'"):
-        prepare(parse_config(settings))
-    settings["data"]["test_fraction"] = 0
-    with pytest.raises(FedspanError, match=r"`evaluation\.by`: there is no test set"):
-        prepare(parse_config(settings))
 
 
 def test_without_the_option_there_are_no_scores_by_value(prepared: Prepared) -> None:

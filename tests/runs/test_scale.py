@@ -94,11 +94,6 @@ def test_a_sample_of_the_clients_is_measured(prepared: Prepared, tiny_folder: Pa
     assert tuple(evaluator.evaluate_heldout(federation.begin(), prepared.test)) == evaluator.ids  # type: ignore[arg-type]
 
 
-def test_a_sample_of_all_is_all(prepared: Prepared) -> None:
-    ids = tuple(prepared.federation.clients)
-    assert Evaluator(prepared.federation, 8).ids == Evaluator(prepared.federation, 8, 99).ids == ids
-
-
 PEAK = """
 import sys
 from pathlib import Path

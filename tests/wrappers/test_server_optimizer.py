@@ -146,19 +146,6 @@ def test_only_what_was_transmitted_gathers_moments() -> None:
         assert torch.equal(federation.state.tensors[join_tensor_name(one, "B")], frozen[one])
 
 
-def test_fedavgm_without_momentum_is_the_method() -> None:
-    """x + 1 (mean - x), to a rounding."""
-    problem = Problem(clients=2)
-    inner = WithExtras(inner=FedIT(spec=problem.adapted().spec, r=2), policy="average")
-    plain = Federation(Double(inner=inner), problem, sgd(LR))
-    wrapped = Federation(Double(inner=FedAvgM(inner=inner, momentum=0.0)), problem, sgd(LR))
-    for _ in range(3):
-        plain.round()
-        wrapped.round()
-    for name, value in plain.state.tensors.items():
-        assert close(wrapped.state.tensors[name], value, 1e-12)
-
-
 def test_refused_where_a_mean_change_has_no_meaning() -> None:
     spec = Problem(clients=2).adapted().spec
     cases = {

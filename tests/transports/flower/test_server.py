@@ -1,18 +1,13 @@
-"""A server's folder, names that its certificate is good for, and its nodes as ``fedspan status`` shows them."""
+"""A server's folder, the names that its certificate is good for, and those of its nodes."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
-from fedspan.deployment.status import store_named_run
 from fedspan.errors import FedspanError
-from fedspan.logs import JsonLines
-from helpers.command_line import get_program
 
 servers = pytest.importorskip("fedspan.transports.flower.server", reason="the extra fedspan[flower] is not installed")
 
@@ -51,29 +46,3 @@ def test_nodes_have_the_names_that_they_were_admitted_as(server: Path) -> None:
     assert second.offline_since == 1767323045.0
     assert (third.status, third.offline_since) == ("registered", None)
     assert [one.status for one in servers.list_nodes(servers.read_link(server), {14: "clinic-b"})][3:] == ["revoked"]
-
-
-def test_status_shows_nodes_and_the_run(server: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    (run / "checkpoints" / "round-00002").mkdir(parents=True)
-    (run / "config.yaml").write_text("federation: {rounds: 5}\n")
-    failure = {"client": "south", "attempt": 0, "reason": "no reply within 5 s"}
-    rows = [{"round": 1}, {"round": 2, "failures": [failure]}]
-    with JsonLines(run / "metrics.jsonl") as lines:
-        for row in rows:
-            lines.append(row)
-        lines.commit()
-    runner = CliRunner(env={"COLUMNS": "140", "TERM": "dumb"})
-    shown = runner.invoke(get_program(), ["status", "--server", str(server)])
-    assert shown.exit_code == 0, shown.output
-    assert "round" not in shown.output
-    store_named_run(server, run, {"north": 11, "south": 12})
-    shown = runner.invoke(get_program(), ["status", "--server", str(server)])
-    assert shown.exit_code == 0, shown.output
-    for words in ("north", "now, for 1:15", "round 2: no reply within 5 s", "2 of 5, stopped", "--resume", "never"):
-        assert words in shown.output
-    printed = json.loads(runner.invoke(get_program(), ["status", "--server", str(server), "--json"]).stdout)
-    assert [node["client"] for node in printed["nodes"]] == ["north", "south", None]
-    assert printed["run"]["round"] == 2
-    done = runner.invoke(get_program(), ["status", "--server", str(server), "--run", str(tmp_path)])
-    assert done.exit_code == 2
