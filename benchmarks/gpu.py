@@ -1,6 +1,7 @@
-"""Training many clients on one GPU: speed, memory, compiled blocks, equality with the CPU, and server steps.
+"""Training many clients on one GPU: speed, memory, compiled blocks, 4-bit bases, equality with the CPU, server steps.
 
     python benchmarks/gpu.py --page docs/results/gpu.md           (one GPU, at most 30 minutes)
+    python benchmarks/gpu.py --sections compiled nf4 --shapes Llama-3.2-1B --minutes 5      (these tables alone)
     python benchmarks/gpu.py --smoke --device cpu                 (tiny shapes, seconds; nothing is judged)
 
 The models have random weights in the shapes of RoBERTa-large, Llama-3.2-1B and Llama-2-7B, in bfloat16, with FedIT at
@@ -8,7 +9,9 @@ rank 8 on queries and values. Texts are random tokens of random lengths. Compare
 PEFT's model in a loop over clients, on the same examples. Tokens are those of the texts, without padding. Equality:
 one client's job in float32 on the first two blocks of each shape, on the device and on the CPU, with SGD and with
 AdamW. Server steps: the truncated SVD of one layer's aggregate of the clients' factors. Where a pass of all clients
-needs more memory than the device has, half as many share a pass. Without a GPU the page says that nothing was measured.
+needs more memory than the device has, half as many share a pass. NF4: the frozen linear layers of the Llama shapes in 4
+bits, by bitsandbytes. Without a GPU the page says that nothing was measured. ``--sections`` picks some tables, which
+name their command.
 """
 
 from __future__ import annotations
@@ -16,8 +19,11 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+import importlib
+import importlib.util
 import os
 import platform
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,6 +43,7 @@ from fedspan.core.values import Client, Job, Trained
 from fedspan.errors import FedspanError
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.empty import load_empty
+from fedspan.models.quantized import list_unquantized_modules
 from fedspan.models.targets import find_buffers, find_extras, find_targets
 from fedspan.tasks.causal import CausalLM, EncodedPrompts
 from fedspan.tasks.classification import SequenceClassification
@@ -130,6 +137,25 @@ def build(shape: Shape, dtype: torch.dtype, device: torch.device, depth: int | N
         depth=depth,
     )
     return model.to(device)
+
+
+def quantize(model: nn.Module, dtype: torch.dtype) -> Any:
+    """Store a model's frozen linear layers in NF4, as ``model.quantization`` does; its weights are those of `build`."""
+    bitsandbytes: Any = importlib.import_module("bitsandbytes.nn")  # its types leave out the classes
+    kept = re.compile("|".join(list_unquantized_modules(())))
+    layers = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+    for path, module in layers:
+        if kept.fullmatch(path):
+            continue
+        device, bias = module.weight.device, module.bias is not None
+        layer = bitsandbytes.Linear4bit(
+            module.in_features, module.out_features, bias, dtype, True, "nf4", device=torch.device("meta")
+        )
+        weight = module.weight.detach().cpu()  # it is quantized on its way to the device
+        layer.weight = bitsandbytes.Params4bit(weight, requires_grad=False, compress_statistics=True, quant_type="nf4")
+        layer.bias = module.bias
+        model.set_submodule(path, layer.to(device))
+    return model
 
 
 def draw_examples(shape: Shape, count: int) -> tuple[Any, Any]:
@@ -406,6 +432,44 @@ def format_compiled(shapes: Sequence[Shape], args: argparse.Namespace, device: t
     ]
 
 
+def format_quantized(
+    shapes: Sequence[Shape], args: argparse.Namespace, device: torch.device, until: float
+) -> list[str]:
+    """Compare 4-bit bases with others, and return the section about it."""
+    batch, dtype = args.batches[-1], working_dtype(device)
+    counts = sorted({args.clients[0], min(args.clients[-1], 8)})
+    plain = str(dtype).removeprefix("torch.")
+    rows: list[str] = []
+    for shape in (shape for shape in shapes if shape.head == "language-model"):
+        for base in (plain, "NF4"):
+            cells = ["not reached"] + [""] * (2 * len(counts) - 1)
+            if base == "NF4" and importlib.util.find_spec("bitsandbytes") is None:
+                cells[0] = "bitsandbytes is not installed"
+            elif time.monotonic() < until:
+                gc.collect()
+                model = build(shape, dtype, device)
+                adapted = adapt(shape, model if base == plain else quantize(model, dtype))
+                del model
+                found = [measure_clients(shape, adapted, clients, batch, device) for clients in counts]
+                memory = ["" if cell.memory is None else f"{cell.memory:.2f}" for cell in found]
+                cells = [*(format_rate(cell, clients) for cell, clients in zip(found, counts, strict=True)), *memory]
+                del adapted
+            rows.append("| " + " | ".join([shape.name, base, *cells]) + " |")
+            print(rows[-1], flush=True)
+    head = [f"clients: {clients}" for clients in counts] + [f"memory, clients: {clients}" for clients in counts]
+    return [
+        "## 4-bit bases",
+        "",
+        f"Tokens a second at batch {batch}, and the peak of memory in GiB, with the frozen base in {plain} and in NF4 "
+        "(`model.quantization: nf4`, bitsandbytes).",
+        "",
+        f"| shape | base | {' | '.join(head)} |",
+        f"|{'---|' * (2 + len(head))}",
+        *rows,
+        "",
+    ]
+
+
 def measure_server_step(size: int, clients: int, device: torch.device) -> float:
     """Seconds of the truncated SVD of one layer's aggregate, from the clients' factors."""
     rng = torch.Generator().manual_seed(0)
@@ -450,6 +514,13 @@ def measure_rows(shape: Shape, args: argparse.Namespace, device: torch.device, u
     return rows
 
 
+def format_rate(cell: Measured, clients: int) -> str:
+    """Tokens a second of a number of clients, and how many shared a pass if not all did."""
+    if cell.rate is None:
+        return "out of memory"
+    return f"{cell.rate:,.0f}" + ("" if cell.clients_per_pass == clients else f" ({cell.clients_per_pass} a pass)")
+
+
 def format_row(
     shape: Shape, batch: int, loop: float | None, cells: Mapping[int, Measured], args: argparse.Namespace
 ) -> list[str]:
@@ -459,13 +530,7 @@ def format_row(
     row = [shape.name, str(batch), f"{loop:,.0f}" if loop else "not reached"]
     for clients in args.clients:
         cell = cells.get(clients)
-        if cell is None:
-            row.append("not reached")
-        elif cell.rate is None:
-            row.append("out of memory")
-        else:
-            together = "" if cell.clients_per_pass == clients else f" ({cell.clients_per_pass} a pass)"
-            row.append(f"{cell.rate:,.0f}{together}")
+        row.append("not reached" if cell is None else format_rate(cell, clients))
     row.append("" if gain is None else f"{gain:.1f}")
     row += ["" if cell is None or cell.memory is None else f"{cell.memory:.2f}" for cell in (few, most)]
     judged = batch == 1 and not args.smoke
@@ -473,14 +538,18 @@ def format_row(
     return row
 
 
-def format_command(args: argparse.Namespace, device: torch.device) -> tuple[str, str]:
+def format_command(args: argparse.Namespace, device: torch.device) -> list[str]:
     """The command, and the date and the device."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    options = " --equality" if args.equality else f" --minutes {args.minutes:g}"
-    return (
-        f"Command: `python benchmarks/gpu.py{options}{' --smoke' if args.smoke else ''}`  ",
+    options = f" --minutes {args.minutes:g}" + (" --smoke" if args.smoke else "")
+    for option in ("sections", "shapes", "clients", "batches"):
+        if (values := getattr(args, option)) != args.defaults[option]:
+            options += f" --{option} {' '.join(map(str, values))}"
+    return [
+        f"Command: `python benchmarks/gpu.py{options}`  ",
         f"Date: {time.strftime('%Y-%m-%d')}. Device: {name}, torch {torch.__version__}.",
-    )
+        "",
+    ]
 
 
 def format_agreement(shapes: Sequence[Shape], device: torch.device, args: argparse.Namespace) -> list[str]:
@@ -496,7 +565,6 @@ def format_agreement(shapes: Sequence[Shape], device: torch.device, args: argpar
     return [
         "## Equality with the CPU, and with itself",
         "",
-        *([*format_command(args, device), ""] if args.equality else []),
         "One client's job on two blocks in float32, as the relative distance of its tensors from the CPU's in float64, "
         f"trained on the GPU and on the CPU. Limit: {ROUNDING:g} times the CPU's distance, or {CLOSE:g} if that is "
         "more. AdamW divides a gradient by its own size, and so enlarges the rounding of small ones.",
@@ -511,50 +579,68 @@ def format_agreement(shapes: Sequence[Shape], device: torch.device, args: argpar
     ]
 
 
-def page(args: argparse.Namespace, device: torch.device) -> str:
-    """Measure everything, and write the page."""
-    start, seconds = time.monotonic(), 60 * args.minutes
-    shapes: Sequence[Shape] = SMOKE if args.smoke else SHAPES
-    agreement = format_agreement(shapes, device, args)
-    size = 32 if args.smoke else 4096
-    steps = {
-        device_name: measure_server_step(size, args.clients[-1], torch.device(device_name))
-        for device_name in ("cpu", str(device))
-    }
+def format_speed(shapes: Sequence[Shape], args: argparse.Namespace, device: torch.device, until: float) -> list[str]:
+    """Compare clients that share passes with PEFT's loop, and return the section about it."""
     rows: list[list[str]] = []
     for number, shape in enumerate(shapes):  # no shape takes the time of those after it
-        left = start + 0.8 * seconds - time.monotonic()  # the rest is for compiled blocks
+        left = until - time.monotonic()
         rows += measure_rows(shape, args, device, time.monotonic() + left / (len(shapes) - number))
-    compiled = format_compiled(shapes, args, device, start + seconds)
     counts = " | ".join(f"clients: {clients}" for clients in args.clients)
     rule = "|".join(["---"] * (7 + len(args.clients)))
-    return "\n".join(
-        [
-            *HEADER,
-            *format_command(args, device),
-            "",
-            "## Tokens a second",
-            "",
-            f"FedIT at rank {RANK}, {STEPS} steps a client. Memory is the peak, in GiB, with the fewest and with the "
-            f"most clients. Where a pass of all clients needs more memory than the GPU has, the cell says how many "
-            f"shared one. Goal at batch 1 with the most clients: {GOAL:g} times PEFT's loop.",
-            "",
-            f"| shape | batch | PEFT in a loop | {counts} | times faster | memory, fewest | memory, most | goal |",
-            f"|{rule}|",
-            *("| " + " | ".join(row) + " |" for row in rows),
-            "",
-            *compiled,
-            *agreement,
-            "## Server steps",
-            "",
-            f"Truncated SVD of one layer of {size} x {size} from the factors of {args.clients[-1]} clients, seconds.",
-            "",
-            "| device | seconds |",
-            "|---|---|",
-            *(f"| {device_name} | {value:.4f} |" for device_name, value in steps.items()),
-            "",
-        ]
-    )
+    return [
+        "## Tokens a second",
+        "",
+        f"FedIT at rank {RANK}, {STEPS} steps a client. Memory is the peak, in GiB, with the fewest and with the "
+        f"most clients. Where a pass of all clients needs more memory than the GPU has, the cell says how many "
+        f"shared one. Goal at batch 1 with the most clients: {GOAL:g} times PEFT's loop.",
+        "",
+        f"| shape | batch | PEFT in a loop | {counts} | times faster | memory, fewest | memory, most | goal |",
+        f"|{rule}|",
+        *("| " + " | ".join(row) + " |" for row in rows),
+        "",
+    ]
+
+
+def format_server_steps(args: argparse.Namespace, device: torch.device) -> list[str]:
+    """Measure the server's steps on the CPU and on the device, and return the section about it."""
+    size = 32 if args.smoke else 4096
+    steps = {name: measure_server_step(size, args.clients[-1], torch.device(name)) for name in ("cpu", str(device))}
+    return [
+        "## Server steps",
+        "",
+        f"Truncated SVD of one layer of {size} x {size} from the factors of {args.clients[-1]} clients, seconds.",
+        "",
+        "| device | seconds |",
+        "|---|---|",
+        *(f"| {name} | {value:.4f} |" for name, value in steps.items()),
+        "",
+    ]
+
+
+SECTIONS = ("speed", "compiled", "nf4", "equality", "server")
+"""The page's tables, in its order."""
+
+
+def page(args: argparse.Namespace, device: torch.device) -> str:
+    """Measure the requested sections, and write the page, or those sections alone."""
+    shapes = [shape for shape in (SMOKE if args.smoke else SHAPES) if shape.name in args.shapes]
+    end = time.monotonic() + 60 * args.minutes
+    # What takes no time limit comes first, then the shortest: of the rest, compiling takes what the others leave.
+    measures: dict[str, Callable[[], list[str]]] = {
+        "equality": lambda: format_agreement(shapes, device, args),
+        "server": lambda: format_server_steps(args, device),
+        "nf4": lambda: format_quantized(shapes, args, device, end),
+        "speed": lambda: format_speed(
+            shapes, args, device, end - 0.2 * max(0.0, end - time.monotonic()) * ("compiled" in args.sections)
+        ),
+        "compiled": lambda: format_compiled(shapes, args, device, end),
+    }
+    parts = {name: measure() for name, measure in measures.items() if name in args.sections}
+    command = format_command(args, device)
+    if args.sections == list(SECTIONS):
+        return "\n".join([*HEADER, *command, *(line for name in SECTIONS for line in parts[name])])
+    lines = [line for name in args.sections for line in (*parts[name][:2], *command, *parts[name][2:])]
+    return "\n".join(lines)
 
 
 HEADER = (
@@ -574,8 +660,8 @@ NOT_MEASURED = "\n".join(
         "Not measured yet: no GPU was available to the project. On a machine with one, "
         "`python benchmarks/gpu.py --page docs/results/gpu.md` writes this page in at most 30 minutes. It measures "
         "tokens a second of 1, 8 and 50 clients at batches of 1 to 8 against a loop over clients with PEFT (goal: 8 "
-        "times at batch 1), memory, compiled blocks, equality with the CPU, and server steps, on random weights in the "
-        "shapes of RoBERTa-large, Llama-3.2-1B and Llama-2-7B.",
+        "times at batch 1), memory, compiled blocks, 4-bit bases, equality with the CPU, and server steps, on random "
+        "weights in the shapes of RoBERTa-large, Llama-3.2-1B and Llama-2-7B.",
         "",
         "Correctness on a device other than the CPU is tested with a pretend one "
         "([Devices](../architecture/devices.md)).",
@@ -592,15 +678,24 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="tiny shapes")
     parser.add_argument("--clients", type=int, nargs="+", default=None)
     parser.add_argument("--batches", type=int, nargs="+", default=None)
-    parser.add_argument("--equality", action="store_true", help="only equality with the CPU, and with itself")
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, help="left out: all")
+    parser.add_argument("--shapes", nargs="+", metavar="NAME", help="names of the shapes; left out: all")
     parser.add_argument("--page", type=Path, help="write the tables to this file")
     args = parser.parse_args()
-    args.clients = args.clients or ([1, 3] if args.smoke else [1, 8, 50])
-    args.batches = args.batches or ([1, 2] if args.smoke else [1, 2, 4, 8])
+    defaults: dict[str, list[Any]] = {
+        "sections": list(SECTIONS),
+        "shapes": [shape.name for shape in (SMOKE if args.smoke else SHAPES)],
+        "clients": [1, 3] if args.smoke else [1, 8, 50],
+        "batches": [1, 2] if args.smoke else [1, 2, 4, 8],
+    }
+    args.defaults = defaults
+    for name, values in defaults.items():
+        setattr(args, name, getattr(args, name) or values)
+    if unknown := set(args.shapes) - set(defaults["shapes"]):
+        parser.error(f"--shapes {' '.join(sorted(unknown))}: there are {', '.join(defaults['shapes'])}")
+    args.sections = [name for name in SECTIONS if name in args.sections]
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         text = NOT_MEASURED
-    elif args.equality:
-        text = "\n".join(format_agreement(SMOKE if args.smoke else SHAPES, torch.device(args.device), args))
     else:
         text = page(args, torch.device(args.device))
     print(text)

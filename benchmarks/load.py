@@ -5,7 +5,7 @@
 A SuperLink with TLS and keys, and the requested number of nodes' links, in a few processes, whose answers are what they
 were sent: a process with torch for each of 200 nodes would need more memory than there is. So this measures the server
 and the way to it, not the nodes. With the first number of nodes, one message of 500 MB goes to a node and back, and
-larger ones than the limits are refused.
+larger ones than the limits are refused. Last, the SuperLink's threads are sampled under load, by layer (``layers``).
 """
 
 from __future__ import annotations
@@ -22,25 +22,34 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import redirect_stdout
+from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
 from importlib.metadata import entry_points, version
+from itertools import combinations
 from pathlib import Path
 from threading import Event
 from typing import Any
 
+from layers import DATABASE, FLOWER, OWN, read_layers, sampled_superlinks, sampling
 from stage import Deployment, find_child, read_processor_seconds
 
 from fedspan.federation.protocol import Envelope
 from fedspan.federation.transport import Orders, Transport
 
 MIB = 2**20
-GROWTH = 0.05
-"""Of the memory between the tenth round and the last, at most."""
 BODY = 16 * 1024
 """Bytes of a message under load."""
-LOADS = [(3, 20), (40, 50), (200, 3), (1000, 2)]
-"""Numbers of nodes, and of rounds with them."""
+LONG, GROWTH = 20, 0.05
+"""Rounds from which on memory is judged by what it grows by after the tenth round, and how much that may be of it."""
+WARM, KEPT = 2, BODY // 4
+"""In fewer rounds, the first ones that do not count, in which each thread and connection gets its buffers, and bytes by
+which memory may grow per node and round after them: a quarter of one message. A process that kept the order or the
+reply of a node would grow by four times as much."""
+LOADS = [(3, 20), (40, 50), (200, 12), (1000, 5)]
+"""Numbers of nodes, and of rounds with them; memory is not judged with fewer than ``WARM + 3``."""
+PROFILED_ROUNDS, BUSY = 10, 0.8
+"""Rounds of the profile, and the share of a core's time from which on the SuperLink, a Python process, limits them."""
 SECONDS = {200: 20.0, 1000: 120.0}
 """Goals for a round, by the number of nodes, in seconds."""
 REQUESTS = 8.0
@@ -126,8 +135,7 @@ class Measured:
         rounds: Number of rounds.
         lost: Number of replies that did not arrive.
         seconds: Seconds of each round.
-        memory: MiB after an early round (the tenth, or the first of fewer than twenty) and the last, of the SuperLink
-            and of who submits.
+        memory: MiB after each round, of the SuperLink and of who submits.
         requests: Requests to the SuperLink for each node and round, of the nodes and of who submits.
         processor: Seconds of the SuperLink's processor time for each round.
     """
@@ -136,9 +144,31 @@ class Measured:
     rounds: int
     lost: int
     seconds: list[float]
-    memory: dict[str, tuple[float, float]]
+    memory: dict[str, list[float]]
     requests: tuple[float, float]
     processor: float
+
+
+def compare_memory(sizes: Sequence[float], nodes: int) -> tuple[str, str, bool | None]:
+    """Compare the memory after the rounds: the two sizes, what they grew by, and whether that is little enough.
+
+    Args:
+        sizes: MiB after each round.
+        nodes: Number of nodes.
+
+    Returns:
+        Texts of the sizes and of the growth, and the verdict; None: there are too few rounds.
+    """
+    if len(sizes) >= LONG:
+        early, late = sizes[9], sizes[-1]
+        return f"{early:.0f}, {late:.0f}", f"{late / early - 1:+.1%}", late <= early * (1 + GROWTH)
+    warm = sizes[WARM - 1 :] if len(sizes) > WARM else sizes
+    text = f"{warm[0]:.0f}, {warm[-1]:.0f}"
+    if len(sizes) < WARM + 3:
+        return text, "", None
+    slopes = [(late - early) / (j - i) for (i, early), (j, late) in combinations(enumerate(warm), 2)]
+    kept = statistics.median(slopes) * MIB / nodes  # one size out of line changes it little
+    return text, f"{kept / 1000:+.1f} kB", kept <= KEPT
 
 
 def exchange(transport: Transport, envelopes: dict[str, Envelope], seconds: float) -> dict[str, Envelope | str]:
@@ -156,7 +186,7 @@ def exchange(transport: Transport, envelopes: dict[str, Envelope], seconds: floa
 def measure_load(
     transport: Transport, nodes: dict[str, int], rounds: int, superlink: int, counts: list[Any]
 ) -> Measured:
-    lost, seconds, memory = 0, [], {}
+    lost, seconds, memory = 0, list[float](), dict[str, list[float]]()
     before, busy = [one.value for one in counts], read_processor_seconds(superlink)
     for number in range(1, rounds + 1):
         began = time.monotonic()
@@ -165,21 +195,29 @@ def measure_load(
         replies = exchange(transport, envelopes, 600.0)
         lost += sum(replies.get(id) != make_answer(envelope) for id, envelope in envelopes.items())
         seconds.append(time.monotonic() - began)
-        if number in (10 if rounds >= 20 else 1, rounds):
-            now = read_resident_memory(superlink), read_resident_memory(os.getpid())
-            for name, mib in zip(("SuperLink", "submitting process"), now, strict=True):
-                memory[name] = (*memory.get(name, ()), mib)
-            print(f"round {number}: {seconds[-1]:.1f} s, {now[0]:.0f} and {now[1]:.0f} MiB", flush=True)
+        for name, pid in (("SuperLink", superlink), ("submitting process", os.getpid())):
+            memory.setdefault(name, []).append(read_resident_memory(pid))
+        now = ", ".join(f"{name} {sizes[-1]:.1f} MiB" for name, sizes in memory.items())
+        print(f"round {number}: {seconds[-1]:.1f} s, {now}", flush=True)
     sent = [(one.value - earlier) / len(nodes) / rounds for one, earlier in zip(counts, before, strict=True)]
     return Measured(
         len(nodes),
         rounds,
         lost,
         seconds,
-        {name: (both[0], both[-1]) for name, both in memory.items()},
+        memory,
         (sum(sent[1:]), sent[0]),
         (read_processor_seconds(superlink) - busy) / rounds,
     )
+
+
+def profile(count: int, processes: int, folder: Path) -> tuple[Measured, dict[str, float]]:
+    """Sample a SuperLink under load: the load, and its seconds of processor time by layer."""
+    samples = folder / "samples"
+    samples.mkdir()
+    with sampled_superlinks(samples):
+        load, _ = measure(count, PROFILED_ROUNDS, processes, 0, folder, samples)
+    return load, read_layers(samples)
 
 
 def measure_large(
@@ -209,7 +247,10 @@ def measure_large(
     return results
 
 
-def measure(count: int, rounds: int, processes: int, megabytes: int, folder: Path) -> tuple[Measured, list]:
+def measure(
+    count: int, rounds: int, processes: int, megabytes: int, folder: Path, samples: Path | None = None
+) -> tuple[Measured, list[tuple[str, str, bool]]]:
+    """Measure a load, and large messages if there are any; with a folder for samples, the SuperLink is sampled."""
     from fedspan.transports.flower.grid import attach
     from fedspan.transports.flower.keys import make_node_key
     from fedspan.transports.flower.server import read_link
@@ -247,7 +288,8 @@ def measure(count: int, rounds: int, processes: int, megabytes: int, folder: Pat
                 superlink = find_child(server)
                 known = {id: public.read_bytes() for id, public in zip(ids, publics, strict=True)}
                 transport = GridTransport(grid, nodes, signer=ServerSigner(link.folder, lambda: known))
-                result = measure_load(transport, nodes, rounds, superlink, counts)
+                with nullcontext() if samples is None else sampling(samples):
+                    result = measure_load(transport, nodes, rounds, superlink, counts)
                 return result, measure_large(transport, nodes, grid, megabytes, most) if megabytes else []
         finally:
             logging.getLogger("httpx").removeHandler(own_count)
@@ -275,12 +317,15 @@ Command: `{command}`
 |---|---|---|---|---|
 {requests}
 
-Memory in MiB after an early round and the last. From 20 rounds on, it should grow by less than {growth:.0%}.
+Memory in MiB after an early round and the last, and its growth. From {long} rounds on, growth is that after the tenth
+round, and the limit is {growth:.0%}. In fewer rounds, it is the median growth per node and round after round {warm}, by
+which threads and connections have their buffers. The limit is {kept:.1f} kB, a quarter of one message: a process that
+kept a node's order or reply would grow by {body} kB.
 
-| nodes | rounds compared | SuperLink | submitting process | |
-|---|---|---|---|---|
+| nodes | rounds compared | SuperLink | growth | submitting process | growth | |
+|---|---|---|---|---|---|---|
 {memory}
-{large}"""
+{profile}{large}"""
 
 LARGE = """
 Large messages, one node:
@@ -290,8 +335,48 @@ Large messages, one node:
 """
 
 
+PROFILE = """
+## Where the SuperLink's time goes
+
+{nodes} nodes, {rounds} rounds, in a SuperLink whose threads are sampled about every 10 ms: {seconds:.1f} s of processor
+time in samples that show work, by the layer of the innermost frame that belongs to one. Sampling takes time of its own,
+so this load is not in the tables above.
+
+| layer | share |
+|---|---|
+{rows}
+
+{meaning}
+"""
+
+
+def format_profile(load: Measured, seconds: dict[str, float]) -> str:
+    """The section about the SuperLink's time, and what it means."""
+    total = sum(seconds.values())
+    shares = {layer: spent / total for layer, spent in sorted(seconds.items(), key=lambda item: -item[1])}
+    database, own = sum(shares[layer] for layer in DATABASE), shares[OWN]
+    busy = load.processor / statistics.mean(load.seconds)
+    limit = "is the limit" if busy >= BUSY else "is not the limit"
+    meaning = (
+        f"The SuperLink took {busy:.0%} of one core's time during these rounds. From {BUSY:.0%} on, it is taken to "
+        f"limit a round: here it {limit}. {' and '.join(DATABASE)} took {database:.0%} of its time, {FLOWER} "
+        f"{shares[FLOWER]:.0%}, {OWN} {own:.0%}."
+    )
+    return PROFILE.format(
+        nodes=load.nodes,
+        rounds=load.rounds,
+        seconds=total,
+        rows="\n".join(f"| {layer} | {share:.0%} |" for layer, share in shares.items()),
+        meaning=meaning,
+    )
+
+
 def page(
-    results: list[Measured], messages: list[tuple[str, str, bool]], args: argparse.Namespace, command: str
+    results: list[Measured],
+    messages: list[tuple[str, str, bool]],
+    profiled: tuple[Measured, dict[str, float]] | None,
+    args: argparse.Namespace,
+    command: str,
 ) -> tuple[str, bool]:
     """The page, and whether all goals are met."""
     rounds, requests, memory = list[str](), list[str](), list[str]()
@@ -309,12 +394,13 @@ def page(
             f"| {one.nodes} | {one.requests[0]:.1f}, {one.requests[1]:.1f} | {REQUESTS:g} | {_format_verdict(few)} | "
             f"{one.processor:.1f} |"
         )
-        flat = one.rounds < 20 or all(late <= early * (1 + GROWTH) for early, late in one.memory.values())
-        cells = [f"{early:.0f}, {late:.0f}" for early, late in one.memory.values()]
-        compared = f"{10 if one.rounds >= 20 else 1} and {one.rounds}"
-        verdict = _format_verdict(flat) if one.rounds >= 20 else ""
-        memory.append(f"| {one.nodes} | {compared} | {' | '.join(cells)} | {verdict} |")
-        good = good and ok and few and flat
+        compared = [compare_memory(sizes, one.nodes) for sizes in one.memory.values()]
+        judged = [verdict for *_, verdict in compared if verdict is not None]
+        cells = " | ".join(f"{sizes} | {growth}" for sizes, growth, _ in compared)
+        early = 10 if one.rounds >= LONG else min(WARM, one.rounds)
+        verdict = _format_verdict(all(judged)) if judged else "not judged"
+        memory.append(f"| {one.nodes} | {early} and {one.rounds} | {cells} | {verdict} |")
+        good = good and ok and few and all(judged)
     from engines.page import describe_machine  # it loads torch, which the nodes' processes do without
 
     large = "".join(f"| {description} | {outcome} | {_format_verdict(ok)} |\n" for description, outcome, ok in messages)
@@ -326,8 +412,12 @@ def page(
         flwr=version("flwr"),
         rounds="\n".join(rounds),
         requests="\n".join(requests),
+        long=LONG,
         growth=GROWTH,
+        warm=WARM,
+        kept=KEPT / 1000,
         memory="\n".join(memory),
+        profile="" if profiled is None else format_profile(*profiled),
         large=LARGE + large if large else "",
     )
     return text, good
@@ -350,6 +440,7 @@ def main() -> None:
     )
     parser.add_argument("--processes", type=int, default=4, help="number of processes with the nodes' links")
     parser.add_argument("--megabytes", type=int, default=500, help="of the large message; 0: none")
+    parser.add_argument("--profiled", type=int, default=40, help="nodes of the SuperLink's profile; 0: none")
     parser.add_argument("--page", type=Path, help="write the table to this file")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the server and the links end, too
@@ -364,9 +455,15 @@ def main() -> None:
             result, large = measure(nodes, rounds, args.processes, 0 if number else args.megabytes, folder)
             results.append(result)
             messages += large
+        profiled = None
+        if args.profiled:
+            (folder := Path(temporary) / "profile").mkdir()
+            profiled = profile(args.profiled, args.processes, folder)
     loads = "".join(f" --load {nodes} {rounds}" for nodes, rounds in args.load or ())
-    command = f"python benchmarks/load.py{loads}" + ("" if args.megabytes == 500 else f" --megabytes {args.megabytes}")
-    text, good = page(results, messages, args, command)
+    options = [f" --{name} {getattr(args, name)}" for name in ("megabytes", "profiled")]
+    changed = [option for option in options if option not in (" --megabytes 500", " --profiled 40")]
+    command = f"python benchmarks/load.py{loads}{''.join(changed)}"
+    text, good = page(results, messages, profiled, args, command)
     print(text)
     if args.page:
         args.page.write_text(text, encoding="utf-8")

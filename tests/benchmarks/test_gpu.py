@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from fedspan.errors import FedspanError
+from fedspan.models.quantized import dequantize, is_quantized
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -37,29 +38,68 @@ def page(script: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch, *arg
 def test_every_part_is_measured(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = page(script, tmp_path, monkeypatch, "--smoke", "--device", "cpu", "--batches", "1", "--clients", "1", "2")
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| tiny")]
-    assert [row[0] for row in rows] == ["| tiny RoBERTa", "| tiny Llama"] * 3
+    assert [row[0] for row in rows] == ["| tiny RoBERTa", "| tiny Llama"] * 2 + ["| tiny Llama"] * 2 + [
+        "| tiny RoBERTa",
+        "| tiny Llama",
+    ]
     for row in rows[:2]:
         loop, one, two = (float(cell.replace(",", "")) for cell in row[2:5])
         assert float(row[5]) == pytest.approx(two / loop, rel=0.1, abs=0.06)
         assert one > 0
     for row in rows[2:4]:
         assert all(float(cell.replace(",", "").removesuffix(" |")) > 0 for cell in row[1:4])
-    for row in rows[4:]:
+    assert [row[1] for row in rows[4:6]] == ["float32", "NF4"]
+    if importlib.util.find_spec("bitsandbytes") is not None:
+        assert all(float(cell.replace(",", "")) > 0 for row in rows[4:6] for cell in row[2:4])
+    for row in rows[6:]:
         assert row[1] == row[2]  # the device is the CPU
         assert row[3] == row[4]
         assert 0 < float(row[1]) < 1e-4
     assert "| cpu | " in text
-    assert "--equality" not in text
+    assert "--sections" not in text
     assert "| pass |" not in text
     assert "FAIL" not in text
 
 
 @pytest.mark.slow
 def test_equality_is_a_section_of_its_own(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = page(script, tmp_path, monkeypatch, "--smoke", "--device", "cpu", "--equality")
+    text = page(script, tmp_path, monkeypatch, "--smoke", "--device", "cpu", "--sections", "equality")
     assert text.startswith("## Equality")
-    assert "python benchmarks/gpu.py --equality --smoke" in text
+    assert "python benchmarks/gpu.py --minutes 25 --smoke --sections equality`" in text
     assert "Tokens a second" not in text
+    assert "4-bit" not in text
+
+
+def test_some_tables_of_some_shapes_name_their_command(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else find_spec(name))
+    options = ("--smoke", "--device", "cpu", "--shapes", "tiny Llama", "--batches", "1", "--minutes", "0")
+    text = page(script, tmp_path, monkeypatch, *options, "--sections", "nf4", "compiled")
+    assert [line for line in text.splitlines() if line.startswith("##")] == ["## Compiled blocks", "## 4-bit bases"]
+    assert text.count("--sections compiled nf4 --shapes tiny Llama --batches 1`") == 2
+    assert "| tiny Llama | float32 | not reached |" in text
+    assert "| tiny Llama | NF4 | bitsandbytes is not installed |" in text
+    assert "RoBERTa" not in text
+    with pytest.raises(SystemExit):
+        page(script, tmp_path, monkeypatch, "--shapes", "tiny Llama")
+
+
+def test_a_base_in_four_bits_keeps_its_head(script: ModuleType) -> None:
+    pytest.importorskip("bitsandbytes", reason="the extra fedspan[quantization] is not installed")
+    shape = script.SMOKE[1]
+    plain = script.build(shape, torch.float32, torch.device("cpu"))
+    quantized = script.quantize(script.build(shape, torch.float32, torch.device("cpu")), torch.float32)
+    weights = {path: module.weight for path, module in plain.named_modules() if isinstance(module, torch.nn.Linear)}
+    stored = {path for path in weights if is_quantized(quantized.get_submodule(path))}
+    assert set(weights) - stored == {"lm_head"}
+    for path in stored:
+        found = dequantize(quantized.get_submodule(path))
+        assert torch.allclose(found, weights[path], atol=0.01)
+        assert not torch.equal(found, weights[path])
+    bench = script.Bench.prepare(shape, script.adapt(shape, quantized), 2, 1)
+    assert len(bench.train()) == 2
 
 
 def test_results_farther_away_than_the_cpus_own_rounding_fail(script: ModuleType) -> None:

@@ -178,6 +178,40 @@ def test_measuring_takes_at_most_its_share_of_the_planned_time(slower: float, mo
     assert now[0] <= 20_000 * best + (longest if slower > 1 else 0)
 
 
+@pytest.mark.parametrize(("seconds", "passes"), [(100.0, 1), (2.5, 1), (0.9, 3), (0.2, 6)])
+def test_measuring_takes_its_allowance_and_one_trial_at_most(
+    seconds: float, passes: int, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass cannot be stopped: a trial of a slow one is that pass alone, and no other trial starts after the limit."""
+    monkeypatch.setattr(stacking, "_SHARE", 1e9)
+    monkeypatch.setattr(stacking.torch, "get_num_threads", lambda: 1)
+    monkeypatch.setenv("FEDSPAN_CACHE", str(tmp_path))
+    now, by_trial = [0.0], list[int]()
+    monkeypatch.setattr(stacking.time, "perf_counter", lambda: now[0])
+    advance, measure = Worker.advance, vars(stacking)["_measure_token_seconds"]
+
+    def train(worker: Worker, *arguments: Any) -> None:
+        now[0] += seconds
+        advance(worker, *arguments)
+
+    def try_plan(*arguments: Any) -> float:
+        before = now[0]
+        pace = measure(*arguments)
+        by_trial.append(round((now[0] - before) / seconds))
+        return pace
+
+    monkeypatch.setattr(Worker, "advance", train)
+    monkeypatch.setattr(stacking, "_measure_token_seconds", try_plan)
+    prepared = prepare(tiny.config(tiny_folder, engine={"name": "batched"}, federation={"clients_per_round": None}))
+    assert isinstance(prepared.engine, BatchedEngine)
+    ended = list[float]()
+    prepared.engine.on_plan = lambda _: ended.append(now[0])
+    prepared.federation.run_round(prepared.federation.begin())
+    assert by_trial[0] == passes
+    assert len(by_trial) == 1 or seconds < 10.0
+    assert ended[0] <= 10.0 + max(seconds, 6.0)
+
+
 def test_engines_of_a_run_share_the_time_for_measuring(tiny_folder: Path, measured: dict[StackingPlan, float]) -> None:
     prepared = prepare(tiny.config(tiny_folder, engine={"name": "batched"}, federation={"rounds": 1000}))
     main, settings = prepared.engine, prepared.federation.training

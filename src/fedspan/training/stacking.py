@@ -5,6 +5,12 @@ of several clients are padded to the longest of them. So the number of stacked c
 first jobs, which it leaves unchanged, and stored in the user's cache folder: a rerun gives the same bits. Measuring
 takes a small share of the run's planned work at most, and a few seconds: a short run trains with the default. What it
 may take is part of the cache's key, so that what other runs measured does not change a rerun's plan.
+
+A pass cannot be stopped, and how long the first one takes is unknown. So measuring takes at most its allowance (5 % of
+the planned time, and 10 s for all engines of a run) and one trial of a plan. A trial whose first pass takes longer than
+2 s is that pass alone, and no further one starts once the time is over. Any other trial takes about 6 s at most.
+Measuring begins only if three passes of each of the first plans hold at most 5 % of the run's tokens, so that a slow
+pass is a small part of a run that is slow itself.
 """
 
 from __future__ import annotations
