@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from fedspan.config import parse_config
 from fedspan.core.values import Message
 from fedspan.federation import serialization
 from fedspan.federation.protocol import Envelope
@@ -69,6 +70,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
         pytest.param({"federation": {"clip_ratio": None}}, id="replies that are folded"),
         pytest.param({"simulation": {"speed": {"median": 10.0}}}, id="replies that are compared"),
         pytest.param({"method": {"name": "flora"}}, id="changes of the base"),
+        pytest.param({"method": {"wrappers": [{"name": "low-precision"}]}}, id="low precision"),
         pytest.param({"federation": {"secure": {}}}, id="masked replies"),
     ],
 )
@@ -88,6 +90,27 @@ def test_a_round_encodes_and_decodes_its_order_and_each_reply_once(
         assert len(set(counts.replies)) == CLIENTS
         assert counts.encoded == counts.decoded
         assert sorted(counts.encoded.values()) == [1] * (1 + CLIENTS)
+
+
+@pytest.mark.parametrize("method", ["hetlora", "flexlora"])
+def test_a_message_is_encoded_and_decoded_once_for_all_clients_of_a_rank(
+    method: str, tiny_folder: Path, counts: Counts
+) -> None:
+    """Also where clients of one rank do not follow one another."""
+    settings = tiny.settings(tiny_folder, method={"name": method})
+    settings["partition"] = {"partitioner": "iid", "clients": 12}
+    settings["federation"] = {"rounds": 2, "clients_per_round": None, "ranks": [1, 2, 4]}
+    federation = prepare(parse_config(settings)).federation
+    progress = federation.begin()
+    for _ in range(2):
+        counts.clear()
+        result = federation.run_round(progress)
+        progress = result.progress
+        assert not result.failures
+        assert len(counts.replies) == 12
+        orders = {body: count for body, count in counts.encoded.items() if body not in counts.replies}
+        assert sum(orders.values()) == (1 if method == "flexlora" and progress.state.round == 1 else 3)
+        assert {body: counts.decoded[body] for body in orders} == orders
 
 
 def test_asynchronous_rounds_decode_each_reply_once(tiny_folder: Path, counts: Counts) -> None:

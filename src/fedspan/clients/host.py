@@ -24,6 +24,7 @@ from fedspan.clients.statistics import StatisticsLimits, compute_client_statisti
 from fedspan.clients.store import ClientStore, compute_state_digest
 from fedspan.core.base import BaseUpdate, apply_patch
 from fedspan.core.method import Method
+from fedspan.core.recent import RecentValues
 from fedspan.core.tensors import Tensors, split_extras
 from fedspan.core.values import Client, Contribution, Job, Message, ServerState, Trained
 from fedspan.errors import FedspanError
@@ -99,7 +100,7 @@ class Host:
         self.on_trained: Callable[[Assignment, Trained], None] | None = None
         """A callback that is called with every trained job."""
         self._shared: BaseUpdate | None = None
-        self._decoded: tuple[bytes, Message] | None = None
+        self._round, self._decoded = -1, RecentValues[tuple[bytes, Message]]()
 
     def share_base(self, base: BaseUpdate) -> None:
         """Use the server's base, which is in this process, for all further orders, for clients of any version."""
@@ -222,10 +223,15 @@ class Host:
         return ClientState() if last_round is None else self.store.load(id, last_round)
 
     def _decode_message(self, order: Order) -> Message:
-        """Return the message of an order; a message to several clients is decoded once."""
-        if self._decoded is None or self._decoded[0] is not order.body:
-            self._decoded = (order.body, serialization.decode(order.body))
-        message = self._decoded[1]
+        """Return the message of an order; one to several clients is decoded once (``OrderEncoder``)."""
+        if order.round != self._round:
+            self._round = order.round
+            self._decoded.clear()
+
+        def compute() -> tuple[tuple[bytes, Message], int]:
+            return (order.body, serialization.decode(order.body)), len(order.body)
+
+        _, message = self._decoded.get_or_compute(id(order.body), compute)
         return replace(message, tensors=dict(message.tensors))
 
     def _start_job(self, order: Order, message: Message) -> tuple[Job, ClientState]:

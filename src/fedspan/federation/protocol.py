@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import operator
 import time
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, ClassVar, Literal, TypeVar
@@ -13,6 +13,7 @@ from typing import Annotated, ClassVar, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from fedspan.core.base import BasePatch
+from fedspan.core.recent import RecentValues
 from fedspan.core.values import Client, Message
 from fedspan.errors import escape_controls, require_printable
 from fedspan.federation import serialization
@@ -41,7 +42,6 @@ __all__ = [
     "read_header",
     "read_task",
     "serial",
-    "share_tensors",
 ]
 
 FORMAT = 1
@@ -326,31 +326,25 @@ def serial() -> int:
     return time.time_ns() // 1000
 
 
-def share_tensors(message: Message, other: Message) -> bool:
-    """Check whether two messages hold the same tensor objects, so that one encoding serves both."""
-    is_same = (
-        _share_base(message.base, other.base)
-        and message.scalars == other.scalars
-        and message.tensors.keys() == other.tensors.keys()
-    )
-    return is_same and all(value is other.tensors[name] for name, value in message.tensors.items())
+def _identify(message: Message) -> Hashable:
+    """Return a key that two messages share if they hold the same tensor objects, so that one encoding serves both."""
+    tensors = frozenset((name, id(value)) for name, value in message.tensors.items())
+    return tensors, frozenset(message.scalars.items()), _identify_patch(message.base)
 
 
-def _share_base(patch: BasePatch | None, other: BasePatch | None) -> bool:
-    """Check whether two changes of the base hold the same matrices; each client's is an object of its own."""
-    if patch is None or other is None or patch is other:
-        return patch is other
-    return (
-        (patch.round, patch.whole, patch.rho) == (other.round, other.whole, other.rho)
-        and patch.total.keys() == other.total.keys()
-        and all(delta is other.total[layer] for layer, delta in patch.total.items())
-        and len(patch.increments) == len(other.increments)
-        and all(map(operator.is_, patch.increments, other.increments))
-    )
+def _identify_patch(patch: BasePatch | None) -> Hashable:
+    """Return such a key of a change of the base; each client's is an object of its own, with the same matrices."""
+    if patch is None:
+        return None
+    total = frozenset((layer, id(delta)) for layer, delta in patch.total.items())
+    return patch.round, patch.whole, patch.rho, total, tuple(map(id, patch.increments))
 
 
 class OrderEncoder:
-    """Creates the orders of one exchange; consecutive messages that share their tensors are encoded once.
+    """Creates the orders of one exchange; a message is encoded once for all clients that share its tensors.
+
+    Encodings are stored until the exchange ends, the most recently used ones up to 256 MiB, so that a cohort whose
+    clients are all sent different messages does not fill the memory. One that was dropped is encoded again when needed.
 
     Args:
         run: Name of the run, as its nodes know it.
@@ -358,17 +352,20 @@ class OrderEncoder:
 
     def __init__(self, run: str) -> None:
         self.run = run
-        self._last: tuple[Message, bytes] | None = None
+        self._encodings = RecentValues[tuple[Message, bytes]]()
 
     def order(self, task: OrderKind, round: int, to: str, client: Client | None, message: Message) -> Order:
         """Create an order to a client, with a greater serial than all earlier orders."""
         return Order(task, round, 0, 0.0, to, client, self.encode(message), run=self.run, serial=serial())
 
     def encode(self, message: Message) -> bytes:
-        """Encode a message, or return what was encoded last if that message shares its tensors."""
-        if self._last is None or not share_tensors(message, self._last[0]):
-            self._last = (message, serialization.encode(message))
-        return self._last[1]
+        """Encode a message, or return the stored encoding of one that shares its tensors."""
+
+        def compute() -> tuple[tuple[Message, bytes], int]:
+            body = serialization.encode(message)
+            return (message, body), len(body)  # with the message, so that the ids of its tensors are not reused
+
+        return self._encodings.get_or_compute(_identify(message), compute)[1]
 
 
 class ClientLostState(ValueError):

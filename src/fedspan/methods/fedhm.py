@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, final
 
 from torch import Tensor
@@ -31,6 +32,7 @@ from fedspan.core.lowrank import LowRank, balance_factors, compute_leading_svd, 
 from fedspan.core.method import Claims, Memory, RegisteredMethod, declare_bounded
 from fedspan.core.parametrization import Factorized, FactorizedConv, reshape_to_rectangle
 from fedspan.core.penalties import ProductDecay
+from fedspan.core.recent import SharedTensors
 from fedspan.core.tensors import Tensors, create_generator, join_tensor_name
 from fedspan.core.values import (
     Client,
@@ -93,11 +95,20 @@ class FedHM(RegisteredMethod):
 
         return ServerState(tensors=_flatten_pairs(map_layers(factorize, self.spec.layers)))
 
+    @cached_property
+    def _shared(self) -> SharedTensors:
+        return SharedTensors()
+
     def sync(self, state: ServerState, client: Client | None) -> Message:
         if client is None:
             return Message(state.tensors)
-        pairs = {layer.name: self._cut(state, layer, client.rank) for layer in self.spec.layers}
-        return Message(_flatten_pairs(pairs), {"generation": state.generation})
+        rank = client.rank
+
+        def cut() -> Tensors:
+            return _flatten_pairs({layer.name: self._cut(state, layer, rank) for layer in self.spec.layers})
+
+        tensors = self._shared.get_or_compute(state.round, state.tensors, rank, cut)
+        return Message(tensors, {"generation": state.generation})
 
     def _cut(self, state: ServerState, layer: LayerSpec, rank: int) -> LowRank:
         """Return the first ``rank`` components of a layer, padded with components that add nothing."""

@@ -19,6 +19,7 @@ dropped every round, because the factors are new ones.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, Literal, final
 
 from torch import Tensor
@@ -27,7 +28,8 @@ from fedspan.core.aggregation import map_layers, sum_products
 from fedspan.core.factors import create_lora_job, flatten_pairs, reply, resize_factors
 from fedspan.core.lowrank import LowRank, assign_values_to_B, balance_factors, svd
 from fedspan.core.method import Claims, Memory, RegisteredMethod
-from fedspan.core.tensors import join_tensor_name
+from fedspan.core.recent import SharedTensors
+from fedspan.core.tensors import Tensors, join_tensor_name
 from fedspan.core.values import Client, Contribution, Job, LayerSpec, Message, Reduced, ServerState, Trained, Weights
 
 __all__ = ["FlexLoRA"]
@@ -56,14 +58,23 @@ class FlexLoRA(RegisteredMethod):
     def init(self, weights: Weights) -> ServerState:
         return ServerState()
 
+    @cached_property
+    def _shared(self) -> SharedTensors:
+        return SharedTensors()
+
     def sync(self, state: ServerState, client: Client | None) -> Message:
         rank, share = self.get_rank(client), self.get_scaling(client) ** (1.0 if self.split == "B" else 0.5)
-        cut: dict[str, Tensor] = {}
-        for layer in self.spec.layers if state.tensors else ():
-            a, b = join_tensor_name(layer.name, "A"), join_tensor_name(layer.name, "B")
-            A, B = state.tensors[a][:rank], state.tensors[b][:, :rank]
-            cut |= {a: A if self.split == "B" else A / share, b: B / share}
-        return Message(cut, {"generation": state.generation})
+
+        def cut() -> Tensors:
+            factors: dict[str, Tensor] = {}
+            for layer in self.spec.layers if state.tensors else ():
+                a, b = join_tensor_name(layer.name, "A"), join_tensor_name(layer.name, "B")
+                A, B = state.tensors[a][:rank], state.tensors[b][:, :rank]
+                factors |= {a: A if self.split == "B" else A / share, b: B / share}
+            return factors
+
+        tensors = self._shared.get_or_compute(state.round, state.tensors, (rank, share), cut)
+        return Message(tensors, {"generation": state.generation})
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         tensors = resize_factors(self, message.tensors, self.get_rank(client))

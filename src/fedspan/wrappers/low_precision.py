@@ -17,12 +17,14 @@ tensors new coordinates. The model that is evaluated and exported is D(x), which
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
 from fedspan.core.method import Claims, Memory
+from fedspan.core.recent import SharedTensors
 from fedspan.core.tensors import Tensors, create_generator
 from fedspan.core.transfer_formats import Format, compress, decompress
 from fedspan.core.values import Client, Job, LayerSpec, Message, Reduced, ServerState, Trained
@@ -74,11 +76,17 @@ class LowPrecision(Compression):
         rank = self.get_rank(None)
         return any(layer.out_features <= rank or layer.in_features < rank for layer in self.spec.layers)
 
+    @cached_property
+    def _shared(self) -> SharedTensors:
+        return SharedTensors()
+
     def sync(self, state: ServerState, client: Client | None) -> Message:
         message = self.inner.sync(state, client)
         # Errors belong to a generation of the server's tensors; a job's generation is that of its optimizer state.
         generation = {_GENERATION: state.generation} if self.error_feedback else {}
-        tensors = _convert(message.tensors, self.downlink)
+        tensors = self._shared.get_or_compute(
+            state.round, message.tensors, self.downlink, lambda: _convert(message.tensors, self.downlink)
+        )
         return replace(message, tensors=tensors, scalars={**message.scalars, **generation})
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from fedspan.clients.second_exchange import TRAINED
 from fedspan.clients.state_files import STATE
 from fedspan.clients.store import OverlayClientStore
 from fedspan.core.base import BaseUpdate, apply_patch
+from fedspan.core.recent import RecentValues
 from fedspan.core.values import Job
 from fedspan.federation import serialization
 from fedspan.federation.progress import ClientState
@@ -92,7 +94,7 @@ class ClusterWorker:
         torch.set_num_threads(threads)
         self._host: Host | None = None
         self._base, self._version = BaseUpdate(), -1
-        self._bodies: dict[ray.ObjectRef[bytes], bytes] = {}
+        self._bodies = RecentValues[bytes]()
         self._data: dict[ray.ObjectRef[Examples], Examples] = {}
 
     def build(self, build: Callable[[Any], Host], kit: object) -> None:
@@ -103,7 +105,7 @@ class ClusterWorker:
             kit: Everything that the host is built from.
         """
         self._host = None  # frees the memory that the next one needs
-        self._base, self._version, self._bodies, self._data = BaseUpdate(), -1, {}, {}
+        self._base, self._version, self._bodies, self._data = BaseUpdate(), -1, RecentValues[bytes](), {}
         self._host = build(kit)
 
     def has_cache(self) -> bool:
@@ -236,8 +238,8 @@ class ClusterWorker:
     ) -> list[Order]:
         """Decode orders, and give the host a store with the states of their clients."""
         # A message that several stacks share stays one object, which the host decodes once.
-        self._bodies = {ref: self._bodies[ref] if ref in self._bodies else ray.get(ref) for ref in bodies}
-        orders = [decode_order(Envelope(stacked.header, self._bodies[bodies[stacked.body]])) for stacked in stack]
+        contents = [self._bodies.get_or_compute(ref, partial(_fetch, ref)) for ref in bodies]
+        orders = [decode_order(Envelope(stacked.header, contents[stacked.body])) for stacked in stack]
         states: dict[str, ClientState] = {}
         for order, stacked in zip(orders, stack, strict=True):
             if stacked.state is not None:
@@ -248,6 +250,12 @@ class ClusterWorker:
                 host.secure[order.to].sessions.store(order.to, stacked.session)
         host.store = OverlayClientStore(states)
         return orders
+
+
+def _fetch(ref: ray.ObjectRef[bytes]) -> tuple[bytes, int]:
+    """Return a message from the object store and its size in bytes."""
+    body = ray.get(ref)
+    return body, len(body)
 
 
 def _build_outcome(host: Host, reply: Reply) -> Outcome:
