@@ -15,16 +15,25 @@ import torch
 
 from engines.contenders import run_once
 from engines.page import SHAPES, Limit, format_table, measure_products
-from engines.speed import NEAR, RESULTS, SUBJECT
+from engines.speed import LAST, NEAR, RESULTS, SUBJECT
 from engines.work import Work
 
-__all__ = ["measure_accuracy", "measure_evaluation", "measure_memory", "measure_overhead", "profile_round"]
+__all__ = [
+    "measure_accuracy",
+    "measure_evaluation",
+    "measure_first_round",
+    "measure_memory",
+    "measure_overhead",
+    "profile_round",
+]
 
 MIB = 2**20
 OVERHEAD, STACKED, REGISTERED = 0.05, 1.3, 1.1
 """Limits: share of a round; peak memory against one client's; of many registered clients against few."""
 EVALUATED, OWN = 4, 32
 """Personal models that are evaluated, and examples of each client, half of them for training."""
+STARTED = 8
+"""Clients of the rounds that fill a cache of hidden states."""
 PRODUCTS = {32: 1.3}
 """Most of a round's time against that of its products of matrices alone, by batch."""
 
@@ -126,6 +135,41 @@ def measure_evaluation(args: argparse.Namespace) -> tuple[list[str], list[Limit]
         ),
     ]
     return lines, limits
+
+
+def measure_first_round(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:
+    """Whether a first round ends sooner if hidden states are computed as clients begin to train."""
+    folder = args.out / "runs"
+    folder.mkdir(parents=True, exist_ok=True)
+    clients = min(STARTED, args.clients)
+    rows: list[list[str]] = []
+    for workers in dict.fromkeys((1, args.threads)):
+        engine = {"name": "batched", "clients_per_pass": args.at_once, "workers": workers}
+        work = Work(args.data, 4, args.examples[4], clients, LAST, args.threads)
+        config = folder / f"first-round-{workers}.json"
+        config.write_text(json.dumps(work.values("bfloat16", engine)))
+        arguments = [str(config), str(args.repetitions)]
+        result = run_once("fedspan_first_round.py", arguments, args.threads, config.with_suffix(".log"))
+        print(f"  first round, {workers} workers: {result}", flush=True)
+        before, within = result["rounds"].values()
+        for number, clock in enumerate(("clock", "processor")):
+            ratios = [late[number] / early[number] for early, late in zip(before, within, strict=True)]
+            medians = [f"{statistics.median(one[number] for one in measured):.2f}" for measured in (before, within)]
+            spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+            apart = max(abs(late[2] / early[2] - 1) for early, late in zip(before, within, strict=True))
+            rows.append([str(workers), clock, *medians, spread, f"{apart:.0e}"])
+    lines = [
+        "## When the cache of hidden states is filled",
+        "",
+        f"Seconds of the first round of {clients} clients, adapters on the last 2 of 6 layers, in bfloat16. fedspan "
+        "computes the hidden states of all clients of the round before the first one trains; here, it also computes "
+        "each client's when the client begins to train, in turns with it.",
+        "",
+        *format_table(
+            ["workers", "seconds of", "before training", "as clients begin", "ratio (range)", "losses differ by"], rows
+        ),
+    ]
+    return lines, []
 
 
 def profile_round(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:

@@ -55,6 +55,7 @@ def test_a_page_comes_of_every_section(tmp_path: Path) -> None:
         "Adapters on the last 2 of 6 layers",
         "torch.compile",
         "Evaluation of personal models",
+        "When the cache of hidden states is filled",
         "bounds",
         "own time",
         "Peak memory",
