@@ -21,7 +21,14 @@ from pathlib import Path
 
 from engines.environment import PEERS, make_environment
 from engines.page import Limit, describe_machine, format_gemm_table, limit_table
-from engines.runs import measure_accuracy, measure_memory, measure_overhead, profile_round
+from engines.runs import (
+    measure_accuracy,
+    measure_evaluation,
+    measure_first_round,
+    measure_memory,
+    measure_overhead,
+    profile_round,
+)
 from engines.speed import compare, compare_checkouts, measure_compiled, measure_last_layers
 
 FULL = {"clients": 50, "threads": 2, "registered": 100_000}
@@ -41,6 +48,8 @@ def sections(python: Path | None) -> dict[str, Section]:
     parts["before"] = partial(compare_checkouts, batch=min(EXAMPLES))
     return {
         **parts,
+        "evaluation": measure_evaluation,
+        "first-round": measure_first_round,
         "profile": profile_round,
         "overhead": measure_overhead,
         "memory": measure_memory,

@@ -54,6 +54,8 @@ def test_a_page_comes_of_every_section(tmp_path: Path) -> None:
         "Batch 32",
         "Adapters on the last 2 of 6 layers",
         "torch.compile",
+        "Evaluation of personal models",
+        "When the cache of hidden states is filled",
         "bounds",
         "own time",
         "Peak memory",

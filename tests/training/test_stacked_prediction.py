@@ -20,7 +20,15 @@ from fedspan.runs.setup import Prepared, prepare
 from fedspan.tasks.task import Examples
 from fedspan.training import worker
 from fedspan.training.batched import BatchedEngine
-from fedspan.training.stacked_prediction import ModelInputs, build_prediction_key, split_windows, stack_models
+from fedspan.training.stacked_prediction import (
+    ModelInputs,
+    build_prediction_key,
+    split_into_passes,
+    split_job_windows,
+    split_windows,
+    stack_models,
+    stack_on_shared_examples,
+)
 from helpers import tiny, tiny_decoders, tiny_images
 from helpers.families import others_slow
 
@@ -91,6 +99,23 @@ def test_models_predict_together_what_they_predict_alone(
     assert max(passes) == 3
 
 
+@pytest.mark.parametrize("layers", [None, [1]], ids=["all-layers", "last-layer"])
+def test_models_predict_the_same_examples_together_as_alone(
+    layers: list[int] | None, tiny_folder: Path, decoders: Path, images: Path, passes: list[int]
+) -> None:
+    """Five models in stacks of three and two; a batch of 12 examples takes three passes of four, or two of six."""
+    prepared = prepared_run("deep-bert", tiny_folder, decoders, images, model={"layers_to_transform": layers})
+    models, engine = personal_models(prepared, [1] * 5), prepared.engine
+    indices = np.random.default_rng(1).permutation(len(prepared.train))[:12]
+    jobs = [job for job, _ in models]
+    stacked = list(engine.predict_shared_examples(iter(jobs), prepared.train, indices, 12))
+    assert sorted(passes) == [2, 2, 3, 3, 3]
+    alone = [engine.predict(job, prepared.train, indices, 12) for job in jobs]
+    assert float((alone[0] - alone[1]).norm() / alone[0].norm()) > 1e-3, "the models are too similar to be told apart"
+    gaps = [float((one - other).norm() / other.norm()) for one, other in zip(stacked, alone, strict=True)]
+    assert max(gaps) < 1e-5
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -132,6 +157,48 @@ def test_the_evaluation_of_personal_models_is_stacked(
         assert list(found.by_client) == list(expected.by_client)
         for id, row in expected.by_client.items():
             assert found.by_client[id] == pytest.approx(row, rel=1e-5)
+
+
+def test_personal_models_share_passes_over_a_held_out_set(
+    tiny_folder: Path, decoders: Path, images: Path, passes: list[int]
+) -> None:
+    """The scores of every client are those of the loop engine."""
+    scores: list[dict[str, Any]] = []
+    for engine in ("batched", "loop"):
+        prepared = prepared_run("bert", tiny_folder, decoders, images, engine={"name": engine})
+        assert prepared.test is not None
+        progress = prepared.federation.run_round(prepared.federation.begin()).progress
+        passes.clear()
+        scores.append(dict(prepared.evaluator.evaluate_heldout(progress, prepared.test)))
+        assert max(passes, default=1) == (3 if engine == "batched" else 1)
+    assert list(scores[0]) == list(scores[1])
+    for id, row in scores[1].items():
+        assert scores[0][id] == pytest.approx(row, rel=1e-5)
+
+
+def test_a_global_model_predicts_a_held_out_set_alone(
+    tiny_folder: Path, decoders: Path, images: Path, passes: list[int]
+) -> None:
+    prepared = prepared_run("bert", tiny_folder, decoders, images, method={"name": "fedit", "r": 2})
+    assert prepared.test is not None
+    assert prepared.evaluator.evaluate_heldout(prepared.federation.begin(), prepared.test).keys() == {"global"}
+    assert passes == []
+
+
+def test_models_that_cannot_share_passes_over_the_same_examples_predict_alone(
+    tiny_folder: Path, decoders: Path, images: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared = prepared_run("bert", tiny_folder, decoders, images)
+    jobs, engine = [job for job, _ in personal_models(prepared, [1, 1, 1])], prepared.engine
+
+    def refuse(self: worker.Worker, models: Sequence[ModelInputs], examples: Examples) -> list[Tensor]:
+        raise Unstackable("it mixes its examples")
+
+    monkeypatch.setattr(worker.Worker, "predict", refuse)
+    indices = np.arange(7)
+    predictions = list(engine.predict_shared_examples(iter(jobs), prepared.train, indices, 4))
+    for job, rows in zip(jobs, predictions, strict=True):
+        assert torch.equal(rows, engine.predict(job, prepared.train, indices, 4))
 
 
 def test_models_that_cannot_share_a_pass_predict_alone(
@@ -188,3 +255,16 @@ def test_stacks_keep_the_batch_size_and_the_kinds_apart() -> None:
     assert stack_models(models, 8, 12) == [[2, 0], [3], [1]]
     assert stack_models(models, 1, 100) == [[2], [0], [3], [1]]
     assert stack_models([(replace(one), rows[:0]) for one, rows in models[:1]], 4, 4) == [[0]]
+
+
+def test_stacks_on_the_same_examples_are_of_one_kind_and_their_passes_have_the_batch_size() -> None:
+    jobs = [Job({}, {"layer/A": torch.zeros(rank, 5)}, ()) for rank in (2, 4, 2, 2, 4)]
+    assert [len(window) for window in split_job_windows(iter(jobs), 2)] == [2, 2, 1]
+    assert stack_on_shared_examples(jobs, 2, 64) == [[0, 2], [3], [1, 4]]
+    assert stack_on_shared_examples(jobs, 8, 2) == [[0, 2], [3], [1, 4]], "a model has at least one row of a batch"
+    batches = [np.arange(8), np.arange(8, 11)]
+    parts = split_into_passes(batches, 3, 8)
+    assert np.concatenate(parts).tolist() == list(range(11))
+    assert [len(part) for part in parts] == [2, 2, 2, 2, 2, 1]
+    alone = [part.tolist() for batch in batches for part in split_into_passes([batch], 3, 8)]
+    assert alone == [part.tolist() for part in parts]

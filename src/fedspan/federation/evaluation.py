@@ -202,9 +202,20 @@ class Evaluator:
         personal = self.federation.method.declare_claims().personal
         evaluated = self.get_ids(progress)
         with engine.stages.stage("evaluation", len(examples) * (len(evaluated) if personal else 1)):
-            for ids, job in self.iterate_models(progress, evaluated):
-                predictions = self.predictor.predict(job, examples, indices, self.batch_size, generate=generate)
-                key = ids[0] if personal else "global"
+            keys: list[str] = []
+
+            def request() -> Iterator[Job]:
+                for ids, job in self.iterate_models(progress, evaluated):
+                    keys.append(ids[0] if personal else "global")
+                    yield job
+
+            if generate:  # one model after another: generated texts end at different lengths
+                predicted = (
+                    self.predictor.predict(job, examples, indices, self.batch_size, generate=True) for job in request()
+                )
+            else:
+                predicted = self.predictor.predict_shared_examples(request(), examples, indices, self.batch_size)
+            for number, predictions in enumerate(predicted):
                 for part, rows in enumerate(parts):
-                    scores[part][key] = task.compute_metrics(predictions[rows], examples, rows.tolist())
+                    scores[part][keys[number]] = task.compute_metrics(predictions[rows], examples, rows.tolist())
         return scores

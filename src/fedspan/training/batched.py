@@ -26,7 +26,14 @@ from fedspan.training.batching import split_evaluation_batches
 from fedspan.training.jobs import Assignment, PrefixSettings, TrainingSettings
 from fedspan.training.loop import LoopEngine
 from fedspan.training.prefix import PrefixCaches
-from fedspan.training.stacked_prediction import ModelInputs, split_windows, stack_models
+from fedspan.training.stacked_prediction import (
+    ModelInputs,
+    split_into_passes,
+    split_job_windows,
+    split_windows,
+    stack_models,
+    stack_on_shared_examples,
+)
 from fedspan.training.stacking import DEFAULT, PROBE_CLIENTS, MeasuringTime, StackingPlan, StackingRequest, tune
 from fedspan.training.stages import Stages
 from fedspan.training.worker import Worker
@@ -191,17 +198,39 @@ class BatchedEngine:
         A model whose examples fill more than half a batch predicts alone. Which models share a pass depends on the
         numbers of examples and on the stacking plan alone.
         """
-        plan = self.stacking or StackingPlan(
-            self.request.clients_per_pass or DEFAULT.clients_per_pass, self.request.workers or 1
-        )
-        models_per_pass = 1 if self._predicts_alone or self._workers[0].refusal is not None else plan.clients_per_pass
+        plan = self.get_prediction_plan()
         for window in split_windows(models, plan.workers * batch_size):
+            models_per_pass = self._count_models_per_pass(plan)
             stacks = [stack for stack in stack_models(window, models_per_pass, batch_size) if len(stack) > 1]
             predictions = self._predict_stacks(window, stacks, plan.workers, examples)
             for index, (job, indices) in enumerate(window):
                 yield predictions[index] if index in predictions else self.predict(job, examples, indices, batch_size)
-            if self._predicts_alone:
-                models_per_pass = 1
+
+    def predict_shared_examples(
+        self, jobs: Iterable[Job], examples: Examples, indices: np.ndarray, batch_size: int
+    ) -> Iterator[Tensor]:
+        """Predict with several models at once, in passes over a part of the examples each.
+
+        Which models and examples share a pass depends on their numbers, on the examples' lengths and on the stacking
+        plan alone (``Engine.predict_shared_examples``).
+        """
+        plan = self.get_prediction_plan()
+        for window in split_job_windows(jobs, plan.workers * plan.clients_per_pass):
+            models_per_pass = self._count_models_per_pass(plan)
+            stacks = stack_on_shared_examples(window, models_per_pass, batch_size)
+            stacks = [stack for stack in stacks if len(stack) > 1]
+            predictions = self._predict_stacks_on(window, stacks, plan.workers, examples, indices, batch_size)
+            for index, job in enumerate(window):
+                yield predictions[index] if index in predictions else self.predict(job, examples, indices, batch_size)
+
+    def get_prediction_plan(self) -> StackingPlan:
+        """Return the plan by which models share passes: the stacking plan, or, while it is unknown, the request."""
+        return self.stacking or StackingPlan(
+            self.request.clients_per_pass or DEFAULT.clients_per_pass, self.request.workers or 1
+        )
+
+    def _count_models_per_pass(self, plan: StackingPlan) -> int:
+        return 1 if self._predicts_alone or self._workers[0].refusal is not None else plan.clients_per_pass
 
     def _predict_stacks(
         self, window: Sequence[ModelInputs], stacks: Sequence[Sequence[int]], count: int, examples: Examples
@@ -213,20 +242,66 @@ class BatchedEngine:
         """
         if not stacks:
             return {}
-        workers = self._get_workers(min(count, len(stacks)))
-        predictions: dict[int, Tensor] = {}
+        outputs = self._predict_passes([[window[index] for index in stack] for stack in stacks], count, examples)
+        return {
+            index: rows
+            for number, passed in outputs.items()
+            for index, rows in zip(stacks[number], passed, strict=True)
+        }
+
+    def _predict_stacks_on(
+        self,
+        window: Sequence[Job],
+        stacks: Sequence[Sequence[int]],
+        count: int,
+        examples: Examples,
+        indices: np.ndarray,
+        batch_size: int,
+    ) -> dict[int, Tensor]:
+        """Predict the same examples with the stacks of a window (``_predict_stacks``).
+
+        Returns:
+            Predictions by position in the window; none if some stack cannot share a pass.
+        """
+        if not stacks or not len(indices):
+            return {}
+        self.prepare(examples, [indices])  # all at once, as for a model that predicts alone
+        batches = split_evaluation_batches(indices, examples.lengths, batch_size)
+        passes = [(stack, rows) for stack in stacks for rows in split_into_passes(batches, len(stack), batch_size)]
+        models = [[(window[index], rows) for index in stack] for stack, rows in passes]
+        outputs = self._predict_passes(models, count, examples)
+        if len(outputs) < len(passes):
+            return {}
+        found: dict[int, dict[int, Tensor]] = {index: {} for stack in stacks for index in stack}
+        for number, (stack, rows) in enumerate(passes):
+            for index, predictions in zip(stack, outputs[number], strict=True):
+                found[index].update(zip(rows.tolist(), predictions, strict=True))
+        return {
+            index: torch.stack([by_example[example] for example in indices.tolist()])
+            for index, by_example in found.items()
+        }
+
+    def _predict_passes(
+        self, passes: Sequence[Sequence[ModelInputs]], count: int, examples: Examples
+    ) -> dict[int, list[Tensor]]:
+        """Run passes of several models each in up to ``count`` threads; a refused one ends the passes of its thread.
+
+        Returns:
+            The predictions of each model, by number of the pass.
+        """
+        workers = self._get_workers(min(count, len(passes)))
+        outputs: dict[int, list[Tensor]] = {}
 
         def predict_share(number: int) -> None:
-            for stack in stacks[number :: len(workers)]:
+            for position in range(number, len(passes), len(workers)):
                 try:
-                    outputs = workers[number].predict([window[index] for index in stack], examples)
+                    outputs[position] = workers[number].predict(passes[position], examples)
                 except Unstackable:
                     self._predicts_alone = True
                     return
-                predictions.update(zip(stack, outputs, strict=True))
 
         run_parallel([lambda number=number: predict_share(number) for number in range(len(workers))])
-        return predictions
+        return outputs
 
     def compute_features(self, job: Job | None, examples: Examples, indices: np.ndarray, batch_size: int) -> Tensor:
         """``Engine.compute_features``."""

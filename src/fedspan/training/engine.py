@@ -48,6 +48,19 @@ class Predictor(Protocol):
         """
         ...
 
+    def predict_shared_examples(
+        self, jobs: Iterable[Job], examples: Examples, indices: np.ndarray, batch_size: int
+    ) -> Iterator[Tensor]:
+        """Yield ``predict`` of each of several models on the same examples, in the models' order.
+
+        Args:
+            jobs: The models; they are requested as they are needed.
+            examples: The data set that the indices point into.
+            indices: The examples, (examples,).
+            batch_size: Batch size of the forward passes, also of those that models share.
+        """
+        ...
+
 
 class Engine(Predictor, Protocol):
     """Trains and evaluates jobs on one model."""

@@ -294,6 +294,13 @@ class TrainingServices:
         for job, indices in models:
             yield self.predict(job, examples, indices, batch_size)
 
+    def predict_shared_examples(
+        self, jobs: Iterable[Job], examples: Examples, indices: np.ndarray, batch_size: int
+    ) -> Iterator[Tensor]:
+        """Predict with one model after another (``Engine.predict_shared_examples``)."""
+        for job in jobs:
+            yield self.predict(job, examples, indices, batch_size)
+
     def evaluate(
         self, client: str, job: Job, examples: Examples, indices: np.ndarray, batch_size: int, *, bounded: bool = False
     ) -> dict[str, float]:

@@ -1,14 +1,23 @@
-"""Which models predict their examples in one pass: those with tensors of the same shapes and few examples each."""
+"""Which models predict in one pass: those with tensors of equal shapes, on few examples each or on the same ones."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 import numpy as np
 
 from fedspan.core.values import Job
 
-__all__ = ["ModelInputs", "build_prediction_key", "split_windows", "stack_models"]
+__all__ = [
+    "ModelInputs",
+    "build_prediction_key",
+    "split_into_passes",
+    "split_job_windows",
+    "split_windows",
+    "stack_models",
+    "stack_on_shared_examples",
+]
 
 ModelInputs = tuple[Job, np.ndarray]
 """A model, and the indices of the examples that it predicts, (examples,)."""
@@ -55,3 +64,36 @@ def stack_models(window: Sequence[ModelInputs], models_per_pass: int, batch_size
             stacks.append(ordered[start : start + count])
             start += count
     return stacks
+
+
+def split_job_windows(jobs: Iterable[Job], count: int) -> Iterator[list[Job]]:
+    """Yield consecutive models that predict the same examples, ``count`` at a time: only these are in memory."""
+    remaining = iter(jobs)
+    while window := list(islice(remaining, count)):
+        yield window
+
+
+def stack_on_shared_examples(window: Sequence[Job], models_per_pass: int, batch_size: int) -> list[list[int]]:
+    """Decide which models share passes over the same examples, as positions in ``window``.
+
+    Args:
+        window: The models.
+        models_per_pass: Largest number of models in a pass.
+        batch_size: Largest number of rows in a pass; each model has at least one.
+    """
+    kinds: dict[tuple[object, ...], list[int]] = {}
+    for index, job in enumerate(window):
+        kinds.setdefault(build_prediction_key(job), []).append(index)
+    count = max(1, min(models_per_pass, batch_size))
+    return [
+        positions[start : start + count] for positions in kinds.values() for start in range(0, len(positions), count)
+    ]
+
+
+def split_into_passes(batches: Sequence[np.ndarray], models: int, batch_size: int) -> list[np.ndarray]:
+    """Split each batch of examples, so that every pass has at most ``batch_size`` rows, those of all models together.
+
+    Each batch is split on its own: the passes over some of the batches do not depend on the others.
+    """
+    rows = max(1, batch_size // models)
+    return [part for batch in batches for part in np.array_split(batch, -(-len(batch) // rows))]

@@ -17,7 +17,7 @@ from fedspan.tasks.task import Examples
 from fedspan.training.batched import BatchedEngine
 from fedspan.training.batching import split_evaluation_batches
 from fedspan.training.engine import Engine
-from fedspan.training.stacked_prediction import ModelInputs, split_windows
+from fedspan.training.stacked_prediction import ModelInputs, split_job_windows, split_windows
 from fedspan.transports.ray.team import Piece, Team, WorkerHandle
 
 __all__ = ["ClusterPredictor"]
@@ -53,17 +53,7 @@ class ClusterPredictor:
         Raises:
             FedspanError: If workers die too often.
         """
-        batches = split_evaluation_batches(indices, examples.lengths, batch_size)
-        count = max(1, -(-len(batches) // (_PIECES * len(self.team.handles))))
-        shares = [np.concatenate(batches[start : start + count]) for start in range(0, len(batches), count)]
-        # What the workers share does not depend on their number; generated answers use no cache.
-        parts = self._take_parts() or (() if generate or not batches else [np.concatenate(batches)])
-        model = ray.put([job])
-        predicted = self._share([(model, [share]) for share in shares], examples, parts, batch_size, generate=generate)
-        rows = dict[int, Tensor]()
-        for share, (predictions,) in zip(shares, predicted, strict=True):
-            rows.update(zip(share.tolist(), predictions, strict=True))
-        return torch.stack([rows[index] for index in indices.tolist()])
+        return self._predict_batches([job], examples, indices, batch_size, generate=generate)[0]
 
     def predict_each(self, models: Iterable[ModelInputs], examples: Examples, batch_size: int) -> Iterator[Tensor]:
         """``Predictor.predict_each``: the models that could share a pass on the driver are predicted by one worker.
@@ -95,6 +85,45 @@ class ClusterPredictor:
             ):
                 yield from predictions
 
+    def predict_shared_examples(
+        self, jobs: Iterable[Job], examples: Examples, indices: np.ndarray, batch_size: int
+    ) -> Iterator[Tensor]:
+        """``Predictor.predict_shared_examples``: a worker predicts whole batches, with models that could share passes.
+
+        Raises:
+            FedspanError: If workers die too often.
+        """
+        models = 1
+        if isinstance(self.engine, BatchedEngine):
+            plan = self.engine.get_prediction_plan()
+            models = plan.workers * plan.clients_per_pass
+        for window in split_job_windows(jobs, models):
+            yield from self._predict_batches(window, examples, indices, batch_size)
+
+    def _predict_batches(
+        self,
+        jobs: Sequence[Job],
+        examples: Examples,
+        indices: np.ndarray,
+        batch_size: int,
+        *,
+        generate: bool = False,
+    ) -> list[Tensor]:
+        """Predict the same examples with each of some models, in shares of whole batches."""
+        batches = split_evaluation_batches(indices, examples.lengths, batch_size)
+        count = max(1, -(-len(batches) // (_PIECES * len(self.team.handles))))
+        shares = [np.concatenate(batches[start : start + count]) for start in range(0, len(batches), count)]
+        # What the workers share does not depend on their number; generated answers use no cache.
+        parts = self._take_parts() or (() if generate or not batches else [np.concatenate(batches)])
+        models = ray.put(list(jobs))
+        pieces = [(models, [share] * len(jobs)) for share in shares]
+        predicted = self._share(pieces, examples, parts, batch_size, generate=generate, shared=True)
+        found: list[dict[int, Tensor]] = [{} for _ in jobs]
+        for share, outputs in zip(shares, predicted, strict=True):
+            for rows, predictions in zip(found, outputs, strict=True):
+                rows.update(zip(share.tolist(), predictions, strict=True))
+        return [torch.stack([rows[index] for index in indices.tolist()]) for rows in found]
+
     def _take_parts(self) -> Sequence[np.ndarray]:
         parts, self._parts = self._parts, ()
         return parts
@@ -107,8 +136,9 @@ class ClusterPredictor:
         batch_size: int,
         *,
         generate: bool = False,
+        shared: bool = False,
     ) -> list[list[Tensor]]:
-        """Predict pieces, each of some models with the indices of their examples.
+        """Predict pieces, each of some models with the indices of their examples; ``shared``: the same of all models.
 
         Returns:
             The predictions of each piece, by model.
@@ -122,7 +152,7 @@ class ClusterPredictor:
             rows = np.concatenate(indices)
             prepared = [part for part in parts if np.isin(part, rows).any()]
             return handle.actor.predict.remote(
-                *self.team.get_base(handle), plan, data, prepared, jobs, indices, batch_size, generate
+                *self.team.get_base(handle), plan, data, prepared, jobs, indices, batch_size, generate, shared
             )
 
         def on_result(number: int, predictions: list[Tensor]) -> None:

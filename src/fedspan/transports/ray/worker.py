@@ -180,6 +180,7 @@ class ClusterWorker:
         indices: Sequence[np.ndarray],
         batch_size: int,
         generate: bool,  # as Ray passes it
+        shared: bool,
     ) -> list[Tensor]:
         """Predict with some models, each on examples of its own.
 
@@ -193,6 +194,7 @@ class ClusterWorker:
             indices: Indices of the examples of each model.
             batch_size: Batch size of the forward passes.
             generate: Whether predictions include generated text; for one model only.
+            shared: Whether all models predict the same examples.
 
         Returns:
             The predictions of each model.
@@ -210,6 +212,8 @@ class ClusterWorker:
         engine.prepare(examples, parts)
         if len(jobs) == 1:
             return [engine.predict(jobs[0], examples, indices[0], batch_size, generate=generate)]
+        if shared:
+            return list(engine.predict_shared_examples(jobs, examples, indices[0], batch_size))
         return list(engine.predict_each(zip(jobs, indices, strict=True), examples, batch_size))
 
     def release_memory(self) -> None:
