@@ -39,7 +39,7 @@ def compare(
             for step in steps:
                 expected = _expect(case, expected, step)
             for path, left, right in _list_differences(expected, found):
-                if not any(_is_intended(case, path, left, step) for step in steps):
+                if not any(_is_intended(host, case, path, left, step) for step in steps):
                     yield f"{host} {case} {path}: {_shorten(left)} -> {_shorten(right)}"
 
 
@@ -53,16 +53,19 @@ def _is_new(host: str, case: str, left: Any, right: Any, steps: Sequence[Mapping
     """Whether a case is recorded only after a step that lists it as new; before, it was unknown or refused."""
     if (left is not None and "refused" not in left) or right is None or "refused" in right:
         return False
-    listed = [one for step in steps for one in step.get("new") or ()]
-    return any(re.search(one.get("hosts", ""), host) and re.search(one["cases"], case) for one in listed)
+    return any(_is_of(one, host, case) for step in steps for one in step.get("new") or ())
 
 
-def _is_intended(case: str, path: str, left: Any, step: Mapping[str, Any]) -> bool:
+def _is_intended(host: str, case: str, path: str, left: Any, step: Mapping[str, Any]) -> bool:
     """Whether a step lists a place as added, which the earlier record lacks, or as changed in that case."""
     if left is None and any(re.search(where, path) for where in step.get("added") or ()):
         return True
-    changed = step.get("changed") or ()
-    return any(re.search(one["cases"], case) and re.search(one["where"], path) for one in changed)
+    return any(_is_of(one, host, case) and re.search(one["where"], path) for one in step.get("changed") or ())
+
+
+def _is_of(listed: Mapping[str, str], host: str, case: str) -> bool:
+    """Whether something listed is of a host, by default of all, and of a case."""
+    return bool(re.search(listed.get("hosts", ""), host) and re.search(listed["cases"], case))
 
 
 def _expect(case: str, value: Any, step: Mapping[str, Any]) -> Any:
