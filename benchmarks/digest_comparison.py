@@ -58,9 +58,10 @@ def _is_new(host: str, case: str, left: Any, right: Any, steps: Sequence[Mapping
 
 def _is_intended(host: str, case: str, path: str, left: Any, step: Mapping[str, Any]) -> bool:
     """Whether a step lists a place as added, which the earlier record lacks, or as changed in that case."""
-    if left is None and any(re.search(where, path) for where in step.get("added") or ()):
-        return True
-    return any(_is_of(one, host, case) and re.search(one["where"], path) for one in step.get("changed") or ())
+    places = [where for one in step.get("changed") or () if _is_of(one, host, case) for where in one["where"]]
+    if left is None:
+        places += step.get("added") or ()
+    return any(re.search(where, path) for where in places)
 
 
 def _is_of(listed: Mapping[str, str], host: str, case: str) -> bool:
