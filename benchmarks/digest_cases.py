@@ -16,6 +16,8 @@ _SENT = ("labels", "prompt")
 """Fields of ``data`` that a deployment's server names; a node's file names the others."""
 _TARGETS = ["query", "value", "intermediate.dense", "output.dense"]
 _IMAGE_LABELS = ["dark", "light"]
+_FORMER_NAMES = {"engine": {"clients_per_pass": "clients_at_once"}}
+"""Names that fields of a section had in checkouts before, by their names now."""
 
 
 def _start() -> dict[str, str]:
@@ -150,7 +152,21 @@ def build_configs(folder: Path, host: str) -> dict[str, dict[str, Any]]:
             if isinstance(change, Mapping):
                 values[section] = {key: value for key, value in values[section].items() if value is not None}
         values = {section: value for section, value in values.items() if value is not None}
-        made[name] = values if name == TRAINERS else {**values, "engine": engine.get(host, {"name": "loop"})}
+        values |= {} if name == TRAINERS else {"engine": engine.get(host, {"name": "loop"})}
+        made[name] = _apply_former_names(values)
+    return made
+
+
+def _apply_former_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Give fields the names that this checkout knows."""
+    from fedspan.config import RunConfig
+
+    made = dict(values)
+    for section, names in _FORMER_NAMES.items():
+        known: Any = RunConfig.model_fields[section].annotation
+        former = {name: before for name, before in names.items() if name not in known.model_fields}
+        if section in made:
+            made[section] = {former.get(name, name): value for name, value in made[section].items()}
     return made
 
 

@@ -4,6 +4,9 @@
     python benchmarks/digests.py record after.json
     python benchmarks/digests.py compare before.json after.json
 
+With ``--over redesign,later``, what these steps between the two checkouts intend is expected instead of equality. The
+steps and what each intends are in ``benchmarks/digests.yaml``.
+
 A record holds, for every case, the digest of each tensor of the server's checkpoints, of the clients' stores and of the
 exported adapters, with the structure around them, and the rows of ledger and metrics without wall times. Cases
 (``digest_cases``) are every registered method, wrapper and built-in task, and what they leave out of the
@@ -12,8 +15,6 @@ batched engine with a fixed stacking plan, on Flower's simulation engine and in 
 of owners' own trainers, which replace an engine, runs with the first and the last. The tool uses only the command line
 and the Python API, so it can record any checkout that has them. Bits depend on the machine and the number of threads:
 record both sides on one machine.
-
-Differences that a change intends are listed in ``benchmarks/digests.yaml``.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from typing import Any
 
 import yaml
 from digest_cases import TRAINERS, build_configs, get_node_data, get_sent_data
+from digest_comparison import compare, count_compared, read_steps
 from digest_inputs import SITES, save_inputs
 from digest_trainer import make_trainer
 
@@ -260,59 +262,6 @@ def _run_forked(arguments: list[str], log: Path) -> int:
         os._exit(code if isinstance(code, int) else 1)
 
 
-def compare(before: Mapping[str, Any], after: Mapping[str, Any], changes: Mapping[str, Any]) -> Iterator[str]:
-    """Differences between two records, but for those that ``changes`` intends, one line each."""
-    for host in sorted({*before, *after}):
-        one, other = before.get(host, {}), after.get(host, {})
-        for case in sorted({*one, *other}):
-            for path, left, right in _list_differences(
-                _apply_map(one.get(case), changes), _apply_map(other.get(case), changes)
-            ):
-                if _is_shorter(case, path, left, right, changes) or _is_changed(case, path, changes):
-                    continue
-                yield f"{host} {case} {path}: {_shorten(left)} -> {_shorten(right)}"
-
-
-def _is_shorter(case: str, path: str, left: Any, right: Any, changes: Mapping[str, Any]) -> bool:
-    """Whether a number of bytes is smaller by what `shorter` allows: scalars that messages no longer hold."""
-    allowed = changes.get("shorter") or {}
-    if case not in allowed.get("cases", ()) or not re.search(r"/(bytes|bytes/down|other_bytes/\w+/down)$", path):
-        return False
-    messages = 1 if path.startswith("/ledger.jsonl") else allowed["messages"]
-    return type(left) is type(right) is int and 0 < left - right <= messages * allowed["most"]
-
-
-def _is_changed(case: str, path: str, changes: Mapping[str, Any]) -> bool:
-    """Whether a later change of behavior, listed with its reason, is allowed to show there."""
-    return any(
-        re.search(one["cases"], case) and re.search(one.get("where", ""), path) for one in changes.get("changed") or ()
-    )
-
-
-def _apply_map(value: Any, changes: Mapping[str, Any]) -> Any:
-    """A record under the committed map: keys renamed, keys that are gone left out."""
-    gone, renamed = set(changes.get("gone", ())), dict(changes.get("renamed", {}))
-    if isinstance(value, Mapping):
-        return {renamed.get(key, key): _apply_map(one, changes) for key, one in value.items() if key not in gone}
-    return [_apply_map(one, changes) for one in value] if isinstance(value, list) else value
-
-
-def _list_differences(one: Any, other: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        for key in {**one, **other}:
-            yield from _list_differences(one.get(key), other.get(key), f"{path}/{key}")
-    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        for number, (left, right) in enumerate(zip(one, other, strict=True)):
-            yield from _list_differences(left, right, f"{path}[{number}]")
-    elif one != other and not (one != one and other != other):
-        yield path, one, other
-
-
-def _shorten(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) < 120 else f"{text[:117]}..."
-
-
 def _record(arguments: argparse.Namespace) -> int:
     source = arguments.source.resolve()
     digests: dict[str, Any] = {}
@@ -335,13 +284,11 @@ def _record(arguments: argparse.Namespace) -> int:
 
 def _compare(arguments: argparse.Namespace) -> int:
     before, after = (json.loads(path.read_text()) for path in (arguments.before, arguments.after))
-    path = HERE / "digests.yaml"
-    changes = yaml.safe_load(path.read_text()) if path.is_file() else {}
-    differences = list(compare(before, after, changes or {}))
+    differences = list(compare(before, after, read_steps(filter(None, arguments.over.split(",")))))
     for line in differences[: arguments.most]:
         print(line)
-    count = sum(len(cases) for cases in after.values())
-    print(f"{count} cases: {len(differences)} differences" if differences else f"{count} cases: equal")
+    result = f"{len(differences)} differences" if differences else "equal"
+    print(f"{count_compared(before, after)} cases recorded on both sides: {result}")
     return 1 if differences else 0
 
 
@@ -357,6 +304,7 @@ def main() -> int:
     comparing = commands.add_parser("compare", help="compare two records")
     comparing.add_argument("before", type=Path)
     comparing.add_argument("after", type=Path)
+    comparing.add_argument("--over", default="", help="steps of digests.yaml between the two, the earliest first")
     comparing.add_argument("--most", type=int, default=50, help="differences to print")
     comparing.set_defaults(call=_compare)
     if sys.argv[1:2] == ["run"]:  # the process that `record` starts, on the recorded checkout's own code
