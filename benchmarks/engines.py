@@ -7,7 +7,8 @@ over identically distributed clients. Each contender is a process that runs one 
 run in turns (A B C A B C ...), and what is given is the median of the ratios within a repetition. The peers are
 installed into an environment of their own (``--environment``, made on the first call).
 ``--sections before --before CHECKOUT`` times the engines of this checkout and of another one, such as a worktree, in
-turns. ``--sections`` picks some; ``--clients 4 --examples 4 8 --examples 32 32 --repetitions 1`` is a quick try.
+turns. The page is written after each section. ``--sections`` picks some;
+``--clients 4 --examples 4 8 --examples 32 32 --repetitions 1`` is a quick try.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -57,8 +58,8 @@ def sections(python: Path | None) -> dict[str, Section]:
     }
 
 
-def command(args: argparse.Namespace) -> str:
-    """The command line, with the paths left out."""
+def command(args: argparse.Namespace, done: Sequence[str]) -> str:
+    """The command line that measures the sections that are done, with the paths left out."""
     parts = [f"--{name} {getattr(args, name)}" for name in FULL]
     parts += [f"--examples {batch} {count}" for batch, count in args.examples.items()]
     parts.append(f"--repetitions {args.repetitions}")
@@ -67,22 +68,36 @@ def command(args: argparse.Namespace) -> str:
     parts.append(f"--accuracy-examples {args.accuracy_examples} --accuracy-rounds {args.accuracy_rounds}")
     parts.append(f"--accuracy-lr {args.accuracy_lr:g} --accuracy-seeds {' '.join(map(str, args.accuracy_seeds))}")
     parts.append(f"--attention {args.attention}")
-    parts.append("--sections " + " ".join(args.sections))
+    parts.append("--sections " + " ".join(done))
     environment = "" if args.environment is None else " --environment PATH"
     return f"python benchmarks/engines.py --data PATH/banking77{environment} {' '.join(parts)}"
 
 
-def page(args: argparse.Namespace, python: Path | None) -> str:
-    """Run everything; the tables in markdown."""
+def measure(args: argparse.Namespace, python: Path | None) -> Iterator[str]:
+    """Measure one section after another; after each, yield the page with those that are done."""
     products = format_gemm_table(args.threads)
     body: list[str] = []
     limits: list[Limit] = []
+    done: list[str] = []
     for name, section in sections(python).items():
         if name in args.sections:
             print(name, flush=True)
             lines, judged = section(args)
             body += lines
             limits += judged
+            done.append(name)
+            yield format_page(args, python, products, body, limits, done)
+
+
+def format_page(
+    args: argparse.Namespace,
+    python: Path | None,
+    products: Sequence[str],
+    body: Sequence[str],
+    limits: list[Limit],
+    done: Sequence[str],
+) -> str:
+    """The tables in markdown."""
     lines = [
         "# How fast the engines are",
         "",
@@ -95,7 +110,7 @@ def page(args: argparse.Namespace, python: Path | None) -> str:
         f"Numbers are medians over {args.repetitions} repetitions, each of which runs all "
         "contenders; ratios are computed within a repetition.",
         "",
-        f"Command: `{command(args)}`  ",
+        f"Command: `{command(args, done)}`  ",
         describe_machine() + (f" Peers: {', '.join(PEERS)}." if python is not None else ""),
         "",
         f"Limits are judged at {FULL['clients']} clients and {FULL['threads']} threads.",
@@ -161,10 +176,11 @@ def main() -> None:
     args.judged = enough and all(getattr(args, name) == value for name, value in FULL.items())
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the contenders end, too
     python = None if args.environment is None else make_environment(args.environment.resolve())
-    text = page(args, python)
+    text = ""
+    for text in measure(args, python):
+        if args.page:
+            args.page.write_text(text, encoding="utf-8")
     print(text)
-    if args.page:
-        args.page.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
