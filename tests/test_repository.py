@@ -28,14 +28,6 @@ DECLARATIONS = {
 }
 """Modules without a file of tests, since they declare names, fields and types."""
 
-TESTED_ELSEWHERE = {
-    "runs/test_train.py": {"runs/final_report"},
-}
-"""Modules without a file of tests, by the file whose tests go through them: what they do shows there alone.
-
-That the file does go through them is not checked.
-"""
-
 SEVERAL_MODULES = {
     "cli/test_new_user_files.py",
     "config/test_broken_config.py",
@@ -169,11 +161,8 @@ def test_modules_have_a_file_of_tests_at_their_path() -> None:
     modules = {path.relative_to(package).with_suffix("") for path in package.rglob("*.py")}
     tested = {module for module in modules if (TESTS / module.parent / f"test_{module.name}.py").exists()}
     untested = {module.as_posix() for module in modules - tested if not module.name.startswith("__")}
-    exempt = [*DECLARATIONS, *(module for group in TESTED_ELSEWHERE.values() for module in group)]
-    assert [file for file in TESTED_ELSEWHERE if not (TESTS / file).exists()] == []
-    assert len(exempt) == len(set(exempt))
-    assert sorted(untested - set(exempt)) == [], "test each in a file at its path, or say where else"
-    assert sorted(set(exempt) - untested) == [], "these have a file of tests, or are gone"
+    assert sorted(untested - DECLARATIONS) == [], "test each in a file at its path"
+    assert sorted(DECLARATIONS - untested) == [], "these have a file of tests, or are gone"
 
 
 def test_folders_of_tests_belong_to_a_folder_or_module() -> None:

@@ -67,5 +67,5 @@ def test_a_head_of_one_s_own_is_itself_and_an_unknown_name_is_none() -> None:
     own = Head("AutoModelForMultipleChoice", ("ForMultipleChoice",))
     assert get_head(own) is own
     assert own.load_class() is transformers.AutoModelForMultipleChoice
-    with pytest.raises(KeyError, match="clasification"):
-        get_head("clasification")
+    with pytest.raises(KeyError, match="classifier"):
+        get_head("classifier")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -210,18 +209,6 @@ def test_without_checkpoints_a_damaged_adapter_can_only_be_restored(world: World
     shutil.rmtree(folder / "checkpoints")
     with pytest.raises(FedspanError, match=r"names\. Restore the file\.$"):
         fedspan.predict(folder, ["word1"])
-
-
-def test_the_exported_files_are_on_the_disk_before_the_report_that_names_them(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = copied(world, tmp_path, "finished", lambda run: run.report.unlink())
-    flushed: list[int] = []
-    monkeypatch.setattr(os, "fsync", lambda descriptor: flushed.append(os.fstat(descriptor).st_ino))
-    fedspan.resume(folder)
-    before = flushed[: flushed.index((folder / "report.json").stat().st_ino)]
-    adapter = folder / "adapter"
-    assert {path.stat().st_ino for path in (adapter, *adapter.rglob("*"))} <= set(before)
 
 
 def test_a_chosen_learning_rate_cannot_be_edited(world: World, tmp_path: Path) -> None:
