@@ -173,8 +173,8 @@ def join(path: str | Path, *, trainer: Any = None, insecure: bool = False, stop:
         return worker.answer(envelope)
 
     def get_work() -> NodeWork | None:
-        found = read_work(Path(node.folder))
-        return None if found is None else NodeWork(*found)
+        work = read_work(Path(node.folder))
+        return None if work is None else NodeWork(*work)
 
     with closing(worker):
         before_order = None if downloads is None else downloads.start

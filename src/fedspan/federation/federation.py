@@ -222,14 +222,14 @@ class Federation:
         context = self._build_context(progress)
         added = sum(self.method.list_added_epochs())
         units = {id: self.training.compute_workload(self.clients[id].client.examples, added) for id in context.ids}
-        with open_clients_stage(self.engine.stages, "training", units) as finished:
+        with open_clients_stage(self.engine.stages, "training", units) as advance:
 
-            def replied(id: str, loss: float) -> None:
-                finished(id)
+            def report_client(id: str, loss: float) -> None:
+                advance(id)
                 if on_client is not None:
                     on_client(id, loss)
 
-            round = Round(context, self.new_aggregation, progress, self._best, replied, on_charge, on_failure)
+            round = Round(context, self.new_aggregation, progress, self._best, report_client, on_charge, on_failure)
             self.transport.begin(progress, on_trained)
             result = round.run()
         self._note = round.aggregation.get_note()
@@ -295,7 +295,7 @@ class Federation:
             return ()
         failures: list[Failure] = []
 
-        def replied(id: str, reply: Reply | str) -> bool:
+        def record_failure(id: str, reply: Reply | str) -> bool:
             if isinstance(reply, str):
                 failures.append(Failure(id, 0, reply, "export"))
             return False
@@ -310,7 +310,7 @@ class Federation:
             run=self.run,
             seconds=self.rules.deadline,
             on_order=self.record,
-            on_reply=replied,
+            on_reply=record_failure,
         )
         return tuple(failures)
 
@@ -342,12 +342,12 @@ def open_clients_stage(stages: Stages, name: StageName, units: Mapping[str, int]
     """
     done: set[str] = set()
 
-    def finished(id: str) -> None:
+    def advance(id: str) -> None:
         done.add(id)
         stages.reach(name, sum(map(units.__getitem__, done)))
 
     with stages.stage(name, sum(units.values())):
-        yield finished
+        yield advance
 
 
 def sort_clients(clients: Sequence[ClientData] | Mapping[str, ClientData]) -> Mapping[str, ClientData]:

@@ -185,8 +185,8 @@ def start_head(federation: Federation, progress: Progress, head: HeadStart) -> P
     )
     counts = {id: clients[id].client.examples for id in ids}
     federation.transport.begin(progress)
-    with open_clients_stage(federation.engine.stages, "statistics", counts) as finished:
-        round = Round(context, head.new_aggregation, Progress(progress.state), {}, lambda id, _: finished(id))
+    with open_clients_stage(federation.engine.stages, "statistics", counts) as advance:
+        round = Round(context, head.new_aggregation, Progress(progress.state), {}, lambda id, _: advance(id))
         try:
             reduced, _ = round.reduce()
         finally:

@@ -63,7 +63,7 @@ class ReportedEvaluator(Evaluator):
             absent = self._absences.find(ids, federation.transport.list_stalled(), federation.rules.max_missed_rounds)
         awaited = Awaited(ids, absent)
 
-        def replied(id: str, reply: Reply | str) -> bool:
+        def record_scores(id: str, reply: Reply | str) -> bool:
             stages.advance("evaluation")
             if isinstance(reply, str):
                 federation.record(Failure(id, 0, f"not measured: {reply}", "evaluate"))
@@ -85,7 +85,7 @@ class ReportedEvaluator(Evaluator):
                 run=federation.run,
                 seconds=federation.rules.deadline,
                 on_order=federation.record,
-                on_reply=replied,
+                on_reply=record_scores,
             )
         self._absences.record(ids, measured)
         return self._pool("validation", reported["validation"]), self._pool("test", reported["test"])

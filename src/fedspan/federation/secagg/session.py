@@ -314,12 +314,12 @@ class SecureSession:
         """Send every client its order and return the valid replies; the reasons against other replies are recorded."""
         replies, awaited = dict[str, A](), Awaited(orders, absent)
 
-        def sent(id: str) -> Envelope:
+        def create_order(id: str) -> Envelope:
             envelope = orders[id].to_envelope()
             self.transfers.append(Transfer(id, "down", count_envelope_bytes(envelope), 0))
             return envelope
 
-        def replied(id: str, reply: Envelope | str) -> bool:
+        def take_reply(id: str, reply: Envelope | str) -> bool:
             try:
                 replies[id] = self._read(kind, id, reply)
             except ValueError as error:
@@ -329,8 +329,8 @@ class SecureSession:
             return awaited.is_over(id, lambda: replies, self.quorum)
 
         task = next(iter(orders.values())).task if orders else ""
-        sent_orders = Orders(task, orders, sent, lambda _: 0)
-        self.transport.exchange(sent_orders, replied, self.seconds, wait_for_offline=wait_for_offline)
+        lazy_orders = Orders(task, orders, create_order, lambda _: 0)
+        self.transport.exchange(lazy_orders, take_reply, self.seconds, wait_for_offline=wait_for_offline)
         return replies
 
     def _read(self, kind: type[A], id: str, envelope: Envelope | str) -> A:

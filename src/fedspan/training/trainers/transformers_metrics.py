@@ -63,7 +63,7 @@ def translate_metrics(values: Mapping[str, float]) -> dict[str, float]:
         if other in values and name not in values:
             translated[name] = translated.pop(other)
     for name, other in _EVALUATOR_METRICS.items():
-        found = [key for key in values if key == other or key.endswith(f"_{other}")]
-        if len(found) == 1 and name not in values:
-            translated[name] = translated.pop(found[0])
+        names = [key for key in values if key == other or key.endswith(f"_{other}")]
+        if len(names) == 1 and name not in values:
+            translated[name] = translated.pop(names[0])
     return translated

@@ -15,7 +15,7 @@ from fedspan.transports.flower.limits import DoorLimits
 from fedspan.transports.flower.progress import ProgressClock
 from fedspan.transports.flower.wire import RESUMABLE_BYTES, compute_tag, parse_offset
 
-__all__ = ["Progress", "ResumableAnswer", "log_answer", "observe_answer", "send_answer", "split_answer"]
+__all__ = ["AnswerProgress", "ResumableAnswer", "log_answer", "observe_answer", "send_answer", "split_answer"]
 
 _PIECE_BYTES = 2**16
 """Size in bytes of the pieces in which answers are sent."""
@@ -77,7 +77,7 @@ def _split(message: MutableMapping[str, Any]) -> Iterator[MutableMapping[str, An
 
 
 @dataclass
-class Progress:
+class AnswerProgress:
     """The progress of a message to a node, of which an answer is the whole or a part.
 
     Args:
@@ -97,7 +97,7 @@ class Progress:
     total: int = 0
 
 
-def log_answer(send: Send, progress: Progress) -> Send:
+def log_answer(send: Send, progress: AnswerProgress) -> Send:
     """Return a function that sends the pieces of an answer, and logs the progress of its message now and then.
 
     Args:

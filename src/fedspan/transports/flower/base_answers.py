@@ -31,10 +31,11 @@ async def fetch_base(offers: Path | None, body: bytes) -> tuple[bytes, int, int]
         raise Refused(404, "not a file of a base model that is offered")
     offer, file = (digest.decode("ascii") for digest in parts[:2])
     offset = int(parts[2])
-    found = await run_sync(_read_offered, offers, offer, file, offset)
-    if found is None:
+    part = await run_sync(_read_offered, offers, offer, file, offset)
+    if part is None:
         raise Refused(404, "not a file of a base model that is offered")
-    return found[0], offset, found[1]
+    content, total = part
+    return content, offset, total
 
 
 def _read_offered(offers: Path, offer: str, file: str, offset: int) -> tuple[bytes, int] | None:

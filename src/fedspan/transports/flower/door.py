@@ -54,7 +54,7 @@ from fedspan.transports.flower.adapter import (
     verify_node_headers,
 )
 from fedspan.transports.flower.answers import (
-    Progress,
+    AnswerProgress,
     ResumableAnswer,
     log_answer,
     observe_answer,
@@ -164,7 +164,7 @@ class _NodeRequest:
     key: bytes | None
     sender: Sender | None
     slot: Slot | None
-    progress: Progress
+    progress: AnswerProgress
 
     async def answer(self, answer: bytes, tag: str = "") -> None:
         """Send an answer of the door's own (``send_answer``)."""
@@ -291,7 +291,7 @@ class Door:
             raise Refused(403, "not a path for nodes")
         length, part = read_declared_length(headers, most), read_declared_part(headers, most)
         sender: Sender | None = None
-        progress = Progress(_SENT.get(name, ""))
+        progress = AnswerProgress(_SENT.get(name, ""))
         if name in _SENT:
             send = log_answer(send, progress)
         # A request's slot is held until nearly all of the answer has left.

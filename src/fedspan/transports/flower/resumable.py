@@ -76,11 +76,11 @@ class ResumableClient:
             moved = 0
             try:
                 if digest in self._transfers.interrupted:
-                    found = self._find_offset(digest, len(body), max_bytes)
-                    if isinstance(found, bytes):
+                    resumption = self._find_offset(digest, len(body), max_bytes)
+                    if isinstance(resumption, bytes):
                         self._transfers.interrupted.pop(digest)
-                        return found
-                    moved = found
+                        return resumption
+                    moved = resumption
                 sent = self._transfers.sent
                 part = UploadPart(digest, moved, len(body), sent.done, sent.total) if digest else None
                 answer = self._post_once(path, body, max_bytes, seconds, part)

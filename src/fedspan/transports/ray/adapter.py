@@ -21,9 +21,10 @@ _MODE, _TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
 
 @contextmanager
 def own_token() -> Generator[None]:
-    """Have a Ray that starts within this context admit only this process and its children, by a random token.
+    """Protect a Ray cluster that starts within this context with a random token.
 
-    An authentication mode that the user has set stays, and a Ray that runs in this process already.
+    Only this process and its children know the token, so nothing else can connect. If the user has set an
+    authentication mode, or if this process is connected to Ray already, the context changes nothing.
     """
     if _MODE in os.environ or ray.is_initialized():
         yield
