@@ -168,7 +168,7 @@ def test_progress_is_of_the_whole_message(caplog: pytest.LogCaptureFixture) -> N
             return True
 
     sent = Sent()
-    send = answers.log_answer(sent, answers.Progress("order", "east", Due(), sent=2_000_000, total=6_000_000))
+    send = answers.log_answer(sent, answers.AnswerProgress("order", "east", Due(), sent=2_000_000, total=6_000_000))
 
     async def check() -> None:
         headers = [(b"content-length", b"3000000"), (b"content-range", b"bytes 1000000-3999999/4000000")]
