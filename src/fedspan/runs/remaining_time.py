@@ -93,15 +93,15 @@ class Effort:
         self._counted = clock()
         # The display is ProgressBar's; the speed is that of the last 1,000 counts, however long ago they were.
         self._progress = Progress(disable=True, get_time=self._get_working_time, speed_estimate_period=math.inf)
-        task = self._progress.add_task("work", total=sum(part.work for part in self._parts))
+        self._total = sum(part.work for part in self._parts)  # not rich's: a new total would reset its speed
+        task = self._progress.add_task("work", total=None)
         self._progress.advance(task, 0)  # rich measures speeds from the first count
         (self._task,) = self._progress.tasks
 
     @property
     def total(self) -> float:
         """All work, in forward passes."""
-        assert self._task.total is not None
-        return self._task.total
+        return self._total
 
     @property
     def completed(self) -> float:
@@ -137,12 +137,12 @@ class Effort:
         if all(part.key != key for part in self._parts[self._at :]):
             return  # an estimate ends no run
         while self._parts[self._at].key != key:
-            self._task.total = self.total - self._parts[self._at].work  # Progress.update would forget the speed
+            self._total -= self._parts[self._at].work
             self._at += 1
         self._floor += self._parts[self._at].work
         self._at += 1
         self._before = self._measured = 0
-        self._task.completed = min(self.completed, self._floor)
+        self._progress.update(self._task.id, completed=min(self.completed, self._floor))
         self._count(self._floor)
 
     def _count(self, completed: float) -> None:
@@ -156,7 +156,8 @@ class Effort:
 
     def estimate_left(self) -> float | None:
         """Estimate the seconds left, counting down; None before a speed is known, and if the rest takes longer."""
-        if self._task.time_remaining is None:
+        speed = self._task.speed
+        if not speed:
             return None
         once, current = 0.0, self._once
         if current is not None:
@@ -164,7 +165,8 @@ class Effort:
             if not stage.done or not stage.total:
                 return None
             once = (self._clock() - began) * (stage.total - stage.done) / stage.done
-        seconds_left = self._task.time_remaining - (self._get_working_time() - self._counted) + once
+        needed = math.ceil((self.total - self.completed) / speed)
+        seconds_left = needed - (self._get_working_time() - self._counted) + once
         return seconds_left if seconds_left >= 1 else None
 
 

@@ -239,6 +239,8 @@ class Team:
 
     def set_base(self, base: BaseUpdate) -> None:
         """Set the base for all work from now on; each worker receives the change with its next piece of work."""
+        if base is self._base:
+            return
         self._base, self._number, self._patches = base, self._number + 1, {}
         self._rounds[self._number] = base.round
 
