@@ -172,14 +172,14 @@ def compare_memory(sizes: Sequence[float], nodes: int) -> tuple[str, str, bool |
 
 
 def exchange(transport: Transport, envelopes: dict[str, Envelope], seconds: float) -> dict[str, Envelope | str]:
-    """Send parcels and collect the replies."""
+    """Send envelopes and collect the replies."""
     replies: dict[str, Envelope | str] = {}
 
-    def replied(id: str, reply: Envelope | str) -> bool:
+    def store(id: str, reply: Envelope | str) -> bool:
         replies[id] = reply
         return False
 
-    transport.exchange(Orders("train", envelopes, envelopes.__getitem__), replied, seconds)
+    transport.exchange(Orders("train", envelopes, envelopes.__getitem__), store, seconds)
     return replies
 
 

@@ -6,7 +6,7 @@ import pickle
 
 import torch
 
-from fedspan.core.recent import RecentValues, SharedTensors
+from fedspan.core.recent import MessageTensors, RecentValues
 from fedspan.core.tensors import Tensors
 
 
@@ -35,7 +35,7 @@ def test_the_least_recently_used_values_are_dropped_and_the_last_one_stays() -> 
 
 
 def test_tensors_are_shared_within_a_round_and_only_for_the_same_sources() -> None:
-    shared, sources = SharedTensors(), {"x": torch.ones(2)}
+    shared, sources = MessageTensors(), {"x": torch.ones(2)}
 
     def double() -> Tensors:
         return {"x": 2 * sources["x"]}
@@ -48,7 +48,7 @@ def test_tensors_are_shared_within_a_round_and_only_for_the_same_sources() -> No
 
 
 def test_a_copy_in_another_process_starts_empty() -> None:
-    shared, sources = SharedTensors(), {"x": torch.ones(1000)}
+    shared, sources = MessageTensors(), {"x": torch.ones(1000)}
     shared.get_or_compute(0, sources, "key", lambda: dict(sources))
     assert len(pickle.dumps(shared)) < 200
-    assert isinstance(pickle.loads(pickle.dumps(shared)), SharedTensors)
+    assert isinstance(pickle.loads(pickle.dumps(shared)), MessageTensors)

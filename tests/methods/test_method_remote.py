@@ -1,4 +1,4 @@
-"""Every method between machines: the same states, to the bit, as on one; replies are screened by their structure."""
+"""Every method between machines: the same states, to the bit, as on one; replies are validated by their structure."""
 
 from __future__ import annotations
 

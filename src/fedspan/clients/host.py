@@ -229,7 +229,7 @@ class Host:
             self._decoded.clear()
 
         def compute() -> tuple[tuple[bytes, Message], int]:
-            return (order.body, serialization.decode(order.body)), len(order.body)
+            return (order.body, serialization.decode(order.body)), 2 * len(order.body)  # encoded and decoded
 
         _, message = self._decoded.get_or_compute(id(order.body), compute)
         return replace(message, tensors=dict(message.tensors))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedspan.core.tensors import Tensors
 
-__all__ = ["RecentValues", "SharedTensors"]
+__all__ = ["MessageTensors", "RecentValues"]
 
 V = TypeVar("V")
 
@@ -45,7 +45,7 @@ class RecentValues(Generic[V]):
         self._bytes = 0
 
 
-class SharedTensors:
+class MessageTensors:
     """Tensors that a method computes from others for its messages: clients with equal keys share the same objects.
 
     So their messages are encoded once. Tensors of an earlier round are dropped. A copy in another process starts empty.
@@ -55,8 +55,8 @@ class SharedTensors:
         self._round = -1
         self._results = RecentValues[tuple[Tensors, Tensors]]()
 
-    def __reduce__(self) -> tuple[type[SharedTensors], tuple[()]]:
-        return SharedTensors, ()
+    def __reduce__(self) -> tuple[type[MessageTensors], tuple[()]]:
+        return MessageTensors, ()
 
     def get_or_compute(
         self, round: int, sources: Tensors, key: Hashable, compute: Callable[[], Tensors]
@@ -76,7 +76,8 @@ class SharedTensors:
         def compute_entry() -> tuple[tuple[Tensors, Tensors], int]:
             results = compute()
             # The sources are stored, too, so that their ids are not reused.
-            return (sources, results), sum(value.nbytes for value in results.values())
+            stored = [*sources.values(), *results.values()]
+            return (sources, results), sum(value.nbytes for value in stored)
 
         identity = tuple((name, id(value)) for name, value in sources.items())
         return dict(self._results.get_or_compute((identity, key), compute_entry)[1])

@@ -66,11 +66,11 @@ class AuditedTransport(AsynchronousTransport):
     def exchange(self, orders: Orders, on_reply: OnReply, seconds: float, *, wait_for_offline: bool = False) -> None:
         """``Transport.exchange``."""
 
-        def received(id: str, reply: Envelope | str) -> bool:
+        def write_reply(id: str, reply: Envelope | str) -> bool:
             self._write_reply(id, orders.task, reply)
             return on_reply(id, reply)
 
-        self.inner.exchange(self._audit(orders), received, seconds, wait_for_offline=wait_for_offline)
+        self.inner.exchange(self._audit(orders), write_reply, seconds, wait_for_offline=wait_for_offline)
 
     def send_orders(self, orders: Orders, seconds: float, *, wait_for_offline: bool = False) -> None:
         """``AsynchronousTransport.send_orders``."""

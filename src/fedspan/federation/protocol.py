@@ -343,8 +343,9 @@ def _identify_patch(patch: BasePatch | None) -> Hashable:
 class OrderEncoder:
     """Creates the orders of one exchange; a message is encoded once for all clients that share its tensors.
 
-    Encodings are stored until the exchange ends, the most recently used ones up to 256 MiB, so that a cohort whose
-    clients are all sent different messages does not fill the memory. One that was dropped is encoded again when needed.
+    Messages and encodings are stored until the exchange ends, the most recently used ones up to 256 MiB, so that a
+    cohort whose clients are all sent different messages does not fill the memory. One that was dropped is encoded again
+    when needed.
 
     Args:
         run: Name of the run, as its nodes know it.
@@ -363,7 +364,8 @@ class OrderEncoder:
 
         def compute() -> tuple[tuple[Message, bytes], int]:
             body = serialization.encode(message)
-            return (message, body), len(body)  # with the message, so that the ids of its tensors are not reused
+            # The message is stored, too, so that the ids of its tensors are not reused.
+            return (message, body), len(body) + sum(value.nbytes for value in message.tensors.values())
 
         return self._encodings.get_or_compute(_identify(message), compute)[1]
 

@@ -28,7 +28,7 @@ OnTrained = Callable[[Assignment, Trained], None]
 
 
 class Orders(Mapping[str, Envelope]):
-    """The orders of one exchange by client id, each created on access: they are never all in memory at once.
+    """The orders of one exchange by client id, each created on access, so that they need not be in memory at once.
 
     Args:
         task: The kind of exchange: ``train``, ``evaluate``, ``export`` or a phase of secure aggregation.

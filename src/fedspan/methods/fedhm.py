@@ -32,7 +32,7 @@ from fedspan.core.lowrank import LowRank, balance_factors, compute_leading_svd, 
 from fedspan.core.method import Claims, Memory, RegisteredMethod, declare_bounded
 from fedspan.core.parametrization import Factorized, FactorizedConv, reshape_to_rectangle
 from fedspan.core.penalties import ProductDecay
-from fedspan.core.recent import SharedTensors
+from fedspan.core.recent import MessageTensors
 from fedspan.core.tensors import Tensors, create_generator, join_tensor_name
 from fedspan.core.values import (
     Client,
@@ -96,8 +96,8 @@ class FedHM(RegisteredMethod):
         return ServerState(tensors=_flatten_pairs(map_layers(factorize, self.spec.layers)))
 
     @cached_property
-    def _shared(self) -> SharedTensors:
-        return SharedTensors()
+    def _message_tensors(self) -> MessageTensors:
+        return MessageTensors()
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
         if client is None:
@@ -107,7 +107,7 @@ class FedHM(RegisteredMethod):
         def cut() -> Tensors:
             return _flatten_pairs({layer.name: self._cut(state, layer, rank) for layer in self.spec.layers})
 
-        tensors = self._shared.get_or_compute(state.round, state.tensors, rank, cut)
+        tensors = self._message_tensors.get_or_compute(state.round, state.tensors, rank, cut)
         return Message(tensors, {"generation": state.generation})
 
     def _cut(self, state: ServerState, layer: LayerSpec, rank: int) -> LowRank:

@@ -28,7 +28,7 @@ from fedspan.core.aggregation import map_layers, sum_products
 from fedspan.core.factors import create_lora_job, flatten_pairs, reply, resize_factors
 from fedspan.core.lowrank import LowRank, assign_values_to_B, balance_factors, svd
 from fedspan.core.method import Claims, Memory, RegisteredMethod
-from fedspan.core.recent import SharedTensors
+from fedspan.core.recent import MessageTensors
 from fedspan.core.tensors import Tensors, join_tensor_name
 from fedspan.core.values import Client, Contribution, Job, LayerSpec, Message, Reduced, ServerState, Trained, Weights
 
@@ -59,8 +59,8 @@ class FlexLoRA(RegisteredMethod):
         return ServerState()
 
     @cached_property
-    def _shared(self) -> SharedTensors:
-        return SharedTensors()
+    def _message_tensors(self) -> MessageTensors:
+        return MessageTensors()
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
         rank, share = self.get_rank(client), self.get_scaling(client) ** (1.0 if self.split == "B" else 0.5)
@@ -73,7 +73,7 @@ class FlexLoRA(RegisteredMethod):
                 factors |= {a: A if self.split == "B" else A / share, b: B / share}
             return factors
 
-        tensors = self._shared.get_or_compute(state.round, state.tensors, (rank, share), cut)
+        tensors = self._message_tensors.get_or_compute(state.round, state.tensors, (rank, share), cut)
         return Message(tensors, {"generation": state.generation})
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:

@@ -36,7 +36,7 @@ from fedspan.core.factors import create_b_factors, create_lora_job, cut_slots, d
 from fedspan.core.lowrank import LowRank, compute_inner_product
 from fedspan.core.method import Claims, Memory, RegisteredMethod, declare_bounded
 from fedspan.core.penalties import SlotProduct
-from fedspan.core.recent import SharedTensors
+from fedspan.core.recent import MessageTensors
 from fedspan.core.tensors import Tensors, create_generator, join_tensor_name
 from fedspan.core.values import (
     Client,
@@ -96,8 +96,8 @@ class HetLoRA(RegisteredMethod):
         return ServerState(tensors={**draw_a_factors(self, self.r), **create_b_factors(self.spec, self.r)})
 
     @cached_property
-    def _shared(self) -> SharedTensors:
-        return SharedTensors()
+    def _message_tensors(self) -> MessageTensors:
+        return MessageTensors()
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
         rank = self.r if client is None else int(state.scalars.get(f"rank/{client.id}", client.rank))
@@ -107,7 +107,7 @@ class HetLoRA(RegisteredMethod):
             slots = cut_slots(self._widen(state.tensors, rank), rank)
             return {name: value * share if name.endswith("/B") else value for name, value in slots.items()}
 
-        return Message(self._shared.get_or_compute(state.round, state.tensors, (rank, share), cut))
+        return Message(self._message_tensors.get_or_compute(state.round, state.tensors, (rank, share), cut))
 
     def _widen(self, tensors: Tensors, rank: int) -> dict[str, Tensor]:
         """Widen to a rank with untrained slots, B = 0 and A drawn by slot."""

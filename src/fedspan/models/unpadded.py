@@ -187,7 +187,7 @@ class Unpadded:
 def _wrap_packed_forward(forward: Callable[..., Any], layout: TokenLayout, last: bool) -> Callable[..., Any]:
     """Wrap a block's forward to pack inputs that are still padded; the last block's output is padded again."""
 
-    def packed(*args: Any, **options: Any) -> Any:
+    def run_packed(*args: Any, **options: Any) -> Any:
         hidden = get_hidden(args, options)
         if hidden is None or hidden.ndim != 3:
             raise Padded("a block is given no hidden states (examples, tokens, features)")
@@ -206,4 +206,4 @@ def _wrap_packed_forward(forward: Callable[..., Any], layout: TokenLayout, last:
             return (layout.unpack(result[0]), *result[1:])
         return layout.unpack(result)
 
-    return packed
+    return run_packed

@@ -136,13 +136,13 @@ def _judge_pair(claim: Claim, worse: str, cells: Sequence[Cell], scores: Mapping
     metrics = dict.fromkeys(s.metric for s in scores.values() if s.metric and s.cell in named)
     metric = claim.measure if claim.measure != "score" else next(iter(metrics), "")
 
-    def unjudged(reason: str) -> Judged:
+    def skip(reason: str) -> Judged:
         return Judged(claim.statement, claim.better, worse, metric, "not runnable here", None, (), reason)
 
     if claim.needs is not None:
-        return unjudged(f"it takes {claim.needs}, which is not measured")
+        return skip(f"it takes {claim.needs}, which is not measured")
     if claim.measure == "score" and len(metrics) > 1:
-        return unjudged(f"{' and '.join(sorted(metrics))} have no mean: a claim for each")
+        return skip(f"{' and '.join(sorted(metrics))} have no mean: a claim for each")
     pairs: dict[str, tuple[list[float], list[float]]] = {}
     bounds: dict[str, Bound] = {}
     for cell in fitting:
@@ -154,7 +154,7 @@ def _judge_pair(claim: Claim, worse: str, cells: Sequence[Cell], scores: Mapping
         if pair[0] is not None and pair[1] is not None:
             pairs[cell.name] = (pair[0], pair[1])
     if not pairs:
-        return unjudged(
+        return skip(
             "no cell of the claim was run or measured at this scale, or one of its rows failed in every cell"
         )
     rule = _describe_rule(claim)

@@ -72,7 +72,7 @@ class _Part:
 
 
 class Effort:
-    """Counts the total and the finished work of a run as one task of rich.progress, which estimates the time left.
+    """Counts the total and the finished work of a run, and estimates the time left by the speed that rich measures.
 
     What only the first round waits for is no part of this work: the clock stands still meanwhile.
 

@@ -272,13 +272,13 @@ class BatchedEngine:
         outputs = self._predict_passes(models, count, examples)
         if len(outputs) < len(passes):
             return {}
-        found: dict[int, dict[int, Tensor]] = {index: {} for stack in stacks for index in stack}
+        by_model: dict[int, dict[int, Tensor]] = {index: {} for stack in stacks for index in stack}
         for number, (stack, rows) in enumerate(passes):
             for index, predictions in zip(stack, outputs[number], strict=True):
-                found[index].update(zip(rows.tolist(), predictions, strict=True))
+                by_model[index].update(zip(rows.tolist(), predictions, strict=True))
         return {
             index: torch.stack([by_example[example] for example in indices.tolist()])
-            for index, by_example in found.items()
+            for index, by_example in by_model.items()
         }
 
     def _predict_passes(

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fedspan.core.method import Claims, Memory
-from fedspan.core.recent import SharedTensors
+from fedspan.core.recent import MessageTensors
 from fedspan.core.tensors import Tensors, create_generator
 from fedspan.core.transfer_formats import Format, compress, decompress
 from fedspan.core.values import Client, Job, LayerSpec, Message, Reduced, ServerState, Trained
@@ -77,14 +77,14 @@ class LowPrecision(Compression):
         return any(layer.out_features <= rank or layer.in_features < rank for layer in self.spec.layers)
 
     @cached_property
-    def _shared(self) -> SharedTensors:
-        return SharedTensors()
+    def _message_tensors(self) -> MessageTensors:
+        return MessageTensors()
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
         message = self.inner.sync(state, client)
         # Errors belong to a generation of the server's tensors; a job's generation is that of its optimizer state.
         generation = {_GENERATION: state.generation} if self.error_feedback else {}
-        tensors = self._shared.get_or_compute(
+        tensors = self._message_tensors.get_or_compute(
             state.round, message.tensors, self.downlink, lambda: _convert(message.tensors, self.downlink)
         )
         return replace(message, tensors=tensors, scalars={**message.scalars, **generation})

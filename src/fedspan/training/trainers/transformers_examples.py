@@ -59,7 +59,8 @@ class _CountingLoaders(TrainerCallback):
 def count_examples(trainer: Trainer, optimizer: JobOptimizer) -> Generator[None]:
     """Count the examples of each optimizer step within this context, before the step.
 
-    The loader is the owner's, with any sampler: what it yields is counted.
+    The loader is the owner's, with any sampler: what it yields is counted. The trainer's method is replaced within the
+    context, because no callback of Transformers receives the batches.
     """
     loaders, inner, own_method = _CountingLoaders(), trainer.get_batch_samples, vars(trainer).get("get_batch_samples")
 

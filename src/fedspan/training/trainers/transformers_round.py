@@ -123,7 +123,8 @@ def draw_by_process(trainer: Trainer, seed: int) -> Generator[None]:
     """Have each of several processes draw its own random numbers in its passes within this context.
 
     The loaders go on to draw equal numbers in all processes, by which they split the same order of the examples: the
-    dropout of a process would otherwise advance them by the shapes of its own batches.
+    dropout of a process would otherwise advance them by the shapes of its own batches. The trainer's method is replaced
+    within the context, because no callback of Transformers encloses a pass, and the owner's class may be any.
     """
     if trainer.args.world_size == 1:
         yield

@@ -118,11 +118,11 @@ class ClusterPredictor:
         models = ray.put(list(jobs))
         pieces = [(models, [share] * len(jobs)) for share in shares]
         predicted = self._share(pieces, examples, parts, batch_size, generate=generate, shared=True)
-        found: list[dict[int, Tensor]] = [{} for _ in jobs]
+        by_model: list[dict[int, Tensor]] = [{} for _ in jobs]
         for share, outputs in zip(shares, predicted, strict=True):
-            for rows, predictions in zip(found, outputs, strict=True):
+            for rows, predictions in zip(by_model, outputs, strict=True):
                 rows.update(zip(share.tolist(), predictions, strict=True))
-        return [torch.stack([rows[index] for index in indices.tolist()]) for rows in found]
+        return [torch.stack([rows[index] for index in indices.tolist()]) for rows in by_model]
 
     def _take_parts(self) -> Sequence[np.ndarray]:
         parts, self._parts = self._parts, ()

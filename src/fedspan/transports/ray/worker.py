@@ -217,7 +217,8 @@ class ClusterWorker:
         return list(engine.predict_each(zip(jobs, indices, strict=True), examples, batch_size))
 
     def release_memory(self) -> None:
-        """Return memory that training no longer uses to the system, where the C library can (glibc)."""
+        """Drop an exchange's messages, and return unused memory to the system, where the C library can (glibc)."""
+        self._bodies.clear()
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)

@@ -1,7 +1,7 @@
 """The only package that uses names of Flower that are not its public interface, and what it relies on.
 
-Range: Flower 1.41.0 only (``flwr==1.41.0`` in ``pyproject.toml``). ``tests/transports/flower/adapter/test_adapter.py``
-checks each item against the installed Flower; run it first after an upgrade. Public are ``flwr.app``,
+Range: Flower 1.41.0 only (``flwr==1.41.0`` in ``pyproject.toml``). The tests in ``tests/transports/flower/adapter``
+check each item against the installed Flower; run them first after an upgrade. Public are ``flwr.app``,
 ``flwr.clientapp``, ``flwr.serverapp`` and ``flwr.simulation``, which any module of this package may import.
 
 Messages and their objects (``objects``):
