@@ -92,7 +92,7 @@ def test_a_round_encodes_and_decodes_its_order_and_each_reply_once(
         assert sorted(counts.encoded.values()) == [1] * (1 + CLIENTS)
 
 
-@pytest.mark.parametrize("method", ["hetlora", "flexlora"])
+@pytest.mark.parametrize("method", ["hetlora", "flexlora", "fedhm"])
 def test_a_message_is_encoded_and_decoded_once_for_all_clients_of_a_rank(
     method: str, tiny_folder: Path, counts: Counts
 ) -> None:

@@ -190,13 +190,16 @@ def test_models_that_cannot_share_passes_over_the_same_examples_predict_alone(
 ) -> None:
     prepared = prepared_run("bert", tiny_folder, decoders, images)
     jobs, engine = [job for job, _ in personal_models(prepared, [1, 1, 1])], prepared.engine
+    calls: list[int] = []
 
     def refuse(self: worker.Worker, models: Sequence[ModelInputs], examples: Examples) -> list[Tensor]:
+        calls.append(len(models))
         raise Unstackable("it mixes its examples")
 
     monkeypatch.setattr(worker.Worker, "predict", refuse)
     indices = np.arange(7)
     predictions = list(engine.predict_shared_examples(iter(jobs), prepared.train, indices, 4))
+    assert calls == [3, 3], "each thread tries one pass"
     for job, rows in zip(jobs, predictions, strict=True):
         assert torch.equal(rows, engine.predict(job, prepared.train, indices, 4))
 

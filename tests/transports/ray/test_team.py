@@ -20,10 +20,12 @@ import ray
 from ray.cluster_utils import Cluster
 
 import fedspan
+from fedspan.core.base import BaseUpdate, Increment
 from fedspan.federation.progress import RoundResult
 from fedspan.runs.cluster import build_host, connect_workers, get_resources
 from fedspan.runs.setup import Prepared, prepare
-from fedspan.transports.ray.team import open_team
+from fedspan.transports.ray.team import Resources, Team, open_team
+from fedspan.transports.ray.worker import BaseVersion
 from helpers import tiny
 from helpers.cluster_configs import config
 from helpers.plain_data import plain
@@ -88,6 +90,21 @@ def test_a_run_does_not_wait_for_the_work_of_an_aborted_one(tiny_folder: Path) -
         connected = connect_workers(prepared, team).federation
         assert [handle.actor for handle in team.handles] != actors
         assert connected.run_round(connected.begin()).failures == ()
+
+
+def test_the_same_base_is_no_new_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several evaluations of a round set one base, which workers receive once."""
+    stored: list[bytes] = []
+    monkeypatch.setattr(Team, "_start", lambda team: None)
+    monkeypatch.setattr(ray, "put", stored.append)
+    team = Team(Resources("local", workers=2))
+    base = BaseUpdate()
+    for number, previous in enumerate((None, 1), 1):
+        base = base.add(Increment(number, {}, decay=0.5))
+        for known in (previous, number):
+            team.set_base(base)
+            assert [team.get_base(handle)[0] for handle in team.handles] == [BaseVersion(number, known)] * 2
+        assert len(stored) == number
 
 
 @pytest.fixture
