@@ -87,6 +87,7 @@ def build_cases(folder: Path) -> dict[str, dict[str, Any]]:
             "federation": {"secure": {}, "clients_per_round": None, "weights": "uniform"},
         },
         "personal-and-moments": {"method": {"name": "fedsa-lora"}, "training": {"optimizer_state": "keep"}},
+        "personal-heldout": {"method": {"name": "fedsa-lora"}, "data": {"test_fraction": 0.2}},
         "phases-and-moments": {"method": {"name": "pfedlora"}, "training": {"optimizer_state": "keep"}},
     }
     return made
