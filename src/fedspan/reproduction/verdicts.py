@@ -154,9 +154,7 @@ def _judge_pair(claim: Claim, worse: str, cells: Sequence[Cell], scores: Mapping
         if pair[0] is not None and pair[1] is not None:
             pairs[cell.name] = (pair[0], pair[1])
     if not pairs:
-        return skip(
-            "no cell of the claim was run or measured at this scale, or one of its rows failed in every cell"
-        )
+        return skip("no cell of the claim was run or measured at this scale, or one of its rows failed in every cell")
     rule = _describe_rule(claim)
     single = tuple(_judge_cell(name, rule(*pair), bounds.get(name, "")) for name, pair in pairs.items())
     mean = [_average_columns([pair[side] for pair in pairs.values()]) for side in (0, 1)]
