@@ -166,10 +166,10 @@ def pacs(data: Path, part: str) -> Images:
     images: Images = []
     for path in sorted((data / "pacs").glob("*.tar")):
         with tarfile.open(path) as tar:
-            for member in tar.getmembers():
-                file = tar.extractfile(member)
+            for client_data in tar.getmembers():
+                file = tar.extractfile(client_data)
                 if file is not None:
-                    images.append((member.name.split("/")[-2], file.read()))
+                    images.append((client_data.name.split("/")[-2], file.read()))
     return images
 
 

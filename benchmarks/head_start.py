@@ -51,8 +51,8 @@ def measure_start(prepared: Prepared) -> tuple[str, str, int]:
 def measure_counted(prepared: Prepared, least: int) -> tuple[float, int]:
     """Share of the examples and number of the classes that at least one client counts."""
     labels, kept, classes = prepared.train.labels, 0, set[int]()  # type: ignore[attr-defined]
-    for member in prepared.federation.clients.values():
-        numbers = np.bincount(labels[member.train], minlength=len(prepared.labels))
+    for client_data in prepared.federation.clients.values():
+        numbers = np.bincount(labels[client_data.train], minlength=len(prepared.labels))
         kept += int(numbers[numbers >= least].sum())
         classes |= set(np.flatnonzero(numbers >= least).tolist())
     return kept / len(labels), len(classes)

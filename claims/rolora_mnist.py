@@ -157,11 +157,11 @@ def build(data: Data, method: str, clients: int, lr: float, seed: int, rounds: i
     options = {"spec": adapted.spec, "seed": seed, "r": RANK, "lora_alpha": float(RANK), "init_A": "gaussian"}
     made = get_method_class(method)(**options)
     empty = np.array([], dtype=np.int64)
-    members = [
+    all_clients = [
         ClientData(Client(id, RANK, compute_scaling(RANK, RANK), len(indices), weight=1.0), indices, empty, empty)
         for id, indices in divide(data.train.y, clients, seed).items()
     ]
-    return simulate(made, engine, members, data.train, RoundSettings(rounds, seed=seed))
+    return simulate(made, engine, all_clients, data.train, RoundSettings(rounds, seed=seed))
 
 
 @dataclass(frozen=True)

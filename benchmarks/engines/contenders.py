@@ -110,15 +110,15 @@ class _Process:
 
 def list_session_members(session: int) -> list[int]:
     """Ids of the processes of a session."""
-    members: list[int] = []
+    processes: list[int] = []
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit():
             continue
         with suppress(OSError):  # ended in between
             after_name = (folder / "stat").read_text().rpartition(")")[2].split()
             if int(after_name[3]) == session:
-                members.append(int(folder.name))
-    return members
+                processes.append(int(folder.name))
+    return processes
 
 
 def read_processor_seconds(pid: int) -> float:

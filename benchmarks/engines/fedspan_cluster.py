@@ -86,7 +86,7 @@ def main() -> None:
         path.unlink()
     os.environ[FOLDER] = str(folder.resolve())
     prepared = prepare(parse_config(json.loads(Path(sys.argv[1]).read_text())))
-    examples = sum(len(member.train) for member in prepared.federation.clients.values())
+    examples = sum(len(client_data.train) for client_data in prepared.federation.clients.values())
     with open_team(get_resources(prepared.config)) as team:
         federation = connect_workers(prepared, team, build=build).federation
         progress, first, known = federation.begin(), dict[str, float](), 0.0

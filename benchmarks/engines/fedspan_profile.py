@@ -49,7 +49,7 @@ def main() -> None:
     seconds["outside of operators"] = seconds_in_all - sum(seconds.values())
     with FlopCounterMode(display=False) as counter:  # in this thread only: there is one worker
         federation.run_round(progress)
-    examples = sum(len(member.train) for member in federation.clients.values())
+    examples = sum(len(client_data.train) for client_data in federation.clients.values())
     milliseconds = {kind: 1000 * spent / examples for kind, spent in seconds.items()}
     answers.say(milliseconds=milliseconds, operations=counter.get_total_flops() / examples)
 

@@ -22,7 +22,7 @@ def main() -> None:
     answers = Answers()
     prepared = prepare(parse_config(json.loads(Path(sys.argv[1]).read_text())))
     federation, watch = prepared.federation, Watch(prepared.engine)
-    examples = sum(len(member.train) for member in federation.clients.values())
+    examples = sum(len(client_data.train) for client_data in federation.clients.values())
     progress, first = federation.begin(), dict[str, float]()
 
     def record_loss(client: str, loss: float) -> None:

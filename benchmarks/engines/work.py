@@ -89,7 +89,7 @@ def write_plan(work: Work, folder: Path, rounds: int) -> Path:
         rounds: Number of rounds for which the centralized loop's bucketed batches are written.
     """
     prepared = prepare(parse_config(work.values(engine={"name": "loop"})))
-    job, members = _build_job(prepared), prepared.federation.clients
+    job, all_clients = _build_job(prepared), prepared.federation.clients
     folder.mkdir(parents=True, exist_ok=True)
     save_file(_start(job), folder / "start.safetensors")
     plan = {
@@ -106,9 +106,12 @@ def write_plan(work: Work, folder: Path, rounds: int) -> Path:
         "seed": work.seed,
         "input_ids": [list(map(int, ids)) for ids in prepared.train.encodings["input_ids"]],
         "targets": prepared.train.labels.tolist(),
-        "clients": [member.train.tolist() for member in members.values()],
+        "clients": [client_data.train.tolist() for client_data in all_clients.values()],
         "checked": [
-            [_draw_batches(prepared, Assignment(id, round, job, member.train, RATE)) for id, member in members.items()]
+            [
+                _draw_batches(prepared, Assignment(id, round, job, client_data.train, RATE))
+                for id, client_data in all_clients.items()
+            ]
             for round in range(CHECKED)
         ],
         "bucketed": [_draw_centralized(work, prepared, round) for round in range(rounds)],
@@ -126,7 +129,7 @@ def _draw_batches(prepared: Prepared, assignment: Assignment) -> list[list[int]]
 def _draw_centralized(work: Work, prepared: Prepared, round: int) -> list[list[int]]:
     """One epoch over everybody's examples, in fedspan's buckets."""
     batches = draw_training_batches(
-        np.concatenate([member.train for member in prepared.federation.clients.values()]),
+        np.concatenate([client_data.train for client_data in prepared.federation.clients.values()]),
         prepared.train.lengths,
         batch_size=work.batch,
         epochs=1,

@@ -112,12 +112,12 @@ def test_a_sweep_without_a_winner_shows_why(call: Call, config: Path, tmp_path: 
 def test_ctrl_c_says_how_to_continue(
     command: str, call: Call, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train, played = execution.train.run, []
+    train, finished = execution.train.run, []
 
     def interrupted(config: Any, place: Path, **more: Any) -> Any:
-        if played:
+        if finished:
             raise KeyboardInterrupt
-        played.append(place)
+        finished.append(place)
         return train(config, place, **more)
 
     folder = tmp_path / "my runs"
@@ -128,9 +128,9 @@ def test_ctrl_c_says_how_to_continue(
     assert result.exit_code == 130
     assert result.stderr.startswith("stopped; 1 of 2 runs are finished. Resume with:\n")
     assert result.stderr.endswith(f"  fedspan {command} --resume '{folder}'\n")
-    before = (played[0] / "report.json").stat().st_mtime_ns
+    before = (finished[0] / "report.json").stat().st_mtime_ns
     assert "2/2" in done(call(command, "--resume", folder))
-    assert (played[0] / "report.json").stat().st_mtime_ns == before
+    assert (finished[0] / "report.json").stat().st_mtime_ns == before
 
 
 @pytest.mark.slow

@@ -195,7 +195,7 @@ def test_the_mean_is_that_of_the_survivors_within_the_bound(
     weights = {id: float(weight) for id, weight in zip(ids, rng.choice([0.5, 1, 3, 100], clients), strict=True)}
     made = Sums(MemorySessionStore(), weights, start, clip=clip, bits=bits, neighbors=neighbors)
     made.give_keys(*ids)
-    spare = min(len(members) - made.threshold(id) for id, members in made.around.items())
+    spare = min(len(neighbors) - made.threshold(id) for id, neighbors in made.around.items())
     gone = list(rng.permutation(ids))[: rng.integers(0, spare + 1)]
     early, middle, late = (set(gone[at::3]) for at in range(3))
     made.give_shares(*(id for id in ids if id not in early))

@@ -33,7 +33,7 @@ class RecordingWatcher(Watcher):
 
     def __init__(self, stop_in: str = "", after: int = 0) -> None:
         self.planned: list[str] = []
-        self.played: list[str] = []
+        self.finished: list[str] = []
         self.scores: dict[str, float | None] = {}
         self.begun: dict[str, int] = {}
         self._stop, self._now = (stop_in, after), ""
@@ -54,7 +54,7 @@ class RecordingWatcher(Watcher):
     def on_run_finish(self, step: Any, metric: str, value: float | None, seconds: float, is_new: bool) -> None:
         self.scores[step.name] = value
         if is_new:
-            self.played.append(step.name)
+            self.finished.append(step.name)
 
 
 def asked(folder: Path) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def test_every_run_has_the_same_partition_and_is_an_ordinary_run(
 ) -> None:
     folder, _, watcher = made
     names = [f"{method}-seed{seed}" for method in METHODS for seed in SEEDS]
-    assert watcher.planned == watcher.played == names
+    assert watcher.planned == watcher.finished == names
     partitions = {json.loads((folder / name / "partition.json").read_text())["fingerprint"] for name in names}
     assert len(partitions) == 1
     for name in names:
@@ -157,7 +157,7 @@ def test_with_another_reference_no_run_is_rerun(
 ) -> None:
     folder, watcher = Path(shutil.copytree(made[0], tmp_path / "copy")), RecordingWatcher()
     report = fedspan.resume_compare(folder, against="centralized", listener=watcher)
-    assert watcher.played == []
+    assert watcher.finished == []
     rows = {row.name: row for row in report.rows}
     assert rows["centralized"].difference is None
     for name in METHODS:
@@ -182,7 +182,7 @@ def test_stopped_it_continues_to_the_same_table(
     third = RecordingWatcher()
     fedspan.resume_compare(folder, listener=third)
     assert third.begun["fedloru-seed4"] == 1
-    assert third.played == second.planned[2:]
+    assert third.finished == second.planned[2:]
     assert without_times(folder) == without_times(whole)
     for name in third.planned:
         file = Path(name) / "adapter"
@@ -199,7 +199,7 @@ def test_seeds_can_be_added_and_other_configs_are_refused(tiny_folder: Path, tmp
     assert "without a deviation" in (folder / "table.md").read_text()
     watcher = RecordingWatcher()
     fedspan.compare(values, folder, ["fedit"], [0, 1], listener=watcher)
-    assert watcher.played == ["fedit-seed1"]
+    assert watcher.finished == ["fedit-seed1"]
     before = (folder / "compare.yaml").read_text()
     with pytest.raises(FedspanError, match=r"the run fedit-seed0 in .* began with another config"):
         fedspan.compare(values, folder, ["fedit"], [0, 1], overrides=["training.lr=0.5"])

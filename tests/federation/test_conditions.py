@@ -112,8 +112,8 @@ def test_a_client_that_drops_out_leaves_no_trace_but_its_failure(engine: str, ti
     assert {one.client for one in result.transfers if one.direction == "up"} == set(left)
     assert {one.client for one in result.transfers if one.direction == "down"} == set(IDS)
     plain = built(tiny_folder, engine={"name": engine})
-    members = plain.federation.clients
-    tiny.use_clients(plain.federation, {id: members[id] for id in left})
+    clients = plain.federation.clients
+    tiny.use_clients(plain.federation, {id: clients[id] for id in left})
     assert not differences(result.progress, rounds(plain, 1)[0].progress)
 
 

@@ -24,7 +24,7 @@ def test_client_scores_pool_average_and_find_the_worst(prepared: Prepared) -> No
     validation, own = evaluator.evaluate_clients(progress)
     assert validation is None
     assert own is not None
-    sizes = {id: len(member.test) for id, member in federation.clients.items() if id != "east"}
+    sizes = {id: len(client_data.test) for id, client_data in federation.clients.items() if id != "east"}
     assert own.by_client.keys() == sizes.keys()
     pooled = sum(sizes[id] * scores["accuracy"] for id, scores in own.by_client.items()) / sum(sizes.values())
     assert own.pooled["accuracy"] == pytest.approx(pooled)

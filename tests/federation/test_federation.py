@@ -85,7 +85,7 @@ def test_the_loss_weighs_examples(tiny_folder: Path, prepared: Prepared) -> None
     federation = tiny.variant(prepared, config).federation
     reported: dict[str, float] = {}
     result = federation.run_round(federation.begin(), reported.__setitem__)
-    sizes = {id: len(member.train) for id, member in federation.clients.items()}
+    sizes = {id: len(client_data.train) for id, client_data in federation.clients.items()}
     expected = sum(sizes[id] * loss for id, loss in reported.items()) / sum(sizes.values())
     assert result.loss == pytest.approx(expected, rel=1e-9)
     assert abs(result.loss - np.mean(list(reported.values()))) > 1e-3
@@ -119,7 +119,7 @@ def test_the_learning_rate_follows_the_schedule(tiny_folder: Path, prepared: Pre
 def test_uniform_weights_count_clients_not_examples(prepared: Prepared) -> None:
     """With weight 1 for all, the state is the plain mean of the four replies."""
     old = prepared.federation
-    members = [replace(one, client=replace(one.client, weight=1.0)) for one in old.clients.values()]
+    clients = [replace(one, client=replace(one.client, weight=1.0)) for one in old.clients.values()]
     replies: list[dict[str, Tensor]] = []
 
     @dataclass(frozen=True, kw_only=True)
@@ -132,7 +132,7 @@ def test_uniform_weights_count_clients_not_examples(prepared: Prepared) -> None:
             replies.append(dict(result[0].tensors))
             return result
 
-    federation = simulate(Listening(inner=old.method), old.engine, members, old.examples, RoundSettings(1))
+    federation = simulate(Listening(inner=old.method), old.engine, clients, old.examples, RoundSettings(1))
     state = federation.run_round(federation.begin()).progress.state
     for name, value in state.tensors.items():
         mean = torch.stack([reply[name].double() for reply in replies]).mean(0)

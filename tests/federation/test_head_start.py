@@ -43,9 +43,9 @@ def test_the_start_is_that_of_all_examples_in_one_place(prepared: Prepared, kind
     assert prepared.head is not None
     head = replace(prepared.head, kind=kind)
     federated = start_of(replace(prepared, head=head))
-    members = prepared.federation.clients
-    train = np.concatenate([member.train for member in members.values()])
-    whole = replace(next(iter(members.values())), train=train)
+    all_clients = prepared.federation.clients
+    train = np.concatenate([client_data.train for client_data in all_clients.values()])
+    whole = replace(next(iter(all_clients.values())), train=train)
     alone = tiny.variant(prepared, prepared.config)
     one = {"all": replace(whole, client=replace(whole.client, id="all", examples=len(train), weight=1.0))}
     tiny.use_clients(alone.federation, one)
@@ -110,9 +110,9 @@ def test_the_local_baseline_starts_from_each_clients_own_examples(prepared: Prep
     assert prepared.head is not None
     progress = begin_locally(run.federation, prepared.head)
     heads = {id: run.evaluator.build_job(progress, id).tensors[HEAD[0]] for id in run.federation.clients}
-    for id, member in run.federation.clients.items():
+    for id, client_data in run.federation.clients.items():
         alone = tiny.variant(prepared, prepared.config)
-        tiny.use_clients(alone.federation, {id: member})
+        tiny.use_clients(alone.federation, {id: client_data})
         torch.testing.assert_close(heads[id], start_of(replace(alone, head=prepared.head))[HEAD[0]])
     assert not torch.equal(heads["east"], heads["west"])
     trained = run.federation.run_round(progress).progress
@@ -189,9 +189,11 @@ def test_features_of_a_false_scale_count_little(prepared: Prepared, kind: Any, s
     def start(change: Callable[[Message], Message] | None) -> tuple[Tensor, tuple[Failure, ...]]:
         run = tiny.variant(prepared, prepared.config)
         run.federation.rules = replace(run.federation.rules, validate=True, norm_factor=None)
-        members = prepared.federation.clients
+        all_clients = prepared.federation.clients
         if change is None:
-            tiny.use_clients(run.federation, {id: member for id, member in members.items() if id != "east"})
+            tiny.use_clients(
+                run.federation, {id: client_data for id, client_data in all_clients.items() if id != "east"}
+            )
         else:
             run.federation.transport = Rescaling(run.federation.transport, "east", change)
         weights = start_of(replace(run, head=head))[HEAD[0]].double()
@@ -231,8 +233,8 @@ def test_a_client_that_refuses_is_left_out(prepared: Prepared, tiny_folder: Path
     beside = run.federation.pop_events()
     assert {(failure.client, failure.purpose) for failure in beside.failures} == {("east", "statistics")}
     others = tiny.variant(prepared, prepared.config)
-    members = {id: member for id, member in prepared.federation.clients.items() if id != "east"}
-    tiny.use_clients(others.federation, members)
+    all_clients = {id: client_data for id, client_data in prepared.federation.clients.items() if id != "east"}
+    tiny.use_clients(others.federation, all_clients)
     torch.testing.assert_close(got, start_of(replace(others, head=prepared.head)))
 
 
@@ -303,10 +305,10 @@ def test_the_progress_that_it_starts_from_is_unchanged(prepared: Prepared) -> No
 
 def test_clients_without_examples_take_part(prepared: Prepared) -> None:
     run = tiny.variant(prepared, prepared.config)
-    members: dict[str, ClientData] = dict(run.federation.clients)
-    empty = members["east"]
+    all_clients: dict[str, ClientData] = dict(run.federation.clients)
+    empty = all_clients["east"]
     none = np.zeros(0, np.int64)
-    members["east"] = replace(empty, train=none, client=replace(empty.client, examples=0, weight=0.0))
-    tiny.use_clients(run.federation, members)
+    all_clients["east"] = replace(empty, train=none, client=replace(empty.client, examples=0, weight=0.0))
+    tiny.use_clients(run.federation, all_clients)
     got = start_of(replace(run, head=prepared.head))
     assert all(bool(torch.isfinite(value).all()) for value in got.values())

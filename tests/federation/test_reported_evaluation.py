@@ -45,9 +45,9 @@ def prepared(tiny_folder: Path) -> Prepared:
 def reported(prepared: Prepared, rows: Sequence[Mapping[str, float]]) -> tuple[ClientScores, dict[str, str]]:
     """The pooled scores of clients of 20 training examples each, whose parts the server does not know."""
     old, nobody = prepared.federation, np.zeros(0, np.int64)
-    member = next(iter(old.clients.values()))
+    client_data = next(iter(old.clients.values()))
     clients = {
-        id: replace(member, client=replace(member.client, id=id, examples=20), validation=nobody, test=nobody)
+        id: replace(client_data, client=replace(client_data.client, id=id, examples=20), validation=nobody, test=nobody)
         for id in (f"c{number}" for number in range(len(rows)))
     }
     transport = Reporting(dict(zip(clients, rows, strict=True)))

@@ -80,12 +80,12 @@ def _method(name: str, spec: Spec) -> Method:
 def _product(toy: Federation) -> product.Federation:
     """The same clients, model and engine under the product's rounds."""
     nothing = np.array([], dtype=np.int64)
-    members = [
+    all_clients = [
         ClientData(replace(party.client, last_round=None), toy.problem.indices[id], nothing, nothing)
         for id, party in toy.parties.items()
     ]
     engine = LoopEngine(toy.problem.adapted(), toy.problem.task, toy.training, seed=7)
-    return simulate(toy.method, engine, members, toy.problem.examples, RoundSettings(rounds=ROUNDS))
+    return simulate(toy.method, engine, all_clients, toy.problem.examples, RoundSettings(rounds=ROUNDS))
 
 
 @pytest.mark.parametrize("name", [*METHODS, *WRAPPED])

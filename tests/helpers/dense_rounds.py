@@ -85,8 +85,8 @@ def follow(
     """
     problem = made.problem
     head, steady = problem.to_dense(*HEAD), ranks is None
-    for number, members in enumerate(cohorts):
-        ids = [problem.client_ids[member] for member in members]
+    for number, cohort in enumerate(cohorts):
+        ids = [problem.client_ids[client_number] for client_number in cohort]
         made.round(ids)
         shares = dict.fromkeys(ids, 1 / len(ids)) if uniform else problem.shares(ids)
         trained: dict[str, Pairs] = {}
@@ -102,7 +102,7 @@ def follow(
             assert close(made.get_weight(layer), model[layer], tolerance), (number, layer)
         for name in HEAD:
             assert close(made.state.tensors[f"extras/{name}"], head[name], tolerance)
-        steady = steady and len(members) == len(problem.client_ids)
+        steady = steady and len(cohort) == len(problem.client_ids)
         if steady:
             assert all(made.elements[id] == made.declare_claims(id, number) for id in ids)
     assert all(float((model[layer] - problem.to_dense(layer)[layer]).norm()) > 0.01 for layer in LAYERS)

@@ -47,8 +47,8 @@ def remote(prepared: Prepared, folder: Path, **rules: Any) -> Federation:
     loop = LoopEngine(engine.adapted, prepared.task, engine.settings, engine.seed)
     client_store = DiskClientStore(folder)
     hosts = {
-        id: Host(here.method, loop, {id: member}, here.examples, client_store, 32)
-        for id, member in here.clients.items()
+        id: Host(here.method, loop, {id: client_data}, here.examples, client_store, 32)
+        for id, client_data in here.clients.items()
     }
     transport = LocalTraining(hosts)
     return Federation(here.method, engine, here.clients, here.examples, here.settings, transport, ReplyRules(**rules))

@@ -176,12 +176,12 @@ def variant(
         engine: Class of the engine.
     """
     adapted = prepared.engine.adapted
-    members = prepared.federation.clients
-    method = config.build_method(replace(adapted.spec, clients=len(members)))
+    all_clients = prepared.federation.clients
+    method = config.build_method(replace(adapted.spec, clients=len(all_clients)))
     known = []
-    for id, rank in compute_client_ranks(config, method, list(members)).items():
-        client = replace(members[id].client, rank=rank, scaling=compute_client_scaling(config, method, rank))
-        known.append(replace(members[id], client=client))
+    for id, rank in compute_client_ranks(config, method, list(all_clients)).items():
+        client = replace(all_clients[id].client, rank=rank, scaling=compute_client_scaling(config, method, rank))
+        known.append(replace(all_clients[id], client=client))
     made = engine(adapted, prepared.task, config.build_training_settings(), config.seed)
     wrapped = watch(config.wrap_method(method))
     federation = simulate(wrapped, made, known, prepared.train, config.build_round_settings())
@@ -225,6 +225,6 @@ def use_clients(federation: Federation, clients: Mapping[str, ClientData]) -> No
 
 def reweight(federation: Federation, weights: Mapping[str, float]) -> None:
     """Give the clients of a simulation other weights."""
-    members = federation.clients
-    changed = {id: replace(one, client=replace(one.client, weight=weights[id])) for id, one in members.items()}
+    all_clients = federation.clients
+    changed = {id: replace(one, client=replace(one.client, weight=weights[id])) for id, one in all_clients.items()}
     use_clients(federation, changed)

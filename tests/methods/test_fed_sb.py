@@ -25,7 +25,7 @@ def test_matches_a_dense_oracle(first: tuple[int, ...]) -> None:
     problem = Problem()
     federation = Federation(with_extras(_method(problem)), problem, sgd(LR, steps=STEPS), lora_alpha=S * R)
     W, head = problem.to_dense(*LAYERS), problem.to_dense(*HEAD)
-    cohort = [problem.client_ids[member] for member in first]
+    cohort = [problem.client_ids[position] for position in first]
     federation.round(cohort)
     shares = problem.shares(cohort)
     gradient = average((shares[id], problem.gradients(id, problem.to_dense())) for id in cohort)
@@ -41,8 +41,8 @@ def test_matches_a_dense_oracle(first: tuple[int, ...]) -> None:
         assert close(factors[one]["R"], torch.diag(sigma[:R] / S))
     for name in HEAD:
         assert torch.equal(federation.state.tensors[f"extras/{name}"].double(), head[name])  # no step was taken
-    for members in [(0, 1), (1, 2, 3), (0, 3)]:
-        cohort = [problem.client_ids[member] for member in members]
+    for positions in [(0, 1), (1, 2, 3), (0, 3)]:
+        cohort = [problem.client_ids[position] for position in positions]
         federation.round(cohort)
         shares, models = problem.shares(cohort), list[tuple[float, dict[str, Tensor]]]()
         for id in cohort:

@@ -41,8 +41,8 @@ def test_matches_a_dense_oracle(decay: float, keep_global: bool) -> None:
     for one in LAYERS:
         for ours, theirs in zip(factors[one], _split(problem.to_dense(one)[one]), strict=True):
             assert close(ours.abs(), theirs.abs(), 1e-5)  # the server begins in float32; signs are free
-    for number, members in enumerate([(0, 1, 2, 3), (0, 2), (0, 1), (0, 1)]):
-        cohort = [problem.client_ids[member] for member in members]
+    for number, positions in enumerate([(0, 1, 2, 3), (0, 2), (0, 1), (0, 1)]):
+        cohort = [problem.client_ids[position] for position in positions]
         federation.round(cohort)
         shares, products, heads = problem.shares(cohort), {}, {}
         for id in cohort:

@@ -25,8 +25,8 @@ def test_fedit_of_one_client_is_plain_training_of_a_peft_model(
     options = {"momentum": 0.9} if optimizer == "sgd" else {}
     training = {"optimizer": optimizer, "lr": 0.05, **options}
     made = tiny.variant(prepared, method_config(tiny_folder, "fedit", training=training, federation={"rounds": 3}))
-    member = made.federation.clients["north"]
-    federation = simulate(made.federation.method, made.engine, [member], made.train, RoundSettings(3))
+    client_data = made.federation.clients["north"]
+    federation = simulate(made.federation.method, made.engine, [client_data], made.train, RoundSettings(3))
     progress = begin = federation.begin()
     lora = LoraConfig(r=3, lora_alpha=6, target_modules=tiny.BERT, modules_to_save=["classifier"], task_type="SEQ_CLS")
     model = get_peft_model(tiny.fresh_classifier(tiny_folder / "bert"), lora)

@@ -45,8 +45,8 @@ def test_matches_a_dense_oracle(tau: int, from_scratch: bool) -> None:
         W = {one: torch.zeros_like(value) for one, value in W.items()}
     pairs, accumulations = _pairs(method, 0), 0
     assert all(bool(pair["B"].any()) == from_scratch for pair in pairs.values())
-    for number, members in enumerate(COHORTS):
-        cohort = [problem.client_ids[member] for member in members]
+    for number, positions in enumerate(COHORTS):
+        cohort = [problem.client_ids[position] for position in positions]
         federation.round(cohort)
         shares, models = problem.shares(cohort), list[tuple[float, dict[str, Tensor]]]()
         for id in cohort:

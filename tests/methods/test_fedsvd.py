@@ -52,8 +52,8 @@ def test_under_sgd_it_is_ffa_lora_with_an_orthonormal_A() -> None:
     made.round()
     W, pairs = problem.to_dense(*LAYERS), given(made)
     head = {name: made.state.tensors[f"extras/{name}"] for name in HEAD}
-    for members in COHORTS:
-        ids = [problem.client_ids[member] for member in members]
+    for positions in COHORTS:
+        ids = [problem.client_ids[position] for position in positions]
         made.round(ids)
         shares, trained, heads = problem.shares(ids), {}, {}
         for id in ids:

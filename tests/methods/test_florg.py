@@ -71,8 +71,8 @@ def test_rounds_match_dense_gram_matrices(alignment: str, bases: str, center: bo
         for one in LAYERS:
             assert close(federation.get_weight(one), problem.to_dense(one)[one], 1e-7)  # the start is W0
 
-    for members in [(0, 1, 2, 3), (0, 2, 3), (0, 1, 2, 3)]:
-        cohort = [problem.client_ids[member] for member in members]
+    for positions in [(0, 1, 2, 3), (0, 2, 3), (0, 1, 2, 3)]:
+        cohort = [problem.client_ids[position] for position in positions]
         federation.round(cohort)
         shares = problem.shares(cohort)
         trained = {}
@@ -221,8 +221,8 @@ def test_gram_sums_give_what_stacked_factors_give(alignment: str, r: int) -> Non
         method = made(problem, alignment=alignment, r=r, gram_sums=sums)
         assert method.declare_claims().reduction == ("sum" if sums else "stack")
         found[sums] = Federation(with_extras(method), problem, sgd(LR, steps=STEPS))
-        for members in [(0, 1, 2, 3), (0, 2, 3), (0, 1, 2, 3)]:
-            found[sums].round([problem.client_ids[member] for member in members])
+        for positions in [(0, 1, 2, 3), (0, 2, 3), (0, 1, 2, 3)]:
+            found[sums].round([problem.client_ids[position] for position in positions])
     for layer in LAYERS:
         assert close(found[True].get_weight(layer), found[False].get_weight(layer), 1e-6)
         if alignment != "none":  # signs of directions that are all but equal may turn

@@ -44,8 +44,8 @@ def test_rounds_match_alternating_steps_by_hand(steps: int, smoothing: bool) -> 
     problem, scale = Problem(), 3.0
     made = _federation(steps, smoothing=smoothing, b_lr_scale=scale)
     W, pairs, head = problem.to_dense(*LAYERS), given(made), problem.to_dense(*HEAD)
-    for members in COHORTS:
-        ids = [problem.client_ids[member] for member in members]
+    for positions in COHORTS:
+        ids = [problem.client_ids[position] for position in positions]
         made.round(ids)
         shares, own, heads = problem.shares(ids), {}, {}
         for id in ids:

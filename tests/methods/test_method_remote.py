@@ -69,9 +69,9 @@ def test_one_node_cannot_hide_or_outweigh_a_metric(tiny_folder: Path, prepared: 
     rows[liar] = {"accuracy": 1.0, "examples": 1e15}
     rows[silent] = {"loss": 0.1, "examples": 4.0}
     for id in ids:
-        member = federation.clients[id]
+        client_data = federation.clients[id]
         nothing = np.empty(0, np.int64)
-        federation.clients = {**federation.clients, id: replace(member, validation=nothing)}
+        federation.clients = {**federation.clients, id: replace(client_data, validation=nothing)}
     scores = evaluator._pool("validation", rows)
     assert scores is not None
     assert silent not in scores.by_client

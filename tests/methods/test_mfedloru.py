@@ -76,8 +76,8 @@ def test_matches_a_dense_oracle() -> None:
         return {one: {slot: drawn[join_tensor_name(one, slot)].double() for slot in "AB"} for one in LAYERS}
 
     pairs = fresh(0)
-    for number, members in enumerate(COHORTS):
-        cohort = [problem.client_ids[member] for member in members]
+    for number, positions in enumerate(COHORTS):
+        cohort = [problem.client_ids[position] for position in positions]
         federation.round(cohort)
         shares, models = problem.shares(cohort), list[tuple[float, dict[str, Tensor]]]()
         for id in cohort:

@@ -48,8 +48,8 @@ def test_matches_a_dense_oracle(variant: Literal[1, 2]) -> None:
         pair = draw_personal_pair(method, RANKS[id], party.client)
         personal[id] = {name: value.double() for name, value in pair.items()}
 
-    for members in [(0, 1, 2), (1, 3), (0, 1, 2, 3)]:
-        cohort = [problem.client_ids[member] for member in members]
+    for positions in [(0, 1, 2), (1, 3), (0, 1, 2, 3)]:
+        cohort = [problem.client_ids[position] for position in positions]
         federation.round(cohort)
         shares = problem.shares(cohort)
         after = {name: torch.zeros_like(value) for name, value in server.items()}

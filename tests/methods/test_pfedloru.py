@@ -66,8 +66,8 @@ def test_two_phases_personal_memory_and_accumulation_match_a_dense_oracle() -> N
         personal[id] = {one: {s: pair[join_tensor_name(one, s)].double() for s in "LU"} for one in LAYERS}
 
     accumulations = 0
-    for number, members in enumerate(COHORTS):
-        cohort = [problem.client_ids[member] for member in members]
+    for number, positions in enumerate(COHORTS):
+        cohort = [problem.client_ids[position] for position in positions]
         federation.round(cohort)
         shares = problem.shares(cohort)
         after = {one: {s: torch.zeros_like(shared[one][s]) for s in "AB"} for one in LAYERS}

@@ -47,8 +47,8 @@ def test_rounds_match_heads_by_hand(fixed_factors: str) -> None:
     W, head, fixed = problem.to_dense(*LAYERS), problem.to_dense(*HEAD), _fixed(made)
     cores = {one: torch.zeros(HEADS, R, R, dtype=torch.float64) for one in LAYERS}
     largest = 0.0
-    for number, members in enumerate(COHORTS):
-        ids = [problem.client_ids[member] for member in members]
+    for number, positions in enumerate(COHORTS):
+        ids = [problem.client_ids[position] for position in positions]
         made.round(ids)
         shares, replies, heads = problem.shares(ids), {}, {}
         for id in ids:
@@ -75,7 +75,7 @@ def test_rounds_match_heads_by_hand(fixed_factors: str) -> None:
             assert close(made.state.tensors[join_tensor_name(one, "R")], cores[one])
         for name in HEAD:
             assert close(made.state.tensors[f"extras/{name}"], head[name])
-        if len(members) == len(problem.client_ids):
+        if len(positions) == len(problem.client_ids):
             count = len(LAYERS) * HEADS * R * R
             assert all(made.elements[id] == (count, count) for id in ids)
     assert largest > 0.01  # the scales trained

@@ -44,8 +44,8 @@ def test_matches_a_dense_oracle(sparse_rounds: int, lr_scale: float) -> None:
     federation = Federation(with_extras(method), problem, training, ranks=None, lora_alpha=S * R)
     W0, head = problem.to_dense(*LAYERS), problem.to_dense(*HEAD)
     W, pairs = dict(W0), Pairs()
-    for number, members in enumerate(COHORTS):
-        cohort = [problem.client_ids[member] for member in members]
+    for number, positions in enumerate(COHORTS):
+        cohort = [problem.client_ids[position] for position in positions]
         federation.round(cohort)
         shares, models = problem.shares(cohort), list[tuple[float, dict[str, Tensor]]]()
         for id in cohort:

@@ -59,12 +59,12 @@ def trained(prepared: Prepared, padding_free: bool) -> tuple[Mapping[str, Tensor
     """One client's first job."""
     federation, settings = prepared.federation, prepared.config.build_training_settings()
     engine = LoopEngine(prepared.engine.adapted, prepared.task, settings, 0, None, padding_free)
-    id, member = next((id, one) for id, one in federation.clients.items() if len(one.train))
+    id, client_data = next((id, one) for id, one in federation.clients.items() if len(one.train))
     state = federation.begin().state
     client = federation.get_client(id, federation.begin())
     job = federation.method.start(federation.method.sync(state, client), client, {}, state.round)
     assert isinstance(job, Job)
-    made = engine.train(Assignment(id, 0, job, member.train, 0.02), prepared.train)
+    made = engine.train(Assignment(id, 0, job, client_data.train, 0.02), prepared.train)
     return {**made.tensors, "loss": torch.tensor(made.metrics["loss"])}, engine
 
 

@@ -47,8 +47,10 @@ def test_what_trains_is_what_moves(key: str, prepared: Prepared, planned: Planne
     run = tiny.variant(prepared, config)
     method, progress, most = run.federation.method, run.federation.begin(), 0
     for _ in range(2):
-        for member in run.federation.clients.values():
-            job = method.start(method.sync(progress.state, member.client), member.client, {}, progress.state.round)
+        for client_data in run.federation.clients.values():
+            job = method.start(
+                method.sync(progress.state, client_data.client), client_data.client, {}, progress.state.round
+            )
             most = max(most, sum(job.tensors[name].numel() for name in job.trainable_names))
         progress = run.federation.run_round(progress).progress
     assert plan.trainable >= most - sum(p.numel() for p in planned.adapted.extras.values())

@@ -54,10 +54,10 @@ def run_rounds(run: Prepared) -> Progress:
 
 def test_centralized_training_has_everybody_s_examples_and_its_own_learning_rate(prepared: Prepared) -> None:
     made = build_pooled(replace(prepared, config=prepared.config.model_copy(update={"centralized_lr": 0.003})))
-    (member,) = made.federation.clients.values()
+    (client_data,) = made.federation.clients.values()
     for part in ("train", "validation", "test"):
         wanted = np.concatenate([getattr(one, part) for one in prepared.federation.clients.values()])
-        assert np.array_equal(np.sort(getattr(member, part)), np.sort(wanted))
+        assert np.array_equal(np.sort(getattr(client_data, part)), np.sort(wanted))
     assert made.engine.settings.optimizer.lr == 0.003
     assert made.engine.settings.keep_optimizer
     assert build_pooled(prepared).engine.settings.optimizer.lr == prepared.config.training.lr

@@ -49,14 +49,14 @@ def large(prepared: Prepared, folder: Path, asked: list[str]) -> Federation:
     made = tiny.variant(prepared, tiny.config(folder, method={"name": "fedsa-lora", "r": 2}, **changes))
     one = next(iter(made.federation.clients.values())).client
 
-    def member(at: int) -> ClientData:
+    def create_client(at: int) -> ClientData:
         asked.append(f"client-{at:05}")
         rows = np.array([at, at + 1]) % len(made.train)
         return ClientData(Client(asked[-1], one.rank, one.scaling, 2, 2.0), rows, rows[:1], rows[1:])
 
     ids = (f"client-{at:05}" for at in range(CLIENTS))
     old = made.federation
-    return simulate(old.method, old.engine, LazyMapping(ids, member), old.examples, old.settings)
+    return simulate(old.method, old.engine, LazyMapping(ids, create_client), old.examples, old.settings)
 
 
 def test_rounds_and_checkpoints_touch_the_cohort_alone(prepared: Prepared, tiny_folder: Path, tmp_path: Path) -> None:

@@ -30,11 +30,11 @@ def test_labels_are_flipped_for_training_alone(tiny_folder: Path) -> None:
     flipped: Any = prepared.federation.examples
     honest: Any = plain.train
     last = len(prepared.labels) - 1
-    for id, member in prepared.federation.clients.items():
-        own = member.train
+    for id, client_data in prepared.federation.clients.items():
+        own = client_data.train
         wanted = last - honest.labels[own] if id in bad else honest.labels[own]
         assert (flipped.labels[own] == wanted).all()
-        for part in (member.validation, member.test):
+        for part in (client_data.validation, client_data.test):
             assert (flipped.labels[part] == honest.labels[part]).all()
     one, other = (run.federation.run_round(run.federation.begin()).progress.state.tensors for run in (prepared, plain))
     assert any(not torch.equal(one[name], other[name]) for name in one)
@@ -80,11 +80,14 @@ def test_clients_have_the_examples_of_their_parts_and_the_ranks_weights_and_scal
         prepared = build(tiny_folder, **changes, federation={"ranks": ranks, "weights": weights})
         assert prepared.partition is not None
         for part in prepared.partition.clients:
-            member = prepared.federation.clients[part.id]
-            assert member.train.tolist() == part.train.tolist()
-            assert (member.validation.tolist(), member.test.tolist()) == (part.validation.tolist(), part.test.tolist())
-            assert member.client.rank == ranks[part.id]
-            assert member.client.scaling == 8 / ranks[part.id]
-            assert member.client.examples == len(part.train)
-            assert member.client.weight == (len(part.train) if weights == "examples" else 1.0)
+            client_data = prepared.federation.clients[part.id]
+            assert client_data.train.tolist() == part.train.tolist()
+            assert (client_data.validation.tolist(), client_data.test.tolist()) == (
+                part.validation.tolist(),
+                part.test.tolist(),
+            )
+            assert client_data.client.rank == ranks[part.id]
+            assert client_data.client.scaling == 8 / ranks[part.id]
+            assert client_data.client.examples == len(part.train)
+            assert client_data.client.weight == (len(part.train) if weights == "examples" else 1.0)
         assert prepared.federation.examples is prepared.train

@@ -47,15 +47,17 @@ def work_of(run: Prepared, noise: float = 1e-9) -> Assignment:
     """The first job of the largest client, with factors that are nowhere zero."""
     federation = run.federation
     state = federation.begin().state
-    member = federation.clients["west"]
-    job = federation.method.start(federation.method.sync(state, member.client), member.client, {}, state.round)
+    client_data = federation.clients["west"]
+    job = federation.method.start(
+        federation.method.sync(state, client_data.client), client_data.client, {}, state.round
+    )
     rng = torch.Generator().manual_seed(8)
     moved = {
         name: value + 0.1 * torch.randn(value.shape, generator=rng) if name in job.trainable_names else value
         for name, value in job.tensors.items()
     }
     return Assignment(
-        "west", 0, replace(job, tensors=moved), member.train, run.engine.settings.optimizer.lr, None, noise
+        "west", 0, replace(job, tensors=moved), client_data.train, run.engine.settings.optimizer.lr, None, noise
     )
 
 
@@ -249,9 +251,9 @@ def test_noise_for_a_budget_depends_on_the_client_s_own_examples(prepared: Prepa
     jobs = [work_of(run).job]
     assert compute_noise(privacy, settings, jobs, 10) > compute_noise(privacy, settings, jobs, 200)
     assert compute_noise(privacy, settings, jobs, 0) == 0
-    state, member = run.federation.begin().state, run.federation.clients["west"]
+    state, client_data = run.federation.begin().state, run.federation.clients["west"]
     phases, _ = build_untrained_jobs(
-        run.federation.method, run.federation.method.sync(state, member.client), member.client, state.round
+        run.federation.method, run.federation.method.sync(state, client_data.client), client_data.client, state.round
     )
     assert len(phases) == 1
 

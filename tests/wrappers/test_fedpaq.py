@@ -62,9 +62,9 @@ def test_rounds_match_quantized_changes_by_hand(name: str) -> None:
     federation = _federation(problem, cls(spec=problem.adapted().spec, r=2, lora_alpha=4.0))
     W, head = problem.to_dense(*LAYERS), problem.to_dense(*HEAD)
     server = {one: {s: federation.state.tensors[join_tensor_name(one, s)].double() for s in "AB"} for one in LAYERS}
-    for number, members in enumerate([(0, 1, 2, 3), (1, 3), (0, 1, 2), (0, 1, 2, 3)]):
+    for number, positions in enumerate([(0, 1, 2, 3), (1, 3), (0, 1, 2), (0, 1, 2, 3)]):
         train = "AB" if name == "fedit" else "BA"[number % 2]
-        cohort = [problem.client_ids[member] for member in members]
+        cohort = [problem.client_ids[position] for position in positions]
         federation.round(cohort)
         shares = problem.shares(cohort)
         after, head_after = copied(server), dict(head)

@@ -70,8 +70,8 @@ def test_rounds_match_rounding_by_hand(uplink: Format, downlink: Format, error_f
     W, head = problem.to_dense(*LAYERS), problem.to_dense(*HEAD)
     server = {one: {s: federation.state.tensors[join_tensor_name(one, s)].double() for s in "AB"} for one in LAYERS}
     errors: dict[tuple[str, str], Tensor] = {}
-    for number, members in enumerate([(0, 1, 2, 3), (1, 3), (0, 1, 2, 3)]):
-        cohort = [problem.client_ids[member] for member in members]
+    for number, positions in enumerate([(0, 1, 2, 3), (1, 3), (0, 1, 2, 3)]):
+        cohort = [problem.client_ids[position] for position in positions]
         federation.round(cohort)
         shares = problem.shares(cohort)
         after, head_after = copied(server), dict(head)

@@ -110,9 +110,9 @@ def test_matches_the_textbook(method: str, variate: str, uniform: bool) -> None:
         keys = {name: name for name in federation.state.tensors}
         begun = {name: value.double() for name, value in federation.state.tensors.items()}
         textbook = OnFactors(problem, begun, variate, uniform)
-    for members, lost in ROUNDS:
-        cohort = [problem.client_ids[member] for member in members]
-        missing = {problem.client_ids[member] for member in lost}
+    for positions, lost in ROUNDS:
+        cohort = [problem.client_ids[position] for position in positions]
+        missing = {problem.client_ids[position] for position in lost}
         federation.round(cohort, lost=missing)
         textbook.round([id for id in cohort if id not in missing])
         for ours, theirs in keys.items():

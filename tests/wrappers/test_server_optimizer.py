@@ -97,8 +97,8 @@ def test_fedloru_under_it_matches_the_oracle_and_forgets_at_accumulations(name: 
 
     server = fresh(0)
     servers = {key: oracle() for key in [(one, s) for one in LAYERS for s in "AB"] + list(HEAD)}
-    for number, members in enumerate([(0, 1, 2, 3), (0, 2), (1, 2, 3), (0, 1, 2, 3), (1, 3)]):
-        cohort = [problem.client_ids[member] for member in members]
+    for number, positions in enumerate([(0, 1, 2, 3), (0, 2), (1, 2, 3), (0, 1, 2, 3), (1, 3)]):
+        cohort = [problem.client_ids[position] for position in positions]
         federation.round(cohort)
         shares = problem.shares(cohort)
         mean = {one: {s: torch.zeros_like(server[one][s]) for s in "AB"} for one in LAYERS}
