@@ -158,8 +158,19 @@ def measure_memory(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:
         last: Any = measure_in_turns([contender], 1, apart, args.resume)[name].rounds[-1]
         bytes_by_count[count], peaks[count] = last["memory"], last["peak"]
     first, second = sum(bytes_by_count[1]), sum(bytes_by_count[2]) - sum(bytes_by_count[1])
-    at_peak = sum(peaks[2]) / sum(peaks[1]) - 1
-    kept = second <= MEMORY * first if args.judged else None
+    shares = {
+        "a second worker's memory after a round": second / first,
+        "a second worker's memory while it trains": sum(peaks[2]) / sum(peaks[1]) - 1,
+    }
+    limits = [
+        Limit(
+            quantity,
+            f"{share:.2f}",
+            f"at most {MEMORY:g} of the first",
+            share <= MEMORY if args.judged else None,
+        )
+        for quantity, share in shares.items()
+    ]
     base = (model / "model.safetensors").stat().st_size
     rows = [
         [str(count), *(", ".join(f"{one / MIB:.0f}" for one in sizes[count]) for sizes in (bytes_by_count, peaks))]
@@ -170,12 +181,11 @@ def measure_memory(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:
         "",
         f"Workers on a base of {base / 1e6:.0f} MB in float32, which is mapped from its file, in the third round and "
         "after it, when they have returned the memory of their activations: proportional set size in MiB, in which a "
-        f"page that two processes share counts half for each. While they train, the second takes {at_peak:.2f} of the "
-        "first; that is not judged.",
+        "page that two processes share counts half for each.",
         "",
         *format_table(["workers", "each of them after a round, MiB", "while they train, MiB"], rows),
     ]
-    return lines, [Limit("a second worker's memory", f"{second / first:.2f}", f"at most {MEMORY:g} of the first", kept)]
+    return lines, limits
 
 
 def page(args: argparse.Namespace, parts: Sequence[str], limits: Sequence[Limit]) -> str:

@@ -28,6 +28,8 @@ def test_what_is_no_address_is_refused(address: str) -> None:
         {"workers": 4097},
         {"threads_per_worker": 0},
         {"gpus_per_worker": -0.5},
+        {"gpus_per_worker": 1.5},
+        {"gpus_per_worker": 0.00001},
         {"gpus_per_worker": float("nan")},
         {"start_timeout": 0},
         {"start_timeout": float("inf")},

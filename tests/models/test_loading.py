@@ -18,6 +18,7 @@ from fedspan.errors import FedspanError
 from fedspan.models import names
 from fedspan.models.loading import load_pretrained
 from fedspan.models.names import resolve_model
+from fedspan.runs.setup import prepare
 from fedspan.tasks.classification import SequenceClassification
 from fedspan.tasks.encoding import EncodedText, Ragged
 from helpers import tiny
@@ -181,3 +182,21 @@ def test_a_built_in_model_has_to_be_the_published_one(tmp_path: Path, monkeypatc
     published = replace(names.BUILTIN_MODELS["all-minilm-l6-v2"], sha256=hashlib.sha256(b"not these").hexdigest())
     monkeypatch.setitem(names.BUILTIN_MODELS, "all-minilm-l6-v2", published)
     assert resolve_model(BUILTIN) == str(tmp_path / "model")
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux lists the files that a process maps")
+def test_weights_are_mapped_from_their_file(tiny_folder: Path) -> None:
+    """So the processes of a machine that load a model share its memory (docs/cluster.md)."""
+    config = tiny.config(tiny_folder)
+    prepared = prepare(config)
+    path = str((Path(config.model.name) / "model.safetensors").resolve())
+    mapped = [
+        [int(end, 16) for end in line.split()[0].split("-")]
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if line.endswith(path)
+    ]
+    weights = [layer.stored_weight for layer in prepared.model.adapted.layers.values()]
+    weights.append(prepared.model.adapted.model.get_input_embeddings().weight)
+    assert len(weights) > 1
+    for weight in weights:
+        assert any(start <= weight.data_ptr() < end for start, end in mapped)

@@ -1,13 +1,21 @@
-"""The engine of a run: what users are told when clients do not train as requested."""
+"""The engine of a run: when its plan applies, and what users are told when clients do not train as requested."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from fedspan.config import RunConfig, parse_config
+import pytest
+
+import fedspan
+from fedspan.federation.evaluation import Evaluator
+from fedspan.federation.progress import Progress
 from fedspan.runs.engine_setup import describe_refusal
 from fedspan.training.batched import BatchedEngine
 from fedspan.training.loop import LoopEngine
+from fedspan.training.stacking import StackingPlan
+from fedspan.training.worker import Worker
+from helpers import tiny
 
 REASON = "its layers cannot be stacked"
 
@@ -23,13 +31,37 @@ class Refusing(BatchedEngine):
         return REASON
 
 
-def config(**changes: Any) -> RunConfig:
-    return parse_config({"data": {"train": "x.csv"}, "method": {"name": "fedit"}, **changes})
-
-
-def test_a_refusal_is_reported_unless_workers_train() -> None:
-    note = describe_refusal(config(), Refusing())
+def test_a_refusal_is_reported() -> None:
+    note = describe_refusal(Refusing())
     assert note is not None
     assert note.endswith(REASON)
-    assert describe_refusal(config(cluster={"workers": 2}), Refusing()) is None
-    assert describe_refusal(config(), LoopEngine.__new__(LoopEngine)) is None
+    assert describe_refusal(LoopEngine.__new__(LoopEngine)) is None
+
+
+def test_the_start_of_a_run_is_evaluated_as_before_a_plan_is_known(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by a run that was stopped in its first round, whose folder has a plan."""
+    values = tiny.settings(tiny_folder, engine={"name": "batched", "clients_per_pass": 2, "workers": 2})
+    values["partition"] = {**values["partition"], "validation": 0.2}
+    plans, evaluate = list[StackingPlan | None](), Evaluator.evaluate_clients
+
+    def record(evaluator: Evaluator, progress: Progress) -> Any:
+        engine = evaluator.federation.engine
+        assert isinstance(engine, BatchedEngine)
+        plans.append(engine.stacking)
+        return evaluate(evaluator, progress)
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Worker, "run", stop)
+        with pytest.raises(KeyboardInterrupt):
+            fedspan.run(values, tmp_path / "run", progress=False)
+    assert (tmp_path / "run" / "engine.json").exists()
+    monkeypatch.setattr(Evaluator, "evaluate_clients", record)
+    fedspan.resume(tmp_path / "run", progress=False)
+    assert plans[0] is None
+    assert plans[1:] == [StackingPlan(2, 2)] * (len(plans) - 1)
+    assert len(plans) > 1

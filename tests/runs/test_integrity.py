@@ -231,6 +231,7 @@ def test_a_chosen_learning_rate_cannot_be_edited(world: World, tmp_path: Path) -
         ("partition", {"validation": 0.2}, "partition.validation"),
         ("federation", {"retries": 7, "deadline": 9.0}, None),
         ("engine", {"workers": 2}, None),
+        ("cluster", {"workers": 2, "address": "auto"}, None),  # on other machines
         ("evaluation", {"batch_size": 3}, None),
     ],
 )

@@ -10,6 +10,7 @@ from fedspan.config.section import Section
 
 __all__ = ["ClusterConfig"]
 
+_SMALLEST_SHARE = 0.0001  # Ray's
 _ADDRESS = re.compile(r"(ray://)?[^\s/:]+:\d{1,5}")
 
 
@@ -32,9 +33,9 @@ class ClusterConfig(Section):
     gpus_per_worker: float = Field(
         default=0.0,
         ge=0,
-        le=64,
+        le=1,
         allow_inf_nan=False,
-        description="GPUs per worker; 0.5: two workers share one. 0: workers train on the CPU.",
+        description="Share of a GPU per worker; 0.5: two workers share one. 0: workers train on the CPU.",
     )
     start_timeout: float = Field(
         default=300.0,
@@ -42,6 +43,13 @@ class ClusterConfig(Section):
         allow_inf_nan=False,
         description="Seconds that workers may take to start, or to restart after all have failed.",
     )
+
+    @field_validator("gpus_per_worker")
+    @classmethod
+    def _validate_share(cls, value: float) -> float:
+        if 0 < value < _SMALLEST_SHARE:
+            raise ValueError(f"0, or a share from {_SMALLEST_SHARE} to 1")
+        return value
 
     @field_validator("address")
     @classmethod

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import asdict
 
 from fedspan.config import RunConfig
@@ -17,7 +19,7 @@ from fedspan.training.loop import LoopEngine
 from fedspan.training.stacking import StackingPlan, StackingRequest
 from fedspan.training.stages import Stages
 
-__all__ = ["describe_refusal", "keep_stacking_plan", "make_engine"]
+__all__ = ["describe_refusal", "keep_stacking_plan", "make_engine", "without_stacking_plan"]
 
 
 def make_engine(
@@ -65,15 +67,8 @@ def make_engine(
     return engine
 
 
-def describe_refusal(config: RunConfig, engine: Engine) -> str | None:
-    """Return a note for the user if the clients did not train as requested; None: they did, or a cluster trains them.
-
-    Args:
-        config: Config of the run.
-        engine: The engine in this process; on a cluster, the workers train with engines of their own.
-    """
-    if config.cluster is not None:
-        return None
+def describe_refusal(engine: Engine) -> str | None:
+    """Return a note for the user if the clients did not train as requested; None: they did."""
     reason = engine.refusal if isinstance(engine, BatchedEngine) else None
     return None if reason is None else f"clients train one by one, as with engine.name: loop, because {reason}"
 
@@ -104,3 +99,20 @@ def keep_stacking_plan(run_folder: RunFolder, engine: Engine) -> None:
         raise FedspanError(
             "engine", str(run_folder.engine), "a file with two numbers, clients_per_pass and workers"
         ) from None
+
+
+@contextmanager
+def without_stacking_plan(engine: Engine) -> Generator[None]:
+    """Evaluate within this context as before a plan is known.
+
+    The start of a run is evaluated before the first round, which chooses the plan. A run that was stopped in its first
+    round evaluates its start again, and knows the plan by then.
+    """
+    if not isinstance(engine, BatchedEngine):
+        yield
+        return
+    plan, engine.stacking = engine.stacking, None
+    try:
+        yield
+    finally:
+        engine.stacking = engine.stacking or plan

@@ -44,7 +44,7 @@ _END = "\n...\n"
 """YAML's mark of the end of a document: a config.yaml without it lost its end."""
 
 _CHANGEABLE = {
-    *("device", "threads", "deterministic", "engine", "baselines", "centralized_lr"),
+    *("device", "threads", "deterministic", "engine", "cluster", "baselines", "centralized_lr"),
     *("model.name", "model.adapter", "model.gradient_checkpointing", "data.train", "data.test"),
     *(
         f"federation.{name}"
@@ -148,7 +148,7 @@ def _require_same_config(run_folder: RunFolder, config: RunConfig, stored_text: 
             require_independent_rounds(checkpoints.read_last_saved_round(run_folder), stored, config)
         elif not _is_changeable(name):
             problem = f"it is {after!r} now, and the run began with {before!r}"
-            expected = f"{before!r} again, or another folder (only paths, deadlines and engine may change)"
+            expected = f"{before!r} again, or another folder (only paths, deadlines, engine and cluster may change)"
             raise FedspanError(f"{run_folder.config}, {name}", after, expected, problem=problem)
 
 

@@ -20,7 +20,7 @@ from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.checkpoint_format import Checkpoint
 from fedspan.runs.checkpoint_format import load as load_checkpoint
-from fedspan.runs.engine_setup import describe_refusal
+from fedspan.runs.engine_setup import describe_refusal, without_stacking_plan
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.integrity import compute_input_digests, describe_config
 from fedspan.runs.ledger import Ledger
@@ -66,7 +66,8 @@ class Session:
             lr = federation.training.optimizer.lr
             self.listener.on_note(f"training.lr is {lr:g}, by a range test ({self.run_folder.learning_rate.name})")
         if progress is None:
-            progress = self._start()
+            with without_stacking_plan(engine):
+                progress = self._start()
         first = progress.state.round + 1
         if not progress.state.round and self.budget.limited:
             self.budget.require_first(federation.compute_next_charges(progress))
@@ -87,7 +88,7 @@ class Session:
                 diagnosis = None
             else:
                 result, diagnosis = self.diagnostics.run_round(progress, report_loss, announce, report_failure)
-            for note in (describe_refusal(self.prepared.config, engine), federation.get_note()):
+            for note in (describe_refusal(engine), federation.get_note()):
                 if number == first and note is not None:
                     self.listener.on_note(note)
             row = self._build_row(result) | ({} if diagnosis is None else {"diagnostics": diagnosis})

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from fedspan.core.values import Job, Trained
-from fedspan.errors import FedspanError
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.stacked import Unstackable
 from fedspan.tasks.bounded_losses import bound_loss
@@ -25,6 +24,7 @@ from fedspan.tasks.task import Examples, Task
 from fedspan.training.batching import split_evaluation_batches
 from fedspan.training.jobs import Assignment, PrefixSettings, TrainingSettings
 from fedspan.training.loop import LoopEngine
+from fedspan.training.memory import convert_out_of_memory
 from fedspan.training.prefix import PrefixCaches
 from fedspan.training.stacked_prediction import (
     ModelInputs,
@@ -82,6 +82,8 @@ class BatchedEngine:
         self.measuring = MeasuringTime()
         """The time that is left for measuring stacking plans, which the engines of a run share."""
         self.compiled = compiled
+        self.refusal_elsewhere: str | None = None
+        """``refusal`` of an engine in another process that trains this one's clients; None: there is none."""
         loop = LoopEngine(adapted, task, settings, seed, prefix, padding_free and not compiled, self.stages)
         self._workers = [Worker(loop, compiled)]
         self._predicts_alone = False  # models could not share a pass
@@ -116,13 +118,10 @@ class BatchedEngine:
             )
             for worker, share in zip(workers, shares, strict=True)
         ]
-        try:
+        remedy = ", a smaller training.batch_size, or model.gradient_checkpointing"
+        size = stacking.clients_per_pass
+        with convert_out_of_memory(self.adapted.device, "engine.clients_per_pass", size, "clients in a pass", remedy):
             run_parallel(calls)
-        except torch.OutOfMemoryError as error:
-            count = stacking.clients_per_pass
-            problem = f"{self.adapted.device} has too little memory for {count} clients in a pass ({error})"
-            expected = "a smaller number, a smaller training.batch_size, or model.gradient_checkpointing"
-            raise FedspanError("engine.clients_per_pass", count, expected, problem=problem) from error
 
     def choose_plan(
         self, assignments: Sequence[Assignment], clients: int, examples: Examples, rounds: float | None = None
@@ -310,7 +309,7 @@ class BatchedEngine:
     @property
     def refusal(self) -> str | None:
         """The reason why clients, or some of their jobs, train one by one although stacking was requested."""
-        reasons = [worker.refusal or worker.job_refusal for worker in self._workers]
+        reasons = [worker.refusal or worker.job_refusal for worker in self._workers] + [self.refusal_elsewhere]
         return next((reason for reason in reasons if reason is not None), None)
 
     def _get_workers(self, count: int) -> Sequence[Worker]:

@@ -21,6 +21,7 @@ from fedspan.training.batching import draw_job_batches
 from fedspan.training.dp_sgd import PrivateTraining
 from fedspan.training.engine import train_one_by_one
 from fedspan.training.jobs import Assignment, TrainingProgress, TrainingTotals, build_not_finite_error
+from fedspan.training.memory import convert_out_of_memory
 from fedspan.training.optimizers import LocalOptimizer
 from fedspan.training.projector_refresh import refresh_projectors
 from fedspan.training.services import TrainingServices
@@ -45,8 +46,13 @@ class LoopEngine(TrainingServices):
             examples: The data set that the client's indices point into.
 
         Raises:
-            FedspanError: If the loss stops being finite.
+            FedspanError: If the loss stops being finite, or the device has too little memory for a batch.
         """
+        remedy, size = ", or model.gradient_checkpointing", self.settings.batch_size
+        with convert_out_of_memory(self.adapted.device, "training.batch_size", size, "examples in a batch", remedy):
+            return self._train(assignment, examples)
+
+    def _train(self, assignment: Assignment, examples: Examples) -> Trained:
         settings, adapted = self.settings, self.adapted
         if self.private is not None:
             return self.private.train(assignment, examples)

@@ -24,6 +24,7 @@ from fedspan.tasks.single_label import compute_class_offsets, compute_class_weig
 from fedspan.tasks.task import Examples, Task, get_labels
 from fedspan.training.batching import Padding, split_evaluation_batches
 from fedspan.training.jobs import Assignment, PrefixSettings, TrainingSettings
+from fedspan.training.memory import convert_out_of_memory
 from fedspan.training.optimizers import LocalOptimizer, build_optimizer_spec, clip, join_states
 from fedspan.training.prefix import PrefixCaches
 from fedspan.training.references import References
@@ -328,6 +329,9 @@ class TrainingServices:
             batches: Indices of each batch.
             generate: Whether predictions include generated text (``Task.predict``).
             tap: Reads the features of each pass, which are returned; None: predictions are returned.
+
+        Raises:
+            FedspanError: If the device has too little memory for a batch.
         """
         adapted = self.adapted
         if batches and not generate:  # generated answers have other lengths
@@ -338,7 +342,9 @@ class TrainingServices:
         else:
             adapted.install(job.parametrization, job.tensors, frozenset())
         rows: dict[int, Tensor] = {}
-        with nullcontext() if tap is None else tap.record():
+        size = max(map(len, batches), default=0)
+        memory = convert_out_of_memory(adapted.device, "evaluation.batch_size", size, "examples in a batch")
+        with memory, nullcontext() if tap is None else tap.record():
             for indices in batches:
                 batch = self.task.collate(examples, indices.tolist(), adapted.device)
                 with nullcontext() if generate else self.prefixes.feed(examples, indices.tolist()):

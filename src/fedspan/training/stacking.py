@@ -7,8 +7,8 @@ takes a small share of the run's planned work at most, and a few seconds: a shor
 may take is part of the cache's key, so that what other runs measured does not change a rerun's plan.
 
 A pass cannot be stopped, and how long the first one takes is unknown. So measuring takes at most its allowance (5 % of
-the planned time, and 10 s for all engines of a run) and one trial of a plan. A trial whose first pass takes longer than
-2 s is that pass alone, and no further one starts once the time is over. Any other trial takes about 6 s at most.
+the planned time, and 10 s for all engines of a run) and the first passes of one trial. These are not repeated if they
+take longer than 2 s, or if there is no time left for it, and no further trial starts once the time is over.
 Measuring begins only if three passes of each of the first plans hold at most 5 % of the run's tokens, so that a slow
 pass is a small part of a run that is slow itself.
 """
@@ -92,6 +92,11 @@ class MeasuringTime:
     def __init__(self) -> None:
         self.left = _LIMIT
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is spent yet."""
+        return self.left == _LIMIT
+
     @contextmanager
     def spend(self) -> Generator[None]:
         """Count the time of this context as spent."""
@@ -117,6 +122,8 @@ class MeasurementBudget:
         self._total, self._seconds, self._start = tokens, seconds, time.perf_counter()
         self.exhausted = False
         """Whether a measurement was left out."""
+        self.seconds_left = seconds
+        """Time that the measurement whose passes were taken last may use."""
 
     def take_passes(self, plan: StackingPlan, seconds_a_token: float = 0.0) -> int:
         """Take the tokens of a measurement, and return its number of passes in each worker; 0: it costs too much.
@@ -134,6 +141,7 @@ class MeasurementBudget:
         if count < 1 or seconds_left <= 0:
             self.exhausted = True
             return 0
+        self.seconds_left = seconds_left
         self.tokens -= int(count) * tokens
         return int(count)
 
@@ -184,7 +192,7 @@ def tune(
     if probe is None or first.refusal is not None:
         return default
     per_client = float(np.mean([_count_tokens(first, assignment, examples) for assignment in assignments]))
-    planned = float("inf") if rounds is None else _SHARE * rounds * clients * per_client
+    planned = math.inf if rounds is None else _SHARE * rounds * clients * per_client
     limit, pass_tokens = limit or MeasuringTime(), _count_tokens(first, assignments[0], examples) / len(probe.batches)
     budget = MeasurementBudget(planned, pass_tokens, limit.left)
     if not budget.can_afford(_list_first_plans(request, clients, threads)):
@@ -193,14 +201,26 @@ def tune(
     if (cached := read_plans().get(key)) is not None:
         return cached
 
+    paces, is_whole = list[float](), limit.is_whole
+
     def seconds(stacking: StackingPlan, passes: int) -> float:
         team = workers(stacking.workers)
-        return _measure_token_seconds(team, run_parallel, assignments, stacking.clients_per_pass, examples, passes)
+        pace = _measure_token_seconds(
+            *(team, run_parallel, assignments, stacking.clients_per_pass, examples, passes, budget.seconds_left)
+        )
+        paces.append(pace)
+        return pace
 
-    with limit.spend():
-        plan = search(request, clients, threads, seconds, budget) or default
-    _store(key, plan)
-    return plan
+    try:
+        with limit.spend():
+            plan = search(request, clients, threads, seconds, budget)
+    except Unstackable:
+        return default  # training finds the reason again, and reports it
+    if paces and all(map(math.isinf, paces)):  # perhaps another program uses the memory now
+        return StackingPlan(request.clients_per_pass or 1, request.workers or 1)
+    if plan is not None or is_whole:  # other engines' measurements may have left no time for this one
+        _store(key, plan or default)
+    return plan or default
 
 
 def _count_tokens(worker: Worker, assignment: Assignment, examples: Examples) -> int:
@@ -224,13 +244,21 @@ def search(
     measure: Callable[[StackingPlan, int], float],
     budget: MeasurementBudget,
 ) -> StackingPlan | None:
-    """Search the fastest plan among those that the budget allows to measure; None: there was time for one alone."""
+    """Search the fastest plan among those that the budget allows to measure; None: there was time for one alone.
+
+    Args:
+        request: The settings that are fixed already.
+        clients: Number of clients in the round.
+        threads: Number of torch's threads.
+        measure: Measures seconds per token of a plan in a number of passes; infinite: they do not fit into memory.
+        budget: What is left for measuring.
+    """
     first = _list_first_plans(request, clients, threads)
     best, best_seconds = first[0], 0.0
 
     def seconds(plan: StackingPlan) -> float:
-        passes = budget.take_passes(plan, best_seconds)
-        return measure(plan, passes) if passes else float("inf")
+        passes = budget.take_passes(plan, best_seconds if math.isfinite(best_seconds) else 0.0)
+        return measure(plan, passes) if passes else math.inf
 
     best_seconds = seconds(best)
     for candidate in first[1:]:
@@ -246,16 +274,19 @@ def search(
         for size in sorted({8, 16, 32, _MAX_CLIENTS, share})
         if best.clients_per_pass < size <= min(share, _MAX_CLIENTS)
     ]
+    if math.isinf(best_seconds):
+        larger = []
     for sizes in (larger, (2, 1)):
         start, failed = best, 0
         for size in sizes:
             candidate = StackingPlan(size, best.workers)
             if size > share or failed == _PATIENCE:
                 break
-            if (candidate_seconds := seconds(candidate)) > _GAIN * best_seconds:
-                failed += 1
-            else:
+            candidate_seconds = seconds(candidate)
+            if math.isfinite(candidate_seconds) and candidate_seconds <= _GAIN * best_seconds:
                 best, best_seconds, failed = candidate, candidate_seconds, 0
+            else:
+                failed += 1
         if best != start:
             break
     if (
@@ -281,11 +312,12 @@ def _measure_token_seconds(
     clients_per_pass: int,
     examples: Examples,
     passes: int = _PASSES,
+    seconds_left: float = math.inf,
 ) -> float:
     """Measure wall-clock seconds per token that is not padding; infinite if the passes do not fit into memory.
 
     The same passes run three times and the faster of the last two counts: libraries prepare for every new shape. Passes
-    that take seconds run once.
+    that take seconds, or for whose repetition there is no time left, run once.
 
     Args:
         team: The workers that train at the same time.
@@ -294,6 +326,10 @@ def _measure_token_seconds(
         clients_per_pass: Number of clients in a pass.
         examples: The data set that the jobs' indices point into.
         passes: Number of different passes in each worker, at most.
+        seconds_left: Time that this measurement may take, if its first passes do not take longer.
+
+    Raises:
+        Unstackable: If clients cannot share a pass.
     """
     tokens = [0] * len(team)
     passes_by_worker: list[list[list[tuple[ClientSlot, int]]]] = [[] for _ in team]
@@ -324,16 +360,16 @@ def _measure_token_seconds(
         start = time.perf_counter()
         run_parallel([lambda number=number: record(number) for number in range(len(team))])
         elapsed = time.perf_counter() - start
-        if elapsed > _LONG:
+        if elapsed > _LONG or _REPEATS * elapsed > seconds_left:
             return elapsed / sum(tokens)
-        fastest = float("inf")
+        fastest = math.inf
         for _ in range(_REPEATS - 1):
             start = time.perf_counter()
             run_parallel([lambda number=number: repeat(number) for number in range(len(team))])
             fastest = min(fastest, time.perf_counter() - start)
         return fastest / sum(tokens)
-    except (Unstackable, torch.OutOfMemoryError):
-        return float("inf")
+    except torch.OutOfMemoryError:
+        return math.inf
 
 
 def _open_slots(

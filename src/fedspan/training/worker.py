@@ -20,6 +20,7 @@ from fedspan.tasks.task import Examples
 from fedspan.training.client_slot import ClientSlot, SharedTensors, perturb, select_group, stack_frozen
 from fedspan.training.jobs import Assignment
 from fedspan.training.loop import LoopEngine
+from fedspan.training.memory import convert_out_of_memory
 from fedspan.training.optimizers import Layout, build_optimizer_spec, clip_rows, run_fused_step, step_rows
 from fedspan.training.projector_refresh import refresh_due, refresh_projectors
 from fedspan.training.services import draw_dropout_mask
@@ -324,7 +325,8 @@ class Worker:
         }
         stacked = self.stacked.hold_tensors(job.parametrization, tensors, clients, clients * size)
         padding = loop.padding.remove_padding(batch, lengths, clients, counted)
-        with stacked, padding, loop.prefixes.feed(examples, rows):
+        memory = convert_out_of_memory(adapted.device, "evaluation.batch_size", len(rows), "examples in a batch")
+        with memory, stacked, padding, loop.prefixes.feed(examples, rows):
             outputs = self.task.predict(adapted.model, batch).float().cpu()
         loop.stages.advance("evaluation", int(counted.sum()))
         return [

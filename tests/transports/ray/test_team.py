@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ from ray.cluster_utils import Cluster
 
 import fedspan
 from fedspan.core.base import BaseUpdate, Increment
+from fedspan.errors import FedspanError
 from fedspan.federation.progress import RoundResult
 from fedspan.runs.cluster import build_host, connect_workers, get_resources
 from fedspan.runs.setup import Prepared, prepare
-from fedspan.transports.ray.team import Resources, Team, open_team
+from fedspan.transports.ray.team import Piece, Resources, Team, WorkerHandle, open_team
 from fedspan.transports.ray.worker import BaseVersion
 from helpers import tiny
 from helpers.cluster_configs import config
@@ -74,6 +76,95 @@ def test_workers_that_die_are_started_again_in_this_run_and_the_next(tiny_folder
         connected = connect_workers(prepared, team).federation
         assert not any(handle.lost for handle in team.handles)
         connected.run_round(connected.begin())
+
+
+def end_process(handle: WorkerHandle) -> Any:
+    """Begin work during which the process of the worker ends."""
+    return handle.actor.build.remote(os._exit, 1)
+
+
+@pytest.fixture
+def ready_team(tiny_folder: Path) -> Iterator[Team]:
+    """Four workers whose hosts are built."""
+    prepared = prepare(config(tiny_folder, workers=4))
+    with open_team(get_resources(prepared.config)) as team:
+        connect_workers(prepared, team)
+        yield team
+
+
+def test_workers_that_died_while_idle_cost_no_piece(ready_team: Team) -> None:
+    """As on a machine with several workers that dies: the piece that one of them carries out is lost once."""
+    pieces, results = [[Piece("only", 1)], [], [], []], list[str]()
+    sent: list[int] = []
+
+    def send(handle: WorkerHandle, content: str) -> Any:
+        sent.append(ready_team.handles.index(handle))
+        if len(sent) > 1:
+            return handle.actor.has_cache.remote()
+        for other in ready_team.handles:
+            if other is not handle:
+                ray.kill(other.actor)
+        return end_process(handle)
+
+    def fail(content: str, reason: str) -> None:
+        raise AssertionError(reason)
+
+    ready_team.share(pieces, send, lambda content, result: results.append(content), fail)
+    assert results == ["only"]
+    assert pieces[0][0].losses == 1
+    assert len(sent) == 2
+    assert ready_team.handles[sent[1]].deaths == 1  # it was restarted before it was sent the piece
+
+
+def test_a_piece_of_which_three_workers_die_fails_and_the_others_are_done(ready_team: Team) -> None:
+    pieces = [[Piece("deadly", 1), Piece("a", 1)], [Piece("b", 1)], [], []]
+    results, failures = list[str](), list[tuple[str, str]]()
+
+    def send(handle: WorkerHandle, content: str) -> Any:
+        if content == "deadly":
+            return end_process(handle)
+        return handle.actor.has_cache.remote()
+
+    ready_team.share(
+        pieces,
+        send,
+        lambda content, result: results.append(content),
+        lambda content, reason: failures.append((content, reason)),
+    )
+    assert failures == [("deadly", "3 workers died while they carried out its order")]
+    assert sorted(results) == ["a", "b"]
+
+
+def test_a_stack_that_ends_three_workers_costs_its_clients_only(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They count as failed, like clients that do not reply; the round continues with the others."""
+    prepared = prepare(config(tiny_folder))
+    with open_team(get_resources(prepared.config)) as team:
+        federation = connect_workers(prepared, team).federation
+        share = Team.share
+
+        def share_deadly(team: Team, queues: Any, send: Any, *others: Any, **options: Any) -> None:
+            first = queues[0][0].content
+
+            def send_deadly(handle: WorkerHandle, content: Any) -> Any:
+                deadly = content is first and isinstance(content, list)
+                return end_process(handle) if deadly else send(handle, content)
+
+            share(team, queues, send_deadly, *others, **options)
+
+        monkeypatch.setattr(Team, "share", share_deadly)
+        result = federation.run_round(federation.begin())
+    assert len(result.failures) == 1
+    assert len(result.cohort) == 4
+
+
+def test_a_run_whose_workers_are_all_lost_ends(ready_team: Team) -> None:
+    ready_team.resources = replace(ready_team.resources, start_timeout=1.0)
+    for handle in ready_team.handles:
+        handle.lost = True
+    with pytest.raises(FedspanError, match="all workers died"):
+        ready_team.share([[Piece("a", 1)], [], [], []], lambda *_: None, lambda *_: None, lambda *_: None)
 
 
 def test_a_run_does_not_wait_for_the_work_of_an_aborted_one(tiny_folder: Path) -> None:

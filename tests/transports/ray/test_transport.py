@@ -48,5 +48,22 @@ def test_an_idle_worker_takes_the_last_piece_of_the_busiest() -> None:
     assert queues.take(2) is pieces[2]  # nothing of its own
     queues.put_back(pieces[3])
     assert queues.take(0) is pieces[3]  # a lost piece goes first
-    assert [queues.take(1).content for _ in range(3)] == ["4", "1", "0"]
+    last = [queues.take(1) for _ in range(4)]
+    assert [piece.content for piece in last if piece is not None] == ["4", "1", "0"]
+    assert last[-1] is None
+    assert not queues
+
+
+def test_pieces_that_cannot_move_wait_for_their_worker() -> None:
+    """As the hidden states that a worker computes for the clients that it will train."""
+    pieces, lost = [Piece(number, 1) for number in range(3)], set[int]()
+    queues = Queues([pieces[:1], pieces[1:], []], lost.__contains__)
+    assert queues.take(2) is None
+    assert queues.take(0) is pieces[0]
+    assert queues.take(0) is None
+    queues.put_back(pieces[0])
+    assert queues.take(2) is pieces[0]  # its worker died
+    lost.add(1)
+    assert queues.take(2) is pieces[2]
+    assert queues.take(1) is pieces[1]
     assert not queues

@@ -20,9 +20,11 @@ from fedspan.config import parse_config
 from fedspan.errors import FedspanError
 from fedspan.federation.transport import Orders
 from fedspan.runs import checkpoint
+from fedspan.runs.callbacks import Listener
 from fedspan.runs.cluster import WorkerKit
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.setup import prepare
+from fedspan.runs.start import run
 from fedspan.transports.ray.sharing import share_teams
 from fedspan.transports.ray.worker import BaseVersion, ClusterWorker
 from helpers import tiny, tiny_decoders, tiny_images, tiny_preferences, tiny_seq2seq
@@ -241,3 +243,27 @@ def test_an_error_in_training_ends_the_run_as_it_does_here(tiny_folder: Path, tm
         assert refused.value.field == "training.lr"
         errors.append(str(refused.value).replace("client", "").split("became")[1])
     assert errors[0] == errors[1]
+
+
+def test_a_user_is_told_why_a_worker_s_clients_train_one_by_one(tiny_folder: Path, tmp_path: Path) -> None:
+    """A reason that shows in a job, which no engine in the driver opens."""
+    settings = tiny.settings(
+        tiny_folder,
+        method={"name": "fedgalore"},
+        training={"weight_decay": 0.1},
+        engine={"name": "batched", "clients_per_pass": 2, "workers": 1},
+        federation={"rounds": 1},
+    )
+    notes = Notes()
+    run(parse_config({**settings, **WORKERS}), tmp_path / "run", listener=notes)
+    assert any("because its weight decay shrinks the base" in note for note in notes.notes)
+
+
+class Notes(Listener):
+    """Collects notes to the user."""
+
+    def __init__(self) -> None:
+        self.notes = list[str]()
+
+    def on_note(self, text: str) -> None:
+        self.notes.append(text)

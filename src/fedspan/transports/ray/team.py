@@ -116,6 +116,8 @@ class WorkerHandle:
         self.actor = actor
         self.version: int | None = None
         """Version of the base on the worker; None: the pretrained base."""
+        self.prepared: set[str] = set()
+        """Clients whose hidden states the worker was told to cache."""
         self.deaths = 0
         """Number of times that the worker died in this run."""
         self.lost = False
@@ -223,7 +225,7 @@ class Team:
 
     def _rebuild(self, handle: WorkerHandle) -> tuple[Any, WorkerHandle]:
         """Begin to build the host of a worker, and return a reference that is ready when it is built."""
-        handle.version = None
+        handle.version, handle.prepared = None, set()
         return handle.actor.build.remote(*self._build_arguments), handle
 
     def close(self) -> None:
@@ -260,6 +262,8 @@ class Team:
         send: Callable[[WorkerHandle, T], Any],
         on_result: Callable[[T, Any], None],
         on_failure: Callable[[T, str], None],
+        *,
+        movable: bool = True,
     ) -> None:
         """Distribute work: each worker does its own pieces first, and then those that other workers have not started.
 
@@ -268,20 +272,21 @@ class Team:
             send: Begins a piece on a worker and returns the reference of its result.
             on_result: Called with a piece and its result.
             on_failure: Called with a piece during which too many workers died, and the reason.
+            movable: Whether other workers take pieces that have not been started; if not, only those of lost workers.
 
         Raises:
             FedspanError: If a worker raises it, or all workers are lost.
         """
-        remaining = Queues(queues)
+        remaining = Queues(queues, lambda worker: movable or self.handles[worker].lost)
         idle = deque(handle for handle in self.handles if not handle.lost and handle not in self._recovering.values())
         running: dict[Any, tuple[WorkerHandle, Piece[T]]] = {}
         self._running = running
 
         def dispatch() -> None:
-            while idle and remaining:
-                handle = idle.popleft()
-                piece = remaining.take(self.handles.index(handle))
-                running[send(handle, piece.content)] = handle, piece
+            for handle in [*idle]:
+                if (piece := remaining.take(self.handles.index(handle))) is not None:
+                    idle.remove(handle)
+                    running[send(handle, piece.content)] = handle, piece
 
         dispatch()
         while running or remaining:
@@ -296,6 +301,9 @@ class Team:
             except _LOST as error:
                 piece.losses += 1
                 self._restart(handle, error)
+                # Idle workers may have died with it, such as those of its machine: the piece only goes to living ones.
+                self._recovering.update((one.actor.check.remote(), one) for one in idle)
+                idle.clear()
                 if piece.losses <= MAX_LOSSES:
                     remaining.put_back(piece)
                     dispatch()
@@ -309,7 +317,7 @@ class Team:
             on_result(piece.content, result)
 
     def _take_next(self, running: Mapping[Any, object]) -> Any:
-        """Return the reference of the next result, or of a worker that was restarted."""
+        """Return the reference of the next result, or of a worker that was restarted or checked."""
         waiting, ready = [*running, *self._recovering], list[Any]()
         if waiting:
             seconds = None if running else self.resources.start_timeout
@@ -320,7 +328,7 @@ class Team:
         return ready[0]
 
     def _finish_restart(self, ref: Any) -> list[WorkerHandle]:
-        """Return the worker that was restarted; empty if it died meanwhile."""
+        """Return the worker that was restarted or checked; empty if it died meanwhile."""
         handle = self._recovering.pop(ref)
         try:
             ray.get(ref)
@@ -333,10 +341,15 @@ class Team:
 
 
 class Queues(Generic[T]):
-    """The pieces that no worker has started."""
+    """The pieces that no worker has started.
 
-    def __init__(self, queues: Sequence[Sequence[Piece[T]]]) -> None:
-        self._queues = [deque(queue) for queue in queues]
+    Args:
+        queues: The pieces of each worker.
+        can_move: Tells whether other workers may take the pieces of a worker; None: they may.
+    """
+
+    def __init__(self, queues: Sequence[Sequence[Piece[T]]], can_move: Callable[[int], bool] | None = None) -> None:
+        self._queues, self._can_move = [deque(queue) for queue in queues], can_move or (lambda worker: True)
         self._returned: deque[Piece[T]] = deque()
 
     def __bool__(self) -> bool:
@@ -346,13 +359,18 @@ class Queues(Generic[T]):
         """Return a piece; the next idle worker takes it."""
         self._returned.append(piece)
 
-    def take(self, worker: int) -> Piece[T]:
-        """Take the next piece of a worker: its own, or the last of the worker with the most work left."""
+    def take(self, worker: int) -> Piece[T] | None:
+        """Take the next piece of a worker: its own, or the last of the worker with the most work left.
+
+        Returns:
+            The piece; None: there is none that this worker may take.
+        """
         if self._returned:
             return self._returned.popleft()
         if self._queues[worker]:
             return self._queues[worker].popleft()
-        return max(self._queues, key=lambda queue: sum(piece.load for piece in queue)).pop()
+        others = [queue for number, queue in enumerate(self._queues) if queue and self._can_move(number)]
+        return max(others, key=lambda queue: sum(piece.load for piece in queue)).pop() if others else None
 
 
 def _find_cause(error: RayTaskError) -> BaseException:

@@ -71,8 +71,8 @@ class ClusterTransport(InProcess):
         self.team = team
         self._last: tuple[bytes, Any] | None = None
         self._references: OrderedDict[bytes, Any] = OrderedDict()
-        self._prepared: set[str] | None = None
-        """Clients whose hidden states the workers were told to cache; None: it is not known whether they cache any."""
+        self._has_cache: bool | None = None
+        """Whether the workers cache hidden states; None: it is not known."""
 
     def begin(self, progress: Progress, on_trained: OnTrained | None = None) -> None:
         """``Transport.begin``.
@@ -95,9 +95,9 @@ class ClusterTransport(InProcess):
             super().carry_out(orders, ids, on_reply)
             return
         tokens = {id: self.host.count_tokens(id) for id in ids}
-        workers, stack_size, plan = len(self.team.handles), 1, None
+        workers, stack_size, plan, engine = len(self.team.handles), 1, None, self.host.engine
         # Statistics are computed client by client, and their orders hold no jobs to measure.
-        if orders.task == "train" and isinstance(engine := self.host.engine, BatchedEngine):
+        if orders.task == "train" and isinstance(engine, BatchedEngine):
             if engine.stacking is None:
                 with engine.stages.stage("stacking"):
                     engine.adopt_plan(self._measure(orders, ids))
@@ -118,6 +118,8 @@ class ClusterTransport(InProcess):
 
         def on_result(stack: list[str], outcomes: Sequence[Outcome]) -> None:
             for outcome in outcomes:
+                if outcome.refusal is not None and isinstance(engine, BatchedEngine):
+                    engine.refusal_elsewhere = outcome.refusal
                 if outcome.state is not None:
                     state = STATE.decode(outcome.state, outcome.id, self._state.round)
                     self.host.store.store(outcome.id, self._state.round, state, frozenset())
@@ -136,14 +138,14 @@ class ClusterTransport(InProcess):
         self.team.release_memory()  # the activations' memory, while this process reduces and evaluates
 
     def _fill_caches(self, queues: Sequence[Sequence[Piece[list[str]]]]) -> None:
-        """Have the workers cache the hidden states of clients that are new to them, as a step with its own progress.
+        """Have each worker cache the hidden states of clients that are new to it, as a step with its own progress.
 
         A worker that takes a stack from another one computes what it lacks while it trains.
 
         Args:
             queues: The stacks of each worker.
         """
-        if self._prepared is None:
+        if self._has_cache is None:
             answers = list[bool]()
             self.team.share(
                 [[Piece(None, 1)], *([] for _ in queues[1:])],
@@ -151,28 +153,33 @@ class ClusterTransport(InProcess):
                 lambda _, cached: answers.append(cached),
                 lambda _, reason: None,
             )
-            self._prepared = set() if answers == [True] else set(self.host.clients)
-        prepared = self._prepared
+            self._has_cache = answers != [False]
+        if not self._has_cache:
+            return
         new = [
-            [Piece([id for id in stack.content if id not in prepared], stack.load) for stack in queue]
-            for queue in queues
+            [Piece([id for id in stack.content if id not in handle.prepared], stack.load) for stack in queue]
+            for handle, queue in zip(self.team.handles, queues, strict=True)
         ]
         stages, clients = self.host.engine.stages, self.host.clients
 
         def count(stack: Sequence[str]) -> int:
             return sum(len(clients[id].train) for id in stack)
 
+        def send(handle: WorkerHandle, stack: list[str]) -> Any:
+            handle.prepared.update(stack)
+            return handle.actor.prepare.remote(stack)
+
         total = sum(count(stack.content) for queue in new for stack in queue)
         if not total:
             return
         with stages.stage("hidden states", total):
             self.team.share(
-                new,
-                lambda handle, stack: handle.actor.prepare.remote(stack),
+                [[stack for stack in queue if stack.content] for queue in new],
+                send,
                 lambda stack, _: stages.advance("hidden states", count(stack)),
                 lambda stack, reason: None,  # training reports a worker that dies of a client's examples
+                movable=False,
             )
-        prepared.update(id for queue in new for stack in queue for id in stack.content)
 
     def _measure(self, orders: Orders, ids: Sequence[str]) -> StackingPlan:
         """Have one worker measure how many clients to train at once; the measurement changes no client's state."""

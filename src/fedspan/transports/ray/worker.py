@@ -74,6 +74,7 @@ class Outcome:
         state: The client's new state, encoded; None: it stores nothing.
         trained: What it trained for the round's second exchange, encoded; None: there is none.
         session: The client's session of secure aggregation; None: there is none.
+        refusal: The reason why the worker's clients train one by one; None: they do not, or were not meant to stack.
     """
 
     id: str
@@ -81,6 +82,7 @@ class Outcome:
     state: bytes | None
     trained: bytes | None
     session: Session | None
+    refusal: str | None
 
 
 class ClusterWorker:
@@ -107,6 +109,9 @@ class ClusterWorker:
         self._host = None  # frees the memory that the next one needs
         self._base, self._version, self._bodies, self._data = BaseUpdate(), -1, RecentValues[bytes](), {}
         self._host = build(kit)
+
+    def check(self) -> None:
+        """Answer, which only a living worker does."""
 
     def has_cache(self) -> bool:
         """Return whether the hidden states of frozen layers are cached."""
@@ -272,6 +277,7 @@ def _build_outcome(host: Host, reply: Reply) -> Outcome:
         STATE.encode(id, reply.round, store.stored[id]) if id in store.stored else None,
         TRAINED.encode(id, *store.trained[id]) if id in store.trained else None,
         _load_session(host, id),
+        host.engine.refusal if isinstance(host.engine, BatchedEngine) else None,
     )
 
 
