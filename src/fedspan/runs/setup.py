@@ -136,8 +136,8 @@ def prepare(
         torch.set_num_threads(config.threads)
     device = choose_device("cpu" if config.cluster is not None else config.device)  # workers have the GPUs
     sources = None if objects.data is None else objects.data.sources
-    # One after another: most of the time is spent on imports, which Python's lock serializes, so that threads which read
-    # the data or import Transformers meanwhile save nothing.
+    # One after another: most of the time is spent on imports, which Python's lock serializes, so threads that read the
+    # data or import Transformers meanwhile save nothing.
     with stages.stage("data"):
         data = config.load_examples(sources)
         test_parts = _find_test_parts(data.test, config.evaluation.by)
