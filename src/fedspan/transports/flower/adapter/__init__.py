@@ -63,13 +63,14 @@ The server of a run (``run``):
 The SuperLink's database (``store``), through the app's ``state.linkstate_factory.state()``:
 
 - The link state: ``session``, within which all of its methods and those of its ``object_store`` are one transaction;
-  ``get_message_ins``, ``delete_messages``, ``start_session``, ``store_message_and_object_tree``, ``store_object``,
-  ``get_task_by_token``, ``acknowledge_node_heartbeat``.
+  ``get_message_ins``, ``delete_messages``, ``start_session``, ``store_message_and_object_tree``,
+  ``get_task_by_token``, ``acknowledge_node_heartbeat``; and its ``_object_store``, which is replaced.
 - Its SQLite tables ``message_ins`` of orders, with ``message_id``, ``dst_node_id`` (as a signed number, from
   ``flwr.supercore.utils.uint64_to_int64``; ``int64_to_uint64`` reverses it) and ``delivered_at``, which is empty until
   a node takes the order, ``message_res`` of replies, with ``message_id`` and ``reply_to_message_id``, and of messages
-  whose objects have not all arrived, ``object_push_sessions`` (``session_id``, ``pending_count``) and
-  ``object_push_session_roots`` (``session_id``, ``root_object_id``); its ``_cleanup_push_session`` deletes such a
+  whose objects have not all arrived, ``object_push_sessions`` (``session_id``, ``pending_count``),
+  ``object_push_session_roots`` (``session_id``, ``root_object_id``) and ``object_push_session_pending``
+  (``session_id``, ``object_id``); its ``_cleanup_push_session`` deletes such a
   message. ``flwr.proto.message_pb2.PushObjectRequest`` names the session.
 - Its ``object_store``: ``get_object_tree``, which raises ``flwr.supercore.object_store.NoObjectInStoreError``, ``get``,
   ``delete`` and ``in``.
@@ -80,6 +81,16 @@ The SuperLink's database (``store``), through the app's ``state.linkstate_factor
   ``flwr.superlink.servicer.runtime.runtime_handlers``, which need no more of a ``Task`` than its ``run_id``.
 - ``flwr.supercore.inflatable.inflatable_utils.validate_object_content``, which raises
   ``flwr.supercore.inflatable.inflatable_object.UnexpectedObjectContentError``.
+
+The store of objects (``object_store``), with the same rows and errors as Flower's:
+
+- ``flwr.supercore.object_store.sql_object_store.SqlObjectStore``: ``preregister``, ``get_object_tree``, ``put``,
+  ``get``, ``delete`` and ``in``, which are replaced; ``database_url``, ``verify``, ``session``, ``_mutation_session``,
+  ``_lock_objectstore_mutation``, ``_MUTATION_LOCK_ID``, ``_engine``, ``_session_factory`` and ``_session_scope``.
+- Its SQLite tables ``objects`` (``object_id``, ``content``, ``is_available``, ``ref_count``), ``object_children``
+  (``parent_id``, ``child_id``; both refer to ``objects`` and are deleted with them), ``run_objects`` (``run_id``, as a
+  signed number, ``object_id``) and ``objectstore_locks`` (``lock_id``, ``lock_value``).
+- ``is_valid_sha256_hash`` of ``flwr.supercore.inflatable.inflatable_object``.
 
 The SuperLink and Flower's commands (``superlink``):
 

@@ -38,6 +38,10 @@ AND NOT EXISTS (SELECT 1 FROM message_res WHERE reply_to_message_id = message_in
 """
 """The orders that a node was sent and has not replied to."""
 
+_CLAIM = "DELETE FROM object_push_session_pending WHERE session_id = ? AND object_id = ?"
+_COUNT = """
+UPDATE object_push_sessions SET pending_count = pending_count - ? WHERE session_id = ? RETURNING pending_count
+"""
 _PUSH = "SELECT 1 FROM object_push_sessions WHERE session_id = ?"
 _UNFINISHED = """
 SELECT message_ins.message_id, root.session_id, node.online_until, node.node_id
@@ -112,8 +116,10 @@ class MessageStore:
         from flwr.superlink.servicer.fleet import fleet_handlers
         from flwr.superlink.servicer.runtime import runtime_handlers
 
+        from fedspan.transports.flower.adapter.object_store import PlainObjectStore
+
         self._state = app.state.linkstate_factory.state()
-        self._objects = self._state.object_store
+        self._objects = self._state._object_store = PlainObjectStore(self._state.object_store)
         self._check_abort: Callable[..., str | None] = check_abort
         self._fleet, self._runtime, self._missing = fleet_handlers, runtime_handlers, NoObjectInStoreError
 
@@ -218,7 +224,7 @@ class MessageStore:
             tree = request.message_object_trees[0]
             stored, missing = self._state.store_message_and_object_tree(message, tree, session)
             answer = PushMessagesResponse(results={message.metadata.message_id: 0}, session_id=session)
-            answer.objects_to_push.extend(self._store_objects(run, session, missing, contents))
+            answer.objects_to_push.extend(self._store_objects(session, missing, contents))
             is_complete = stored and not answer.objects_to_push
             if stored:
                 self._state.acknowledge_node_heartbeat(request.node.node_id, HEARTBEAT_DEFAULT_INTERVAL)
@@ -261,7 +267,7 @@ class MessageStore:
         request = _parse(PushAppMessagesRequest, head)
         with self._begin():
             answer = self._runtime.push_messages(request, self._state, task)
-            missing = self._store_objects(task.run_id, answer.session_id, answer.objects_to_push, contents)
+            missing = self._store_objects(answer.session_id, answer.objects_to_push, contents)
             del answer.objects_to_push[:]
             answer.objects_to_push.extend(missing)
         return {message.metadata.dst_node_id for message in request.messages_list}, answer.SerializeToString()
@@ -397,9 +403,18 @@ class MessageStore:
                 contents.append(content)
         return contents
 
-    def _store_objects(self, run: int, session: str, missing: Iterable[str], contents: Sequence[bytes]) -> list[str]:
-        """Store the contents of missing objects, and return the ids of those that are still missing."""
-        lacking = dict.fromkeys(missing)
+    def _store_objects(self, push: str, missing: Iterable[str], contents: Sequence[bytes]) -> list[str]:
+        """Store the contents of missing objects, and return the ids of those that are still missing.
+
+        Args:
+            push: Id of the session in which the objects are sent, which this transaction has started.
+            missing: Ids of the missing objects.
+            contents: Contents of objects.
+
+        Raises:
+            ValueError: If an object is not valid.
+        """
+        lacking, arrived = dict.fromkeys(missing), dict[str, bytes]()
         for content in contents:
             id = compute_object_id(content)
             if id not in lacking:
@@ -408,9 +423,19 @@ class MessageStore:
                 validate_object_content(content)
             except UnexpectedObjectContentError as error:
                 raise ValueError("an object that is not Flower's") from error
-            if not self._state.store_object(run, session, id, content):
-                raise ValueError("an object was not stored")
+            arrived[id] = content
             del lacking[id]
+        if not arrived:
+            return list(lacking)
+        with self._state.session() as session:
+            session.flush()  # the number of missing objects, which Flower has set
+            connection = session.connection()
+            for id, content in arrived.items():
+                if not connection.exec_driver_sql(_CLAIM, (push, id)).rowcount:
+                    raise ValueError("an object was not stored")
+                self._objects.put(id, content)
+            if not connection.exec_driver_sql(_COUNT, (len(arrived), push)).scalar():
+                self._state._cleanup_push_session(push, cleanup_messages=False)
         return list(lacking)
 
 
