@@ -444,7 +444,19 @@ def main() -> None:
     parser.add_argument("--page", type=Path, help="write the table to this file")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the server and the links end, too
+    loads = "".join(f" --load {nodes} {rounds}" for nodes, rounds in args.load or ())
+    options = [f" --{name} {getattr(args, name)}" for name in ("megabytes", "profiled")]
+    changed = [option for option in options if option not in (" --megabytes 500", " --profiled 40")]
+    command = f"python benchmarks/load.py{loads}{''.join(changed)}"
     results, messages = list[Measured](), list[tuple[str, str, bool]]()
+
+    def write(profiled: tuple[Measured, dict[str, float]] | None) -> bool:
+        text, good = page(results, messages, profiled, args, command)
+        print(text)
+        if args.page:
+            args.page.write_text(text, encoding="utf-8")
+        return good
+
     with tempfile.TemporaryDirectory(prefix="fedspan-load-") as temporary:
         os.environ["FLWR_HOME"] = str(Path(temporary) / "home")
         import fedspan.transports.flower  # noqa: F401  (no telemetry)
@@ -455,18 +467,10 @@ def main() -> None:
             result, large = measure(nodes, rounds, args.processes, 0 if number else args.megabytes, folder)
             results.append(result)
             messages += large
-        profiled = None
+        good = write(None)  # the profile may fail
         if args.profiled:
             (folder := Path(temporary) / "profile").mkdir()
-            profiled = profile(args.profiled, args.processes, folder)
-    loads = "".join(f" --load {nodes} {rounds}" for nodes, rounds in args.load or ())
-    options = [f" --{name} {getattr(args, name)}" for name in ("megabytes", "profiled")]
-    changed = [option for option in options if option not in (" --megabytes 500", " --profiled 40")]
-    command = f"python benchmarks/load.py{loads}{''.join(changed)}"
-    text, good = page(results, messages, profiled, args, command)
-    print(text)
-    if args.page:
-        args.page.write_text(text, encoding="utf-8")
+            good = write(profile(args.profiled, args.processes, folder))
     if not good:
         raise SystemExit("a goal was missed")
 

@@ -88,6 +88,7 @@ NAMES: dict[tuple[str, str], tuple[str, str]] = {
     (OBJECTS, "get_object_id"): ("object_content", "the names of objects that come along"),
     (OBJECTS, "get_object_tree"): ("obj", "sending a message"),
     (OBJECTS, "get_object_type_from_object_content"): ("object_content", "the size of an assembled message"),
+    (OBJECTS, "is_valid_sha256_hash"): ("object_id", "storing objects"),
     (OBJECTS, "iterate_object_tree"): ("tree", "fetching a message"),
     (OBJECTS, "no_object_id_recompute"): ("", "sending a message without hashing it twice"),
     ("flwr.supercore.inflatable.inflatable_protobuf_utils", "make_pull_object_fn_protobuf"): (
@@ -111,6 +112,7 @@ NAMES: dict[tuple[str, str], tuple[str, str]] = {
         "taking over a run",
     ),
     ("flwr.supercore.object_store", "NoObjectInStoreError"): ("", "an order that was deleted"),
+    ("flwr.supercore.object_store.sql_object_store", "SqlObjectStore"): ("database_path verify", "storing objects"),
     (KEYS, "bytes_to_public_key"): ("public_key_bytes", "a node's signature"),
     (KEYS, "generate_key_pairs"): ("", "a node without a key"),
     (KEYS, "public_key_to_bytes"): ("public_key", "finding a registered node"),
