@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+import yaml
 from click.testing import CliRunner
 from peft import AutoPeftModelForSequenceClassification, PeftConfig
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
@@ -97,6 +98,16 @@ def test_a_model_is_copied_and_named_and_resume_needs_it_again(
         changed.bert.embeddings.word_embeddings.weight[0, 0] += 1
     with pytest.raises(FedspanError, match=r"`model`: the frozen weights .* not those with which the run began"):
         fedspan.resume(tmp_path / "stopped", **{**objects, "model": changed})
+    place = tmp_path / "stopped" / "config.yaml"
+    text = place.read_text()
+    for section, value, words in (
+        ("cluster", {"workers": 2}, "only data can be passed to a run on a cluster"),
+        ("engine", {"name": "flower-sim"}, "runs in other processes, to which objects cannot be passed"),
+    ):
+        place.write_text(yaml.safe_dump({**yaml.safe_load(text), section: value}, explicit_end=True))
+        with pytest.raises(FedspanError, match=words):
+            fedspan.resume(tmp_path / "stopped", **objects)
+    place.write_text(text)
     report = fedspan.resume(tmp_path / "stopped", **objects)
     assert weights(tmp_path / "stopped") == weights(tmp_path / "whole")
 

@@ -248,6 +248,45 @@ def test_a_plan_that_memory_forbids_is_not_remembered(
     assert not get_cache_file().exists()
 
 
+def test_clients_that_do_not_fit_into_memory_beside_each_other_are_no_plan(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their tensors alone, before any pass: a trial opens two jobs for each client of a pass."""
+    monkeypatch.setattr(stacking, "_SHARE", 1e9)
+    monkeypatch.setattr(stacking.torch, "get_num_threads", lambda: 1)
+    monkeypatch.setenv("FEDSPAN_CACHE", str(tmp_path))
+    opened, open_slots = list[int](), vars(stacking)["_open_slots"]
+
+    def open_few(worker: Worker, assignments: Any, number: int, clients_per_pass: int, examples: Any) -> Any:
+        opened.append(clients_per_pass)
+        if clients_per_pass > 2:
+            raise torch.OutOfMemoryError
+        return open_slots(worker, assignments, number, clients_per_pass, examples)
+
+    monkeypatch.setattr(stacking, "_open_slots", open_few)
+    prepared = prepare(tiny.config(tiny_folder, engine={"name": "batched"}, federation={"clients_per_round": None}))
+    prepared.federation.run_round(prepared.federation.begin())
+    assert isinstance(prepared.engine, BatchedEngine)
+    assert prepared.engine.stacking is not None
+    assert prepared.engine.stacking.clients_per_pass in (1, 2)
+    assert opened == [4, 2, 1]
+
+
+def test_a_plan_that_was_cut_short_is_not_remembered(
+    tiny_folder: Path, measured: dict[StackingPlan, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first plans were measured, and no time was left for the others."""
+    monkeypatch.setattr(stacking.torch, "get_num_threads", lambda: 1)
+    measured.update({StackingPlan(4, 1): 9e6, StackingPlan(2, 1): 1e7, StackingPlan(1, 1): 1e7})
+    prepared = prepare(tiny.config(tiny_folder, engine={"name": "batched"}, federation={"clients_per_round": None}))
+    engine = prepared.engine
+    assert isinstance(engine, BatchedEngine)
+    engine.measuring.left = 1.0
+    prepared.federation.run_round(prepared.federation.begin())
+    assert engine.stacking == StackingPlan(4, 1)
+    assert not get_cache_file().exists()
+
+
 def test_a_model_that_cannot_be_stacked_has_the_default_plan(
     tiny_folder: Path, measured: dict[StackingPlan, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -223,12 +223,7 @@ def _set_objects(
     if model is not None:
         values["model"] = _build_model_section(_get_section(values, "model"), model)
     parsed = parse_config(values)
-    if parsed.engine.name == "flower-sim":
-        problem = "Flower's simulation runs in other processes, to which objects cannot be passed"
-        raise FedspanError("engine.name", "flower-sim", "batched or loop", problem=problem)
-    if parsed.cluster is not None and (model is not None or tokenizer is not None):
-        problem = "workers load the model themselves, by its name; only data can be passed to a run on a cluster"
-        raise FedspanError("model" if model is not None else "tokenizer", None, problem=problem)
+    _require_no_processes(parsed, model, tokenizer)
     objects = collect_objects(parsed, "fedspan.run", data, model, tokenizer)
     if objects.data is not None:
         if "test" in objects.data.sources:
@@ -236,6 +231,20 @@ def _set_objects(
         if objects.data.by_client:
             values["partition"] = _build_natural_partition(_get_section(values, "partition"))
     return parse_config(values), partial(prepare, objects=objects)
+
+
+def _require_no_processes(config: RunConfig, model: Any, tokenizer: Any) -> None:
+    """Check that the objects that were passed to a run are needed in this process only.
+
+    Raises:
+        FedspanError: If other processes need them.
+    """
+    if config.engine.name == "flower-sim":
+        problem = "Flower's simulation runs in other processes, to which objects cannot be passed"
+        raise FedspanError("engine.name", "flower-sim", "batched or loop", problem=problem)
+    if config.cluster is not None and (model is not None or tokenizer is not None):
+        problem = "workers load the model themselves, by its name; only data can be passed to a run on a cluster"
+        raise FedspanError("model" if model is not None else "tokenizer", None, problem=problem)
 
 
 def _get_section(values: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -300,7 +309,10 @@ def resume(
         config = parse_config(override(read_config(folder).model_dump(mode="json"), overrides))
     if not is_run(folder) or (config is None and RunFolder(folder).report.is_file()):
         return _resume(folder, config, listener, track, progress, prepare)
-    objects = collect_objects(read_config(folder), "fedspan.resume", data, model, tokenizer)
+    stored = read_config(folder)  # engine and cluster may have changed since the run began
+    if data is not None or model is not None or tokenizer is not None:
+        _require_no_processes(stored, model, tokenizer)
+    objects = collect_objects(stored, "fedspan.resume", data, model, tokenizer)
     return _resume(folder, config, listener, track, progress, partial(prepare, objects=objects))
 
 
@@ -321,6 +333,8 @@ def _resume(
     elif stored is not None and RunFolder(folder).report.is_file():
         require_intact(RunFolder(folder))
         return read_report(folder)
+    if stored is not None:
+        _require_shared_task(stored)
     host = None if stored is None else _open_host(stored)
     with _open_listener(listener, track, folder, progress) as listeners:
         return start.run(config, folder, resume=True, listener=listeners, host=host, build=build)

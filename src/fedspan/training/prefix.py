@@ -27,6 +27,7 @@ from fedspan.models.prefix import FrozenPrefix, NoPrefix, list_live_modules
 from fedspan.tasks.task import Examples, Task
 from fedspan.training.batching import split_evaluation_batches
 from fedspan.training.jobs import PrefixSettings
+from fedspan.training.memory import convert_out_of_memory
 from fedspan.training.prefix_rows import PrefixRows, PrefixStore, compute_prefix_key, store_in_use
 from fedspan.training.stages import Stages
 
@@ -345,13 +346,12 @@ class PrefixCaches:
         cache = self.get_cache(examples)
         if cache is None or self.settings is None:
             return
-        missing = sum(map(cache.count_missing, parts))
+        missing, size = sum(map(cache.count_missing, parts)), self.settings.batch_size
         if missing:
-            with self.stages.stage("hidden states", missing):
+            memory = convert_out_of_memory(self.adapted.device, "evaluation.batch_size", size, "examples in a batch")
+            with memory, self.stages.stage("hidden states", missing):
                 for indices in parts:
-                    cache.ensure(
-                        indices, self.settings.batch_size, lambda count: self.stages.advance("hidden states", count)
-                    )
+                    cache.ensure(indices, size, lambda count: self.stages.advance("hidden states", count))
 
     def feed(self, examples: Examples, indices: Sequence[int]) -> AbstractContextManager[None]:
         """Let forward passes of a batch of examples skip the prefix within this context, if there is a prefix.

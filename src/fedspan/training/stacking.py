@@ -4,7 +4,8 @@ Stacking pays if a client's own batch is too small to keep the processor busy. O
 of several clients are padded to the longest of them. So the number of stacked clients is measured on the run's own
 first jobs, which it leaves unchanged, and stored in the user's cache folder: a rerun gives the same bits. Measuring
 takes a small share of the run's planned work at most, and a few seconds: a short run trains with the default. What it
-may take is part of the cache's key, so that what other runs measured does not change a rerun's plan.
+may take is part of the cache's key, so that what other runs measured does not change a rerun's plan. Plans that were
+cut short, by too little memory or because a run's other engines had used the time, are not stored.
 
 A pass cannot be stopped, and how long the first one takes is unknown. So measuring takes at most its allowance (5 % of
 the planned time, and 10 s for all engines of a run) and the first passes of one trial. These are not repeated if they
@@ -218,7 +219,7 @@ def tune(
         return default  # training finds the reason again, and reports it
     if paces and all(map(math.isinf, paces)):  # perhaps another program uses the memory now
         return StackingPlan(request.clients_per_pass or 1, request.workers or 1)
-    if plan is not None or is_whole:  # other engines' measurements may have left no time for this one
+    if is_whole or not budget.exhausted:  # other engines' measurements may have left too little time for this one
         _store(key, plan or default)
     return plan or default
 
@@ -355,8 +356,10 @@ def _measure_token_seconds(
             team[number].advance([slot for slot, _ in replayed], examples)
         wait_for(team[number].adapted.device)
 
-    slots = [_open_slots(worker, assignments, number, clients_per_pass, examples) for number, worker in enumerate(team)]
     try:
+        slots = [
+            _open_slots(worker, assignments, number, clients_per_pass, examples) for number, worker in enumerate(team)
+        ]
         start = time.perf_counter()
         run_parallel([lambda number=number: record(number) for number in range(len(team))])
         elapsed = time.perf_counter() - start

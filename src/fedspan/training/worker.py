@@ -281,7 +281,6 @@ class Worker:
             for kind, moment in moments.items():
                 slot.moments[kind].copy_(moment[number])
 
-    @torch.no_grad()
     def predict(self, models: Sequence[ModelInputs], examples: Examples) -> list[Tensor]:
         """Predict with several models in one forward pass.
 
@@ -293,10 +292,17 @@ class Worker:
             The predictions of each model, one row per example, float32 on the CPU.
 
         Raises:
+            FedspanError: If the device has too little memory for the pass.
             Unstackable: If the models cannot share a pass.
         """
         if getattr(self.task, "packing", False):
             raise Unstackable("packed batches are one row")
+        size = len(models) * max(len(indices) for _, indices in models)
+        with convert_out_of_memory(self.adapted.device, "evaluation.batch_size", size, "examples in a batch"):
+            return self._predict(models, examples)
+
+    @torch.no_grad()
+    def _predict(self, models: Sequence[ModelInputs], examples: Examples) -> list[Tensor]:
         loop, adapted, job = self.loop, self.adapted, models[0][0]
         clients, size = len(models), max(len(indices) for _, indices in models)
         loop.prepare(examples, [indices for _, indices in models])
@@ -325,8 +331,7 @@ class Worker:
         }
         stacked = self.stacked.hold_tensors(job.parametrization, tensors, clients, clients * size)
         padding = loop.padding.remove_padding(batch, lengths, clients, counted)
-        memory = convert_out_of_memory(adapted.device, "evaluation.batch_size", len(rows), "examples in a batch")
-        with memory, stacked, padding, loop.prefixes.feed(examples, rows):
+        with stacked, padding, loop.prefixes.feed(examples, rows):
             outputs = self.task.predict(adapted.model, batch).float().cpu()
         loop.stages.advance("evaluation", int(counted.sum()))
         return [

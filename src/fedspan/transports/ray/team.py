@@ -210,7 +210,7 @@ class Team:
         refs = [*self._running, *self._recovering]
         ready = set(ray.wait(refs, num_returns=len(refs), timeout=0)[0]) if refs else set[Any]()
         busy = {handle for ref, (handle, _) in self._running.items() if ref not in ready}
-        busy |= set(self._recovering.values())
+        busy |= {handle for ref, handle in self._recovering.items() if ref not in ready}
         self._running, self._recovering = {}, {}
         return busy
 
