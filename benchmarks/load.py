@@ -237,7 +237,11 @@ def measure_large(
     results.append((f"{megabytes} MB to a node and back", f"{seconds:.0f} s", reply is True))
     reply, seconds = sent(most + 10 * MIB)
     results.append(
-        (f"{most // MIB + 10} MiB to a node that takes {most // MIB}", str(reply), "larger than" in str(reply))
+        (
+            f"{most // MIB + 10} MiB to a node that takes {most // MIB}",
+            str(reply),
+            "exceeds the size limit" in str(reply),
+        )
     )
     grid.limit = 8 * MIB  # type: ignore[attr-defined]
     reply, seconds = sent(16 * MIB)
