@@ -11,9 +11,12 @@ import pytest
 import yaml
 
 import fedspan
+from fedspan.config import parse_config
+from fedspan.config.reading import override
 from fedspan.errors import FedspanError
 from fedspan.runs import extension, final_report, selection
 from fedspan.runs.callbacks import Listener
+from fedspan.runs.integrity import list_differences
 from fedspan.runs.selection import Best
 from helpers import tiny
 from helpers.families import others_slow
@@ -122,6 +125,32 @@ def test_an_extension_that_is_interrupted_before_its_report_goes_on(
     assert_same(tmp_path / "planned", tmp_path / "run")
 
 
+def test_an_interrupted_run_goes_on_with_other_resources(tiny_folder: Path, tmp_path: Path) -> None:
+    """As on a cluster that has fewer workers today; what was finished keeps its config."""
+    folder = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        fedspan.run(values(tiny_folder, 3, engine={"name": "loop"}), folder, listener=Notes(1))
+    seen = Notes()
+    overrides = ["engine.name=batched", "engine.clients_per_pass=2", "evaluation.batch_size=7"]
+    report = fedspan.resume(folder, overrides=overrides, listener=seen)
+    assert report.rounds == 3
+    assert "engine.name is batched from now on, and was loop" in seen.notes
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    assert (config["engine"]["name"], config["evaluation"]["batch_size"]) == ("batched", 7)
+    before = content(folder)
+    assert fedspan.resume(folder, overrides=["engine.name=loop"]) == report
+    assert content(folder) == before
+
+
+def test_changes_are_recorded_as_overrides() -> None:
+    model, data = {"name": "builtin:all-minilm-l6-v2"}, {"train": "builtin:banking-queries"}
+    before = parse_config({"model": model, "data": data, "cluster": {"workers": 2}})
+    after = parse_config({"model": model, "data": data, "device": "cpu", "engine": {"padding_free": False}})
+    texts = extension.list_overrides(list_differences(before, after), after)
+    assert sorted(texts) == ["cluster=null", 'device="cpu"', "engine.padding_free=false"]
+    assert parse_config(override(before.model_dump(mode="json"), texts)) == after
+
+
 def test_an_edited_number_of_rounds_is_found_in_a_finished_run(tiny_folder: Path, tmp_path: Path) -> None:
     fedspan.run(values(tiny_folder, 2), tmp_path / "run")
     config = tmp_path / "run" / "config.yaml"
@@ -140,7 +169,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], str, str]] = {
     "linear": ({"training": {"schedule": "linear"}}, ["federation.rounds=4"], "federation.rounds", "linear spreads"),
     "fewer": ({}, ["federation.rounds=1"], "federation.rounds", "more than 2, the rounds that this run has finished"),
     "other": ({}, ["training.lr=0.5"], "training.lr", "the config with which this run began has 0.02"),
-    "seed": ({}, ["federation.rounds=4", "seed=9"], "seed", "has 3, and only federation.rounds"),
+    "seed": ({}, ["federation.rounds=4", "seed=9"], "seed", "has 3, and only federation.rounds, paths"),
     "method": ({}, ["method.name=rolora"], "method.name", "Start a new run in another folder"),
     "less-patience": (
         {"federation": {"early_stopping": 3}},

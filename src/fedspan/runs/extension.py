@@ -1,10 +1,15 @@
-"""Extension of a run that has started: more rounds than it was planned with, or more patience.
+"""Changes to the config of a run that has started: more rounds or patience, or other places and resources.
 
-It is allowed where nothing that has been run depends on the old number, so that the run ends with the same bits as one
-that was planned with the new number from its start and stacks as many clients (``training.stacking``).
+More rounds than planned, or more patience, are allowed where nothing that has been run depends on the old number, so
+that the run ends with the same bits as one that was planned with the new number from its start and stacks as many
+clients (``training.stacking``). Other fields may change if a resume allows it (``integrity.is_changeable``).
 """
 
 from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from fedspan.config import RunConfig
 from fedspan.errors import FedspanError
@@ -13,11 +18,11 @@ from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.environment import extend_command
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.integrity import format_config, list_differences, require_intact
+from fedspan.runs.integrity import format_config, is_changeable, list_differences, require_intact
 from fedspan.runs.planned_rounds import ROUNDS_FIELD, require_independent_rounds
 from fedspan.runs.selection import has_stalled
 
-__all__ = ["extend", "require_extensible"]
+__all__ = ["extend", "has_effect", "list_overrides", "require_extensible"]
 
 _ROUNDS, _PATIENCE = ROUNDS_FIELD, "federation.early_stopping"
 
@@ -33,13 +38,16 @@ def require_extensible(run_folder: RunFolder, stored: RunConfig, changed: RunCon
     Raises:
         FedspanError: If it may not; the error names the field, and what to do.
     """
-    for field, (before, after) in list_differences(stored, changed).items():
-        if field not in (_ROUNDS, _PATIENCE):
+    changes = list_differences(stored, changed)
+    for field, (before, after) in changes.items():
+        if field not in (_ROUNDS, _PATIENCE) and not is_changeable(field):
             problem = (
-                f"the config with which this run began has {before!r}, and only {_ROUNDS} and {_PATIENCE} can change "
-                "in a run. Start a new run in another folder"
+                f"the config with which this run began has {before!r}, and only {_ROUNDS}, paths, deadlines, engine "
+                "and cluster can change in a run. Start a new run in another folder"
             )
             raise FedspanError(field, after, problem=problem)
+    if not _changes_length(changes):
+        return
     done, before, after = checkpoints.read_last_saved_round(run_folder), stored.federation, changed.federation
     if after.rounds != before.rounds:
         if after.rounds <= done:
@@ -60,11 +68,22 @@ def require_extensible(run_folder: RunFolder, stored: RunConfig, changed: RunCon
         raise FedspanError(_PATIENCE, after.early_stopping, problem=problem)
 
 
-def extend(run_folder: RunFolder, stored: RunConfig, changed: RunConfig, listener: Listener) -> None:
-    """Make a run one that is not finished, under a changed config.
+def has_effect(run_folder: RunFolder, stored: RunConfig, changed: RunConfig) -> bool:
+    """Return whether a run would differ under a changed config; a finished one does by more rounds or patience only."""
+    changes = list_differences(stored, changed)
+    return bool(changes) and (_changes_length(changes) or not run_folder.report.is_file())
 
-    Its report and its baselines, whose number of epochs is that of the rounds, are removed first: whatever interrupts
-    this, the folder holds an unfinished run under one of the two configs.
+
+def _changes_length(changes: Iterable[str]) -> bool:
+    return any(field in (_ROUNDS, _PATIENCE) for field in changes)
+
+
+def extend(run_folder: RunFolder, stored: RunConfig, changed: RunConfig, listener: Listener) -> None:
+    """Let a run continue under a changed config.
+
+    If it gets more rounds or patience, it is no longer finished: its report and its baselines, whose number of epochs
+    is that of the rounds, are removed first, so that whatever interrupts this, the folder holds an unfinished run under
+    one of the two configs. A finished run that gets neither keeps its config.
 
     Args:
         run_folder: The run folder, whose lock this process holds.
@@ -77,15 +96,16 @@ def extend(run_folder: RunFolder, stored: RunConfig, changed: RunConfig, listene
     """
     require_intact(run_folder)
     require_extensible(run_folder, stored, changed)
-    changes = list_differences(stored, changed)
-    if not changes:
+    if not has_effect(run_folder, stored, changed):
         return
-    trained = run_folder.baselines.is_dir()
+    changes = list_differences(stored, changed)
+    changes_length = _changes_length(changes)
+    trained = changes_length and run_folder.baselines.is_dir()
     with convert_disk_errors(run_folder.path):
-        remove(run_folder.report)
-        remove(run_folder.baselines)
-        texts = {field: "null" if after is None else after for field, (_, after) in changes.items()}
-        extend_command(run_folder, [f"{field}={text}" for field, text in texts.items()])
+        if changes_length:
+            remove(run_folder.report)
+            remove(run_folder.baselines)
+        extend_command(run_folder, list_overrides(changes, changed))
         write_atomic(run_folder.config, format_config(changed).encode())
     for field, (before, after) in changes.items():
         listener.on_note(f"{field} is {after} from now on, and was {before}")
@@ -94,3 +114,15 @@ def extend(run_folder: RunFolder, stored: RunConfig, changed: RunConfig, listene
     last, every = stored.federation.rounds, stored.evaluation.every
     if checkpoints.read_last_saved_round(run_folder) == last < changed.federation.rounds and last % every:
         listener.on_note(f"round {last} was measured as the last one, though evaluation.every is {every}")
+
+
+def list_overrides(changes: Mapping[str, tuple[Any, Any]], changed: RunConfig) -> list[str]:
+    """Return changes as overrides, ``section.field=value``; a section that the run no longer has is one of them."""
+    sections, overrides = changed.model_dump(mode="json"), dict[str, str]()
+    for field, (_, after) in changes.items():
+        section = field.partition(".")[0]
+        if sections[section] is None:
+            overrides[section] = "null"
+        else:
+            overrides[field] = json.dumps(after)
+    return [f"{field}={text}" for field, text in overrides.items()]

@@ -30,6 +30,7 @@ __all__ = [
     "compute_input_digests",
     "describe_config",
     "format_config",
+    "is_changeable",
     "list_differences",
     "read_config",
     "read_resolved_config",
@@ -128,7 +129,8 @@ def list_differences(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any
     }
 
 
-def _is_changeable(name: str) -> bool:
+def is_changeable(name: str) -> bool:
+    """Return whether a field, given by its path, may differ after a resume."""
     return any(name == field or name.startswith(f"{field}.") for field in _CHANGEABLE)
 
 
@@ -146,7 +148,7 @@ def _require_same_config(run_folder: RunFolder, config: RunConfig, stored_text: 
             and after > checkpoints.read_last_saved_round(run_folder)
         ):
             require_independent_rounds(checkpoints.read_last_saved_round(run_folder), stored, config)
-        elif not _is_changeable(name):
+        elif not is_changeable(name):
             problem = f"it is {after!r} now, and the run began with {before!r}"
             expected = f"{before!r} again, or another folder (only paths, deadlines, engine and cluster may change)"
             raise FedspanError(f"{run_folder.config}, {name}", after, expected, problem=problem)

@@ -17,7 +17,7 @@ from fedspan.models.plain import read_dtype
 from fedspan.runs import start
 from fedspan.runs.callbacks import Listener, Listeners
 from fedspan.runs.cluster import simulate_on_cluster
-from fedspan.runs.extension import require_extensible
+from fedspan.runs.extension import has_effect, require_extensible
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.integrity import read_config, require_intact
 from fedspan.runs.model_card import RunReport
@@ -63,7 +63,7 @@ def run(
         overrides: Changes to the config, each ``section.field=value``.
         resume: Whether to resume, as ``resume(folder)`` does, if the folder holds a run of this config. The config may
             have more rounds (``federation.rounds``) or more patience (``federation.early_stopping``) than the run,
-            which is then extended, even if it is finished.
+            which is then extended, even if it is finished. Paths, deadlines, engine and cluster may differ, too.
         listener: Listener that receives the events of the run (a ``fedspan.Listener``).
         track: Trackers that receive the numbers of every round in addition to the run folder: ``tensorboard``,
             ``wandb``, ``mlflow``, ``trackio``; the named packages must be installed.
@@ -295,7 +295,8 @@ def resume(
         tokenizer: The tokenizer, if the run began with one passed from Python.
         overrides: Changes that extend the run, finished or not: ``federation.rounds=40`` for more rounds, where the
             learning-rate schedule does not spread over all rounds; ``federation.early_stopping=10`` or ``=null`` for
-            more patience. It ends with the same bits as a run that was planned so.
+            more patience. It ends with the same bits as a run that was planned so. A run that is not finished may also
+            get other paths, deadlines, engine or cluster, such as ``cluster.workers=4``.
         listener: Listener that receives the events of the run.
         track: Trackers, as for ``run``.
         progress: Whether to show a progress bar, as for ``run``.
@@ -309,10 +310,10 @@ def resume(
         config = parse_config(override(read_config(folder).model_dump(mode="json"), overrides))
     if not is_run(folder) or (config is None and RunFolder(folder).report.is_file()):
         return _resume(folder, config, listener, track, progress, prepare)
-    stored = read_config(folder)  # engine and cluster may have changed since the run began
+    used = config or read_config(folder)  # engine and cluster may have changed since the run began
     if data is not None or model is not None or tokenizer is not None:
-        _require_no_processes(stored, model, tokenizer)
-    objects = collect_objects(stored, "fedspan.resume", data, model, tokenizer)
+        _require_no_processes(used, model, tokenizer)
+    objects = collect_objects(used, "fedspan.resume", data, model, tokenizer)
     return _resume(folder, config, listener, track, progress, partial(prepare, objects=objects))
 
 
@@ -326,16 +327,16 @@ def _resume(
 ) -> RunReport:
     """Resume a run, or read its report if it is finished under this config (None: its own)."""
     stored = read_config(folder) if is_run(folder) else None
-    if config == stored:
-        config = None
     if config is not None and stored is not None:
         require_extensible(RunFolder(folder), stored, config)
-    elif stored is not None and RunFolder(folder).report.is_file():
+        config = config if has_effect(RunFolder(folder), stored, config) else None
+    if config is None and stored is not None and RunFolder(folder).report.is_file():
         require_intact(RunFolder(folder))
         return read_report(folder)
-    if stored is not None:
-        _require_shared_task(stored)
-    host = None if stored is None else _open_host(stored)
+    used = config or stored
+    if used is not None:
+        _require_shared_task(used)
+    host = None if used is None else _open_host(used)
     with _open_listener(listener, track, folder, progress) as listeners:
         return start.run(config, folder, resume=True, listener=listeners, host=host, build=build)
 

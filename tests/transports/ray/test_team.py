@@ -244,7 +244,8 @@ def test_a_driver_that_is_killed_continues_to_the_same_bits(
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
-    fedspan.resume(tmp_path / "killed", progress=False)
+    # In the loop engine, any number of workers has the same bits.
+    fedspan.resume(tmp_path / "killed", overrides=[] if engine else ["cluster.workers=1"], progress=False)
 
     def files(folder: Path) -> dict[str, object]:
         return {name: value for name, value in content(folder).items() if not name.endswith("config.yaml")}
