@@ -48,6 +48,12 @@ def test_public_names_are_all_there() -> None:
         getattr(fedspan, "fit")  # noqa: B009
 
 
+def test_the_page_has_every_public_name() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "api.md").read_text().splitlines()
+    names = set(fedspan.__all__) - {"__version__"}
+    assert [name for name in sorted(names) if f"::: {fedspan._HOMES[name]}.{name}" not in page] == []
+
+
 def test_the_stub_has_the_names_of_the_package() -> None:
     stub = Path(fedspan.__file__).with_suffix(".pyi").read_text()
     named = {line.rpartition(" as ")[2] for line in stub.splitlines() if " as " in line}

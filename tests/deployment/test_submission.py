@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 import fedspan
 from fedspan.deployment.deploy import submit
 from fedspan.deployment.node import NodeService
+from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
 from fedspan.federation.validation import ReplyRules
 from helpers import node_service
@@ -239,6 +240,22 @@ def test_a_resumed_run_does_not_use_a_node_that_it_refused(scene: Scene, tmp_pat
     submit(None, run, scene.link, resume=True, wait=2.0, listener=listener)
     assert list_cohorts(run) == [sorted(SITES)] * 2 + [[NORTH, SOUTH]] * 2
     assert any(f"{WEST} does not participate: its base model" in note for note in listener.notes)
+
+
+def test_a_node_that_waits_under_ever_other_ids_has_one_entry(scene: Scene, tmp_path: Path) -> None:
+    """Its reasons are texts of its own, and all of them would be in the error at the end."""
+    ids = iter(range(100))
+
+    class Renamed(Changed):
+        def answer(self, envelope: Envelope) -> Envelope:
+            self.fields = {"refused": "not yet", "waiting": True, "id": f"other-{next(ids)}"}
+            return super().answer(envelope)
+
+    scene.grid.services[3] = Renamed(scene.grid.services[3], {})
+    with pytest.raises(FedspanError, match="not yet") as raised:
+        submit(scene.values, tmp_path / "run", scene.link, wait=12.0, listener=Events(scene.grid, {}))
+    assert next(ids) > 2
+    assert str(raised.value).count("not yet") == 1
 
 
 def test_a_node_that_refused_is_invited_again_when_it_comes_back(scene: Scene, tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -99,3 +101,17 @@ def test_an_order_that_takes_too_long_is_given_up_and_its_process_killed(
     monkeypatch.undo()
     require_answered(supervised, 5)
     assert "invited" in answer(supervised, 6)
+
+
+def test_a_process_that_dies_before_it_reads_its_order_is_reported(
+    supervised: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def connect() -> Any:
+        own, other = multiprocessing.Pipe()
+        other.close()
+        return own
+
+    with monkeypatch.context() as patch:
+        patch.setattr(supervised, "_connect", connect)
+        assert "the node's process ended" in answer(supervised, 90)
+    require_answered(supervised, 90)

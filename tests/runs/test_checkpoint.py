@@ -13,6 +13,7 @@ import torch
 from fedspan.core.values import ServerState
 from fedspan.errors import FedspanError
 from fedspan.federation.progress import ClientState
+from fedspan.files import remove
 from fedspan.runs.checkpoint import load_latest, prune, resume, save
 from fedspan.runs.checkpoint_format import Checkpoint, load
 from fedspan.runs.folder import RunFolder
@@ -113,6 +114,25 @@ def test_going_on_from_an_older_one(run: RunFolder) -> None:
     assert load(run.best).state.round == 1, "best/ goes back as well"
     save(run, checkpoint_of(2, best=Best(0.2, 0.0, 2)))
     assert load(run.best).state.round == 2
+
+
+def test_an_older_one_keeps_what_was_the_best_round_then(run: RunFolder) -> None:
+    for round, best in ((3, 3), (4, 3), (5, 5)):
+        save(run, checkpoint_of(round, best=Best(best / 10, 0.0, best)))
+        prune(run)
+    assert rounds_of(run) == ["round-00003", "round-00004", "round-00005"]
+    (run.checkpoints / "round-00005" / "state.safetensors").write_bytes(b"damaged")
+    with pytest.raises(FedspanError, match=r"Round 4 is intact. Delete .*round-00005"):
+        resume(run)
+    remove(run.checkpoints / "round-00005")
+    found = resume(run)
+    assert found is not None
+    assert found.selection == Selection(Best(0.3, 0.0, 3))
+    assert load(run.best).state.round == 3
+    for round in (5, 6):
+        save(run, checkpoint_of(round, best=Best(0.5, 0.0, 5)))
+        prune(run)
+    assert rounds_of(run) == ["round-00005", "round-00006"]
 
 
 def test_a_format_of_the_future_is_refused(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:

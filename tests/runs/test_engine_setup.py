@@ -8,9 +8,13 @@ from typing import Any
 import pytest
 
 import fedspan
+from fedspan.config import parse_config
+from fedspan.errors import FedspanError
 from fedspan.federation.evaluation import Evaluator
 from fedspan.federation.progress import Progress
-from fedspan.runs.engine_setup import describe_refusal
+from fedspan.runs.engine_setup import describe_refusal, keep_stacking_plan
+from fedspan.runs.folder import RunFolder
+from fedspan.runs.setup import prepare
 from fedspan.training.batched import BatchedEngine
 from fedspan.training.loop import LoopEngine
 from fedspan.training.stacking import StackingPlan
@@ -65,3 +69,18 @@ def test_the_start_of_a_run_is_evaluated_as_before_a_plan_is_known(
     assert plans[0] is None
     assert plans[1:] == [StackingPlan(2, 2)] * (len(plans) - 1)
     assert len(plans) > 1
+
+
+def test_a_plan_is_restored_and_numbers_of_the_config_replace_its_own(tiny_folder: Path, tmp_path: Path) -> None:
+    """As after an error for too little memory: the next resume has them, too."""
+    run_folder = RunFolder(tmp_path)
+    run_folder.write_json(run_folder.engine, {"clients_per_pass": 8, "workers": 2})
+    for options, expected in (({}, (8, 2)), ({"clients_per_pass": 3}, (3, 2)), ({}, (3, 2)), ({"workers": 1}, (3, 1))):
+        engine = prepare(parse_config(tiny.settings(tiny_folder, engine={"name": "batched", **options}))).engine
+        keep_stacking_plan(run_folder, engine)
+        assert isinstance(engine, BatchedEngine)
+        assert engine.stacking == StackingPlan(*expected)
+    assert run_folder.read_json(run_folder.engine) == {"clients_per_pass": 3, "workers": 1}
+    run_folder.write_json(run_folder.engine, {"clients_per_pass": None})
+    with pytest.raises(FedspanError, match="two numbers, clients_per_pass and workers"):
+        keep_stacking_plan(run_folder, engine)

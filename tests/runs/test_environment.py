@@ -27,3 +27,12 @@ def test_the_environment_is_recorded_once_and_compared_later(tmp_path: Path, mon
         monkeypatch.setattr(fedspan, "__version__", "9")
         assert record_environment(run, 4, ["fedspan"]) == {"fedspan": (recorded["fedspan"], "9"), "seed": (3, 4)}
         assert run.environment.read_bytes() == first
+
+
+def test_threads_are_those_that_the_config_asks_for(tmp_path: Path) -> None:
+    """A resumed run is compared before its model is built, which sets them."""
+    now = torch.get_num_threads()
+    with RunFolder.create(tmp_path, CONFIG) as run:
+        record_environment(run, 3, [])
+        assert record_environment(run, 3, [], now + 1) == {"threads": (now, now + 1)}
+        assert record_environment(run, 3, [], now) == {}

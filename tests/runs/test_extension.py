@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 import fedspan
@@ -169,7 +170,9 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], str, str]] = {
     "linear": ({"training": {"schedule": "linear"}}, ["federation.rounds=4"], "federation.rounds", "linear spreads"),
     "fewer": ({}, ["federation.rounds=1"], "federation.rounds", "more than 2, the rounds that this run has finished"),
     "other": ({}, ["training.lr=0.5"], "training.lr", "the config with which this run began has 0.02"),
-    "seed": ({}, ["federation.rounds=4", "seed=9"], "seed", "has 3, and only federation.rounds, paths"),
+    "seed": ({}, ["federation.rounds=4", "seed=9"], "seed", "has 3, and only federation.rounds, deadlines"),
+    "data": ({}, ["data.train=other.csv"], "data.train", "in a run. Start a new run in another folder"),
+    "simulator": ({}, ["engine.name=flower-sim"], "engine.name", "engine, but not to or from flower-sim"),
     "method": ({}, ["method.name=rolora"], "method.name", "Start a new run in another folder"),
     "less-patience": (
         {"federation": {"early_stopping": 3}},
@@ -202,6 +205,15 @@ def test_a_change_that_the_finished_rounds_depend_on_is_refused(
         fedspan.resume(folder, overrides=overrides)
     assert refused.value.field == field
     assert content(folder) == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+def test_a_change_that_this_machine_cannot_make_leaves_the_run_as_it_was(finished: Path) -> None:
+    before = content(finished)
+    with pytest.raises(FedspanError, match="cuda"):
+        fedspan.resume(finished, overrides=["federation.rounds=4", "device=cuda"])
+    (finished / "progress.json").unlink()  # says why
+    assert content(finished) == before
 
 
 def test_noise_for_a_number_of_rounds_is_for_that_number(tiny_folder: Path, tmp_path: Path) -> None:

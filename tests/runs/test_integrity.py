@@ -231,6 +231,7 @@ def test_a_chosen_learning_rate_cannot_be_edited(world: World, tmp_path: Path) -
         ("partition", {"validation": 0.2}, "partition.validation"),
         ("federation", {"retries": 7, "deadline": 9.0}, None),
         ("engine", {"workers": 2}, None),
+        ("engine", {"name": "flower-sim"}, "engine.name"),  # which stores clients' states elsewhere
         ("cluster", {"workers": 2, "address": "auto"}, None),  # on other machines
         ("evaluation", {"batch_size": 3}, None),
     ],
@@ -248,6 +249,16 @@ def test_what_a_run_is_and_what_may_change(
         return
     with pytest.raises(FedspanError, match=f"config.yaml, {field}.*the run began with"):
         require_same_run(RunFolder(tmp_path), now, kept)
+
+
+def test_the_rate_of_centralized_training_may_change_until_it_begins(world: World, tmp_path: Path) -> None:
+    run, values = RunFolder(tmp_path), world.values()
+    kept = Checkpoint(ServerState(1, {}), extra={"config": describe_config(parse_config(values))})
+    now = parse_config({**values, "centralized_lr": 0.5})
+    require_same_run(run, now, kept)
+    (run.baselines / "centralized").mkdir(parents=True)
+    with pytest.raises(FedspanError, match=r"config.yaml, centralized_lr.*it is 0\.5 now"):
+        require_same_run(run, now, kept)
 
 
 def test_an_intact_run_is_used_as_before(world: World, tmp_path: Path) -> None:

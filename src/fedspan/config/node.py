@@ -199,7 +199,7 @@ class NodeConfig(Section):
     data: dict[str, Any] = Field(
         default_factory=dict,
         description="The node's data, as in a run's config: train, test, text, label, group, ... Only fields that "
-        "define the problem (labels, chat, system, packing, long_answers, and a prompt, whose columns "
+        "define the problem (labels, label_separator, chat, system, packing, long_answers, and a prompt, whose columns "
         "limits.columns restricts) come from the server. Required unless the node trains with a trainer of its own "
         "(fedspan.join).",
     )

@@ -86,7 +86,7 @@ class TrainingConfig(Section):
         description="Nodes of a deployment: optimizer steps after which a node stores the progress of its training. A "
         "node that is killed within a round, and is back before the server has given up its order, then continues "
         "after the last checkpoint with the same bits. "
-        "Not with training.privacy.mechanism dp-sgd, and not on nodes with trainers of their own. A simulation "
+        "Not with privacy.mechanism: dp-sgd, and not on nodes with trainers of their own. A simulation "
         "continues after its last round.",
     )
     checkpoint_minutes: float | None = Field(

@@ -233,6 +233,7 @@ class Handshakes:
         self.owners: dict[str, int] = {}
         """Flower's ids of all nodes that ever joined, by client id. A caller adds those of a resumed run."""
         self.refused: dict[str, str] = {}
+        self._refused_ids: dict[int, str] = {}
         """Why other nodes have not, by client id."""
         self.undecided: set[int] = set()
         """Nodes whose operators have not decided, which are to be invited again."""
@@ -276,6 +277,9 @@ class Handshakes:
             self.undecided.add(node)
         else:
             self.known_nodes.add(node)
+        if (earlier := self._refused_ids.get(node)) != id:  # one entry for each node, whatever ids it takes
+            self.refused.pop(earlier or "", None)
+            self._refused_ids[node] = id
         if self.refused.get(id) != reason:
             self.refused[id] = reason or ""
             self._listener.on_note(f"{id} does not participate{' yet' if node in self.undecided else ''}: {reason}")

@@ -58,10 +58,10 @@ class Supervisor:
         except ValueError:
             order = None
         line = self._connect()
-        line.send_bytes(envelope.header.encode())
-        line.send_bytes(envelope.body)
         limit = self.seconds if order is not None and order.run == self._loaded else _LOADING
         try:
+            line.send_bytes(envelope.header.encode())
+            line.send_bytes(envelope.body)
             if self._wait(line, limit):
                 line.recv_bytes()
                 self._loaded = None if order is None else order.run

@@ -76,7 +76,11 @@ def read_selection(run: RunFolder) -> Selection:
         FedspanError: If that checkpoint is damaged, or was written by another version of fedspan.
     """
     rounds = _list_rounds(run)
-    return Selection.from_json(read_index(rounds[max(rounds)])["selection"]) if rounds else Selection()
+    return _read_selection_of(rounds[max(rounds)]) if rounds else Selection()
+
+
+def _read_selection_of(folder: Path) -> Selection:
+    return Selection.from_json(read_index(folder)["selection"])
 
 
 def select_checkpoint(run: RunFolder, round: int | str) -> Path:
@@ -271,7 +275,9 @@ def resume(run: RunFolder, keep: int = 2) -> Checkpoint | None:
 
 
 def prune(run: RunFolder, keep: int = 2) -> None:
-    """Delete all checkpoints except the newest ones and that of the best round.
+    """Delete all checkpoints except the newest ones and that of the best round, as of each of them.
+
+    A run whose newest checkpoint is damaged can continue from an older one, which needs what was the best round then.
 
     Args:
         run: A run folder whose lock this process holds.
@@ -283,8 +289,13 @@ def prune(run: RunFolder, keep: int = 2) -> None:
     """
     if keep < 1:
         raise ValueError(f"keep at least 1 checkpoint, not {keep}")
-    rounds, best = _list_rounds(run), read_selection(run).best
-    retained = {*sorted(rounds)[-keep:], *(() if best is None else (best.round,))}
+    rounds = _list_rounds(run)
+    newest = sorted(rounds)[-keep:]
+    selections = [read_selection(run)]
+    for round in newest[:-1]:
+        with suppress(FedspanError):  # nothing continues from a damaged one
+            selections.append(_read_selection_of(rounds[round]))
+    retained = {*newest, *(selection.best.round for selection in selections if selection.best is not None)}
     removed = [folder for round, folder in rounds.items() if round not in retained]
     stale = _list_needed_versions(removed)
     with convert_disk_errors(run.path):

@@ -76,7 +76,8 @@ def describe_refusal(engine: Engine) -> str | None:
 def keep_stacking_plan(run_folder: RunFolder, engine: Engine) -> None:
     """Restore a resumed run's stacking plan, or have the one that is chosen written before it is used.
 
-    The bits of a run's results depend on the number of stacked clients.
+    The bits of a run's results depend on the number of stacked clients. Numbers that the config asks for replace those
+    of the plan, as after an error for too little memory.
 
     Raises:
         FedspanError: If the file cannot be read.
@@ -94,11 +95,15 @@ def keep_stacking_plan(run_folder: RunFolder, engine: Engine) -> None:
         return
     stored = run_folder.read_json(run_folder.engine)
     try:
-        engine.stacking = StackingPlan(int(stored["clients_per_pass"]), int(stored["workers"]))  # pyright: ignore
+        plan = StackingPlan(int(stored["clients_per_pass"]), int(stored["workers"]))  # pyright: ignore
     except (TypeError, KeyError, ValueError):
         raise FedspanError(
             "engine", str(run_folder.engine), "a file with two numbers, clients_per_pass and workers"
         ) from None
+    request = engine.request
+    engine.stacking = StackingPlan(request.clients_per_pass or plan.clients_per_pass, request.workers or plan.workers)
+    if engine.stacking != plan:
+        run_folder.write_json(run_folder.engine, asdict(engine.stacking))
 
 
 @contextmanager

@@ -25,7 +25,7 @@ def _read_version(package: str) -> str | None:
         return None
 
 
-def _describe_environment(seed: int, command: Sequence[str]) -> dict[str, object]:
+def _describe_environment(seed: int, command: Sequence[str], threads: int | None) -> dict[str, object]:
     return {
         "fedspan": fedspan.__version__,
         "python": platform.python_version(),
@@ -34,19 +34,22 @@ def _describe_environment(seed: int, command: Sequence[str]) -> dict[str, object
         "platform": platform.platform(),
         "machine": platform.machine(),
         "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "threads": torch.get_num_threads(),
+        "threads": threads or torch.get_num_threads(),
         "seed": seed,
         "command": list(command),
     }
 
 
-def record_environment(folder: RunFolder, seed: int, command: Sequence[str]) -> dict[str, tuple[object, object]]:
+def record_environment(
+    folder: RunFolder, seed: int, command: Sequence[str], threads: int | None = None
+) -> dict[str, tuple[object, object]]:
     """Write environment.json, or compare it with the environment that the run was started in.
 
     Args:
         folder: The run folder, created or resumed.
         seed: Seed of the run.
         command: The command line.
+        threads: Number of torch's threads that the run's config asks for; None: the current number.
 
     Returns:
         ``{name: (then, now)}`` of what differs from the start of the run (except the command): after a resume with
@@ -55,7 +58,7 @@ def record_environment(folder: RunFolder, seed: int, command: Sequence[str]) -> 
     Raises:
         FedspanError: If the file cannot be written, or exists and cannot be read.
     """
-    current = _describe_environment(seed, command)
+    current = _describe_environment(seed, command, threads)
     if not folder.environment.exists():
         folder.write_json(folder.environment, current)
         return {}
@@ -91,8 +94,7 @@ def is_same_environment(folder: RunFolder, config: RunConfig) -> bool:
     Raises:
         FedspanError: If its environment.json cannot be read.
     """
-    current = _describe_environment(config.seed, ())
-    return not _list_changes(folder, current if config.threads is None else current | {"threads": config.threads})
+    return not _list_changes(folder, _describe_environment(config.seed, (), config.threads))
 
 
 def _list_changes(folder: RunFolder, current: Mapping[str, object]) -> dict[str, tuple[object, object]]:

@@ -1,8 +1,8 @@
-"""Changes to the config of a run that has started: more rounds or patience, or other places and resources.
+"""Changes to the config of a run that has started: more rounds or patience, or other resources.
 
 More rounds than planned, or more patience, are allowed where nothing that has been run depends on the old number, so
 that the run ends with the same bits as one that was planned with the new number from its start and stacks as many
-clients (``training.stacking``). Other fields may change if a resume allows it (``integrity.is_changeable``).
+clients (``training.stacking``). Other fields may change if a resume allows it (``integrity.is_resource``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.environment import extend_command
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.integrity import format_config, is_changeable, list_differences, require_intact
+from fedspan.runs.integrity import format_config, is_resource, list_differences, require_intact
 from fedspan.runs.planned_rounds import ROUNDS_FIELD, require_independent_rounds
 from fedspan.runs.selection import has_stalled
 
@@ -40,10 +40,10 @@ def require_extensible(run_folder: RunFolder, stored: RunConfig, changed: RunCon
     """
     changes = list_differences(stored, changed)
     for field, (before, after) in changes.items():
-        if field not in (_ROUNDS, _PATIENCE) and not is_changeable(field):
+        if field not in (_ROUNDS, _PATIENCE) and not is_resource(field, before, after):
             problem = (
-                f"the config with which this run began has {before!r}, and only {_ROUNDS}, paths, deadlines, engine "
-                "and cluster can change in a run. Start a new run in another folder"
+                f"the config with which this run began has {before!r}, and only {_ROUNDS}, deadlines, cluster and "
+                "engine, but not to or from flower-sim, can change in a run. Start a new run in another folder"
             )
             raise FedspanError(field, after, problem=problem)
     if not _changes_length(changes):

@@ -30,13 +30,14 @@ __all__ = [
     "compute_input_digests",
     "describe_config",
     "format_config",
-    "is_changeable",
+    "is_resource",
     "list_differences",
     "read_config",
     "read_resolved_config",
     "require_intact",
     "require_same_base",
     "require_same_run",
+    "resolve_config",
 ]
 
 RESOLVED = ("pooling", "pooling_normalize")
@@ -44,9 +45,8 @@ RESOLVED = ("pooling", "pooling_normalize")
 _END = "\n...\n"
 """YAML's mark of the end of a document: a config.yaml without it lost its end."""
 
-_CHANGEABLE = {
-    *("device", "threads", "deterministic", "engine", "cluster", "baselines", "centralized_lr"),
-    *("model.name", "model.adapter", "model.gradient_checkpointing", "data.train", "data.test"),
+_RESOURCES = {
+    *("device", "threads", "deterministic", "engine", "cluster", "model.gradient_checkpointing"),
     *(
         f"federation.{name}"
         for name in ("early_stopping", "deadline", "reconnect_timeout", "retries", "min_replies", "buffered.replay")
@@ -54,8 +54,10 @@ _CHANGEABLE = {
     *(f"federation.{name}" for name in ("over_select", "message_mib")),
     *("evaluation.batch_size", "evaluation.diagnostics"),
 }
-"""Sections and fields that may differ after a resume: where files are, what trades time for memory, and how long a run
-waits for whom."""
+"""Sections and fields that may differ after a resume: what trades time for memory, and how long a run waits."""
+
+_CHANGEABLE = _RESOURCES | {"baselines", "centralized_lr", "model.name", "model.adapter", "data.train", "data.test"}
+"""Those, what is trained after the last round, and where files are, which only a changed config.yaml may say."""
 
 
 def format_config(config: RunConfig) -> str:
@@ -82,12 +84,20 @@ def read_config(folder: str | Path) -> RunConfig:
 
 
 def read_resolved_config(folder: str | Path) -> RunConfig:
-    """Read the config of a run with the pooling that was found at its start, whatever a hub or its cache has now.
+    """Read the config of a run with its pooling (``resolve_config``).
 
     Raises:
         FedspanError: If config.yaml is missing or no longer a valid config, or pooling.json was changed.
     """
-    config, run_folder = read_config(folder), RunFolder(folder)
+    return resolve_config(RunFolder(folder), read_config(folder))
+
+
+def resolve_config(run_folder: RunFolder, config: RunConfig) -> RunConfig:
+    """Return a run's config with the pooling that was found at its start, whatever a hub or its cache has now.
+
+    Raises:
+        FedspanError: If pooling.json was changed.
+    """
     if not run_folder.pooling.is_file():
         return config
     pooling = run_folder.read_json(run_folder.pooling)
@@ -129,9 +139,27 @@ def list_differences(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any
     }
 
 
-def is_changeable(name: str) -> bool:
-    """Return whether a field, given by its path, may differ after a resume."""
-    return any(name == field or name.startswith(f"{field}.") for field in _CHANGEABLE)
+def is_resource(name: str, before: Any, after: Any) -> bool:
+    """Return whether a field may change when a run resumes, and has no effect on what is finished.
+
+    The engine flower-sim stores the clients' states in folders of nodes, where other engines do not look for them.
+
+    Args:
+        name: Path of the field.
+        before: Its value until now.
+        after: Its new value.
+    """
+    return _is_among(_RESOURCES, name) and not (name == "engine.name" and "flower-sim" in (before, after))
+
+
+def _is_among(fields: set[str], name: str) -> bool:
+    return any(name == field or name.startswith(f"{field}.") for field in fields)
+
+
+def _is_changeable(run_folder: RunFolder, name: str, before: Any, after: Any) -> bool:
+    if name == "centralized_lr" and (run_folder.baselines / "centralized").is_dir():
+        return False  # it has been trained, at least in part
+    return is_resource(name, before, after) or _is_among(_CHANGEABLE - _RESOURCES, name)
 
 
 def _require_same_config(run_folder: RunFolder, config: RunConfig, stored_text: str) -> None:
@@ -148,9 +176,12 @@ def _require_same_config(run_folder: RunFolder, config: RunConfig, stored_text: 
             and after > checkpoints.read_last_saved_round(run_folder)
         ):
             require_independent_rounds(checkpoints.read_last_saved_round(run_folder), stored, config)
-        elif not is_changeable(name):
+        elif not _is_changeable(run_folder, name, before, after):
             problem = f"it is {after!r} now, and the run began with {before!r}"
-            expected = f"{before!r} again, or another folder (only paths, deadlines, engine and cluster may change)"
+            expected = (
+                f"{before!r} again, or another folder (only paths, deadlines, cluster and engine, but not to or from "
+                "flower-sim, may change)"
+            )
             raise FedspanError(f"{run_folder.config}, {name}", after, expected, problem=problem)
 
 

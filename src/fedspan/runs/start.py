@@ -17,16 +17,17 @@ from fedspan.runs.arrivals import require_same_arrivals
 from fedspan.runs.callbacks import Listener, Listeners
 from fedspan.runs.engine_setup import keep_stacking_plan
 from fedspan.runs.environment import record_environment
-from fedspan.runs.extension import extend
+from fedspan.runs.extension import extend, require_extensible
 from fedspan.runs.final_report import finish
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.integrity import (
     RESOLVED,
     format_config,
     read_config,
-    read_resolved_config,
+    require_intact,
     require_same_base,
     require_same_run,
+    resolve_config,
 )
 from fedspan.runs.learning_rate import load_or_choose, run_range_test, set_rate
 from fedspan.runs.ledger import Ledger
@@ -89,17 +90,20 @@ def run(
     command = command or tuple(sys.argv)
     if resume:
         with RunFolder.resume(folder) as run_folder, progress_file:
-            if config is not None:
-                extend(run_folder, read_config(run_folder.path), config, listener)
-            stored = read_resolved_config(run_folder.path)
-            if changes := record_environment(run_folder, stored.seed, command):
+            before, prepared = read_config(run_folder.path), None
+            used = resolve_config(run_folder, config or before)
+            _require_watched_clients(used, host)
+            if config is not None:  # built before the folder changes, because what is asked for may not be there
+                require_intact(run_folder)
+                require_extensible(run_folder, before, config)
+                prepared = _build_again(run_folder, used, listener, build)
+                extend(run_folder, before, config, listener)
+            if changes := record_environment(run_folder, used.seed, command, used.threads):
                 listener.on_environment_change(changes)
-            return _run(run_folder, stored, listener, resumed=True, host=host, build=build)
+            return _run(run_folder, used, listener, resumed=True, prepared=prepared, host=host, build=build)
     if config is None:
         raise FedspanError("config", None, "a config for a new run")
-    if config.evaluation.diagnostics is not None and host is not None:
-        problem = "diagnostics need engine.name batched or loop, because no other process sees both ends of an update"
-        raise FedspanError("evaluation.diagnostics", config.evaluation.diagnostics, problem=problem)
+    _require_watched_clients(config, host)
     with convert_disk_errors(Path(folder), "choose another folder"):
         RunFolder(folder).require_empty()  # before a model is loaded in vain
     config_text, unresolved, (config, note) = format_config(config), config.model, resolve_pooling(config)
@@ -114,6 +118,23 @@ def run(
             listener.on_note(note)
         record_environment(run_folder, config.seed, command)
         return _run(run_folder, config, listener, resumed=False, prepared=prepared, host=host, build=build)
+
+
+def _require_watched_clients(config: RunConfig, host: HostRun | None) -> None:
+    """Check that diagnostics see the clients.
+
+    Raises:
+        FedspanError: If the clients are in other processes.
+    """
+    if config.evaluation.diagnostics is not None and host is not None:
+        problem = "diagnostics need engine.name batched or loop, because no other process sees both ends of an update"
+        raise FedspanError("evaluation.diagnostics", config.evaluation.diagnostics, problem=problem)
+
+
+def _build_again(run_folder: RunFolder, config: RunConfig, listener: Listener, build: Build) -> Prepared:
+    """Build a run that has begun, on its own partition and key."""
+    partition, key = load_partition(run_folder), load_noise_key(run_folder.path, config)
+    return build(config, partition, key, Stages(listener.on_stage_change))
 
 
 def _run(
@@ -131,10 +152,10 @@ def _run(
         with convert_disk_errors(run_folder.path, "choose another folder"):
             run_folder.path.chmod(0o700)
     stored = checkpoints.resume(run_folder)
-    if prepared is None:
+    if resumed:
         require_same_run(run_folder, config, stored)
-        stages = Stages(listener.on_stage_change)
-        prepared = build(config, load_partition(run_folder), load_noise_key(run_folder.path, config), stages)
+    if prepared is None:
+        prepared = _build_again(run_folder, config, listener, build)
     if prepared.partition is not None and not run_folder.partition.exists():
         with convert_disk_errors(run_folder.path):
             write_atomic(run_folder.partition, (prepared.partition.to_json() + "\n").encode())

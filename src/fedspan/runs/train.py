@@ -63,7 +63,8 @@ def run(
         overrides: Changes to the config, each ``section.field=value``.
         resume: Whether to resume, as ``resume(folder)`` does, if the folder holds a run of this config. The config may
             have more rounds (``federation.rounds``) or more patience (``federation.early_stopping``) than the run,
-            which is then extended, even if it is finished. Paths, deadlines, engine and cluster may differ, too.
+            which is then extended, even if it is finished. Deadlines, engine (but not to or from flower-sim) and
+            cluster may differ, too.
         listener: Listener that receives the events of the run (a ``fedspan.Listener``).
         track: Trackers that receive the numbers of every round in addition to the run folder: ``tensorboard``,
             ``wandb``, ``mlflow``, ``trackio``; the named packages must be installed.
@@ -296,7 +297,8 @@ def resume(
         overrides: Changes that extend the run, finished or not: ``federation.rounds=40`` for more rounds, where the
             learning-rate schedule does not spread over all rounds; ``federation.early_stopping=10`` or ``=null`` for
             more patience. It ends with the same bits as a run that was planned so. A run that is not finished may also
-            get other paths, deadlines, engine or cluster, such as ``cluster.workers=4``.
+            get other deadlines, another engine (but not to or from flower-sim) or another cluster, such as
+            ``cluster.workers=4``.
         listener: Listener that receives the events of the run.
         track: Trackers, as for ``run``.
         progress: Whether to show a progress bar, as for ``run``.

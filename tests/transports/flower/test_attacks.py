@@ -6,6 +6,7 @@ Each attack happens while an honest node participates in exchanges, which must e
 from __future__ import annotations
 
 import base64
+import math
 import os
 import signal
 import socket
@@ -452,6 +453,16 @@ def test_a_reply_with_its_objects_is_the_node_s_own_and_its_objects_belong_to_it
     assert status == 200
     stored = name_of("flwr.proto.fleet_pb2", "PushMessagesResponse").FromString(answer)
     assert list(stored.objects_to_push) == [id_of(b"another")]
+    scene.require_work()
+
+
+@pytest.mark.parametrize("times", [{"ttl": math.nan}, {"created_at": math.nan}, {"ttl": math.inf}])
+def test_a_reply_whose_times_are_no_numbers_is_not_stored(scene: Scene, order: Any, times: dict[str, float]) -> None:
+    """The database would return NaN as nothing, with which the server could not take any reply."""
+    message, _ = order
+    head = scene.hostile.announcement(message, tree_of(id_of(b"root")), **times)
+    assert scene.hostile.post("push-messages", head)[0] == 400
+    assert scene.hostile.post_own("send-reply", head.SerializeToString())[0] == 400
     scene.require_work()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -46,3 +47,23 @@ def test_nodes_have_the_names_that_they_were_admitted_as(server: Path) -> None:
     assert second.offline_since == 1767323045.0
     assert (third.status, third.offline_since) == ("registered", None)
     assert [one.status for one in servers.list_nodes(servers.read_link(server), {14: "clinic-b"})][3:] == ["revoked"]
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (subprocess.TimeoutExpired("flwr", 120), "flwr list x took more than 120 seconds"),
+        (OSError(28, "No space left on device"), "flwr list x could not be run: .*No space left"),
+    ],
+)
+def test_a_command_of_flower_that_cannot_be_run_is_an_error_of_the_server(
+    error: Exception, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = servers.prepare_folder(tmp_path / "server", 9092, [], insecure=True)
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(servers.subprocess, "run", fail)
+    with pytest.raises(FedspanError, match=said):
+        servers.call_flower(link, "list", "x")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from email.utils import formatdate
 from threading import Event, Timer
 from typing import Any
 
@@ -307,3 +308,24 @@ def test_an_order_that_arrives_while_the_node_is_stopped_is_carried_out() -> Non
     order = supernode._next_order(Slow(), "", stop)  # type: ignore[arg-type]
     assert order is not None
     assert order.message.metadata.dst_node_id == 1
+
+
+@pytest.mark.parametrize(
+    ("ahead", "said"),
+    [
+        (0.0, None),
+        (-200.0, None),
+        (60.0, "the clock of this machine is 60 seconds ahead of the server's"),
+        (-900.0, "the clock of this machine is 900 seconds behind the server's"),
+    ],
+)
+def test_a_wrong_clock_is_named_as_the_reason_of_a_refusal(
+    ahead: float, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1_790_000_000
+    monkeypatch.setattr(supernode.time, "time", lambda: now + ahead)
+    response = supernode.httpx.Response(401, headers={"date": formatdate(now, usegmt=True)})
+    assert supernode.explain_clock(response) == said
+    for date in ("", "yesterday", "Thu, 01 Jan 99999 00:00:00 GMT"):
+        assert supernode.explain_clock(supernode.httpx.Response(401, headers={"date": date})) is None
+    assert supernode.explain_clock(supernode.httpx.Response(401)) is None

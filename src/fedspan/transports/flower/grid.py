@@ -229,10 +229,16 @@ def attach(link: ServerLink, limit: int) -> Generator[LimitedGrid]:
         with grid.serve_task():
             yield grid
     except (httpx.HTTPError, RunNotRunningException) as error:
-        problem = (
-            f"{link.address} does not know this run: it was down for too long, or stopped the run. Continue "
-            "with --resume"
-        )
+        if isinstance(error, httpx.HTTPStatusError) and error.response.status_code >= 500:
+            problem = (
+                f"{link.address} failed with status {error.response.status_code}, perhaps because its disk is full: "
+                "see superlink.log in its folder. Continue with --resume"
+            )
+        else:
+            problem = (
+                f"{link.address} does not know this run: it was down for too long, or stopped the run. Continue "
+                "with --resume"
+            )
         raise FedspanError("server", link.address, problem=problem) from error
 
 

@@ -132,8 +132,19 @@ def call_flower(link: ServerLink, *arguments: str) -> Any:
         The parsed output of ``--format json``.
 
     Raises:
-        FedspanError: If the command failed.
+        FedspanError: If the command failed, took too long, or could not be run, as on a full disk.
     """
+    try:
+        return _call_flower(link, arguments)
+    except subprocess.TimeoutExpired as error:
+        problem = f"flwr {' '.join(arguments[:2])} took more than {error.timeout:g} seconds"
+        raise FedspanError("server", link.address, problem=problem) from error
+    except OSError as error:
+        problem = f"flwr {' '.join(arguments[:2])} could not be run: {error}"
+        raise FedspanError("server", link.address, problem=problem) from error
+
+
+def _call_flower(link: ServerLink, arguments: Sequence[str]) -> Any:
     with tempfile.TemporaryDirectory(prefix="fedspan-") as home:
         secure = f'root-certificates = "{link.authority.resolve()}"' if link.authority else "insecure = true"
         config = f'[superlink]\ndefault = "{_NAME}"\n\n[superlink.{_NAME}]\naddress = "{link.address}"\n{secure}\n'

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -46,7 +47,7 @@ from fedspan.transports.flower.signing import NodeSigner, Signer, UnsignedSigner
 from fedspan.transports.flower.transfers import Bandwidth, Transfers
 from fedspan.transports.flower.wire import NodeWork
 
-__all__ = ["Link", "serve"]
+__all__ = ["Link", "explain_clock", "serve"]
 
 _STOP = 0.5
 """Interval in which a node that waits for an order checks whether to stop, in seconds."""
@@ -158,16 +159,31 @@ def serve(
                     connection.is_stopped = stop.is_set() and received.reply is None
                     give_up_at = time.monotonic() + _REFUSED
         except httpx.HTTPStatusError as error:
+            clock = explain_clock(error.response)
             if time.monotonic() > give_up_at and error.response.status_code in (401, 403):
                 expected = "a SuperLink that knows this node's key (fedspan admit KEY.pub, on the server)"
-                raise FedspanError("server", link.address, expected) from error
-            reason = "unknown node key, or the previous connection has not timed out yet"
+                raise FedspanError("server", link.address, "" if clock else expected, problem=clock) from error
+            reason = clock or "unknown node key, or the previous connection has not timed out yet"
             log.warning("%s refused the connection: %s; next attempt in %g s", link.address, reason, pause)
             stop.wait(_vary_pause(pause))
         except (httpx.HTTPError, OSError) as error:
             log.warning("no connection to %s (%s); next attempt in %g s", link.address, _describe_error(error), pause)
             stop.wait(_vary_pause(pause))
             pause = min(2 * pause, _RECONNECT[1])
+
+
+def explain_clock(response: httpx.Response) -> str | None:
+    """Explain a refusal by this machine's clock; None: it is near the server's.
+
+    The SuperLink refuses requests that were signed more than 5 seconds ahead of its time, or 305 seconds before it.
+    """
+    try:
+        ahead = time.time() - parsedate_to_datetime(response.headers["date"]).timestamp()
+    except (KeyError, ValueError, TypeError, OverflowError):
+        return None
+    if -300 < ahead < 4:  # the header has whole seconds
+        return None
+    return f"the clock of this machine is {abs(ahead):.0f} seconds {'ahead of' if ahead > 0 else 'behind'} the server's"
 
 
 def _wait_for_link(

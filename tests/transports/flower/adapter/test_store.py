@@ -120,6 +120,20 @@ def test_a_reply_is_stored_with_its_objects_and_its_order_deleted(scene: Scene) 
     assert id not in scene.state.object_store
 
 
+def test_a_reply_that_is_complete_or_was_stored_before_leaves_no_session(scene: Scene) -> None:
+    scene.send_order()
+    taken = scene.store.take_order(scene.node)
+    assert taken is not None
+    request, contents = scene.reply(taken[0])
+    for _ in range(3):
+        scene.store.store_reply(request, contents)
+        with scene.state.session() as session:
+            rows = session.connection().exec_driver_sql(
+                "SELECT COUNT(*) FROM object_push_sessions WHERE run_id = ?", (uint64_to_int64(scene.run),)
+            )
+            assert rows.scalar() == 0
+
+
 def test_a_node_whose_reply_arrives_is_online(scene: Scene) -> None:
     """The server took it for offline, and asks it to evaluate at once: its heartbeat may come later."""
     scene.send_order()

@@ -189,7 +189,9 @@ class TaskGrid:
         """
         try:
             self._client.SendTaskHeartbeat(SendTaskHeartbeatRequest())
-        except (httpx.HTTPStatusError, RunNotRunningException):
+        except httpx.HTTPStatusError as error:
+            return error.response.status_code < 500
+        except RunNotRunningException:
             return True
         except httpx.HTTPError:
             return False

@@ -225,6 +225,8 @@ class MessageStore:
             stored, missing = self._state.store_message_and_object_tree(message, tree, session)
             answer = PushMessagesResponse(results={message.metadata.message_id: 0}, session_id=session)
             answer.objects_to_push.extend(self._store_objects(session, missing, contents))
+            if not stored or not missing:  # nothing follows, and every session has a row
+                self._state._cleanup_push_session(session, cleanup_messages=False)
             is_complete = stored and not answer.objects_to_push
             if stored:
                 self._state.acknowledge_node_heartbeat(request.node.node_id, HEARTBEAT_DEFAULT_INTERVAL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import socket
 import sqlite3
 import sys
@@ -224,6 +225,8 @@ def read_pushed_reply(body: bytes, limit: int) -> PushedReply | None:
     head, tree = request.messages_list[0].metadata, request.message_object_trees[0]
     if head.message_id != tree.object_id:
         return None
+    if not (math.isfinite(head.created_at) and math.isfinite(head.ttl)):
+        return None  # Flower's checks pass numbers that are none, which its database then returns as nothing
     objects, depth, level = 1, 1, [tree]
     while objects <= limit:
         below = chain.from_iterable(parent.children for parent in level)
