@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from fedspan.config import load_config, override, parse_config
+from fedspan.config.cluster import ClusterConfig
 from fedspan.errors import FedspanError
 from helpers.valid_config import VALID
 
@@ -50,6 +51,13 @@ def test_overrides_are_applied_in_order() -> None:
     assert changed["federation"]["clients_per_round"] is None
     assert changed["new"] == {"deep": {"field": True}}
     assert (changed["device"], changed["data"]["text"], changed["seed"]) == ("cuda:1", "a=b", None)
+
+
+def test_a_section_that_is_null_gets_fields() -> None:
+    """As in the config.yaml of a run without a cluster, which goes on on one."""
+    stored = parse_config(VALID).model_dump(mode="json")
+    assert stored["cluster"] is None
+    assert parse_config(override(stored, ["cluster.workers=3"])).cluster == ClusterConfig(workers=3)
 
 
 def test_broken_overrides_are_refused() -> None:

@@ -148,8 +148,14 @@ def to_plain_values(config: ConfigLike, overrides: Sequence[str]) -> dict[str, A
 
 
 def _get_section(node: Any, section: str, text: str) -> Any:
-    """Return the value under a name in a section, or at a position in a list; create a missing section."""
-    child = node[_parse_index(node, section, text)] if isinstance(node, list) else node.setdefault(section, {})
+    """Return the value under a name in a section, or at a position in a list; create a section that is missing or null.
+
+    A run's own config.yaml has null for every section that it does not use.
+    """
+    key: Any = _parse_index(node, section, text) if isinstance(node, list) else section
+    if not isinstance(node, list) and node.get(section) is None:
+        node[section] = {}
+    child = node[key]
     if not isinstance(child, dict | list):
         raise FedspanError("--set", text, problem=f"in {text!r}, {section} is a value, not a section")
     return child
