@@ -107,6 +107,11 @@ def test_every_family_of_models(kind: str, tiny_folder: Path, decoders: Path, im
         pytest.param(
             {"method": {"name": "hetlora", "r": 3}, "federation": {"ranks": [1, 2, 3]}}, marks=pytest.mark.slow
         ),
+        {  # a kind of clients is verified after passes of another one
+            "training": {"lora_dropout": 0.1},
+            "method": {"name": "hetlora", "r": 2},
+            "federation": {"ranks": {"east": 1, "north": 2, "west": 2, "south": 1}},
+        },
     ],
     ids=lambda changes: json.dumps(changes)[:60],
 )

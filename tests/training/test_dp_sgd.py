@@ -23,6 +23,7 @@ from fedspan.core.values import Job, OptimizerSpec, Trained
 from fedspan.errors import FedspanError
 from fedspan.federation.validation import build_untrained_jobs
 from fedspan.runs.setup import Prepared, prepare
+from fedspan.training import dp_sgd
 from fedspan.training.batching import draw_job_batches
 from fedspan.training.dp_sgd import (
     PrivateTraining,
@@ -33,7 +34,7 @@ from fedspan.training.dp_sgd import (
 )
 from fedspan.training.jobs import Assignment, Privacy, TrainingSettings
 from fedspan.training.loop import LoopEngine
-from helpers import tiny, tiny_masked
+from helpers import tiny, tiny_masked, tiny_seq2seq
 
 PRIVACY = {"mechanism": "dp-sgd", "noise": 1e-9, "clip": 0.3}
 
@@ -122,6 +123,82 @@ def test_it_is_the_paper_s_algorithm(key: str, accumulate: int, prepared: Prepar
     assert relative(singles, found.tensors, work.job.tensors) < 1e-4
 
 
+@pytest.mark.parametrize("padding_free", [False, True])
+def test_dropout_of_an_example_is_the_same_in_every_pass(
+    padding_free: bool, prepared: Prepared, tiny_folder: Path
+) -> None:
+    """In a shared pass as alone, and whichever examples share its pass: clipping bounds no change of others' masks.
+
+    With dropout, batches keep their padding.
+    """
+    found: list[Trained] = []
+    for batch_size, accumulate in ((6, 1), (2, 3)):
+        training = {"batch_size": batch_size, "gradient_accumulation_steps": accumulate, "lora_dropout": 0.4}
+        run = run_of(prepared, tiny_folder, training=training)
+        work, settings = work_of(run), run.engine.settings
+        engine = LoopEngine(run.engine.adapted, run.task, settings, 0, padding_free=padding_free)
+        assert engine.private is not None
+        assert settings.privacy is not None
+        sizes = {len(sample) for sample in draw_poisson_batches(settings.privacy, settings, work)}
+        assert max(sizes) > 2, "one pass takes all examples, the other does not"
+        found.append(engine.train(work, run.train))
+        assert engine.private.refusal is None
+        assert "dropout masks" in str(engine.padding.refusal) or not padding_free
+        engine.private.refusal = "a test"
+        found.append(engine.train(work, run.train))
+        assert relative(found[-2], found[-1].tensors, work.job.tensors) < 1e-4
+    assert relative(found[0], found[2].tensors, work.job.tensors) < 1e-4
+    plain = run_of(prepared, tiny_folder, training={"batch_size": 6}).engine
+    assert isinstance(plain, LoopEngine)
+    assert relative(plain.train(work, prepared.train), found[0].tensors, work.job.tensors) > 1e-2
+
+
+def test_dropout_in_several_passes_of_a_batch_is_drawn_example_by_example(tmp_path: Path) -> None:
+    made = tiny_seq2seq.settings(tmp_path, "t5", privacy=PRIVACY, training={"lora_dropout": 0.4})
+    run = prepare(parse_config(made))
+    assert isinstance(run.engine, LoopEngine)
+    assert run.engine.private is not None
+    trained = run.engine.train(work_of(run), run.train)
+    assert "dropout masks are drawn for one pass" in str(run.engine.private.refusal)
+    assert all(bool(torch.isfinite(value).all()) for value in trained.tensors.values())
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+def test_an_example_that_is_alone_in_the_first_pass_verifies_nothing(
+    mixes: bool, prepared: Prepared, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that mixes examples is detected by the first two that share a pass."""
+    run = run_of(prepared, tiny_folder)
+    work, engine = work_of(run), run.engine
+    assert isinstance(engine, LoopEngine)
+    assert engine.private is not None
+    verified: list[int] = []
+    verify = PrivateTraining._verify  # pyright: ignore[reportPrivateUsage]
+
+    def count(self: PrivateTraining, *args: Any) -> None:
+        verified.append(len(args[4]))
+        verify(self, *args)
+
+    monkeypatch.setattr(PrivateTraining, "_verify", count)
+    samples = [work.indices[:1], work.indices[:0], work.indices[1:5], work.indices[5:6]]
+    for sample in samples[:2]:
+        monkeypatch.setattr(dp_sgd, "draw_poisson_batches", lambda *_, sample=sample: iter([sample]))
+        engine.train(work, run.train)
+        assert engine.private.refusal is None
+        assert verified == []
+    monkeypatch.setattr(dp_sgd, "draw_poisson_batches", lambda *_: iter(samples))
+    embeddings = engine.adapted.model.get_submodule("bert.embeddings")
+    handle = embeddings.register_forward_hook(
+        lambda _, __, output: output - output.mean(0, keepdim=True) / 2 if mixes else output
+    )
+    try:
+        engine.train(work, run.train)
+    finally:
+        handle.remove()
+    assert verified == [2]
+    assert ("gradients differ" in str(engine.private.refusal)) == mixes
+
+
 def test_examples_have_the_gradients_that_opacus_finds(prepared: Prepared, tiny_folder: Path) -> None:
     """The same factors in PEFT's own layers, under Opacus' own hooks."""
     from opacus import GradSampleModule
@@ -135,7 +212,7 @@ def test_examples_have_the_gradients_that_opacus_finds(prepared: Prepared, tiny_
     assert engine.private is not None
     names = work.job.trainable_names
     live = engine.adapted.install(work.job.parametrization, work.job.tensors, frozenset(names))
-    _, ours = engine.private._compute_stacked_gradients(work, live, names, run.train, indices)  # pyright: ignore[reportPrivateUsage]
+    _, ours = engine.private._compute_stacked_gradients(work, live, names, run.train, indices, 0)  # pyright: ignore[reportPrivateUsage]
 
     base = tiny.fresh_classifier(tiny_folder / "bert")
     base.load_state_dict(engine.adapted.model.state_dict())

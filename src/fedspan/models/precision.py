@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["compute_tolerance", "keep_in_float32"]
+__all__ = ["compute_tolerance", "has_narrow_weights", "keep_in_float32"]
 
 
 def keep_in_float32(model: nn.Module, trained: Iterable[nn.Parameter]) -> None:
@@ -23,12 +23,16 @@ def keep_in_float32(model: nn.Module, trained: Iterable[nn.Parameter]) -> None:
         trained: Parameters that an optimizer will update.
     """
     ids = {id(parameter) for parameter in trained}
-    for module in _list_owners(model, ids):
-        narrow = {parameter.dtype for parameter in module.parameters() if _is_narrow(parameter)}
-        if narrow:
+    narrow = {
+        module: {parameter.dtype for parameter in module.parameters() if _is_narrow(parameter)}
+        for module in _list_owners(model, ids)
+    }
+    # All formats are read before any module is converted: modules with tied weights convert each other's parameters.
+    for module, dtypes in narrow.items():
+        if dtypes:
             module.float()
             module.register_forward_pre_hook(_cast_up, with_kwargs=True)
-            module.register_forward_hook(_cast_back(min(narrow, key=str)))
+            module.register_forward_hook(_cast_back(min(dtypes, key=str)))
 
 
 def _is_narrow(tensor: Tensor) -> bool:
@@ -70,6 +74,11 @@ def _cast_back(dtype: torch.dtype) -> Callable[[nn.Module, Any, Any], Any]:
     return cast
 
 
+def has_narrow_weights(model: nn.Module) -> bool:
+    """Check whether any floating-point weight of a model has 16 bits or fewer, in whatever format the others are."""
+    return any(_is_narrow(parameter) for parameter in model.parameters())
+
+
 def compute_tolerance(model: nn.Module) -> float:
-    """Return the relative rounding tolerance of predictions in the number format of a model's weights."""
-    return 5e-2 if torch.finfo(next(model.parameters()).dtype).bits == 16 else 1e-3
+    """Return the relative rounding tolerance of predictions in the narrowest number format of a model's weights."""
+    return 5e-2 if has_narrow_weights(model) else 1e-3

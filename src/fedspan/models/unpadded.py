@@ -21,6 +21,7 @@ from fedspan.models.adapted import AdaptedModel
 from fedspan.models.calls import DROPOUTS, HIDDEN, find_block_chains, get_hidden, replace_forward, trace_calls
 from fedspan.models.layout import Padded, TokenLayout
 from fedspan.models.operators import Linear
+from fedspan.models.precision import has_narrow_weights
 
 __all__ = ["Unpadded", "get_current_layout"]
 
@@ -155,8 +156,8 @@ class Unpadded:
             if path.startswith(inside) and not isinstance(layer.operator, Linear):
                 raise Padded(f"{path} is not a linear layer")
 
-        narrow = torch.finfo(next(model.parameters()).dtype).bits == 16
-        self.variable = narrow and adapted.device.type == "cuda" and import_variable_attention() is not None
+        is_half_on_gpu = adapted.device.type == "cuda" and has_narrow_weights(model)
+        self.variable = is_half_on_gpu and import_variable_attention() is not None
         """Whether attention takes texts of variable length, which PyTorch has for GPUs in half precision."""
 
     @contextmanager

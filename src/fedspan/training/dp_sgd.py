@@ -5,7 +5,9 @@ Abadi et al., "Deep Learning with Differential Privacy", CCS 2016, arXiv 1607.00
     g = ( sum over a Poisson sample of clip(grad loss(x), C) + N(0, (z C)^2) ) / (expected sample size)
 
 Opacus clips and scales. Per-example gradients come from the layers that stack clients: every example is
-treated as a client with its own copy of the factors. The first sample verifies that the model keeps examples apart.
+treated as a client with its own copy of the factors. The first two examples that share a pass verify that the model
+keeps examples apart. Masks of dropout are drawn by example: clipping bounds what an example adds to the sum, but not
+how it would change the masks of others.
 
 Shapes: K examples in a pass.
 """
@@ -13,14 +15,14 @@ Shapes: K examples in a pass.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fedspan.core.noise import compute_tensor_digest, derive_seed_key, draw_gaussian, draw_poisson_sample
-from fedspan.core.tensors import Tensors, compute_norm, subtract
+from fedspan.core.tensors import Tensors, compute_norm, subtract, to_device
 from fedspan.core.values import Job, Trained
 from fedspan.errors import FedspanError
 from fedspan.models.precision import compute_tolerance
@@ -28,7 +30,7 @@ from fedspan.models.stacked import StackedModel, Unstackable
 from fedspan.tasks.task import Examples, Task
 from fedspan.training.accounting import Mechanism, calibrate_noise, require_opacus
 from fedspan.training.jobs import Assignment, Privacy, TrainingSettings, build_not_finite_error
-from fedspan.training.services import TrainingServices
+from fedspan.training.services import TrainingServices, draw_dropout_mask
 
 __all__ = ["PrivateTraining", "compute_noise", "compute_private_steps", "draw_poisson_batches", "release_of"]
 
@@ -133,11 +135,9 @@ class PrivateTraining:
             if names not in sums:
                 sums[names] = NoisySum(self.privacy, assignment, {name: live[name] for name in names})
             noisy = sums[names]
-            passes = range(0, max(1, len(sample)), settings.batch_size)
-            for number, start in enumerate(passes):
+            for start in range(0, max(1, len(sample)), settings.batch_size):
                 indices = sample[start : start + settings.batch_size]
-                trainer.set_dropout(assignment, f"{steps} {number}")
-                losses, gradients = self._compute_gradients(assignment, live, names, examples, indices)
+                losses, gradients = self._compute_gradients(assignment, live, names, examples, indices, steps)
                 value = float(losses.sum())
                 if not math.isfinite(value):
                     raise build_not_finite_error(assignment, value)
@@ -158,24 +158,74 @@ class PrivateTraining:
         )
 
     def _compute_gradients(
-        self, assignment: Assignment, live: Tensors, names: Sequence[str], examples: Examples, indices: np.ndarray
+        self,
+        assignment: Assignment,
+        live: Tensors,
+        names: Sequence[str],
+        examples: Examples,
+        indices: np.ndarray,
+        step: int,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute losses (K,) and gradients (K, ...) of examples."""
+        """Compute losses (K,) and gradients (K, ...) of examples in an optimizer step."""
         if not len(indices):
             empty = {name: live[name].new_zeros(0, *live[name].shape) for name in names}
             return torch.zeros(0), empty
-        if self.refusal is None and not self._verified:
-            self._verify(assignment, live, assignment.job.trainable_names, examples, indices[:2])
-        if self.refusal is None:
-            return self._compute_stacked_gradients(assignment, live, names, examples, indices)
-        return self._compute_single_gradients(live, names, examples, indices)
+        if self.refusal is None and not self._verified and len(indices) > 1:
+            self._verify(assignment, live, assignment.job.trainable_names, examples, indices[:2], step)
+        # One example verifies nothing: until a sample has two for a pass, each is processed in a pass of its own.
+        if self.refusal is None and self._verified:
+            return self._compute_stacked_gradients(assignment, live, names, examples, indices, step)
+        return self._compute_single_gradients(assignment, live, names, examples, indices, step)
+
+    def _set_dropout(
+        self, assignment: Assignment, step: int, batch: Mapping[str, Tensor], indices: np.ndarray, lengths: np.ndarray
+    ) -> None:
+        """Draw the adapters' dropout of examples that share a pass: each has the masks of a pass of its own.
+
+        Args:
+            assignment: The assignment.
+            step: Number of the optimizer step.
+            batch: The collated examples.
+            indices: Indices of the examples, (K,).
+            lengths: Numbers of tokens of the examples, (K,).
+
+        Raises:
+            Unstackable: If several examples share a batch that takes several passes of the model.
+        """
+        trainer, count = self.trainer, len(indices)
+        rate = trainer.settings.dropout
+        if not rate:
+            return
+        if count > 1 and getattr(trainer.task, "has_several_passes", False):
+            raise Unstackable("dropout masks are drawn for one pass of a batch, and each of an example's texts has one")
+        tokens = batch["input_ids"].shape[1] if "input_ids" in batch else None
+        key = (trainer.seed, assignment.round, assignment.client, assignment.job.phase, step)
+
+        def dropout(x: Tensor, layer: str) -> Tensor:
+            if count > 1 and x.shape[0] != count:
+                raise Unstackable(f"dropout before {layer}, which is given the tokens of all examples in one row")
+            mask = torch.ones(x.shape, dtype=torch.bool)
+            for number, (index, length) in enumerate(zip(indices.tolist(), lengths.tolist(), strict=True)):
+                own = mask if count == 1 else mask[number : number + 1]
+                if x.ndim > 2 and x.shape[1] == tokens:
+                    own = own[:, :length]  # without the padding of the pass
+                own.copy_(draw_dropout_mask(own.shape, rate, *key, index, layer))
+            return x * to_device(mask, x.device).to(x.dtype) / (1 - rate)
+
+        trainer.adapted.set_dropout(dropout)
 
     def _mask_gradients(self, job: Job, name: str, gradients: Tensor) -> Tensor:
         """Zero the gradients of masked entries, which then do not count in the norm."""
         return gradients * job.masks[name].to(gradients) if name in job.masks else gradients
 
     def _compute_stacked_gradients(
-        self, assignment: Assignment, live: Tensors, names: Sequence[str], examples: Examples, indices: np.ndarray
+        self,
+        assignment: Assignment,
+        live: Tensors,
+        names: Sequence[str],
+        examples: Examples,
+        indices: np.ndarray,
+        step: int,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         trainer, count = self.trainer, len(indices)
         leaves = {
@@ -186,6 +236,7 @@ class PrivateTraining:
         }
         rows = indices.tolist()
         batch = trainer.task.collate(examples, rows, trainer.adapted.device)
+        self._set_dropout(assignment, step, batch, indices, examples.lengths[indices])
         stacked = self.stacked.hold_tensors(assignment.job.parametrization, {**frozen, **leaves}, count, count)
         unpadded = trainer.padding.remove_padding(batch, examples.lengths[indices], count)
         with stacked, unpadded, trainer.prefixes.feed(examples, rows):
@@ -197,14 +248,21 @@ class PrivateTraining:
         return losses.detach(), gradients
 
     def _compute_single_gradients(
-        self, live: Tensors, names: Sequence[str], examples: Examples, indices: np.ndarray
+        self,
+        assignment: Assignment,
+        live: Tensors,
+        names: Sequence[str],
+        examples: Examples,
+        indices: np.ndarray,
+        step: int,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         trainer = self.trainer
         losses: list[Tensor] = []
         gradients: dict[str, list[Tensor]] = {name: [] for name in names}
         for index in indices.tolist():
-            batch = trainer.task.collate(examples, [index], trainer.adapted.device)
-            unpadded = trainer.padding.remove_padding(batch, examples.lengths[[index]])
+            batch, lengths = trainer.task.collate(examples, [index], trainer.adapted.device), examples.lengths[[index]]
+            self._set_dropout(assignment, step, batch, np.array([index]), lengths)
+            unpadded = trainer.padding.remove_padding(batch, lengths)
             with unpadded, trainer.prefixes.feed(examples, [index]):
                 loss = trainer.task.compute_loss(trainer.adapted.model, batch)
             own_gradients = torch.autograd.grad(loss, [live[name] for name in names], allow_unused=True)
@@ -214,17 +272,26 @@ class PrivateTraining:
         return torch.stack(losses), {name: torch.stack(values) for name, values in gradients.items()}
 
     def _verify(
-        self, assignment: Assignment, live: Tensors, names: Sequence[str], examples: Examples, indices: np.ndarray
+        self,
+        assignment: Assignment,
+        live: Tensors,
+        names: Sequence[str],
+        examples: Examples,
+        indices: np.ndarray,
+        step: int,
     ) -> None:
-        """Check that examples in a shared pass have the gradients of single passes; the clipping bound relies on it."""
+        """Check that two examples in a shared pass have the gradients of single passes, with the same dropout.
+
+        The clipping bound relies on it.
+        """
         before = {name: live[name].detach().clone() for name in names}
         with torch.no_grad():  # where B is 0, A has a zero gradient, which would hide errors
             for name in names:
                 noise = draw_gaussian(derive_seed_key(0), live[name].shape, "verify", name) * 0.02
                 live[name].add_(noise.to(live[name]))
         try:
-            _, shared = self._compute_stacked_gradients(assignment, live, names, examples, indices)
-            _, single_gradients = self._compute_single_gradients(live, names, examples, indices)
+            _, shared = self._compute_stacked_gradients(assignment, live, names, examples, indices, step)
+            _, single_gradients = self._compute_single_gradients(assignment, live, names, examples, indices, step)
             error_norm = compute_norm(subtract(shared, single_gradients)) / max(compute_norm(single_gradients), 1e-30)
             if not error_norm < compute_tolerance(self.trainer.adapted.model):
                 self.refusal = f"gradients differ by {error_norm:.1e} when two examples share a pass"

@@ -229,7 +229,7 @@ class TrainingServices:
             for layer in self.adapted.layers.values():
                 layer.shrink = decay
 
-    def set_dropout(self, assignment: Assignment, step: int | str) -> None:
+    def set_dropout(self, assignment: Assignment, step: int) -> None:
         """Draw the adapters' dropout of a forward pass."""
         rate, client, round, phase = self.settings.dropout, assignment.client, assignment.round, assignment.job.phase
         if not rate:
