@@ -17,7 +17,9 @@ from fedspan.config.reading import override
 from fedspan.errors import FedspanError
 from fedspan.runs import extension, final_report, selection
 from fedspan.runs.callbacks import Listener
-from fedspan.runs.integrity import list_differences
+from fedspan.runs.environment import is_same_environment
+from fedspan.runs.folder import RunFolder
+from fedspan.runs.integrity import list_differences, read_config
 from fedspan.runs.selection import Best
 from helpers import tiny
 from helpers.families import others_slow
@@ -141,6 +143,7 @@ def test_an_interrupted_run_goes_on_with_other_resources(tiny_folder: Path, tmp_
     before = content(folder)
     assert fedspan.resume(folder, overrides=["engine.name=loop"]) == report
     assert content(folder) == before
+    assert not is_same_environment(RunFolder(folder), read_config(folder)), "no series uses it as one of equal bits"
 
 
 def test_changes_are_recorded_as_overrides() -> None:

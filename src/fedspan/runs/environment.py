@@ -13,7 +13,7 @@ import fedspan
 from fedspan.config import RunConfig
 from fedspan.runs.folder import RunFolder
 
-__all__ = ["extend_command", "is_command", "is_same_environment", "record_environment"]
+__all__ = ["extend_command", "is_command", "is_same_environment", "mark_changed", "record_environment"]
 
 _PACKAGES = ("transformers", "peft", "safetensors", "datasets", "flwr")
 
@@ -88,12 +88,28 @@ def extend_command(folder: RunFolder, changes: Iterable[str]) -> None:
         folder.write_json(folder.environment, {**recorded, "command": [*command, *options]})
 
 
+def mark_changed(folder: RunFolder) -> None:
+    """Record that a run went on with other settings than it began with, so that its bits are those of neither.
+
+    Raises:
+        FedspanError: If environment.json cannot be read or written.
+    """
+    recorded = folder.read_json(folder.environment)
+    if isinstance(recorded, dict):
+        folder.write_json(folder.environment, {**recorded, "changed": True})
+
+
 def is_same_environment(folder: RunFolder, config: RunConfig) -> bool:
     """Check whether a run had the current versions, a machine like this one, and the threads of this config.
+
+    A run that went on with other settings than it began with (``mark_changed``) had several.
 
     Raises:
         FedspanError: If its environment.json cannot be read.
     """
+    recorded = folder.read_json(folder.environment)
+    if isinstance(recorded, dict) and "changed" in recorded:
+        return False
     return not _list_changes(folder, _describe_environment(config.seed, (), config.threads))
 
 

@@ -16,7 +16,7 @@ from fedspan.errors import FedspanError
 from fedspan.files import convert_disk_errors, remove, write_atomic
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.callbacks import Listener
-from fedspan.runs.environment import extend_command
+from fedspan.runs.environment import extend_command, mark_changed
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.integrity import format_config, is_resource, list_differences, require_intact
 from fedspan.runs.planned_rounds import ROUNDS_FIELD, require_independent_rounds
@@ -106,6 +106,8 @@ def extend(run_folder: RunFolder, stored: RunConfig, changed: RunConfig, listene
             remove(run_folder.report)
             remove(run_folder.baselines)
         extend_command(run_folder, list_overrides(changes, changed))
+        if not changes.keys() <= {_ROUNDS, _PATIENCE}:
+            mark_changed(run_folder)
         write_atomic(run_folder.config, format_config(changed).encode())
     for field, (before, after) in changes.items():
         listener.on_note(f"{field} is {after} from now on, and was {before}")
