@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
 from helpers.pretend_grid import NODES, Grid
 from helpers.reply_transport import exchanged
@@ -100,3 +103,27 @@ def test_a_server_reads_no_more_than_the_order_allows(
     assert grid.pull_messages(["order"]) == []
     (result,) = results
     assert result == ("reply within 1000" if is_read else "the reply has more than 0.000953674 MiB, the maximum")
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [(500, "failed with status 500, perhaps because its disk is full.*--resume"), (401, "does not know this run")],
+)
+def test_the_end_of_a_run_has_the_reason_that_the_superlink_gave(
+    status: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    httpx = pytest.importorskip("httpx")
+
+    class Ended:
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def serve_task(self) -> Any:
+            return nullcontext()
+
+    monkeypatch.setattr(grid_module, "call_flower", lambda *_: {"run-id": "1"})
+    monkeypatch.setattr(grid_module, "_take_over", lambda *_: "token")
+    monkeypatch.setattr(grid_module, "LimitedGrid", Ended)
+    link = SimpleNamespace(address="127.0.0.1:1", authority=None, secret=tmp_path / "secret")
+    with pytest.raises(FedspanError, match=said), grid_module.attach(link, 1):
+        raise httpx.HTTPStatusError("", request=httpx.Request("POST", "http://a"), response=httpx.Response(status))

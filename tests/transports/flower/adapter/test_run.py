@@ -70,6 +70,13 @@ def test_a_heartbeat_of_a_run_that_has_ended_ends_no_process() -> None:
     assert not grid._send_heartbeat(), "nobody answers: it is repeated"
 
 
+def test_a_heartbeat_that_the_server_failed_to_take_is_sent_again() -> None:
+    from fedspan.transports.flower.adapter import TaskGrid
+
+    with _answering(500, b"") as address:
+        assert not TaskGrid(address, None, "token")._send_heartbeat()
+
+
 @contextmanager
 def _answering(status: int, body: bytes) -> Iterator[str]:
     """The address of a server that gives every request the same answer."""
