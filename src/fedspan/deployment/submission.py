@@ -233,8 +233,8 @@ class Handshakes:
         self.owners: dict[str, int] = {}
         """Flower's ids of all nodes that ever joined, by client id. A caller adds those of a resumed run."""
         self.refused: dict[str, str] = {}
-        self._refused_ids: dict[int, str] = {}
         """Why other nodes have not, by client id."""
+        self._refused_ids: dict[int, str] = {}  # the id of each node's entry
         self.undecided: set[int] = set()
         """Nodes whose operators have not decided, which are to be invited again."""
         self.known_nodes: set[int] = set()
@@ -277,9 +277,10 @@ class Handshakes:
             self.undecided.add(node)
         else:
             self.known_nodes.add(node)
-        if (earlier := self._refused_ids.get(node)) != id:  # one entry for each node, whatever ids it takes
-            self.refused.pop(earlier or "", None)
-            self._refused_ids[node] = id
+        earlier = self._refused_ids.get(node)
+        self._refused_ids[node] = id
+        if earlier is not None and earlier not in self._refused_ids.values():  # one entry a node, whatever ids it takes
+            self.refused.pop(earlier, None)
         if self.refused.get(id) != reason:
             self.refused[id] = reason or ""
             self._listener.on_note(f"{id} does not participate{' yet' if node in self.undecided else ''}: {reason}")

@@ -18,7 +18,7 @@ from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.environment import extend_command, mark_changed
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.integrity import format_config, is_resource, list_differences, require_intact
+from fedspan.runs.integrity import format_config, is_resource, list_differences
 from fedspan.runs.planned_rounds import ROUNDS_FIELD, require_independent_rounds
 from fedspan.runs.selection import has_stalled
 
@@ -86,7 +86,7 @@ def extend(run_folder: RunFolder, stored: RunConfig, changed: RunConfig, listene
     one of the two configs. A finished run that gets neither keeps its config.
 
     Args:
-        run_folder: The run folder, whose lock this process holds.
+        run_folder: The run folder, which is intact and whose lock this process holds.
         stored: The config in the folder.
         changed: The changed config.
         listener: Listener that receives notes.
@@ -94,7 +94,6 @@ def extend(run_folder: RunFolder, stored: RunConfig, changed: RunConfig, listene
     Raises:
         FedspanError: If the run cannot continue under the changed config, or the disk cannot be written.
     """
-    require_intact(run_folder)
     require_extensible(run_folder, stored, changed)
     if not has_effect(run_folder, stored, changed):
         return

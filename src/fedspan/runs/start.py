@@ -17,7 +17,7 @@ from fedspan.runs.arrivals import require_same_arrivals
 from fedspan.runs.callbacks import Listener, Listeners
 from fedspan.runs.engine_setup import keep_stacking_plan
 from fedspan.runs.environment import record_environment
-from fedspan.runs.extension import extend, require_extensible
+from fedspan.runs.extension import extend
 from fedspan.runs.final_report import finish
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.integrity import (
@@ -93,9 +93,9 @@ def run(
             before, prepared = read_config(run_folder.path), None
             used = resolve_config(run_folder, config or before)
             _require_watched_clients(used, host)
-            if config is not None:  # built before the folder changes, because what is asked for may not be there
+            if config is not None:
                 require_intact(run_folder)
-                require_extensible(run_folder, before, config)
+                # Built before the folder changes: a change that this machine cannot make leaves the run as it was.
                 prepared = _build_again(run_folder, used, listener, build)
                 extend(run_folder, before, config, listener)
             if changes := record_environment(run_folder, used.seed, command, used.threads):

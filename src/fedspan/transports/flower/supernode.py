@@ -159,7 +159,7 @@ def serve(
                     connection.is_stopped = stop.is_set() and received.reply is None
                     give_up_at = time.monotonic() + _REFUSED
         except httpx.HTTPStatusError as error:
-            clock = explain_clock(error.response)
+            clock = explain_clock(error.response) if error.response.status_code == 401 else None
             if time.monotonic() > give_up_at and error.response.status_code in (401, 403):
                 expected = "a SuperLink that knows this node's key (fedspan admit KEY.pub, on the server)"
                 raise FedspanError("server", link.address, "" if clock else expected, problem=clock) from error
