@@ -52,6 +52,7 @@ from fedspan.federation.protocol import Envelope, Order, read_header
 from fedspan.federation.secagg.messages import Phase, decode_request
 from fedspan.files import convert_disk_errors, read_bytes, write_atomic
 from fedspan.logs import AuditLog
+from fedspan.runs.head_setup import find_new_head
 from fedspan.runs.privacy_budget import generate_key, has_key, load_noise_key, store_noise_key
 from fedspan.runs.remote import build_method, secure_client
 from fedspan.runs.setup import prepare
@@ -290,7 +291,7 @@ class NodeService:
         store = DiskClientStore(folder / "kept")
         server_config = parse_config({**invitation.read_values(), "data": config.data.model_dump(mode="json")})
         plain = build_method(server_config, prepared.engine.adapted.spec)
-        method = config.wrap_method(plain)
+        method = config.wrap_method(plain, find_new_head(config, prepared.model))
 
         def export(job: Job, base: BaseUpdate, round: int) -> None:
             write_model(prepared, job, base, folder / "adapter", round, self.node.id)

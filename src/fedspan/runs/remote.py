@@ -33,7 +33,7 @@ from fedspan.runs.client_ranks import compute_client_ranks, compute_client_scali
 from fedspan.runs.devices import choose_device, set_algorithms
 from fedspan.runs.engine_setup import make_engine
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.head_setup import build_head_start
+from fedspan.runs.head_setup import build_head_start, find_new_head
 from fedspan.runs.integrity import read_resolved_config
 from fedspan.runs.model_card import RunReport
 from fedspan.runs.model_setup import build_model
@@ -101,7 +101,7 @@ def prepare_server(config: RunConfig, key: bytes | None = None, stages: Stages |
         config, labels, compute_max_length(config, model.processor, model.adapted.model), model.pooling
     )
     task = config.task_definition.build(model.processor, task_settings, config.data)
-    method = config.wrap_method(build_method(config, model.adapted.spec))
+    method = config.wrap_method(build_method(config, model.adapted.spec), find_new_head(config, model))
     engine = make_engine(config, model.adapted, task, config.build_training_settings(key), stages)
     head, notes = build_head_start(config, model)
     no_data = Nothing()

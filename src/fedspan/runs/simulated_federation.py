@@ -23,6 +23,7 @@ from fedspan.federation.settings import FEWEST_SECURE_CLIENTS
 from fedspan.runs.aggregation_setup import build_aggregation
 from fedspan.runs.arrivals import read_arrivals
 from fedspan.runs.client_ranks import compute_client_ranks, compute_client_scaling
+from fedspan.runs.head_setup import find_new_head
 from fedspan.runs.trainer_setup import RunTrainer
 from fedspan.tasks.task import Examples, get_labels
 from fedspan.transports.in_process import simulate
@@ -52,7 +53,7 @@ def build_simulated_federation(
     if config.simulation is not None:
         conditions = config.simulation.build_conditions(config.seed)
     return simulate(
-        config.wrap_method(trainer.method),
+        config.wrap_method(trainer.method, find_new_head(config, trainer.model)),
         trainer.engine,
         clients,
         _flip_labels(train, clients, conditions, len(trainer.task_settings.labels)),
