@@ -60,10 +60,12 @@ class HeadRounds(Wrapper):
     Args:
         rounds: Number of these rounds.
         head: The head.
+        epochs: Local epochs in each of them; None: the run's epochs or steps.
     """
 
     rounds: int
     head: NewHead
+    epochs: int | None = None
 
     def request(self, state: ServerState, *, is_short: bool) -> ServerState:
         """Return a state before the first round in which the rounds take place.
@@ -104,6 +106,7 @@ class HeadRounds(Wrapper):
             job.parametrization,
             job.tensors,
             (Group((weight,), lr_scale=scale), *(Group((name,)) for name in bias)),
+            epochs=self.epochs,
             optimizer={"name": "adamw", "lr": RATE, "weight_decay": 0.0},
             phase=HEAD_PHASE,
             scalars={ROUNDS: self.rounds},
