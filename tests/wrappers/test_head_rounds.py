@@ -16,6 +16,7 @@ from fedspan import FedspanError
 from fedspan.core.tensors import is_extra, split_extras
 from fedspan.deployment.handshake import build_server_config
 from fedspan.deployment.node import NodeService
+from fedspan.diagnostics.round_diagnosis import diagnose_round
 from fedspan.federation.progress import Progress, RoundResult
 from fedspan.runs import start
 from fedspan.runs.callbacks import Listener
@@ -250,3 +251,16 @@ def test_a_trained_head_is_not_trained_alone(tiny_folder: Path, tmp_path: Path) 
     tiny.save_tokenizer(tmp_path / "fitted")
     run = prepare(tiny.config(tiny_folder, model={"head_rounds": 1, "name": str(tmp_path / "fitted")}))
     assert not isinstance(run.federation.method, HeadRounds)
+
+
+@pytest.mark.parametrize("key", ["fedit", "fr-lora"])
+def test_diagnostics_begin_with_the_methods_rounds(key: str, tiny_folder: Path, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"method": {"name": key}, "evaluation": {"diagnostics": 1}, "federation": {"rounds": 2}}
+    fedspan.run(tiny.settings(tiny_folder, model={"head_rounds": 1}, **changes), tmp_path / "run")
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert ["diagnostics" in row for row in rows] == [False, True]
+    with pytest.raises(FedspanError, match="trains the head alone"):
+        run = prepare(tiny.config(tiny_folder, model={"head_rounds": 1}, **changes))
+        diagnose_round(
+            run.federation, begin(run.federation, run.head), run.train, title=key, seed=0, batch_size=8, pairs=0
+        )
