@@ -1,4 +1,4 @@
-"""Every method on layers that are no linear maps of a vector: convolutions of odd kernels and strides, an embedding."""
+"""Every method on convolutions, embeddings and narrow bases."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 
 from fedspan.config import RunConfig, parse_config
+from fedspan.core.base import to_dense
 from fedspan.federation.progress import Progress
 from fedspan.methods.registry import METHODS
 from fedspan.runs import checkpoint
@@ -178,3 +179,32 @@ def test_a_rank_equal_to_a_layer_s_side_is_taken_for_nothing_else(
         stepped = [round for round in run.rounds if any(local.trained.steps for local in round.trained)]
         assert max(max(errors(run, round).values()) for round in stepped) < 1e-6
     require_declared_traffic(run, METHODS[key].claims.extras)
+
+
+@pytest.fixture(scope="module", params=["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+def narrow(request: pytest.FixtureRequest, tiny_folder: Path, prepared: Prepared) -> Prepared:
+    return prepare(method_config(tiny_folder, "fedit", model={"dtype": request.param}), prepared.partition)
+
+
+@pytest.mark.parametrize("key", methods_by_family(quick=UNLIKE))
+def test_a_narrow_base_is_never_written_to_nor_anything_narrow_sent(
+    key: str, narrow: Prepared, tiny_folder: Path
+) -> None:
+    """No SVD, QR or eigenvalue comes in 16 bits, and a weight of so few loses a step's change."""
+    training = {"weight_decay": 0}  # a base that decays needs float32, and says so
+    model = {"dtype": narrow.config.model.dtype}
+    before = {name: layer.stored_weight.detach().clone() for name, layer in narrow.engine.adapted.layers.items()}
+    run = run_watched(narrow, method_config(tiny_folder, key, model=model, federation={"rounds": 3}, training=training))
+    adapted = run.prepared.engine.adapted
+    for round in run.rounds:
+        state = round.after.state
+        for value in (*state.tensors.values(), *state.memory.values()):
+            assert value.dtype not in (torch.bfloat16, torch.float16)
+            assert not value.is_floating_point() or value.isfinite().all()
+        for layer, delta in state.base.total.items():
+            assert to_dense(delta).dtype == torch.float32, layer
+    for name, layer in adapted.layers.items():
+        assert layer.stored_weight.dtype == getattr(torch, model["dtype"])
+        assert torch.equal(layer.stored_weight, before[name])
+    losses = [round.result.loss for round in run.rounds]
+    assert len(set(losses)) == len(losses)

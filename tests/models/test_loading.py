@@ -1,4 +1,4 @@
-"""Loading a pretrained model: a head by seed, no dropout, and one line for whatever is missing or broken."""
+"""Loading models: a head by seed, no dropout, names, empty models, and one line for whatever is missing or broken."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from torch import nn
 
 from fedspan.errors import FedspanError
 from fedspan.models import names
-from fedspan.models.loading import load_pretrained
-from fedspan.models.names import resolve_model
+from fedspan.models.empty import load_empty
+from fedspan.models.loading import load_pretrained, load_scratch
+from fedspan.models.names import get_published_name, resolve_model
+from fedspan.models.targets import suggest_targets
 from fedspan.runs.setup import prepare
 from fedspan.tasks.classification import SequenceClassification
 from fedspan.tasks.encoding import EncodedText, Ragged
@@ -200,3 +202,39 @@ def test_weights_are_mapped_from_their_file(tiny_folder: Path) -> None:
     assert len(weights) > 1
     for weight in weights:
         assert any(start <= weight.data_ptr() < end for start, end in mapped)
+
+
+def test_targets_are_suggested_where_peft_has_no_default() -> None:
+    empty = load_empty("builtin:resnet-8", "image-classification", ["a", "b", "c"])
+    assert suggest_targets(empty, 3) == ["conv1", "conv2"]
+    known = load_empty("any", "classification", ["a", "b", "c"], architecture={"model_type": "bert"})
+    assert suggest_targets(known, 3) is None
+    vit = {"model_type": "dinov2", "num_hidden_layers": 1}
+    names = suggest_targets(load_empty("any", "image-classification", ["a", "b", "c"], architecture=vit), 3)
+    assert names == ["q_proj", "v_proj"]
+
+
+def test_other_names_are_left_to_transformers() -> None:
+    for name in ("bert-base-uncased", "org/model", "builtin:", "./folder"):
+        assert resolve_model(name) == name
+
+
+def test_an_adapter_names_its_base_so_that_anybody_can_load_it() -> None:
+    assert get_published_name("builtin:all-minilm-l6-v2") == "sentence-transformers/all-MiniLM-L6-v2"
+    for name in ("bert-base-uncased", "some/folder", "builtin:unknown"):
+        assert get_published_name(name) == name
+
+
+LABELS = ("cat", "dog", "owl")
+
+
+def test_three_architectures_by_name() -> None:
+    """Stages and blocks as the names say: 2 or 4 times the blocks, and the stem and the head."""
+    for name, convolutions, width in (("resnet-8", 7, 64), ("resnet-10", 9, 512), ("resnet-18", 17, 512)):
+        model = load_scratch(f"builtin:{name}", "image-classification", LABELS).model
+        wide = [m for m in model.modules() if isinstance(m, nn.Conv2d) and m.kernel_size == (3, 3)]
+        assert (len(wide), model.fc.in_features, model.fc.out_features) == (convolutions, width, 3)
+        if name == "resnet-8":
+            assert model(pixel_values=torch.zeros(2, 3, 13, 10)).logits.shape == (2, 3)
+    with pytest.raises(FedspanError, match="an architecture without weights"):
+        load_pretrained("builtin:resnet-8", "image-classification", LABELS)
