@@ -202,20 +202,6 @@ def test_a_page_is_whole(row: MethodRow | WrapperRow) -> None:
         assert arxiv[1] in page.partition("## Reference")[2]
 
 
-@pytest.mark.parametrize("key", ["fed-sb", "fedadam", "fedpaq", "florg", "rolora"])
-def test_the_deviations_of_papers_with_an_unweighted_mean_name_the_setting(key: str) -> None:
-    """By default replies are weighted by examples."""
-    text = sections((PAGES / f"{key}.md").read_text(encoding="utf-8"))["Deviations"]
-    (sentence,) = [one for one in re.split(r"(?<=[.;])\s", text) if "`federation.weights: uniform`" in one]
-    assert "unweighted" in sentence
-
-
-def test_fedgalore_s_page_says_which_gradient_is_clipped() -> None:
-    text = sections((PAGES / "fedgalore.md").read_text(encoding="utf-8"))["Deviations"]
-    (sentence,) = [one for one in re.split(r"(?<=[.;])\s", text) if "`training.max_grad_norm`" in one]
-    assert "norm of the projected gradients" in sentence
-
-
 @each
 def test_every_option_is_on_the_page(row: MethodRow | WrapperRow) -> None:
     text = sections(page_of(row))["Options"]

@@ -11,11 +11,9 @@ import transformers
 from torch import Tensor, nn
 
 from fedspan.models.calls import (
-    Call,
     build_tiny_batch,
     enter_evaluation,
     find_block_chains,
-    get_hidden,
     has_own_decoder_inputs,
     replace_forward,
     trace_calls,
@@ -81,28 +79,6 @@ def test_hidden_states_that_change_between_two_blocks_end_a_chain() -> None:
         assert chains(model) == [[first, second]]
     model.forward = lambda input_ids: second(first(model.embedding(input_ids)) * 2)  # type: ignore[method-assign]
     assert chains(model) == []
-
-
-def test_calls_know_their_inputs_and_results() -> None:
-    hidden, bias = torch.zeros(2, 3, 4), torch.ones(4)
-    call = Call(0, hidden, (hidden, bias), (hidden + 1, bias))
-    assert call.width == 2
-    assert call.output is call.result[0]
-    assert call.is_shape_preserved(hidden.shape)
-    assert not call.is_shape_preserved(torch.Size([2, 3, 5]))
-    assert call.is_input_of(Call(1, call.output, (call.output,)))
-    assert not call.is_input_of(Call(1, call.output, (call.output, bias)))  # another returned value goes along
-    assert not call.is_input_of(Call(1, hidden, (hidden,)))
-    assert (Call(0, None, (), hidden).width, Call(0, None, (), ()).output) == (None, None)
-    assert not Call(0, None, (), hidden).is_shape_preserved(hidden.shape)
-
-
-def test_hidden_states_are_the_first_argument() -> None:
-    value = torch.zeros(1)
-    assert get_hidden((value, 2), {}) is value
-    assert get_hidden((), {"hidden_states": value}) is value
-    assert get_hidden((None,), {"hidden_states": value}) is None
-    assert get_hidden((), {"other": value}) is None
 
 
 def test_tracing_leaves_modes_and_hooks_as_they_were() -> None:

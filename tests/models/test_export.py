@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM, IA3Config, LoraConfig, PeftConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file, save_file
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 from torch import Tensor
 
 import fedspan
@@ -90,15 +90,6 @@ def refused(path: Path, value: object, words: str, tiny_folder: Path, prepared: 
     assert words in str(caught.value)
 
 
-def test_a_folder_without_an_adapter_is_refused(tiny_folder: Path, prepared: Prepared, tmp_path: Path) -> None:
-    words = "a folder with adapter_config.json and adapter_model.safetensors"
-    refused(tmp_path, str(tmp_path), words, tiny_folder, prepared)
-    refused(tmp_path / "nowhere", str(tmp_path / "nowhere"), words, tiny_folder, prepared)
-    save_adapter(tmp_path, tiny_folder)
-    (tmp_path / "adapter_model.safetensors").write_bytes(b"short")
-    refused(tmp_path, str(tmp_path), words, tiny_folder, prepared)
-
-
 @pytest.mark.parametrize("options", [{"use_dora": True}, {"lora_bias": True}])
 def test_what_is_more_than_lora_is_refused(
     options: dict[str, bool], tiny_folder: Path, prepared: Prepared, tmp_path: Path
@@ -106,32 +97,6 @@ def test_what_is_more_than_lora_is_refused(
     """Its update is not B A alone: magnitudes and biases would be lost without a word."""
     save_adapter(tmp_path, tiny_folder, **options)
     refused(tmp_path, str(tmp_path), "a plain LoRA adapter", tiny_folder, prepared)
-
-
-def test_another_kind_of_adapter_is_refused(tiny_folder: Path, prepared: Prepared, tmp_path: Path) -> None:
-    config = IA3Config(target_modules=["query"], feedforward_modules=[], task_type="SEQ_CLS")
-    get_peft_model(tiny.fresh_classifier(tiny_folder / "bert"), config).save_pretrained(str(tmp_path))
-    refused(tmp_path, str(tmp_path), "a plain LoRA adapter", tiny_folder, prepared)
-
-
-def test_an_adapter_of_other_layers_modules_or_shapes_is_refused(
-    tiny_folder: Path, prepared: Prepared, tmp_path: Path
-) -> None:
-    layer = "bert.encoder.layer.0.attention.self.key"
-    save_adapter(tmp_path / "key", tiny_folder, target_modules=["key"])
-    refused(tmp_path / "key", layer, "Did you mean 'bert.encoder", tiny_folder, prepared)
-    save_adapter(tmp_path / "pooler", tiny_folder, modules_to_save=["pooler"])
-    words = "saved modules that are in the run's model.modules_to_save"
-    refused(tmp_path / "pooler", "bert.pooler.dense.bias", words, tiny_folder, prepared)
-    save_adapter(tmp_path / "shapes", tiny_folder)
-    file = tmp_path / "shapes" / "adapter_model.safetensors"
-    tensors = load_file(file)
-    name = "base_model.model.classifier.bias"
-    save_file({**tensors, name: torch.zeros(3)}, file)
-    refused(tmp_path / "shapes", "classifier.bias of shape (3,)", "the 4 labels of the data", tiny_folder, prepared)
-    wide = "base_model.model.bert.encoder.layer.0.attention.self.query.lora_A.weight"
-    save_file({**tensors, wide: torch.zeros(8, 20)}, file)
-    refused(tmp_path / "shapes", layer.replace("key", "query"), "(16, 16)", tiny_folder, prepared)
 
 
 def test_the_scaling_is_folded_into_what_is_read(tiny_folder: Path, prepared: Prepared, tmp_path: Path) -> None:

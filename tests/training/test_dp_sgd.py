@@ -16,6 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
+
 from fedspan.config import parse_config
 from fedspan.core.noise import derive_seed_key
 from fedspan.core.values import Job, OptimizerSpec, Trained
@@ -36,7 +38,6 @@ from fedspan.training.loop import LoopEngine
 from fedspan.training.noisy_sum import NoisySum
 from helpers import tiny, tiny_masked, tiny_seq2seq
 
-pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
 PRIVACY = {"mechanism": "dp-sgd", "noise": 1e-9, "clip": 0.3}
 
 
@@ -361,9 +362,6 @@ def test_a_task_that_draws_its_inputs_is_refused(tmp_path: Path) -> None:
     assert isinstance(run.engine, LoopEngine)
     with pytest.raises(FedspanError, match="dp-sgd cannot train this method or model: its inputs are drawn anew"):
         run.engine.train(work_of(run), run.train)
-
-
-pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
 
 
 def noisy_sum(noise: float, key: bytes = derive_seed_key(0), secret: bool = False) -> NoisySum:

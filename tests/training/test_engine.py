@@ -58,13 +58,6 @@ def test_clients_train_one_by_one_until_no_assignment_follows() -> None:
     assert events == expected
 
 
-def test_without_clients_nothing_is_opened() -> None:
-    def fail(*_: object) -> None:
-        raise AssertionError("nobody trains")
-
-    train_one_by_one({}, fail, fail, fail)  # type: ignore[arg-type]
-
-
 def test_a_schedule_may_start_again_and_end_above_zero() -> None:
     settings = TrainingSettings(OptimizerSpec(lr=0.3), schedule="cosine", min_lr=0.1, cycle_rounds=2)
     assert [settings.compute_lr(round, 5) for round in range(5)] == pytest.approx([0.3, 0.2, 0.3, 0.2, 0.3])

@@ -370,10 +370,6 @@ def test_a_data_set_that_was_not_asked_for_is_computed_whole(folders: Mapping[st
         assert seen == [2]
 
 
-def test_nobody_asked_for_it(prepared: Prepared) -> None:
-    assert engine_of(prepared, None).prefixes.explain_refusal(prepared.train) == "it was not asked for"
-
-
 class Interrupting:
     """A task that is interrupted in its n-th batch."""
 
