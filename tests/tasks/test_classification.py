@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.utils.class_weight import compute_class_weight
 from torch import nn
-from torch.nn import functional as F
 
 from fedspan.config import parse_config
 from fedspan.config.rates import get_training_defaults
@@ -82,16 +81,6 @@ def test_pairs_are_encoded_together(task: SequenceClassification) -> None:
     assert len(ids[1]) == 5
 
 
-def test_a_batch_is_padded_to_its_longest_text(task: SequenceClassification, encoded: EncodedText) -> None:
-    batch = task.collate(encoded, [2, 0, 2], CPU)
-    assert batch["input_ids"].shape == (3, 4)
-    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 1, 0]]
-    assert batch["input_ids"][0, 3] == task.tokenizer.pad_token_id
-    assert torch.equal(batch["input_ids"][0], batch["input_ids"][2])
-    assert batch["labels"].tolist() == [3, 2, 3]
-    assert batch["labels"].dtype == torch.int64
-
-
 def test_the_loss_is_the_mean_cross_entropy_in_float32(task: SequenceClassification, encoded: EncodedText) -> None:
     logits = torch.tensor([[0.1, 0.2, 3.0, -1.0], [2.0, 0.0, 0.5, 0.25]], dtype=torch.bfloat16)
     model = Fixed(logits)
@@ -101,17 +90,6 @@ def test_the_loss_is_the_mean_cross_entropy_in_float32(task: SequenceClassificat
     assert loss.dtype == torch.float32
     assert float(loss) == pytest.approx(float(expected), rel=1e-6)
     assert set(model.asked) == {"input_ids", "attention_mask"}  # the model is not shown the labels
-
-
-def test_metrics_are_those_of_the_given_examples(task: SequenceClassification) -> None:
-    """Labels 0 1 1 3, predicted 0 1 0 0: F1 of 0 is 2/4, of 1 is 2/3, of 3 is 0; label 2 does not occur."""
-    labels = np.array([3, 9, 0, 1, 1])
-    examples = EncodedText({}, labels, np.ones(5, dtype=np.int64))
-    logits = torch.tensor([[4.0, 1, 0, 0], [0, 5, 0, 1], [2, 1, 0, 0], [3, 0, 1, 0]])
-    found = task.compute_metrics(logits, examples, [2, 3, 4, 0])
-    assert found["accuracy"] == 0.5
-    assert found["macro_f1"] == pytest.approx((2 / 4 + 2 / 3 + 0) / 3)
-    assert found["loss"] == pytest.approx(float(F.cross_entropy(logits, torch.tensor([0, 1, 1, 3]))))
 
 
 def test_glue_s_metrics(prepared: Prepared) -> None:
@@ -128,12 +106,6 @@ def test_glue_s_metrics(prepared: Prepared) -> None:
     assert task.compute_metrics(torch.eye(2)[[1] * 8], examples, list(range(8)))["matthews"] == 0.0
     assert task.decode_predictions(logits)[:3] == ["yes", "yes", "no"]
     assert task.decode_targets(examples, [0, 4]) == ["yes", "no"]
-
-
-def test_f1_is_of_two_labels(tiny_folder: Path) -> None:
-    with pytest.raises(FedspanError, match="Expected macro_f1, because there are 4 labels") as caught:
-        prepare(tiny.config(tiny_folder, evaluation={"metric": "f1"}))
-    assert (caught.value.field, caught.value.value) == ("evaluation.metric", "f1")
 
 
 def test_logits_are_adjusted_to_the_classes_of_a_client() -> None:

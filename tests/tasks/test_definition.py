@@ -118,21 +118,6 @@ def _held_out(values: dict[str, Any]) -> Any:
     return test
 
 
-def test_metrics_do_not_depend_on_the_batches(tiny_folder: Path) -> None:
-    """The reference of classification is one of the plainest: numbers of right answers."""
-    prepared = prepare(parse_config(CASES["sequence-classification"].settings({"texts": tiny_folder})))
-    examples = prepared.test
-    assert examples is not None
-    model, task = prepared.engine.adapted.model, prepared.task
-    parts = []
-    for start in range(0, len(examples), 5):
-        indices = range(start, min(start + 5, len(examples)))
-        parts.append(task.predict(model, task.collate(examples, indices, torch.device("cpu"))).detach())
-    predictions = torch.cat(parts)
-    right = np.mean(predictions.argmax(1).numpy() == examples.labels)  # pyright: ignore
-    assert task.compute_metrics(predictions, examples, range(len(examples)))["accuracy"] == pytest.approx(right)
-
-
 def test_options_have_types_and_names() -> None:
     with pytest.raises(FedspanError, match=r"`task_options\.temperature`: regression has no such option\. regression"):
         get_task("regression").parse_options({"temperature": 1.0})

@@ -142,16 +142,6 @@ def test_the_error_of_a_run_names_the_option_for_damaged_images(tmp_path: Path) 
     assert len(prepared.train) + len(prepared.test) == sum(tiny_images.SITES.values()) - 1
 
 
-def test_processors_that_do_more_are_refused() -> None:
-    """EfficientNet's normalizes twice; a batch of ours would not be what the model was trained on."""
-    task = ImageClassification(transformers.EfficientNetImageProcessorPil(size={"height": 6, "width": 6}), LABELS)
-    with pytest.raises(FedspanError, match="only resizes, rescales and normalizes") as caught:
-        task.encode(dataset([noise(4, 5, 3)]))
-    assert (caught.value.field, caught.value.value) == ("model.name", "EfficientNetImageProcessorPil")
-    with pytest.raises(FedspanError, match="only resizes, rescales and normalizes"):
-        ImageClassification(SimpleNamespace(), LABELS)
-
-
 class Fixed(nn.Module):
     """A model that gives the logits it was made with."""
 
@@ -209,22 +199,6 @@ def test_from_scratch_images_become_numbers_from_minus_one_to_one(images: Path) 
         assert torch.equal(batch[0], torch.full_like(batch[0], -1))
         assert torch.allclose(batch[1], torch.ones_like(batch[1]))
         assert task.predict(loaded.model, {"pixel_values": batch}).shape == (2, 3)
-
-
-def test_sizes_that_a_model_does_not_take(images: Path) -> None:
-    """A ViT knows the positions of one size, which is said before anything is trained."""
-    with pytest.raises(FedspanError, match=r"it refuses 16 x 16 pixels: Input image size \(16\*16\)") as caught:
-        prepare(tiny_images.config(images, "vit", model={"image_size": 16}))
-    assert (caught.value.field, caught.value.value) == ("model.image_size", 16)
-
-
-def test_batches_of_one_image_need_something_to_measure(images: Path) -> None:
-    """Of 8 x 8 pixels a ResNet's last norm has a single value left, of which there is no variance."""
-    made = prepare(tiny_images.config(images, "resnet", model={"image_size": 8}, training={"batch_size": 1}))
-    begun = made.federation.begin()
-    with pytest.raises(FedspanError, match=r"a batch of one image fails .* \(Expected more than 1 value") as caught:
-        made.federation.run_round(begun)
-    assert (caught.value.field, caught.value.value) == ("model.image_size", 8)
 
 
 OPTIONS = {"crop_padding": 2, "flip": 0.5, "brightness": 0.5, "contrast": 0.4}

@@ -111,6 +111,3 @@ def test_preferences_count_up_to_twice_the_loss_of_the_reference(loss: str, boun
 
 def test_several_labels_count_up_to_twice_a_guess_of_each() -> None:
     assert get_loss_bound(MultiLabelClassification.__new__(MultiLabelClassification)) == pytest.approx(2 * math.log(2))
-
-
-EXAMPLES, FEATURES = 9, 5

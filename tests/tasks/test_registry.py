@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -18,8 +17,7 @@ from fedspan.tasks import registry
 from fedspan.tasks.classification import SequenceClassification
 from fedspan.tasks.metrics import METRICS, Metric
 from fedspan.tasks.registry import TASKS, get_task, register_task
-from fedspan.tasks.settings import TaskSettings
-from fedspan.tasks.trainer import TRAINER, TrainerExamples, TrainerTask
+from fedspan.tasks.trainer import TrainerExamples, TrainerTask
 from helpers import tiny
 from helpers.sharpened_task import OWN
 
@@ -152,20 +150,6 @@ def test_a_task_of_one_s_own_is_replaced_when_it_is_registered_again() -> None:
     changed = replace(OWN, lr=0.5)
     register_task(changed)
     assert TASKS["sharpened"] is changed
-
-
-def test_examples_are_a_number_and_cost_alike() -> None:
-    examples = TrainerExamples(3)
-    assert len(examples) == 3
-    assert examples.lengths.tolist() == [1, 1, 1]
-    assert examples.lengths.dtype == np.int64
-    assert TrainerExamples(0).lengths.shape == (0,)
-
-
-def test_the_task_has_the_metric_of_its_settings() -> None:
-    settings = TaskSettings(task="trainer", labels=(), max_length=8, metric="accuracy")
-    assert TRAINER.build(None, settings, None).metric == "accuracy"
-    assert TrainerTask("loss").describe_examples(TrainerExamples(3)) == ()
 
 
 @pytest.mark.parametrize(

@@ -136,14 +136,6 @@ def test_what_is_no_regression_is_refused(tiny_folder: Path, tmp_path: Path) -> 
         FedspanError, match=r"^`partition\.bins`: these examples have labels, not numbers\. Leave it out"
     ):
         prepare(parse_config(labeled))
-    with pytest.raises(FedspanError, match=r"row 2 of .* has 'site0' in column '.*', which is not a number") as caught:
-        prepare(parse_config({**values, "data": {**values["data"], "label": "site"}}))
-    assert caught.value.field == "data.label"
-    with pytest.raises(FedspanError, match="these examples have no classes"):
-        prepare(parse_config({**values, "data": {**values["data"], "labels": ["1", "2"]}}))
     (tmp_path / "pairs.tsv").write_text("one\tother\tscore\tsite\na\tb\t3,500\tx\n")
     with pytest.raises(FedspanError, match="has '3,500' in column 'score': a decimal comma, or one between thousands"):
-        prepare(parse_config({**values, "data": {**values["data"], "train": str(tmp_path / "pairs.tsv")}}))
-    (tmp_path / "pairs.tsv").write_text("one\tother\tscore\tsite\na\tb\tnan\tx\n")
-    with pytest.raises(FedspanError, match=r"row 2 of .* has no number in column 'score'"):
         prepare(parse_config({**values, "data": {**values["data"], "train": str(tmp_path / "pairs.tsv")}}))

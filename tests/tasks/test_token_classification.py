@@ -169,14 +169,6 @@ def test_mistakes_in_rows_are_named(row: dict[str, Any], field: str, expected: s
     assert error.value.field == field
 
 
-def test_rows_without_tags_are_skipped_on_request(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    records = [{"tokens": ["a"], "tags": ["B-Drug"]}, {"tokens": [], "tags": []}, {"tokens": ["b"], "tags": ["O"]}]
-    path.write_text("\n".join(map(json.dumps, records)))
-    data = load(DataConfig(train=str(path), invalid="skip", test_fraction=0), task=TASK)
-    assert (len(data.train), data.dropped) == (2, 1)
-
-
 def test_init_infers_words_and_tags(tmp_path: Path) -> None:
     path = tmp_path / "reports.jsonl"
     sentences = [{"words": ["take", "aspirin"], "ner": ["O", "B-Drug"], "clinic": f"c{at % 3}"} for at in range(30)]

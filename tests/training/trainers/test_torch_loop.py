@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -177,13 +177,6 @@ def test_an_evaluation_runs_in_evaluation_mode_and_knows_its_metrics() -> None:
     with pytest.raises(FedspanError, match=r"metrics with names of .*loss"):
         made.evaluate()
     assert trainer(stepping(1)).evaluate() == {}
-
-
-def test_batches_that_are_left_are_noticed() -> None:
-    round, _ = begin()
-    batches: Iterator[Any] = round.batches("abc")
-    next(batches)
-    assert round.is_cut is True
 
 
 def assignment(**changes: Any) -> Assignment:
