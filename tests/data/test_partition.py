@@ -34,7 +34,6 @@ from fedspan.data.partition import Partition, partition
 from fedspan.data.plot import plot_partition
 from fedspan.errors import FedspanError
 from fedspan.tasks.registry import get_task
-from helpers.label_counts import LABELS, counts
 
 Refused = Callable[..., FedspanError]
 KINDS = [
@@ -308,6 +307,15 @@ def test_an_id_that_no_header_takes_is_refused() -> None:
     with pytest.raises(FedspanError, match=r"`partition\.column`: a value of 257 characters.*at most 256 characters"):
         partition(dataset, config, 0)
     assert len(partition(dataset.filter(lambda row: row["site"] == names[0]), config, 0).clients) == 1
+
+
+LABELS = [str(label) for label in range(8)]
+
+
+def counts(dataset: datasets.Dataset, **settings: object) -> np.ndarray:
+    """Examples of each label (columns) that each client (rows) holds."""
+    divided = partition(dataset, PartitionConfig.model_validate(settings), seed=0)
+    return np.array([row.counts for row in divided.label_table(LABELS, dataset)])
 
 
 def test_iid_sizes_differ_by_at_most_one_and_labels_are_mixed(messages: datasets.Dataset) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from fedspan.core.base import to_dense
 from fedspan.core.lowrank import LowRank
@@ -16,14 +18,40 @@ from fedspan.core.values import Message
 from fedspan.federation.settings import RoundSettings
 from fedspan.methods.local_only import LocalOnly
 from fedspan.runs.setup import Prepared
+from fedspan.training.batching import draw_training_batches
 from fedspan.transports.in_process import simulate
 from helpers import tiny
-from helpers.plain_training import batches, loop
-from helpers.sent_factors import factors, sent, slots
 from helpers.toys.oracle import copied, descend
 from helpers.toys.problem import HEAD, LAYERS, Problem
 from helpers.toys.rounds import Federation, close, sgd, with_extras
-from helpers.watched_rounds import RunMethod, method_config
+from helpers.watched_rounds import MethodRun, Round, RunMethod, method_config
+
+
+def batches(prepared: Prepared, id: str, round: int) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+    """What a client sees in a round's two steps: inputs and labels."""
+    given = draw_training_batches(
+        prepared.federation.clients[id].train,
+        prepared.train.lengths,
+        batch_size=4,
+        epochs=1,
+        batches=2,
+        seed=prepared.config.seed,
+        key=(round, id, "train"),
+        group_by_length=True,
+    )
+    for indices in given:
+        inputs = prepared.task.collate(prepared.train, indices.tolist(), torch.device("cpu"))
+        labels = inputs.pop("labels")
+        yield inputs, labels
+
+
+def loop(model: nn.Module, optimizer: torch.optim.Optimizer, data: Iterable[tuple[dict[str, Tensor], Tensor]]) -> None:
+    """Plain training, clipped to norm 1."""
+    for inputs, labels in data:
+        optimizer.zero_grad()
+        F.cross_entropy(model(**inputs).logits, labels).backward()
+        nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 1.0)
+        optimizer.step()
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
@@ -107,6 +135,22 @@ def test_fedavg_is_full_fine_tuning_of_the_target_weights(tiny_folder: Path, pre
         found, started = result.progress.state.tensors[ours[path]].double(), begin.state.tensors[ours[path]].double()
         assert float((found - mean).abs().max()) < 1e-6
         assert float((mean - started).abs().max()) > 1e-4
+
+
+def slots(message: Message) -> set[str]:
+    """Which slots of target layers are transmitted in a message."""
+    return {name.rpartition("/")[2] for name in split_extras(message.tensors)[0]}
+
+
+def sent(round: Round) -> list[tuple[str, str, Message]]:
+    """(client, direction, message) of a round."""
+    pairs = zip(round.result.transfers, round.messages(), strict=True)
+    return [(transfer.client, transfer.direction, message) for transfer, message in pairs]
+
+
+def factors(run: MethodRun, tensors: dict[str, Tensor], layer: str) -> tuple[Tensor, Tensor]:
+    """A layer's B and A, in float64."""
+    return tensors[join_tensor_name(layer, "B")].double(), tensors[join_tensor_name(layer, "A")].double()
 
 
 def test_fedsa_lora_never_sends_B_and_everybody_starts_from_the_newest_A(run_method: RunMethod) -> None:

@@ -36,8 +36,14 @@ from fedspan.models.unpadded import Unpadded
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.training.jobs import Assignment
 from helpers import tiny, tiny_decoders, tiny_images
-from helpers.first_jobs import first_job
 from helpers.image_rounds import close, run_rounds, theirs
+
+
+def first_job(prepared: Prepared) -> Job:
+    """FedIT's, after a round: B is not 0, so that every factor has a gradient."""
+    federation = prepared.federation
+    progress = federation.run_round(federation.begin()).progress
+    return federation.method.start(federation.method.sync(progress.state, None), None, {}, progress.state.round)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
