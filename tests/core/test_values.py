@@ -109,10 +109,7 @@ def test_a_copy_in_another_process_starts_empty() -> None:
 
 
 @given(
-    rows=st.integers(1, 30),
-    columns=st.integers(1, 30),
-    density=st.floats(1e-6, 1.0),
-    seed=st.integers(0, 2**63 - 1),
+    rows=st.integers(1, 30), columns=st.integers(1, 30), density=st.floats(1e-6, 1.0), seed=st.integers(0, 2**63 - 1)
 )
 @settings(max_examples=100, deadline=None)
 def test_a_mask_has_the_density_asked_for_and_follows_from_the_seed(

@@ -251,12 +251,6 @@ def test_without_the_extra(tmp_path: Path, refused: Refused, monkeypatch: pytest
     refused("data.train", str(path), ["pip install 'fedspan[excel]'"], load, DataConfig(train=str(path)))
 
 
-def test_a_file_that_is_no_workbook(tmp_path: Path, refused: Refused) -> None:
-    path = tmp_path / "t.xlsx"
-    path.write_text("no workbook")
-    refused("data.train", str(path), ["cannot be read as xlsx"], load, DataConfig(train=str(path)))
-
-
 def test_title_rows_above_the_column_names(tmp_path: Path, refused: Refused) -> None:
     path = workbook(tmp_path / "t.xlsx", S=[("Survey 2026", None), ("confidential",), (), *ROWS])
     source = read_source(DataConfig(train=str(path)), "train", "data")

@@ -318,21 +318,6 @@ def counts(dataset: datasets.Dataset, **settings: object) -> np.ndarray:
     return np.array([row.counts for row in divided.label_table(LABELS, dataset)])
 
 
-def test_iid_sizes_differ_by_at_most_one_and_labels_are_mixed(messages: datasets.Dataset) -> None:
-    held = counts(messages, clients=7)
-    assert np.ptp(held.sum(axis=1)) <= 1
-    assert held.min() >= 1
-
-
-def test_a_small_alpha_is_more_skewed_than_a_large_one(messages: datasets.Dataset) -> None:
-    def largest_share(alpha: float) -> float:
-        held = counts(messages, partitioner="dirichlet", clients=5, alpha=alpha)
-        return float(np.mean(held.max(axis=1) / held.sum(axis=1)))
-
-    assert largest_share(0.1) > 1.5 * largest_share(10)
-    assert largest_share(1000) < 0.16  # of 8 labels: 0.125 each
-
-
 @settings(max_examples=20, deadline=None)
 @given(clients=st.integers(1, 12), classes=st.integers(1, 8), seed=st.integers(0, 2**32))
 def test_pathological_clients_hold_few_labels_and_all_are_held(
@@ -347,15 +332,6 @@ def test_pathological_clients_hold_few_labels_and_all_are_held(
     held = np.array([row.counts for row in table])
     assert (np.count_nonzero(held, axis=1) <= classes).all()
     assert held.sum(axis=0).tolist() == [50] * 8
-
-
-def test_quantities_grow_as_named(messages: datasets.Dataset) -> None:
-    linear = counts(messages, partitioner="quantity", clients=4).sum(axis=1)
-    square = counts(messages, partitioner="quantity", clients=4, quantity="square").sum(axis=1)
-    exponential = counts(messages, partitioner="quantity", clients=4, quantity="exponential").sum(axis=1)
-    assert linear.tolist() == [40, 80, 120, 160]
-    assert square.tolist() == [13, 53, 120, 214]
-    assert np.allclose(exponential[1:] / exponential[:-1], np.e, rtol=0.1)
 
 
 @pytest.mark.parametrize("count", [1, 10, 29])

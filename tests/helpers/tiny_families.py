@@ -138,7 +138,7 @@ FAMILIES: Mapping[str, Family] = {
         LANGUAGE,
         lambda: transformers.MambaForCausalLM(
             transformers.MambaConfig(
-                **{**_CAUSAL, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 2, "time_step_rank": 3},
+                **{**_CAUSAL, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 2, "time_step_rank": 3}
             )
         ),
         targets=["in_proj", "x_proj"],

@@ -24,7 +24,7 @@ _SITES = {"east": 13, "north": 22, "west": 35}
 _SOURCES, _TARGETS = ([f"{kind}{number}" for number in range(8)] for kind in ("der", "the"))
 _VOCABULARY = ["<pad>", "<unk>", "</s>", "say:", *_SOURCES, *_TARGETS]
 _IDS: dict[str, Any] = {
-    **{"vocab_size": len(_VOCABULARY), "pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 0},
+    **{"vocab_size": len(_VOCABULARY), "pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 0}
 }
 BART: dict[str, Any] = {
     **{**_IDS, "d_model": 16, "encoder_layers": 2, "decoder_layers": 1, "max_position_embeddings": 24},

@@ -25,6 +25,7 @@ from fedspan.runs.trained_models import write_adapters
 from helpers import tiny, tiny_convolutions
 from helpers.claim_measures import errors, require_declared_traffic
 from helpers.families import UNLIKE, methods_by_family
+from helpers.method_checks import require_exactness
 from helpers.watched_rounds import MethodRun, RunMethod, differences, method_config, run_watched
 
 KINDS = ("convolution", "embedding")
@@ -93,13 +94,7 @@ def test_the_layers_are_those_meant(kind: str, loaded: dict[str, Prepared]) -> N
 @each
 @pytest.mark.parametrize("key", methods_by_family(GLOBAL, UNLIKE))
 def test_exact_where_claimed_and_measurably_not_elsewhere(kind: str, key: str, runs: RunMethod) -> None:
-    run = runs(kind, key)
-    stepped = [round for round in run.rounds if any(local.trained.steps for local in round.trained)]  # no mere probe
-    found = [errors(run, round) for round in stepped]
-    if METHODS[key].claims.exact:
-        assert max(max(layers.values()) for layers in found) < 1e-6
-    else:
-        assert max(min(layers.values()) for layers in found) > 1e-3
+    require_exactness(key, lambda key: runs(kind, key))
 
 
 @each

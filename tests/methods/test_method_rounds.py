@@ -85,11 +85,7 @@ def one_round_in_a_new_process(folder: Path) -> None:
 
 @pytest.mark.parametrize("key", methods_by_family(quick=["fedgalore", "fedsa-lora"]))
 def test_a_resumed_run_ends_as_one_that_never_stopped(
-    key: str,
-    reference_rounds: ReferenceRounds,
-    tiny_folder: Path,
-    prepared: Prepared,
-    tmp_path: Path,
+    key: str, reference_rounds: ReferenceRounds, tiny_folder: Path, prepared: Prepared, tmp_path: Path
 ) -> None:
     config = interrupted_config(tiny_folder, key)
     run = RunFolder(tmp_path)
@@ -324,14 +320,7 @@ def test_peft_gives_the_engine_s_logits(
 def diagnosed(prepared: Prepared, before: Progress, *, pairs: int, examples: int = 500) -> Diagnosis:
     assert prepared.test is not None
     return diagnose_round(
-        prepared.federation,
-        before,
-        prepared.test,
-        title="one",
-        seed=0,
-        batch_size=64,
-        pairs=pairs,
-        examples=examples,
+        prepared.federation, before, prepared.test, title="one", seed=0, batch_size=64, pairs=pairs, examples=examples
     )
 
 

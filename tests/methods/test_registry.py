@@ -109,10 +109,7 @@ def test_an_installed_package_s_is_found_by_its_entry_point(
         register("packaged", Own)  # also before anything has asked for the package's
     fedspan.run(tiny.settings(tiny_folder, method={"name": "packaged"}, federation={"rounds": 1}), tmp_path / "run")
     assert get_method_class("packaged").__module__ == "own_package"
-    with pytest.raises(
-        FedspanError,
-        match=r"`method\.name`: own_package:Nothing cannot be imported",
-    ):
+    with pytest.raises(FedspanError, match=r"`method\.name`: own_package:Nothing cannot be imported"):
         get_method_class("lost")
     with pytest.raises(FedspanError, match="no method is named"):
         get_method_class("own_package:Packaged")  # no module by its name: a server could name one

@@ -36,7 +36,6 @@ from fedspan.models.stacked import (
     apply,
     apply_stacked_change,
     can_add,
-    stack_effective,
 )
 from fedspan.models.targets import find_targets
 
@@ -401,22 +400,6 @@ def test_products_are_added_in_one_number_format_to_plain_layers_alone() -> None
     assert not can_add(linear, pair, x_CB.float(), y_CNO)
     assert not can_add(linear, draw(CLIENTS, 6, 4), x_CB, y_CNO)
     assert not can_add(convolution, pair, x_CB, y_CNO)
-
-
-def test_stacked_parts_are_those_of_each_client() -> None:
-    torch.manual_seed(6)
-    slots = {"A": draw(CLIENTS, RANK, 4), "B": draw(CLIENTS, 6, RANK)}
-    effective = stack_effective(LoRA(1.5), slots, CLIENTS)
-    pair = effective.pair
-    assert isinstance(pair, StackedPair)
-    assert torch.equal(pair.A, slots["A"])
-    assert torch.equal(pair.B, slots["B"])
-    assert (pair.scale, effective.base, effective.weight) == (1.5, True, None)
-    weights = draw(CLIENTS, 6, 4)
-    whole = stack_effective(Dense(), {"W": weights}, CLIENTS)
-    assert whole.weight is not None
-    assert torch.equal(whole.weight, weights)
-    assert (whole.pair, whole.base) == (None, False)
 
 
 class Small(nn.Module):

@@ -67,10 +67,7 @@ def test_weights_are_the_numbers_that_the_layer_computes_with(kind: str, family:
 
 
 @kinds
-@pytest.mark.parametrize(
-    "method",
-    others_slow(["fedit", "flora", "fedloru", "fedavg"], ["flora"]),
-)
+@pytest.mark.parametrize("method", others_slow(["fedit", "flora", "fedloru", "fedavg"], ["flora"]))
 def test_nothing_is_written_to_a_quantized_base(kind: str, method: str, decoders: Path) -> None:
     """Neither by training nor by methods that move the base; what trains is float32, and the loss falls."""
     options = {"tau": 1} if method == "fedloru" else {}

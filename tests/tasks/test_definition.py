@@ -23,6 +23,7 @@ from fedspan.tasks import metrics, registry
 from fedspan.tasks.bounded_losses import BoundsExamples
 from fedspan.tasks.registry import BUILT_IN, get_task
 from fedspan.tasks.settings import TaskSettings
+from helpers import tiny
 from helpers.families import others_slow
 from helpers.task_cases import CASES, OWN, REFUSED, folders_of
 
@@ -68,10 +69,7 @@ def test_losses_by_client_are_the_losses_alone(name: str, request: pytest.Fixtur
     assert len({round(float(loss), 6) for loss in losses_C}) == len(owners)
 
 
-@pytest.mark.parametrize(
-    "name",
-    others_slow(NAMES, ["sequence-classification", "causal-lm", "token-classification"]),
-)
+@pytest.mark.parametrize("name", others_slow(NAMES, ["sequence-classification", "causal-lm", "token-classification"]))
 def test_batched_engine_equals_the_loop_and_the_export_predicts_the_same(
     name: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
@@ -108,6 +106,32 @@ def test_batched_engine_equals_the_loop_and_the_export_predicts_the_same(
     assert {"loss", definition.metric_names[0]} <= set(measured)
     assert set(measured) <= {*definition.metric_names, *definition.summary_metrics}
     assert served.task.metric in definition.metric_names
+
+
+WEIGHTED = [
+    ("sequence-classification", {"label_smoothing": 0.2}),
+    ("sequence-classification", {"class_weights": "balanced"}),
+    ("sequence-classification", {"class_weights": {"lab": 3.0, "admin": 0.5}, "label_smoothing": 0.1}),
+    ("multi-label-classification", {"class_weights": "balanced", "label_smoothing": 0.1}),
+    ("token-classification", {"class_weights": "balanced"}),
+    ("token-classification", {"class_weights": {"O": 0.1}, "label_smoothing": 0.1}),
+]
+
+
+@pytest.mark.parametrize(("name", "training"), others_slow(WEIGHTED, [WEIGHTED[2], WEIGHTED[3], WEIGHTED[5]]))
+def test_engines_train_alike_with_weights_of_labels_and_other_than_without(
+    name: str, training: dict[str, Any], request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    def train(engine: str, **changes: Any) -> Any:
+        values = settings_of(request, name, tmp_path)
+        # SGD, since AdamW divides rounding by rounding where a gradient is nearly zero.
+        values["training"] = {**values["training"], "optimizer": "sgd", "lr": 0.3, **changes}
+        return tiny.final_tensors(prepare(parse_config({**values, "engine": {"name": engine}})))
+
+    loop, batched, plain = train("loop", **training), train("batched", **training), train("loop")
+    for tensor, value in loop.items():
+        torch.testing.assert_close(batched[tensor], value, rtol=1e-4, atol=2e-5)
+    assert any(not torch.allclose(value, plain[tensor], atol=1e-3) for tensor, value in loop.items())
 
 
 def _held_out(values: dict[str, Any]) -> Any:

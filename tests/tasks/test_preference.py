@@ -105,10 +105,7 @@ def test_loss_and_metrics_equal_trls_on_the_same_tokens(
 
 @pytest.mark.parametrize(
     "row",
-    [
-        {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
-        {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
-    ],
+    [{"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}, {"chosen": [USER, GOOD], "rejected": [USER, BAD]}],
     ids=["explicit", "implicit"],
 )
 def test_conversations_are_encoded_as_by_trl(row: dict[str, Any], decoders: Path, tmp_path: Path) -> None:

@@ -119,8 +119,7 @@ def test_numbers_are_divided_by_ranges(partitioner: str) -> None:
     assert found.fingerprint == classes.fingerprint
     tied = datasets.Dataset.from_dict({"target": [1.0] * 300 + [2.0] * 100})
     with pytest.raises(
-        FedspanError,
-        match=r"^`partition.bins`: 5 is not accepted\. Expected at most 2, the number of distinct numbers",
+        FedspanError, match=r"^`partition.bins`: 5 is not accepted\. Expected at most 2, the number of distinct numbers"
     ):
         partition(tied, config, 7)
 

@@ -22,11 +22,9 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 import fedspan
 from fedspan import FedspanError
-from fedspan.config import parse_config
 from fedspan.config.starter import write_starter_config
 from fedspan.data.config import DataConfig
 from fedspan.data.loading import load
-from fedspan.runs.setup import prepare
 from fedspan.tasks.losses import CLASS_WEIGHTS, SMOOTHING
 from fedspan.tasks.registry import get_task
 from fedspan.tasks.settings import TaskSettings
@@ -308,25 +306,3 @@ def test_classes_are_those_of_the_words_that_the_loss_counts(tokenizer: Any) -> 
     counted = batch["labels"][batch["labels"] != -100].tolist()
     assert len(counted) < 6  # a word is cut
     assert task.list_classes(examples, np.array([2, 1, 0])).tolist() == counted
-
-
-@pytest.mark.parametrize(
-    "training",
-    [
-        pytest.param({"class_weights": "balanced"}, marks=pytest.mark.slow),
-        {"class_weights": {"O": 0.1}, "label_smoothing": 0.1},
-    ],
-)
-def test_engines_train_alike_with_weights_of_tags_and_other_than_without(
-    training: dict[str, Any], tiny_folder: Path, tmp_path: Path
-) -> None:
-    def train(engine: str, **changes: Any) -> Any:
-        values = tiny_tags.settings(
-            tiny_folder, tmp_path, federation={"rounds": 2}, training={"optimizer": "sgd", "lr": 0.3, **changes}
-        )
-        return tiny.final_tensors(prepare(parse_config({**values, "engine": {"name": engine}})))
-
-    loop, batched, plain = train("loop", **training), train("batched", **training), train("loop")
-    for name, value in loop.items():
-        torch.testing.assert_close(batched[name], value, rtol=1e-4, atol=2e-5)
-    assert any(not torch.allclose(value, plain[name], atol=1e-3) for name, value in loop.items())

@@ -281,10 +281,7 @@ def test_an_untrained_job_has_the_segments_that_its_refreshes_finish() -> None:
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize(
-    "method",
-    others_slow(["flora", "fedloru", "fedit", "fedavg"], ["flora"]),
-)
+@pytest.mark.parametrize("method", others_slow(["flora", "fedloru", "fedit", "fedavg"], ["flora"]))
 @pytest.mark.parametrize("engine", ["loop", "batched"])
 def test_the_reference_is_the_start_of_the_federation(method: str, engine: str, decoders: Path, tmp_path: Path) -> None:
     values = tiny_preferences.settings(decoders, tmp_path, method={"name": method}, engine={"name": engine})

@@ -118,15 +118,7 @@ def test_masked_entries_are_frozen_and_the_others_train_as_if_alone(spec: Optimi
     assert not torch.equal(live["l/A"][1], start["l/A"][1])
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [
-        SGD,
-        replace(SGD, weight_decay=0.0),
-        ADAMW,
-    ],
-    ids=["sgd with decay", "sgd", "adamw"],
-)
+@pytest.mark.parametrize("spec", [SGD, replace(SGD, weight_decay=0.0), ADAMW], ids=["sgd with decay", "sgd", "adamw"])
 def test_masked_entries_gather_no_moments(spec: OptimizerSpec) -> None:
     live = _start()
     mask = torch.zeros(3, 4, dtype=torch.float64)
