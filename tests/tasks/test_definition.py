@@ -118,10 +118,12 @@ WEIGHTED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "training"), others_slow(WEIGHTED, [WEIGHTED[2], WEIGHTED[3], WEIGHTED[5]]))
+@pytest.mark.parametrize("case", others_slow(WEIGHTED, [WEIGHTED[2], WEIGHTED[3], WEIGHTED[5]]))
 def test_engines_train_alike_with_weights_of_labels_and_other_than_without(
-    name: str, training: dict[str, Any], request: pytest.FixtureRequest, tmp_path: Path
+    case: tuple[str, dict[str, Any]], request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
+    name, training = case
+
     def train(engine: str, **changes: Any) -> Any:
         values = settings_of(request, name, tmp_path)
         # SGD, since AdamW divides rounding by rounding where a gradient is nearly zero.
