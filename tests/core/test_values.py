@@ -1,4 +1,4 @@
-"""Shapes, turns of groups, recent values, selected entries, noise-free draws and what methods may claim."""
+"""Shapes, turns of groups, recent values, selected entries, keyed draws, and what methods may claim."""
 
 from __future__ import annotations
 
