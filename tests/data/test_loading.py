@@ -102,25 +102,6 @@ def test_labels_can_be_chosen(tmp_path: Path) -> None:
     assert data.train["label"][:] == [2, 1, 0, 1]
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "train", "test_labels"),
-    [
-        ("banking77/train.csv", {"label": "category", "test": "banking77/test.csv"}, 10003, 77),
-        ("glue/CoLA/train.tsv", {"columns": ["source", "label", "mark", "text"], "test": "glue/CoLA/dev.tsv"}, 8551, 2),
-        ("glue/SST-2/train.tsv", {"text": "sentence", "test": "glue/SST-2/dev.tsv"}, 67349, 2),
-        ("glue/MRPC/train.tsv", {"text": "#1 String", "text_pair": "#2 String", "label": "Quality"}, 2934, 2),
-        ("blitzer_sentiment/books/train.tsv", {"text": "sentence", "quoting": "double", "test_fraction": 0}, 1700, 2),
-    ],
-)
-def test_published_files_are_read_whole(
-    real_data: Path, name: str, options: dict[str, object], train: int, test_labels: int
-) -> None:
-    if "test" in options:
-        options = {**options, "test": str(real_data / str(options["test"]))}
-    data = load(config_for(real_data / name, **options))
-    assert (len(data.train), len(data.labels)) == (train, test_labels)
-
-
 def test_images_are_seen_from_the_file_that_names_them(tmp_path: Path) -> None:
     for site, shade in (("a", 10), ("b", 200)):
         (tmp_path / site).mkdir()

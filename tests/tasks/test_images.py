@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import datasets
@@ -14,7 +13,7 @@ import torch
 import transformers
 from PIL import Image, ImageEnhance, ImageOps
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 import fedspan
@@ -27,6 +26,7 @@ from fedspan.tasks.augmentation import ImageOptions, augment
 from fedspan.tasks.images import AugmentedImageClassification, EncodedImages, ImageClassification
 from fedspan.tasks.single_label import SingleLabelClassification
 from helpers import tiny_images
+from helpers.fixed_logits import Fixed
 
 CPU = torch.device("cpu")
 LABELS = ("cat", "dog", "owl")
@@ -142,29 +142,17 @@ def test_the_error_of_a_run_names_the_option_for_damaged_images(tmp_path: Path) 
     assert len(prepared.train) + len(prepared.test) == sum(tiny_images.SITES.values()) - 1
 
 
-class Fixed(nn.Module):
-    """A model that gives the logits it was made with."""
-
-    def __init__(self, logits: Tensor) -> None:
-        super().__init__()
-        self.logits, self.dtype = logits, torch.bfloat16
-
-    def forward(self, pixel_values: Tensor) -> SimpleNamespace:
-        self.shown = pixel_values
-        return SimpleNamespace(logits=self.logits)
-
-
 def test_loss_metrics_and_answers() -> None:
     """Labels 0 1 1 2, predicted 0 1 0 0; the model is shown its own number format."""
     task = ImageClassification(vit(), LABELS, "macro_f1")
     assert isinstance(task, SingleLabelClassification)
     encoded = task.encode(dataset([noise(4, 5, 3)] * 5, [2, 2, 0, 1, 1]))
     logits = torch.tensor([[4.0, 1, 0], [0, 5, 0], [2, 1, 0], [3, 0, 1]])
-    model = Fixed(logits)
+    model = Fixed(logits, torch.bfloat16)
     loss = task.compute_loss(model, task.collate(encoded, [2, 3, 4, 0], CPU))
     truth = torch.tensor([0, 1, 1, 2])
     assert float(loss) == pytest.approx(float(F.cross_entropy(logits, truth)), rel=1e-6)
-    assert model.shown.dtype == torch.bfloat16
+    assert model.asked["pixel_values"].dtype == torch.bfloat16
     found = task.compute_metrics(logits, encoded, [2, 3, 4, 0])
     assert found["accuracy"] == 0.5
     assert found["macro_f1"] == pytest.approx((1 / 2 + 2 / 3 + 0) / 3)

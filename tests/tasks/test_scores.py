@@ -153,13 +153,6 @@ def test_a_task_changes_only_the_metrics_that_it_registered() -> None:
         register_task(replace(owner, custom_metrics=wide | {"loss": Metric("x", True)}))
 
 
-def test_metrics_are_registered_together_or_not_at_all() -> None:
-    taken = {"first": Metric("first", True), "loss": Metric("x", True)}
-    with pytest.raises(FedspanError, match="'loss' is already the name of"):
-        register_task(replace(OWN, metrics=("first",), custom_metrics=taken))
-    assert "first" not in METRICS
-
-
 def test_recall_and_ndcg_of_documents_are_scikit_learns() -> None:
     texts = torch.randn(60, 6, generator=torch.Generator().manual_seed(3))
     draw = np.random.default_rng(4)

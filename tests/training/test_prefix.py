@@ -123,24 +123,6 @@ def test_a_job_in_float64_is_the_same(kind: str, folders: Mapping[str, Path]) ->
         assert seen
 
 
-@pytest.mark.parametrize("kind", SINGLE)
-def test_a_job_on_examples_of_one_length_is_the_same_in_every_model(kind: str, folders: Mapping[str, Path]) -> None:
-    prepared = built(kind, folders, training={"local_steps": 6, "batch_size": 4})
-    prepared.engine.adapted.model.double()
-    engine = engine_of(prepared, MEMORY)
-    lengths = prepared.train.lengths
-    cache = engine.prefixes.get_cache(prepared.train)
-    assert cache is not None
-    tried = cache.computed  # beside examples of other lengths
-    indices = np.flatnonzero((lengths == np.bincount(lengths).argmax()) & ~tried)
-    id = next(iter(prepared.federation.clients))
-    job = job_of(prepared, id, torch.float64)
-    results = [
-        one.train(Assignment(id, 0, job, indices, 0.02), prepared.train) for one in (engine_of(prepared, None), engine)
-    ]
-    assert apart(results[0].tensors, results[1].tensors) < 1e-9
-
-
 @pytest.mark.parametrize("kind", others_slow(KINDS, ["roberta", "gpt2-lm"]))
 def test_predictions_are_the_same_in_float32(kind: str, folders: Mapping[str, Path]) -> None:
     prepared = built(kind, folders)

@@ -28,7 +28,7 @@ from fedspan.wrappers.fedpaq import FedPAQ
 from fedspan.wrappers.fedprox import FedProx
 from fedspan.wrappers.registry import WRAPPERS
 from helpers import tiny
-from helpers.counted_traffic import count_layers
+from helpers.claim_measures import count_layers
 from helpers.valid_config import SPEC, VALID
 from helpers.watched_rounds import differences
 from helpers.wrapped_configs import RunWrapped, wrapped_config
