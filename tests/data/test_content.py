@@ -194,7 +194,7 @@ def test_images_are_equal_if_their_files_are(tmp_path: Path) -> None:
     assert len(set(data.groups.tolist())) == 4
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.lists(st.integers(0, 12), min_size=30, max_size=80),
     st.sampled_from(["iid", "dirichlet", "pathological", "quantity"]),

@@ -318,7 +318,7 @@ def counts(dataset: datasets.Dataset, **settings: object) -> np.ndarray:
     return np.array([row.counts for row in divided.label_table(LABELS, dataset)])
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(clients=st.integers(1, 12), classes=st.integers(1, 8), seed=st.integers(0, 2**32))
 def test_pathological_clients_hold_few_labels_and_all_are_held(
     messages: datasets.Dataset, clients: int, classes: int, seed: int

@@ -6,12 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import transformers
-from peft import PeftModel
-from torch import Tensor, nn
 
 from fedspan.config import RunConfig, parse_config
 from fedspan.core.base import to_dense
@@ -24,6 +20,7 @@ from fedspan.runs.setup import Prepared, prepare
 from fedspan.runs.trained_models import write_adapters
 from helpers import tiny, tiny_convolutions
 from helpers.claim_measures import errors, require_declared_traffic
+from helpers.exported_models import predict_with_engine, predict_with_peft
 from helpers.families import UNLIKE, methods_by_family
 from helpers.method_checks import require_exactness
 from helpers.watched_rounds import MethodRun, RunMethod, differences, method_config, run_watched
@@ -103,29 +100,6 @@ def test_bytes_sent_are_bytes_declared(kind: str, key: str, runs: RunMethod) -> 
     require_declared_traffic(runs(kind, key), METHODS[key].claims.extras)
 
 
-def by_peft(made: Prepared, adapter: Path) -> Tensor:
-    """Logits of whoever has the adapter, PEFT and the published model, or the whole model that was written."""
-    images = made.config.task == "image-classification"
-    auto: Any = (
-        transformers.AutoModelForImageClassification if images else transformers.AutoModelForSequenceClassification
-    )
-    if not (adapter / "adapter_config.json").is_file():
-        model: nn.Module = auto.from_pretrained(adapter)
-    else:
-        base = made.config.model.name
-        fresh = auto.from_pretrained(base) if images else tiny.fresh_classifier(base)
-        model = PeftModel.from_pretrained(fresh, str(adapter))
-    assert made.test is not None
-    batch = made.task.collate(made.test, range(len(made.test)), torch.device("cpu"))
-    with torch.no_grad():
-        return made.task.predict(model.eval(), batch)
-
-
-def by_engine(made: Prepared, progress: Progress, client: str | None) -> Tensor:
-    assert made.test is not None
-    return made.engine.predict(made.evaluator.build_job(progress, client), made.test, np.arange(len(made.test)), 50)
-
-
 @each
 @pytest.mark.parametrize("key", methods_by_family(quick=UNLIKE))
 def test_what_is_exported_gives_the_engine_s_logits(kind: str, key: str, runs: RunMethod, tmp_path: Path) -> None:
@@ -136,9 +110,9 @@ def test_what_is_exported_gives_the_engine_s_logits(kind: str, key: str, runs: R
     gained = 0.0
     for id, adapter in folders.items():
         client = None if id == "global" else id
-        expected = by_engine(made, progress, client)
-        assert torch.allclose(by_peft(made, adapter), expected, rtol=0, atol=1e-4)
-        gained = max(gained, float((expected - by_engine(made, run.rounds[0].before, client)).abs().max()))
+        expected = predict_with_engine(made, progress, client)
+        assert torch.allclose(predict_with_peft(made, adapter), expected, rtol=0, atol=1e-4)
+        gained = max(gained, float((expected - predict_with_engine(made, run.rounds[0].before, client)).abs().max()))
     assert gained > 0.01, "training changed nothing"
 
 

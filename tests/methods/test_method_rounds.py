@@ -14,9 +14,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from peft import PeftModel
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification
 
 from fedspan import FedspanError
 from fedspan.config import RunConfig, parse_config
@@ -35,6 +33,7 @@ from fedspan.runs.setup import Prepared, prepare
 from fedspan.runs.trained_models import write_adapters
 from helpers import tiny
 from helpers.claim_measures import errors
+from helpers.exported_models import predict_with_engine, predict_with_peft
 from helpers.families import UNLIKE, methods_by_family, others_slow
 from helpers.remote_federation import remote
 from helpers.watched_rounds import MethodRun, Round, RunMethod, differences, flat, method_config, snapshot
@@ -241,25 +240,6 @@ def case(request: pytest.FixtureRequest, tiny_folder: Path, prepared: Prepared) 
     return request.param, prepare(config, prepared.partition)
 
 
-def logits_by_peft(prepared: Prepared, adapter: Path) -> Tensor:
-    if (adapter / "adapter_config.json").is_file():
-        model = PeftModel.from_pretrained(tiny.fresh_classifier(prepared.config.model.name), str(adapter)).eval()
-    else:  # written whole
-        model = AutoModelForSequenceClassification.from_pretrained(adapter).eval()
-    examples = prepared.test
-    assert examples is not None
-    with torch.no_grad():
-        batch = prepared.task.collate(examples, range(len(examples)), torch.device("cpu"))
-        return prepared.task.predict(model, batch)
-
-
-def logits_by_engine(prepared: Prepared, progress: Progress, client: str | None) -> Tensor:
-    examples = prepared.test
-    assert examples is not None
-    job = prepared.evaluator.build_job(progress, client)
-    return prepared.engine.predict(job, examples, np.arange(len(examples)), len(examples))
-
-
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
 def test_pretrained_weights_that_count_as_zero_are_gone_from_what_is_written(
     case: tuple[str, Prepared], tiny_folder: Path, tmp_path: Path
@@ -282,8 +262,8 @@ def test_pretrained_weights_that_count_as_zero_are_gone_from_what_is_written(
     assert progress.state.base.rho == 0.0
     assert progress.state.base.total
     folder = write_adapters(prepared, progress, RunFolder(tmp_path))["global"]
-    expected = logits_by_engine(prepared, progress, None)
-    assert torch.allclose(logits_by_peft(prepared, folder), expected, rtol=0, atol=1e-4)
+    expected = predict_with_engine(prepared, progress, None)
+    assert torch.allclose(predict_with_peft(prepared, folder), expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
@@ -306,14 +286,14 @@ def test_peft_gives_the_engine_s_logits(
     gained = 0.0
     for id, folder in folders.items():
         client = None if id == "global" else id
-        expected = logits_by_engine(prepared, progress, client)
-        assert torch.allclose(logits_by_peft(prepared, folder), expected, rtol=0, atol=1e-4)
-        gained = max(gained, float((expected - logits_by_engine(prepared, begin, client)).abs().max()))
+        expected = predict_with_engine(prepared, progress, client)
+        assert torch.allclose(predict_with_peft(prepared, folder), expected, rtol=0, atol=1e-4)
+        gained = max(gained, float((expected - predict_with_engine(prepared, begin, client)).abs().max()))
         notes = json.loads((folder / "fedspan.json").read_text())
         assert (notes["method"], notes["round"], notes["client"]) == (key, 2, client)
     assert gained > 0.01, "training changed nothing"
     if personal:  # whoever was trained has a model of its own
-        models = {id: logits_by_engine(prepared, progress, id) for id in progress.last_rounds}
+        models = {id: predict_with_engine(prepared, progress, id) for id in progress.last_rounds}
         assert len({tuple(model.flatten().tolist()) for model in models.values()}) == len(models) > 1
 
 

@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftConfig, PeftModel, get_peft_model
@@ -24,6 +23,7 @@ from fedspan.runs.folder import RunFolder
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.runs.trained_models import write_adapters
 from helpers import tiny, tiny_decoders
+from helpers.exported_models import predict_with_engine
 from helpers.families import others_slow
 
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -56,12 +56,6 @@ def logits(prepared: Prepared, model: torch.nn.Module) -> Tensor:
         return prepared.task.predict(model, batch)
 
 
-def engine_logits(prepared: Prepared, progress: Any) -> Tensor:
-    assert prepared.test is not None
-    job = prepared.evaluator.build_job(progress, None)
-    return prepared.engine.predict(job, prepared.test, np.arange(len(prepared.test)), 50)
-
-
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
 @pytest.mark.parametrize("method", others_slow(["fedit", "flora", "fedavg"], ["flora"]))
 @pytest.mark.parametrize("case", OPTIONS)
@@ -73,12 +67,12 @@ def test_round_0_is_the_adapter_and_the_export_includes_it(
     model = {"adapter": str(tmp_path / "start")}
     made = prepare(tiny.config(tiny_folder, kind, model=model, method={"name": method}), prepared.partition)
     progress = made.federation.begin()
-    first = engine_logits(made, progress)
+    first = predict_with_engine(made, progress)
     assert torch.allclose(first, logits(made, theirs), rtol=0, atol=1e-5)
     progress = made.federation.run_round(progress).progress
     folder = write_adapters(made, progress, RunFolder(tmp_path))["global"]
     back = PeftModel.from_pretrained(tiny.fresh_classifier(tiny_folder / kind), str(folder)).eval()
-    expected = engine_logits(made, progress)
+    expected = predict_with_engine(made, progress)
     assert torch.allclose(logits(made, back), expected, rtol=0, atol=1e-4)
     assert float((expected - first).abs().max()) > 0.01
 
