@@ -150,6 +150,11 @@ def settings(folder: Path, kind: str = "bert", **changes: Mapping[str, Any]) -> 
         "evaluation": {"batch_size": 32},
         "engine": {"name": "loop"},
     }
+    return change_sections(values, changes)
+
+
+def change_sections(values: dict[str, Any], changes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Values of a config with changes in its sections, of which nothing is shared."""
     for section, change in changes.items():
         values[section] = {**values.get(section, {}), **change}
     return copy.deepcopy(values)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import csv
 import random
 from collections.abc import Callable, Mapping
@@ -92,6 +91,4 @@ def settings(own: Path, kind: str = "t5", **changes: Mapping[str, Any]) -> dict[
         "model": {"name": str(save_model(kind, own / kind)), "target_modules": TARGETS[kind], "max_length": 16},
     }
     evaluation = {"generate": True, "max_new_tokens": 9}
-    for section, change in {"evaluation": evaluation, **changes}.items():
-        values[section] = {**values.get(section, {}), **change}
-    return copy.deepcopy(values)
+    return tiny.change_sections(values, {"evaluation": evaluation, **changes})
