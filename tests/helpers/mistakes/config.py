@@ -48,6 +48,11 @@ def _unknown_dataset(world: World) -> None:
     data("sst")
 
 
+def _no_device(id: str, what: str, provoke: Callable[[World], object]) -> Mistake:
+    """A device that the machine does not have."""
+    return Mistake(id, what, "device", provoke, "has no device ")
+
+
 FILES = [
     Mistake("missing", "The file does not exist.", "config", lambda world: load_config("my.yaml")),
     Mistake("not-utf-8", "The file is in Latin-1.", "config", _yaml("# Schlüssel".encode("latin-1")), "a YAML file ("),
@@ -315,23 +320,9 @@ FIELDS = [
     ),
 ]
 DEVICES = [
-    Mistake(
-        "unknown", "A device that torch does not know.", "device", lambda world: choose_device("tpu"), "has no device "
-    ),
-    Mistake(
-        "cuda-index",
-        "A GPU that the machine does not have.",
-        "device",
-        lambda world: choose_device("cuda:97"),
-        "has no device ",
-    ),
-    Mistake(
-        "meta",
-        "torch's meta device, which has no memory.",
-        "device",
-        lambda world: choose_device("meta"),
-        "has no device ",
-    ),
-    Mistake("other", "A device of a torch extension.", "device", lambda world: choose_device("hpu"), "has no device "),
-    Mistake("empty-device", "The device's name is empty.", "device", lambda world: choose_device(""), "has no device "),
+    _no_device("unknown", "A device that torch does not know.", lambda world: choose_device("tpu")),
+    _no_device("cuda-index", "A GPU that the machine does not have.", lambda world: choose_device("cuda:97")),
+    _no_device("meta", "torch's meta device, which has no memory.", lambda world: choose_device("meta")),
+    _no_device("other", "A device of a torch extension.", lambda world: choose_device("hpu")),
+    _no_device("empty-device", "The device's name is empty.", lambda world: choose_device("")),
 ]

@@ -54,6 +54,11 @@ def _conversation(value: object) -> Callable[[World], object]:
     return _load(_lines(value), **CAUSAL, messages="talk", chat=True)
 
 
+def _unreadable(id: str, what: str, provoke: Callable[[World], object]) -> Mistake:
+    """A mistake after which a file of training data cannot be read."""
+    return Mistake(id, what, "data.train", provoke, READING)
+
+
 FILES = [
     Mistake("missing", "The file is misspelt.", "data.train", _load(train="trian.csv")),
     Mistake("missing-folder", "The folder does not exist.", "data.train", _load(train="no/such/train.csv")),
@@ -66,7 +71,7 @@ FILES = [
     Mistake("empty", "The file is empty.", "data.train", _load("")),
     Mistake("header-only", "The file has only a header.", "data.train", _load("text,label\n")),
     Mistake("no-rows", "The list is empty.", "data.train", _load("[]", name="t.json")),
-    Mistake("ragged", "A row lacks a field.", "data.train", _load("text,label\none,a\ntwo\n"), READING),
+    _unreadable("ragged", "A row lacks a field.", _load("text,label\none,a\ntwo\n")),
     Mistake(
         "encoding",
         "The file has another encoding than data.encoding.",
@@ -80,40 +85,20 @@ FILES = [
         "data.text",
         _load("great,yes\nbad,no\nfine,yes\nawful,no\nlovely,yes\n"),
     ),
-    Mistake("excel", "The .xlsx file is not a workbook.", "data.train", _load("x", name="train.xlsx"), READING),
-    Mistake("zip", "The .zip file is not an archive.", "data.train", _load("x", name="train.zip"), READING),
+    _unreadable("excel", "The .xlsx file is not a workbook.", _load("x", name="train.xlsx")),
+    _unreadable("zip", "The .zip file is not an archive.", _load("x", name="train.zip")),
     Mistake("twice", "Two columns have the same name.", "data.train", _load("text,label,text\none,a,b\n")),
-    Mistake("not-gzip", "The .gz file is not compressed.", "data.train", _load("text", name="t.csv.gz"), READING),
-    Mistake(
-        "gzip-cut",
-        "The .gz file is truncated.",
-        "data.train",
-        _load(gzip.compress(GOOD.encode())[:-12], name="t.csv.gz"),
-        READING,
-    ),
+    _unreadable("not-gzip", "The .gz file is not compressed.", _load("text", name="t.csv.gz")),
+    _unreadable("gzip-cut", "The .gz file is truncated.", _load(gzip.compress(GOOD.encode())[:-12], name="t.csv.gz")),
     Mistake(
         "jsonl", "A line is not valid JSON.", "data.train", _load('{"text": "a"\n', name="t.jsonl"), "jsonl: row 1: "
     ),
     Mistake("jsonl-list", "A line is a list.", "data.train", _load(_lines(["one", "a"]), name="t.jsonl")),
     Mistake("json-object", "The .json file holds a single object.", "data.train", _load('{"text": 1}', name="t.json")),
-    Mistake("json-deep", "Brackets are nested too deeply.", "data.train", _load("[" * 99999, name="t.json"), READING),
-    Mistake(
-        "json-half",
-        "Half of a surrogate pair in JSON.",
-        "data.train",
-        _load('{"text":"\\ud800"}', name="t.jsonl"),
-        READING,
-    ),
-    Mistake(
-        "parquet", "The .parquet file has another format.", "data.train", _load(b"PAR1 no", name="t.parquet"), READING
-    ),
-    Mistake(
-        "parquet-cut",
-        "The .parquet file is truncated.",
-        "data.train",
-        _load(_parquet(text=["a"])[:-9], name="t.parquet"),
-        READING,
-    ),
+    _unreadable("json-deep", "Brackets are nested too deeply.", _load("[" * 99999, name="t.json")),
+    _unreadable("json-half", "Half of a surrogate pair in JSON.", _load('{"text":"\\ud800"}', name="t.jsonl")),
+    _unreadable("parquet", "The .parquet file has another format.", _load(b"PAR1 no", name="t.parquet")),
+    _unreadable("parquet-cut", "The .parquet file is truncated.", _load(_parquet(text=["a"])[:-9], name="t.parquet")),
     Mistake(
         "parquet-notes",
         "The .parquet file has damaged metadata on its types.",
@@ -295,10 +280,7 @@ PARTITION = [
         "A partition by labels of data without labels.",
         "partition.partitioner",
         _partition(
-            "text,label\none,1\ntwo,2\nthree,3\nfour,4\n",
-            task="regression",
-            partitioner="dirichlet",
-            clients=2,
+            "text,label\none,1\ntwo,2\nthree,3\nfour,4\n", task="regression", partitioner="dirichlet", clients=2
         ),
     ),
     Mistake(

@@ -167,10 +167,7 @@ IMAGES = [
         lambda world: world.prepare(model={"name": "builtin:resnet-8"}),
     ),
     Mistake(
-        "architecture",
-        "An unknown architecture.",
-        "model.name",
-        _model("builtin:resnet-8", name="builtin:resnet-50"),
+        "architecture", "An unknown architecture.", "model.name", _model("builtin:resnet-8", name="builtin:resnet-50")
     ),
     Mistake(
         "scratch-save",

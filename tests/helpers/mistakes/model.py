@@ -91,99 +91,49 @@ def _other_labels(world: World) -> None:
     world.prepare(model={"adapter": os.path.relpath(folder)}, data={"first_labels": 3})
 
 
+def _unloadable(id: str, what: str, provoke: Callable[[World], object]) -> Mistake:
+    """A mistake after which a model cannot be loaded."""
+    return Mistake(id, what, "model.name", provoke, "cannot be loaded (")
+
+
+def _no_adapter(id: str, what: str, provoke: Callable[[World], object]) -> Mistake:
+    """A mistake after which there is no adapter to start from."""
+    return Mistake(id, what, "model.adapter", provoke, WEIGHTS + " (")
+
+
 NAMES = [
-    Mistake(
-        "unknown",
-        "A hub id that is neither cached nor reachable.",
-        "model.name",
-        _model(name="nobody/nothing"),
-        "cannot be loaded (",
-    ),
-    Mistake("no-id", "A name that cannot be a hub id.", "model.name", _model(name="my model"), "cannot be loaded ("),
-    Mistake(
-        "too-long",
-        "A name that is too long for the file system.",
-        "model.name",
-        _model(name=LONG_NAME),
-        "cannot be loaded (",
-    ),
-    Mistake(
-        "no-user",
-        "The home folder of an unknown user.",
-        "model.name",
-        _model(name="~nobodyx/m"),
-        "cannot be loaded (",
-    ),
+    _unloadable("unknown", "A hub id that is neither cached nor reachable.", _model(name="nobody/nothing")),
+    _unloadable("no-id", "A name that cannot be a hub id.", _model(name="my model")),
+    _unloadable("too-long", "A name that is too long for the file system.", _model(name=LONG_NAME)),
+    _unloadable("no-user", "The home folder of an unknown user.", _model(name="~nobodyx/m")),
     Mistake("builtin", "An unknown built-in model.", "model.name", lambda world: resolve_model("builtin:minilm")),
     Mistake("no-package", "The built-in model's package is missing.", "model.name", _without_package),
     Mistake("no-bitsandbytes", "bitsandbytes is missing.", "model.quantization", _without_library),
 ]
 FOLDERS = [
-    Mistake(
-        "empty-folder",
-        "The folder is empty.",
-        "model.name",
-        lambda world: world.prepare(model={"name": "."}),
-        "cannot be loaded (",
-    ),
-    Mistake("no-config", "There is no config.json.", "model.name", _without("config.json"), "cannot be loaded ("),
-    Mistake("config-cut", "config.json is truncated.", "model.name", _write("config.json", "{"), "cannot be loaded ("),
-    Mistake(
-        "config-null", "config.json holds null.", "model.name", _write("config.json", "null"), "cannot be loaded ("
-    ),
-    Mistake(
-        "config-type", "A size in config.json is a word.", "model.name", _config(hidden_size="x"), "cannot be loaded ("
-    ),
-    Mistake(
-        "config-heads",
-        "The number of attention heads is 0.",
-        "model.name",
-        _config(num_attention_heads=0),
-        "cannot be loaded (",
-    ),
-    Mistake(
-        "config-kind",
-        "An unknown architecture.",
-        "model.name",
-        _config(model_type="x"),
-        "cannot be loaded (",
-    ),
+    _unloadable("empty-folder", "The folder is empty.", lambda world: world.prepare(model={"name": "."})),
+    _unloadable("no-config", "There is no config.json.", _without("config.json")),
+    _unloadable("config-cut", "config.json is truncated.", _write("config.json", "{")),
+    _unloadable("config-null", "config.json holds null.", _write("config.json", "null")),
+    _unloadable("config-type", "A size in config.json is a word.", _config(hidden_size="x")),
+    _unloadable("config-heads", "The number of attention heads is 0.", _config(num_attention_heads=0)),
+    _unloadable("config-kind", "An unknown architecture.", _config(model_type="x")),
     Mistake(
         "config-shape", "The layers have other shapes than in config.json.", "model.name", _config(intermediate_size=32)
     ),
     Mistake("config-layers", "The weights of one layer are missing.", "model.name", _config(num_hidden_layers=2)),
-    Mistake("no-weights", "There are no weights.", "model.name", _without("model.safetensors"), "cannot be loaded ("),
-    Mistake(
-        "no-tensors",
-        "The weights are not a safetensors file.",
-        "model.name",
-        _write("model.safetensors", "x" * 99),
-        "cannot be loaded (",
-    ),
-    Mistake(
+    _unloadable("no-weights", "There are no weights.", _without("model.safetensors")),
+    _unloadable("no-tensors", "The weights are not a safetensors file.", _write("model.safetensors", "x" * 99)),
+    _unloadable(
         "weights-cut",
         "The file of weights is truncated.",
-        "model.name",
         lambda world: world.model(lambda folder: cut(folder / "model.safetensors")),
-        "cannot be loaded (",
     ),
     Mistake(
         "no-tokenizer", "There is no tokenizer.", "model.name", _without("tokenizer.json", "tokenizer_config.json")
     ),
-    Mistake(
-        "tokenizer-cut",
-        "tokenizer.json is truncated.",
-        "model.name",
-        _write("tokenizer.json", '{"a'),
-        "cannot be loaded (",
-    ),
-    Mistake(
-        "tokenizer-list",
-        "tokenizer.json is a list.",
-        "model.name",
-        _write("tokenizer.json", "[]"),
-        "cannot be loaded (",
-    ),
+    _unloadable("tokenizer-cut", "tokenizer.json is truncated.", _write("tokenizer.json", '{"a')),
+    _unloadable("tokenizer-list", "tokenizer.json is a list.", _write("tokenizer.json", "[]")),
     Mistake(
         "encoder-answers",
         "An encoder is used for causal-lm.",
@@ -255,30 +205,10 @@ LAYERS = [
     ),
 ]
 STARTS = [
-    Mistake(
-        "adapter-missing", "The folder does not exist.", "model.adapter", _model(adapter="no/such"), WEIGHTS + " ("
-    ),
-    Mistake(
-        "adapter-user",
-        "The home folder of an unknown user.",
-        "model.adapter",
-        _model(adapter="~nobodyx/a"),
-        WEIGHTS + " (",
-    ),
-    Mistake(
-        "adapter-cut",
-        "The file of weights is truncated.",
-        "model.adapter",
-        _adapter(lambda folder: cut(folder / WEIGHTS)),
-        WEIGHTS + " (",
-    ),
-    Mistake(
-        "adapter-config",
-        "Its config is truncated.",
-        "model.adapter",
-        _adapter(lambda folder: cut(folder / ADAPTER)),
-        WEIGHTS + " (",
-    ),
+    _no_adapter("adapter-missing", "The folder does not exist.", _model(adapter="no/such")),
+    _no_adapter("adapter-user", "The home folder of an unknown user.", _model(adapter="~nobodyx/a")),
+    _no_adapter("adapter-cut", "The file of weights is truncated.", _adapter(lambda folder: cut(folder / WEIGHTS))),
+    _no_adapter("adapter-config", "Its config is truncated.", _adapter(lambda folder: cut(folder / ADAPTER))),
     Mistake(
         "adapter-kind",
         "It is not a LoRA adapter.",

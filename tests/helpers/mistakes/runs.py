@@ -197,10 +197,7 @@ FOLDERS = [
         _resume(lambda run: cut(run.config, 25)),
     ),
     Mistake(
-        "linked",
-        "checkpoints/ is a link to another folder.",
-        "FOLDER/stopped/checkpoints",
-        _resume(_link_checkpoints),
+        "linked", "checkpoints/ is a link to another folder.", "FOLDER/stopped/checkpoints", _resume(_link_checkpoints)
     ),
     Mistake(
         "damaged",
