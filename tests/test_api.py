@@ -120,9 +120,7 @@ def test_run_takes_a_path_values_or_a_config(run: tuple[Path, RunReport], tiny_f
 
 def test_resume(run: tuple[Path, RunReport], tiny_folder: Path, tmp_path: Path) -> None:
     values = tiny.settings(tiny_folder, federation={"rounds": 2})
-    for number, go_on in enumerate(
-        (fedspan.resume, lambda folder: fedspan.run(values, folder, resume=True)),
-    ):
+    for number, go_on in enumerate((fedspan.resume, lambda folder: fedspan.run(values, folder, resume=True))):
         folder = tmp_path / str(number)
         with pytest.raises(Stop):
             fedspan.run(values, folder, resume=True, listener=StopAfter(1))  # nothing there yet: a new run

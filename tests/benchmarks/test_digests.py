@@ -133,9 +133,7 @@ def build_record(*, lost: int = 0, times: int = 1) -> dict[str, Any]:
     return {"loop": {"method-x": {"ledger.jsonl": rows, "metrics.jsonl": metrics, "report.json": report}}}
 
 
-LISTED = {
-    "fields": [{"name": "round", "bytes": -8, "messages": {"direction": "down"}, "cases": ["method-x"]}],
-}
+LISTED = {"fields": [{"name": "round", "bytes": -8, "messages": {"direction": "down"}, "cases": ["method-x"]}]}
 
 
 def test_bytes_that_are_listed_as_lost_are_no_difference(script: ModuleType) -> None:

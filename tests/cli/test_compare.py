@@ -171,19 +171,13 @@ def test_killed_it_continues(config: Path, call: Call, compared: tuple[Path, str
             ["compare", "CONFIG", "--out", "OUT", "--methods", "fedit", "--seeds", "0,x"],
             "`--seeds`: '0,x' is not accepted. Expected whole numbers",
         ),
-        (
-            ["compare", "CONFIG", "--out", "OUT", "--methods", "fedot"],
-            "Did you mean 'fedit'",
-        ),
+        (["compare", "CONFIG", "--out", "OUT", "--methods", "fedot"], "Did you mean 'fedit'"),
         (
             ["compare", "CONFIG", "--out", "OUT", "--methods", "fedit", "--set-for", "method.r=3"],
             "METHOD:section.field",
         ),
         (["compare", "CONFIG", "--resume", "OUT"], "it cannot be combined with --resume"),
-        (
-            ["compare", "--methods", "fedit", "--resume", "OUT"],
-            "`--methods`: it cannot be combined with --resume",
-        ),
+        (["compare", "--methods", "fedit", "--resume", "OUT"], "`--methods`: it cannot be combined with --resume"),
         (["compare", "--resume", "OUT"], "made' holds no compare.yaml. Give a config"),
         (["sweep", "CONFIG", "--out", "OUT"], "`--over`: no value is given. Expected at least one field"),
         (
@@ -195,10 +189,7 @@ def test_killed_it_continues(config: Path, call: Call, compared: tuple[Path, str
             "`--over`: seed is given twice. Give it once, with all its values.",
         ),
         (["sweep", "CONFIG", "--out", "OUT", "--over", "training.lr=1e-3..1"], "or --trials N"),
-        (
-            ["sweep", "--trials", "3", "--resume", "OUT"],
-            "`--trials`: it cannot be combined with --resume",
-        ),
+        (["sweep", "--trials", "3", "--resume", "OUT"], "`--trials`: it cannot be combined with --resume"),
     ],
 )
 def test_mistakes_are_said_on_one_line(

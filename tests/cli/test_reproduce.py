@@ -290,10 +290,7 @@ def test_presets_are_listed_and_planned(call: Call) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ["rolora-tabel1", "--dry-run"],
-            "`ID`: no preset is named 'rolora-tabel1'. Did you mean 'rolora-table1'",
-        ),
+        (["rolora-tabel1", "--dry-run"], "`ID`: no preset is named 'rolora-tabel1'. Did you mean 'rolora-table1'"),
         (
             ["rolora-table1", "--dry-run", "--scale", "tiny"],
             "`--scale`: 'tiny' is not accepted. Expected one of full, small",

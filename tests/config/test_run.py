@@ -50,10 +50,7 @@ def test_auto_names_the_reason_if_it_does_without_statistics() -> None:
         ({"cluster": {"workers": 8}, "partition": {"clients": 5}}, 5),
         ({"cluster": {"workers": 8}, "partition": {"clients": 50}}, 8),
         ({"cluster": {"workers": 8}, "federation": {"clients_per_round": 3}}, 3),
-        (
-            {"cluster": {"workers": 8}, "partition": {"partitioner": "natural", "column": "site"}},
-            8,
-        ),
+        ({"cluster": {"workers": 8}, "partition": {"partitioner": "natural", "column": "site"}}, 8),
     ],
 )
 def test_a_round_occupies_no_more_workers_than_it_has_clients(changes: dict[str, Any], workers: int) -> None:

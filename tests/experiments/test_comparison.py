@@ -19,11 +19,7 @@ def test_a_partition_that_the_config_names_is_kept(tiny_folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "words"),
-    [
-        ("fedprox", "Put it around a method: fedit+fedprox"),
-        ("fedit+fedproks", "no wrapper is named"),
-    ],
+    ("row", "words"), [("fedprox", "Put it around a method: fedit+fedprox"), ("fedit+fedproks", "no wrapper is named")]
 )
 def test_rows_that_are_no_methods(row: str, words: str, tiny_folder: Path) -> None:
     with pytest.raises(FedspanError, match=re.escape(words)) as caught:

@@ -213,8 +213,7 @@ def test_seeds_can_be_added_and_other_configs_are_refused(tiny_folder: Path, tmp
 def test_a_mistake_that_only_a_run_finds_can_be_put_right_in_the_same_folder(tiny_folder: Path, tmp_path: Path) -> None:
     values = tiny.settings(tiny_folder, federation={"rounds": 1})
     with pytest.raises(
-        FedspanError,
-        match=r"^`method.r`: 99 is larger than a target layer.* This is in the run fedit-seed0",
+        FedspanError, match=r"^`method.r`: 99 is larger than a target layer.* This is in the run fedit-seed0"
     ):
         fedspan.compare(values, tmp_path / "made", ["fedit"], [0], overrides=["method.r=99"])
     assert fedspan.compare(values, tmp_path / "made", ["fedit"], [0]).rows[0].mean is not None
@@ -256,33 +255,21 @@ def test_a_row_may_be_a_method_with_wrappers(tiny_folder: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (
-            {"methods": ["fedit", "rolara"]},
-            "`--methods`: no method is named 'rolara'. Did you mean 'rolora'",
-        ),
+        ({"methods": ["fedit", "rolara"]}, "`--methods`: no method is named 'rolara'. Did you mean 'rolora'"),
         ({"methods": ["fedit", "fedit"]}, "`--methods`: 'fedit' is given twice"),
         ({"methods": []}, "`--methods`: no method is given. Expected keys of methods"),
         ({"seeds": []}, "`--seeds`: [] is not accepted. Expected at least one"),
         ({"seeds": [0, 1, 0]}, "`--seeds`: the seed 0 is given twice"),
         ({"seeds": [-1]}, "`--seeds`: -1 is not accepted. Expected a whole number from 0"),
         ({"against": "flora"}, "`--against`: 'flora' is not accepted. Expected a row of the table: fedit, fedloru"),
-        (
-            {"overrides": ["method.tao=3"]},
-            "`method.tao`: none of fedit, fedloru has this option. Did you mean 'tau'",
-        ),
+        ({"overrides": ["method.tao=3"]}, "`method.tao`: none of fedit, fedloru has this option. Did you mean 'tau'"),
         ({"overrides": ["method=fedit"]}, "`method`: 'fedit' is not accepted. Expected a section"),
         (
             {"overrides_for": {"flora": ["method.r=3"]}},
             "`--set-for`: 'flora:method.r=3' is not accepted. Expected one of fedit, fedloru",
         ),
-        (
-            {"overrides_for": {"fedit": ["method.tau=3"]}},
-            "`method.tau`: fedit has no such option. Its options are r",
-        ),
-        (
-            {"overrides_for": {"fedit": ["training.rate=3"]}},
-            "`training.rate`: there is no such field. ",
-        ),
+        ({"overrides_for": {"fedit": ["method.tau=3"]}}, "`method.tau`: fedit has no such option. Its options are r"),
+        ({"overrides_for": {"fedit": ["training.rate=3"]}}, "`training.rate`: there is no such field. "),
         (
             {"overrides_for": {"fedit": ["method.name=flora"]}},
             "`--set-for`: 'fedit:method.name=flora' changes the method",
@@ -291,10 +278,7 @@ def test_a_row_may_be_a_method_with_wrappers(tiny_folder: Path, tmp_path: Path) 
             {"overrides_for": {"fedit": ["partition.alpha=3"]}},
             "`--set-for`: 'fedit:partition.alpha=3' changes partition, which must be the same",
         ),
-        (
-            {"overrides_for": {"fedit": ["evaluation.metric=loss"]}},
-            "changes evaluation.metric, which must",
-        ),
+        ({"overrides_for": {"fedit": ["evaluation.metric=loss"]}}, "changes evaluation.metric, which must"),
     ],
 )
 def test_mistakes_are_named_before_anything_is_run(

@@ -201,10 +201,7 @@ def test_of_equal_scores_the_smaller_loss_wins(tiny_folder: Path, tmp_path: Path
     [
         ({"over": {}}, "`--over`: no value is given. Expected at least one field"),
         ({"over": {"method.r": ""}}, "`--over`: 'method.r=' is not accepted. Expected values separated by commas"),
-        (
-            {"over": {"method.r": "[1"}},
-            "`--over`: 'method.r=[1' is not accepted. Expected values separated by commas",
-        ),
+        ({"over": {"method.r": "[1"}}, "`--over`: 'method.r=[1' is not accepted. Expected values separated by commas"),
         ({"over": {"method.r": "4,8,4"}}, "`--over`: 'method.r=4,8,4' has the value 4 twice"),
         ({"over": {"method..r": "4"}}, "`--over`: 'method..r=4' is not accepted. Expected section.field=value"),
         (
@@ -223,16 +220,10 @@ def test_of_equal_scores_the_smaller_loss_wins(tiny_folder: Path, tmp_path: Path
         ({"trials": 0}, "`--trials`: 0 is not accepted. Expected a whole number from 1"),
         ({"rounds": 0}, "`--rounds`: 0 is not accepted. Expected a whole number from 1"),
         ({"seeds": []}, "`--seeds`: [] is not accepted. Expected at least one"),
-        (
-            {"over": {"training.rate": "1,2"}},
-            "`training.rate`: there is no such field. ",
-        ),
+        ({"over": {"training.rate": "1,2"}}, "`training.rate`: there is no such field. "),
         ({"over": {"method.r": "4,zwei"}}, "`method.r`: 'zwei' is not accepted. Expected a valid integer."),
         ({"over": {"training.lr": "0.1,-1"}}, "`training.lr`: -1 is not accepted. Expected a number above 0"),
-        (
-            {"over": {"seed": "1,2"}},
-            "`--over`: 'seed=1' changes seed, which must be the same",
-        ),
+        ({"over": {"seed": "1,2"}}, "`--over`: 'seed=1' changes seed, which must be the same"),
         (
             {"over": {"data.max_examples": "50"}},
             "`--over`: 'data.max_examples=50' changes data, which must be the same",

@@ -59,10 +59,7 @@ def test_mistakes_in_a_preset_are_named(changes: dict[str, Any], message: str) -
 
 
 def test_an_unknown_preset() -> None:
-    with pytest.raises(
-        FedspanError,
-        match=r"^`ID`: no preset is named 'rolora-table99'\. Did you mean 'rolora-table",
-    ):
+    with pytest.raises(FedspanError, match=r"^`ID`: no preset is named 'rolora-table99'\. Did you mean 'rolora-table"):
         load_preset("rolora-table99")
 
 

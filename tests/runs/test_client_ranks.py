@@ -98,7 +98,7 @@ def test_where_the_whole_weight_is_factorized_every_layer_has_a_full_rank_of_its
     client = Client("client-01", 12, 1.0, 1, 1.0)
     job = method.start(method.sync(method.init(_Ones(spec)), client), client, {}, 0)
     assert {name: tuple(value.shape) for name, value in job.tensors.items()} == {
-        **{"conv/U": (12, 12), "conv/V": (12, 36), "linear/U": (6, 5), "linear/V": (5, 5)},
+        **{"conv/U": (12, 12), "conv/V": (12, 36), "linear/U": (6, 5), "linear/V": (5, 5)}
     }
     with pytest.raises(FedspanError, match="from 1 to 12, the full rank of the largest layer"):
         compute_client_ranks(parse_config({**values, "federation": {"ranks": [13]}}), method, ids(1))

@@ -32,8 +32,7 @@ def ours(made: Prepared, progress: Progress, client: str | None = None) -> Tenso
 
 
 @pytest.mark.parametrize(
-    "method",
-    others_slow(["fedit", "ffa-lora", "fedloru", "flora", "fedavg"], ["fedit", "fedavg"]),
+    "method", others_slow(["fedit", "ffa-lora", "fedloru", "flora", "fedavg"], ["fedit", "fedavg"])
 )
 @pytest.mark.parametrize("kind", ["vit", "resnet"])
 def test_an_adapter_reloads_in_peft(kind: str, method: str, images: Path, tmp_path: Path) -> None:

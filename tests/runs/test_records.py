@@ -11,13 +11,7 @@ from fedspan.errors import FedspanError
 from fedspan.files import compute_sha256
 from fedspan.logs import Position
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.records import (
-    Records,
-    compute_result_digests,
-    read_records,
-    require_intact_model,
-    require_same_files,
-)
+from fedspan.runs.records import Records, compute_result_digests, read_records, require_intact_model, require_same_files
 
 
 @pytest.fixture
