@@ -1,4 +1,4 @@
-"""A first config for any file: what is found in it, and that only its beginning is read."""
+"""A first config for any file: what is found in it, which columns it names, and that only its beginning is read."""
 
 from __future__ import annotations
 
@@ -6,19 +6,26 @@ import json
 import time
 import tracemalloc
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+import yaml
 from PIL import Image
 
+from fedspan.config import parse_config
+from fedspan.config.column_inference import InferredData
 from fedspan.config.starter import write_starter_config
+from fedspan.config.starter_template import get_default_model, render_config, suggest_target_modules
 from fedspan.data.loading import load
+from fedspan.errors import FedspanError
 from fedspan.planning.estimate import plan
 from fedspan.runs.setup import prepare
 from fedspan.tasks import registry
-from fedspan.tasks.registry import get_task
+from fedspan.tasks.registry import TASKS, get_task
 from helpers.found_config import TEXTS, config_of, pictures, refused, sizes, table
 
 
@@ -286,3 +293,212 @@ def test_images_that_are_missing_or_damaged(tmp_path: Path) -> None:
     for image in (tmp_path / "p").glob("*.png"):
         image.unlink()
     refused("data.image", "0.png', and there is no such file", path, model="builtin:resnet-8")
+
+
+@pytest.mark.parametrize("name", ["score", "how_good", "Rating"])
+@pytest.mark.parametrize("fraction", [1, 7])
+def test_regression_finds_its_numbers(tmp_path: Path, name: str, fraction: int) -> None:
+    numbers = [number / fraction for number in range(60)]
+    columns = {"id": range(60), "review": TEXTS, "kind": ["a", "b", "c"] * 20, name: numbers}
+    config, _ = config_of(table(tmp_path / "t.csv", columns), task="regression")
+    assert (config.task, config.data.text, config.data.label) == ("regression", "review", name)
+
+
+def test_regression_without_numbers(tmp_path: Path) -> None:
+    path = table(tmp_path / "t.csv", {"review": TEXTS, "kind": ["a", "b", "c"] * 20})
+    refused("--label", "the column of numbers: review, kind", path, task="regression")
+
+
+def test_fractions_without_labels_suggest_regression(tmp_path: Path) -> None:
+    path = table(tmp_path / "t.csv", {"review": TEXTS, "share": [number / 70 for number in range(60)]})
+    refused("--label", "--task regression predicts numbers, such as those of share", path)
+
+
+def test_regression_finds_decimals(tmp_path: Path) -> None:
+    amounts = pa.array([Decimal(number) / 8 for number in range(60)], pa.decimal128(9, 3))
+    pyarrow.parquet.write_table(pa.table({"review": TEXTS, "amount": amounts}), tmp_path / "t.parquet")
+    config, _ = config_of(tmp_path / "t.parquet", task="regression")
+    assert config.data.label == "amount"
+    targets = load(config.data, task=config.task_columns).train["target"][:]
+    assert {float(target) for target in targets} < {number / 8 for number in range(60)}
+
+
+def test_a_requested_column_makes_the_first_line_a_header(tmp_path: Path) -> None:
+    path = table(tmp_path / "train.csv", {"words": TEXTS, "spam": ["ham", "spam"] * 30})
+    config, found = config_of(path, text="words", label="spam")
+    assert (config.data.text, config.data.label, config.data.header) == ("words", "spam", None)
+    assert "60 examples" in found
+
+
+def test_both_texts_of_a_pair_are_printed(tmp_path: Path) -> None:
+    columns = {"premise": TEXTS, "hypothesis": TEXTS[::-1], "label": ["yes", "no"] * 30}
+    _, found = config_of(table(tmp_path / "t.csv", columns))
+    assert "text 'premise' and 'hypothesis', label 'label'" in found
+
+
+@pytest.mark.parametrize("names", [("question1", "question2"), ("title_a", "title_b")])
+def test_pairs_of_numbered_columns(tmp_path: Path, names: tuple[str, str]) -> None:
+    path = table(tmp_path / "t.csv", {names[0]: TEXTS, names[1]: TEXTS, "same": ["no", "yes"] * 30})
+    config, found = config_of(path)
+    assert (config.data.text, config.data.text_pair, config.data.label) == (*names, "same")
+    assert f"text {names[0]!r} and {names[1]!r}" in found
+    alone, _ = config_of(path, text=names[1])
+    assert (alone.data.text, alone.data.text_pair) == (names[1], None)
+
+
+def test_scores_by_number_are_no_pair(tmp_path: Path) -> None:
+    path = table(tmp_path / "t.csv", {"v1": range(60), "v2": range(60), "text": TEXTS, "label": ["a", "b"] * 30})
+    assert config_of(path)[0].data.text_pair is None
+
+
+def test_other_labels_of_images_are_named(tmp_path: Path) -> None:
+    path = pictures(tmp_path / "p")
+    rows = path.read_text().splitlines()
+    path.write_text("\n".join([rows[0] + ",camera", *(f"{row},c{at % 3}" for at, row in enumerate(rows[1:]))]) + "\n")
+    _, found = config_of(path, model="builtin:resnet-8", clients=2)
+    assert "other columns that may be labels: camera (--label)" in found
+
+
+def test_names_with_more_in_them_and_columns_that_are_no_labels(tmp_path: Path) -> None:
+    columns = {
+        "Patient": [f"p{number // 6}" for number in range(60)],
+        "Review text": TEXTS,
+        "Stars (0-10)": [number / 7 for number in range(60)],
+    }
+    config, _ = config_of(table(tmp_path / "t.csv", columns))
+    assert (config.task, config.data.label) == ("regression", "Stars (0-10)")
+    rows = [
+        {"p": {"body": text, "meta": {"tag": ["ab"[at % 2]], "site": f"s{at % 4}"}}} for at, text in enumerate(TEXTS)
+    ]
+    path = tmp_path / "t.json"
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-16")
+    config, _ = config_of(path)
+    assert (config.data.text, config.data.label, config.partition.column) == ("p.body", "p.meta.tag", "p.meta.site")
+
+
+def test_other_columns_that_may_be_labels_are_named(tmp_path: Path) -> None:
+    columns = {"note": TEXTS, "color": ["red", "blue"] * 30, "size": ["s", "m", "l"] * 20}
+    config, found = config_of(table(tmp_path / "t.csv", columns))
+    assert config.data.label == "color"
+    assert "other columns that may be labels: size (--label)" in found
+
+
+def test_lists_of_texts_are_a_text(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    rows = [{"sentences": text.split(), "label": "ab"[number % 2]} for number, text in enumerate(TEXTS)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    config, _ = config_of(path, task="sequence-classification")
+    assert (config.data.text, config.data.label) == ("sentences", "label")
+
+
+def test_lists_of_one_text_are_a_text_and_other_lists_are_named(tmp_path: Path) -> None:
+    path, shops = tmp_path / "t.parquet", [f"the shop number {number % 4} in the street" for number in range(60)]
+    columns: dict[str, list[Any]] = {
+        "t": [[f"text {number}"] for number in range(60)],
+        "l": ["a", "b"] * 30,
+        "s": shops,
+    }
+    pyarrow.parquet.write_table(pa.table(columns), path)
+    config, found = config_of(path)
+    assert (config.data.text, config.data.label) == ("s", "l")
+    assert "columns of lists that are not used: t (--text joins lists of texts)" in found
+    assert "examples are distinct: check that s is the right column" in found
+    columns["t"] = [[text] for text in TEXTS]
+    pyarrow.parquet.write_table(pa.table(columns), path)
+    config, found = config_of(path)
+    assert (config.data.text, config.data.label) == ("t", "l")
+    assert "not used" not in found
+
+
+def test_labels_that_are_combined_are_reported(tmp_path: Path) -> None:
+    kinds = ["billing", "tech", "billing|tech", "other", "billing|other", "tech|other"]
+    path = table(tmp_path / "t.csv", {"text": TEXTS, "label": kinds * 10})
+    advice = "--task multi-label-classification --label label"
+    config, found = config_of(path)
+    assert config.task == "sequence-classification"
+    assert f"Values of 'label' contain '|'; for several labels an example: {advice}." in found
+    places = ["Bonn, west", "Ulm, south", "Kiel, north"] * 20
+    _, found = config_of(table(tmp_path / "t.csv", {"text": TEXTS, "label": places}))
+    assert "several labels" not in found
+    rare = [*kinds[:5], *["billing"] * 40, *["tech"] * 15]  # a tenth of them or less is combined
+    _, found = config_of(table(tmp_path / "t.csv", {"text": TEXTS, "label": rare}))
+    assert "several labels" not in found
+
+
+def test_requested_labels_of_a_short_file_may_be_many(tmp_path: Path) -> None:
+    kinds = ["billing", "tech", "billing|tech", "other", "billing|other", "tech|other"]
+    path = table(tmp_path / "t.csv", {"text": TEXTS[:6], "label": kinds})
+    config, _ = config_of(path, task="multi-label-classification", label="label", options={"test_fraction": 0})
+    assert (config.task, config.data.label) == ("multi-label-classification", "label")
+
+
+def test_whole_numbers_that_may_be_predicted(tmp_path: Path) -> None:
+    advice = "different numbers, which are labels here; --task regression predicts numbers"
+    columns = {"title": TEXTS, "price": [3 * number + 1 for number in range(60)]}
+    refused("data.train", f"The column price has 60 {advice}", table(tmp_path / "t.csv", columns))
+    columns = {"title": TEXTS * 4, "price": [7 * (number % 30) for number in range(240)]}
+    _, found = config_of(table(tmp_path / "t.csv", columns))
+    assert f"The column price has 30 {advice}" in found
+    columns["price"] = [number % 30 for number in range(240)]  # the numbers of 30 classes
+    _, found = config_of(table(tmp_path / "t.csv", columns))
+    assert advice not in found
+
+
+def test_decimal_commas_are_numbers(tmp_path: Path) -> None:
+    columns = {"review": TEXTS, "score": [f"{number / 7:.2f}".replace(".", ",") for number in range(60)]}
+    config, _ = config_of(table(tmp_path / "t.csv", columns, delimiter=";"))
+    assert (config.task, config.data.label) == ("regression", "score")
+    loaded = load(config.data, task=config.task_columns)
+    assert loaded.test is not None
+    numbers = [*loaded.train["target"], *loaded.test["target"]]
+    assert sorted(numbers) == [round(number / 7, 2) for number in range(60)]
+
+
+def rendered(task: str = "sequence-classification", by: str | None = None, **changes: Any) -> dict[str, Any]:
+    options = {"model": "a/model", "targets": None, "method": "fedit", "is_small": False, **changes}
+    data = {"train": "notes: of #1.csv", "text": "té xt"}
+    text = render_config(InferredData(task, data, by, ()), data, 7, **options)
+    values = yaml.safe_load(text)
+    parse_config(values)
+    assert values["data"] == data
+    return values
+
+
+def test_rows_are_drawn_or_assigned_by_a_column() -> None:
+    assert rendered()["partition"] == {"partitioner": "iid", "clients": 7, "validation": 0.1, "test": 0.1}
+    by = rendered(by="site: a #1")["partition"]
+    assert by == {"partitioner": "natural", "column": "site: a #1", "validation": 0.1, "test": 0.1}
+    assert rendered(is_small=True)["partition"]["validation"] == 0.2
+
+
+def test_the_model_its_layers_and_the_method_are_those_requested() -> None:
+    values = rendered(model="no", targets="[query, value]", method="fedavg")
+    assert values["model"] == {"name": "no", "target_modules": ["query", "value"]}
+    assert values["method"]["name"] == "fedavg"
+    assert rendered()["model"] == {"name": "a/model"}
+    assert rendered(model="builtin:all-minilm-l6-v2")["model"]["layers_to_transform"] == [4, 5]
+
+
+@pytest.mark.parametrize("task", ["sequence-classification", "causal-lm", "regression"])
+def test_logits_are_adjusted_where_the_task_can(task: str) -> None:
+    adjusted = "logit_adjustment" in rendered(task)["training"]
+    assert adjusted is ("logit_adjustment" in TASKS[task].loss_options)
+
+
+def test_a_task_without_a_model_to_suggest_asks_for_one() -> None:
+    assert get_default_model("sequence-classification") == TASKS["sequence-classification"].default_model
+    without = [name for name, task in TASKS.items() if task.default_model is None]
+    for name in without:
+        with pytest.raises(FedspanError, match=f"{name} has no default model"):
+            get_default_model(name)
+    assert without
+
+
+def test_layers_are_suggested_where_peft_has_no_default(tmp_path: Path) -> None:
+    task = "image-classification"
+    assert suggest_target_modules(task, None) == get_default_model(task)[1]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mobilenet_v2"}))
+    assert "1x1" in str(suggest_target_modules(task, str(tmp_path)))
+    (tmp_path / "config.json").write_text("{")
+    assert suggest_target_modules(task, str(tmp_path)) is None  # plan and run say why it cannot be read
+    assert suggest_target_modules(task, str(tmp_path / "missing")) is None
