@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,23 +14,9 @@ import yaml
 from safetensors.torch import load_file
 
 import fedspan
-from fedspan import FedspanError, Listener, RunReport
+from fedspan import FedspanError, RunReport
 from helpers import tiny
-
-
-class Stop(BaseException):
-    """Stands for Ctrl-C."""
-
-
-class StopAfter(Listener):
-    """Stops the run after some rounds."""
-
-    def __init__(self, rounds: int) -> None:
-        self.rounds = rounds
-
-    def on_round_finish(self, row: Any) -> None:
-        if row["round"] == self.rounds:
-            raise Stop
+from helpers.listeners import Notes
 
 
 @pytest.fixture(scope="module")
@@ -122,8 +107,8 @@ def test_resume(run: tuple[Path, RunReport], tiny_folder: Path, tmp_path: Path) 
     values = tiny.settings(tiny_folder, federation={"rounds": 2})
     for number, go_on in enumerate((fedspan.resume, lambda folder: fedspan.run(values, folder, resume=True))):
         folder = tmp_path / str(number)
-        with pytest.raises(Stop):
-            fedspan.run(values, folder, resume=True, listener=StopAfter(1))  # nothing there yet: a new run
+        with pytest.raises(KeyboardInterrupt):
+            fedspan.run(values, folder, resume=True, listener=Notes(1))  # nothing there yet: a new run
         report = go_on(folder)
         assert report.scores == run[1].scores
         name = "adapter/adapter_model.safetensors"

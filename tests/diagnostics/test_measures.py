@@ -16,10 +16,10 @@ from fedspan.config import parse_config
 from fedspan.diagnostics.measures import MEASURES, get_values, summarize_measures
 from fedspan.reproduction.measurement import measure
 from fedspan.runs import start
-from fedspan.runs.callbacks import Listener
 from helpers import tiny
 from helpers.command_line import get_program
 from helpers.families import methods_by_family
+from helpers.listeners import Notes
 
 
 @pytest.fixture(scope="module")
@@ -67,17 +67,9 @@ def test_rounds_that_are_diagnosed_during_a_run(key: str, tiny_folder: Path, tmp
         assert measure(tmp_path / "looked", ["alignment"])["alignment"] == rows[3]["diagnostics"]["alignment"]
         later = fedspan.diagnose(tmp_path / "plain", pairs=0)  # nothing was inspected: one more round
         assert measure(tmp_path / "plain", ["alignment"])["alignment"] == later.alignment
-    assert [note for note in notes.heard if note.startswith("evaluation.diagnostics took ")]
+    assert [note for note in notes.notes if note.startswith("evaluation.diagnostics took ")]
     assert looked.bytes == plain.bytes
     assert (tmp_path / "plain" / "partition.json").read_bytes() == (tmp_path / "looked" / "partition.json").read_bytes()
-
-
-class Notes(Listener):
-    def __init__(self) -> None:
-        self.heard: list[str] = []
-
-    def on_note(self, text: str) -> None:
-        self.heard.append(text)
 
 
 def test_a_diagnosis_changes_no_bit_of_the_run(run: Path, tmp_path: Path) -> None:

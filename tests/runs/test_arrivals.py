@@ -15,13 +15,13 @@ from fedspan.federation.protocol import Envelope
 from fedspan.federation.transport import AsynchronousTransport, OnReply, Orders
 from fedspan.logs import read_lines
 from fedspan.runs import start
-from fedspan.runs.callbacks import Listener
 from fedspan.runs.checkpoint import load_latest
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.model_card import RunReport
 from fedspan.runs.remote import connect, get_nodes_folder, reply_as
 from fedspan.runs.setup import Prepared
 from helpers import tiny
+from helpers.listeners import Notes
 from helpers.watched_rounds import differences
 
 METHOD = {"name": "fedsa-lora", "wrappers": ["fedavgm"]}
@@ -45,19 +45,6 @@ def make_config(
     return tiny.parse_config(
         {**values, "simulation": simulation or {"speed": {"distribution": "uniform", "median": 10, "spread": 3}}}
     )
-
-
-class Stopped(Exception):
-    """The process is gone."""
-
-
-class StopAfter(Listener):
-    def __init__(self, round: int) -> None:
-        self.round = round
-
-    def on_round_finish(self, row: Mapping[str, Any]) -> None:
-        if row["round"] == self.round:
-            raise Stopped
 
 
 @pytest.fixture(scope="module")
@@ -85,10 +72,10 @@ def get_arrivals(folder: Path) -> list[object]:
 def test_a_stopped_run_ends_as_one_that_was_not(tiny_folder: Path, recorded: Path, tmp_path: Path) -> None:
     """Stopped twice, while orders are open whose states are older than the run's newest."""
     config, folder = make_config(tiny_folder), tmp_path / "run"
-    with pytest.raises(Stopped):
-        start.run(config, folder, listener=StopAfter(2))
-    with pytest.raises(Stopped):
-        start.run(None, folder, resume=True, listener=StopAfter(4))
+    with pytest.raises(KeyboardInterrupt):
+        start.run(config, folder, listener=Notes(2))
+    with pytest.raises(KeyboardInterrupt):
+        start.run(None, folder, resume=True, listener=Notes(4))
     checkpoint = load_latest(RunFolder(folder))
     assert checkpoint is not None
     assert set(checkpoint.open.states) == {order.round for order in checkpoint.open.orders}
@@ -106,8 +93,8 @@ def test_a_record_of_arrivals_repeats_a_run(tiny_folder: Path, recorded: Path, t
     """With clients of other speeds, and stopped in between: the record alone decides."""
     speeds, folder = {"speed": {"distribution": "constant"}}, tmp_path / "run"
     config = make_config(tiny_folder, simulation=speeds, replay=str(recorded))
-    with pytest.raises(Stopped):
-        start.run(config, folder, listener=StopAfter(3))
+    with pytest.raises(KeyboardInterrupt):
+        start.run(config, folder, listener=Notes(3))
     start.run(None, folder, resume=True)
     require_same_end(folder, recorded)
     assert get_arrivals(folder) == get_arrivals(recorded)
@@ -138,8 +125,8 @@ def test_a_record_that_does_not_fit_is_refused(tiny_folder: Path, recorded: Path
 def test_a_stopped_replay_goes_on_with_its_record_alone(tiny_folder: Path, recorded: Path, tmp_path: Path) -> None:
     place, other, folder = tmp_path / "record", tmp_path / "other", tmp_path / "run"
     shutil.copytree(recorded, place)
-    with pytest.raises(Stopped):
-        start.run(make_config(tiny_folder, replay=str(place)), folder, listener=StopAfter(2))
+    with pytest.raises(KeyboardInterrupt):
+        start.run(make_config(tiny_folder, replay=str(place)), folder, listener=Notes(2))
     start.run(make_config(tiny_folder, simulation={"speed": {"distribution": "constant"}}), other)
     assert get_arrivals(other) != get_arrivals(recorded)
     place.rename(tmp_path / "moved")
@@ -292,8 +279,8 @@ def test_a_record_of_larger_rounds_is_refused(tiny_folder: Path, recorded: Path,
 @pytest.mark.slow
 def test_a_server_that_starts_again_sends_new_orders(tiny_folder: Path, tmp_path: Path) -> None:
     host, machines = make_machines(2)
-    with pytest.raises(Stopped):
-        start.run(deploy_config(tiny_folder), tmp_path / "run", host=host, listener=StopAfter(3))
+    with pytest.raises(KeyboardInterrupt):
+        start.run(deploy_config(tiny_folder), tmp_path / "run", host=host, listener=Notes(3))
     lost = dict(machines[0].open)
     assert lost
     checkpoint = load_latest(RunFolder(tmp_path / "run"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,26 +19,11 @@ from fedspan.config import parse_config
 from fedspan.deployment.handshake import build_server_config
 from fedspan.deployment.node import NodeService
 from fedspan.runs import start
-from fedspan.runs.callbacks import Listener
 from fedspan.runs.head_setup import begin
 from fedspan.runs.setup import Prepared, prepare
 from helpers import node_service, tiny, tiny_images, tiny_seq2seq
+from helpers.listeners import Notes
 from helpers.trainer_clients import save_without_head
-
-
-class Stopped(Exception):
-    """What stops a run in a test."""
-
-
-class StopAfter(Listener):
-    """Stop a run when a round's row is there."""
-
-    def __init__(self, round: int) -> None:
-        self.round = round
-
-    def on_round_finish(self, row: Mapping[str, Any]) -> None:
-        if row["round"] == self.round:
-            raise Stopped
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta", "distilbert", "gpt2"])
@@ -134,8 +118,8 @@ def test_an_interrupted_run_has_the_bits_of_an_uninterrupted_one(stop: int, tiny
         tiny_folder, model={"head_init": "lda"}, method={"name": "fedsa-lora"}, federation={"rounds": 2}
     )
     whole = fedspan.run(values, tmp_path / "whole")
-    with pytest.raises(Stopped):
-        fedspan.run(values, tmp_path / "stopped", listener=StopAfter(stop))
+    with pytest.raises(KeyboardInterrupt):
+        fedspan.run(values, tmp_path / "stopped", listener=Notes(stop))
     resumed = fedspan.resume(tmp_path / "stopped")
     assert resumed.scores == whole.scores
     assert resumed.start == whole.start
@@ -191,14 +175,6 @@ def test_a_node_may_refuse_statistics(tiny_folder: Path, tmp_path: Path) -> None
     with pytest.raises(FedspanError, match=r"no statistics of examples leave this node"):
         begin(run.federation, run.head)
     assert not run.federation.run_round(run.federation.begin()).failures
-
-
-class Notes(Listener):
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-
-    def on_note(self, text: str) -> None:
-        self.notes.append(text)
 
 
 def half_lost(folder: Path, kind: str) -> dict[str, Any]:

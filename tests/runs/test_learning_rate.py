@@ -6,7 +6,6 @@ import json
 import math
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,19 +13,12 @@ import fedspan
 from fedspan.config import parse_config
 from fedspan.deployment.handshake import build_server_config
 from fedspan.errors import FedspanError
-from fedspan.runs.callbacks import Listener
 from fedspan.runs.learning_rate import EXPONENTS, choose_rate, run_range_test, set_rate
 from fedspan.runs.setup import prepare
 from helpers import tiny
+from helpers.listeners import Notes
 
 AUTO = {"lr": "auto"}
-
-
-class Interrupted(Listener):
-    """Interrupts a run after its first round."""
-
-    def on_round_finish(self, row: Any) -> None:
-        raise KeyboardInterrupt
 
 
 def rates(folder: Path) -> list[float]:
@@ -75,7 +67,7 @@ def interrupted(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     """A run that was interrupted after its first round, not to be changed."""
     folder = tmp_path_factory.mktemp("interrupted") / "run"
     with pytest.raises(KeyboardInterrupt):
-        fedspan.run(tiny.settings(tiny_folder, training=AUTO, federation={"rounds": 3}), folder, listener=Interrupted())
+        fedspan.run(tiny.settings(tiny_folder, training=AUTO, federation={"rounds": 3}), folder, listener=Notes(1))
     return folder
 
 

@@ -16,11 +16,11 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoToke
 
 import fedspan
 from fedspan.errors import FedspanError
-from fedspan.runs.callbacks import Listener
 from fedspan.runs.integrity import read_config
 from fedspan.runs.results import read_partition
 from helpers import tiny
 from helpers.command_line import get_program
+from helpers.listeners import Notes
 
 
 @pytest.fixture
@@ -64,11 +64,6 @@ def test_data_by_client_are_the_partition(tiny_folder: Path, tmp_path: Path, fra
         fedspan.run(values, tmp_path / "other", data=by_client)
 
 
-class Stop(Listener):
-    def on_round_finish(self, row: Any) -> None:
-        raise KeyboardInterrupt
-
-
 def test_a_model_is_copied_and_named_and_resume_needs_it_again(
     tiny_folder: Path, tmp_path: Path, frame: pd.DataFrame
 ) -> None:
@@ -88,7 +83,7 @@ def test_a_model_is_copied_and_named_and_resume_needs_it_again(
     assert len(fedspan.predict(tmp_path / "whole", ["a1 b2"])) == 1
 
     with pytest.raises(KeyboardInterrupt):
-        fedspan.run(values, tmp_path / "stopped", listener=Stop(), **objects)
+        fedspan.run(values, tmp_path / "stopped", listener=Notes(1), **objects)
     with pytest.raises(FedspanError, match="passed from Python: pass"):
         fedspan.resume(tmp_path / "stopped")
     with pytest.raises(FedspanError, match="the model of this run was passed from Python: pass it again as model="):

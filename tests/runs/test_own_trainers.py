@@ -30,6 +30,7 @@ from fedspan.runs.own_trainers import TrainerRuns, adopt_trainers
 from fedspan.tasks import metrics
 from helpers import tiny, tiny_decoders, tiny_seq2seq
 from helpers.families import others_slow
+from helpers.listeners import Notes
 from helpers.trainer_clients import (
     NEW_MODULES,
     arguments,
@@ -102,13 +103,9 @@ def test_the_adapter_loads_with_peft_and_scores_as_reported(finished: Path, tiny
 
 
 def test_a_run_that_stopped_ends_with_the_same_bits(finished: Path, tiny_folder: Path, tmp_path: Path) -> None:
-    class Stop(fedspan.Listener):
-        def on_round_finish(self, row: Mapping[str, Any]) -> None:
-            raise KeyboardInterrupt
-
     trainers = {owner: lambda owner=owner: make_trainer(tiny_folder, owner) for owner in OWNERS}
     with pytest.raises(KeyboardInterrupt):
-        fedspan.simulate(settings(), tmp_path / "run", trainers=trainers, listener=Stop())
+        fedspan.simulate(settings(), tmp_path / "run", trainers=trainers, listener=Notes(1))
     torch.manual_seed(99)
     simulate(tiny_folder, tmp_path / "run", resume=True)
     assert weights(tmp_path / "run").keys() == weights(finished).keys()
@@ -116,13 +113,9 @@ def test_a_run_that_stopped_ends_with_the_same_bits(finished: Path, tiny_folder:
 
 
 def test_a_run_is_not_resumed_on_other_frozen_weights(tiny_folder: Path, tmp_path: Path) -> None:
-    class Stop(fedspan.Listener):
-        def on_round_finish(self, row: Mapping[str, Any]) -> None:
-            raise KeyboardInterrupt
-
     trainers = {"east": make_trainer(tiny_folder, "east")}
     with pytest.raises(KeyboardInterrupt):
-        fedspan.simulate(settings(), tmp_path / "run", trainers=trainers, listener=Stop())
+        fedspan.simulate(settings(), tmp_path / "run", trainers=trainers, listener=Notes(1))
     model = tiny.fresh_classifier(tiny_folder / "bert")
     _change_base(model)
     trainers = {"east": make_trainer(tiny_folder, "east", model=model)}

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.listeners import Notes
 from helpers.node_service import CLIENT, introduced, node, served, values
 
 pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
@@ -42,21 +43,6 @@ def releases(folder: Path) -> list[Any]:
 
 def rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-class Notes(Listener):
-    """Keeps what was noted; stops after a round if told so."""
-
-    def __init__(self, stop: int | None = None) -> None:
-        self.notes: list[str] = []
-        self.stop = stop
-
-    def on_note(self, note: str) -> None:
-        self.notes.append(note)
-
-    def on_round_finish(self, row: Any) -> None:
-        if row["round"] == self.stop:
-            raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("mechanism", others_slow(["central", "local", "dp-sgd"], ["central"]))

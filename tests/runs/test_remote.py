@@ -14,7 +14,6 @@ from fedspan.federation.protocol import Envelope, Reply, decode_order
 from fedspan.federation.serialization import encode_state
 from fedspan.logs import read_lines
 from fedspan.runs import start
-from fedspan.runs.callbacks import Listener
 from fedspan.runs.checkpoint import load_latest
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.ledger import read_totals
@@ -22,6 +21,7 @@ from fedspan.runs.model_card import RunReport
 from fedspan.runs.remote import connect, get_nodes_folder, reply_as
 from fedspan.runs.setup import Prepared
 from helpers import tiny
+from helpers.listeners import Notes
 from helpers.reply_transport import Replies, ReplyingTransport
 
 BAD = "south"
@@ -64,14 +64,6 @@ def host(*tasks: str, kind: type[Here] = Here, reads_nodes: bool = True) -> star
     return simulated
 
 
-class Impatient(Listener):
-    """Stops after the first round."""
-
-    def on_round_finish(self, row: Mapping[str, Any]) -> None:
-        if row["round"] == 1:
-            raise KeyboardInterrupt
-
-
 def test_failures_are_counted_over_the_whole_run_however_often_it_was_resumed(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
@@ -79,7 +71,7 @@ def test_failures_are_counted_over_the_whole_run_however_often_it_was_resumed(
     whole = start.run(config, tmp_path / "whole", host=host("train"))
     assert whole.failures == {BAD: {"count": 2, "round": 2, "reason": "no reply within 5 s"}}
     with pytest.raises(KeyboardInterrupt):
-        start.run(config, tmp_path / "resumed", host=host("train"), listener=Impatient())
+        start.run(config, tmp_path / "resumed", host=host("train"), listener=Notes(1))
     again = start.run(None, tmp_path / "resumed", resume=True, host=host("train"))
     assert again.failures == whole.failures
     assert again.bytes == whole.bytes
@@ -144,18 +136,13 @@ class Forgetful(Here):
 def test_a_client_that_lost_its_state_is_absent_from_the_round_of_the_loss_only(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
-    class AfterTheLoss(Listener):
-        def on_round_finish(self, row: Mapping[str, Any]) -> None:
-            if row["round"] == 3:
-                raise KeyboardInterrupt
-
     forgetful = host(kind=Forgetful)
     config = tiny.config(
         tiny_folder, method={"name": "fedsa-lora"}, federation={"clients_per_round": None, "rounds": 5}
     )
     start.run(config, tmp_path / "whole", host=forgetful)
     with pytest.raises(KeyboardInterrupt):
-        start.run(config, tmp_path / "resumed", host=forgetful, listener=AfterTheLoss())
+        start.run(config, tmp_path / "resumed", host=forgetful, listener=Notes(3))
     halfway = load_latest(RunFolder(tmp_path / "resumed"))
     assert halfway is not None
     assert BAD not in halfway.last_rounds
