@@ -13,19 +13,14 @@ import torch
 
 from fedspan.errors import FedspanError
 from fedspan.models.quantized import dequantize, is_quantized
+from helpers.scripts import load_script
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gpu_benchmark", ROOT / "benchmarks" / "gpu.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look their annotations up there
-    spec.loader.exec_module(module)
-    return module
+    return load_script("benchmarks/gpu.py")
 
 
 def page(script: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:

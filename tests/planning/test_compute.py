@@ -14,7 +14,7 @@ from fedspan import FedspanError
 from fedspan.core.parametrization import MultiHeadCore
 from fedspan.core.tensors import join_tensor_name
 from fedspan.core.values import Client, Job
-from fedspan.planning.plan import Plan, PlannedModel, plan_run, prepare_model
+from fedspan.planning.plan import Plan, PlannedModel, plan_run
 from fedspan.runs.setup import Prepared
 from helpers import tiny
 from helpers.families import UNLIKE, methods_by_family
@@ -33,11 +33,6 @@ LLAMA = {
 SHORT = {**LLAMA, "num_hidden_layers": 8, "vocab_size": 8000}
 """A quarter of its blocks, and of its head: each block costs the same, and the passes are counted in a quarter of the
 time."""
-
-
-@pytest.fixture(scope="module")
-def planned(tiny_folder: Path) -> PlannedModel:
-    return prepare_model(tiny.config(tiny_folder), len(tiny.LABELS))
 
 
 def first_job(prepared: Prepared) -> Job:

@@ -1,4 +1,4 @@
-"""The linear model from its Grams, against data, least squares and autograd, client by client."""
+"""Libraries of the claims: curvature, the linear model and planted views, against their definitions."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from curvature import estimate_largest_magnitude, estimate_norms, make_hessian_product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from linear_model import (
@@ -21,7 +22,71 @@ from linear_model import (
     run_fedit_round,
     run_rolora_round,
 )
-from torch import Tensor
+from planted_views import draw_second_moments, draw_views, time_shortest
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+def network() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+    x, y = torch.randn(20, 5), torch.randint(0, 3, (20,))
+    return model, F.cross_entropy(model(x), y)
+
+
+def hessian(model: nn.Module, loss: torch.Tensor) -> torch.Tensor:
+    """Row by row: the oracle."""
+    parameters = list(model.parameters())
+    first = torch.cat([g.reshape(-1) for g in torch.autograd.grad(loss, parameters, create_graph=True)])
+    rows = [torch.autograd.grad(one, parameters, retain_graph=True, allow_unused=True) for one in first]
+    return torch.stack(
+        [
+            torch.cat(
+                [(torch.zeros_like(p) if g is None else g).reshape(-1) for g, p in zip(row, parameters, strict=True)]
+            )
+            for row in rows
+        ]
+    )
+
+
+def test_products_are_the_hessian_s() -> None:
+    model, loss = network()
+    whole = hessian(model, loss)
+    product, size = make_hessian_product(loss, list(model.parameters()))
+    assert whole.shape == (size, size)
+    vector = torch.randn(size, generator=torch.Generator().manual_seed(1))
+    assert torch.allclose(product(vector), whole @ vector, atol=1e-6)
+
+
+def test_norms_and_stable_rank() -> None:
+    model, loss = network()
+    whole = hessian(model, loss).double()
+    product, size = make_hessian_product(loss, list(model.parameters()))
+    found = estimate_norms(product, size, torch.Generator().manual_seed(2), probes=400, iterations=30)
+    squared = float((whole**2).sum())
+    assert abs(found.frobenius**2 - squared) < 4 * found.error
+    assert found.error < 0.1 * squared
+    spectral = float(torch.linalg.matrix_norm(whole, 2))
+    assert abs(found.spectral - spectral) < 1e-4 * spectral
+    assert abs(found.stable_rank - squared / spectral**2) < 0.2 * squared / spectral**2
+
+
+@given(st.integers(1, 12), st.integers(0, 10**6))
+def test_lanczos_is_never_above_and_ends_exact(size: int, seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    half = torch.randn(size, size, generator=draw, dtype=torch.float64)
+    matrix, start = half + half.T, torch.randn(size, generator=draw, dtype=torch.float64)
+    true = float(torch.linalg.eigvalsh(matrix).abs().max())
+    found = [estimate_largest_magnitude(matrix.mv, start, count) for count in range(1, size + 1)]
+    assert all(one <= true * (1 + 1e-9) for one in found)
+    assert abs(found[-1] - true) <= 1e-6 * true
+
+
+def test_nothing_curved_has_no_stable_rank() -> None:
+    zero = estimate_norms(torch.zeros_like, 7, torch.Generator().manual_seed(0))
+    assert (zero.frobenius, zero.spectral) == (0.0, 0.0)
+    assert zero.stable_rank != zero.stable_rank
+
 
 N, M, D, P, ETA = 3, 9, 5, 4, 0.1
 
@@ -150,3 +215,43 @@ def test_angle_distance() -> None:
     assert compute_angle_distance(a, b) == pytest.approx(0.8)
     assert compute_angle_distance(b, a) == pytest.approx(0.8)
     assert compute_angle_distance(a, -a) == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_planted_views_have_half_of_their_column_space_in_common(shared: bool) -> None:
+    """Two views span rank + rank / 2 columns together; rows coincide exactly where the projector is shared."""
+    views = [pair.to_dense() for pair in draw_views(20, 6, 2, shared)]
+    assert [int(torch.linalg.matrix_rank(view)) for view in views] == [6, 6]
+    assert int(torch.linalg.matrix_rank(torch.cat(views, 1))) == 9
+    assert int(torch.linalg.matrix_rank(torch.cat(views, 0))) == (6 if shared else 12)
+
+
+def test_second_moments_without_drift_and_noise_are_the_target_of_rank_15() -> None:
+    target, views = draw_second_moments(24, 3, 0.0, 0.0, seed=1)
+    assert all(torch.equal(view, target) for view in views)
+    assert int(torch.linalg.matrix_rank(target)) == 15
+    drifted = draw_second_moments(40, 1, 0.5, 0.0, seed=1)[1][0]
+    assert int(torch.linalg.matrix_rank(drifted)) == 28
+
+
+def test_the_mean_of_many_second_moments_is_the_target_and_a_constant() -> None:
+    """E V_k = V* + drift^2 + noise^2 in every entry; entries of G* have variance 1."""
+    target, views = draw_second_moments(12, 20_000, 0.5, 0.3, seed=2)
+    bias = torch.stack(views).mean(0) - target
+    assert float(bias.mean()) == pytest.approx(0.5**2 + 0.3**2, abs=0.01)
+    assert float((bias - 0.34).abs().max()) < 0.1
+    wide = torch.stack([draw_second_moments(12, 0, 0.5, 0.3, seed)[0] for seed in range(500)])
+    assert float(wide.mean()) == pytest.approx(1.0, abs=0.05)
+
+
+def test_more_clients_are_the_same_ones_and_others() -> None:
+    few, many = draw_second_moments(8, 2, 0.5, 0.1, seed=3), draw_second_moments(8, 4, 0.5, 0.1, seed=3)
+    assert torch.equal(few[0], many[0])
+    assert all(torch.equal(one, other) for one, other in zip(few[1], many[1][:2], strict=True))
+
+
+def test_shortest_calls_as_often_as_asked_and_returns_the_last_result() -> None:
+    calls: list[int] = []
+    seconds, result = time_shortest(lambda: calls.append(len(calls)) or len(calls), 3)
+    assert (result, len(calls)) == (3, 3)
+    assert 0 <= seconds < 1
