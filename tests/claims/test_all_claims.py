@@ -265,7 +265,6 @@ def test_the_readme_has_the_index_s_counts() -> None:
     counts = [count[name] for name in ("holds", "contradicted", "inconclusive", "not runnable here", "outdated")]
     text = " ".join((CLAIMS.parent / "README.md").read_text(encoding="utf-8").split())
     sentence = re.search(r"Of (\d+ statements, .*?) \(\[claims\]", text)
-    assert sentence is not None
     numbers = [int(number) for number in re.findall(r"\d+", sentence[1])]
     assert numbers == [count.total(), *counts, count["repeated"] + count["not run"]]
 

@@ -55,7 +55,6 @@ class Commands:
 
     def _ask(self, line: str, answer: str) -> int:
         assert self._server.stdin is not None
-        assert self._server.stdout is not None
         print(line, file=self._server.stdin, flush=True)
         word, number = self._server.stdout.readline().split()
         assert word == answer, "never send a signal to a number that is no process"

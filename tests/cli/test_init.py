@@ -161,7 +161,6 @@ def test_from_a_file_to_a_prediction(name: str, call: Call, tiny_folder: Path, t
     trained = call("run", config, "--out", run, "--set", "federation.rounds=1")
     assert trained.exit_code == 0, trained.output
     divided = load_partition(RunFolder(run))
-    assert divided is not None
     used = sum(len(one.train) + len(one.validation) + len(one.test) for one in divided.clients)
     assert used == ROWS - held_out
     predicted = call("predict", run, MESSAGES[0], "--json")

@@ -36,7 +36,6 @@ def view(width: int, clock: Clock, *, terminal: bool) -> tuple[RunView, Console]
 
 
 def printed(out: Console) -> list[str]:
-    assert isinstance(out.file, io.StringIO)
     return out.file.getvalue().splitlines()
 
 
@@ -145,7 +144,6 @@ def series(prepared: Prepared) -> tuple[SeriesView, Console, Step]:
 def footer(shown: SeriesView) -> str:
     out = Console(file=io.StringIO(), width=80)
     out.print(shown.render_footer())
-    assert isinstance(out.file, io.StringIO)
     return out.file.getvalue()
 
 
@@ -171,7 +169,6 @@ def test_the_footer_has_the_run_and_its_round(series: tuple[SeriesView, Console,
     for _ in range(2):
         shown.on_environment_change({"torch": ("1.0", "2.0")})
     shown.on_run_failure(step, "training.lr: 9; too much")
-    assert isinstance(out.file, io.StringIO)
     lines = out.file.getvalue()
     assert "50.0%     1:01" in lines
     assert lines.count("torch was 1.0 and is 2.0") == 1
@@ -182,7 +179,6 @@ def test_the_footer_has_the_run_and_its_round(series: tuple[SeriesView, Console,
 def shown(bar: SeriesBar) -> str:
     out = Console(file=io.StringIO(), width=80)
     out.print(bar.render_footer())
-    assert isinstance(out.file, io.StringIO)
     return out.file.getvalue()
 
 

@@ -229,7 +229,6 @@ def test_a_simulation_is_watched_from_before_its_start_to_its_end(
     command = [sys.executable, "-m", "fedspan"]
     watching = subprocess.Popen([*command, "watch", tmp_path / "run"], stdout=subprocess.PIPE, text=True, bufsize=1)
     try:
-        assert watching.stdout is not None
         watching.stdout.readline()
         view = View(browser, watching.stdout.readline().strip())
         view.wait("document.getElementById('state').textContent === 'waiting'")

@@ -117,7 +117,6 @@ def test_numbers_are_those_of_the_runs(series: Path, text: str) -> None:
         made = summarize_curve(group, {run.name: charts.get_scores(run) for run in group.runs})
         assert made.rounds == (1, 2, 3)
         for run in group.runs:
-            assert run.report is not None
             assert run.bytes == sum(run.report.bytes.values())
             assert run.final == run.report.scores["test"]["accuracy"]
         assert made.bytes[-1] == sum(run.bytes for run in group.runs) / 2
@@ -258,7 +257,6 @@ def test_the_verdict_names_the_start_and_the_baselines(series: Path) -> None:
 
 def test_the_verdict_names_the_clients_own_tests_beside_held_out_examples(series: Path) -> None:
     compared = compare_run(read_runs([series])[0], 0.975, start=0.971, local=0.606, centralized=0.972)
-    assert compared.report is not None
     assert not any("own tests" in sentence for sentence in write_sentences([RunGroup("fedit", (compared,))]))
     scores = {name: {**compared.references[name], "clients": {"accuracy": 0.911}} for name in ("local", "centralized")}
     report = replace(

@@ -111,7 +111,6 @@ def test_the_cost_of_coming_to_nine_tenths_of_the_way() -> None:
     for kind, mean in (("rounds_to", 1.5), ("bytes_to", 10 * 5), ("seconds_to", 0.75)):
         claim = Claim.model_validate({"statement": "A is sooner", "better": "A", "worse": ["B"], "measure": kind})
         (found,) = judge([claim], CELLS[:1], scores)
-        assert found.overall is not None
         assert found.overall.mean == pytest.approx(mean)
         assert tabulate_verdicts([found]).rows[0][2].startswith("+")
     (found,) = judge([claim], CELLS[:1], (score("iid", "A", 0.9, curves=(points(0.9),)), score("iid", "B", 0.8)))
@@ -126,7 +125,6 @@ def test_a_row_that_never_comes_there_counts_with_all_that_it_cost() -> None:
     stuck = score("iid", "B", 0.5, 0.5, curves=(points(0.5, 0.5, 0.5, 0.5),) * 2)
     one = Claim(statement="A is sooner", better="A", worse=["B"], measure="rounds_to")
     (found,) = judge([one], CELLS[:1], (learns, stuck))
-    assert found.overall is not None
     assert (found.verdict, found.overall.mean, found.overall.bound) == ("holds", 2.0, "at least ")
     assert tabulate_verdicts([found]).rows[0][2] == "at least +2.0 ± 0.0 rounds"
     (other,) = judge([one.model_copy(update={"better": "B", "worse": ["A"]})], CELLS[:1], (learns, stuck))
@@ -139,7 +137,6 @@ def test_a_row_that_never_comes_there_counts_with_all_that_it_cost() -> None:
     both = [replace(row, cell="skewed") for row in (learns, stuck)]
     swapped = [replace(row, method={"A": "B", "B": "A"}[row.method]) for row in both]
     (found,) = judge([one], CELLS, (learns, stuck, *swapped))
-    assert found.overall is not None
     assert (found.overall.bound, [cell.bound for cell in found.cells]) == ("about ", ["at least ", "at most "])
 
 
@@ -274,7 +271,6 @@ def test_the_table_by_value_has_the_mean_in_which_each_value_counts_alike() -> N
     table = reproduction(
         score_by_value("FedIT", photo=(0.9, 0.8), sketch=(0.3, 0.4)), score_by_value("failed")
     ).build_value_table()
-    assert table is not None
     assert table.head == ("cell", "method", "photo", "sketch", "mean")
     assert table.rows[0] == ("all", "FedIT", "85.0 ± 7.1", "35.0 ± 7.1", "60.0 ± 0.0")
     assert table.rows[1] == ("all", "failed", "-", "-", "-")
@@ -282,7 +278,6 @@ def test_the_table_by_value_has_the_mean_in_which_each_value_counts_alike() -> N
 
 def test_a_value_without_a_score_has_no_mean() -> None:
     table = reproduction(score_by_value("FedIT", photo=(0.9, 0.8), sketch=(None, 0.4))).build_value_table()
-    assert table is not None
     assert table.rows[0] == ("all", "FedIT", "85.0 ± 7.1", "-", "-")
 
 

@@ -77,15 +77,12 @@ def test_a_stopped_run_ends_as_one_that_was_not(tiny_folder: Path, recorded: Pat
     with pytest.raises(KeyboardInterrupt):
         start.run(None, folder, resume=True, listener=Notes(4))
     checkpoint = load_latest(RunFolder(folder))
-    assert checkpoint is not None
     assert set(checkpoint.open.states) == {order.round for order in checkpoint.open.orders}
     assert min(checkpoint.open.states) < 3
     start.run(None, folder, resume=True)
     require_same_end(folder, recorded)
     assert get_arrivals(folder) == get_arrivals(recorded)
     ours, theirs = (load_latest(RunFolder(path)) for path in (folder, recorded))
-    assert ours is not None
-    assert theirs is not None
     assert differences(ours.open, theirs.open) == []
 
 
@@ -219,8 +216,6 @@ def require_repeated(run: Path, folder: Path, tiny_folder: Path, federation: Map
     """Require that a simulation of the record of a run ends with the same state."""
     start.run(make_config(tiny_folder, replay=str(run), federation=federation), folder)
     ours, theirs = (load_latest(RunFolder(path)) for path in (folder, run))
-    assert ours is not None
-    assert theirs is not None
     assert differences(ours.state, theirs.state) == []
     assert ours.last_rounds == theirs.last_rounds
     assert get_arrivals(folder) == get_arrivals(run)
@@ -284,7 +279,6 @@ def test_a_server_that_starts_again_sends_new_orders(tiny_folder: Path, tmp_path
     lost = dict(machines[0].open)
     assert lost
     checkpoint = load_latest(RunFolder(tmp_path / "run"))
-    assert checkpoint is not None
     assert {order.client for order in checkpoint.open.orders} == set(lost)
     assert checkpoint.open.states == {}  # nobody can use them
     start.run(None, tmp_path / "run", resume=True, host=host)

@@ -103,7 +103,6 @@ def test_baselines_share_hidden_states_with_the_run_and_have_the_same_bits_witho
         for name in ("local", "centralized"):
             train_baseline(run, name, told[number], tmp_path / f"{number}-{name}")
     cache = after.engine.prefixes.get_cache(after.train)
-    assert cache is not None
     assert cache.computed[build_pooled(after).federation.clients["all"].train].all()
     assert build_pooled(after).engine.prefixes is after.engine.prefixes
     assert told[0].losses == told[1].losses

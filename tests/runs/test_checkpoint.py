@@ -54,7 +54,6 @@ def test_the_newest_by_number(run: RunFolder) -> None:
     (run.checkpoints / "round-200000.tmp-1").mkdir()
     (run.checkpoints / "notes").mkdir()
     found = load_latest(run)
-    assert found is not None
     assert found.state.round == 100_000
 
 
@@ -115,7 +114,6 @@ def test_going_on_from_an_older_one(run: RunFolder) -> None:
         file.unlink()
     folder.rmdir()
     found = resume(run)
-    assert found is not None
     assert found.selection == Selection(Best(0.1, 0.0, 1))
     assert load(run.best).state.round == 1, "best/ goes back as well"
     save(run, checkpoint_of(2, best=Best(0.2, 0.0, 2)))
@@ -132,7 +130,6 @@ def test_an_older_one_keeps_what_was_the_best_round_then(run: RunFolder) -> None
         resume(run)
     remove(run.checkpoints / "round-00005")
     found = resume(run)
-    assert found is not None
     assert found.selection == Selection(Best(0.3, 0.0, 3))
     assert load(run.best).state.round == 3
     for round in (5, 6):
@@ -248,7 +245,6 @@ def test_dtypes_base_and_order_come_back(run: RunFolder) -> None:
     checkpoint = Checkpoint(ServerState(2, tensors, base, {"m": torch.tensor(7, dtype=torch.int64)}, {"c": 1.0}, 3))
     save(run, checkpoint)
     back = load_latest(run)
-    assert back is not None
     assert plain(back) == plain(checkpoint)
     assert list(back.state.tensors) == ["z/A", "a/A", "b"]
     assert list(back.state.base.total) == ["z", "a"]

@@ -145,7 +145,6 @@ def test_a_resumed_run_knows_the_loss_of_the_untrained_model(tiny_folder: Path, 
     )
     report = fedspan.run(values, tmp_path / "run")
     found = re.search(r"that of the untrained model (\d+\.\d+)", report.warnings[0])
-    assert found is not None
     assert float(found[1]) > round(log(len(tiny.LABELS)), 3)  # measured, and not the loss of a guess
     assert fedspan.run(values, tmp_path / "run", resume=True).warnings == report.warnings
 

@@ -124,7 +124,6 @@ def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path: Path) -> 
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-c", LOCK_HOLDER, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as other:
-        assert other.stdout is not None
         assert other.stdout.readline() == "holding\n"
         with pytest.raises(FedspanError, match=f"process {other.pid} is working on this run"):
             RunFolder.resume(tmp_path)

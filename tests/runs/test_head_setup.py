@@ -30,7 +30,6 @@ from helpers.trainer_clients import save_without_head
 def test_classifiers_start_from_lda(kind: str, tiny_folder: Path) -> None:
     targets = {"distilbert": ["q_lin", "v_lin"], "gpt2": tiny.GPT2}.get(kind, tiny.BERT)
     run = prepare(tiny.config(tiny_folder, kind, model={"head_init": "auto", "target_modules": targets}))
-    assert run.head is not None
     assert run.head.kind == "lda"
     expected = {"roberta": "classifier.out_proj", "gpt2": "score"}.get(kind, "classifier")
     assert (run.head.layer.path, run.head.layer.bias) == (expected, kind != "gpt2")
@@ -52,7 +51,6 @@ def test_classifiers_that_read_the_token_which_ends_a_text_start_from_lda(
     checkpoint = save_without_head(kind, tiny_folder, tmp_path / kind)
     model = {"name": str(checkpoint), "head_init": "auto", "target_modules": tiny_seq2seq.TARGETS[kind]}
     run = prepare(tiny.config(tiny_folder, model=model))
-    assert run.head is not None
     assert run.head.layer.path == "classification_head.out_proj"
     report = fedspan.run(tiny.settings(tiny_folder, model=model, federation={"rounds": 1}), tmp_path / "run")
     assert (report.start["head_init"], report.rounds) == ("lda", 1)

@@ -126,7 +126,6 @@ def test_a_run_is_not_resumed_on_other_frozen_weights(tiny_folder: Path, tmp_pat
 def test_a_refused_run_gives_the_model_back_as_it_was(tiny_folder: Path, tmp_path: Path) -> None:
     trainer = make_trainer(tiny_folder, "east")
     model = trainer.model
-    assert model is not None
     model.bert.pooler.requires_grad_(False)  # pyright: ignore
     flags = {name: value.requires_grad for name, value in model.named_parameters()}
     refusal(tiny_folder, tmp_path, trainer, privacy={"mechanism": "dp-sgd", "noise": 1.0, "clip": 1.0})
@@ -418,7 +417,6 @@ def test_mixed_precision_and_checkpointing_last_for_several_rounds(tiny_folder: 
     args = arguments(tmp_path / "trainer", bf16=True, gradient_checkpointing=True)
     trainer = make_trainer(tiny_folder, "east", args=args)
     model, kinds = trainer.model, list[tuple[bool, torch.dtype]]()
-    assert model is not None
     forward = model.forward
     layer = model.bert.pooler.dense  # pyright: ignore
     layer.register_forward_hook(lambda module, args, output: kinds.append((module.training, output.dtype)))  # pyright: ignore

@@ -210,7 +210,6 @@ def test_baselines_are_without_privacy(tiny_folder: Path, tmp_path: Path) -> Non
 def test_a_deployment_s_noise_is_secret(tiny_folder: Path) -> None:
     given = {**values(tiny_folder), "privacy": DP_SGD}
     config = build_server_config(given)
-    assert config.privacy is not None
     assert config.privacy.randomness == "secret"
     with pytest.raises(FedspanError, match="every node knows the run's seed"):
         build_server_config({**given, "privacy": {**DP_SGD, "randomness": "seed"}})

@@ -32,7 +32,6 @@ from helpers.clock import Clock
 def shown(bar: ProgressBar, width: int = 80) -> str:
     out = Console(file=io.StringIO(), width=width)
     out.print(bar.render_footer())
-    assert isinstance(out.file, io.StringIO)
     return out.file.getvalue()
 
 

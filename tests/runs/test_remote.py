@@ -144,7 +144,6 @@ def test_a_client_that_lost_its_state_is_absent_from_the_round_of_the_loss_only(
     with pytest.raises(KeyboardInterrupt):
         start.run(config, tmp_path / "resumed", host=forgetful, listener=Notes(3))
     halfway = load_latest(RunFolder(tmp_path / "resumed"))
-    assert halfway is not None
     assert BAD not in halfway.last_rounds
     assert halfway.last_replies == {BAD: 1}
     start.run(None, tmp_path / "resumed", resume=True, host=forgetful)
@@ -154,7 +153,6 @@ def test_a_client_that_lost_its_state_is_absent_from_the_round_of_the_loss_only(
         assert [row.get("late") for row in rows] == [None] * 5, "every round waited for it"
         assert [[one["client"] for one in row.get("failures", [])] for row in rows] == [[], [], [BAD], [], []]
         last = load_latest(RunFolder(tmp_path / name))
-        assert last is not None
         assert last.last_rounds[BAD] == 4
         assert last.last_replies == {}
         ends.append(encode_state(last.state))

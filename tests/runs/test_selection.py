@@ -122,8 +122,6 @@ def test_one_client_decides_nothing_where_others_missed_the_start(loss: float, p
     honest = rows(0.9, 0.91, 0.92, 0.93, 0.94)
     better, worse = compute_gain(start, rows(0.9, 0.91, 0.92, 0.93, loss)), compute_gain(start, rows(*[1.1] * 4, loss))
     assert compute_gain(start, honest) is not None
-    assert better is not None
-    assert worse is not None
     assert better.mean > better.standard_error
     assert worse.mean < worse.standard_error
 
@@ -133,12 +131,9 @@ def test_a_round_replaces_the_start_if_its_gain_exceeds_its_standard_error() -> 
     alike = scores_of(*(loss - fall for loss, fall in zip(START, (0.02, 0.03, 0.02, 0.03), strict=True)))
     unlike = scores_of(*(loss - fall for loss, fall in zip(START, (0.3, -0.2, 0.1, -0.1), strict=True)))
     kept = select(scores_of(*START), unlike)
-    assert kept.best is not None
     assert kept.best.round == 0
-    assert kept.improved is not None
     assert kept.improved.round == 1  # patience counts from the lowest loss
     replaced = select(scores_of(*START), unlike, alike)
-    assert replaced.best is not None
     assert replaced.best.round == 2
     assert Selection.from_json(json.loads(json.dumps(replaced.to_json()))) == replaced
 
@@ -166,26 +161,21 @@ def test_one_client_that_measures_itself_decides_nothing(loss: float) -> None:
     start, fallen = [0.5] * 9, [0.4 + 0.001 * number for number in range(9)]
     honest = select(scores_of(*start, 0.5, remote=True), scores_of(*fallen, 0.4, remote=True)).best
     hostile = select(scores_of(*start, 0.5, remote=True), scores_of(*fallen, loss, remote=True)).best
-    assert honest is not None
-    assert hostile is not None
     assert hostile.round == honest.round == 1
     worse = [0.6 + 0.001 * number for number in range(9)]
     kept = select(scores_of(*start, 0.5, remote=True), scores_of(*worse, loss, remote=True)).best
-    assert kept is not None
     assert kept.round == 0
 
 
 def test_the_metric_decides_beside_a_start() -> None:
     scores = [ClientScores({"accuracy": 0.5, "loss": 0.5 - 0.001 * number}, {}) for number in (0, 1)]
     selection = Selection().add("accuracy", 0, scores[0]).add("accuracy", 1, scores[1])
-    assert selection.best is not None
     assert selection.best.round == 1  # equal scores go to the lower loss
 
 
 def test_rounds_of_clients_that_hide_their_losses_are_not_selected() -> None:
     hidden = ClientScores({"accuracy": 0.9}, {"c0": {"accuracy": 0.9, "examples": 8.0}})
     selection = select(scores_of(*START), hidden)
-    assert selection.best is not None
     assert selection.best.round == 0
     json.dumps(selection.to_json(), allow_nan=False)
 
@@ -196,8 +186,6 @@ def test_an_evaluation_that_no_client_answered_decides_nothing(missing: int) -> 
     scores[missing] = None
     for count in range(missing + 2, 7):
         selection = select(*scores[:count])
-        assert selection.best is not None
-        assert selection.improved is not None
         assert selection.best.round == selection.improved.round == count - 1
     assert select(*scores[:3], None).best == select(*scores[:3]).best
 
@@ -222,7 +210,6 @@ def select_reported(*rounds: ClientScores | None, metric: str = "accuracy") -> S
 
 
 def best_round(selection: Selection) -> int:
-    assert selection.best is not None
     return selection.best.round
 
 
@@ -271,15 +258,12 @@ def test_a_metric_that_few_clients_report_selects_nothing() -> None:
 
 def test_without_scores_the_last_round_is_selected() -> None:
     selection = select(None, None, None)
-    assert selection.best is not None
     assert selection.best.round == 2
     assert Selection.from_json(json.loads(json.dumps(selection.to_json()))) == selection
 
 
 def test_a_round_with_the_same_loss_does_not_postpone_early_stopping() -> None:
     selection = select(scores_of(0.5), scores_of(0.4), scores_of(0.4), scores_of(0.4))
-    assert selection.best is not None
-    assert selection.improved is not None
     assert (selection.best.round, selection.improved.round) == (3, 1)
 
 
@@ -295,8 +279,6 @@ def rounded(*losses: float) -> ClientScores:
 
 def get_rounds(selection: Selection) -> tuple[int, int]:
     """Return the best round, and the one from which early stopping counts."""
-    assert selection.best is not None
-    assert selection.improved is not None
     return selection.best.round, selection.improved.round
 
 

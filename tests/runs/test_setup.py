@@ -118,7 +118,6 @@ def test_the_partition_of_an_earlier_start_is_loaded(tmp_path: Path) -> None:
     stored = Partition((ClientPart("east", *rows),), 3)
     folder.partition.write_text(stored.to_json())
     found = load_partition(folder)
-    assert found is not None
     assert found.fingerprint == stored.fingerprint
     folder.partition.write_text(stored.to_json()[:-5])
     with pytest.raises(FedspanError, match=r"partition\.json"):
@@ -206,7 +205,6 @@ def test_an_untrained_head_that_was_passed_from_python_starts_from_statistics(ti
 
     model: Any = tiny.fresh_classifier(tiny_folder / "bert")
     run = prepared(model)
-    assert run.head is not None
     assert run.head.kind == "lda"
     with torch.no_grad():
         model.classifier.bias.fill_(0.01)  # as after a step of training
@@ -232,7 +230,6 @@ class Refusing(BatchedEngine):
 
 def test_a_refusal_is_reported() -> None:
     note = describe_refusal(Refusing())
-    assert note is not None
     assert note.endswith(REASON)
     assert describe_refusal(LoopEngine.__new__(LoopEngine)) is None
 

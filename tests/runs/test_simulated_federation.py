@@ -86,7 +86,6 @@ def test_clients_have_the_examples_of_their_parts_and_the_ranks_weights_and_scal
     changes: dict[str, Any] = {"method": {"name": "flexlora", "r": 4, "lora_alpha": 8}}
     for weights in ("examples", "uniform"):
         prepared = build(tiny_folder, **changes, federation={"ranks": ranks, "weights": weights})
-        assert prepared.partition is not None
         for part in prepared.partition.clients:
             client_data = prepared.federation.clients[part.id]
             assert client_data.train.tolist() == part.train.tolist()

@@ -120,89 +120,55 @@ def _parse(**values: Any) -> Callable[[World], object]:
 
 
 IMAGES = [
-    Mistake("no-labels", "An idx file of images without its file of labels.", "data.train", _idx_pair(_idx(2, 3, 4))),
-    Mistake("counts", "Fewer images than labels.", "data.train", _idx_pair(_idx(2, 3, 4), _idx(3))),
-    Mistake("idx-cut", "The idx file is truncated.", "data.train", _idx_pair(_idx(2, 3, 4)[:-3], _idx(2))),
-    Mistake("idx-kind", "The idx file has another format.", "data.train", _idx_pair(b"images", _idx(2))),
+    Mistake("An idx file of images without its file of labels.", "data.train", _idx_pair(_idx(2, 3, 4))),
+    Mistake("Fewer images than labels.", "data.train", _idx_pair(_idx(2, 3, 4), _idx(3))),
+    Mistake("The idx file is truncated.", "data.train", _idx_pair(_idx(2, 3, 4)[:-3], _idx(2))),
+    Mistake("The idx file has another format.", "data.train", _idx_pair(b"images", _idx(2))),
     Mistake(
-        "idx-gzip",
         "The idx file's name ends in .gz, and it is not compressed.",
         "data.train",
         _idx_pair(_idx(2, 3, 4), gzip.compress(_idx(2)), ".gz"),
         "read as images: ",
     ),
+    Mistake("A binary file that is not a batch of CIFAR.", "data.train", _files("x.bin", x_dot_bin=b"x" * 1000)),
+    Mistake("Images that are not in folders of classes.", "data.train", _folder("1.png", "2.png")),
+    Mistake("Only some class folders are in domain folders.", "data.train", _folder("cat/1.png", "photo/dog/2.png")),
+    Mistake("A single folder of images.", "data.label", _folder("cat/1.png", "cat/2.png")),
+    Mistake("There is no column of images.", "data.image", _list("file,label\n1.png,a\n2.png,b\n")),
+    Mistake("The column of images holds numbers.", "data.image", _list('{"image": 1, "label": "a"}\n', name="t.jsonl")),
+    Mistake("A path is missing.", "data.train", _list("image,label\n1.png,a\n,b\n")),
+    Mistake("Images for a text task.", "data.text", _texts),
+    Mistake("An image is truncated.", "data", _damaged, "Pillow cannot decode "),
+    Mistake("Images of different sizes that the processor does not resize.", "model.image_size", _sizes),
     Mistake(
-        "cifar", "A binary file that is not a batch of CIFAR.", "data.train", _files("x.bin", x_dot_bin=b"x" * 1000)
+        "An image size that the ViT does not accept.", "model.image_size", _model("vit", image_size=16), "pixels: "
     ),
-    Mistake("flat", "Images that are not in folders of classes.", "data.train", _folder("1.png", "2.png")),
+    Mistake("A batch of one image that shrinks to one pixel.", "model.image_size", _narrow, "(Expected "),
+    Mistake("An image processor that does more than resize and normalize.", "model.name", _processor),
+    Mistake("A model without an image processor.", "model.name", _no_processor, "cannot be loaded ("),
     Mistake(
-        "mixed", "Only some class folders are in domain folders.", "data.train", _folder("cat/1.png", "photo/dog/2.png")
-    ),
-    Mistake("one-class", "A single folder of images.", "data.label", _folder("cat/1.png", "cat/2.png")),
-    Mistake("no-column", "There is no column of images.", "data.image", _list("file,label\n1.png,a\n2.png,b\n")),
-    Mistake(
-        "numbers",
-        "The column of images holds numbers.",
-        "data.image",
-        _list('{"image": 1, "label": "a"}\n', name="t.jsonl"),
-    ),
-    Mistake("no-path", "A path is missing.", "data.train", _list("image,label\n1.png,a\n,b\n")),
-    Mistake("texts", "Images for a text task.", "data.text", _texts),
-    Mistake("decode", "An image is truncated.", "data", _damaged, "Pillow cannot decode "),
-    Mistake("sizes", "Images of different sizes that the processor does not resize.", "model.image_size", _sizes),
-    Mistake(
-        "size",
-        "An image size that the ViT does not accept.",
-        "model.image_size",
-        _model("vit", image_size=16),
-        "pixels: ",
-    ),
-    Mistake("size-small", "A batch of one image that shrinks to one pixel.", "model.image_size", _narrow, "(Expected "),
-    Mistake("processor", "An image processor that does more than resize and normalize.", "model.name", _processor),
-    Mistake("no-processor", "A model without an image processor.", "model.name", _no_processor, "cannot be loaded ("),
-    Mistake(
-        "architecture-task",
         "An image architecture for a text task.",
         "model.name",
         lambda world: world.prepare(model={"name": "builtin:resnet-8"}),
     ),
+    Mistake("An unknown architecture.", "model.name", _model("builtin:resnet-8", name="builtin:resnet-50")),
     Mistake(
-        "architecture",
-        "An unknown architecture.",
-        "model.name",
-        _model("builtin:resnet-8", name="builtin:resnet-50"),
-    ),
-    Mistake(
-        "scratch-save",
         "modules_to_save is set for a model from scratch.",
         "model.modules_to_save",
         _parse(model={"pretrained": False, "modules_to_save": ["pooler"]}),
     ),
     Mistake(
-        "scratch-adapter",
-        "adapter is set for a model from scratch.",
-        "model.adapter",
-        _parse(model={"pretrained": False, "adapter": "a"}),
+        "adapter is set for a model from scratch.", "model.adapter", _parse(model={"pretrained": False, "adapter": "a"})
     ),
     Mistake(
-        "tied",
-        "A target embedding that shares its weight with the head.",
-        "model.target_modules",
-        _decoder("embed_tokens"),
+        "A target embedding that shares its weight with the head.", "model.target_modules", _decoder("embed_tokens")
     ),
     Mistake(
-        "norm",
         "A normalization layer as a target.",
         "model.target_modules",
         _model("resnet", target_modules=["normalization"], modules_to_save=[]),
     ),
-    Mistake(
-        "see-missing",
-        "`fedspan predict` on a file that does not exist.",
-        "data",
-        _predict("no.png"),
-        "Pillow cannot decode ",
-    ),
-    Mistake("see-pair", "A pair of texts for an image model.", "texts", _predict("no.png", ("one", "two"))),
-    Mistake("see-notes", "fedspan.json's image_size is negative.", "FOLDER/adapter/fedspan.json.image_size", _notes),
+    Mistake("`fedspan predict` on a file that does not exist.", "data", _predict("no.png"), "Pillow cannot decode "),
+    Mistake("A pair of texts for an image model.", "texts", _predict("no.png", ("one", "two"))),
+    Mistake("fedspan.json's image_size is negative.", "FOLDER/adapter/fedspan.json.image_size", _notes),
 ]
