@@ -22,7 +22,12 @@ from fedspan.experiments.series import Step
 from fedspan.runs.integrity import read_config
 from fedspan.runs.results import read_report
 from helpers import tiny
-from helpers.compared_methods import values_of
+
+
+def values_of(folder: Path, **changes: Any) -> dict[str, Any]:
+    """Values of a config of two rounds with both baselines, unless they are changed."""
+    changes = {"method": {"tau": 1}, "federation": {"rounds": 2}, **changes}
+    return {**tiny.settings(folder, **changes), "baselines": ["local", "centralized"]}
 
 
 def test_a_partition_that_the_config_names_is_kept(tiny_folder: Path) -> None:

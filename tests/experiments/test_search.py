@@ -19,7 +19,13 @@ from fedspan.experiments.search import plan_sweep, rank_trials
 from fedspan.experiments.search_space import Range, list_combinations, parse_space
 from fedspan.runs.integrity import read_config
 from fedspan.runs.results import read_report
-from helpers.searched_settings import values_of
+from helpers import tiny
+
+
+def values_of(folder: Path, **changes: Any) -> dict[str, Any]:
+    """Values of a config of three rounds with a baseline, unless they are changed."""
+    values = tiny.settings(folder, **{"federation": {"rounds": 3}, "partition": {"validation": 0.3}, **changes})
+    return {**values, "baselines": ["local"]}
 
 
 def test_a_grid_has_all_combinations(tiny_folder: Path) -> None:

@@ -12,7 +12,24 @@ from fedspan.config import parse_config
 from fedspan.models.names import ARCHITECTURES, BUILTIN_MODELS, resolve_model
 from fedspan.reproduction.cells import list_cells, name_row_folders, tabulate_settings
 from fedspan.reproduction.presets import SCALES, list_presets, load_preset, merge, read_architectures, read_preset
-from helpers.changed_preset import changed
+
+
+def changed(**changes: Any) -> dict[str, Any]:
+    """Values of a small preset, with these in place of its own."""
+    values = {
+        "id": "x",
+        "paper": "p",
+        "item": "Table 1",
+        "title": "t",
+        "config": {},
+        "axes": {"task": {"one": {}}},
+        "methods": {"LoRA": {"key": "fedit"}},
+        "seeds": [0],
+        "claims": [{"statement": "s", "better": "LoRA", "worse": ["LoRA"]}],
+        "small": {},
+        "notes": ["n"],
+    }
+    return {**values, **changes}
 
 
 def test_the_architecture_of_minilm_is_its_package_s() -> None:
