@@ -13,9 +13,7 @@ from fedspan.runs.setup import prepare
 from helpers import tiny
 
 
-def test_variants_take_turns_and_differ_in_their_defenses_alone(
-    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_variants_take_turns_and_differ_in_defenses_alone(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     made: dict[str, Any] = {}
 

@@ -60,9 +60,7 @@ def test_every_way_differs_from_init_in_how_the_head_trains(tmp_path: Path) -> N
         assert differing == {change.partition(".")[0] for change in changes}
 
 
-def test_the_command_trains_every_way_on_a_subset_of_the_defaults(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_trains_every_way_on_a_subset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name, configs = "Banking77", list[RunConfig]()
     folder = tmp_path / "data" / "banking77"
     folder.mkdir(parents=True)
@@ -102,9 +100,7 @@ def test_a_rule_decides_by_what_nodes_report(tiny_folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_page_has_the_test_accuracies_of_the_rounds(
-    monkeypatch: pytest.MonkeyPatch, tiny_folder: Path, tmp_path: Path
-) -> None:
+def test_the_page_has_test_accuracies(monkeypatch: pytest.MonkeyPatch, tiny_folder: Path, tmp_path: Path) -> None:
     monkeypatch.setattr(reported_losses, "get_config", lambda *_: make_config(tiny_folder, 2))
     monkeypatch.setattr(reported_losses, "SUBSETS", (subset := reported_losses.Subset("SST-2", 1800, 4),))
     page = tmp_path / "page.md"

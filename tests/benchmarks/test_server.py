@@ -24,7 +24,7 @@ def script() -> ModuleType:
     return load_script("benchmarks/server.py")
 
 
-def test_every_method_is_measured_or_not_measured_for_a_reason(
+def test_every_method_has_a_row_or_a_reason(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In this process: a process for each method takes seconds to start, and the memory of this one is not judged."""

@@ -360,9 +360,7 @@ def test_every_script_and_preset_has_its_place() -> None:
 
 
 @pytest.mark.slow
-def test_a_page_is_made_once_and_what_lacks_its_data_is_left_out(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_page_is_made_once_and_one_without_data_left_out(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "work").mkdir()
     (tmp_path / "pages").mkdir()
     folders = {"data": tmp_path, "work": tmp_path / "work", "out": tmp_path / "pages"}

@@ -76,7 +76,7 @@ def test_unknown_clients(refused: Refused, finished: Path, personal: Path, tmp_p
     assert "has no client 'weast'" in refused("export", personal, "--client", "weast", "--out", tmp_path / "out")
 
 
-def test_an_exported_adapter_has_no_clients_and_no_data(
+def test_an_exported_adapter_is_alone(
     refused: Refused, call: Callable[..., Any], finished: Path, tmp_path: Path
 ) -> None:
     assert call("export", finished, "--out", tmp_path / "adapter").exit_code == 0

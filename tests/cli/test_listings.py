@@ -140,9 +140,7 @@ def test_partition_with_many_labels(call: Call, tmp_path: Path) -> None:
     assert max(map(len, (twenty + many).splitlines())) <= 80
 
 
-def test_options_are_passed_on_and_the_file_is_named(
-    call: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_gets_its_options(call: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []
 
     def report(runs: list[Path], out: Path, *, diagnostics: bool, data: bool) -> Path:

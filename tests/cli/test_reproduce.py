@@ -221,7 +221,7 @@ def test_runs_of_other_versions_are_rerun(finished_table: Finished, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_runs_that_are_timed_are_all_run(
+def test_timed_runs_are_rerun(
     tiny_preset: Preset, preset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timed = tiny_preset.model_copy(
@@ -233,9 +233,7 @@ def test_runs_that_are_timed_are_all_run(
     assert len(seen.names[True]) == 6  # two trials of each of two rows, and what was chosen once more
 
 
-def test_runs_that_read_what_was_changed_since_are_rerun(
-    preset: Path, finished_table: Finished, tmp_path: Path
-) -> None:
+def test_runs_that_read_changed_files_are_rerun(preset: Path, finished_table: Finished, tmp_path: Path) -> None:
     data = preset / "corpus.csv"
     before = data.stat()
     assert finished_table.is_reused(finished_table.folder, tmp_path / "copy")
@@ -264,9 +262,7 @@ def test_runs_with_secret_noise_or_changed_files_are_not_reused(preset: Path, tm
 
 
 @pytest.mark.slow
-def test_what_was_started_before_there_was_reuse_is_resumed(
-    preset: Path, finished_table: Finished, tmp_path: Path
-) -> None:
+def test_a_table_of_before_there_was_reuse_is_resumed(preset: Path, finished_table: Finished, tmp_path: Path) -> None:
     one = finished_table.copy(tmp_path / "one")
     settings = yaml.safe_load((one / "reproduce.yaml").read_text())
     del settings["reuse"]

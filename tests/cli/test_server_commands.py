@@ -45,9 +45,7 @@ def link(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return found
 
 
-def test_options_of_an_admission_are_passed_on(
-    call: Callable[..., Any], link: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_admission_gets_its_options(call: Callable[..., Any], link: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
 
     def admit(link: Any, key: Path, name: str, **options: Any) -> Any:

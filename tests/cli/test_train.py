@@ -107,9 +107,7 @@ def read_screen(scores: Mapping[str, Any]) -> list[str]:
         ({"validation": {"accuracy": 0.8}}, ["validation"], ["80.0%"]),
     ],
 )
-def test_scores_are_those_of_tests_or_else_of_validation(
-    scores: Mapping[str, Any], columns: list[str], cells: list[str]
-) -> None:
+def test_scores_are_of_tests_or_of_validation(scores: Mapping[str, Any], columns: list[str], cells: list[str]) -> None:
     lines = read_screen(scores)
     assert lines[0].split() == columns
     assert next(line for line in lines if line.startswith("FedIT")).split()[1:] == cells

@@ -106,9 +106,7 @@ def test_what_selects_nodes_or_needs_a_clock_is_refused_in_a_simulation(values: 
         (None, [], [2, 4], "assigns ranks to the clients that are there at the start"),
     ],
 )
-def test_what_counts_on_fixed_clients_refuses_late_ones(
-    mechanism: str | None, wrappers: list[str], ranks: Any, why: str
-) -> None:
+def test_fixed_clients_refuse_late_ones(mechanism: str | None, wrappers: list[str], ranks: Any, why: str) -> None:
     with pytest.raises(FedspanError, match=f"{why}.*Expected false"):
         config(late_joiners=True, ranks=ranks).require_late_fit(mechanism, wrappers)
 
@@ -121,9 +119,7 @@ def test_what_counts_on_fixed_clients_refuses_late_ones(
         ({"reduction": "median"}, {}, "federation.reduction median compares single replies"),
     ],
 )
-def test_what_needs_single_replies_refuses_secure_sums(
-    changes: dict[str, Any], claims: dict[str, Any], why: str
-) -> None:
+def test_single_replies_refuse_secure_sums(changes: dict[str, Any], claims: dict[str, Any], why: str) -> None:
     with pytest.raises(FedspanError, match=f"X cannot be aggregated securely: {why}.*Remove federation.secure"):
         config(secure={}, **changes).require_secure_fit("x", "X", replace(CLAIMS, **claims))
 

@@ -108,9 +108,7 @@ def test_a_test_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("task", ["regression", "image-classification", "causal-lm"])
-def test_an_own_task_gets_what_a_built_in_one_with_its_properties_gets(
-    task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_own_task_gets_what_a_built_in_one_gets(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(registry._tasks, "own", replace(get_task(task), name="own"))
     columns = {"review": TEXTS, "kind": ["a", "b", "c"] * 20, "target": [number / 7 for number in range(60)]}
     if task == "causal-lm":
@@ -190,9 +188,7 @@ def test_a_large_file_is_read_at_its_beginning(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl", "json"])
-def test_large_files_of_other_kinds_are_read_at_their_beginning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
-) -> None:
+def test_other_large_files_are_read_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
     rows = pa.table({"text": TEXTS * 40, "label": ["a", "b"] * 1200})
     path = tmp_path / f"t.{suffix}"
     if suffix == "parquet":

@@ -55,9 +55,7 @@ def test_every_notebook_shows_what_it_prints(generator: ModuleType) -> None:
         assert not re.search(r"/(tmp|home|root|var)/", str(outputs)), path
 
 
-def test_outputs_stay_until_the_code_changes(
-    generator: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_outputs_stay_with_the_code(generator: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generator, "ROOT", tmp_path)
     monkeypatch.setattr(generator, "PAGES", {"page.ipynb": "page.md"})
     page, notebook = tmp_path / "page.md", tmp_path / "page.ipynb"

@@ -185,9 +185,7 @@ def test_the_table_is_that_of_the_reports(made: tuple[Path, CompareReport, Recor
         assert said in page
 
 
-def test_with_another_reference_no_run_is_rerun(
-    made: tuple[Path, CompareReport, RecordingWatcher], tmp_path: Path
-) -> None:
+def test_another_reference_reruns_nothing(made: tuple[Path, CompareReport, RecordingWatcher], tmp_path: Path) -> None:
     folder, watcher = Path(shutil.copytree(made[0], tmp_path / "copy")), RecordingWatcher()
     report = fedspan.resume_compare(folder, against="centralized", listener=watcher)
     assert watcher.finished == []
@@ -252,9 +250,7 @@ def test_a_mistake_that_only_a_run_finds_can_be_put_right_in_the_same_folder(tin
     assert fedspan.compare(values, tmp_path / "made", ["fedit"], [0]).rows[0].mean is not None
 
 
-def test_without_a_test_set_the_clients_own_are_compared_and_lower_may_be_better(
-    tiny_folder: Path, tmp_path: Path
-) -> None:
+def test_without_a_test_set_the_clients_own_are_compared(tiny_folder: Path, tmp_path: Path) -> None:
     values = tiny.settings(
         tiny_folder, data={"test_fraction": 0}, federation={"rounds": 1}, evaluation={"metric": "loss"}
     )
@@ -353,9 +349,7 @@ class _Terminal(io.StringIO):
         return True
 
 
-def test_a_comparison_shows_one_view_of_all_its_runs(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_comparison_has_one_view_of_runs(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     terminal, finished = _Terminal(), list[str]()
     monkeypatch.setattr("sys.stderr", terminal)

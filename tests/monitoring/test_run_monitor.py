@@ -159,9 +159,7 @@ def test_files_of_any_content_do_not_stop_the_page(pretend_run: PretendRun, coll
         {"cohort": {"a": 1}, "late": 3, "failures": "x"},
     ],
 )
-def test_values_of_any_kind_do_not_stop_the_page(
-    values: Mapping[str, Any], pretend_run: PretendRun, collect: Collect
-) -> None:
+def test_any_values_do_not_stop_the_page(values: Mapping[str, Any], pretend_run: PretendRun, collect: Collect) -> None:
     pretend_run.add(1, **values)
     pretend_run.write_progress(
         rounds=10**400, losses={"east": 10**400}, baseline={"name": "x", "round": 10**400, "rounds": 1}

@@ -25,7 +25,7 @@ from helpers.families import UNLIKE, methods_by_family, others_slow
 RANK = 3
 
 
-def test_an_empty_model_has_the_layers_extras_and_parameters_of_the_loaded_one(
+def test_an_empty_model_has_the_layers_and_parameters_of_a_loaded_one(
     planned: PlannedModel, prepared: Prepared
 ) -> None:
     loaded = prepared.engine.adapted
@@ -165,9 +165,7 @@ def test_ranks_that_clients_prune_are_planned_as_they_were(
     assert totals.run("down").payload <= plan.bytes_down
 
 
-def test_ranks_and_sampled_cohorts(
-    prepared: Prepared, planned: PlannedModel, tiny_folder: Path, tmp_path: Path
-) -> None:
+def test_ranks_and_cohorts(prepared: Prepared, planned: PlannedModel, tiny_folder: Path, tmp_path: Path) -> None:
     """A method whose messages do not depend on who was away is planned to the byte for cohorts too."""
     federation = {"rounds": ROUNDS, "clients_per_round": 2, "ranks": {"east": 1, "west": 2}}
     config = tiny.config(tiny_folder, method={"name": "hetlora", "r": RANK}, federation=federation)
@@ -261,9 +259,7 @@ def test_full_fine_tuning_trains_a_whole_weight() -> None:
         (Computation(base=False, weight="made", rank=3), {"A": (3, 9), "B": (4, 3), "W": (4, 9)}),
     ],
 )
-def test_a_stand_in_computes_with_what_the_computation_says(
-    computation: Computation, shapes: dict[str, tuple[int, int]]
-) -> None:
+def test_a_stand_in_computes_as_it_is_told(computation: Computation, shapes: dict[str, tuple[int, int]]) -> None:
     stand_in = StandIn(computation)
     assert stand_in.shapes(4, 9) == shapes
     slots = {name: torch.randn(shape) for name, shape in shapes.items()}

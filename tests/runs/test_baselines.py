@@ -92,9 +92,7 @@ def test_a_baseline_takes_the_federation_s_rounds_and_tells_of_each(prepared: Pr
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["loop", "batched"])
-def test_baselines_share_hidden_states_with_the_run_and_have_the_same_bits_without_it(
-    engine: str, tiny_folder: Path, tmp_path: Path
-) -> None:
+def test_baselines_share_hidden_states_with_the_run_to_the_bit(engine: str, tiny_folder: Path, tmp_path: Path) -> None:
     values = tiny.settings(tiny_folder, "deep-bert", model={"layers_to_transform": [1]}, engine={"name": engine})
     after, alone = prepare(parse_config(values)), prepare(parse_config(values))
     after.evaluator.evaluate_clients(run_rounds(after))
@@ -110,9 +108,7 @@ def test_baselines_share_hidden_states_with_the_run_and_have_the_same_bits_witho
 
 
 @pytest.mark.parametrize("name", [pytest.param("local", marks=pytest.mark.slow), "centralized"])
-def test_a_baseline_that_was_stopped_continues_to_the_same_scores(
-    name: str, prepared: Prepared, tmp_path: Path
-) -> None:
+def test_a_stopped_baseline_continues_to_the_same_scores(name: str, prepared: Prepared, tmp_path: Path) -> None:
     class Stopping(RecordingListener):
         def on_baseline_round(self, name: str, round: int, loss: float) -> None:
             super().on_baseline_round(name, round, loss)

@@ -166,9 +166,7 @@ def test_pruning_keeps_the_last_and_the_best(run: RunFolder) -> None:
         prune(run, keep=0)
 
 
-def test_best_is_linked_where_the_disk_has_links_and_copied_elsewhere(
-    run: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_best_is_linked_where_the_disk_has_links_or_copied(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save(run, checkpoint_of(1, best=Best(0.5, 0.0, 1)))
     assert (run.best / "state.safetensors").samefile(folder / "state.safetensors")
 

@@ -128,9 +128,7 @@ _RATES = {"regression": 1.0, "preference": 1e2, "token-classification": 1e2, "mu
 
 
 @pytest.mark.parametrize("name", others_slow(_RATES, ["regression", "preference"]))
-def test_other_tasks_report_a_run_that_diverges_in_its_first_round(
-    name: str, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
+def test_other_tasks_report_divergence_at_once(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     values = CASES[name].settings(folders_of(request, name, tmp_path))
     values["training"] = {**values["training"], "optimizer": "sgd", "max_grad_norm": 0.0, "lr": _RATES[name]}
     values["federation"]["rounds"] = 1

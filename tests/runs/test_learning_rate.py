@@ -17,6 +17,7 @@ from fedspan.runs.learning_rate import EXPONENTS, choose_rate, run_range_test, s
 from fedspan.runs.setup import prepare
 from helpers import tiny
 from helpers.listeners import Notes
+from helpers.refusals import refused
 
 AUTO = {"lr": "auto"}
 
@@ -30,9 +31,8 @@ def test_the_smallest_of_the_rates_that_are_about_as_good_is_chosen() -> None:
     assert choose_rate(1.0, ((1e-3, 0.9), (1e-2, 0.505), (1e-1, 0.5))) == 1e-2
     assert choose_rate(1.0, ((1e-3, 0.9), (1e-2, 0.51), (1e-1, 0.5))) == 1e-1
     assert choose_rate(1.0, ((1e-3, 1.2), (1e-2, 1.1), (1e-1, math.inf))) == 1e-2  # all are worse than the start
-    with pytest.raises(FedspanError, match="diverged with every candidate") as refused:
+    with refused("training.lr"):
         choose_rate(1.0, ((1e-3, math.inf), (1e-2, math.inf)))
-    assert refused.value.field == "training.lr"
 
 
 def test_a_range_test_tries_rates_around_the_default_and_is_repeatable(tiny_folder: Path) -> None:
@@ -102,9 +102,8 @@ def test_centralized_training_has_a_range_test_of_its_own(tiny_folder: Path, tmp
 
 def test_it_is_refused_where_no_validation_part_or_no_example_can_be_used(tiny_folder: Path) -> None:
     given = tiny.settings(tiny_folder, training=AUTO)
-    with pytest.raises(FedspanError, match=r"partition\.validation") as refused:
+    with refused("training.lr"):
         parse_config({**given, "partition": {**given["partition"], "validation": 0.0}})
-    assert refused.value.field == "training.lr"
     with pytest.raises(FedspanError, match="privacy budget"):
         parse_config({**given, "privacy": {"mechanism": "local", "epsilon": 3.0}})
     remote = {key: value for key, value in given.items() if key not in ("data", "partition")}

@@ -44,9 +44,7 @@ def everything(totals: Totals) -> dict[str, object]:
 
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(ENTRIES)
-def test_sums_are_rebuilt_from_the_file(
-    tmp_path: Path, entries: list[tuple[int, str, Literal["up"], int, int]]
-) -> None:
+def test_sums_are_rebuilt_from_a_file(tmp_path: Path, entries: list[tuple[int, str, Literal["up"], int, int]]) -> None:
     path = tmp_path / "ledger.jsonl"
     path.unlink(missing_ok=True)
     with Ledger(path) as ledger:

@@ -31,6 +31,7 @@ from fedspan.tasks import metrics
 from helpers import tiny, tiny_decoders, tiny_seq2seq
 from helpers.families import others_slow
 from helpers.listeners import Notes
+from helpers.refusals import refused
 from helpers.trainer_clients import (
     NEW_MODULES,
     arguments,
@@ -284,7 +285,7 @@ def test_a_trainer_that_takes_no_step_gives_no_reply(tiny_folder: Path, tmp_path
         ({"device": "cpu"}, r"device.*no effect"),
     ],
 )
-def test_what_a_trainer_cannot_honor_is_refused(
+def test_impossible_settings_are_refused(
     changes: dict[str, Any], reason: str, tiny_folder: Path, tmp_path: Path
 ) -> None:
     assert re.search(reason, refusal(tiny_folder, tmp_path, make_trainer(tiny_folder, "east"), **changes))
@@ -295,9 +296,7 @@ def _replace_optimizer(trainer: Any, *args: Any) -> torch.optim.Optimizer:
     return trainer.optimizer
 
 
-def test_a_trainer_that_replaces_the_optimizer_is_refused_before_its_first_step(
-    tiny_folder: Path, tmp_path: Path
-) -> None:
+def test_a_trainer_that_replaces_the_optimizer_is_refused_at_once(tiny_folder: Path, tmp_path: Path) -> None:
     trainer = make_trainer(tiny_folder, "east")
     before = {key: value.clone() for key, value in trainer.model.state_dict().items()}
     trainer.__class__ = type("Own", (type(trainer),), {"create_optimizer": _replace_optimizer})
@@ -328,9 +327,8 @@ def test_a_trainer_that_keeps_a_set_optimizer_may_make_its_own(tiny_folder: Path
     ],
 )
 def test_trainers_of_another_form_are_refused(given: Any, field: str, words: str, tmp_path: Path) -> None:
-    with pytest.raises(FedspanError) as caught:
+    with refused(field) as caught:
         fedspan.simulate(settings(), tmp_path / "run", trainers=given)
-    assert caught.value.field == field
     assert words in str(caught.value)
 
 
@@ -364,7 +362,7 @@ def test_a_model_with_an_adapter_is_refused(tiny_folder: Path, tmp_path: Path) -
         ),
     ],
 )
-def test_a_trainer_with_means_of_its_own_is_refused(
+def test_a_trainer_s_own_means_are_refused(
     changes: dict[str, Any], reason: str, tiny_folder: Path, tmp_path: Path
 ) -> None:
     if "args" in changes:
@@ -634,9 +632,7 @@ def test_the_head_of_question_answering_trains_and_is_exported(
     assert not torch.allclose(trained, before, atol=1e-4)
 
 
-def test_a_new_head_that_does_not_train_is_reported(
-    tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_untrained_new_head_is_reported(tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def run(name: str, **model: Any) -> list[str]:
         caplog.clear()
         loaded: Any = BertForNextSentencePrediction.from_pretrained(tiny_folder / "bert").eval()
@@ -650,7 +646,7 @@ def test_a_new_head_that_does_not_train_is_reported(
 
 
 @pytest.mark.parametrize("kind", others_slow(NEW_MODULES, ["bert"]))
-def test_new_modules_that_do_not_train_are_reported(
+def test_untrained_modules_are_noted(
     kind: str, tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpoint = save_without_head(kind, tiny_folder, tmp_path / kind)
@@ -705,7 +701,7 @@ def plain_loop(tiny_folder: Path, counted: int, **changes: Any) -> fedspan.Torch
 
 
 @pytest.mark.parametrize(("count", "batches"), [(2, 1000), (1500, 1500)])
-def test_a_plain_loop_that_never_steps_ends_with_the_reason(
+def test_a_loop_that_never_steps_ends_with_the_reason(
     count: int, batches: int, tiny_folder: Path, tmp_path: Path
 ) -> None:
     def train(round: fedspan.TrainingRound) -> None:
@@ -783,9 +779,7 @@ def test_a_loader_that_ends_with_the_planned_steps_is_complete(tiny_folder: Path
     ("training", "reason"),
     [({"local_epochs": 1}, "took no optimizer step"), ({"local_steps": 2}, "took 0 of 2 planned steps")],
 )
-def test_an_empty_loader_gives_no_reply(
-    training: dict[str, Any], reason: str, tiny_folder: Path, tmp_path: Path
-) -> None:
+def test_an_empty_loader_is_no_reply(training: dict[str, Any], reason: str, tiny_folder: Path, tmp_path: Path) -> None:
     def train(round: fedspan.TrainingRound) -> None:
         for _ in round.batches([]):
             pass

@@ -12,6 +12,7 @@ import torch
 
 from helpers.listeners import Notes
 from helpers.node_service import CLIENT, introduced, node, served, values
+from helpers.refusals import refused
 
 pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
 
@@ -46,9 +47,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("mechanism", others_slow(["central", "local", "dp-sgd"], ["central"]))
-def test_a_budget_is_spent_by_the_last_round_and_written_down(
-    mechanism: str, tiny_folder: Path, tmp_path: Path
-) -> None:
+def test_a_budget_is_spent_by_the_last_round_and_recorded(mechanism: str, tiny_folder: Path, tmp_path: Path) -> None:
     privacy = {"mechanism": mechanism, "epsilon": 3.0, "clip": 0.1}
     report = fedspan.run(run_values(tiny_folder, privacy), tmp_path / "run")
     spent = [row["privacy"]["epsilon"] for row in rows(tmp_path / "run")]
@@ -75,9 +74,8 @@ def test_a_run_ends_before_it_exceeds_its_budget(tiny_folder: Path, tmp_path: Pa
     assert report.privacy["epsilon"] == pytest.approx(compute_epsilon(two, 1e-5, "rdp"))
     assert "validation" in rows(tmp_path / "run")[-1]  # the last round, though it was not meant to be
     too_little = {**privacy, "epsilon": compute_epsilon(one, 1e-5, "rdp") * 0.9}
-    with pytest.raises(FedspanError, match="which one round costs with this noise") as refused:
+    with refused("privacy.epsilon"):
         fedspan.run(run_values(tiny_folder, too_little), tmp_path / "none")
-    assert refused.value.field == "privacy.epsilon"
 
 
 @pytest.mark.parametrize(
@@ -190,9 +188,8 @@ def test_asking_again_stays_within_the_budget(tiny_folder: Path, tmp_path: Path)
 
     transport.replies = losing  # type: ignore[method-assign]
     budget = Budget(run.config, path=tmp_path / "run.json")
-    with pytest.raises(FedspanError, match=r"`privacy\.epsilon`: asking again in round 1 would cost") as stopped:
+    with refused("privacy.epsilon"):
         run.federation.run_round(run.federation.begin(), on_charge=lambda charges: budget.announce(0, charges))
-    assert stopped.value.field == "privacy.epsilon"
     assert len(transport.sent) == 2
     assert releases(tmp_path) == [[1.0, 2.5, 2]]
     assert json.loads((tmp_path / "run.json").read_text())["releases"] == [[CLIENT, 1.0, 2.5, 2]]
@@ -284,42 +281,11 @@ def test_a_node_keeps_to_its_own_limit(tiny_folder: Path, tmp_path: Path) -> Non
     run, _ = served(tiny_folder, NodeService(node(tiny_folder, tmp_path, **limit)), **secret)
     progress = run.federation.begin()
     progress = run.federation.run_round(progress).progress
-    with pytest.raises(FedspanError, match=r"limits\.epsilon") as stopped:
+    with refused("good replies"):
         run.federation.run_round(progress)
-    assert stopped.value.field == "good replies"
     (spent,) = [PrivacySpend(1e-5, "rdp")]
     spent.restore({"": releases(tmp_path)})
     assert 2.0 < spent.compute_worst() <= 2.7
-
-
-@pytest.mark.parametrize(
-    ("change", "field", "words"),
-    [
-        ({"privacy": {"mechanism": "central"}}, "privacy", "noise, or an epsilon"),
-        ({"privacy": {"mechanism": "noise", "noise": 1}}, "privacy.mechanism", "central"),
-        ({"privacy": {"mechanism": "local", "noise": 1, "delta": 1}}, "privacy.delta", "less than 1"),
-        (
-            {"federation": {"weights": "examples"}},
-            "federation.weights",
-            "with privacy.mechanism: central. Set it to uniform",
-        ),
-        (
-            {"federation": {"reduction": "median"}},
-            "federation.reduction",
-            "with privacy.mechanism: central. Set it to mean",
-        ),
-        ({"method": {"name": "flora"}}, "privacy.mechanism", "combines replies one by one"),
-        ({"method": {"name": "local-only"}}, "privacy.mechanism", "it transmits nothing"),
-    ],
-)
-def test_what_does_not_fit_is_refused(change: dict[str, Any], field: str, words: str, tiny_folder: Path) -> None:
-    given = run_values(tiny_folder, {"mechanism": "central", "noise": 1.0})
-    for section, own in change.items():
-        given[section] = own if section == "privacy" else {**given[section], **own}
-    with pytest.raises(FedspanError) as refused:
-        parse_config(given)
-    assert refused.value.field == field
-    assert words in str(refused.value)
 
 
 def test_running_statistics_can_t_be_made_private(images: Path, tmp_path: Path) -> None:

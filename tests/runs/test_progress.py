@@ -417,9 +417,7 @@ def test_clients_with_an_order_are_those_of_an_asynchronous_round(tiny_folder: P
         assert set(arrived) <= set(seen[-1][1])
 
 
-def test_a_reply_to_an_order_of_an_earlier_asynchronous_round_adds_its_client_alone(
-    tiny_folder: Path, tmp_path: Path
-) -> None:
+def test_a_reply_to_an_order_of_an_earlier_round_adds_its_client_alone(tiny_folder: Path, tmp_path: Path) -> None:
     federation = {"rounds": 2, "clients_per_round": 2, "buffered": {"concurrency": 2}}
     with ProgressFile(tmp_path / "progress.json") as file:
         file.on_start(prepare(tiny.config(tiny_folder, federation=federation)), 0, False)
@@ -447,7 +445,7 @@ def test_many_changes_are_few_writes(prepared: Prepared, tmp_path: Path, monkeyp
         assert 2 <= len(written) <= 2 + (time.monotonic() - began) / INTERVAL
 
 
-def test_a_disk_that_hangs_does_not_hold_up_training(
+def test_a_hanging_disk_does_not_stop_training(
     prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, writing, may_write = tmp_path / "progress.json", threading.Event(), threading.Event()

@@ -64,9 +64,7 @@ def host(*tasks: str, kind: type[Here] = Here, reads_nodes: bool = True) -> star
     return simulated
 
 
-def test_failures_are_counted_over_the_whole_run_however_often_it_was_resumed(
-    tiny_folder: Path, tmp_path: Path
-) -> None:
+def test_failures_are_counted_over_the_whole_run_though_it_was_resumed(tiny_folder: Path, tmp_path: Path) -> None:
     config = tiny.config(tiny_folder, federation={"clients_per_round": None, "rounds": 2})
     whole = start.run(config, tmp_path / "whole", host=host("train"))
     assert whole.failures == {BAD: {"count": 2, "round": 2, "reason": "no reply within 5 s"}}
@@ -105,9 +103,7 @@ def test_what_evaluation_sends_is_in_the_ledger_and_apart_from_the_training(tiny
     assert report.other_bytes == {"evaluate": {"down": sent, "up": 0}}
 
 
-def test_a_run_whose_models_are_all_personal_ends_without_an_adapter_of_its_own(
-    tiny_folder: Path, tmp_path: Path
-) -> None:
+def test_a_run_of_personal_models_ends_without_an_adapter_of_its_own(tiny_folder: Path, tmp_path: Path) -> None:
     federation = {"clients_per_round": None, "rounds": 1}
     config = tiny.config(tiny_folder, method={"name": "local-only"}, federation=federation)
     report = start.run(config, tmp_path / "run", host=host(reads_nodes=False))
@@ -133,9 +129,7 @@ class Forgetful(Here):
 
 
 @pytest.mark.slow
-def test_a_client_that_lost_its_state_is_absent_from_the_round_of_the_loss_only(
-    tiny_folder: Path, tmp_path: Path
-) -> None:
+def test_a_client_that_lost_its_state_misses_the_round_of_the_loss_only(tiny_folder: Path, tmp_path: Path) -> None:
     forgetful = host(kind=Forgetful)
     config = tiny.config(
         tiny_folder, method={"name": "fedsa-lora"}, federation={"clients_per_round": None, "rounds": 5}

@@ -29,6 +29,7 @@ from fedspan.runs.results import is_run, read_partition, read_report, require_cl
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.runs.suspects import find_limited
 from helpers import tiny
+from helpers.refusals import refused
 
 
 @pytest.fixture(scope="module")
@@ -121,9 +122,8 @@ def test_files_that_are_missing_or_changed_are_named_with_their_source(recorded:
     (recorded.path / "another").write_text("is not checked")
     require_same_files(recorded, digests)
     (recorded.adapter / "weights").write_text("other weights")
-    with pytest.raises(FedspanError, match=r"was changed after the run wrote it.*that the checkpoint names") as caught:
+    with refused(str(recorded.adapter / "weights")):
         require_same_files(recorded, digests)
-    assert caught.value.field == str(recorded.adapter / "weights")
     (recorded.adapter / "weights").unlink()
     with pytest.raises(FedspanError, match=r"the file is missing, and report\.json names it\. Restore the file\.?$"):
         require_same_files(recorded, digests, "report.json")

@@ -79,9 +79,7 @@ def test_a_cohort_of_more_clients_than_there_are_is_refused(tiny_folder: Path) -
         build(tiny_folder, federation={"clients_per_round": 5})
 
 
-def test_clients_have_the_examples_of_their_parts_and_the_ranks_weights_and_scaling_of_the_config(
-    tiny_folder: Path,
-) -> None:
+def test_clients_have_their_examples_and_the_ranks_weights_and_scaling_of_the_config(tiny_folder: Path) -> None:
     ranks = {"east": 1, "north": 2, "south": 3, "west": 4}
     changes: dict[str, Any] = {"method": {"name": "flexlora", "r": 4, "lora_alpha": 8}}
     for weights in ("examples", "uniform"):

@@ -54,7 +54,7 @@ def test_every_round_stands_there_once_after_a_resume_too(tiny_folder: Path, tmp
 @pytest.mark.parametrize(
     "call", [pytest.param("start", marks=pytest.mark.slow), "log", pytest.param("finish", marks=pytest.mark.slow)]
 )
-def test_a_tracker_that_fails_does_not_end_the_run(
+def test_a_failing_tracker_is_noted(
     call: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(*_: Any, **__: Any) -> None:
