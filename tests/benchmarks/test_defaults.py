@@ -68,7 +68,6 @@ def test_only_what_belongs_to_the_experiment_is_set(args: Namespace) -> None:
 
 
 def finish(args: Namespace, cell: Any, start: float, federated: float) -> None:
-    """Write what a finished cell leaves."""
     folder = defaults.folder_of(cell, args)
     folder.mkdir(parents=True)
     scores = {"test": {"accuracy": federated}, "validation": {"accuracy": federated}}

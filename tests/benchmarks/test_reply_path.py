@@ -38,7 +38,6 @@ class Recording:
         self.recorder.classify("loop.py", [job], Trained(TRAINED))
 
     def counts(self, given: Any, result: Any = None) -> bool:
-        """Return whether a file counts whose function takes and returns something."""
         self.recorder.classify("file.py", [given], result)
         return "file.py" in read_files(self.folder / "out", ReplyForms(self.folder / "forms"))
 

@@ -19,7 +19,6 @@ from helpers import tiny
 
 
 def finish(folder: Path, exported: float, last: float, loss: float) -> None:
-    """Write what a finished run leaves."""
     folder.mkdir(parents=True)
     report = {"start": {"test": {"accuracy": 0.5}}, "scores": {"test": {"accuracy": exported}}}
     (folder / "report.json").write_text(json.dumps(report))

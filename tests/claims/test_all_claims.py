@@ -50,7 +50,6 @@ def reproduce_preset(id: str, data: Path) -> Reproduction:
 def save_page(
     folder: Path, name: str, title: str, findings: list[dict[str, str]], setting: str = "", **facts: list[str]
 ) -> None:
-    """Save a page and its findings, as claims do."""
     saved = {"name": name, "title": title, "paper": "A paper", "date": "2026-11-22", "findings": findings, **facts}
     (folder / f"{name}.json").write_text(json.dumps(saved), encoding="utf-8")
     (folder / f"{name}.md").write_text(f"# {title}\n\n## Setting\n\n{setting}", encoding="utf-8")

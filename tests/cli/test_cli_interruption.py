@@ -79,7 +79,6 @@ def config(write: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(commands: Commands, config: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The adapter of a run that nothing interrupts."""
     folder = tmp_path_factory.mktemp("run") / "run"
     commands.start("run", config, "--out", folder)
     code, said = commands.end()
@@ -137,7 +136,6 @@ def test_killed_at_random_moments(commands: Commands, config: Path, expected: by
 def test_ctrl_c_between_rounds_says_how_to_continue(
     config: Path, call: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In this process, without a signal."""
     whole, folder, finished = tmp_path / "whole", tmp_path / "my run", RunView.on_round_finish
     rounds = ("--set", "federation.rounds=4")
     assert call("run", config, *rounds, "--out", whole).exit_code == 0

@@ -48,7 +48,6 @@ def test_the_commands_show_and_decide(tiny_folder: Path, tmp_path: Path) -> None
 
 
 def age(folder: Path, seconds: float) -> None:
-    """Make a heartbeat older."""
     moment = time.time() - seconds
     os.utime(folder / "heartbeat", (moment, moment))
 

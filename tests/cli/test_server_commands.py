@@ -39,7 +39,6 @@ servers = pytest.importorskip("fedspan.transports.flower.server")
 
 @pytest.fixture
 def link(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """The link to a server that is not there."""
     found = SimpleNamespace(folder=tmp_path, authority=tmp_path / "ca.crt")
     monkeypatch.setattr(servers, "read_link", lambda folder: found)
     return found

@@ -75,7 +75,6 @@ def test_resume_of_a_finished_run_shows_its_report_again(call: Call, finished: P
 
 
 def test_a_language_model_closes_with_prompts_and_answers(call: Call, decoders: Path, tmp_path: Path) -> None:
-    """A line each, and the snippet loads a causal language model."""
     config = tmp_path / "lm.yaml"
     config.write_text(yaml.safe_dump(tiny_decoders.settings(decoders, federation={"rounds": 1})))
     result = call("run", config, "--out", tmp_path / "run")

@@ -124,7 +124,6 @@ def screens(call: Call, images: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.mark.parametrize("name", ["resnet", "scratch"])
 def test_the_closing_screen(name: str, screens: dict[str, tuple[Path, str]]) -> None:
-    """Scores, a held-out image by its file, and how to try it: with an image."""
     folder, screen = screens[name]
     report = json.loads((folder / "report.json").read_text())
     assert "macro-F1" in screen
@@ -137,7 +136,6 @@ def test_the_closing_screen(name: str, screens: dict[str, tuple[Path, str]]) -> 
 
 @pytest.mark.parametrize("name", ["resnet", "scratch"])
 def test_the_snippet_loads_the_model(name: str, images: Path, screens: dict[str, tuple[Path, str]]) -> None:
-    """Of a base that was trained for five other classes, too."""
     folder, screen = screens[name]
     lines = [line.strip() for line in screen.splitlines() if "import " in line or "from_pretrained" in line]
     names: dict[str, Any] = {}

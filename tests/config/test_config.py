@@ -35,7 +35,6 @@ def test_a_short_config_is_filled_up_and_a_written_one_comes_back() -> None:
 
 
 def paths(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    """Where every section and field of a config stands."""
     found: list[tuple[str, ...]] = []
     for name, field in model.model_fields.items():
         found.append((*prefix, name))

@@ -16,7 +16,6 @@ ROWS = [(title, mistake) for title, mistakes in SECTIONS.items() for mistake in 
 
 @pytest.fixture(scope="module")
 def tables() -> dict[str, list[str]]:
-    """The rows of the page, by section."""
     found: dict[str, list[str]] = {}
     for part in (DOCS / "errors.md").read_text(encoding="utf-8").split("\n## ")[1:]:
         title, *lines = part.splitlines()

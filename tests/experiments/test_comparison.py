@@ -22,10 +22,10 @@ from fedspan.experiments.series import Step
 from fedspan.runs.integrity import read_config
 from fedspan.runs.results import read_report
 from helpers import tiny
+from helpers.refusals import refused
 
 
 def values_of(folder: Path, **changes: Any) -> dict[str, Any]:
-    """Values of a config of two rounds with both baselines, unless they are changed."""
     changes = {"method": {"tau": 1}, "federation": {"rounds": 2}, **changes}
     return {**tiny.settings(folder, **changes), "baselines": ["local", "centralized"]}
 
@@ -243,9 +243,7 @@ def test_seeds_can_be_added_and_other_configs_are_refused(tiny_folder: Path, tmp
 
 def test_a_mistake_that_only_a_run_finds_can_be_put_right_in_the_same_folder(tiny_folder: Path, tmp_path: Path) -> None:
     values = tiny.settings(tiny_folder, federation={"rounds": 1})
-    with pytest.raises(
-        FedspanError, match=r"^`method.r`: 99 is larger than a target layer.* This is in the run fedit-seed0"
-    ):
+    with refused("method.r"):
         fedspan.compare(values, tmp_path / "made", ["fedit"], [0], overrides=["method.r=99"])
     assert fedspan.compare(values, tmp_path / "made", ["fedit"], [0]).rows[0].mean is not None
 
@@ -263,7 +261,6 @@ def test_without_a_test_set_the_clients_own_are_compared(tiny_folder: Path, tmp_
 
 
 def test_a_row_may_be_a_method_with_wrappers(tiny_folder: Path, tmp_path: Path) -> None:
-    """Around those of the config, which every row has; --set-for reaches their options."""
     config = values_of(tiny_folder, method={"wrappers": [{"name": "fedprox", "mu": 0.3}]}, federation={"rounds": 1})
     rows = ["fedit", "fedit+fedadam"]
     report = fedspan.compare(
@@ -282,42 +279,30 @@ def test_a_row_may_be_a_method_with_wrappers(tiny_folder: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "field"),
     [
-        ({"methods": ["fedit", "rolara"]}, "`--methods`: no method is named 'rolara'. Did you mean 'rolora'"),
-        ({"methods": ["fedit", "fedit"]}, "`--methods`: 'fedit' is given twice"),
-        ({"methods": []}, "`--methods`: no method is given. Expected keys of methods"),
-        ({"seeds": []}, "`--seeds`: [] is not accepted. Expected at least one"),
-        ({"seeds": [0, 1, 0]}, "`--seeds`: the seed 0 is given twice"),
-        ({"seeds": [-1]}, "`--seeds`: -1 is not accepted. Expected a whole number from 0"),
-        ({"against": "flora"}, "`--against`: 'flora' is not accepted. Expected a row of the table: fedit, fedloru"),
-        ({"overrides": ["method.tao=3"]}, "`method.tao`: none of fedit, fedloru has this option. Did you mean 'tau'"),
-        ({"overrides": ["method=fedit"]}, "`method`: 'fedit' is not accepted. Expected a section"),
-        (
-            {"overrides_for": {"flora": ["method.r=3"]}},
-            "`--set-for`: 'flora:method.r=3' is not accepted. Expected one of fedit, fedloru",
-        ),
-        ({"overrides_for": {"fedit": ["method.tau=3"]}}, "`method.tau`: fedit has no such option. Its options are r"),
-        ({"overrides_for": {"fedit": ["training.rate=3"]}}, "`training.rate`: there is no such field. "),
-        (
-            {"overrides_for": {"fedit": ["method.name=flora"]}},
-            "`--set-for`: 'fedit:method.name=flora' changes the method",
-        ),
-        (
-            {"overrides_for": {"fedit": ["partition.alpha=3"]}},
-            "`--set-for`: 'fedit:partition.alpha=3' changes partition, which must be the same",
-        ),
-        ({"overrides_for": {"fedit": ["evaluation.metric=loss"]}}, "changes evaluation.metric, which must"),
+        ({"methods": ["fedit", "rolara"]}, "--methods"),
+        ({"methods": ["fedit", "fedit"]}, "--methods"),
+        ({"methods": []}, "--methods"),
+        ({"seeds": []}, "--seeds"),
+        ({"seeds": [0, 1, 0]}, "--seeds"),
+        ({"seeds": [-1]}, "--seeds"),
+        ({"against": "flora"}, "--against"),
+        ({"overrides": ["method.tao=3"]}, "method.tao"),
+        ({"overrides": ["method=fedit"]}, "method"),
+        ({"overrides_for": {"flora": ["method.r=3"]}}, "--set-for"),
+        ({"overrides_for": {"fedit": ["method.tau=3"]}}, "method.tau"),
+        ({"overrides_for": {"fedit": ["training.rate=3"]}}, "training.rate"),
+        ({"overrides_for": {"fedit": ["method.name=flora"]}}, "--set-for"),
+        ({"overrides_for": {"fedit": ["partition.alpha=3"]}}, "--set-for"),
+        ({"overrides_for": {"fedit": ["evaluation.metric=loss"]}}, "--set-for"),
     ],
 )
-def test_mistakes_are_named_before_anything_is_run(
-    change: dict[str, Any], said: str, tiny_folder: Path, tmp_path: Path
-) -> None:
+def test_mistakes_are_named_at_once(change: dict[str, Any], field: str, tiny_folder: Path, tmp_path: Path) -> None:
     call = {"config": values_of(tiny_folder), "methods": ["fedit", "fedloru"], "seeds": [0], **change}
     call["config"].pop("baselines")
-    with pytest.raises(FedspanError) as caught:
+    with refused(field):
         fedspan.compare(folder=tmp_path / "made", **call)
-    assert said in str(caught.value)
     assert not (tmp_path / "made").exists()
 
 

@@ -20,6 +20,7 @@ from fedspan.experiments.search_space import Range, list_combinations, parse_spa
 from fedspan.runs.integrity import read_config
 from fedspan.runs.results import read_report
 from helpers import tiny
+from helpers.refusals import refused
 
 
 def values_of(folder: Path, **changes: Any) -> dict[str, Any]:
@@ -78,7 +79,7 @@ def test_every_combination_is_drawn_once() -> None:
     assert sorted(map(str, drawn)) == sorted(
         str({"method.r": r, "training.lr": lr}) for r in (1, 2, 3) for lr in (0.1, 0.2)
     )
-    with pytest.raises(FedspanError, match=r"`--trials`: 7 is not accepted\. Expected at most 6"):
+    with refused("--trials"):
         list_combinations(space, 7, 0)
     with pytest.raises(FedspanError, match="or wider ranges"):
         list_combinations({"a": Range(1.0, 1.0001)}, 20, 0)
@@ -264,51 +265,33 @@ def test_of_equal_scores_the_smaller_loss_wins(tiny_folder: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "field"),
     [
-        ({"over": {}}, "`--over`: no value is given. Expected at least one field"),
-        ({"over": {"method.r": ""}}, "`--over`: 'method.r=' is not accepted. Expected values separated by commas"),
-        ({"over": {"method.r": "[1"}}, "`--over`: 'method.r=[1' is not accepted. Expected values separated by commas"),
-        ({"over": {"method.r": "4,8,4"}}, "`--over`: 'method.r=4,8,4' has the value 4 twice"),
-        ({"over": {"method..r": "4"}}, "`--over`: 'method..r=4' is not accepted. Expected section.field=value"),
-        (
-            {"over": {"method.r": "8..4"}, "trials": 2},
-            "'method.r=8..4' is not accepted. Expected a range from the smaller to the larger",
-        ),
-        (
-            {"over": {"training.lr": "0.0..0.1"}, "trials": 2},
-            "'training.lr=0.0..0.1' is not accepted. Expected a range above 0",
-        ),
-        (
-            {"over": {"training.lr": "1e-4..0.1"}},
-            "`--over`: 'training.lr=0.0001..0.1' is not accepted. Expected a list of values, or --trials",
-        ),
-        ({"over": {"method.r": "1..4"}, "trials": 9}, "`--trials`: 9 is not accepted. Expected at most 4"),
-        ({"trials": 0}, "`--trials`: 0 is not accepted. Expected a whole number from 1"),
-        ({"rounds": 0}, "`--rounds`: 0 is not accepted. Expected a whole number from 1"),
-        ({"seeds": []}, "`--seeds`: [] is not accepted. Expected at least one"),
-        ({"over": {"training.rate": "1,2"}}, "`training.rate`: there is no such field. "),
-        ({"over": {"method.r": "4,zwei"}}, "`method.r`: 'zwei' is not accepted. Expected a valid integer."),
-        ({"over": {"training.lr": "0.1,-1"}}, "`training.lr`: -1 is not accepted. Expected a number above 0"),
-        ({"over": {"seed": "1,2"}}, "`--over`: 'seed=1' changes seed, which must be the same"),
-        (
-            {"over": {"data.max_examples": "50"}},
-            "`--over`: 'data.max_examples=50' changes data, which must be the same",
-        ),
-        ({"over": {"training.lr": [np.float64(0.1)]}}, "plain numbers, texts and lists"),
-        (
-            {"overrides": ["partition.validation=0"]},
-            "`partition.validation`: 0.0 is not accepted. Expected a share above 0, because settings are chosen on",
-        ),
+        ({"over": {}}, "--over"),
+        ({"over": {"method.r": ""}}, "--over"),
+        ({"over": {"method.r": "[1"}}, "--over"),
+        ({"over": {"method.r": "4,8,4"}}, "--over"),
+        ({"over": {"method..r": "4"}}, "--over"),
+        ({"over": {"method.r": "8..4"}, "trials": 2}, "--over"),
+        ({"over": {"training.lr": "0.0..0.1"}, "trials": 2}, "--over"),
+        ({"over": {"training.lr": "1e-4..0.1"}}, "--over"),
+        ({"over": {"method.r": "1..4"}, "trials": 9}, "--trials"),
+        ({"trials": 0}, "--trials"),
+        ({"rounds": 0}, "--rounds"),
+        ({"seeds": []}, "--seeds"),
+        ({"over": {"training.rate": "1,2"}}, "training.rate"),
+        ({"over": {"method.r": "4,zwei"}}, "method.r"),
+        ({"over": {"training.lr": "0.1,-1"}}, "training.lr"),
+        ({"over": {"seed": "1,2"}}, "--over"),
+        ({"over": {"data.max_examples": "50"}}, "--over"),
+        ({"over": {"training.lr": [np.float64(0.1)]}}, "--over"),
+        ({"overrides": ["partition.validation=0"]}, "partition.validation"),
     ],
 )
-def test_mistakes_are_named_before_anything_is_run(
-    change: dict[str, Any], said: str, tiny_folder: Path, tmp_path: Path
-) -> None:
+def test_mistakes_are_named_at_once(change: dict[str, Any], field: str, tiny_folder: Path, tmp_path: Path) -> None:
     call = {"config": values_of(tiny_folder), "over": {"method.r": "1,2"}, **change}
-    with pytest.raises(FedspanError) as caught:
+    with refused(field):
         fedspan.sweep(folder=tmp_path / "made", **call)
-    assert said in str(caught.value)
     assert not (tmp_path / "made").exists()
 
 

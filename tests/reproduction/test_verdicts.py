@@ -181,7 +181,6 @@ def test_a_difference_has_its_own_unit(metric: str, mean: float, shown: str) -> 
 
 
 def test_a_difference_of_costs_has_its_error_in_their_unit() -> None:
-    """Of one seed there is none."""
     assert format_difference("rounds_to", JudgedCell("all", -2.67, 1.25, "holds")) == "-2.7 ± 1.2 rounds"
     assert (
         format_difference("bytes_to", JudgedCell("all", 2.5e6, 4e5, "holds", "at least "))

@@ -22,6 +22,7 @@ from fedspan.runs.remote import connect, get_nodes_folder, reply_as
 from fedspan.runs.setup import Prepared
 from helpers import tiny
 from helpers.listeners import Notes
+from helpers.refusals import refused
 from helpers.watched_rounds import differences
 
 METHOD = {"name": "fedsa-lora", "wrappers": ["fedavgm"]}
@@ -128,7 +129,7 @@ def test_a_stopped_replay_goes_on_with_its_record_alone(tiny_folder: Path, recor
     assert get_arrivals(other) != get_arrivals(recorded)
     place.rename(tmp_path / "moved")
     shutil.copytree(other, place)
-    with pytest.raises(FedspanError, match=r"`federation\.buffered\.replay`: its arrivals are not those with which"):
+    with refused("federation.buffered.replay"):
         start.run(None, folder, resume=True)
     shutil.rmtree(place)
     (tmp_path / "moved").rename(place)

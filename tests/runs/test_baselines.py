@@ -22,8 +22,6 @@ from helpers.families import methods_by_family
 
 
 class RecordingListener(Listener):
-    """Remembers what it was told."""
-
     def __init__(self) -> None:
         self.events: list[tuple[str, int]] = []
 
@@ -35,8 +33,6 @@ class RecordingListener(Listener):
 
 
 class Losses(Listener):
-    """Remembers the losses of baselines."""
-
     def __init__(self) -> None:
         self.losses: list[float] = []
 
@@ -45,7 +41,6 @@ class Losses(Listener):
 
 
 def run_rounds(run: Prepared) -> Progress:
-    """All rounds of a run."""
     progress = run.federation.begin()
     while progress.state.round < run.federation.settings.rounds:
         progress = run.federation.run_round(progress).progress

@@ -67,7 +67,6 @@ def test_an_extended_run_has_the_bits_of_one_that_was_planned_so(case: str, tiny
 
 @pytest.mark.slow
 def test_an_interrupted_run_gets_another_number_of_rounds(tiny_folder: Path, tmp_path: Path) -> None:
-    """Fewer, too; and an extended run can be interrupted like any other."""
     fedspan.run(values(tiny_folder, 2), tmp_path / "planned")
     with pytest.raises(KeyboardInterrupt):
         fedspan.run(values(tiny_folder, 3), tmp_path / "run", listener=Notes(1))
@@ -170,7 +169,6 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], str]] = {
 
 @pytest.fixture(scope="module")
 def finished(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of two rounds, not to be changed."""
     folder = tmp_path_factory.mktemp("finished") / "run"
     fedspan.run(values(tiny_folder, 2), folder)
     return folder

@@ -30,7 +30,6 @@ from helpers.image_rounds import close, run_rounds, theirs
 
 
 def ours(made: Prepared, progress: Progress, client: str | None = None) -> Tensor:
-    """Logits of the held-out set, by the engine."""
     assert made.test is not None
     return made.engine.predict(made.evaluator.build_job(progress, client), made.test, np.arange(len(made.test)), 50)
 

@@ -23,7 +23,6 @@ AUTO = {"lr": "auto"}
 
 
 def rates(folder: Path) -> list[float]:
-    """The learning rate of each round."""
     return [json.loads(line)["lr"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -64,7 +63,6 @@ def test_a_run_trains_with_the_chosen_rate_and_stores_the_test(engine: str, tiny
 
 @pytest.fixture(scope="module")
 def interrupted(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that was interrupted after its first round, not to be changed."""
     folder = tmp_path_factory.mktemp("interrupted") / "run"
     with pytest.raises(KeyboardInterrupt):
         fedspan.run(tiny.settings(tiny_folder, training=AUTO, federation={"rounds": 3}), folder, listener=Notes(1))

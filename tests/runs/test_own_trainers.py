@@ -78,7 +78,6 @@ def tiny_folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="module")
 def finished(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of two owners."""
     folder = tmp_path_factory.mktemp("own") / "run"
     simulate(tiny_folder, folder)
     spare_the_collector()  # the first run imports modules
@@ -196,8 +195,6 @@ def refusal(tiny_folder: Path, tmp_path: Path, trainer: Any, **changes: Any) -> 
 
 
 class Meddler(TrainerCallback):
-    """Does something to the model, or to the control of the training, before each step."""
-
     def __init__(self, action: Any) -> None:
         self._action = action
 
@@ -237,8 +234,6 @@ def test_a_trainer_that_breaks_the_model_gives_no_reply(
 
 
 class EvaluationMeddler(TrainerCallback):
-    """Changes the base after an evaluation."""
-
     def on_evaluate(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         _change_base(model)
 
@@ -452,27 +447,20 @@ def test_a_missing_metric_is_refused_at_the_first_evaluation(tiny_folder: Path, 
 
 
 def notes_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What fedspan has logged."""
     return [record.getMessage() for record in caplog.records if record.name.startswith("fedspan.")]
 
 
 class Stopper(TrainerCallback):
-    """Stops each training after its first step."""
-
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         control.should_training_stop = True
 
 
 class EpochStopper(TrainerCallback):
-    """Stops each epoch after its first step."""
-
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         control.should_epoch_stop = True
 
 
 class AccumulationStopper(TrainerCallback):
-    """Stops an epoch within its second step."""
-
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         control.should_epoch_stop = state.global_step == 1
 
@@ -595,7 +583,6 @@ def test_arguments_without_effect_name_five_clients(
 
 
 def make_loop(model: Any, rows: Any, targets: Mapping[str, int]) -> fedspan.TorchTrainer:
-    """A loop over texts that all have the same targets."""
     loader = DataLoader(rows, batch_size=4)
 
     def train(round: fedspan.TrainingRound) -> None:

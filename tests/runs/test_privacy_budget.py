@@ -118,8 +118,6 @@ def test_a_run_that_was_interrupted_ends_like_one_that_was_not(
 
 
 class Killed(Listener):
-    """Stops in a round, after a client's reply."""
-
     def __init__(self, round: int) -> None:
         self.round = round
 
@@ -157,7 +155,6 @@ def test_a_round_that_was_not_finished_has_paid(
 
 
 def test_the_cost_is_on_the_disk_before_an_order_is_sent(tiny_folder: Path, tmp_path: Path) -> None:
-    """And a damaged record is no empty one."""
     path, config = tmp_path / "privacy.json", parse_config(run_values(tiny_folder, {"mechanism": "local", "noise": 5}))
     charge = (Charge("a", Mechanism(1.0, 5.0), 1),)
     Budget(config, path=path).announce(0, charge)

@@ -148,17 +148,6 @@ def test_without_bars_there_are_lines(
     assert last == "3 rounds in 0:12"
 
 
-def test_the_state_is_described_only_for_a_line(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    described: list[float] = []
-    bar = ProgressBar(Console(file=io.StringIO()), clock)
-    monkeypatch.setattr(bar, "describe_state", lambda: described.append(clock.now) or "training")
-    bar.on_stage_change(Stage("model"))  # announced with a line of its own
-    for now in (1.0, 2.0, 12.0, 13.0):
-        clock.now = now
-        bar.on_stage_change(Stage("training", int(now), 20))
-    assert described == [12.0]
-
-
 def test_ipywidgets_draw_the_bars_of_a_notebook(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress_bar, "find_spec", lambda name: name)
     assert ProgressBar(Console(file=io.StringIO(), force_jupyter=True), clock).is_live
@@ -192,7 +181,6 @@ def test_a_bar_is_shown_in_a_terminal_or_on_demand(monkeypatch: pytest.MonkeyPat
 def test_a_call_shows_the_bar_on_standard_error(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Beside the user's own listener, whatever the run's end."""
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "80")
     terminal, rounds = _Terminal(), list[int]()
@@ -216,7 +204,6 @@ def test_a_call_shows_the_bar_on_standard_error(
 
 @pytest.fixture
 def compared(prepared: Prepared) -> Prepared:
-    """The run of three rounds, and its two baselines."""
     return replace(prepared, config=prepared.config.model_copy(update={"baselines": ["local", "centralized"]}))
 
 

@@ -34,7 +34,6 @@ from helpers.refusals import refused
 
 @pytest.fixture(scope="module")
 def finished(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two rounds, of which the better one by loss is reported."""
     folder = tmp_path_factory.mktemp("finished") / "run"
     fedspan.run(tiny.settings(tiny_folder, evaluation={"best_by": "loss"}), folder)
     return folder
@@ -130,7 +129,6 @@ def test_files_that_are_missing_or_changed_are_named_with_their_source(recorded:
 
 
 def test_a_model_is_checked_without_the_others_of_its_run(recorded: RunFolder, tmp_path: Path) -> None:
-    """Through a link, too."""
     (tmp_path / "link").symlink_to(recorded.adapter / "east")
     require_intact_model(recorded.adapter)
     (recorded.adapter / "weights").write_text("other weights")

@@ -29,7 +29,6 @@ from helpers.refusals import refused
 
 
 def best_of(metric: str, *scores: dict[str, float] | None) -> int:
-    """The best of rounds with these validation scores."""
     return max(rate_round(metric, number, one) for number, one in enumerate(scores, 1)).round
 
 
@@ -57,7 +56,6 @@ def test_values_that_are_not_finite_can_be_stored_and_are_not_the_best(value: fl
 
 
 def scores_of(*losses: float, examples: float = 8.0, remote: bool = False) -> ClientScores:
-    """Scores of clients with these validation losses."""
     by_client = {f"c{number}": {"loss": loss, "examples": examples} for number, loss in enumerate(losses)}
     pooled = {"loss": sum(losses) / len(losses)}
     return ClientScores(pooled, by_client, dict(pooled) if remote else None)
@@ -167,12 +165,6 @@ def test_one_client_that_measures_itself_decides_nothing(loss: float) -> None:
     assert kept.round == 0
 
 
-def test_the_metric_decides_beside_a_start() -> None:
-    scores = [ClientScores({"accuracy": 0.5, "loss": 0.5 - 0.001 * number}, {}) for number in (0, 1)]
-    selection = Selection().add("accuracy", 0, scores[0]).add("accuracy", 1, scores[1])
-    assert selection.best.round == 1  # equal scores go to the lower loss
-
-
 def test_rounds_of_clients_that_hide_their_losses_are_not_selected() -> None:
     hidden = ClientScores({"accuracy": 0.9}, {"c0": {"accuracy": 0.9, "examples": 8.0}})
     selection = select(scores_of(*START), hidden)
@@ -260,11 +252,6 @@ def test_without_scores_the_last_round_is_selected() -> None:
     selection = select(None, None, None)
     assert selection.best.round == 2
     assert Selection.from_json(json.loads(json.dumps(selection.to_json()))) == selection
-
-
-def test_a_round_with_the_same_loss_does_not_postpone_early_stopping() -> None:
-    selection = select(scores_of(0.5), scores_of(0.4), scores_of(0.4), scores_of(0.4))
-    assert (selection.best.round, selection.improved.round) == (3, 1)
 
 
 def rounded(*losses: float) -> ClientScores:

@@ -130,7 +130,6 @@ class Interruption:
 def test_killed_at_every_change_of_the_file_system(
     finished: int, least: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a round, and in two of them."""
     end = uninterrupted(tmp_path / "reference", 7)
     uninterrupted(tmp_path / "begun", finished)
     changes = 0

@@ -189,8 +189,6 @@ def test_where_the_whole_weight_is_factorized_every_layer_has_a_full_rank_of_its
 
 
 class _Ones:
-    """Pretrained weights."""
-
     def __init__(self, spec: Spec) -> None:
         self.shapes = {layer.name: layer.shape for layer in spec.layers}
 
