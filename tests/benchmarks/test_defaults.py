@@ -84,8 +84,8 @@ def finish(args: Namespace, cell: Any, start: float, federated: float) -> None:
 
 def test_the_goal_is_a_share_of_centralized_training_and_no_less_than_the_start(args: Namespace) -> None:
     for seed, federated in ((0, 0.77), (1, 0.79)):
-        finish(defaults, args, defaults.Cell(NAME, "IID", seed), 0.7, federated)
-    finish(defaults, args, defaults.Cell(NAME, "Dirichlet 0.3", 0), 0.79, 0.785)
+        finish(args, defaults.Cell(NAME, "IID", seed), 0.7, federated)
+    finish(args, defaults.Cell(NAME, "Dirichlet 0.3", 0), 0.79, 0.785)
     assert defaults.is_finished(defaults.Cell(NAME, "IID", 0), args)
     table = defaults.default_table(args)
     lines = table.splitlines()
@@ -96,10 +96,10 @@ def test_the_goal_is_a_share_of_centralized_training_and_no_less_than_the_start(
 
 
 def test_rows_that_miss_the_goal_show_how_their_rounds_were_chosen(args: Namespace) -> None:
-    finish(defaults, args, defaults.Cell(NAME, "IID", 0), 0.7, 0.78)
+    finish(args, defaults.Cell(NAME, "IID", 0), 0.7, 0.78)
     assert defaults.missed_table(args) == ""
     cell = defaults.Cell(NAME, "Dirichlet 0.3", 1)
-    finish(defaults, args, cell, 0.79, 0.785)
+    finish(args, cell, 0.79, 0.785)
     folder = defaults.folder_of(cell, args)
     report = json.loads((folder / "report.json").read_text())
     (folder / "report.json").write_text(json.dumps({**report, "best_round": 2}))
@@ -118,7 +118,7 @@ def test_settings_are_chosen_on_the_other_sets(args: Namespace) -> None:
     scores = {"as init writes it": (0.8, 0.8, 0.8), "rate x 4": (0.5, 0.9, 0.9)}
     for setting in defaults.SETTINGS:
         for name, score in zip(args.only, scores.get(setting, (0.1, 0.1, 0.1)), strict=True):
-            finish(defaults, args, defaults.Cell(name, "Dirichlet 0.3", 0, setting), 0.1, score)
+            finish(args, defaults.Cell(name, "Dirichlet 0.3", 0, setting), 0.1, score)
     lines = defaults.left_out_table(args).splitlines()
     assert lines[2] == f"| {NAME} | rate x 4 | 50.0 | 80.0 | 80.0 (as init writes it) |"
     assert lines[3] == "| SST-2 | as init writes it | 80.0 | 80.0 | 90.0 (rate x 4) |"
@@ -126,7 +126,7 @@ def test_settings_are_chosen_on_the_other_sets(args: Namespace) -> None:
 
 def finish_clip(args: Namespace, cell: Any, score: float, clipped: int) -> None:
     """Write what a finished cell of ``--clips`` leaves: its score, and rounds of which some clipped a reply."""
-    finish(defaults, args, cell, 0.1, score)
+    finish(args, cell, 0.1, score)
     rows = [{"round": number} | ({"clipped": {"a": 0.4}} if 0 < number <= clipped else {}) for number in range(8)]
     (defaults.folder_of(cell, args) / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -137,7 +137,7 @@ def test_the_cost_of_clipping_is_paired_by_seed(args: Namespace) -> None:
     for setting, pair in scores.items():
         for seed, score in enumerate(pair):
             clipped = {"clip 1": 7, "clip 1.5": 2 - seed}.get(setting, 0)
-            finish_clip(defaults, args, defaults.Cell(NAME, "Dirichlet 0.3", seed, setting), score, clipped)
+            finish_clip(args, defaults.Cell(NAME, "Dirichlet 0.3", seed, setting), score, clipped)
     (line,) = defaults.clipping_table(args).splitlines()[2:]
     changes = "-3.0 (-3.0 to -3.0) | -0.5 (-1.0 to +0.0)"
     assert line == f"| {NAME} | Dirichlet 0.3 | 2 | 82.0 | {changes} | 14 of 14 | 3 of 14 |"
@@ -147,9 +147,9 @@ def test_a_clip_that_clipped_nothing_has_the_result_of_wider_ones(args: Namespac
     args.partitions, args.clips, args.seeds = ["IID"], [1.25, 1.0], [0]
     narrow, wide, none = cells = defaults.list_clip_cells(args, NAME, "IID", 0)
     assert [cell.changes[0].rpartition("=")[2] for cell in cells] == ["1", "1.25", "null"]
-    finish_clip(defaults, args, narrow, 0.7, 3)
+    finish_clip(args, narrow, 0.7, 3)
     assert [defaults.find_clip_run(cells, number, args) for number in range(3)] == [narrow, None, None]
-    finish_clip(defaults, args, wide, 0.8, 0)
+    finish_clip(args, wide, 0.8, 0)
     assert [defaults.find_clip_run(cells, number, args) for number in range(3)] == [narrow, wide, wide]
     defaults.run_clips(args)  # nothing is left to run
     assert not defaults.is_finished(none, args)
@@ -164,8 +164,8 @@ def test_the_config_of_init_is_the_run_with_the_default_clip(args: Namespace) ->
     first, last = defaults.list_clip_cells(costs, NAME, "Dirichlet 0.3", 0)
     assert (first.setting, last.setting) == (f"clip {costs.clips[0]:g}", defaults.UNCLIPPED)
     assert defaults.config_of(own, args).federation.clip_ratio == costs.clips[0]
-    finish_clip(defaults, args, own, 0.8, 2)
-    finish_clip(defaults, args, last, 0.83, 0)
+    finish_clip(args, own, 0.8, 2)
+    finish_clip(args, last, 0.83, 0)
     assert defaults.list_clip_cells(costs, NAME, "Dirichlet 0.3", 0)[0] == own
     (line,) = defaults.clipping_table(costs).splitlines()[2:]
     assert line == f"| {NAME} | Dirichlet 0.3 | 1 | 83.0 | -3.0 (-3.0 to -3.0) | 2 of 7 |"

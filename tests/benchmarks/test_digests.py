@@ -28,11 +28,7 @@ CLIENT = Client(id="north", rank=2, scaling=2.0, examples=8, weight=8.0, last_ro
 
 
 class RandomWeights:
-    """A pretrained model of random weights.
-
-    Args:
-        spec: Its layers.
-    """
+    """A pretrained model of random weights."""
 
     def __init__(self, spec: Spec) -> None:
         self._shapes = {layer.name: layer.shape for layer in spec.layers}
@@ -101,12 +97,7 @@ def test_a_record_of_lists_of_words_is_equal_to_itself_and_to_no_other(tmp_path:
 
 
 def build_record(*, lost: int = 0, times: int = 1) -> dict[str, Any]:
-    """Build the record of a case of two rounds, whose messages to clients lost some bytes.
-
-    Args:
-        lost: Bytes that each message lost.
-        times: How often the first one lost them.
-    """
+    """Build the record of a case of two rounds, whose messages to clients lost some bytes."""
     sizes = [600 - times * lost, 600 - lost, 700 - lost]
     sent = [("train", 1), ("train", 2), ("evaluate", 2)]
     rows = [
@@ -156,30 +147,23 @@ def test_a_total_that_its_messages_do_not_explain_is_a_difference() -> None:
     assert line == "loop method-x /metrics.jsonl[1]/bytes/down: 1184 -> 1176"
 
 
-def test_a_new_case_was_unknown_or_refused_before() -> None:
+def test_new_added_and_renamed_places_are_those_that_are_listed() -> None:
     step = {"new": [{"hosts": "^loop$", "cases": "^method-x$"}]}
-    after = build_record()
-    for before in ({}, {"loop": {"method-x": {"refused": "here one process sees all"}}}):
-        assert list(digests.compare(before, after))
-        assert not list(digests.compare(before, after, [step]))
-        assert digests.count_compared(before, after) == 0
+    before, after = build_record(), build_record()
+    for earlier in ({}, {"loop": {"method-x": {"refused": "here one process sees all"}}}):
+        assert list(digests.compare(earlier, after))
+        assert not list(digests.compare(earlier, after, [step]))
+        assert digests.count_compared(earlier, after) == 0
     assert list(digests.compare(after, {"loop": {"method-x": {"refused": "no"}}}, [step]))
     assert digests.count_compared(after, after) == 1
-
-
-def test_an_added_place_is_one_that_the_earlier_record_lacks() -> None:
-    before, after = build_record(), build_record()
     after["loop"]["method-x"]["report.json"]["warnings"] = ["diverged"]
     step = {"added": ["^/report.json/warnings$"]}
     assert not list(digests.compare(before, after, [step]))
     before["loop"]["method-x"]["report.json"]["warnings"] = ["slow"]
     assert list(digests.compare(before, after, [step]))
-
-
-def test_a_renamed_field_is_compared_under_its_new_name() -> None:
-    before, after = {"loop": {"x": {"old": 1}}}, {"loop": {"x": {"new": 1}}}
-    assert not list(digests.compare(before, after, [{"renamed": {"old": "new"}}]))
-    assert list(digests.compare(before, {"loop": {"x": {"new": 2}}}, [{"renamed": {"old": "new"}}]))
+    renamed = [{"renamed": {"old": "new"}}]
+    assert not list(digests.compare({"loop": {"x": {"old": 1}}}, {"loop": {"x": {"new": 1}}}, renamed))
+    assert list(digests.compare({"loop": {"x": {"old": 1}}}, {"loop": {"x": {"new": 2}}}, renamed))
 
 
 def test_every_listed_case_is_a_case_and_changes_say_where(tmp_path: Path) -> None:

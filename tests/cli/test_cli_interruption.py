@@ -38,12 +38,7 @@ class Commands:
         self._mark = 0
 
     def start(self, *arguments: object, waits: int | None = None) -> int:
-        """Start a command; returns its process, which may be sent signals until ``end``.
-
-        Args:
-            arguments: What stands after ``fedspan``.
-            waits: A round after which a run waits for a signal.
-        """
+        """Start a command; returns its process, which may be sent signals until ``end``."""
         self._mark = self.output.stat().st_size if self.output.exists() else 0
         given = [str(argument) for argument in arguments]
         return self._ask(json.dumps([str(self.output), waits, *given]), "started")
@@ -95,18 +90,11 @@ def rounds_of(folder: Path) -> int:
     return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
 
-def wait_for(folder: Path, rounds: int) -> None:
+def wait_for(folder: Path, rounds: int, count: Callable[[Path], int] = rounds_of) -> None:
+    """Wait until rounds are in the logs, or saved, which is later."""
     deadline = time.monotonic() + 300
-    while rounds_of(folder) < rounds:
-        assert time.monotonic() < deadline, f"{rounds_of(folder)} rounds in 300 s"
-        time.sleep(0.005)
-
-
-def wait_for_checkpoint(folder: Path, rounds: int) -> None:
-    """Wait until rounds are saved, which is later than their lines in the logs."""
-    deadline = time.monotonic() + 300
-    while checkpoints.read_last_saved_round(RunFolder(folder)) < rounds:
-        assert time.monotonic() < deadline, f"{rounds} rounds are not saved after 300 s"
+    while count(folder) < rounds:
+        assert time.monotonic() < deadline, f"{count(folder)} rounds in 300 s"
         time.sleep(0.005)
 
 
@@ -162,7 +150,7 @@ def test_ctrl_c_between_rounds_says_how_to_continue(
 def test_ctrl_c_says_how_to_continue(commands: Commands, config: Path, expected: bytes, tmp_path: Path) -> None:
     folder = tmp_path / "my run"
     pid = commands.start("run", config, "--out", folder, waits=2)
-    wait_for_checkpoint(folder, 2)
+    wait_for(folder, 2, lambda folder: checkpoints.read_last_saved_round(RunFolder(folder)))
     os.kill(pid, signal.SIGINT)
     code, said = commands.end()
     assert code == 130, said

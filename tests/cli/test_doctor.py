@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from packaging.requirements import Requirement
 
 from fedspan.runs import doctor
 
@@ -70,9 +69,3 @@ def test_a_port_that_is_taken_and_a_folder_that_is_closed(monkeypatch: pytest.Mo
     assert (check.state, "is taken" in check.finding) == ("note", True)
     monkeypatch.setattr(doctor.os, "access", lambda *_: False)
     assert {one.name: one for one in doctor.run_checks(tmp_path)}["disk"].state == "missing"
-
-
-def test_extras_are_told_from_the_rest() -> None:
-    assert doctor._get_extra(Requirement("opacus<1.7; extra == 'privacy'")) == "privacy"
-    assert doctor._get_extra(Requirement("torch>=2")) is None
-    assert doctor._get_extra(Requirement("tomli; python_version < '3.11'")) is None

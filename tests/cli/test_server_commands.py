@@ -155,13 +155,7 @@ LIAR = "south"
 
 
 class Lying(ReplyingTransport):
-    """A transport to clients in this process, one of whom reports what it likes after the first round.
-
-    Args:
-        run: Folder of the run.
-        ids: Ids of the clients.
-        lies: Metrics that the client reports in place of its own; None: it is not measured.
-    """
+    """A transport to clients in this process, one of whom reports what it likes after the first round."""
 
     def __init__(self, run: Path, ids: list[str], lies: Mapping[str, float] | None) -> None:
         self.run, self.ids, self.lies = str(run), ids, lies
@@ -183,15 +177,7 @@ class Lying(ReplyingTransport):
 def submitted(
     monkeypatch: pytest.MonkeyPatch, config: Path, folder: Path, lies: Mapping[str, float] | None, known: bool = True
 ) -> tuple[str, RunReport]:
-    """Print of ``fedspan submit`` and ``fedspan report``, and the run's report; the nodes are in this process.
-
-    Args:
-        monkeypatch: pytest's.
-        config: File of the run's config.
-        folder: Folder of the run.
-        lies: As of ``Lying``.
-        known: Whether the server knows how many examples a node evaluates.
-    """
+    """Print of ``fedspan submit`` and ``fedspan report``, and the run's report; the nodes are in this process."""
     monkeypatch.chdir(folder.parent)  # where report.html is written
     servers.prepare_folder(folder.with_suffix(".server"), 1, [], insecure=True)
 

@@ -22,6 +22,7 @@ from fedspan.experiments.series import Step
 from fedspan.runs.integrity import read_config
 from fedspan.runs.results import read_report
 from helpers import tiny
+from helpers.listeners import RecordingWatcher
 from helpers.refusals import refused
 
 
@@ -55,39 +56,6 @@ def test_a_score_that_is_missing_leaves_no_mean() -> None:
 
 METHODS = ("fedit", "fedloru")
 SEEDS = (4, 1)
-
-
-class Stop(BaseException):
-    """Stands for Ctrl-C."""
-
-
-class RecordingWatcher(Watcher):
-    """Remembers which runs were run, and stops in a round if asked to."""
-
-    def __init__(self, stop_in: str = "", after: int = 0) -> None:
-        self.planned: list[str] = []
-        self.finished: list[str] = []
-        self.scores: dict[str, float | None] = {}
-        self.begun: dict[str, int] = {}
-        self._stop, self._now = (stop_in, after), ""
-
-    def on_series_start(self, steps: Any) -> None:
-        self.planned = [step.name for step in steps]
-
-    def on_run_start(self, step: Any) -> None:
-        self._now = step.name
-
-    def on_start(self, prepared: Any, done: int, resumed: bool) -> None:
-        self.begun[self._now] = done
-
-    def on_round_finish(self, row: Any) -> None:
-        if (self._now, row["round"]) == self._stop:
-            raise Stop
-
-    def on_run_finish(self, step: Any, metric: str, value: float | None, seconds: float, is_new: bool) -> None:
-        self.scores[step.name] = value
-        if is_new:
-            self.finished.append(step.name)
 
 
 def asked(folder: Path) -> dict[str, Any]:
@@ -204,10 +172,10 @@ def test_stopped_it_continues_to_the_same_table(
 ) -> None:
     """By the same call in the first run, then by the folder alone in a later one."""
     folder, whole = tmp_path / "stopped", made[0]
-    with pytest.raises(Stop):
+    with pytest.raises(KeyboardInterrupt):
         fedspan.compare(folder=folder, listener=RecordingWatcher("fedit-seed4", 1), **asked(tiny_folder))
     assert not (folder / "table.csv").exists()
-    with pytest.raises(Stop):
+    with pytest.raises(KeyboardInterrupt):
         fedspan.compare(folder=folder, listener=(second := RecordingWatcher("fedloru-seed4", 1)), **asked(tiny_folder))
     assert second.begun == {"fedit-seed4": 1, "fedit-seed1": 0, "fedloru-seed4": 0}
     third = RecordingWatcher()

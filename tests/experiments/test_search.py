@@ -13,13 +13,14 @@ import pytest
 import yaml
 
 import fedspan
-from fedspan import FedspanError, SweepReport, Watcher, load_config
+from fedspan import FedspanError, SweepReport, load_config
 from fedspan.experiments import execution
 from fedspan.experiments.search import plan_sweep, rank_trials
 from fedspan.experiments.search_space import Range, list_combinations, parse_space
 from fedspan.runs.integrity import read_config
 from fedspan.runs.results import read_report
 from helpers import tiny
+from helpers.listeners import RecordingWatcher
 from helpers.refusals import refused
 
 
@@ -95,35 +96,6 @@ def test_values_are_yaml() -> None:
 OVER = {"training.lr": "1e-3,2e-2"}
 
 
-class Stop(BaseException):
-    """Stands for Ctrl-C."""
-
-
-class RecordingWatcher(Watcher):
-    """Remembers what it was told, and stops after a round of a run if asked to."""
-
-    def __init__(self, stop_in: str = "") -> None:
-        self.played: list[str] = []
-        self.failed: list[str] = []
-        self.scores: list[float | None] = []
-        self._stop, self._now = stop_in, ""
-
-    def on_run_start(self, step: Any) -> None:
-        self._now = step.name
-
-    def on_round_finish(self, row: Any) -> None:
-        if self._now == self._stop:
-            raise Stop
-
-    def on_run_finish(self, step: Any, metric: str, value: float | None, seconds: float, is_new: bool) -> None:
-        self.scores.append(value)
-        if is_new:
-            self.played.append(step.name)
-
-    def on_run_failure(self, step: Any, why: str) -> None:
-        self.failed.append(step.name)
-
-
 @pytest.fixture(scope="module")
 def made(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, SweepReport, RecordingWatcher]:
     folder, watcher = tmp_path_factory.mktemp("sweep") / "made", RecordingWatcher()
@@ -133,7 +105,7 @@ def made(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
 
 def test_the_best_trial_by_validation_comes_first(made: tuple[Path, SweepReport, RecordingWatcher]) -> None:
     folder, report, watcher = made
-    assert watcher.played == [f"trial-{number:03}-seed{seed}" for number in (1, 2) for seed in (5, 6)]
+    assert watcher.finished == [f"trial-{number:03}-seed{seed}" for number in (1, 2) for seed in (5, 6)]
     means = []
     for trial in report.trials:
         runs = [folder / f"trial-{trial.number:03}-seed{seed}" for seed in (5, 6)]
@@ -213,13 +185,13 @@ def _written(folder: Path, values: dict[str, Any]) -> Path:
 def test_a_trial_that_diverges_has_failed_and_the_sweep_continues(tiny_folder: Path, tmp_path: Path) -> None:
     values = values_of(tiny_folder, training={"max_grad_norm": 0, "optimizer": "sgd"}, federation={"rounds": 2})
     folder, call = tmp_path / "made", {"over": {"training.lr": "1e30,0.02"}, "seeds": [0, 1]}
-    with pytest.raises(Stop):
+    with pytest.raises(KeyboardInterrupt):
         fedspan.sweep(values, folder, listener=(first := RecordingWatcher("trial-002-seed1")), **call)
     assert first.failed == ["trial-001-seed0"]
     second = RecordingWatcher()
     report = fedspan.resume_sweep(folder, listener=second)
     assert second.failed == ["trial-001-seed0"]
-    assert second.played == ["trial-002-seed1"]
+    assert second.finished == ["trial-002-seed1"]
     assert not (folder / "trial-001-seed1").exists()
     lost = report.trials[-1]
     assert (lost.number, lost.mean, lost.seconds) == (1, None, None)

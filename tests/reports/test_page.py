@@ -26,6 +26,26 @@ from fedspan.reports.page import PageContent, render_page
 from fedspan.reports.run_data import RunData, read_runs
 from fedspan.reports.summary import format_score_with_unit, write_sentences
 
+PAGE_BYTES = 7_000_000
+"""Bytes that a page takes at most: most of them are the library that draws its figures."""
+
+
+@pytest.fixture(scope="module")
+def series(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two methods under two seeds, three rounds each."""
+    folder = tmp_path_factory.mktemp("pages") / "series"
+    values = tiny.settings(tiny_folder, federation={"rounds": 3})
+    fedspan.compare(values, folder, ["fedit", "ffa-lora"], [0, 1])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text(series: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The page of these runs."""
+    out = fedspan.report(series, tmp_path_factory.mktemp("pages") / "report.html", diagnostics=True)
+    assert out.stat().st_size < PAGE_BYTES
+    return out.read_text(encoding="utf-8")
+
 
 def figures(text: str) -> list[dict[str, Any]]:
     """The figures of a page, as their JSON in it."""
