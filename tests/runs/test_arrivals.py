@@ -141,13 +141,7 @@ SECONDS = {"east": 1.0, "north": 2.0, "south": 3.5, "west": 9.0}
 
 
 class Machines(AsynchronousTransport):
-    """Clients that store their state on the disk and take so many seconds each; some replies do not arrive.
-
-    Args:
-        run: Folder of the run.
-        ids: Ids of the clients.
-        silent: Numbers of the replies that do not arrive, counted from 1.
-    """
+    """Clients that store their state on the disk and take so many seconds each; some replies do not arrive."""
 
     def __init__(self, run: Path, ids: list[str], silent: Collection[int]) -> None:
         self.run, self.ids, self.silent = str(run), ids, silent

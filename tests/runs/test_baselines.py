@@ -24,19 +24,13 @@ from helpers.families import methods_by_family
 class RecordingListener(Listener):
     def __init__(self) -> None:
         self.events: list[tuple[str, int]] = []
+        self.losses: list[float] = []
 
     def on_baseline_start(self, name: str, rounds: int) -> None:
         self.events.append((name, rounds))
 
     def on_baseline_round(self, name: str, round: int, loss: float) -> None:
         self.events.append((name, round))
-
-
-class Losses(Listener):
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def on_baseline_round(self, name: str, round: int, loss: float) -> None:
         self.losses.append(loss)
 
 
@@ -91,7 +85,7 @@ def test_baselines_share_hidden_states_with_the_run_to_the_bit(engine: str, tiny
     values = tiny.settings(tiny_folder, "deep-bert", model={"layers_to_transform": [1]}, engine={"name": engine})
     after, alone = prepare(parse_config(values)), prepare(parse_config(values))
     after.evaluator.evaluate_clients(run_rounds(after))
-    told = {number: Losses() for number in range(2)}
+    told = {number: RecordingListener() for number in range(2)}
     for number, run in enumerate((after, alone)):
         for name in ("local", "centralized"):
             train_baseline(run, name, told[number], tmp_path / f"{number}-{name}")

@@ -156,20 +156,16 @@ def test_secure_sums_end_where_plain_ones_do(tiny_folder: Path, tmp_path: Path) 
     """To half a step of quantization per client, and the rounding of float32."""
     pytest.importorskip("Crypto")
     secure = SecureConfig()
-    changes: dict[str, dict[str, Any]] = {
-        "start": {"training": {"lr": 1e-12}, "federation": {"rounds": 1}},
-        "plain": {"federation": {"rounds": 1}},
-        "secure": {"federation": {"rounds": 1, "secure": secure.model_dump()}},
-    }
-    for name, change in changes.items():
-        simulate(tiny_folder, tmp_path / name, **change)
-    start, plain, summed = (weights(tmp_path / name) for name in changes)
+    for name, own in {"plain": {}, "secure": {"secure": secure.model_dump()}}.items():
+        simulate(tiny_folder, tmp_path / name, federation={"rounds": 1, **own})
+    plain, summed = (weights(tmp_path / name) for name in ("plain", "secure"))
     bound = Ring(secure.bits, secure.clip, len(OWNERS)).bound_error(len(OWNERS)) / len(OWNERS)
     assert plain.keys() == summed.keys()
     for name, value in plain.items():
         rounding = 4 * torch.finfo(torch.float32).eps * float(value.abs().max())
         assert float((value - summed[name]).abs().max()) <= bound + rounding, name
-        assert float((value - start[name]).abs().max()) > 1e4 * bound, name
+        if "lora_B" in name:  # which starts at 0
+            assert float(value.abs().max()) > 1e4 * bound, name
 
 
 def test_clients_with_models_of_their_own_are_evaluated_with_them(tiny_folder: Path, tmp_path: Path) -> None:
@@ -687,17 +683,24 @@ def plain_loop(tiny_folder: Path, counted: int, **changes: Any) -> fedspan.Torch
     return fedspan.TorchTrainer(model, train, 8, **changes)
 
 
-@pytest.mark.parametrize(("count", "batches"), [(2, 1000), (1500, 1500)])
+@pytest.mark.parametrize(
+    ("count", "training", "reason"),
+    [
+        (2, {"local_steps": 3}, "client east in round 1 took no step in 1000 batches. Call round.step"),
+        (1500, {"local_steps": 3}, "client east in round 1 took no step in 1500 batches. Call round.step"),
+        (0, {"local_epochs": 1}, "took no optimizer step"),
+        (0, {"local_steps": 2}, "took 0 of 2 planned steps"),
+    ],
+)
 def test_a_loop_that_never_steps_ends_with_the_reason(
-    count: int, batches: int, tiny_folder: Path, tmp_path: Path
+    count: int, training: dict[str, Any], reason: str, tiny_folder: Path, tmp_path: Path
 ) -> None:
     def train(round: fedspan.TrainingRound) -> None:
         for _ in round.batches(range(count)):
             pass
 
     trainer = fedspan.TorchTrainer(tiny.fresh_classifier(tiny_folder / "bert"), train, 8)
-    problem = refusal(tiny_folder, tmp_path, trainer, training={"local_steps": 3})
-    assert f"client east in round 1 took no step in {batches} batches. Call round.step" in problem
+    assert reason in refusal(tiny_folder, tmp_path, trainer, training=training)
 
 
 def test_a_plain_loop_may_accumulate_a_step_over_several_epochs(tiny_folder: Path, tmp_path: Path) -> None:
@@ -760,19 +763,6 @@ def test_a_plain_loop_that_leaves_its_batches_gives_no_reply(tiny_folder: Path, 
 def test_a_loader_that_ends_with_the_planned_steps_is_complete(tiny_folder: Path, tmp_path: Path) -> None:
     config = settings(training={"local_steps": 2}, federation={"rounds": 1})
     assert fedspan.simulate(config, tmp_path / "run", trainers={"east": plain_loop(tiny_folder, 4)}).rounds == 1
-
-
-@pytest.mark.parametrize(
-    ("training", "reason"),
-    [({"local_epochs": 1}, "took no optimizer step"), ({"local_steps": 2}, "took 0 of 2 planned steps")],
-)
-def test_an_empty_loader_is_no_reply(training: dict[str, Any], reason: str, tiny_folder: Path, tmp_path: Path) -> None:
-    def train(round: fedspan.TrainingRound) -> None:
-        for _ in round.batches([]):
-            pass
-
-    trainer = fedspan.TorchTrainer(tiny.fresh_classifier(tiny_folder / "bert"), train, 8)
-    assert reason in refusal(tiny_folder, tmp_path, trainer, training=training)
 
 
 def test_an_evaluation_that_fails_is_reported_with_client_and_round(tiny_folder: Path, tmp_path: Path) -> None:

@@ -28,13 +28,7 @@ BAD = "south"
 
 
 class Here(ReplyingTransport):
-    """A transport to clients in this process, one of whom is asked in vain.
-
-    Args:
-        run: Folder of the run.
-        ids: Ids of the clients.
-        tasks: Tasks in which the failing client fails.
-    """
+    """A transport to clients in this process, one of whom is asked in vain."""
 
     def __init__(self, run: Path, ids: list[str], tasks: tuple[str, ...]) -> None:
         self.run, self.ids, self.tasks = str(run), ids, tasks
@@ -48,13 +42,7 @@ class Here(ReplyingTransport):
 
 
 def host(*tasks: str, kind: type[Here] = Here, reads_nodes: bool = True) -> start.HostRun:
-    """A host of runs whose clients are behind a transport.
-
-    Args:
-        tasks: Tasks in which the failing client fails.
-        kind: The transport's class.
-        reads_nodes: Whether the server reads what the clients store, as in a simulation; in deployments, it does not.
-    """
+    """A host of runs whose clients are behind a transport."""
 
     def simulated(place: RunFolder, prepared: Prepared, played: Any) -> RunReport:
         transport = kind(place.path.resolve(), list(prepared.federation.clients), tasks)
