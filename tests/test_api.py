@@ -120,18 +120,6 @@ def test_resume(run: tuple[Path, RunReport], tiny_folder: Path, tmp_path: Path) 
         fedspan.run({**values, "seed": 4}, folder, resume=True)
 
 
-def test_a_report_that_was_changed(run: tuple[Path, RunReport], tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text((run[0] / "config.yaml").read_text())
-    for text, said in (("{", "not valid JSON"), ("{}", "SHA-256"), ("[]", "a JSON object")):
-        (tmp_path / "report.json").write_text(text)
-        with pytest.raises(FedspanError, match=said):
-            fedspan.predict(tmp_path, ["word1"])
-    (tmp_path / "config.yaml").write_text("a: [")
-    (tmp_path / "report.json").write_text((run[0] / "report.json").read_text())
-    with pytest.raises(FedspanError, match="valid YAML"):
-        fedspan.evaluate(tmp_path)
-
-
 def test_what_is_measured_is_what_peft_gives(run: tuple[Path, RunReport]) -> None:
     folder, report = run
     metrics = fedspan.evaluate(folder)
@@ -172,7 +160,7 @@ def test_labels_are_checked_when_the_data_changed(tiny_folder: Path, tmp_path: P
 def test_export_leaves_nothing_behind_when_it_fails(run: tuple[Path, RunReport], tmp_path: Path) -> None:
     for form, client, round in (("zip", None, "best"), ("adapter", "weast", "best"), ("merged", None, 9)):
         with pytest.raises(FedspanError):
-            fedspan.export(run[0], tmp_path / "out", form, client, round)  # pyright: ignore[reportArgumentType]
+            fedspan.export(run[0], tmp_path / "out", form, client, round)
     assert list(tmp_path.iterdir()) == []
     merged = fedspan.export(run[0], tmp_path / "out", "merged")
     assert json.loads((merged / "fedspan.json").read_text())["labels"] == list(tiny.LABELS)
@@ -186,7 +174,7 @@ def test_an_adapter_is_cut_to_a_lower_rank(run: tuple[Path, RunReport], tiny_fol
         fedspan.export(run[0], tmp_path / "cut", rank=3)
     for rank, form in ((0, "adapter"), (1, "merged")):
         with pytest.raises(FedspanError, match="rank"):
-            fedspan.export(run[0], tmp_path / "cut", form, rank=rank)  # pyright: ignore[reportArgumentType]
+            fedspan.export(run[0], tmp_path / "cut", form, rank=rank)
     cut = fedspan.export(run[0], tmp_path / "cut", rank=1)
     before, after = (load_file(folder / "adapter_model.safetensors") for folder in (whole, cut))
     losses = json.loads((cut / "fedspan.json").read_text())["relative_error"]

@@ -19,7 +19,7 @@ BENCHMARKS = ROOT / "benchmarks"
 
 def test_the_engine_s_seconds_leave_out_what_it_calls_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS / "engines"))
-    from watch import Watch  # pyright: ignore[reportMissingImports]
+    from watch import Watch
 
     def train_all(examples: Any, sizes: Any, opened: Any, finished: Any) -> None:
         time.sleep(0.1)

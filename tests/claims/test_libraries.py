@@ -137,8 +137,8 @@ def test_three_iterations_of_algorithm_2() -> None:
     problem, a, expected = data.problem(), data.a, data.a
     for _ in range(3):
         a, b = run_rolora_round(problem, a, ETA)
-        mean_b = sum(data.best_b(i, expected) for i in range(N)) / N  # type: ignore[arg-type]
-        moved = expected - ETA / N * sum(data.slope(i, expected, mean_b) for i in range(N))  # type: ignore[arg-type]
+        mean_b = sum(data.best_b(i, expected) for i in range(N)) / N
+        moved = expected - ETA / N * sum(data.slope(i, expected, mean_b) for i in range(N))
         expected = moved / moved.norm()
         assert torch.allclose(b, mean_b, rtol=1e-10)
         assert torch.allclose(a, expected, rtol=1e-10)
@@ -158,14 +158,14 @@ def test_three_rounds_of_fedit_average_both_factors() -> None:
                 own = moved / moved.norm()
             finals.append((own, data.best_b(i, own)))
         mean_a, mean_b = (sum(pair[k] for pair in finals) / N for k in (0, 1))
-        assert torch.allclose(torch.outer(a, b), torch.outer(mean_a, mean_b), rtol=1e-10)  # type: ignore[arg-type]
+        assert torch.allclose(torch.outer(a, b), torch.outer(mean_a, mean_b), rtol=1e-10)
         assert math.isclose(float(a.norm()), 1.0)
-        expected = mean_a / mean_a.norm()  # type: ignore[union-attr]
+        expected = mean_a / mean_a.norm()
 
 
 def test_ffa_lora_stops_at_the_mean_of_the_minimizers() -> None:
     data = Data()
-    mean_b = sum(data.best_b(i, data.a) for i in range(N)) / N  # type: ignore[arg-type]
+    mean_b = sum(data.best_b(i, data.a) for i in range(N)) / N
     assert torch.allclose(compute_ffa_solution(data.problem(), data.a), mean_b, rtol=1e-10)
 
 

@@ -86,26 +86,16 @@ def test_sweep_says_how_to_run_the_best(swept: tuple[Path, str], call: Call) -> 
 
 
 def test_a_sweep_without_a_winner_shows_why(call: Call, config: Path, tmp_path: Path) -> None:
-    result = call(
-        "sweep",
-        config,
-        "--over",
-        "training.lr=1e30",
-        "--set",
-        "training.optimizer=sgd",
-        "--set",
-        "training.max_grad_norm=0",
-        "--set",
-        "federation.rounds=2",
-        "--out",
-        tmp_path / "made",
-    )
+    changes = ("training.optimizer=sgd", "training.max_grad_norm=0", "federation.rounds=2")
+    settings = [part for change in changes for part in ("--set", change)]
+    result = call("sweep", config, "--over", "training.lr=1e30", *settings, "--out", tmp_path / "made")
     assert result.exit_code == 2
     assert "failed" in result.stdout
     assert result.stderr == (
         "error: `training.lr`: every trial diverged. Try lower learning rates.\n"
         f"see {Path(__file__).parents[2] / 'docs' / 'config.md'}#training\n"
     )
+    assert not (tmp_path / "made" / "best.yaml").exists()
 
 
 @pytest.mark.parametrize("command", ["compare", pytest.param("sweep", marks=pytest.mark.slow)])
@@ -147,7 +137,7 @@ def test_killed_it_continues(config: Path, call: Call, compared: tuple[Path, str
             if len(rows) == 2:  # in the second run, before its report
                 os._exit(9)
 
-        SeriesView.on_round_finish = fatal  # pyright: ignore
+        SeriesView.on_round_finish = fatal
         call("compare", config, *asked)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9

@@ -160,17 +160,3 @@ def test_predicting_on_files(call: Call, images: Path, screens: dict[str, tuple[
     assert [(row["text"], row["label"]) for row in rows] == [
         (str(path), label) for (label, _), path in zip(answers, paths, strict=True)
     ]
-
-
-def test_measuring_on_a_folder(call: Call, images: Path, screens: dict[str, tuple[Path, str]]) -> None:
-    folder, _ = screens["scratch"]
-    result = call("evaluate", folder, "--data", images / "pictures", "--json")
-    assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["examples"] == sum(tiny_images.SITES.values())
-
-
-def test_a_whole_model_is_exported_merged(call: Call, screens: dict[str, tuple[Path, str]], tmp_path: Path) -> None:
-    folder, _ = screens["scratch"]
-    assert call("export", folder, "--out", tmp_path / "model", "--form", "merged").exit_code == 0
-    files = {path.name: path.read_bytes() for path in (folder / "adapter").iterdir()}
-    assert {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()} == files

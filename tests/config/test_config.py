@@ -166,7 +166,7 @@ def test_files_that_are_no_config_are_refused(tmp_path: Path) -> None:
 
 def test_a_method_gets_its_options_and_the_run_s_seed() -> None:
     method = parse_config(VALID).build_method(SPEC)
-    assert method == METHODS["fedloru"](spec=SPEC, seed=3, r=4, lora_alpha=8.0, tau=2)  # type: ignore[call-arg]
+    assert method == METHODS["fedloru"](spec=SPEC, seed=3, r=4, lora_alpha=8.0, tau=2)
 
 
 def test_a_rank_larger_than_a_layer_is_refused() -> None:

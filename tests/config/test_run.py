@@ -93,8 +93,8 @@ def test_every_factor_belongs_to_a_method_of_the_registry() -> None:
 @pytest.mark.parametrize("task", [task for task in TASKS if task != "trainer"])
 @pytest.mark.parametrize("method", METHODS)
 def test_every_task_and_method_has_defaults_that_a_config_accepts(task: str, method: str) -> None:
-    found = get_training_defaults(task, method)  # pyright: ignore[reportArgumentType]
-    assert found.lr == pytest.approx(get_training_defaults(task, "fedit").lr * FACTORS.get(method, 1.0))  # pyright: ignore
+    found = get_training_defaults(task, method)
+    assert found.lr == pytest.approx(get_training_defaults(task, "fedit").lr * FACTORS.get(method, 1.0))
     assert bool(found.logit_adjustment) == ("logit_adjustment" in TASKS[task].loss_options)
     training = {
         "lr": found.lr,

@@ -67,6 +67,46 @@ def pictures(folder: Path) -> Path:
     return table(folder / "train.csv", {"id": range(12), "file": names, "kind": ["cat", "dog"] * 6})
 
 
+AB = ["a", "b"] * 30
+
+
+@pytest.mark.parametrize(
+    ("field", "words", "columns", "options"),
+    [
+        ("--label", "the column of numbers: review, kind", {"review": TEXTS, "kind": AB}, {"task": "regression"}),
+        (
+            "--label",
+            "--task regression predicts numbers, such as those of n",
+            {"t": TEXTS, "n": [n / 70 for n in range(60)]},
+            {},
+        ),
+        ("--clients", "a number from 1", {"text": TEXTS, "label": AB}, {"clients": 0}),
+        (
+            "data.label",
+            "58 of 60 rows have no value in the column 'clinic' (--by)",
+            {"text": TEXTS, "label": AB, "clinic": ["x", "", "y", *[""] * 57]},
+            {"by": "clinic"},
+        ),
+    ],
+)
+def test_tables_without_a_config(
+    field: str, words: str, columns: dict[str, Any], options: dict[str, Any], tmp_path: Path
+) -> None:
+    refused(field, words, table(tmp_path / "t.csv", columns), **options)
+
+
+@pytest.mark.parametrize(
+    ("words", "columns"),
+    [
+        ("text 'premise' and 'hypothesis', label 'label'", {"premise": TEXTS, "hypothesis": TEXTS[::-1], "label": AB}),
+        ("columns that may be labels: size (--label)", {"note": TEXTS, "color": AB, "size": ["s", "m", "l"] * 20}),
+        ("1 client, so that it has examples to train on", {"text": TEXTS[:5], "label": AB[:5]}),
+    ],
+)
+def test_what_is_found_in_a_table(words: str, columns: dict[str, Any], tmp_path: Path) -> None:
+    assert words in config_of(table(tmp_path / "t.csv", columns))[1]
+
+
 @pytest.mark.parametrize("task", [None, "image-classification"])
 def test_an_image_csv_and_a_plan_of_its_config(tmp_path: Path, task: str | None) -> None:
     config, found = config_of(pictures(tmp_path / "p"), task=task, model="builtin:resnet-8", clients=2)
@@ -115,12 +155,6 @@ def test_an_own_task_gets_what_a_built_in_one_gets(task: str, tmp_path: Path, mo
     assert "which are labels here" not in found
 
 
-def test_no_clients(tmp_path: Path) -> None:
-    refused(
-        "--clients", "a number from 1", table(tmp_path / "t.csv", {"text": TEXTS, "label": ["a", "b"] * 30}), clients=0
-    )
-
-
 def test_chats_are_named_as_such(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     chats = [[{"role": "user", "content": text}, {"role": "assistant", "content": "yes"}] for text in TEXTS]
@@ -128,16 +162,6 @@ def test_chats_are_named_as_such(tmp_path: Path) -> None:
     _, found = config_of(path)
     assert "chats: messages" in found
     assert "True" not in found
-
-
-def test_rows_without_a_client_are_counted_where_the_rest_is_refused(tmp_path: Path) -> None:
-    columns = {"text": TEXTS, "label": ["a", "b"] * 30, "clinic": ["x", "", "y", *[""] * 57]}
-    refused(
-        "data.label",
-        "58 of 60 rows have no value in the column 'clinic' (--by)",
-        table(tmp_path / "t.csv", columns),
-        by="clinic",
-    )
 
 
 def test_a_messy_file(tmp_path: Path) -> None:
@@ -238,11 +262,6 @@ def test_a_file_whose_rows_all_differ_from_the_header(tmp_path: Path) -> None:
     refused("DATA", "data.delimiter or data.quoting or data.columns (the names of all columns)", path)
 
 
-def test_one_client_is_in_the_singular(tmp_path: Path) -> None:
-    _, found = config_of(table(tmp_path / "t.csv", {"text": TEXTS[:5], "label": ["a", "b", "a", "b", "a"]}))
-    assert "1 client, so that it has examples to train on, to validate and to test (--clients)" in found
-
-
 def test_a_client_column_with_blanks_is_not_used_unless_requested(tmp_path: Path) -> None:
     columns = {"text": TEXTS, "label": ["a", "b"] * 30, "site": ["x", "y", "z", "x", ""] * 12}
     path = table(tmp_path / "t.csv", columns)
@@ -338,16 +357,6 @@ def test_regression_finds_its_numbers(tmp_path: Path, name: str, fraction: int) 
     assert (config.task, config.data.text, config.data.label) == ("regression", "review", name)
 
 
-def test_regression_without_numbers(tmp_path: Path) -> None:
-    path = table(tmp_path / "t.csv", {"review": TEXTS, "kind": ["a", "b", "c"] * 20})
-    refused("--label", "the column of numbers: review, kind", path, task="regression")
-
-
-def test_fractions_without_labels_suggest_regression(tmp_path: Path) -> None:
-    path = table(tmp_path / "t.csv", {"review": TEXTS, "share": [number / 70 for number in range(60)]})
-    refused("--label", "--task regression predicts numbers, such as those of share", path)
-
-
 def test_regression_finds_decimals(tmp_path: Path) -> None:
     amounts = pa.array([Decimal(number) / 8 for number in range(60)], pa.decimal128(9, 3))
     pyarrow.parquet.write_table(pa.table({"review": TEXTS, "amount": amounts}), tmp_path / "t.parquet")
@@ -362,12 +371,6 @@ def test_a_requested_column_makes_the_first_line_a_header(tmp_path: Path) -> Non
     config, found = config_of(path, text="words", label="spam")
     assert (config.data.text, config.data.label, config.data.header) == ("words", "spam", None)
     assert "60 examples" in found
-
-
-def test_both_texts_of_a_pair_are_printed(tmp_path: Path) -> None:
-    columns = {"premise": TEXTS, "hypothesis": TEXTS[::-1], "label": ["yes", "no"] * 30}
-    _, found = config_of(table(tmp_path / "t.csv", columns))
-    assert "text 'premise' and 'hypothesis', label 'label'" in found
 
 
 @pytest.mark.parametrize("names", [("question1", "question2"), ("title_a", "title_b")])
@@ -408,13 +411,6 @@ def test_names_with_more_in_them_and_columns_that_are_no_labels(tmp_path: Path) 
     path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-16")
     config, _ = config_of(path)
     assert (config.data.text, config.data.label, config.partition.column) == ("p.body", "p.meta.tag", "p.meta.site")
-
-
-def test_other_columns_that_may_be_labels_are_named(tmp_path: Path) -> None:
-    columns = {"note": TEXTS, "color": ["red", "blue"] * 30, "size": ["s", "m", "l"] * 20}
-    config, found = config_of(table(tmp_path / "t.csv", columns))
-    assert config.data.label == "color"
-    assert "other columns that may be labels: size (--label)" in found
 
 
 def test_lists_of_texts_are_a_text(tmp_path: Path) -> None:

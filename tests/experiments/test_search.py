@@ -205,14 +205,6 @@ def test_a_trial_that_diverges_has_failed_and_the_sweep_continues(tiny_folder: P
     assert (folder / "best.yaml").read_bytes() == (tmp_path / "straight" / "best.yaml").read_bytes()
 
 
-def test_where_every_trial_fails_there_is_no_best(tiny_folder: Path, tmp_path: Path) -> None:
-    values = values_of(tiny_folder, training={"max_grad_norm": 0, "optimizer": "sgd"})
-    report = fedspan.sweep(values, tmp_path / "made", {"training.lr": [1e30]})
-    assert report.best is None
-    assert not (tmp_path / "made" / "best.yaml").exists()
-    assert "failed" in (tmp_path / "made" / "table.md").read_text()
-
-
 def test_lower_is_better_for_a_loss(tiny_folder: Path, tmp_path: Path) -> None:
     values = values_of(tiny_folder, evaluation={"metric": "loss"})
     report = fedspan.sweep(values, tmp_path / "made", {"training.lr": [1e-5, 0.05]}, rounds=2)

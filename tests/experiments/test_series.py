@@ -195,7 +195,7 @@ def test_finished_runs_are_reused_within_a_context_alone() -> None:
     assert get_reusable_runs() is None
     with reuse_finished_runs([]):
         assert get_reusable_runs() is not None
-        assert not get_reusable_runs().copy(step("a").config, Path("nowhere"))  # type: ignore[union-attr]
+        assert not get_reusable_runs().copy(step("a").config, Path("nowhere"))
     assert get_reusable_runs() is None
 
 

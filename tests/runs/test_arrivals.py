@@ -222,8 +222,8 @@ def test_the_record_of_clients_elsewhere_repeats_their_run_in_the_simulator(tiny
     start.run(deploy_config(tiny_folder, concurrency=4), tmp_path / "run", host=host)
     (machines,) = made
     rows = list(read_lines(RunFolder(tmp_path / "run").metrics))
-    assert max(age for row in rows for _, age in row["arrivals"]) >= 2  # type: ignore[misc]
-    failures = [failure for row in rows for failure in row.get("failures", [])]  # type: ignore[misc]
+    assert max(age for row in rows for _, age in row["arrivals"]) >= 2
+    failures = [failure for row in rows for failure in row.get("failures", [])]
     assert [(one["reason"], one["purpose"]) for one in failures] == [("no reply within 5 s", "train")] * 2
     assert machines.received == 6 * 2 + 2
     assert all("simulated_seconds" not in row for row in rows)
@@ -302,7 +302,7 @@ def test_a_round_with_too_few_replies_sends_further_orders_and_then_stops(tiny_f
     host, machines = make_machines(*range(1, 9))
     start.run(deploy_config(tiny_folder, retries=2), tmp_path / "run", host=host)
     first = next(read_lines(RunFolder(tmp_path / "run").metrics))
-    assert [failure["attempt"] for failure in first["failures"]] == [0] * 4 + [1] * 4  # type: ignore[index]
+    assert [failure["attempt"] for failure in first["failures"]] == [0] * 4 + [1] * 4
     host, machines = make_machines(*range(1, 13))
     with pytest.raises(FedspanError, match=r"round 1 needs good replies .* and has 0"):
         start.run(deploy_config(tiny_folder, retries=2), tmp_path / "stopped", host=host)

@@ -86,14 +86,6 @@ def test_a_file_in_the_place_of_the_folder(tmp_path: Path) -> None:
         RunFolder.create(tmp_path / "run" / "inner", CONFIG)
 
 
-def test_resuming_nothing(tmp_path: Path) -> None:
-    with pytest.raises(FedspanError, match="there is no folder"):
-        RunFolder.resume(tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-    with pytest.raises(FedspanError, match="holds no run"):
-        RunFolder.resume(tmp_path)
-
-
 def test_a_similar_folder_is_suggested(tmp_path: Path) -> None:
     for name, file in (("first", "config.yaml"), ("frist-notes", "notes.txt"), ("export", "fedspan.json")):
         (tmp_path / name).mkdir()
@@ -193,10 +185,3 @@ def test_json_files_that_cannot_be_read_are_named(tmp_path: Path, content: bytes
         run.partition.write_bytes(content)
     with pytest.raises(FedspanError, match=r"partition\.json"):
         run.read_json(run.partition)
-
-
-def test_a_configuration_that_is_no_utf8_is_named(tmp_path: Path) -> None:
-    run = RunFolder(tmp_path)
-    run.config.write_bytes("seed: 1 # Schlüssel".encode("latin-1"))
-    with pytest.raises(FedspanError, match=r"config\.yaml.*UTF-8"):
-        run.read_config_text()

@@ -98,7 +98,7 @@ def test_models_from_scratch_and_trained_heads_stay_as_they_are(tiny_folder: Pat
     scratch = prepare(tiny.config(tiny_folder, model={"head_init": "auto", "pretrained": False}))
     assert scratch.head is None
     model = tiny.fresh_classifier(tiny_folder / "bert")
-    model.save_pretrained(tmp_path / "fitted")  # type: ignore[operator]
+    model.save_pretrained(tmp_path / "fitted")
     tiny.save_tokenizer(tmp_path / "fitted")
     fitted = tiny.config(tiny_folder, model={"head_init": "auto", "name": str(tmp_path / "fitted")})
     assert prepare(fitted).head is None

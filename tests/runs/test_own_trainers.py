@@ -126,7 +126,7 @@ def test_a_run_is_not_resumed_on_other_frozen_weights(tiny_folder: Path, tmp_pat
 def test_a_refused_run_gives_the_model_back_as_it_was(tiny_folder: Path, tmp_path: Path) -> None:
     trainer = make_trainer(tiny_folder, "east")
     model = trainer.model
-    model.bert.pooler.requires_grad_(False)  # pyright: ignore
+    model.bert.pooler.requires_grad_(False)
     flags = {name: value.requires_grad for name, value in model.named_parameters()}
     refusal(tiny_folder, tmp_path, trainer, privacy={"mechanism": "dp-sgd", "noise": 1.0, "clip": 1.0})
     assert not any("forward" in vars(module) for module in model.modules())
@@ -200,18 +200,18 @@ class Meddler(TrainerCallback):
 
 def _change_base(model: torch.nn.Module) -> None:
     with torch.no_grad():
-        model.bert.embeddings.word_embeddings.weight[0, 0] += 1  # pyright: ignore
+        model.bert.embeddings.word_embeddings.weight[0, 0] += 1
 
 
 def _permute_base(model: torch.nn.Module) -> None:
     with torch.no_grad():
-        weight = model.bert.embeddings.word_embeddings.weight  # pyright: ignore
-        weight.copy_(weight.flip(0))  # pyright: ignore
+        weight = model.bert.embeddings.word_embeddings.weight
+        weight.copy_(weight.flip(0))
 
 
 def _break(model: torch.nn.Module) -> None:
     with torch.no_grad():
-        model.classifier.bias.fill_(math.nan)  # pyright: ignore
+        model.classifier.bias.fill_(math.nan)
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_a_starting_adapter_is_trained_further(finished: Path, tiny_folder: Path
 
 def test_a_trainer_that_takes_no_step_gives_no_reply(tiny_folder: Path, tmp_path: Path) -> None:
     trainer = make_trainer(tiny_folder, "east")
-    trainer.train = lambda: type("Output", (), {"training_loss": 0.5})()  # pyright: ignore
+    trainer.train = lambda: type("Output", (), {"training_loss": 0.5})()
     assert "took no optimizer step" in refusal(tiny_folder, tmp_path, trainer)
 
 
@@ -407,8 +407,8 @@ def test_mixed_precision_and_checkpointing_last_for_several_rounds(tiny_folder: 
     trainer = make_trainer(tiny_folder, "east", args=args)
     model, kinds = trainer.model, list[tuple[bool, torch.dtype]]()
     forward = model.forward
-    layer = model.bert.pooler.dense  # pyright: ignore
-    layer.register_forward_hook(lambda module, args, output: kinds.append((module.training, output.dtype)))  # pyright: ignore
+    layer = model.bert.pooler.dense
+    layer.register_forward_hook(lambda module, args, output: kinds.append((module.training, output.dtype)))
     report = fedspan.simulate(settings(), tmp_path / "run", trainers={"east": trainer})
     assert report.rounds == 2
     assert {is_training for is_training, _ in kinds} == {True, False}

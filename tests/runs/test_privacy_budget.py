@@ -183,7 +183,7 @@ def test_asking_again_stays_within_the_budget(tiny_folder: Path, tmp_path: Path)
         for id, _ in honest(envelopes, seconds, wait_for_offline=wait_for_offline):
             yield id, "its reply was lost"
 
-    transport.replies = losing  # type: ignore[method-assign]
+    transport.replies = losing
     budget = Budget(run.config, path=tmp_path / "run.json")
     with refused("privacy.epsilon"):
         run.federation.run_round(run.federation.begin(), on_charge=lambda charges: budget.announce(0, charges))

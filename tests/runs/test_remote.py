@@ -71,7 +71,7 @@ def test_who_is_not_measured_is_counted_too(tiny_folder: Path, tmp_path: Path) -
     report = start.run(config, tmp_path / "run", host=host("evaluate"))
     assert report.failures[BAD]["count"] == 3  # after each round, and of the best one at the end
     assert report.failures[BAD]["reason"] == "not measured: no reply within 5 s"
-    (failure,) = next(read_lines(tmp_path / "run" / "metrics.jsonl"))["failures"]  # type: ignore[misc]
+    (failure,) = next(read_lines(tmp_path / "run" / "metrics.jsonl"))["failures"]
     assert failure["purpose"] == "evaluate"
 
 
@@ -87,7 +87,7 @@ def test_what_evaluation_sends_is_in_the_ledger_and_apart_from_the_training(tiny
     rows = list(read_lines(tmp_path / "run" / "ledger.jsonl"))
     asked = [row for row in rows if row["purpose"] == "evaluate"]
     assert len(asked) == 3 * len(tiny.SITES)  # after each round, and of the best one at the end
-    sent = sum(row["bytes"] for row in asked)  # type: ignore[misc]
+    sent = sum(row["bytes"] for row in asked)
     assert report.other_bytes == {"evaluate": {"down": sent, "up": 0}}
 
 

@@ -88,7 +88,7 @@ def test_a_sample_of_the_clients_is_measured(prepared: Prepared, tiny_folder: Pa
     validation, own = evaluator.evaluate_clients(federation.begin())
     assert tuple(validation.by_client) == tuple(own.by_client) == evaluator.ids
     assert set(asked) == set(evaluator.ids)
-    assert tuple(evaluator.evaluate_heldout(federation.begin(), prepared.test)) == evaluator.ids  # type: ignore[arg-type]
+    assert tuple(evaluator.evaluate_heldout(federation.begin(), prepared.test)) == evaluator.ids
 
 
 PEAK = """

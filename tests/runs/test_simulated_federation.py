@@ -34,7 +34,7 @@ def build(folder: Path, **changes: Mapping[str, Any]) -> Prepared:
 def test_labels_are_flipped_for_training_alone(tiny_folder: Path) -> None:
     plain = build(tiny_folder)
     prepared = build(tiny_folder, simulation={"faults": {"share": 0.5, "kind": "label-flip"}})
-    bad = prepared.config.simulation.build_conditions(prepared.config.seed).draw_faulty(IDS)  # pyright: ignore
+    bad = prepared.config.simulation.build_conditions(prepared.config.seed).draw_faulty(IDS)
     flipped: Any = prepared.federation.examples
     honest: Any = plain.train
     last = len(prepared.labels) - 1

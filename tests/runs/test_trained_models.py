@@ -151,13 +151,6 @@ def test_a_file_that_cannot_be_read_is_named(text: str | None, tmp_path: Path) -
         read_notes(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["[]", "{}", '{"base_model": "a"}'])
-def test_a_file_without_what_a_model_needs_is_named(content: str, tmp_path: Path) -> None:
-    (tmp_path / "fedspan.json").write_text(content)
-    with pytest.raises(FedspanError, match=r"an object with .*base_model.*kept"):
-        read_notes(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [("base_model", ""), ("base_model", 3), ("revision", 3), ("client", 3), ("kept", "classifier"), ("kept", [1])],
