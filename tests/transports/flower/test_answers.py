@@ -74,20 +74,16 @@ def test_an_answer_without_a_tag_is_whole() -> None:
 
 @pytest.mark.parametrize("cuts", [[], [7], [0, 7, 40_000]])
 @pytest.mark.parametrize("offset", [0, 12_345])
-def test_an_answer_that_comes_from_flower_is_continued_likewise(cuts: list[int], offset: int) -> None:
+async def test_an_answer_that_comes_from_flower_is_continued_likewise(cuts: list[int], offset: int) -> None:
     sent = Sent()
     answer = answers.ResumableAnswer(sent, dict(continued(offset)) if offset else {}, b"request")
     places = [0, *cuts, len(CONTENT)]
-
-    async def send() -> None:
-        headers = [(b"Content-Length", b"%d" % len(CONTENT)), (b"x-kept", b"1")]
-        await answer.send({"type": "http.response.start", "status": 200, "headers": headers})
-        for start, end in pairwise(places):
-            more = end < len(CONTENT)
-            assert sent.messages == []
-            await answer.send({"type": "http.response.body", "body": CONTENT[start:end], "more_body": more})
-
-    asyncio.run(send())
+    headers = [(b"Content-Length", b"%d" % len(CONTENT)), (b"x-kept", b"1")]
+    await answer.send({"type": "http.response.start", "status": 200, "headers": headers})
+    for start, end in pairwise(places):
+        more = end < len(CONTENT)
+        assert sent.messages == []
+        await answer.send({"type": "http.response.body", "body": CONTENT[start:end], "more_body": more})
     assert sent.body == CONTENT[offset:]
     assert sent.status == (206 if offset else 200)
     assert sent.headers[b"content-length"] == b"%d" % (len(CONTENT) - offset)
@@ -96,28 +92,20 @@ def test_an_answer_that_comes_from_flower_is_continued_likewise(cuts: list[int],
 
 
 @pytest.mark.parametrize(("status", "size"), [(404, len(CONTENT)), (200, 100)])
-def test_failed_and_short_answers_are_sent_as_they_are(status: int, size: int) -> None:
+async def test_failed_and_short_answers_are_sent_as_they_are(status: int, size: int) -> None:
     sent = Sent()
     answer = answers.ResumableAnswer(sent, dict(continued(10)), b"request")
-
-    async def send() -> None:
-        await answer.send({"type": "http.response.start", "status": status, "headers": [(b"x", b"1")]})
-        await answer.send({"type": "http.response.body", "body": CONTENT[:size]})
-
-    asyncio.run(send())
+    await answer.send({"type": "http.response.start", "status": status, "headers": [(b"x", b"1")]})
+    await answer.send({"type": "http.response.body", "body": CONTENT[:size]})
     assert (sent.status, sent.headers, sent.body) == (status, {b"x": b"1"}, CONTENT[:size])
 
 
-def test_a_long_answer_is_cut_into_pieces_the_last_of_which_ends_it() -> None:
+async def test_a_long_answer_is_cut_into_pieces_the_last_of_which_ends_it() -> None:
     sent, aborted = Sent(), list[None]()
     send = answers.split_answer(sent, limits.DoorLimits(), lambda: aborted.append(None))
-
-    async def check() -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": CONTENT[:150_000], "more_body": True})
-        await send({"type": "http.response.body", "body": CONTENT[150_000:], "more_body": False})
-
-    asyncio.run(check())
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": CONTENT[:150_000], "more_body": True})
+    await send({"type": "http.response.body", "body": CONTENT[150_000:], "more_body": False})
     assert sent.body == CONTENT
     _, *pieces = sent.messages
     assert max(len(piece["body"]) for piece in pieces) == 2**16
@@ -125,7 +113,7 @@ def test_a_long_answer_is_cut_into_pieces_the_last_of_which_ends_it() -> None:
     assert aborted == []
 
 
-def test_the_connection_of_a_node_that_does_not_read_is_closed_once() -> None:
+async def test_the_connection_of_a_node_that_does_not_read_is_closed_once() -> None:
     aborted: list[None] = []
     started: list[int] = []
 
@@ -134,33 +122,25 @@ def test_the_connection_of_a_node_that_does_not_read_is_closed_once() -> None:
         await asyncio.sleep(60)
 
     send = answers.split_answer(stuck, limits.DoorLimits(body_seconds=0.02), lambda: aborted.append(None))
-
-    async def check() -> None:
-        for _ in range(3):
-            await send({"type": "http.response.body", "body": b"abc"})
-
-    asyncio.run(check())
+    for _ in range(3):
+        await send({"type": "http.response.body", "body": b"abc"})
     assert aborted == [None]
     assert started == [3]
 
 
 @pytest.mark.parametrize(("status", "kept"), [(200, [b"abcdef"]), (206, []), (500, [])])
-def test_the_content_of_an_answer_that_succeeded_is_passed_on(status: int, kept: list[bytes]) -> None:
+async def test_the_content_of_an_answer_that_succeeded_is_passed_on(status: int, kept: list[bytes]) -> None:
     sent, found = Sent(), list[bytes]()
     send = answers.observe_answer(sent, found.append)
-
-    async def check() -> None:
-        await send({"type": "http.response.start", "status": status, "headers": []})
-        await send({"type": "http.response.body", "body": b"abc", "more_body": True})
-        assert found == []
-        await send({"type": "http.response.body", "body": b"def"})
-
-    asyncio.run(check())
+    await send({"type": "http.response.start", "status": status, "headers": []})
+    await send({"type": "http.response.body", "body": b"abc", "more_body": True})
+    assert found == []
+    await send({"type": "http.response.body", "body": b"def"})
     assert found == kept
     assert sent.body == b"abcdef"
 
 
-def test_progress_is_of_the_whole_message(caplog: pytest.LogCaptureFixture) -> None:
+async def test_progress_is_of_the_whole_message(caplog: pytest.LogCaptureFixture) -> None:
     """Two megabytes were sent with other answers, and this one begins behind its first million bytes."""
 
     class Due(progress.ProgressClock):
@@ -169,14 +149,10 @@ def test_progress_is_of_the_whole_message(caplog: pytest.LogCaptureFixture) -> N
 
     sent = Sent()
     send = answers.log_answer(sent, answers.AnswerProgress("order", "east", Due(), sent=2_000_000, total=6_000_000))
-
-    async def check() -> None:
+    with caplog.at_level(logging.INFO, logger="fedspan.server"):
         headers = [(b"content-length", b"3000000"), (b"content-range", b"bytes 1000000-3999999/4000000")]
         await send({"type": "http.response.start", "status": 206, "headers": headers})
         await send({"type": "http.response.body", "body": bytes(500_000), "more_body": True})
-
-    with caplog.at_level(logging.INFO, logger="fedspan.server"):
-        asyncio.run(check())
     assert [record.getMessage() for record in caplog.records] == [
         "east: order sent: 3.0 of 6.0 MB",
         "east: order sent: 3.5 of 6.0 MB",

@@ -111,13 +111,10 @@ def test_parts_of_a_body_are_few_and_whole() -> None:
         assert caught.value.status == 400
 
 
-def test_a_body_that_was_read_is_received_again_and_then_what_follows() -> None:
-    async def check() -> None:
-        receive = bodies.make_replay(b"abc", receiver([{"type": "http.disconnect"}]))
-        assert await receive() == {"type": "http.request", "body": b"abc", "more_body": False}
-        assert await receive() == {"type": "http.disconnect"}
-
-    asyncio.run(check())
+async def test_a_body_that_was_read_is_received_again_and_then_what_follows() -> None:
+    receive = bodies.make_replay(b"abc", receiver([{"type": "http.disconnect"}]))
+    assert await receive() == {"type": "http.request", "body": b"abc", "more_body": False}
+    assert await receive() == {"type": "http.disconnect"}
 
 
 def test_a_wait_for_the_end_of_a_connection_passes_over_what_comes_before() -> None:

@@ -97,7 +97,7 @@ def test_ipv6_addresses_are_counted_by_their_block_of_64_bits() -> None:
     assert made.add(("::ffff:192.0.2.2", 1), Connection())
 
 
-def test_connections_without_a_tls_handshake_are_few_and_closed_soon(tmp_path: Path) -> None:
+async def test_connections_without_a_tls_handshake_are_few_and_closed_soon(tmp_path: Path) -> None:
     keys = pytest.importorskip("fedspan.transports.flower.keys")
     keys.make_authority(tmp_path, [])
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -126,25 +126,22 @@ def test_connections_without_a_tls_handshake_are_few_and_closed_soon(tmp_path: P
         except ConnectionError:
             return True
 
-    async def run() -> None:
-        bound = socket.create_server(("127.0.0.1", 0))
-        port = bound.getsockname()[1]
-        server = await asyncio.get_running_loop().create_server(Protocol, sock=Socket.take_over(bound), ssl=context)
-        async with server:
-            silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
-            await asyncio.sleep(0.1)
-            reader, _ = await asyncio.open_connection("127.0.0.1", port)
-            assert await closed(reader), "the fourth is closed before TLS"
-            began = time.monotonic()
-            for reader, writer in silent:
-                assert await closed(reader)
-                writer.close()
-            assert time.monotonic() - began < 15
-            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusting, server_hostname="localhost")
-            assert await asyncio.wait_for(reader.read(5), 20) == b"hello"
-            await asyncio.sleep(1.5)
-            own = writer.get_extra_info("sockname")
-            assert made.is_pending((own[0], own[1])), "the bound on a handshake does not close what has finished it"
+    bound = socket.create_server(("127.0.0.1", 0))
+    port = bound.getsockname()[1]
+    server = await asyncio.get_running_loop().create_server(Protocol, sock=Socket.take_over(bound), ssl=context)
+    async with server:
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+        await asyncio.sleep(0.1)
+        reader, _ = await asyncio.open_connection("127.0.0.1", port)
+        assert await closed(reader), "the fourth is closed before TLS"
+        began = time.monotonic()
+        for reader, writer in silent:
+            assert await closed(reader)
             writer.close()
-
-    asyncio.run(run())
+        assert time.monotonic() - began < 15
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusting, server_hostname="localhost")
+        assert await asyncio.wait_for(reader.read(5), 20) == b"hello"
+        await asyncio.sleep(1.5)
+        own = writer.get_extra_info("sockname")
+        assert made.is_pending((own[0], own[1])), "the bound on a handshake does not close what has finished it"
+        writer.close()

@@ -58,29 +58,26 @@ def test_a_token_that_was_given_back_is_there_for_the_next_request(clock: Clock)
     assert bucket.take() == 0.5
 
 
-def test_a_request_holds_one_slot_however_often_it_enters_and_leaves() -> None:
-    async def check() -> None:
-        slots = asyncio.Semaphore(2)
-        one, two, three = (limits.Slot(slots) for _ in range(3))
-        one.leave()  # it holds none
-        for _ in range(2):
-            await one.enter()
-        await two.enter()
-        assert slots.locked()
-        waiting = asyncio.create_task(three.enter())
-        await asyncio.sleep(0)
-        assert not waiting.done()
-        for _ in range(2):
-            one.leave()
-        await waiting
-        assert slots.locked()
-        two.leave()
-        three.leave()
-        await slots.acquire()
-        await slots.acquire()
-        assert slots.locked()
-
-    asyncio.run(check())
+async def test_a_request_holds_one_slot_however_often_it_enters_and_leaves() -> None:
+    slots = asyncio.Semaphore(2)
+    one, two, three = (limits.Slot(slots) for _ in range(3))
+    one.leave()  # it holds none
+    for _ in range(2):
+        await one.enter()
+    await two.enter()
+    assert slots.locked()
+    waiting = asyncio.create_task(three.enter())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    for _ in range(2):
+        one.leave()
+    await waiting
+    assert slots.locked()
+    two.leave()
+    three.leave()
+    await slots.acquire()
+    await slots.acquire()
+    assert slots.locked()
 
 
 def test_a_new_sender_is_looked_up_at_once() -> None:

@@ -44,52 +44,40 @@ async def refuse(status: int, sending: Any) -> None:
     assert caught.value.status == status
 
 
-def test_a_body_is_continued_from_where_its_connection_broke() -> None:
-    async def check() -> None:
-        kept = resumed.ResumedBodies(limits.DoorLimits())
-        assert await kept.find_offset(DIGEST.encode(), KEY) == b"0"
-        await refuse(400, send(kept, BODY[:4], 0, is_broken=True))
-        assert await kept.find_offset(DIGEST.encode(), KEY) == b"4"
-        assert await kept.find_offset(DIGEST.encode(), b"another key") == b"0"
-        await refuse(416, send(kept, BODY[6:], 6))  # bytes are missing in between
-        assert await send(kept, BODY[4:], 4) == BODY
-
-    asyncio.run(check())
+async def test_a_body_is_continued_from_where_its_connection_broke() -> None:
+    kept = resumed.ResumedBodies(limits.DoorLimits())
+    assert await kept.find_offset(DIGEST.encode(), KEY) == b"0"
+    await refuse(400, send(kept, BODY[:4], 0, is_broken=True))
+    assert await kept.find_offset(DIGEST.encode(), KEY) == b"4"
+    assert await kept.find_offset(DIGEST.encode(), b"another key") == b"0"
+    await refuse(416, send(kept, BODY[6:], 6))  # bytes are missing in between
+    assert await send(kept, BODY[4:], 4) == BODY
 
 
-def test_a_whole_body_needs_one_request() -> None:
-    async def check() -> None:
-        kept = resumed.ResumedBodies(limits.DoorLimits())
-        assert await send(kept, BODY, 0) == BODY
-        assert await send(kept, BODY, 0, key=None) == BODY
-
-    asyncio.run(check())
+async def test_a_whole_body_needs_one_request() -> None:
+    kept = resumed.ResumedBodies(limits.DoorLimits())
+    assert await send(kept, BODY, 0) == BODY
+    assert await send(kept, BODY, 0, key=None) == BODY
 
 
-def test_a_part_that_does_not_end_with_its_body_or_makes_another_one_is_refused() -> None:
-    async def check() -> None:
-        kept = resumed.ResumedBodies(limits.DoorLimits())
-        await refuse(400, send(kept, BODY[:4], 0, length=4))
-        await refuse(400, send(kept, BODY[:4], 0, is_broken=True))
-        await refuse(400, send(kept, b"altered"[:6], 4))
-        assert await kept.find_offset(DIGEST.encode(), KEY) == b"0"
-
-    asyncio.run(check())
+async def test_a_part_that_does_not_end_with_its_body_or_makes_another_one_is_refused() -> None:
+    kept = resumed.ResumedBodies(limits.DoorLimits())
+    await refuse(400, send(kept, BODY[:4], 0, length=4))
+    await refuse(400, send(kept, BODY[:4], 0, is_broken=True))
+    await refuse(400, send(kept, b"altered"[:6], 4))
+    assert await kept.find_offset(DIGEST.encode(), KEY) == b"0"
 
 
-def test_the_answer_to_a_body_is_kept_for_its_node() -> None:
-    async def check() -> None:
-        kept = resumed.ResumedBodies(limits.DoorLimits())
-        part = wire.UploadPart(DIGEST, 0, len(BODY))
-        await send(kept, BODY, 0)
-        async with kept.keep_answer(KEY, part) as keep:
-            keep(b"stored")
-        assert await kept.find_offset(DIGEST.encode(), KEY) == wire.TAKEN + b"stored"
-        assert await kept.find_offset(DIGEST.encode(), b"another key") == b"0"
-        async with kept.keep_answer(KEY, None) as keep:
-            keep(b"of a body that came without a hash")
-
-    asyncio.run(check())
+async def test_the_answer_to_a_body_is_kept_for_its_node() -> None:
+    kept = resumed.ResumedBodies(limits.DoorLimits())
+    part = wire.UploadPart(DIGEST, 0, len(BODY))
+    await send(kept, BODY, 0)
+    async with kept.keep_answer(KEY, part) as keep:
+        keep(b"stored")
+    assert await kept.find_offset(DIGEST.encode(), KEY) == wire.TAKEN + b"stored"
+    assert await kept.find_offset(DIGEST.encode(), b"another key") == b"0"
+    async with kept.keep_answer(KEY, None) as keep:
+        keep(b"of a body that came without a hash")
 
 
 @pytest.mark.parametrize("digest", [b"", b"a" * 63, b"a" * 65, b"*" * 64])

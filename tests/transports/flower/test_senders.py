@@ -15,18 +15,15 @@ limits = pytest.importorskip("fedspan.transports.flower.limits")
 SCOPE = {"app": SimpleNamespace()}
 
 
-def test_a_node_has_one_state_and_those_longest_ago_are_forgotten_first() -> None:
-    async def check() -> None:
-        known = senders.Senders(limits.DoorLimits(rate=3.0, heartbeat_rate=0.5, parallel=1))
-        first, second = known.get(b"first"), known.get(b"second")
-        assert (first.requests.rate, first.heartbeats.rate) == (3.0, 0.5)
-        assert known.get(b"first") is first  # which makes the second the oldest
-        for number in range(4095):
-            known.get(b"%d" % number)
-        assert known.get(b"first") is first
-        assert known.get(b"second") is not second
-
-    asyncio.run(check())
+async def test_a_node_has_one_state_and_those_longest_ago_are_forgotten_first() -> None:
+    known = senders.Senders(limits.DoorLimits(rate=3.0, heartbeat_rate=0.5, parallel=1))
+    first, second = known.get(b"first"), known.get(b"second")
+    assert (first.requests.rate, first.heartbeats.rate) == (3.0, 0.5)
+    assert known.get(b"first") is first  # which makes the second the oldest
+    for number in range(4095):
+        known.get(b"%d" % number)
+    assert known.get(b"first") is first
+    assert known.get(b"second") is not second
 
 
 def test_a_node_whose_request_waits_is_not_forgotten() -> None:
@@ -38,7 +35,7 @@ def test_a_node_whose_request_waits_is_not_forgotten() -> None:
     assert known.get(b"busy") is busy
 
 
-def test_an_admitted_key_is_looked_up_now_and_then_and_an_unknown_one_every_time(
+async def test_an_admitted_key_is_looked_up_now_and_then_and_an_unknown_one_every_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[bytes] = []
@@ -50,42 +47,35 @@ def test_an_admitted_key_is_looked_up_now_and_then_and_an_unknown_one_every_time
 
     monkeypatch.setattr(senders, "find_node_id", find)
     known = senders.Senders(limits.DoorLimits())
-
-    async def check() -> None:
-        sender = known.get(b"a")
-        for _ in range(3):
-            await known.require_admitted(SCOPE, sender, b"a")
-        assert asked == [b"a"]
-        assert sender.node == 7
-        nodes.clear()
-        sender.looked_up_at -= limits.KNOWN_SECONDS
-        for _ in range(2):
-            with pytest.raises(bodies.Refused, match="this key was not admitted") as caught:
-                await known.require_admitted(SCOPE, known.get(b"a"), b"a")
-            assert caught.value.status == 401
-        assert asked == [b"a"] * 3
-
-    asyncio.run(check())
+    sender = known.get(b"a")
+    for _ in range(3):
+        await known.require_admitted(SCOPE, sender, b"a")
+    assert asked == [b"a"]
+    assert sender.node == 7
+    nodes.clear()
+    sender.looked_up_at -= limits.KNOWN_SECONDS
+    for _ in range(2):
+        with pytest.raises(bodies.Refused, match="this key was not admitted") as caught:
+            await known.require_admitted(SCOPE, known.get(b"a"), b"a")
+        assert caught.value.status == 401
+    assert asked == [b"a"] * 3
 
 
-def test_requests_wait_for_a_slot_and_too_many_are_refused() -> None:
-    async def check() -> None:
-        known = senders.Senders(limits.DoorLimits(parallel=1, waiting=2))
-        sender = known.get(b"a")
-        slots = [limits.Slot(sender.slots) for _ in range(4)]
-        await known.wait(sender, slots[0])
-        waiting = [asyncio.create_task(known.wait(sender, slot)) for slot in slots[1:3]]
-        await asyncio.sleep(0)
-        assert sender.waiting == 2
-        with pytest.raises(bodies.Refused, match="too many requests at once") as caught:
-            await known.wait(sender, slots[3])
-        assert caught.value.status == 429
-        for slot, task in zip(slots, waiting, strict=False):
-            slot.leave()
-            await task
-        assert sender.waiting == 0
-
-    asyncio.run(check())
+async def test_requests_wait_for_a_slot_and_too_many_are_refused() -> None:
+    known = senders.Senders(limits.DoorLimits(parallel=1, waiting=2))
+    sender = known.get(b"a")
+    slots = [limits.Slot(sender.slots) for _ in range(4)]
+    await known.wait(sender, slots[0])
+    waiting = [asyncio.create_task(known.wait(sender, slot)) for slot in slots[1:3]]
+    await asyncio.sleep(0)
+    assert sender.waiting == 2
+    with pytest.raises(bodies.Refused, match="too many requests at once") as caught:
+        await known.wait(sender, slots[3])
+    assert caught.value.status == 429
+    for slot, task in zip(slots, waiting, strict=False):
+        slot.leave()
+        await task
+    assert sender.waiting == 0
 
 
 def test_objects_count_once_against_the_reply_s_bytes_and_number() -> None:

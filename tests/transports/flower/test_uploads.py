@@ -116,15 +116,11 @@ def test_the_answers_to_the_latest_bodies_are_kept(monkeypatch: pytest.MonkeyPat
     assert find(b"a", "5") is None  # of the node that has sent nothing for longest
 
 
-def test_an_answer_is_waited_for_while_its_body_is_processed() -> None:
+async def test_an_answer_is_waited_for_while_its_body_is_processed() -> None:
     made = uploads.Uploads(limits.DoorLimits())
-
-    async def run() -> list[bytes | None]:
-        async with made.process(b"a", DIGEST):
-            waiting = asyncio.create_task(made.find_answer(b"a", DIGEST))
-            await asyncio.sleep(0.05)
-            assert not waiting.done()
-            made.keep_answer(b"a", DIGEST, b"answer")
-        return [await waiting, await made.find_answer(b"a", "another")]
-
-    assert asyncio.run(run()) == [b"answer", None]
+    async with made.process(b"a", DIGEST):
+        waiting = asyncio.create_task(made.find_answer(b"a", DIGEST))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        made.keep_answer(b"a", DIGEST, b"answer")
+    assert [await waiting, await made.find_answer(b"a", "another")] == [b"answer", None]

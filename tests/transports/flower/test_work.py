@@ -35,26 +35,23 @@ async def settle(book: WorkBook) -> None:
         await book._writing
 
 
-def test_the_file_says_what_each_node_said_last(tmp_path: Path) -> None:
-    async def note() -> None:
-        book = WorkBook(tmp_path / "work.json")
-        book.note(1, NodeWork("training", 3))
-        book.note(2**64 - 1, NodeWork("hidden states", None))
-        book.note(1, NodeWork("training", 50))
-        await settle(book)
-        assert read_works(tmp_path / "work.json") == {
-            "1": NodeWork("training", 50),
-            str(2**64 - 1): NodeWork("hidden states", None),
-        }
-        book.note(1, None)
-        await settle(book)
-        assert list(read_works(tmp_path / "work.json")) == [str(2**64 - 1)]
-
-    asyncio.run(note())
+async def test_the_file_says_what_each_node_said_last(tmp_path: Path) -> None:
+    book = WorkBook(tmp_path / "work.json")
+    book.note(1, NodeWork("training", 3))
+    book.note(2**64 - 1, NodeWork("hidden states", None))
+    book.note(1, NodeWork("training", 50))
+    await settle(book)
+    assert read_works(tmp_path / "work.json") == {
+        "1": NodeWork("training", 50),
+        str(2**64 - 1): NodeWork("hidden states", None),
+    }
+    book.note(1, None)
+    await settle(book)
+    assert list(read_works(tmp_path / "work.json")) == [str(2**64 - 1)]
     assert (tmp_path / "work.json").stat().st_mode & 0o777 == 0o600
 
 
-def test_what_is_noted_while_the_file_is_written_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_noted_while_the_file_is_written_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     is_writing, may_end = Event(), Event()
     write = work.write_atomic
 
@@ -63,56 +60,43 @@ def test_what_is_noted_while_the_file_is_written_follows(tmp_path: Path, monkeyp
         may_end.wait(20)
         write(*arguments)
 
-    async def note() -> None:
-        book = WorkBook(tmp_path / "work.json")
-        book.note(1, NodeWork("training", 97))
-        while not is_writing.is_set():
-            await asyncio.sleep(0.01)
-        book.note(1, None)
-        may_end.set()
-        await settle(book)
-
     monkeypatch.setattr(work, "write_atomic", write_slowly)
-    asyncio.run(note())
+    book = WorkBook(tmp_path / "work.json")
+    book.note(1, NodeWork("training", 97))
+    while not is_writing.is_set():
+        await asyncio.sleep(0.01)
+    book.note(1, None)
+    may_end.set()
+    await settle(book)
     assert read_works(tmp_path / "work.json") == {}
 
 
-def test_a_node_without_work_writes_nothing(tmp_path: Path) -> None:
-    async def note() -> None:
-        book = WorkBook(tmp_path / "work.json")
-        book.note(1, None)
-        await settle(book)
-        WorkBook(None).note(1, NodeWork("training", 3))
-
-    asyncio.run(note())
+async def test_a_node_without_work_writes_nothing(tmp_path: Path) -> None:
+    book = WorkBook(tmp_path / "work.json")
+    book.note(1, None)
+    await settle(book)
+    WorkBook(None).note(1, NodeWork("training", 3))
     assert not (tmp_path / "work.json").exists()
 
 
-def test_a_disk_that_is_full_stops_no_heartbeat(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async def note() -> None:
-        book = WorkBook(tmp_path / "missing" / "work.json")
-        for _ in range(2):
-            book.note(1, NodeWork("training", 3))
-            await settle(book)
-
-    asyncio.run(note())
+async def test_a_disk_that_is_full_stops_no_heartbeat(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    book = WorkBook(tmp_path / "missing" / "work.json")
+    for _ in range(2):
+        book.note(1, NodeWork("training", 3))
+        await settle(book)
     assert caplog.text.count("cannot be written") == 2
 
 
-def test_old_words_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_old_words_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, now = tmp_path / "work.json", time.time()
     path.write_text(json.dumps({"1": [now, "training", 3], "2": [now - FRESH_SECONDS - 1, "training", 4]}))
     assert read_works(path) == {"1": NodeWork("training", 3)}
     book = WorkBook(path)
-
-    async def note() -> None:
-        book.note(1, NodeWork("training", 3))
-        await settle(book)
-        monkeypatch.setattr(work.time, "time", lambda: now + FRESH_SECONDS + 60)
-        book.note(2, NodeWork("training", 4))
-        await settle(book)
-
-    asyncio.run(note())
+    book.note(1, NodeWork("training", 3))
+    await settle(book)
+    monkeypatch.setattr(work.time, "time", lambda: now + FRESH_SECONDS + 60)
+    book.note(2, NodeWork("training", 4))
+    await settle(book)
     assert list(json.loads(path.read_text())) == ["2"]
 
 
