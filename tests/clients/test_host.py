@@ -37,7 +37,6 @@ def prepare_private(folder: Path, method: str) -> Prepared:
 
 def make_host(prepared: Prepared, folder: Path, *, secret: bool = True) -> Host:
     here, engine = prepared.federation, prepared.engine
-    assert engine.settings.privacy is not None
     settings = replace(engine.settings, privacy=replace(engine.settings.privacy, secret=secret))
     loop = LoopEngine(engine.adapted, prepared.task, settings, engine.seed)
     return Host(here.method, loop, here.clients, here.examples, DiskClientStore(folder), 32)
@@ -99,7 +98,6 @@ def test_a_secret_sample_serves_one_order(change: str, fedex: Prepared, tmp_path
 def test_a_secret_sample_serves_one_stored_state(fedex: Prepared, tmp_path: Path) -> None:
     """A server that repeats an earlier round with another base gives the next round's order another start."""
     order = make_order(fedex)
-    assert order.client is not None
     order = replace(order, round=1, client=replace(order.client, last_round=0))
     host, samples = make_host(fedex, tmp_path), []
     for value in (1.0, 2.0, 1.0):

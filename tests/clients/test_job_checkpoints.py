@@ -315,7 +315,6 @@ def test_progress_is_loaded_as_it_was_stored(tmp_path: Path) -> None:
     checkpoints = JobCheckpoints(tmp_path / "training", "run", 1, None)
     stored = store(checkpoints, make_order())
     loaded = checkpoints.open(make_order(attempt=1, serial=2), 0).load()  # the same round, requested again
-    assert loaded is not None
     assert loaded.totals == stored.totals
     assert torch.equal(loaded.tensors["l/A"], stored.tensors["l/A"])
     assert torch.equal(loaded.tensors["l/acc"], stored.tensors["l/acc"])

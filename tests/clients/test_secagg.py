@@ -445,7 +445,6 @@ def test_a_session_is_on_the_disk_before_its_answer_and_only_its_owner_may_read_
     vectors = {id: made.vector(id, START) for id in IDS}
     made.mean(vectors, IDS)
     last = DiskSessionStore(tmp_path).load("a")
-    assert last is not None
     assert (last.phase, last.secret, last.peers) == ("unmasked", b"", {})
     assert all(path.read_bytes() not in kept for path in files)
     for path in files:
@@ -498,7 +497,6 @@ def test_a_victim_among_clients_that_were_told_otherwise_stays_hidden(lie: dict[
     for vector in vectors.values():
         total += vector.view(ring.dtype)
     session = made.sessions.load("a")
-    assert session is not None
     add_mask(total, SessionKeys.derive(session.secret, build_session_context("run", 1)).own, -1)
     for id in IDS[1:]:
         add_mask(total, combine([shares[id] for shares in given.values()], made.threshold(id)), -1)

@@ -76,7 +76,6 @@ def test_a_node_receives_a_model_once_and_continues_after_a_broken_connection(mo
     assert requested == [9000, 0]
     assert ask(made, files) == ""
     received = base_files.find_received_base(made, files)
-    assert received is not None
     assert {path.name: path.read_bytes() for path in received.iterdir()} == {
         file.name: (model / file.name).read_bytes() for file in files
     }

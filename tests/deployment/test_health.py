@@ -129,7 +129,6 @@ def test_a_training_process_that_hangs_lets_the_heartbeat_age(tmp_path: Path, mo
         supervisor.answer(order)
         waits.clear()
         process = supervisor._process
-        assert process is not None
         assert process.pid is not None
         os.kill(process.pid, signal.SIGSTOP)
         heartbeat.renew("an order")

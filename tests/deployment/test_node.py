@@ -40,7 +40,6 @@ def test_a_node_trains_evaluates_and_continues_after_a_restart(tiny_folder: Path
     assert not first.failures
     validation, test = run.evaluator.evaluate_clients(first.progress)
     assert validation is not None
-    assert test is not None
     assert set(test.by_client) == {CLIENT}
     (sent,) = run.federation.pop_events().transfers
     assert (sent.purpose, sent.client, sent.bytes) == ("evaluate", CLIENT, len(transport.sent[-1].body))

@@ -90,7 +90,6 @@ def test_a_resumed_run_repeats_a_round_with_the_same_nodes_if_they_are_online(tm
     again = Participants(tmp_path, FIRST, nodes.callbacks(), least=2, seconds=0.1)
     assert begin(again, 2) == ["a", "c"]
     record = load_record(tmp_path)
-    assert record is not None
     assert record.present == (("a", "b", "c"), ("a", "b"), ("a", "c"))
 
 
@@ -115,7 +114,6 @@ def test_an_entry_follows_the_last_accepted_introduction(tmp_path: Path) -> None
     assert clients["c"].client.examples == 5
     assert nodes.known == participants.nodes == {"a": 1, "b": 2, "c": 7}
     record = load_record(tmp_path)
-    assert record is not None
     assert record.clients["c"] == Participant(node=7, examples=5)
 
 

@@ -62,7 +62,6 @@ def supervised(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 def test_a_process_that_dies_is_reported_and_replaced(supervised: Supervisor) -> None:
     def kill() -> None:
         process = supervised._process
-        assert process is not None
         assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
 
@@ -86,7 +85,6 @@ def test_an_order_that_takes_too_long_is_given_up_and_its_process_killed(
 ) -> None:
     assert "invited" in answer(supervised, 4)
     process = supervised._process
-    assert process is not None
     assert process.pid is not None
     os.kill(process.pid, signal.SIGSTOP)
     monkeypatch.setattr(supervised, "seconds", 0.2)

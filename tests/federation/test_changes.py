@@ -32,7 +32,6 @@ from fedspan.federation.serialization import encode_state
 from fedspan.federation.validation import build_untrained_reply, find_outliers, validate_reply
 from fedspan.methods.registry import METHODS
 from fedspan.runs.setup import Prepared, prepare
-from fedspan.transports.in_process import InProcess
 from helpers import tiny, tiny_images
 from helpers.families import methods_by_family, others_slow
 from helpers.watched_rounds import method_config
@@ -53,7 +52,6 @@ def federated(prepared: Prepared, folder: Path, key: str, **changes: Any) -> Fed
 
 def attacked(federation: Federation, factor: float) -> tuple[RoundResult, dict[str, Message]]:
     """Run one round in which a client's change is multiplied; return the honest replies, too."""
-    assert isinstance(federation.transport, InProcess)
     host, replies, method = federation.transport.host, dict[str, Message](), federation.method
 
     def tamper(order: Order, sent: Message, reply: Message) -> Message:
@@ -62,7 +60,6 @@ def attacked(federation: Federation, factor: float) -> tuple[RoundResult, dict[s
         replies[order.to] = reply
         if order.to != VICTIM or factor == 1:
             return reply
-        assert order.client is not None
         start = build_untrained_reply(method, sent, replace(order.client, last_round=None), order.round)
         return boosted(reply, start, factor, method.declare_claims().directions)
 
@@ -208,7 +205,6 @@ def compare_attack(
     step = norm / math.sqrt(sum(start.tensors[name].numel() for name in names))
     hostile = {name: value + step if name in names else value for name, value in start.tensors.items()}
     for reply in (replace(start, tensors=hostile), start):
-        assert isinstance(federation.transport, InProcess)
         federation.transport.host.tamper = lambda order, _, honest, reply=reply: reply if order.to == VICTIM else honest
         states.append(federation.run_round(federation.begin()).progress.state)
     return states[0], states[1], honest.progress.state, [measure(reply, names) for reply in replies.values()]
@@ -266,7 +262,6 @@ def test_no_client_makes_a_variance_negative(wrapper: str | None, images: Path) 
     def tamper(order: Order, _: Message, reply: Message) -> Message:
         return lower_variances(reply) if order.to == VICTIM else reply
 
-    assert isinstance(federation.transport, InProcess)
     federation.transport.host.tamper = tamper
     progress = federation.begin()
     for _ in range(3):

@@ -106,7 +106,6 @@ def test_one_client_does_not_choose_the_best_round(prepared: Prepared, honest: i
     )
     assert first.pooled["accuracy"] > second.pooled["accuracy"]
     selected = Selection().add("accuracy", 1, first).add("accuracy", 2, second).best
-    assert selected is not None
     assert selected.round == 2
 
 
@@ -120,7 +119,6 @@ def test_a_single_client_and_one_whose_examples_are_known_here_are_not_trimmed(p
     rows = dict.fromkeys(old.clients, HONEST)
     federation = Federation(old.method, old.engine, old.clients, old.examples, old.settings, Reporting(rows))
     scores, _ = RemoteEvaluator(federation, 32).evaluate_clients(federation.begin())
-    assert scores is not None
     assert len(scores.by_client) >= 3
     assert scores.trimmed is None
     assert not scores.rounded
@@ -160,7 +158,6 @@ def test_a_client_that_reports_a_fraction_of_an_example_stops_no_run(tiny_folder
     scores = ReportedEvaluator(federation, 8)._pool(  # pyright: ignore[reportPrivateUsage]
         "validation", {ids[0]: {"accuracy": 0.5, "loss": 0.7, "examples": 5e-324}}
     )
-    assert scores is not None
     assert scores.pooled == {"accuracy": 0.5, "loss": 0.7, "examples": 1.0}
 
 

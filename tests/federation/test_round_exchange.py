@@ -114,7 +114,6 @@ def test_an_order_has_the_round_s_facts_and_counts_once_however_often_it_is_made
     assert (order.task, order.run, order.to, order.round, order.attempt) == ("train", "name of the run", "a", 4, 1)
     assert order.lr == pytest.approx(0.5 * (1 - 4 / 10))
     assert (order.best, order.secure) == (2, None)
-    assert order.client is not None
     assert order.client.last_round == 3
     assert [(one.client, one.direction, one.bytes) for one in tally.transfers] == [("a", "down", len(envelope.body))]
     assert made.charges == [charge]

@@ -135,7 +135,6 @@ def test_an_evaluation_of_one_model_encodes_and_decodes_it_once(tiny_folder: Pat
     federation = prepare(tiny.config(tiny_folder)).federation
     progress = federation.begin()
     scores, _ = ReportedEvaluator(federation, 8).evaluate_clients(progress)
-    assert scores is not None
     assert len(scores.by_client) == CLIENTS
     assert counts.encoded == counts.decoded
     assert sum(counts.encoded.values()) == 1

@@ -298,7 +298,6 @@ def spoil_keys(change: Callable[[PublicKeys], Mapping[str, Any]]) -> secure_roun
         if asked.task != "keys" or asked.to != "south":
             return back
         answer = KeysReply.model_validate_json(back.header)
-        assert answer.keys is not None
         return answer.model_copy(
             update={"keys": answer.keys.model_copy(update=dict(change(answer.keys)))}
         ).to_envelope()
@@ -341,7 +340,6 @@ def test_two_clients_with_one_key_end_no_round(built: Prepared, tmp_path: Path) 
         if asked.task != "keys" or asked.to not in ("south", "east"):
             return back
         answer = KeysReply.model_validate_json(back.header)
-        assert answer.keys is not None
         return answer.model_copy(update={"keys": answer.keys.model_copy(update={"masking": shared})}).to_envelope()
 
     federation, _ = secure_rounds.secured(built, tmp_path, spoil=spoil, min_replies=2)

@@ -145,7 +145,6 @@ print(*sorted({"datasets", "peft"} & set(sys.modules)))
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     """The tensors of the last checkpoint."""
     found = checkpoint.resume(RunFolder(folder))
-    assert found is not None
     return dict(found.progress.state.tensors)
 
 

@@ -77,6 +77,12 @@ class Scene:
         assert nodes == {self.node}
         return tree.object_id
 
+    def take(self) -> Any:
+        """Take the node's next order, with the answer that it is sent in."""
+        taken = self.store.take_order(self.node)
+        assert taken is not None
+        return taken
+
     def lose_connection(self, seconds: float) -> None:
         """Let the node have been offline for so long without having been stopped."""
         with self.state.session() as session:
@@ -112,8 +118,7 @@ def scene(factory: Any) -> Scene:
 
 def test_a_reply_is_stored_with_its_objects_and_its_order_deleted(scene: Scene) -> None:
     id = scene.send_order()
-    taken = scene.store.take_order(scene.node)
-    assert taken is not None
+    taken = scene.take()
     assert taken[0].id == id
     stored = scene.store.store_reply(*scene.reply(taken[0]))
     assert (stored.run, stored.reply_to) == (scene.run, id)
@@ -122,8 +127,7 @@ def test_a_reply_is_stored_with_its_objects_and_its_order_deleted(scene: Scene) 
 
 def test_a_reply_that_is_complete_or_was_stored_before_leaves_no_session(scene: Scene) -> None:
     scene.send_order()
-    taken = scene.store.take_order(scene.node)
-    assert taken is not None
+    taken = scene.take()
     request, contents = scene.reply(taken[0])
     for _ in range(3):
         scene.store.store_reply(request, contents)
@@ -137,8 +141,7 @@ def test_a_reply_that_is_complete_or_was_stored_before_leaves_no_session(scene: 
 def test_a_node_whose_reply_arrives_is_online(scene: Scene) -> None:
     """The server took it for offline, and asks it to evaluate at once: its heartbeat may come later."""
     scene.send_order()
-    taken = scene.store.take_order(scene.node)
-    assert taken is not None
+    taken = scene.take()
     scene.lose_connection(20)
     assert scene.node not in scene.state.get_nodes(scene.run)
     scene.store.store_reply(*scene.reply(taken[0]))
@@ -155,9 +158,8 @@ def test_the_maximum_size_of_a_reply_is_stored_with_its_order(scene: Scene) -> N
 
 def test_a_late_reply_is_refused_and_what_its_run_left_stays_deleted(scene: Scene) -> None:
     id = scene.send_order()
-    taken = scene.store.take_order(scene.node)
-    assert taken is not None
-    assert scene.state.finish_task(scene.task.task_id, "completed", "")  # type: ignore[union-attr]
+    taken = scene.take()
+    assert scene.state.finish_task(scene.task.task_id, "completed", "")
     assert id in scene.state.object_store
     with pytest.raises(RunNotRunningException):
         scene.store.store_reply(*scene.reply(taken[0]))
@@ -167,8 +169,7 @@ def test_a_late_reply_is_refused_and_what_its_run_left_stays_deleted(scene: Scen
 
 def test_a_reply_for_an_unknown_run_is_not_valid(scene: Scene) -> None:
     scene.send_order()
-    taken = scene.store.take_order(scene.node)
-    assert taken is not None
+    taken = scene.take()
     request, contents = scene.reply(taken[0])
     request.messages_list[0].metadata.run_id = scene.run + 1
     with pytest.raises(ValueError, match="unknown run"):
@@ -177,22 +178,19 @@ def test_a_reply_for_an_unknown_run_is_not_valid(scene: Scene) -> None:
 
 def test_the_objects_of_an_announcement_are_counted_up_to_the_limit(scene: Scene) -> None:
     scene.send_order()
-    taken = scene.store.take_order(scene.node)
-    assert taken is not None
+    taken = scene.take()
     request, _ = scene.reply(taken[0])
     tree = request.message_object_trees[0]
     del tree.children[:]
     tree.children.extend([ObjectTree(children=[ObjectTree()]), ObjectTree()])
     for limit, counts in ((10, (4, 3)), (4, (4, 3)), (3, (4, 3)), (2, (3, 2)), (1, (2, 2))):
         reply = read_pushed_reply(request.SerializeToString(), limit)
-        assert reply is not None
         assert (reply.objects, reply.depth) == counts
         assert reply.request == request
     tree.children.extend(ObjectTree() for _ in range(200_000))
     began = time.process_time()
     body = request.SerializeToString()
     reply = read_pushed_reply(body, 425)
-    assert reply is not None
     assert reply.objects == 426
     assert time.process_time() - began < 1.0
 
@@ -200,11 +198,10 @@ def test_the_objects_of_an_announcement_are_counted_up_to_the_limit(scene: Scene
 def test_an_order_of_a_run_that_has_ended_is_neither_sent_nor_sent_again(scene: Scene) -> None:
     first = scene.send_order()
     scene.send_order()
-    taken = scene.store.take_order(scene.node)
-    assert taken is not None
+    taken = scene.take()
     assert taken[0].id == first
     assert scene.store.repeat_order(taken[0]) == taken[1]
-    assert scene.state.finish_task(scene.task.task_id, "completed", "")  # type: ignore[union-attr]
+    assert scene.state.finish_task(scene.task.task_id, "completed", "")
     assert scene.store.repeat_order(taken[0]) is None
     assert scene.store.take_order(scene.node) is None
     assert not scene.state.get_message_ids_from_run_id(scene.run)
@@ -220,17 +217,14 @@ def test_an_order_is_taken_again_after_an_error(scene: Scene, monkeypatch: pytes
         patch.setattr(scene.store, "_read_contents", full)
         with pytest.raises(OSError, match="disk full"):
             scene.store.take_order(scene.node)
-    taken = scene.store.take_order(scene.node)
-    assert taken is not None
+    taken = scene.take()
     assert taken[0].id == id
 
 
 def test_replies_are_there_until_they_count_as_received(scene: Scene) -> None:
     id = scene.send_order()
-    taken = scene.store.take_order(scene.node)
-    assert taken is not None
+    taken = scene.take()
     scene.store.store_reply(*scene.reply(taken[0]))
-    assert scene.task is not None
     sent, answer = scene.store.take_replies(scene.task, [id])
     assert sent.orders == {id}
     assert scene.store.repeat_replies(sent) == answer
@@ -240,11 +234,9 @@ def test_replies_are_there_until_they_count_as_received(scene: Scene) -> None:
 
 def test_the_last_reply_of_a_node_that_goes_offline_counts(scene: Scene) -> None:
     replied = scene.send_order()
-    taken = scene.store.take_order(scene.node)
-    assert taken is not None
+    taken = scene.take()
     scene.store.store_reply(*scene.reply(taken[0]))
     assert scene.state.deactivate_node(scene.node)
-    assert scene.task is not None
     sent, answer = scene.store.take_replies(scene.task, [replied])
     head = PullAppMessagesResponse.FromString(unpack(answer, 64)[0]).messages_list[0]
     assert sent.orders == {replied}
@@ -258,7 +250,6 @@ def test_the_last_reply_of_a_node_that_goes_offline_counts(scene: Scene) -> None
 
 def take_replies(scene: Scene, id: str, grace: float, stopped: tuple[int, ...] = ()) -> bool:
     """Take the replies to an order; return whether there is Flower's error."""
-    assert scene.task is not None
     sent, answer = scene.store.take_replies(scene.task, [id], grace, stopped)
     heads = PullAppMessagesResponse.FromString(unpack(answer, 64)[0]).messages_list
     assert sent.orders == ({id} if heads else set())
@@ -268,8 +259,7 @@ def take_replies(scene: Scene, id: str, grace: float, stopped: tuple[int, ...] =
 def test_an_order_waits_for_a_node_that_lost_its_connection(scene: Scene) -> None:
     """Flower lets a node connect again only when it counts as offline, and then makes an error of its order."""
     id = scene.send_order()
-    taken = scene.store.take_order(scene.node)
-    assert taken is not None
+    taken = scene.take()
     assert not scene.state.activate_node(scene.node, 30.0)  # it is killed, and comes back too early
     for seconds in (1, 58):
         scene.lose_connection(seconds)
@@ -279,14 +269,13 @@ def test_an_order_waits_for_a_node_that_lost_its_connection(scene: Scene) -> Non
     assert scene.store.repeat_order(taken[0]) == taken[1]
     assert not take_replies(scene, id, 60.0)
     scene.store.store_reply(*scene.reply(taken[0]))
-    assert scene.store.take_replies(scene.task, [id], 60.0)[0].orders == {id}  # type: ignore[arg-type]
+    assert scene.store.take_replies(scene.task, [id], 60.0)[0].orders == {id}
 
 
 @pytest.mark.parametrize("how", ["late", "stopped"])
 def test_an_order_that_was_given_up_is_not_carried_out_later(how: str, scene: Scene) -> None:
     id = scene.send_order()
-    taken = scene.store.take_order(scene.node)
-    assert taken is not None
+    taken = scene.take()
     if how == "stopped":
         assert scene.state.deactivate_node(scene.node)
         assert take_replies(scene, id, 60.0, (scene.node,))
@@ -304,12 +293,10 @@ def test_an_order_that_was_given_up_is_not_carried_out_later(how: str, scene: Sc
 def test_an_order_that_was_sent_and_not_received_is_taken_again(scene: Scene) -> None:
     """As after a restart of the SuperLink, which remembers only its database."""
     id = scene.send_order()
-    first = scene.store.take_order(scene.node)
-    assert first is not None
+    first = scene.take()
     assert scene.store.take_order(scene.node) is None
     scene.store.return_orders(scene.node, "")
-    again = scene.store.take_order(scene.node)
-    assert again is not None
+    again = scene.take()
     assert again[0].id == id
     assert again[1] == first[1]
     scene.store.return_orders(scene.node + 1, "")  # another node's request
@@ -333,8 +320,7 @@ def test_a_received_order_stays_received_and_nobody_deletes_that_of_another_node
 @pytest.mark.parametrize("how", ["received", "confirmed", "replied"])
 def test_an_order_that_was_received_is_not_taken_again(how: str, scene: Scene) -> None:
     id = scene.send_order()
-    taken = scene.store.take_order(scene.node)
-    assert taken is not None
+    taken = scene.take()
     if how == "confirmed":
         scene.store.delete(id)
     if how == "replied":
@@ -344,7 +330,6 @@ def test_an_order_that_was_received_is_not_taken_again(how: str, scene: Scene) -
     assert id not in scene.state.object_store
     assert id in scene.state.get_message_ids_from_run_id(scene.run)  # the server waits for its reply still
     if how == "replied":
-        assert scene.task is not None
         assert scene.store.take_replies(scene.task, [id])[0].orders == {id}
 
 
@@ -357,8 +342,7 @@ class Unfinished:
 
     def __init__(self, scene: Scene) -> None:
         self.scene, self.id = scene, scene.send_order()
-        taken = scene.store.take_order(scene.node)
-        assert taken is not None
+        taken = scene.take()
         self.request, self.contents = scene.reply(taken[0])
         assert len(self.contents) > 1
         stored = scene.store.store_reply(self.request, self.contents[:1])
@@ -378,7 +362,6 @@ class Unfinished:
 
     def is_taken(self) -> bool:
         """Take the complete replies; return whether that to the order is there."""
-        assert self.scene.task is not None
         return self.scene.store.take_replies(self.scene.task, [self.id], 60.0)[0].orders == {self.id}
 
 
@@ -397,8 +380,7 @@ def test_a_reply_is_taken_when_all_of_its_objects_have_arrived(scene: Scene) -> 
 def test_a_node_that_was_restarted_sends_an_unfinished_reply_again(scene: Scene) -> None:
     reply, other = Unfinished(scene), scene.send_order()
     scene.store.return_orders(scene.node, "")
-    again = scene.store.take_order(scene.node)
-    assert again is not None
+    again = scene.take()
     assert again[0].id == reply.id
     first = reply.request.messages_list[0].metadata.message_id
     assert first not in scene.state.object_store
@@ -406,8 +388,7 @@ def test_a_node_that_was_restarted_sends_an_unfinished_reply_again(scene: Scene)
     assert request.messages_list[0].metadata.message_id != first
     assert scene.store.store_reply(request, contents).is_complete
     assert reply.is_taken()
-    following = scene.store.take_order(scene.node)
-    assert following is not None
+    following = scene.take()
     assert following[0].id == other
 
 
