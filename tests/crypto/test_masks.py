@@ -1,8 +1,9 @@
-"""Masks: the keystream of the whole seed, and that they cancel in a sum."""
+"""Masks over a graph of neighbors, the ring that they cancel in, and shares of their seeds."""
 
 from __future__ import annotations
 
 import itertools
+import random
 from typing import Any
 
 import numpy as np
@@ -10,13 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedspan.crypto.graph import compute_threshold, select_neighborhoods
+from fedspan.crypto.masks import Ring
+
 pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not installed")
 pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
 
 from Crypto.Cipher import AES
+from Crypto.Protocol.SecretSharing import Shamir
 
 from fedspan.crypto.keys import SessionKeys, derive_pair_seed, draw_secret
 from fedspan.crypto.masks import Integers, add_mask
+from fedspan.crypto.shares import SHARE, combine, split
 from helpers.randomness import chi_square
 
 U32, U64 = np.dtype("<u4"), np.dtype("<u8")
@@ -92,3 +98,154 @@ def test_a_vector_longer_than_a_chunk_is_masked_as_a_whole(dtype: np.dtype[Any])
     assert np.array_equal(longer[:1000], generate_mask(SEED, 1000, dtype))
     step = (1 << 20) // dtype.itemsize
     assert not np.array_equal(longer[:step], longer[step : 2 * step])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([32, 64]),
+    st.floats(1e-3, 1e6),
+    st.integers(2, 300),
+    st.integers(0, 2**32),
+    st.sampled_from(["any", "greatest", "least"]),
+)
+def test_a_sum_of_encodings_is_off_by_no_more_than_the_bound(
+    bits: int, clip: float, addends: int, seed: int, which: str
+) -> None:
+    """Also where all addends are as large as they may be: the sum is never taken for its negative."""
+    ring, rng = Ring(bits, clip, addends), np.random.default_rng(seed)
+    values = {
+        "any": rng.uniform(-clip, clip, (addends, 7)),
+        "greatest": np.full((addends, 7), clip),
+        "least": np.full((addends, 7), -clip),
+    }[which]
+    total = np.zeros(7, ring.dtype)
+    for value in values:
+        total += ring.encode(value)
+    exact = np.array([float(sum(map(np.longdouble, column))) for column in values.T])
+    assert np.abs(ring.decode(total) - exact).max() <= ring.bound_error(addends)
+
+
+def test_the_bound_is_no_larger_than_it_must_be() -> None:
+    ring, rng = Ring(32, 100.0, 20), np.random.default_rng(0)
+    values = rng.uniform(-100, 100, (20, 20000))
+    off = np.abs(
+        ring.decode(sum((ring.encode(value) for value in values), np.zeros(20000, ring.dtype))) - values.sum(0)
+    )
+    assert ring.bound_error(20) / 6 < off.max() <= ring.bound_error(20)
+    assert ring.bound_error(1) == pytest.approx(100 * 20 / 2**31, rel=1e-4)
+
+
+def test_rounding_is_unbiased_and_depends_on_the_values_alone() -> None:
+    ring, rng = Ring(32, 100.0, 20), np.random.default_rng(0)
+    values = rng.normal(size=100_000) * 0.1 * ring.clip / ring.levels  # a tenth of a step
+    encoded = ring.encode(values)
+    assert np.array_equal(encoded, ring.encode(values.copy()))
+    assert not np.array_equal(encoded[1:], ring.encode(values[1:]))
+    positive = values > 0
+    for part in (positive, ~positive):
+        assert ring.decode(encoded[part]).mean() == pytest.approx(values[part].mean(), rel=0.1)
+    assert not ring.encode(np.zeros(9)).any()
+
+
+@pytest.mark.parametrize("bits", [32, 64])
+@pytest.mark.parametrize("step", [0.5, 1.5, 2.0, 3.0])
+def test_coarse_steps_leave_the_heaviest_addend_hidden(bits: int, step: float) -> None:
+    """A server that makes the steps as coarse as one client's changes, of ten of which it weighs four times as much as
+    each of the others, learns no more about it than from the exact sum. Rounded to the nearest step, the others would
+    be zero."""
+    rng, addends = np.random.default_rng(1), 10
+    ring = Ring(bits, step * (2 ** (bits - 1) // addends - 1), addends)
+    victim, others = rng.normal(size=30_000), rng.normal(size=(9, 30_000)) / 4
+    total = ring.encode(victim)
+    for other in others:
+        total += ring.encode(other)
+    exact, decoded = victim + others.sum(0), ring.decode(total)
+    assert _cosine(decoded, victim) <= _cosine(exact, victim)
+    assert _cosine(decoded - ring.decode(ring.encode(victim)), others.sum(0)) > 0.2
+
+
+def _cosine(left: np.ndarray, right: np.ndarray) -> float:
+    return float(left @ right / np.linalg.norm(left) / np.linalg.norm(right))
+
+
+def test_a_ring_without_room_is_refused() -> None:
+    for bits, addends in ((32, 2**31), (32, 1), (16, 4)):
+        with pytest.raises(ValueError, match="no ring"):
+            _ = Ring(bits, 1.0, addends).levels
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 90), st.one_of(st.none(), st.integers(2, 20)))
+def test_neighbors_are_mutual_alike_in_number_and_all_are_connected(clients: int, neighbors: int | None) -> None:
+    ids = [f"client-{number:03d}" for number in range(clients)]
+    around = select_neighborhoods(ids, neighbors)
+    assert set(around) == set(ids)
+    for id, members in around.items():
+        assert id in members
+        assert list(members) == sorted(set(members))
+        assert all(id in around[other] for other in members)
+    assert len({len(members) for members in around.values()}) == 1
+    size = len(around[ids[0]])
+    assert size == (clients if neighbors is None else min(clients, 1 + neighbors + neighbors % 2))
+    reached, edge = {ids[0]}, [ids[0]]
+    while edge:
+        new = set(around[edge.pop()]) - reached
+        reached |= new
+        edge += new
+    assert reached == set(ids)
+
+
+def test_nobody_can_foresee_who_is_whose_neighbor() -> None:
+    ids = [f"client-{number:03d}" for number in range(200)]
+    assert select_neighborhoods(ids, 6) != select_neighborhoods(ids, 6)
+    assert {len(members) for members in select_neighborhoods(ids).values()} == {101}
+
+
+@given(st.integers(2, 400), st.floats(0.5, 1.0, exclude_min=True))
+def test_no_two_groups_without_a_common_client_can_open_a_secret(size: int, share: float) -> None:
+    threshold = compute_threshold(size, share)
+    assert size < 2 * threshold
+    assert share * size - 1e-6 <= threshold <= size
+    assert [compute_threshold(size, 2 / 3) for size in (2, 3, 4, 6, 9, 21)] == [2, 2, 3, 4, 6, 14]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.binary(min_size=32, max_size=32), st.integers(2, 8), st.integers(0, 6), st.randoms(use_true_random=False))
+def test_any_threshold_of_shares_give_the_secret(secret: bytes, threshold: int, more: int, rng: random.Random) -> None:
+    shares = split(secret, threshold, threshold + more)
+    assert len(set(shares)) == threshold + more
+    assert {len(share) for share in shares} == {SHARE}
+    rng.shuffle(shares)
+    assert combine(shares[:threshold], threshold) == secret
+    assert combine(shares, threshold) == secret
+    with pytest.raises(ValueError, match="it takes"):
+        combine(shares[: threshold - 1], threshold)
+    with pytest.raises(ValueError, match="it takes"):
+        combine([shares[0]] * threshold, threshold)
+    last = bytearray(shares[threshold - 1])
+    last[-1] ^= 1
+    assert combine([*shares[: threshold - 1], bytes(last)], threshold) != secret
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.binary(min_size=32, max_size=32), st.integers(2, 12), st.integers(0, 100), st.randoms(use_true_random=False))
+def test_shares_are_put_together_as_by_the_library(
+    secret: bytes, threshold: int, more: int, rng: random.Random
+) -> None:
+    used = rng.sample(split(secret, threshold, threshold + more), threshold)
+    halves = ([(int.from_bytes(one[:2], "big"), one[at : at + 16]) for one in used] for at in (2, 18))
+    assert combine(used, threshold) == b"".join(Shamir.combine(half) for half in halves) == secret
+
+
+def test_fewer_shares_than_the_threshold_are_noise() -> None:
+    """One of two shares, over many divisions of one secret: every byte of it takes all values alike."""
+    drawn = b"".join(split(SEED, 2, 3)[0][2:] for _ in range(2000))
+    assert abs(chi_square(np.bincount(np.frombuffer(drawn, np.uint8), minlength=256))) < 5
+
+
+def test_what_cannot_be_shared_is_refused() -> None:
+    for secret, threshold, count in ((SEED[:16], 2, 3), (SEED, 1, 3), (SEED, 4, 3)):
+        with pytest.raises(ValueError, match="shares of"):
+            split(secret, threshold, count)
+    with pytest.raises(ValueError, match="a share has 34 bytes"):
+        combine([b"short"] * 2, 2)

@@ -23,11 +23,10 @@ from fedspan.runs.train import run
 from helpers import tiny
 from helpers.node_service import CLIENT, introduced, invitation, node, values
 
-transport = pytest.importorskip(
-    "fedspan.transports.flower.transport", reason="the extra fedspan[flower] is not installed"
-)
-admissions = pytest.importorskip("fedspan.transports.flower.admissions")
-servers = pytest.importorskip("fedspan.transports.flower.server")
+pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
+
+from fedspan.transports.flower import admissions, transport
+from fedspan.transports.flower import server as servers
 
 WAITING = "`limits.approve`: the node's operator has to approve job 3f9c first"
 

@@ -1,4 +1,4 @@
-"""Rounds under secure aggregation: what the server learns, who may be missing when, and what it takes to go on."""
+"""Masked sums, with central privacy and without: the mean is that of replies in plaintext."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ import torch
 
 pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not installed")
 pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
+pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
 
-from fedspan.core.values import Client, Contribution, Message
+from fedspan.config import parse_config
+from fedspan.core.tensors import compute_norm as norm_of
+from fedspan.core.values import Client, Contribution, Message, Reduced
 from fedspan.crypto.keys import SessionKeys, draw_secret
 from fedspan.crypto.masks import Ring
 from fedspan.errors import FedspanError
@@ -475,3 +478,69 @@ def test_plain_orders_are_refused_in_a_run_that_is_secure_and_secure_ones_elsewh
 def test_a_ring_of_many_clients_has_room_for_them(built: Prepared) -> None:
     assert Ring(32, 100.0, 1000).bound_error(1000) / 1000 == pytest.approx(100 * 1000 / 2**31, rel=1e-3)
     assert built.federation.clients
+
+
+CLIP = 0.05
+
+
+def run_of(prepared: Prepared, folder: Path, noise: float) -> tuple[Prepared, list[Reduced]]:
+    config = tiny.config(
+        folder,
+        privacy={"mechanism": "central", "noise": noise, "clip": CLIP},
+        federation={"clients_per_round": None, "weights": "uniform", "rounds": 2},
+    )
+    run = tiny.variant(prepared, config, watch=lambda one: secure_rounds.Noted(inner=one))
+    known = run.federation.clients.items()  # made with the weights of another config
+    tiny.use_clients(run.federation, {id: replace(one, client=replace(one.client, weight=1.0)) for id, one in known})
+    method = run.federation.method
+    assert isinstance(method, secure_rounds.Noted)
+    return run, method.reduced
+
+
+@pytest.mark.parametrize("noise", [1e-9, 2.0])
+def test_the_mean_is_that_of_replies_in_plaintext(
+    noise: float, prepared: Prepared, tiny_folder: Path, tmp_path: Path
+) -> None:
+    run, seen = run_of(prepared, tiny_folder, noise)
+    there, _ = secure_rounds.secured(run, tmp_path, settings=SecureSettings(clip=1e4, bits=64))
+    progress = run.federation.begin()
+    hidden, plain = there.run_round(progress), run.federation.run_round(progress)
+    assert hidden.charges == plain.charges
+    assert not hidden.failures
+    for name, value in seen[1].mean.items():
+        assert float((seen[0].mean[name] - value).abs().max()) < 1e-6, name
+
+
+def test_a_client_that_is_gone_adds_nothing_and_the_number_below_stays(
+    prepared: Prepared, tiny_folder: Path, tmp_path: Path
+) -> None:
+    run, seen = run_of(prepared, tiny_folder, 1e-9)
+    begun = run.federation.begin()
+    start = run.federation.method.start(
+        run.federation.method.sync(begun.state, None), None, {}, begun.state.round
+    ).tensors
+    whole, _ = secure_rounds.secured(run, tmp_path / "whole", settings=SecureSettings(bits=64))
+    lost = secure_rounds.gone_at("train", "west")
+    less, _ = secure_rounds.secured(run, tmp_path / "less", settings=SecureSettings(bits=64), lose=lost)
+    whole.run_round(begun)
+    result = less.run_round(begun)
+    assert [failure.client for failure in result.failures] == ["west"]
+    apart = {name: (seen[0].mean[name] - value).double() for name, value in seen[1].mean.items()}
+    assert [one.count for one in seen] == [4, 4]  # the number of replies is not protected
+    assert norm_of(apart) == pytest.approx(CLIP / 4, rel=1e-3)  # its own clipped change, of four clients'
+    moved = {name: (value - start[name]).double() for name, value in seen[1].mean.items()}
+    assert norm_of(moved) <= CLIP * 3 / 4 * (1 + 1e-5)
+
+
+def test_a_cohort_that_may_be_too_small_to_hide_in_is_refused(tiny_folder: Path) -> None:
+    given = tiny.settings(
+        tiny_folder,
+        privacy={"mechanism": "central", "noise": 1.0},
+        federation={"weights": "uniform", "secure": {}},
+        engine={"name": "flower-sim"},
+    )
+    with pytest.raises(FedspanError, match=r"with privacy\.mechanism: central and federation\.secure") as refused:
+        parse_config(given)
+    assert refused.value.field == "federation.clients_per_round"
+    given["federation"]["clients_per_round"] = None
+    parse_config(given)

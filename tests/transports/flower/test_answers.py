@@ -1,19 +1,20 @@
-"""Answers of the door: from an offset on, in pieces that wait for their reader, and observed on their way."""
+"""Answers of the door: from an offset on, in pieces that wait for their reader, and files of base models."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-answers = pytest.importorskip("fedspan.transports.flower.answers", reason="the extra fedspan[flower] is not installed")
-limits = pytest.importorskip("fedspan.transports.flower.limits")
-progress = pytest.importorskip("fedspan.transports.flower.progress")
-wire = pytest.importorskip("fedspan.transports.flower.wire")
+pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
+
+from fedspan.transports.flower import answers, base_answers, bodies, limits, progress, wire
 
 CONTENT = os.urandom(wire.RESUMABLE_BYTES + 5)
 TAG = wire.compute_tag(b"request", len(CONTENT))
@@ -157,3 +158,57 @@ async def test_progress_is_of_the_whole_message(caplog: pytest.LogCaptureFixture
         "east: order sent: 3.0 of 6.0 MB",
         "east: order sent: 3.5 of 6.0 MB",
     ]
+
+
+OFFER, FILE, OTHER = "a" * 64, "b" * 64, "c" * 64
+
+
+def fetch(offers: Path | None, *parts: bytes) -> tuple[bytes, int, int]:
+    return asyncio.run(base_answers.fetch_base(offers, wire.pack(list(parts))))
+
+
+@pytest.fixture
+def offers(tmp_path: Path) -> Path:
+    folder = tmp_path / "offers"
+    folder.mkdir()
+    (tmp_path / "weights").write_bytes(b"0123456789")
+    (folder / f"{OFFER}.first.json").write_text("damaged")
+    (folder / f"{OFFER}.run.json").write_text(json.dumps({FILE: str(tmp_path / "weights")}))
+    return folder
+
+
+def test_bytes_come_with_their_offset_and_the_file_s_size(offers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another run's damaged offer of the same model does not stop it."""
+    assert fetch(offers, OFFER.encode(), FILE.encode(), b"0") == (b"0123456789", 0, 10)
+    assert fetch(offers, OFFER.encode(), FILE.encode(), b"7") == (b"789", 7, 10)
+    monkeypatch.setattr(base_answers, "BASE_BYTES", 4)
+    assert fetch(offers, OFFER.encode(), FILE.encode(), b"4") == (b"4567", 4, 10)
+
+
+@pytest.mark.parametrize(
+    ("parts", "status"),
+    [
+        ((OFFER.encode(), FILE.encode()), 400),
+        ((OFFER.encode(), FILE.encode(), b"-1"), 400),
+        ((OFFER.encode(), FILE.encode(), b""), 400),
+        ((OFFER.encode(), FILE.encode(), b"1" * 17), 400),
+        ((OFFER.encode(), FILE.encode(), b"10"), 404),  # behind its end
+        ((OFFER.encode(), OTHER.encode(), b"0"), 404),
+        ((OTHER.encode(), FILE.encode(), b"0"), 404),
+        ((b"*" * 64, FILE.encode(), b"0"), 404),
+        ((b"../" * 21 + b"a", FILE.encode(), b"0"), 404),
+        ((b"a" * 63, FILE.encode(), b"0"), 404),
+    ],
+)
+def test_any_other_request_is_refused(offers: Path, parts: tuple[bytes, ...], status: int) -> None:
+    with pytest.raises(bodies.Refused) as caught:
+        fetch(offers, *parts)
+    assert caught.value.status == status
+
+
+def test_a_server_without_offers_and_a_file_that_is_gone_have_nothing(offers: Path) -> None:
+    for folder in (None, offers):
+        if folder is not None:
+            (offers.parent / "weights").unlink()
+        with pytest.raises(bodies.Refused, match="not a file of a base model that is offered"):
+            fetch(folder, OFFER.encode(), FILE.encode(), b"0")

@@ -15,11 +15,9 @@ from typing import Any
 
 import pytest
 
-door = pytest.importorskip("fedspan.transports.flower.door", reason="the extra fedspan[flower] is not installed")
-adapter = pytest.importorskip("fedspan.transports.flower.adapter")
-connections = pytest.importorskip("fedspan.transports.flower.connections")
-senders = pytest.importorskip("fedspan.transports.flower.senders")
-wire = pytest.importorskip("fedspan.transports.flower.wire")
+pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
+
+from fedspan.transports.flower import adapter, connections, door, senders, wire
 
 KEY = b"key of node 7"
 ELSEWHERE = ("192.0.2.1", 7)

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-exchanges = pytest.importorskip(
-    "fedspan.transports.flower.exchange", reason="the extra fedspan[flower] is not installed"
-)
-adapter = pytest.importorskip("fedspan.transports.flower.adapter")
+pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
+
+from fedspan.transports.flower import adapter
+from fedspan.transports.flower import exchange as exchanges
 
 RUN = SimpleNamespace(run_id=5)
 

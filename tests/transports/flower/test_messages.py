@@ -18,11 +18,12 @@ from fedspan.federation import serialization
 from fedspan.federation.protocol import Envelope, Masking, decode_order, decode_reply
 from helpers.fuzzed_headers import fuzzed
 
-app = pytest.importorskip("flwr.app", reason="the extra fedspan[flower] is not installed")
-codec = pytest.importorskip("fedspan.transports.flower.messages")
-adapter = pytest.importorskip("fedspan.transports.flower.adapter")
-messages = pytest.importorskip("fedspan.transports.flower.messages")
-signing = pytest.importorskip("fedspan.transports.flower.signing")
+pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
+
+from flwr import app
+
+from fedspan.transports.flower import adapter, messages, signing
+from fedspan.transports.flower import messages as codec
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.bool)
 

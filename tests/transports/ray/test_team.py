@@ -1,4 +1,4 @@
-"""Workers, machines and drivers that die in mid-round."""
+"""Workers, machines and drivers that die in mid-round, runs of a series, and who reaches a local Ray."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from fedspan.errors import FedspanError
 from fedspan.federation.progress import RoundResult
 from fedspan.runs.cluster import build_host, connect_workers, get_resources
 from fedspan.runs.setup import Prepared, prepare
+from fedspan.transports.ray.sharing import share_teams
 from fedspan.transports.ray.team import Piece, Resources, Team, WorkerHandle, open_team
 from fedspan.transports.ray.worker import BaseVersion
 from helpers import tiny
@@ -34,8 +35,6 @@ from helpers.plain_data import plain
 from helpers.run_content import content
 
 pytestmark = pytest.mark.slow
-
-
 BATCHED = {"name": "batched", "clients_per_pass": 2, "workers": 1}
 
 
@@ -251,3 +250,24 @@ def test_a_driver_that_is_killed_continues_to_the_same_bits(
         return {name: value for name, value in content(folder).items() if not name.endswith("config.yaml")}
 
     assert files(tmp_path / "killed") == files(tmp_path / "whole")
+
+
+def test_runs_of_a_series_may_differ_in_their_workers(tiny_folder: Path) -> None:
+    with share_teams():
+        for workers in (1, 2):
+            prepared = prepare(config(tiny_folder, workers=workers))
+            with open_team(get_resources(prepared.config)) as team:
+                connected = connect_workers(prepared, team).federation
+                assert connected.run_round(connected.begin()).failures == ()
+
+
+def test_a_process_without_the_token_is_not_let_in(tiny_folder: Path) -> None:
+    code = "import sys, ray; ray.init(address=sys.argv[1], logging_level='error')"
+    with open_team(get_resources(config(tiny_folder))):
+        address = ray.get_runtime_context().gcs_address
+        stranger = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+        for variables, admitted in ((stranger, False), (dict(os.environ), True)):
+            command = [sys.executable, "-c", code, address]
+            found = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)
+            assert (found.returncode == 0) == admitted, found.stderr
+    assert "RAY_AUTH_TOKEN" not in os.environ
