@@ -226,9 +226,7 @@ def test_an_assignment_has_the_order_s_round_rate_and_noise_and_the_training_exa
         ({"phase": "second"}, True, False),  # another phase has moments of its own
     ],
 )
-def test_moments_are_continued_within_a_generation_of_a_phase(
-    changes: dict[str, object], use: bool, continued: bool
-) -> None:
+def test_moments_continue_in_a_generation_of_a_phase(changes: dict[str, object], use: bool, continued: bool) -> None:
     training = opened()
     assignment = training.make_assignment(replace(training.job, **changes), use)  # type: ignore[arg-type]
     assert (assignment.moments is MOMENTS) is continued

@@ -241,9 +241,7 @@ def test_a_disk_that_refuses_a_checkpoint_stops_no_training(
     assert "no checkpoint after step 1" in caplog.text
 
 
-def test_without_checkpoints_the_round_starts_over(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_checkpoints_it_starts_over(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     passes = Passes(monkeypatch)
     undisturbed = train(run(tiny_folder, tmp_path / "a", "plain")[0])
     passes.count, passes.killed_at = 0, STEPS

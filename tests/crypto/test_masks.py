@@ -229,9 +229,7 @@ def test_any_threshold_of_shares_give_the_secret(secret: bytes, threshold: int, 
 
 @settings(max_examples=20, deadline=None)
 @given(st.binary(min_size=32, max_size=32), st.integers(2, 12), st.integers(0, 100), st.randoms(use_true_random=False))
-def test_shares_are_put_together_as_by_the_library(
-    secret: bytes, threshold: int, more: int, rng: random.Random
-) -> None:
+def test_shares_are_combined_as_by_the_library(secret: bytes, threshold: int, more: int, rng: random.Random) -> None:
     used = rng.sample(split(secret, threshold, threshold + more), threshold)
     halves = ([(int.from_bytes(one[:2], "big"), one[at : at + 16]) for one in used] for at in (2, 18))
     assert combine(used, threshold) == b"".join(Shamir.combine(half) for half in halves) == secret

@@ -166,9 +166,7 @@ def test_no_more_jobs_wait_than_a_disk_bears(tiny_folder: Path, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b'{"job": 1}', b"[" * 9999])
-def test_a_damaged_decision_approves_nothing(
-    tiny_folder: Path, tmp_path: Path, approvals: Approvals, content: bytes
-) -> None:
+def test_damaged_decisions_do_nothing(tiny_folder: Path, tmp_path: Path, approvals: Approvals, content: bytes) -> None:
     asked = invitation(values(tiny_folder))
     with pytest.raises(NotApprovedError):
         approvals.require(asked)

@@ -33,7 +33,8 @@ from helpers.node_service import values
 
 pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
 
-from fedspan.transports.flower import supernode
+from fedspan.transports.flower import reachability, supernode
+from fedspan.transports.flower.keys import renew_authority
 
 
 @pytest.fixture
@@ -82,8 +83,6 @@ def test_a_node_s_heartbeats_say_what_its_file_says(links: list[Any], tmp_path: 
 def test_a_node_s_folder_is_not_for_other_users(
     links: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from fedspan.transports.flower import reachability
-
     monkeypatch.setattr(reachability, "check_server", lambda *_: "reached")
     path = write_node(tmp_path)
     deploy.check_node(path, insecure=True)
@@ -107,8 +106,6 @@ def test_a_node_s_folder_is_not_for_other_users(
 def test_no_other_user_reads_what_the_commands_write(
     module: str, function: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from fedspan.transports.flower.server import prepare_folder
-
     def write(*_: Any, **__: Any) -> None:
         Path("written").touch()
         raise FedspanError("test", None, problem="the file is written")
@@ -127,8 +124,6 @@ def test_no_other_user_reads_what_the_commands_write(
 
 
 def test_the_check_of_a_node_says_where_its_models_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from fedspan.transports.flower import reachability
-
     monkeypatch.setattr(reachability, "check_server", lambda *_: "reached")
     limits = {"models": ["clinic/encoder", "google/*", "builtin:all-minilm-l6-v2"]}
     path = write_node(tmp_path, models={"ours": str(tmp_path)}, limits=limits)
@@ -138,9 +133,7 @@ def test_the_check_of_a_node_says_where_its_models_are(monkeypatch: pytest.Monke
     assert "not on this machine" in lines[1]
 
 
-def test_a_resumed_run_offers_the_base_that_it_offered_before(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_offers_the_same_base(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A received model is used only while it is offered, and its files are part of the job that an owner approved."""
     invitations = list[Invitation]()
 
@@ -185,7 +178,7 @@ IDS = ["clinic-a", "Klinik Süd: 100%", "- {a: b}", 'quote " and $dollar']
 
 
 def call(*arguments: str) -> str:
-    result = CliRunner().invoke(get_program(), list(arguments))
+    result = CliRunner().invoke(get_program(), arguments)
     assert result.exit_code == 0, result.output
     return result.output
 
@@ -258,7 +251,6 @@ def test_a_bundle_is_not_replaced(authority: Path, tmp_path: Path) -> None:
 
 
 def test_a_server_writes_bundles_and_a_data_owner_checks_its_own(tmp_path: Path) -> None:
-    pytest.importorskip("flwr", reason="needs fedspan[flower]")
     folder = tmp_path / "server"
     said = call("server", "--folder", str(folder), "--name", "localhost", "--port", "1", "--bundle", "clinic-a")
     bundle = folder / "bundles" / "clinic-a"
@@ -275,7 +267,6 @@ def test_a_server_writes_bundles_and_a_data_owner_checks_its_own(tmp_path: Path)
 
 
 def test_a_bundle_has_the_port_of_the_server_and_changes_nothing(tmp_path: Path) -> None:
-    pytest.importorskip("flwr", reason="needs fedspan[flower]")
     prepare_folder(tmp_path, 443, ["localhost"], insecure=False)
     before = (tmp_path / "server.json").read_bytes()
     call("server", "--folder", str(tmp_path), "--name", "localhost", "--bundle", "clinic-a")
@@ -284,16 +275,12 @@ def test_a_bundle_has_the_port_of_the_server_and_changes_nothing(tmp_path: Path)
 
 
 def test_a_bundle_without_a_name_has_the_first_of_the_server_s_certificate(tmp_path: Path) -> None:
-    pytest.importorskip("flwr", reason="needs fedspan[flower]")
     prepare_folder(tmp_path, 443, ["fl.example.org", "10.0.0.1"], insecure=False)
     call("server", "--folder", str(tmp_path), "--bundle", "clinic-a")
     assert load_node(tmp_path / "bundles" / "clinic-a" / "node.yaml").server == "fl.example.org:443"
 
 
 def test_a_bundle_has_an_ipv6_address_in_brackets_and_renewed_certificates(tmp_path: Path) -> None:
-    pytest.importorskip("flwr", reason="needs fedspan[flower]")
-    from fedspan.transports.flower.keys import renew_authority
-
     prepare_folder(tmp_path, 443, ["2001:db8::1"], insecure=False)
     renewed = renew_authority(tmp_path, []).read_bytes()
     said = call("server", "--folder", str(tmp_path), "--bundle", "clinic-a")
@@ -304,8 +291,7 @@ def test_a_bundle_has_an_ipv6_address_in_brackets_and_renewed_certificates(tmp_p
 
 
 def test_a_check_passes_and_says_what_it_saw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("flwr", reason="needs fedspan[flower]")
-    monkeypatch.setattr("fedspan.transports.flower.reachability.check_server", lambda address, authority: "reached")
+    monkeypatch.setattr(reachability, "check_server", lambda *_: "reached")
     folder = tmp_path / "server"
     call("server", "--folder", str(folder), "--name", "localhost", "--bundle", "clinic-a")
     bundle = folder / "bundles" / "clinic-a"
@@ -329,11 +315,10 @@ def test_a_check_passes_and_says_what_it_saw(tmp_path: Path, monkeypatch: pytest
         ({}, "fedspan.join(file, trainer=...)"),
     ],
 )
-def test_a_check_knows_all_kinds_of_data(
+def test_a_check_knows_all_data(
     data: dict[str, object], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("flwr", reason="needs fedspan[flower]")
-    monkeypatch.setattr("fedspan.transports.flower.reachability.check_server", lambda address, authority: "reached")
+    monkeypatch.setattr(reachability, "check_server", lambda *_: "reached")
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "train.csv").write_text("text,label\n")
     (tmp_path / "node.yaml").write_text(yaml.safe_dump({"id": "a", "server": "localhost:1", "data": data}))
@@ -342,7 +327,6 @@ def test_a_check_knows_all_kinds_of_data(
 
 
 def test_bundles_need_a_name_and_tls(tmp_path: Path) -> None:
-    pytest.importorskip("flwr", reason="needs fedspan[flower]")
     for more, message in ((["--insecure", "--name", "localhost"], "without TLS"), ([], "--name")):
         result = CliRunner().invoke(get_program(), ["server", "--folder", str(tmp_path / "s"), "--bundle", "a", *more])
         assert result.exit_code == 2
@@ -350,7 +334,6 @@ def test_bundles_need_a_name_and_tls(tmp_path: Path) -> None:
 
 
 def test_a_bundle_s_certificate_is_that_of_the_server(tmp_path: Path) -> None:
-    pytest.importorskip("flwr", reason="needs fedspan[flower]")
     link = prepare_folder(tmp_path, 9092, ["localhost"], insecure=False)
     assert link.authority is not None
     bundle = write_bundle(tmp_path / "bundles", "clinic-a", "localhost:9092", link.authority)

@@ -50,9 +50,7 @@ def test_a_model_may_load_for_an_hour_and_no_longer(tmp_path: Path) -> None:
         assert "(last: training)" in (find_problem(tmp_path) or "")
 
 
-def test_every_batch_renews_the_heartbeat_of_a_node(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_batch_renews_the_heartbeat(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     renewed: list[str] = []
     percents: list[int | None] = []
 
@@ -108,7 +106,7 @@ def collect_percents(tiny_folder: Path, folder: Path, monkeypatch: pytest.Monkey
     return percents
 
 
-def test_the_phases_that_a_method_adds_are_a_part_of_the_work(
+def test_phases_of_a_method_are_part_of_the_work(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     method = {"name": "pfedlora", "r": 2}
@@ -117,7 +115,7 @@ def test_the_phases_that_a_method_adds_are_a_part_of_the_work(
     assert percents.index(100) > 0.9 * len(percents) - 1
 
 
-def test_the_sizes_of_secret_samples_do_not_show_in_heartbeats(
+def test_heartbeats_hide_the_sizes_of_secret_samples(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     privacy = {"mechanism": "dp-sgd", "clip": 1.0, "noise": 1.0, "randomness": "secret"}
@@ -245,7 +243,7 @@ def test_an_order_that_takes_too_long_is_given_up_and_its_process_killed(
     assert "invited" in answer(supervised, 6)
 
 
-def test_a_process_that_dies_before_it_reads_its_order_is_reported(
+def test_a_process_that_dies_before_its_order_is_reported(
     supervised: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def connect() -> Any:

@@ -17,7 +17,6 @@ pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not ins
 pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
 
 from fedspan import __version__
-from fedspan.config.node import NodeConfig
 from fedspan.crypto.graph import compute_neighborhood_size
 from fedspan.deployment.handshake import Introduction, Invitation
 from fedspan.deployment.limits import OrderTerms
@@ -335,9 +334,7 @@ def test_every_envelope_that_comes_again_is_refused(tiny_folder: Path, tmp_path:
             assert '"failed":"`message.session`: ' in again.header
 
 
-def test_a_node_that_sends_nothing_in_plaintext_does_not_participate_in_plaintext_runs(
-    tiny_folder: Path, tmp_path: Path
-) -> None:
+def test_a_node_that_sends_nothing_in_plaintext_joins_no_plaintext_run(tiny_folder: Path, tmp_path: Path) -> None:
     service = NodeService(node("clinic-a", tiny_folder, tmp_path, secure_only=True))
     invitation = Invitation(run="run", version=__version__, config=json.dumps(values(tiny_folder)))
     told = read_header(Introduction, service.answer(invitation.to_envelope()))
@@ -371,7 +368,3 @@ def test_a_node_says_in_how_small_a_sum_it_is(least: int, stands: bool, tiny_fol
     answers = [one for one in transport.came if '"task":"unmask"' in one.header]
     assert len(answers) == 2
     assert all(not read_header(UnmaskReply, one).shares for one in answers)
-
-
-def test_the_default_is_three() -> None:
-    assert NodeConfig.model_validate({"id": "a", "server": "h:1", "data": {}}).limits.secure_clients == 3

@@ -189,9 +189,7 @@ def test_a_run_with_fixed_nodes_is_the_simulation(scene: Scene, tmp_path: Path) 
     require_same(tmp_path / "run", tmp_path / "simulated")
 
 
-def test_nodes_join_leave_and_come_back_and_a_killed_run_resumes_with_the_same_bits(
-    scene: Scene, tmp_path: Path
-) -> None:
+def test_nodes_join_leave_and_come_back_and_a_killed_run_resumes_to_the_bit(scene: Scene, tmp_path: Path) -> None:
     scene.values["federation"]["late_joiners"] = True
     events = {1: {1, 2, 3, 4}, 2: {1, 3, 4}, 3: {1, 2, 3, 4}, 4: {1, 2, 4}}
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -250,7 +248,9 @@ def test_a_resumed_run_does_not_use_a_node_that_it_refused(scene: Scene, tmp_pat
     assert any(f"{WEST} does not participate: its base model" in note for note in listener.notes)
 
 
-def test_a_node_that_waits_under_ever_other_ids_has_one_entry(scene: Scene, tmp_path: Path) -> None:
+def test_a_node_that_waits_under_ever_other_ids_has_one_entry(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its reasons are texts of its own, and all of them would be in the error at the end."""
     ids = iter(range(100))
 
@@ -259,9 +259,10 @@ def test_a_node_that_waits_under_ever_other_ids_has_one_entry(scene: Scene, tmp_
             self.fields = {"refused": "not yet", "waiting": True, "id": f"other-{next(ids)}"}
             return super().answer(envelope)
 
+    monkeypatch.setattr("fedspan.transports.flower.transport._REINVITE_SECONDS", 0.2)
     scene.grid.services[3] = Renamed(scene.grid.services[3], {})
     with pytest.raises(FedspanError, match="not yet") as raised:
-        submit(scene.values, tmp_path / "run", scene.link, wait=12.0, listener=Events(scene.grid, {}))
+        submit(scene.values, tmp_path / "run", scene.link, wait=3.0, listener=Events(scene.grid, {}))
     assert next(ids) > 2
     assert str(raised.value).count("not yet") == 1
 
@@ -290,9 +291,7 @@ def test_a_node_without_a_key_comes_back_under_another_flower_id(scene: Scene, t
 
 
 @pytest.mark.parametrize("online", [{1, 3, 5}, pytest.param({1, 2, 3, 5}, marks=pytest.mark.slow)])
-def test_a_recorded_id_is_taken_over_only_from_a_node_that_is_gone(
-    online: set[int], scene: Scene, tmp_path: Path
-) -> None:
+def test_a_recorded_id_is_taken_over_from_a_gone_node_only(online: set[int], scene: Scene, tmp_path: Path) -> None:
     """Node 2 is online in one of the cases, and has not introduced itself to the resumed run when node 5 does."""
     run = tmp_path / "run"
     submit_and_kill(scene, run, {})
@@ -307,9 +306,7 @@ def test_a_recorded_id_is_taken_over_only_from_a_node_that_is_gone(
     assert len(list_audited(scene, "replaced")) == taken
 
 
-def test_a_new_key_takes_over_only_the_name_under_which_it_was_admitted(
-    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_key_takes_over_its_own_name_only(scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     admissions = pytest.importorskip("fedspan.transports.flower.admissions")
     names = {5: SOUTH, 6: ""}
     monkeypatch.setattr(

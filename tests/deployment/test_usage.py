@@ -425,7 +425,7 @@ def test_a_crash_between_the_two_files_stops_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mechanism", [pytest.param("local", marks=pytest.mark.slow), "dp-sgd"])
-def test_a_run_is_refused_at_its_start_if_its_rounds_would_exceed_epsilon(
+def test_a_run_that_would_exceed_epsilon_is_refused_at_its_start(
     mechanism: str, tiny_folder: Path, tmp_path: Path
 ) -> None:
     """What the node plans is what the orders of all rounds cost it."""
@@ -453,7 +453,7 @@ def test_a_run_is_refused_at_its_start_if_its_rounds_would_exceed_epsilon(
     assert introduced(limited, values(tiny_folder, privacy=privacy)).refused is None  # it was joined before
 
 
-def test_a_run_that_ends_at_its_own_epsilon_or_selects_some_nodes_is_not_refused_for_all_its_rounds(
+def test_a_run_with_an_epsilon_of_its_own_or_a_selection_of_nodes_is_not_refused(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")

@@ -506,7 +506,7 @@ def test_clients_of_one_rank_have_one_untrained_reply(key: str, tiny_folder: Pat
         ((), 4.0, None),
     ],
 )
-def test_a_limit_is_a_multiple_of_the_median(
+def test_a_weight_limit_is_a_multiple_of_the_median(
     weights: tuple[int, ...], ratio: float | None, limit: float | None
 ) -> None:
     assert compute_weight_limit(weights, ratio) == limit

@@ -232,9 +232,7 @@ def test_the_simulated_clock_waits_for_who_stops_replying_in_any_exchange(
     assert (IDS[0] in result.progress.last_rounds) == (phase == "unmask")
 
 
-def test_replies_that_wait_for_the_simulated_clock_lie_in_a_file(
-    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replies_that_wait_for_the_clock_lie_in_a_file(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     speed = {"distribution": "lognormal", "median": 10.0, "spread": 4.0}
 
     def state() -> Progress:

@@ -169,7 +169,7 @@ def test_the_reason_of_a_refused_header_is_short_and_obeyed_by_no_terminal(
 
 
 @pytest.mark.parametrize("kind", sorted(SPOILT))
-def test_a_reply_that_does_not_count_is_named_and_leaves_no_trace(
+def test_a_spoilt_reply_is_named_and_leaves_no_trace(
     kind: str, built: Prepared, without: RoundResult, tmp_path: Path
 ) -> None:
     spoil, reason = SPOILT[kind]
@@ -229,9 +229,7 @@ def chosen(built: Prepared, count: int, folder: Path, more: int, spoil: Spoil = 
     return made
 
 
-def test_a_round_that_asks_more_than_it_wants_continues_with_those_who_reply_first(
-    built: Prepared, tmp_path: Path
-) -> None:
+def test_a_round_that_asks_more_continues_with_those_who_reply_first(built: Prepared, tmp_path: Path) -> None:
     found = chosen(built, 2, tmp_path / "more", 1)
     begin = found.begin()
     result = found.run_round(begin)
@@ -284,7 +282,7 @@ def test_a_late_client_continues_from_what_counted_last(tiny_folder: Path, tmp_p
         assert other.last_rounds == progress.last_rounds
 
 
-def test_a_client_that_lost_what_it_kept_is_sent_everything(tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_client_that_lost_its_states_is_sent_everything(tiny_folder: Path, tmp_path: Path) -> None:
     config = tiny.config(tiny_folder, method={"name": "fedloru"}, federation={"clients_per_round": None})
     built = prepare(config)
     found = federation(built, tmp_path, good)
@@ -365,9 +363,7 @@ def test_a_client_that_was_sent_an_earlier_state_trains_it() -> None:
 
 
 @pytest.mark.parametrize(("task", "purpose"), [("train", "train"), ("second", "train"), ("statistics", "statistics")])
-def test_both_exchanges_of_a_round_are_part_of_the_training(
-    task: Literal["train", "second", "statistics"], purpose: str
-) -> None:
+def test_both_exchanges_are_part_of_the_training(task: Literal["train", "second", "statistics"], purpose: str) -> None:
     assert build_context(task=task).purpose == purpose
 
 

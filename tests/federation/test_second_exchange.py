@@ -116,9 +116,7 @@ def test_every_client_is_asked_twice_and_both_messages_are_training_traffic(buil
     assert here.progress.states == {id: ClientState() for id in ids}  # what is trained does not outlast the round
 
 
-def test_a_client_that_drops_out_between_the_exchanges_is_in_the_first_mean_alone(
-    built: Prepared, tmp_path: Path
-) -> None:
+def test_a_dropout_between_the_exchanges_is_in_the_first_mean_alone(built: Prepared, tmp_path: Path) -> None:
     """By hand: Q of all clients' sketches, and the others' products, by the others' shares, on it."""
     made, _ = connect(built, tmp_path, silent)
     result = made.run_round(made.begin())
@@ -177,9 +175,7 @@ def test_too_few_second_replies_fail_the_round_as_a_whole(built: Prepared, tmp_p
     assert differences(clean.run_round(clean.begin()).progress.state, again.progress.state) == []
 
 
-def test_a_client_that_lost_what_it_trained_says_so_and_is_sent_everything_next(
-    built: Prepared, tmp_path: Path
-) -> None:
+def test_a_client_that_lost_its_training_says_so_and_is_sent_everything_next(built: Prepared, tmp_path: Path) -> None:
     made, transport = connect(built, tmp_path)
     host, store = transport.hosts[LOST], DiskClientStore(tmp_path / "elsewhere")
     answer = host.answer
@@ -197,7 +193,7 @@ def test_a_client_that_lost_what_it_trained_says_so_and_is_sent_everything_next(
     assert result.progress.last_replies[LOST] == 0
 
 
-def test_a_client_that_lost_everything_between_the_exchanges_of_a_later_round_trains_in_the_next(
+def test_a_client_that_lost_everything_between_later_exchanges_trains_in_the_next(
     built: Prepared, tmp_path: Path
 ) -> None:
     """It had a state of the round before, which the next order must not name."""
@@ -361,9 +357,7 @@ def without(built: Prepared, tmp_path_factory: pytest.TempPathFactory) -> RoundR
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_a_hostile_second_reply_is_one_that_did_not_arrive(
-    kind: str, built: Prepared, without: RoundResult, tmp_path: Path
-) -> None:
+def test_a_hostile_second_reply_is_none(kind: str, built: Prepared, without: RoundResult, tmp_path: Path) -> None:
     spoil, reason = HOSTILE[kind]
     made, _ = connect(built, tmp_path / "hostile", spoil)
     result = made.run_round(made.begin())
@@ -402,7 +396,7 @@ def test_dropouts_act_in_each_exchange(tiny_folder: Path) -> None:
     assert set(reasons) == {"it dropped out (simulated)", "second exchange: it dropped out (simulated)"}
 
 
-def test_an_order_without_training_or_to_a_method_with_one_exchange_is_refused(
+def test_an_order_without_training_or_a_second_exchange_is_refused(
     built: Prepared, tiny_folder: Path, tmp_path: Path
 ) -> None:
     _, transport = connect(built, tmp_path)
@@ -429,9 +423,7 @@ def test_a_secure_round_of_three_needs_all_of_them_for_its_second_sum(tiny_folde
     assert set(result.progress.last_rounds) == set(cohort)
 
 
-def test_a_clipped_change_of_a_secure_sum_has_the_same_factor_in_both_exchanges(
-    tiny_folder: Path, tmp_path: Path
-) -> None:
+def test_a_clipped_change_of_a_secure_sum_has_one_factor_in_both_exchanges(tiny_folder: Path, tmp_path: Path) -> None:
     """Sketches Y are longer than P, so a limit between both clips Y alone."""
     training = {"local_steps": None, "batch_size": 12}
     prepared = prepare(make_config(tiny_folder, training=training, federation={"max_weight_ratio": None}))

@@ -153,7 +153,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
         pytest.param({"federation": {"secure": {}}}, id="masked replies"),
     ],
 )
-def test_a_round_encodes_and_decodes_its_order_and_each_reply_once(
+def test_a_round_encodes_its_order_and_each_reply_once(
     changes: Mapping[str, Any], tiny_folder: Path, counts: Counts
 ) -> None:
     if "secure" in changes.get("federation", {}):
@@ -172,9 +172,7 @@ def test_a_round_encodes_and_decodes_its_order_and_each_reply_once(
 
 
 @pytest.mark.parametrize("method", ["hetlora", "flexlora", "fedhm"])
-def test_a_message_is_encoded_and_decoded_once_for_all_clients_of_a_rank(
-    method: str, tiny_folder: Path, counts: Counts
-) -> None:
+def test_a_message_is_encoded_once_for_all_clients_of_a_rank(method: str, tiny_folder: Path, counts: Counts) -> None:
     """Also where clients of one rank do not follow one another."""
     settings = tiny.settings(tiny_folder, method={"name": method})
     settings["partition"] = {"partitioner": "iid", "clients": 12}

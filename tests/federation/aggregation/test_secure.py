@@ -388,7 +388,7 @@ def without_first(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor
         (lambda one: replace(one, stack={"more": torch.zeros(1)}), "contribution to a sum"),
     ],
 )
-def test_a_client_whose_reply_has_no_place_in_the_sum_says_so_and_drops_out(
+def test_a_client_whose_reply_has_no_place_in_the_sum_drops_out(
     change: Any, why: str, built: Prepared, tmp_path: Path
 ) -> None:
     spoilt = Spoilt(inner=built.federation.method, change=change)
@@ -441,7 +441,7 @@ def test_a_client_may_ask_for_more_company(built: Prepared, tmp_path: Path) -> N
     assert given == [{}, {}, {}]
 
 
-def test_a_client_that_lost_what_it_kept_is_sent_everything(
+def test_a_client_that_lost_its_states_is_sent_everything(
     prepared: Prepared, tiny_folder: Path, tmp_path: Path
 ) -> None:
     config = tiny.config(tiny_folder, method={"name": "fedloru"}, federation={"clients_per_round": None})
@@ -458,9 +458,7 @@ def test_a_client_that_lost_what_it_kept_is_sent_everything(
     assert set(after.progress.last_rounds.values()) == {2}
 
 
-def test_plain_orders_are_refused_in_a_run_that_is_secure_and_secure_ones_elsewhere(
-    built: Prepared, tmp_path: Path
-) -> None:
+def test_plain_orders_are_refused_in_a_secure_run_and_secure_ones_elsewhere(built: Prepared, tmp_path: Path) -> None:
     federation, stage = secure_rounds.secured(built, tmp_path)
     progress = federation.run_round(federation.begin()).progress
     order = next(asked for asked, _ in stage.sent if isinstance(asked, Order))
@@ -498,9 +496,7 @@ def run_of(prepared: Prepared, folder: Path, noise: float) -> tuple[Prepared, li
 
 
 @pytest.mark.parametrize("noise", [1e-9, 2.0])
-def test_the_mean_is_that_of_replies_in_plaintext(
-    noise: float, prepared: Prepared, tiny_folder: Path, tmp_path: Path
-) -> None:
+def test_the_mean_is_the_plaintext_mean(noise: float, prepared: Prepared, tiny_folder: Path, tmp_path: Path) -> None:
     run, seen = run_of(prepared, tiny_folder, noise)
     there, _ = secure_rounds.secured(run, tmp_path, settings=SecureSettings(clip=1e4, bits=64))
     progress = run.federation.begin()
@@ -511,9 +507,7 @@ def test_the_mean_is_that_of_replies_in_plaintext(
         assert float((seen[0].mean[name] - value).abs().max()) < 1e-6, name
 
 
-def test_a_client_that_is_gone_adds_nothing_and_the_number_below_stays(
-    prepared: Prepared, tiny_folder: Path, tmp_path: Path
-) -> None:
+def test_a_client_that_is_gone_adds_nothing_to_the_sum(prepared: Prepared, tiny_folder: Path, tmp_path: Path) -> None:
     run, seen = run_of(prepared, tiny_folder, 1e-9)
     begun = run.federation.begin()
     start = run.federation.method.start(

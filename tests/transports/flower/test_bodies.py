@@ -13,7 +13,6 @@ import pytest
 pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
 
 from fedspan.transports.flower import bodies, limits, progress, uploads, wire
-from fedspan.transports.flower import resumed_bodies as resumed
 
 FAST = {"body_seconds": 5.0}
 
@@ -121,76 +120,6 @@ async def test_a_body_that_was_read_is_received_again_and_then_what_follows() ->
 
 def test_a_wait_for_the_end_of_a_connection_passes_over_what_comes_before() -> None:
     asyncio.run(bodies.wait_for_disconnect(receiver([*parts(b"a", b"b"), {"type": "http.disconnect"}])))
-
-
-TEN = b"0123456789"
-TEN_DIGEST = hashlib.sha256(TEN).hexdigest()
-KEY = b"key of the node"
-
-
-def receive_once(content: bytes, *, is_broken: bool = False) -> Any:
-    messages = [{"type": "http.request", "body": content, "more_body": is_broken}, {"type": "http.disconnect"}]
-    left = iter(messages)
-
-    async def receive() -> dict[str, Any]:
-        return next(left)
-
-    return receive
-
-
-async def send(kept: Any, content: bytes, offset: int, *, is_broken: bool = False, **changes: Any) -> bytes:
-    part = wire.UploadPart(changes.get("digest", TEN_DIGEST), offset, len(TEN))
-    length = changes.get("length", len(TEN) - offset)
-    receive = receive_once(content, is_broken=is_broken)
-    return await kept.read_part(receive, length, part, changes.get("key", KEY), "east", progress.ProgressClock())
-
-
-async def refuse(status: int, sending: Any) -> None:
-    with pytest.raises(bodies.Refused) as caught:
-        await sending
-    assert caught.value.status == status
-
-
-async def test_a_body_is_continued_from_where_its_connection_broke() -> None:
-    kept = resumed.ResumedBodies(limits.DoorLimits())
-    assert await kept.find_offset(TEN_DIGEST.encode(), KEY) == b"0"
-    await refuse(400, send(kept, TEN[:4], 0, is_broken=True))
-    assert await kept.find_offset(TEN_DIGEST.encode(), KEY) == b"4"
-    assert await kept.find_offset(TEN_DIGEST.encode(), b"another key") == b"0"
-    await refuse(416, send(kept, TEN[6:], 6))  # bytes are missing in between
-    assert await send(kept, TEN[4:], 4) == TEN
-
-
-async def test_a_whole_body_needs_one_request() -> None:
-    kept = resumed.ResumedBodies(limits.DoorLimits())
-    assert await send(kept, TEN, 0) == TEN
-    assert await send(kept, TEN, 0, key=None) == TEN
-
-
-async def test_a_part_that_does_not_end_with_its_body_or_makes_another_one_is_refused() -> None:
-    kept = resumed.ResumedBodies(limits.DoorLimits())
-    await refuse(400, send(kept, TEN[:4], 0, length=4))
-    await refuse(400, send(kept, TEN[:4], 0, is_broken=True))
-    await refuse(400, send(kept, b"altered"[:6], 4))
-    assert await kept.find_offset(TEN_DIGEST.encode(), KEY) == b"0"
-
-
-async def test_the_answer_to_a_body_is_kept_for_its_node() -> None:
-    kept = resumed.ResumedBodies(limits.DoorLimits())
-    part = wire.UploadPart(TEN_DIGEST, 0, len(TEN))
-    await send(kept, TEN, 0)
-    async with kept.keep_answer(KEY, part) as keep:
-        keep(b"stored")
-    assert await kept.find_offset(TEN_DIGEST.encode(), KEY) == wire.TAKEN + b"stored"
-    assert await kept.find_offset(TEN_DIGEST.encode(), b"another key") == b"0"
-    async with kept.keep_answer(KEY, None) as keep:
-        keep(b"of a body that came without a hash")
-
-
-@pytest.mark.parametrize("digest", [b"", b"a" * 63, b"a" * 65, b"*" * 64])
-def test_an_offset_is_that_of_a_hash(digest: bytes) -> None:
-    kept = resumed.ResumedBodies(limits.DoorLimits())
-    asyncio.run(refuse(400, kept.find_offset(digest, KEY)))
 
 
 BODY = bytes(range(200)) * 5
@@ -308,9 +237,7 @@ async def test_an_answer_is_waited_for_while_its_body_is_processed() -> None:
     assert [await waiting, await made.find_answer(b"a", "another")] == [b"answer", None]
 
 
-def test_progress_of_a_message_is_logged_now_and_then(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_progress_is_logged_now_and_then(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Over all requests that transmit it, and each of them may be fast."""
     made, now, clock = uploads.Uploads(limits.DoorLimits()), [0.0], progress.ProgressClock()
     monkeypatch.setattr(uploads.time, "monotonic", lambda: now[0])

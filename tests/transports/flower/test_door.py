@@ -614,7 +614,7 @@ def test_a_node_fetches_files_of_base_models_that_are_offered_and_no_others(tmp_
     assert fetch(offer, file, "0", door=door.Door(Behind(), exchange=Exchange())) == 404
 
 
-async def test_bytes_of_a_base_model_leave_in_pieces_and_one_that_does_not_read_holds_no_slot(
+async def test_a_base_model_leaves_in_pieces_and_a_node_that_does_not_read_holds_no_slot(
     tmp_path: Path,
 ) -> None:
     content, offer, file = bytes(range(251)) * 1000, "a" * 64, "b" * 64
@@ -704,7 +704,7 @@ async def test_a_large_answer_that_nobody_reads_is_neither_buffered_nor_kept(nam
 
 
 @pytest.mark.parametrize("path", ["own", "flower"])
-async def test_an_answer_that_was_lost_is_repeated_and_the_body_not_processed_again(
+async def test_a_lost_answer_is_repeated_and_its_body_not_processed_again(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(door, "read_pushed_reply", lambda *_: reply())

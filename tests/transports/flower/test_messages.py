@@ -177,9 +177,7 @@ def test_a_message_is_as_large_as_its_array_however_little_was_transmitted() -> 
 
 @pytest.mark.usefixtures("identity")
 @pytest.mark.parametrize("small", [codec.SMALL, 0])
-def test_sets_of_objects_with_mistakes_raise_nothing_but_a_value_error(
-    small: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_sets_of_objects_raise_nothing_but_a_value_error(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codec, "SMALL", small)
     draw = random.Random(0)
     id, good = _objects(records_of(Envelope('{"a": 1}', bytes(range(200)))))

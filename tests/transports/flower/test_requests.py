@@ -29,7 +29,7 @@ from fedspan.transports.flower.wire import (
 
 pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
 
-from fedspan.transports.flower import adapter, bodies, connections, limits, senders
+from fedspan.transports.flower import adapter, bodies, connections, keys, limits, senders
 
 
 class Clock:
@@ -101,12 +101,6 @@ async def test_a_request_holds_one_slot_however_often_it_enters_and_leaves() -> 
     assert slots.locked()
 
 
-def test_a_new_sender_is_looked_up_at_once() -> None:
-    some = limits.Sender(asyncio.Semaphore(1), limits.Bucket(1, 1), limits.Bucket(1, 1))
-    assert some.node is None
-    assert time.monotonic() - some.looked_up_at >= limits.KNOWN_SECONDS
-
-
 SCOPE = {"app": SimpleNamespace()}
 
 
@@ -130,7 +124,7 @@ def test_a_node_whose_request_waits_is_not_forgotten() -> None:
     assert known.get(b"busy") is busy
 
 
-async def test_an_admitted_key_is_looked_up_now_and_then_and_an_unknown_one_every_time(
+async def test_a_key_is_looked_up_now_and_then_and_an_unknown_one_every_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[bytes] = []
@@ -154,43 +148,6 @@ async def test_an_admitted_key_is_looked_up_now_and_then_and_an_unknown_one_ever
             await known.require_admitted(SCOPE, known.get(b"a"), b"a")
         assert caught.value.status == 401
     assert asked == [b"a"] * 3
-
-
-async def test_requests_wait_for_a_slot_and_too_many_are_refused() -> None:
-    known = senders.Senders(limits.DoorLimits(parallel=1, waiting=2))
-    sender = known.get(b"a")
-    slots = [limits.Slot(sender.slots) for _ in range(4)]
-    await known.wait(sender, slots[0])
-    waiting = [asyncio.create_task(known.wait(sender, slot)) for slot in slots[1:3]]
-    await asyncio.sleep(0)
-    assert sender.waiting == 2
-    with pytest.raises(bodies.Refused, match="too many requests at once") as caught:
-        await known.wait(sender, slots[3])
-    assert caught.value.status == 429
-    for slot, task in zip(slots, waiting, strict=False):
-        slot.leave()
-        await task
-    assert sender.waiting == 0
-
-
-def test_objects_count_once_against_the_reply_s_bytes_and_number() -> None:
-    sender: Any = limits.Sender(None, limits.Bucket(1, 1), limits.Bucket(1, 1))
-    senders.require_room(b"anything", None)  # of a run
-    with pytest.raises(bodies.Refused, match="belong to no reply"):
-        senders.require_room(b"1234", sender)
-    sender.reply_left, sender.objects_left = 10, 3
-    for _ in range(3):
-        senders.require_room(b"1234", sender)
-    assert (sender.reply_left, sender.objects_left) == (6, 2)
-    with pytest.raises(bodies.Refused, match="larger or more") as caught:
-        senders.require_room(b"1234567", sender)
-    assert caught.value.status == 413
-    senders.require_room(b"567890", sender)
-    senders.require_room(b"", sender)
-    assert (sender.reply_left, sender.objects_left) == (0, 0)
-    with pytest.raises(bodies.Refused, match="larger or more"):
-        senders.require_room(b"x"[:0] + b"y", sender)
-    senders.require_room(b"1234", sender)
 
 
 class Connection:
@@ -275,7 +232,6 @@ def test_ipv6_addresses_are_counted_by_their_block_of_64_bits() -> None:
 
 
 async def test_connections_without_a_tls_handshake_are_few_and_closed_soon(tmp_path: Path) -> None:
-    keys = pytest.importorskip("fedspan.transports.flower.keys")
     keys.make_authority(tmp_path, [])
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(tmp_path / keys.CERTIFICATE, tmp_path / keys.KEY)

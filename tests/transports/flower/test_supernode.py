@@ -225,7 +225,7 @@ def test_a_node_waits_for_its_link_while_it_counts_as_online(comes_back: bool, m
     assert len(tries) >= 2
 
 
-def test_a_node_that_is_stopped_waits_for_its_link_no_longer_than_until_it_leaves(
+def test_a_stopped_node_waits_for_its_link_until_it_leaves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(supernode, "_RECONNECT", (0.1, 0.1))
@@ -320,9 +320,7 @@ def test_an_order_that_arrives_while_the_node_is_stopped_is_carried_out() -> Non
         (-900.0, "the clock of this machine is 900 seconds behind the server's"),
     ],
 )
-def test_a_wrong_clock_is_named_as_the_reason_of_a_refusal(
-    ahead: float, said: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_clock_is_named_as_the_reason(ahead: float, said: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1_790_000_000
     monkeypatch.setattr(supernode.time, "time", lambda: now + ahead)
     response = supernode.httpx.Response(401, headers={"date": formatdate(now, usegmt=True)})
@@ -383,9 +381,7 @@ def test_retries_end(pauses: list[float]) -> None:
 @pytest.mark.parametrize(
     ("status", "is_sent_again"), [(503, True), (429, True), (408, True), (401, False), (413, False)]
 )
-def test_what_the_server_refuses_for_the_moment_is_sent_again(
-    status: int, is_sent_again: bool, pauses: list[float]
-) -> None:
+def test_what_is_refused_for_the_moment_is_sent_again(status: int, is_sent_again: bool, pauses: list[float]) -> None:
     answers = iter([respond(status), respond(200, b"answer")])
     made = client(lambda request: next(answers))
     if is_sent_again:

@@ -22,7 +22,7 @@ from helpers.reply_transport import exchanged
 
 pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
 
-from fedspan.transports.flower import deliveries, transport
+from fedspan.transports.flower import adapter, deliveries, messages, signing, transport, wire
 from fedspan.transports.flower import grid as grid_module
 
 pytestmark = pytest.mark.usefixtures("identity")
@@ -117,7 +117,6 @@ def test_an_order_names_how_large_its_reply_may_be() -> None:
 
 def test_a_sent_message_whose_reply_is_not_requested_next_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the second reader of a shared grid are requested from the first call on."""
-    adapter = pytest.importorskip("fedspan.transports.flower.adapter")
     grid, numbers, cancelled = object.__new__(grid_module.LimitedGrid), iter(range(9)), list[str]()
     for name, value in {
         "push_messages": lambda self, messages: [f"order {next(numbers)}" for _ in messages],
@@ -136,8 +135,6 @@ def test_a_sent_message_whose_reply_is_not_requested_next_is_cancelled(monkeypat
 
 
 def test_objects_that_came_along_are_not_fetched_and_count() -> None:
-    adapter = pytest.importorskip("fedspan.transports.flower.adapter")
-    messages = pytest.importorskip("fedspan.transports.flower.messages")
     tree = adapter.ObjectTree(object_id="a", children=[adapter.ObjectTree(object_id="b")])
     known = {"a": b"12", "b": b"345", "of another message": b"6"}
 
@@ -218,8 +215,6 @@ def test_a_node_that_has_not_decided_is_invited_again(monkeypatch: pytest.Monkey
 
 
 def test_after_the_object_that_exceeds_the_limit_no_other_is_fetched() -> None:
-    adapter = pytest.importorskip("fedspan.transports.flower.adapter")
-    messages = pytest.importorskip("fedspan.transports.flower.messages")
     tree = adapter.ObjectTree(object_id="a", children=[adapter.ObjectTree(object_id=f"{n}") for n in range(99)])
     pulled: list[str] = []
 
@@ -274,7 +269,6 @@ def test_a_reply_that_is_held_for_the_other_reader_is_not_requested_again() -> N
 def test_a_server_reads_no_more_than_the_order_allows(
     size: int, is_read: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    adapter = pytest.importorskip("fedspan.transports.flower.adapter")
     head = adapter.ReplyHead("reply", "order", adapter.ObjectTree(object_id="reply"), {"reply": bytes(size)})
     grid = object.__new__(grid_module.LimitedGrid)
     for name, value in {
@@ -303,10 +297,9 @@ def test_a_server_reads_no_more_than_the_order_allows(
     ("status", "said"),
     [(500, "failed with status 500, perhaps because its disk is full.*--resume"), (401, "does not know this run")],
 )
-def test_the_end_of_a_run_has_the_reason_that_the_superlink_gave(
+def test_a_run_ends_with_the_superlink_s_reason(
     status: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    httpx = pytest.importorskip("httpx")
 
     class Ended:
         def __init__(self, *_: object) -> None:
@@ -418,7 +411,6 @@ def test_a_second_reply_to_an_order_and_one_to_a_closed_order_do_not_count() -> 
 
 def test_a_reply_that_answers_another_order_is_not_its_client_s() -> None:
     """The nonce of an order is that of its reply: a node that is sent a further one cannot answer it with the first."""
-    signing = pytest.importorskip("fedspan.transports.flower.signing")
 
     class Nonces(signing.UnsignedSigner):
         def __init__(self) -> None:
@@ -520,7 +512,6 @@ def test_an_order_that_is_open_holds_nothing_of_its_round() -> None:
 
 
 def test_every_order_has_its_own_limit_of_the_reply() -> None:
-    wire = pytest.importorskip("fedspan.transports.flower.wire")
     grid = OpenGrid()
     grid_transport = transport.GridTransport(grid, FOUR)
     grid_transport.send_orders(make_orders("a", bytes=1000), 60.0)

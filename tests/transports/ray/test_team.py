@@ -134,9 +134,7 @@ def test_a_piece_of_which_three_workers_die_fails_and_the_others_are_done(ready_
     assert sorted(results) == ["a", "b"]
 
 
-def test_a_stack_that_ends_three_workers_costs_its_clients_only(
-    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stack_that_ends_three_workers_costs_its_clients(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They count as failed, like clients that do not reply; the round continues with the others."""
     prepared = prepare(config(tiny_folder))
     with open_team(get_resources(prepared.config)) as team:
@@ -211,9 +209,7 @@ def machines() -> Iterator[Cluster]:
 
 
 @pytest.mark.parametrize("engine", [{}, BATCHED], ids=["loop", "batched"])
-def test_a_machine_that_dies_costs_its_workers_stacks(
-    engine: dict[str, Any], machines: Cluster, tiny_folder: Path
-) -> None:
+def test_a_machine_that_dies_costs_its_stacks(engine: dict[str, Any], machines: Cluster, tiny_folder: Path) -> None:
     prepared = prepare(config(tiny_folder, engine, address=machines.address))
     with open_team(get_resources(prepared.config)) as team:
         connected = connect_workers(prepared, team, build=build_host)
@@ -224,9 +220,7 @@ def test_a_machine_that_dies_costs_its_workers_stacks(
 
 
 @pytest.mark.parametrize("engine", [{}, BATCHED], ids=["loop", "batched"])
-def test_a_driver_that_is_killed_continues_to_the_same_bits(
-    engine: dict[str, Any], tiny_folder: Path, tmp_path: Path
-) -> None:
+def test_a_killed_driver_continues_to_the_same_bits(engine: dict[str, Any], tiny_folder: Path, tmp_path: Path) -> None:
     settings = tiny.settings(tiny_folder, training={"local_steps": 60}, engine=engine, cluster={"workers": 2})
     uninterrupted = settings if engine else {key: value for key, value in settings.items() if key != "cluster"}
     fedspan.run(uninterrupted, tmp_path / "whole", progress=False)
