@@ -52,14 +52,7 @@ START = {"layer/A": torch.arange(6.0).view(2, 3), "layer/B": torch.ones(4)}
 
 
 class Sums:
-    """A session, run by hand.
-
-    Args:
-        session_store: The session store that all clients share.
-        weights: Weights of the clients, by id.
-        start: The clients' initial tensors.
-        options: Clip, bits and neighbors of the sum.
-    """
+    """A session, run by hand."""
 
     def __init__(
         self,

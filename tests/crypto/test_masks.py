@@ -31,7 +31,6 @@ both = pytest.mark.parametrize("dtype", [U32, U64], ids=["32", "64"])
 
 
 def generate_mask(seed: bytes, length: int, dtype: np.dtype[Any]) -> Integers:
-    """Generate a seed's mask: what ``add_mask`` adds to zeros."""
     total: Integers = np.zeros(length, dtype)
     add_mask(total, seed)
     return total

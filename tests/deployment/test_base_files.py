@@ -111,7 +111,6 @@ def test_a_config_that_names_code_or_other_files_is_not_used(model: Path, tmp_pa
 
 
 def make_file(folder: Path, name: str) -> BaseFile:
-    """A file of a hostile server, which checks nothing."""
     content = (folder / name).read_bytes()
     return BaseFile(name=name, size=len(content), sha256=hashlib.sha256(content).hexdigest())
 

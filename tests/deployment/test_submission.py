@@ -71,12 +71,7 @@ class Changed:
 
 
 class NodesGrid:
-    """A grid whose nodes are in this process, and reply when they are asked for their replies.
-
-    Args:
-        services: The nodes' services by Flower's id of the node.
-        online: Those that are online.
-    """
+    """A grid whose nodes are in this process, and reply when they are asked for their replies."""
 
     def __init__(self, services: dict[int, Any], online: set[int]) -> None:
         self.services, self.online = services, online
@@ -106,12 +101,7 @@ class NodesGrid:
 
 
 class Scene:
-    """A server's folder, four nodes, and a config.
-
-    Args:
-        tiny_folder: Folder of the tiny model and its corpus.
-        folder: Folder for everything that is written.
-    """
+    """A server's folder, four nodes, and a config."""
 
     def __init__(self, tiny_folder: Path, folder: Path) -> None:
         self.files = site_files(tiny_folder / "corpus.csv", folder, (*SITES, EAST))

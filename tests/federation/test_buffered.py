@@ -56,7 +56,6 @@ def run(federation: Federation) -> list[RoundResult]:
 
 
 def train_alone(federation: Federation, progress: Progress, client: str) -> dict[str, Tensor]:
-    """The state after a synchronous round with one client: its reply."""
     settings = replace(federation.settings, buffered=None, cohort=None)
     alone = simulate(federation.method, federation.engine, [federation.clients[client]], federation.examples, settings)
     return dict(alone.run_round(Progress(progress.state)).progress.state.tensors)

@@ -186,16 +186,7 @@ def test_a_quantity_that_most_replies_leave_at_zero_has_no_room_for_the_others()
 def compare_attack(
     federation: Federation, is_target: Callable[[str], bool]
 ) -> tuple[ServerState, ServerState, ServerState, list[float]]:
-    """Run a round in which a client moves the norm that its whole reply may have into one part of it.
-
-    Args:
-        federation: The federation.
-        is_target: Whether the client adds to a tensor of this name; the others stay untrained.
-
-    Returns:
-        The states after it, after a round in which the client sends the untrained reply, and after an honest one, with
-        the norms of the honest changes in this part.
-    """
+    """Run a round in which a client moves the norm that its whole reply may have into one part of it."""
     states: list[ServerState] = []
     honest, replies = attacked(federation, 1.0)
     method, state, client = federation.method, federation.begin().state, federation.clients[VICTIM].client
@@ -485,7 +476,6 @@ def test_a_hostile_reply_to_a_wrapper_fails_its_client_alone(
 
 @pytest.mark.parametrize("key", [key for key, cls in METHODS.items() if not cls.claims.heterogeneous_ranks])
 def test_clients_of_one_rank_have_one_untrained_reply(key: str, tiny_folder: Path, prepared: Prepared) -> None:
-    """Validation computes it once for all of them."""
     federation = tiny.variant(prepared, method_config(tiny_folder, key)).federation
     state = federation.begin().state
     replies = [

@@ -34,7 +34,6 @@ from helpers.reply_transport import Replies, ReplyingTransport
 
 
 def test_client_scores_pool_average_and_find_the_worst(prepared: Prepared) -> None:
-    """Pooled over examples, the mean over clients, and a client without a test part is left out."""
     old = prepared.federation
     bare = [
         ClientData(one.client, one.train, np.array([], dtype=np.int64), one.test[: 0 if id == "east" else None])

@@ -151,7 +151,6 @@ def test_a_probes_moments_do_not_leak_into_training(monkeypatch: pytest.MonkeyPa
 
 
 def test_double_is_only_a_conversion() -> None:
-    """The toys' float64 wrapper changes no name, shape or claim."""
     problem = Problem(clients=1)
     inner = WithExtras(inner=FLoRA(spec=problem.adapted().spec, r=2), policy="average")
     single = inner.start(inner.sync(inner.init(problem.adapted()), None), None, {}, 0)

@@ -29,7 +29,6 @@ SCALARS = st.dictionaries(NAMES, st.booleans() | st.integers() | st.floats() | s
 
 
 def raw(tensor: Tensor) -> bytes:
-    """The bits of a tensor."""
     return bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).tolist())
 
 

@@ -19,6 +19,7 @@ from fedspan.federation.transport import AsynchronousTransport, OnReply, Orders,
 from fedspan.runs.setup import prepare
 from fedspan.transports.in_process import InProcess
 from helpers import tiny
+from helpers.families import others_slow
 
 
 class Silent(Transport):
@@ -171,7 +172,7 @@ def test_a_round_encodes_its_order_and_each_reply_once(
         assert sorted(counts.encoded.values()) == [1] * (1 + CLIENTS)
 
 
-@pytest.mark.parametrize("method", ["hetlora", "flexlora", "fedhm"])
+@pytest.mark.parametrize("method", others_slow(["hetlora", "flexlora", "fedhm"], ["hetlora", "flexlora"]))
 def test_a_message_is_encoded_once_for_all_clients_of_a_rank(method: str, tiny_folder: Path, counts: Counts) -> None:
     """Also where clients of one rank do not follow one another."""
     settings = tiny.settings(tiny_folder, method={"name": method})

@@ -14,7 +14,7 @@ from helpers.families import others_slow
 
 HERE = Path(__file__).parent
 TABLES = {
-    "ray/test_worker.py": "EACH_FAMILY",
+    "ray/test_worker.py": "UNLIKE_CASES",
     "flower/test_simulation.py": "UNLIKE_CASES",
     "flower/test_supernode_methods.py": "UNLIKE",
 }
@@ -38,6 +38,6 @@ def test_a_method_or_wrapper_is_a_case_as_soon_as_it_is_registered(monkeypatch: 
     cases = conformance.list_cases()
     assert len(cases) == len(set(cases)) == len(methods.METHODS) + len(wrappers.WRAPPERS) + 1
     assert {"newest", "fedit+newest", *methods.METHODS} <= {*cases}
-    for quick in (conformance.EACH_FAMILY, conformance.UNLIKE_CASES, conformance.UNLIKE):
+    for quick in (conformance.UNLIKE_CASES, conformance.UNLIKE):
         assert {*quick} < {*cases}
         assert {str(one.values[0]) for one in others_slow(cases, quick) if one.marks} == {*cases} - {*quick}

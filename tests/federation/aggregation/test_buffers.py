@@ -28,7 +28,6 @@ BODIES = {id: serialization.encode(Message({"x": torch.full((1024,), number)})) 
 
 
 def store(held: MessageBuffer, id: str, sent: str) -> Message:
-    """Store a client's message and return it."""
     message = serialization.decode(BODIES[sent])
     held.store(id, message, BODIES[sent])
     return message

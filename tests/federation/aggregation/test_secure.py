@@ -295,7 +295,6 @@ LOW_ORDER = (bytes(32), b"\1" + bytes(31), (2**255 - 19).to_bytes(32, "little"),
 
 
 def spoil_keys(change: Callable[[PublicKeys], Mapping[str, Any]]) -> secure_rounds.Spoil:
-    """South sends other keys than its own."""
 
     def spoil(asked: Order | Phase, back: Envelope) -> Envelope:
         if asked.task != "keys" or asked.to != "south":

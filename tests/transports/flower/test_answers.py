@@ -55,7 +55,6 @@ async def receive() -> dict[str, Any]:
     [([], 0), (continued(100), 100), (continued(100, TAG + "x"), 0), (continued(0), 0)],
 )
 def test_an_answer_begins_where_the_node_s_part_of_it_ends(headers: list[tuple[bytes, bytes]], offset: int) -> None:
-    """Of another answer it has no part."""
     sent = Sent()
     asyncio.run(answers.send_answer(CONTENT, {"type": "http", "headers": headers}, receive, sent, TAG))
     assert sent.body == CONTENT[offset:]

@@ -52,7 +52,6 @@ def config(tiny_folder: Path, folder: Path, **changes: Any) -> Path:
 
 
 def wait_for_event(run: Path, event: str, process: subprocess.Popen[str]) -> None:
-    """Wait for a round before which a node has joined or left."""
     until = time.monotonic() + 240
     while not any(event in row for row in rounds(run)):
         assert process.poll() is None, process.communicate()
@@ -61,7 +60,6 @@ def wait_for_event(run: Path, event: str, process: subprocess.Popen[str]) -> Non
 
 
 def wait_for_training(made: Deployment, run: Path, process: subprocess.Popen[str], site: str) -> None:
-    """Wait until a node trains in the second round."""
     wait_for_round(run, 1, process)
     made.wait_for_training(site, TRAINED)
 

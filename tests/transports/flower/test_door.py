@@ -40,11 +40,7 @@ def reply(**changes: Any) -> Any:
 
 
 class Behind:
-    """The app behind the door.
-
-    Args:
-        seconds: Duration of a request.
-    """
+    """The app behind the door."""
 
     def __init__(self, seconds: float = 0.0) -> None:
         self.seconds, self.bodies = seconds, list[bytes]()
@@ -62,11 +58,7 @@ class Behind:
 
 
 class Exchange:
-    """The door's own requests, whose answers say what was asked.
-
-    Args:
-        seconds: Duration of a request for an order.
-    """
+    """The door's own requests, whose answers say what was asked."""
 
     def __init__(self, seconds: float = 0.0) -> None:
         self.seconds, self.asked, self.woken = seconds, list[Any](), list[str]()

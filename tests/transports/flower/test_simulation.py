@@ -37,7 +37,6 @@ BOUND = {"fedgalore": 1e-3}
 
 
 def weights(folder: Path) -> dict[str, dict[str, Tensor]]:
-    """Exported tensors by file."""
     found = {str(path.relative_to(folder)): load_file(path) for path in sorted(folder.rglob("*.safetensors"))}
     assert found
     return found
@@ -69,7 +68,6 @@ def references(tiny_folder: Path, tmp_path: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def data(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The corpus of all sites."""
     return site_files(tiny_folder / "corpus.csv", tmp_path_factory.mktemp("sites"))["all"]
 
 

@@ -46,13 +46,7 @@ def lost() -> BaseException:
 
 
 class Connection:
-    """A connection whose server has two orders.
-
-    Args:
-        where: The step that fails the first time.
-        error: Makes the error.
-        along: Number of an order's objects that come along.
-    """
+    """A connection whose server has two orders."""
 
     node_id = 1
     get_work: Callable[[], NodeWork | None]
@@ -343,7 +337,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def respond(status: int, content: bytes = b"", **options: Any) -> Any:
-    """An respond whose content is still to be read, as over a connection."""
+    """An answer whose content is still to be read, as over a connection."""
     return httpx.Response(status, stream=httpx.ByteStream(content), **options)
 
 
@@ -416,7 +410,7 @@ def test_the_rest_of_a_long_body_is_sent(pauses: list[float]) -> None:
 
 
 def test_a_body_that_has_arrived_is_not_sent_again(pauses: list[float]) -> None:
-    """Its respond was lost: the server has kept it. A short reply counts as a long body."""
+    """Its answer was lost: the server has kept it. A short reply counts as a long body."""
     sent: list[bytes] = []
 
     def handle(request: Any) -> Any:

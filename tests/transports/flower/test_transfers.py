@@ -349,7 +349,6 @@ def prompt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def settle(book: WorkBook) -> None:
-    """Wait until what was noted is written."""
     if book._writing is not None:
         await book._writing
 

@@ -39,7 +39,6 @@ BATCHED = {"name": "batched", "clients_per_pass": 2, "workers": 1}
 
 
 def undisturbed(prepared: Prepared) -> list[RoundResult]:
-    """Two rounds in this process, or on workers if the clients are connected to them."""
     results = [prepared.federation.run_round(prepared.federation.begin())]
     return [*results, prepared.federation.run_round(results[0].progress)]
 
@@ -78,13 +77,11 @@ def test_workers_that_die_are_started_again_in_this_run_and_the_next(tiny_folder
 
 
 def end_process(handle: WorkerHandle) -> Any:
-    """Begin work during which the process of the worker ends."""
     return handle.actor.build.remote(os._exit, 1)
 
 
 @pytest.fixture
 def ready_team(tiny_folder: Path) -> Iterator[Team]:
-    """Four workers whose hosts are built."""
     prepared = prepare(config(tiny_folder, workers=4))
     with open_team(get_resources(prepared.config)) as team:
         connect_workers(prepared, team)

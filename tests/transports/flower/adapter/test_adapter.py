@@ -425,7 +425,6 @@ def test_a_heartbeat_that_the_server_failed_to_take_is_sent_again() -> None:
 
 @contextmanager
 def _answering(status: int, body: bytes) -> Iterator[str]:
-    """The address of a server that gives every request the same answer."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:

@@ -50,11 +50,7 @@ NoOpFederationManager = name_of("flwr.superlink.federation", "NoOpFederationMana
 
 
 class Scene:
-    """A node and a running run in a database.
-
-    Args:
-        factory: Factory of the database.
-    """
+    """A node and a running run in a database."""
 
     def __init__(self, factory: Any) -> None:
         self.state = factory.state()
@@ -340,11 +336,7 @@ def test_an_order_that_was_received_is_not_taken_again(how: str, scene: Scene) -
 
 
 class Unfinished:
-    """An order of which a node has announced the reply and sent its first objects.
-
-    Args:
-        scene: The node and its run.
-    """
+    """An order of which a node has announced the reply and sent its first objects."""
 
     def __init__(self, scene: Scene) -> None:
         self.scene, self.id = scene, scene.send_order()
@@ -442,7 +434,6 @@ def build_wrong_tree(number: int) -> Any:
 
 
 def dump(store: Any) -> dict[str, list[tuple[Any, ...]]]:
-    """All rows, sorted."""
     with store.session() as session:
         connection = session.connection()
         return {
@@ -469,7 +460,6 @@ WEIGHTED = [*CALLS, "preregister", "preregister", "put", "put", "put", "delete",
 
 
 def call(store: Any, name: str, number: int, run: int) -> object:
-    """A call's result, or its error."""
     try:
         return CALLS[name](store, number, run)
     except Exception as error:
