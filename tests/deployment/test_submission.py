@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from helpers.sites import SITES, local_values, run_values, site_files
 
 pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
 
-from fedspan.transports.flower import adapter, grid, messages, signing
+from fedspan.transports.flower import adapter, admissions, grid, messages, signing
 from fedspan.transports.flower import server as servers
 
 NORTH, SOUTH, WEST = SITES
@@ -55,19 +55,17 @@ class Reply:
 
 
 class Changed:
-    """A node whose introductions differ from the service's, at its first invitations or at all of them."""
+    """A node whose introductions differ from the service's, by the number of its invitations."""
 
-    def __init__(self, service: NodeService, fields: dict[str, Any], times: int | None = None) -> None:
-        self.service, self.fields, self.times, self.invited = service, fields, times, 0
+    def __init__(self, service: NodeService, change: Callable[[int], dict[str, Any]]) -> None:
+        self.service, self.change, self.invited = service, change, 0
 
     def answer(self, envelope: Envelope) -> Envelope:
         answer = self.service.answer(envelope)
         if json.loads(envelope.header)["task"] != "invite":
             return answer
         self.invited += 1
-        if self.times is not None and self.invited > self.times:
-            return answer
-        return Envelope(json.dumps({**json.loads(answer.header), **self.fields}), answer.body)
+        return Envelope(json.dumps({**json.loads(answer.header), **self.change(self.invited)}), answer.body)
 
 
 class NodesGrid:
@@ -231,7 +229,7 @@ def submit_and_kill(scene: Scene, run: Path, online: dict[int, set[int]]) -> Non
 def test_a_resumed_run_does_not_use_a_node_that_it_refused(scene: Scene, tmp_path: Path) -> None:
     run = tmp_path / "run"
     submit_and_kill(scene, run, {})
-    scene.grid.services[3] = Changed(scene.grid.services[3], {"base": "f" * 64})
+    scene.grid.services[3] = Changed(scene.grid.services[3], lambda _: {"base": "f" * 64})
     listener = Events(scene.grid, {})
     submit(None, run, scene.link, resume=True, wait=2.0, listener=listener)
     assert list_cohorts(run) == [sorted(SITES)] * 2 + [[NORTH, SOUTH]] * 2
@@ -242,23 +240,20 @@ def test_a_node_that_waits_under_ever_other_ids_has_one_entry(
     scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its reasons are texts of its own, and all of them would be in the error at the end."""
-    ids = iter(range(100))
-
-    class Renamed(Changed):
-        def answer(self, envelope: Envelope) -> Envelope:
-            self.fields = {"refused": "not yet", "waiting": True, "id": f"other-{next(ids)}"}
-            return super().answer(envelope)
-
     monkeypatch.setattr("fedspan.transports.flower.transport._REINVITE_SECONDS", 0.2)
-    scene.grid.services[3] = Renamed(scene.grid.services[3], {})
+    scene.grid.services[3] = Changed(
+        scene.grid.services[3], lambda number: {"refused": "not yet", "waiting": True, "id": f"other-{number}"}
+    )
     with pytest.raises(FedspanError, match="not yet") as raised:
         submit(scene.values, tmp_path / "run", scene.link, wait=3.0, listener=Events(scene.grid, {}))
-    assert next(ids) > 2
+    assert scene.grid.services[3].invited > 2
     assert str(raised.value).count("not yet") == 1
 
 
 def test_a_node_that_refused_is_invited_again_when_it_comes_back(scene: Scene, tmp_path: Path) -> None:
-    scene.grid.services[4] = Changed(scene.grid.services[4], {"refused": "out of memory"}, times=1)
+    scene.grid.services[4] = Changed(
+        scene.grid.services[4], lambda number: {"refused": "out of memory"} if number == 1 else {}
+    )
     scene.values["federation"]["late_joiners"] = True
     listener = Events(scene.grid, {1: {1, 2, 3, 4}, 3: {1, 2, 3}, 4: {1, 2, 3, 4}})
     scene.values["federation"]["rounds"] = 5
@@ -287,7 +282,7 @@ def test_a_recorded_id_is_taken_over_from_a_gone_node_only(online: set[int], sce
     submit_and_kill(scene, run, {})
     scene.grid.services[5] = scene.grid.services[2]
     if 2 in online:
-        scene.grid.services[2] = Changed(scene.grid.services[2], {"refused": "busy"})
+        scene.grid.services[2] = Changed(scene.grid.services[2], lambda _: {"refused": "busy"})
     scene.grid.online = online
     listener = Events(scene.grid, {})
     submit(None, run, scene.link, resume=True, wait=2.0, listener=listener)
@@ -297,14 +292,13 @@ def test_a_recorded_id_is_taken_over_from_a_gone_node_only(online: set[int], sce
 
 
 def test_a_new_key_takes_over_its_own_name_only(scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    admissions = pytest.importorskip("fedspan.transports.flower.admissions")
     names = {5: SOUTH, 6: ""}
     monkeypatch.setattr(
         admissions,
         "read_admissions",
         lambda link: {id: admissions.Admission(name, "key") for id, name in names.items()},
     )
-    scene.grid.services |= {5: scene.grid.services[2], 6: Changed(scene.grid.services[2], {"id": NORTH})}
+    scene.grid.services |= {5: scene.grid.services[2], 6: Changed(scene.grid.services[2], lambda _: {"id": NORTH})}
     scene.values["federation"]["late_joiners"] = True
     listener = Events(scene.grid, {1: {3, 5, 6}})
     submit(scene.values, tmp_path / "run", scene.link, wait=30.0, listener=listener)
@@ -312,23 +306,10 @@ def test_a_new_key_takes_over_its_own_name_only(scene: Scene, tmp_path: Path, mo
     assert f"{NORTH} does not participate: another node has this id" in listener.notes
 
 
-class Renamed:
-    """A node that introduces itself under its own id at first, and under another one at each further invitation."""
-
-    def __init__(self, service: NodeService) -> None:
-        self.service, self.invited = service, 0
-
-    def answer(self, envelope: Envelope) -> Envelope:
-        answer = self.service.answer(envelope)
-        if json.loads(envelope.header)["task"] != "invite":
-            return answer
-        self.invited += 1
-        id = EAST if self.invited == 1 else f"{EAST}-{self.invited}"
-        return Envelope(json.dumps({**json.loads(answer.header), "id": id}), answer.body)
-
-
 def test_a_node_that_comes_back_under_another_id_is_no_further_client(scene: Scene, tmp_path: Path) -> None:
-    scene.grid.services[4] = Renamed(scene.grid.services[4])
+    scene.grid.services[4] = Changed(
+        scene.grid.services[4], lambda number: {"id": EAST if number == 1 else f"{EAST}-{number}"}
+    )
     scene.values["federation"] |= {"late_joiners": True, "rounds": 6}
     listener = Events(scene.grid, {1: {1, 2, 3, 4}, 2: {1, 2, 3}, 3: {1, 2, 3, 4}, 4: {1, 2, 3}, 5: {1, 2, 3, 4}})
     submit(scene.values, tmp_path / "run", scene.link, wait=30.0, listener=listener)

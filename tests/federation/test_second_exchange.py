@@ -1,4 +1,4 @@
-"""PLACEHOLDER"""
+"""The second exchange of a round: who is in it, what a lost or hostile reply or a dropout does, and what is refused."""
 
 from __future__ import annotations
 

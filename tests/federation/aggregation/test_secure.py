@@ -23,6 +23,7 @@ from fedspan.crypto.masks import Ring
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
 from fedspan.federation.federation import Federation
+from fedspan.federation.progress import Progress, RoundResult
 from fedspan.federation.protocol import Envelope, Order, decode_reply
 from fedspan.federation.secagg.messages import MASKED, KeysReply, Phase, PublicKeys, SharesReply, UnmaskReply
 from fedspan.federation.settings import SecureSettings
@@ -49,14 +50,23 @@ def reduced(federation: Federation) -> Any:
     return method.reduced[-1]
 
 
+def run_round(federation: Any) -> tuple[Progress, RoundResult, Reduced]:
+    begin = federation.begin()
+    return begin, federation.run_round(begin), reduced(federation)
+
+
+def require_mean(built: Prepared, federation: Any, begin: Progress, hidden: Reduced, asked: Any, replied: Any) -> None:
+    """Require that the mean of a secure round is that of the replies in plaintext."""
+    secure_rounds.among(built.federation, *replied).run_round(begin)
+    secure_rounds.require_close(hidden.mean, reduced(federation).mean, secure_rounds.bound(federation, asked, replied))
+
+
 @pytest.mark.parametrize("bits", [32, 64])
 @pytest.mark.parametrize("neighbors", [None, 2])
 def test_a_round_s_mean_is_the_plain_one(bits: Any, neighbors: int | None, built: Prepared, tmp_path: Path) -> None:
     settings = SecureSettings(bits=bits, neighbors=neighbors)
     federation, stage = secure_rounds.secured(built, tmp_path, settings=settings)
-    begin = federation.begin()
-    result = federation.run_round(begin)
-    hidden = reduced(federation)
+    begin, result, hidden = run_round(federation)
     plain = secure_rounds.among(built.federation, *ALL).run_round(begin)
     assert not result.failures
     secure_rounds.require_same_round(result, plain)
@@ -70,9 +80,7 @@ def test_a_round_s_mean_is_the_plain_one(bits: Any, neighbors: int | None, built
 @pytest.mark.parametrize("phase", PHASES)
 def test_who_is_gone_before_it_sent_its_vector_leaves_no_trace(phase: str, built: Prepared, tmp_path: Path) -> None:
     federation, _ = secure_rounds.secured(built, tmp_path, lose=secure_rounds.gone_at(phase, "south"))
-    begin = federation.begin()
-    result = federation.run_round(begin)
-    hidden = reduced(federation)
+    begin, result, hidden = run_round(federation)
     (failure,) = result.failures
     assert (failure.client, failure.attempt) == ("south", 0)
     assert secure_rounds.GONE in failure.reason
@@ -85,9 +93,7 @@ def test_who_is_gone_before_it_sent_its_vector_leaves_no_trace(phase: str, built
 
 def test_who_is_gone_after_it_sent_its_vector_is_in_the_sum(built: Prepared, tmp_path: Path) -> None:
     federation, _ = secure_rounds.secured(built, tmp_path, lose=secure_rounds.gone_at("unmask", "south"))
-    begin = federation.begin()
-    result = federation.run_round(begin)
-    hidden = reduced(federation)
+    begin, result, hidden = run_round(federation)
     assert not result.failures
     plain = secure_rounds.among(built.federation, *ALL).run_round(begin)
     secure_rounds.require_same_round(result, plain)
@@ -120,9 +126,7 @@ def test_an_attempt_that_failed_is_followed_by_one_that_does_not(phase: str, bui
     federation, stage = secure_rounds.secured(
         built, tmp_path, lose=secure_rounds.gone_at(phase, "south", "west", attempts=1)
     )
-    begin = federation.begin()
-    result = federation.run_round(begin)
-    hidden = reduced(federation)
+    begin, result, hidden = run_round(federation)
     assert {failure.attempt for failure in result.failures} == {0}
     assert {"south", "west"} <= {failure.client for failure in result.failures}
     plain = secure_rounds.among(built.federation, *ALL).run_round(begin)
@@ -200,14 +204,11 @@ def vector_of(message: Message) -> torch.Tensor:
 )
 def test_a_vector_that_does_not_fit_is_left_out(change: Any, why: str, built: Prepared, tmp_path: Path) -> None:
     federation, _ = secure_rounds.secured(built, tmp_path, spoil=changed(change))
-    begin = federation.begin()
-    result = federation.run_round(begin)
-    hidden = reduced(federation)
+    begin, result, hidden = run_round(federation)
     (failure,) = result.failures
     assert failure.client == "south"
     assert why in failure.reason
-    secure_rounds.among(built.federation, *OTHERS).run_round(begin)
-    secure_rounds.require_close(hidden.mean, reduced(federation).mean, secure_rounds.bound(federation, ALL, OTHERS))
+    require_mean(built, federation, begin, hidden, ALL, OTHERS)
 
 
 def test_a_sum_beyond_the_bound_is_refused(built: Prepared, tmp_path: Path) -> None:
@@ -247,16 +248,13 @@ def test_shares_that_do_not_fit_end_the_attempt(built: Prepared, tmp_path: Path)
 def test_wrong_shares_of_one_client_are_left_out(built: Prepared, tmp_path: Path) -> None:
     """It replies to train, and then gives shares that are not those it was sent."""
     federation, stage = secure_rounds.secured(built, tmp_path, spoil=wrong_shares("east"))
-    begin = federation.begin()
-    result = federation.run_round(begin)
-    hidden = reduced(federation)
+    begin, result, hidden = run_round(federation)
     (failure,) = result.failures
     assert failure.client == "east"
     assert "is not the one that" in failure.reason
     assert "it was not needed" in failure.reason
     assert max(attempt for _, attempt, _ in stage.asked) == 0
-    secure_rounds.among(built.federation, *ALL).run_round(begin)
-    secure_rounds.require_close(hidden.mean, reduced(federation).mean, secure_rounds.bound(federation, ALL, ALL))
+    require_mean(built, federation, begin, hidden, ALL, ALL)
 
 
 def test_two_clients_cannot_have_a_third_left_out(built: Prepared, tmp_path: Path) -> None:
@@ -280,14 +278,11 @@ def test_a_client_whose_secrets_nobody_can_open_is_left_out_of_the_retry(built: 
         return answer.model_copy(update={"sealed": dict.fromkeys(answer.sealed, bytes(100))}).to_envelope()
 
     federation, stage = secure_rounds.secured(built, tmp_path, spoil=spoil)
-    begin = federation.begin()
-    result = federation.run_round(begin)
-    hidden = reduced(federation)
+    begin, result, hidden = run_round(federation)
     assert {failure.client for failure in result.failures if failure.attempt == 0} == {"south"}
     assert {id for _, attempt, id in stage.asked if attempt == 1} == set(OTHERS)
     assert set(result.progress.last_rounds) == set(OTHERS)
-    secure_rounds.among(built.federation, *OTHERS).run_round(begin)
-    secure_rounds.require_close(hidden.mean, reduced(federation).mean, secure_rounds.bound(federation, OTHERS, OTHERS))
+    require_mean(built, federation, begin, hidden, OTHERS, OTHERS)
 
 
 LOW_ORDER = (bytes(32), b"\1" + bytes(31), (2**255 - 19).to_bytes(32, "little"), (2**255 - 20).to_bytes(32, "little"))
@@ -321,17 +316,14 @@ def test_keys_that_others_refuse_fail_their_sender_alone(
     change: Any, reason: str, built: Prepared, tmp_path: Path
 ) -> None:
     federation, stage = secure_rounds.secured(built, tmp_path, spoil=spoil_keys(change))
-    begin = federation.begin()
-    result = federation.run_round(begin)
-    hidden = reduced(federation)
+    begin, result, hidden = run_round(federation)
     (failure,) = result.failures
     assert (failure.client, failure.attempt) == ("south", 0)
     assert failure.reason.startswith("keys: ")
     assert reason in failure.reason
     assert max(attempt for _, attempt, _ in stage.asked) == 0
     assert {id for task, _, id in stage.asked if task != "keys"} == set(OTHERS)
-    secure_rounds.among(built.federation, *OTHERS).run_round(begin)
-    secure_rounds.require_close(hidden.mean, reduced(federation).mean, secure_rounds.bound(federation, OTHERS, OTHERS))
+    require_mean(built, federation, begin, hidden, OTHERS, OTHERS)
 
 
 def test_two_clients_with_one_key_end_no_round(built: Prepared, tmp_path: Path) -> None:
@@ -392,14 +384,11 @@ def test_a_client_whose_reply_has_no_place_in_the_sum_drops_out(
 ) -> None:
     spoilt = Spoilt(inner=built.federation.method, change=change)
     federation, _ = secure_rounds.secured(built, tmp_path, method=spoilt)
-    begin = federation.begin()
-    result = federation.run_round(begin)
-    hidden = reduced(federation)
+    begin, result, hidden = run_round(federation)
     (failure,) = result.failures
     assert failure.client == "south"
     assert why in failure.reason
-    secure_rounds.among(built.federation, *OTHERS).run_round(begin)
-    secure_rounds.require_close(hidden.mean, reduced(federation).mean, secure_rounds.bound(federation, ALL, OTHERS))
+    require_mean(built, federation, begin, hidden, ALL, OTHERS)
 
 
 def test_replies_that_do_not_sum_stop_the_run_before_anything_is_sent(built: Prepared, tmp_path: Path) -> None:

@@ -96,7 +96,13 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Server, int]]:
     monkeypatch.setattr(senders, "find_node_id", lambda app, key: NODE)
     monkeypatch.setattr(door, "find_reply_limit", lambda app, node, order: None)
     made = Server()
-    doorkeeper = door.Door(made.pull_object, exchange=made)  # type: ignore[arg-type]
+    with serve(door.Door(made.pull_object, exchange=made)) as port:
+        yield made, port
+
+
+@contextmanager
+def serve(doorkeeper: door.Door) -> Iterator[int]:
+    """Serve behind a door; yields the port."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await doorkeeper({**scope, "app": SimpleNamespace()}, receive, send)
@@ -110,7 +116,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Server, int]]:
         while not served.started:
             assert time.monotonic() < until
             time.sleep(0.01)
-        yield made, bound.getsockname()[1]
+        yield bound.getsockname()[1]
         served.should_exit = True
         thread.join(20)
 
@@ -443,34 +449,15 @@ def test_a_heartbeat_over_http_says_what_its_node_does(tmp_path: Path, monkeypat
         async def acknowledge_heartbeat(self, body: bytes, node: int | None) -> bytes:
             return adapter_node.SendNodeHeartbeatResponse(success=True).SerializeToString()
 
-    made = door.Door(None, exchange=Exchange(), work=tmp_path / "work.json")  # type: ignore[arg-type]
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await made({**scope, "app": SimpleNamespace()}, receive, send)
-
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        served = uvicorn.Server(uvicorn.Config(app, http="h11", ws="none", lifespan="off", log_level="critical"))
-        thread = Thread(target=lambda: asyncio.run(served.serve([bound])), daemon=True)
-        thread.start()
-        until = time.monotonic() + 20
-        while not served.started:
-            assert time.monotonic() < until
-            time.sleep(0.01)
-        connection = NodeConnection(f"127.0.0.1:{bound.getsockname()[1]}", None, adapter_node.generate_key_pairs(), 0)
-        connection.node_id = 7
-        try:
-            for said, known in (
-                (NodeWork("training", 37), {"7": NodeWork("training", 37)}),
-                (NodeWork("evaluation", None), {"7": NodeWork("evaluation", None)}),
-                (None, {}),
-            ):
-                connection.get_work = lambda said=said: said
-                assert connection.renew()
-                while read_works(tmp_path / "work.json") != known:
-                    assert time.monotonic() < until
-                    time.sleep(0.01)
-        finally:
-            connection._requests.client.close()
-            served.should_exit = True
-            thread.join(20)
+    path, until = tmp_path / "work.json", time.monotonic() + 20
+    with serve(door.Door(None, exchange=Exchange(), work=path)) as port, connect(port) as connection:
+        for said, known in (
+            (NodeWork("training", 37), {"7": NodeWork("training", 37)}),
+            (NodeWork("evaluation", None), {"7": NodeWork("evaluation", None)}),
+            (None, {}),
+        ):
+            connection.get_work = lambda said=said: said
+            assert connection.renew()
+            while read_works(path) != known:
+                assert time.monotonic() < until
+                time.sleep(0.01)
