@@ -431,14 +431,14 @@ def test_an_answer_that_is_no_offset_of_the_body_is_an_error(offset: bytes, paus
             return respond(200, offset)
         raise httpx.ReadError("lost")
 
-    with pytest.raises(httpx.RemoteProtocolError, match="an respond that is not an offset"):
+    with pytest.raises(httpx.RemoteProtocolError, match="an answer that is not an offset"):
         client(handle, retries=1).post(PATH, LONG, 100)
 
 
 def test_an_answer_of_more_than_was_asked_for_is_an_error(pauses: list[float]) -> None:
     made = client(lambda request: respond(200, b"x" * 101), retries=0)
     assert made.post(PATH, b"short", 101) == b"x" * 101
-    with pytest.raises(httpx.RemoteProtocolError, match="an respond of more than 100 bytes"):
+    with pytest.raises(httpx.RemoteProtocolError, match="an answer of more than 100 bytes"):
         made.post(PATH, b"short", 100)
 
 
