@@ -38,6 +38,7 @@ from fedspan.federation.protocol import (
     read_header,
 )
 from helpers.node_service import CLIENT, introduced, node, served, values
+from helpers.refusals import refused
 
 LOCAL = {"mechanism": "local", "clip": 1.0, "noise": 4.0, "randomness": "secret"}
 
@@ -369,9 +370,8 @@ def test_a_node_s_file_names_what_is_wrong(tmp_path: Path) -> None:
     assert load_node(path).data == {"train": str(tmp_path / "{ward}" / "own.csv"), "test": "hub/data"}
     for change, field in (({"id": ""}, "id"), ({"limits": {"rounds": 0}}, "limits.rounds"), ({"servr": 1}, "servr")):
         path.write_text(yaml.safe_dump({**good, **change}))
-        with pytest.raises(FedspanError) as wrong:
+        with refused(field):
             load_node(path)
-        assert wrong.value.field == field
 
 
 def test_an_invitation_s_config_that_is_nested_too_deeply_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
@@ -456,9 +456,8 @@ def test_a_run_in_which_the_node_does_not_participate_leaves_nothing(tmp_path: P
 def test_a_damaged_file_is_named_with_the_remedy(path: Path, content: bytes) -> None:
     assert load_last_order(path) == LastOrder()
     path.write_bytes(content)
-    with pytest.raises(FedspanError, match="the file is damaged. Remove its folder".replace(".", r"\.")) as caught:
+    with refused(str(path)):
         load_last_order(path)
-    assert caught.value.field == str(path)
 
 
 ESCAPES = "\x1b]0;title\x07\x1b[2J\u202e"

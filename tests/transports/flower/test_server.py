@@ -19,6 +19,7 @@ from fedspan.errors import FedspanError
 from fedspan.transports.flower.local_peer import get_peer_uid
 from helpers.another_user import as_another_user
 from helpers.command_line import get_program
+from helpers.refusals import refused
 
 pytest.importorskip("flwr", reason="the extra fedspan[deploy] is not installed")
 
@@ -41,7 +42,7 @@ def test_a_name_that_the_certificate_is_not_good_for_is_refused(tmp_path: Path) 
     servers.prepare_folder(tmp_path, 9093, ["fl.example.org"], insecure=False)
     servers.prepare_folder(tmp_path, 9093, [], insecure=False)
     servers.prepare_folder(tmp_path, 9093, ["127.0.0.1", "localhost"], insecure=False)
-    with pytest.raises(FedspanError, match=r"`--name`: 'other\.example\.org'.*fl\.example\.org, localhost"):
+    with refused("--name"):
         servers.prepare_folder(tmp_path, 9093, ["other.example.org"], insecure=False)
 
 
@@ -164,7 +165,7 @@ def test_a_revoked_node_is_out_for_good_and_logged(link: Any, flower: Flower, ke
 
 
 def test_a_name_has_no_invisible_characters(link: Any, key: Callable[[str], Path]) -> None:
-    with pytest.raises(FedspanError, match=r"`--as`: .*without invisible characters"):
+    with refused("--as"):
         admissions.admit_node(link, key("a"), "clinic\u200d-a")
     assert names(link) == []
 
