@@ -228,7 +228,7 @@ def test_an_assignment_has_the_order_s_round_rate_and_noise_and_the_training_exa
 )
 def test_moments_continue_in_a_generation_of_a_phase(changes: dict[str, object], use: bool, continued: bool) -> None:
     training = opened()
-    assignment = training.make_assignment(replace(training.job, **changes), use)  # type: ignore[arg-type]
+    assignment = training.make_assignment(replace(training.job, **changes), use)
     assert (assignment.moments is MOMENTS) is continued
     assert continued or assignment.moments is None
 
@@ -254,7 +254,7 @@ def test_limits_of_a_data_owner(prepared: Prepared) -> None:
 
 @pytest.mark.parametrize("kind", ["class-means", "lda", "least-squares"])
 def test_every_kind_leaves_out_what_has_too_few_examples(prepared: Prepared, kind: HeadKind) -> None:
-    engine, labels = prepared.engine, prepared.train.labels  # type: ignore[attr-defined]
+    engine, labels = prepared.engine, prepared.train.labels
     rare = np.flatnonzero(labels == 0)[:2]
     indices = np.sort(np.concatenate([rare, np.flatnonzero(labels == 1)[:3]])) if kind != "least-squares" else rare
     found = compute_client_statistics(engine, None, prepared.train, indices, kind, 0.0, 3)

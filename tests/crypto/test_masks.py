@@ -326,7 +326,7 @@ def test_shares_are_those_that_their_sender_committed_itself_to(monkeypatch: pyt
 
 def written(path: Path, key: object) -> Path:
     encoding, format = serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH
-    path.write_bytes(key.private_bytes(encoding, format, serialization.NoEncryption()))  # type: ignore[attr-defined]
+    path.write_bytes(key.private_bytes(encoding, format, serialization.NoEncryption()))
     return path
 
 

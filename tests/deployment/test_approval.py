@@ -196,7 +196,7 @@ def test_a_missing_reply_is_logged_with_its_reason(tmp_path: Path) -> None:
             on_reply("a", "no reply within 5 s")
 
     log = AuditLog(tmp_path / AUDIT)
-    inner = Broken(None, log, "", {})  # type: ignore[arg-type]
+    inner = Broken(None, log, "", {})
     heard: list[Any] = []
     transport = AuditedTransport(inner, log, "run", {"a": 1})
     transport.exchange(Orders("train", "a", lambda _: Envelope("{}")), lambda *one: bool(heard.append(one)), 5.0)
@@ -222,7 +222,7 @@ def test_open_orders_are_logged_with_their_ends(tmp_path: Path) -> None:
             return frozenset("c")
 
     log, inner = AuditLog(tmp_path / AUDIT), Open()
-    transport = AuditedTransport(inner, log, "run", {"a": 1, "b": 2, "c": 3})  # type: ignore[arg-type]
+    transport = AuditedTransport(inner, log, "run", {"a": 1, "b": 2, "c": 3})
     transport.send_orders(Orders("train", "abc", lambda _: Envelope("{}")), 5.0)
     received = [transport.receive_reply() for _ in range(3)]
     assert [reply and reply[0] for reply in received] == ["a", "b", None]

@@ -227,7 +227,7 @@ def test_a_plain_loop_counts_the_batches_that_it_names_or_its_examples() -> None
 class ReadingBert(BertForSequenceClassification):
     """A classifier that uses the weight of a target layer without a call, too."""
 
-    def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None) -> Any:  # pyright: ignore
+    def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None) -> Any:
         output = super().forward(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
         weight = self.bert.encoder.layer[0].attention.self.query.weight
         output.loss = output.loss + 0 * functional.linear(torch.ones(1, weight.shape[1]), weight).sum()

@@ -184,7 +184,7 @@ def test_over_selection_continues_with_the_first_that_reply(tiny_folder: Path) -
 def test_validation_finds_some_faults(kind: str, reason: str | None, tiny_folder: Path) -> None:
     faults = {"share": 0.25, "kind": kind, "factor": 1000.0 if kind == "scale" else None}
     prepared = built(tiny_folder, simulation={"faults": faults})
-    (bad,) = prepared.config.simulation.build_conditions(prepared.config.seed).draw_faulty(IDS)  # pyright: ignore
+    (bad,) = prepared.config.simulation.build_conditions(prepared.config.seed).draw_faulty(IDS)
     (result,) = rounds(prepared, 1)
     if reason is None:
         assert not result.failures
@@ -312,7 +312,7 @@ def test_a_reply_that_cannot_be_reduced_fails_its_own_client(changes: dict[str, 
         changes["federation"]["clients_per_round"] = None
         values = tiny.settings(tiny_folder, simulation=simulation, **changes)
         prepared = prepare(parse_config({**values, "seed": seed}))
-        (bad,) = prepared.config.simulation.build_conditions(prepared.config.seed).draw_faulty(IDS)  # pyright: ignore
+        (bad,) = prepared.config.simulation.build_conditions(prepared.config.seed).draw_faulty(IDS)
         (result,) = rounds(prepared, 1)
         assert {failure.client for failure in result.failures} == {bad}
         assert "not finite" in result.failures[0].reason

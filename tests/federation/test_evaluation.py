@@ -88,7 +88,7 @@ class Reporting(ReplyingTransport):
         for id, envelope in envelopes.items():
             order = decode_order(envelope)
             scores = {"validation": dict(self.rows[id])}
-            yield id, Reply("evaluate", order.round, 0, id, scores=scores).to_envelope()  # pyright: ignore
+            yield id, Reply("evaluate", order.round, 0, id, scores=scores).to_envelope()
 
 
 @pytest.fixture(scope="module")
@@ -190,15 +190,15 @@ def test_a_client_that_was_admitted_with_a_number_counts_up_to_it(tiny_folder: P
     reported = {**dict.fromkeys(ids, 10.0), ids[0]: 500.0}
     ratio = federation.settings.max_weight_ratio
     assert ratio is not None
-    assert evaluator._compute_weights("validation", reported)[ids[0]] == 10 * ratio  # pyright: ignore[reportPrivateUsage]
+    assert evaluator._compute_weights("validation", reported)[ids[0]] == 10 * ratio
     clients[ids[0]] = replace(clients[ids[0]], client=replace(clients[ids[0]].client, examples=50_000))
     clients[ids[0]] = replace(clients[ids[0]], max_weight=50_000.0)
-    assert evaluator._compute_weights("validation", reported)[ids[0]] == 500  # pyright: ignore[reportPrivateUsage]
+    assert evaluator._compute_weights("validation", reported)[ids[0]] == 500
     # admitted with its training examples, it claims to evaluate on all of them: it weighs what the others' share gives
     lied = {**reported, ids[0]: 50_000.0}
-    assert evaluator._compute_weights("validation", lied)[ids[0]] == 500  # pyright: ignore[reportPrivateUsage]
+    assert evaluator._compute_weights("validation", lied)[ids[0]] == 500
     clients[ids[0]] = replace(clients[ids[0]], max_weight=400.0)
-    assert evaluator._compute_weights("validation", lied)[ids[0]] == 4  # pyright: ignore[reportPrivateUsage]
+    assert evaluator._compute_weights("validation", lied)[ids[0]] == 4
 
 
 @pytest.mark.parametrize("most", [None, 400.0])
@@ -209,7 +209,7 @@ def test_a_client_that_reports_a_fraction_of_an_example_stops_no_run(tiny_folder
     federation.clients = {
         id: replace(data, validation=none, max_weight=most) for id, data in federation.clients.items()
     }
-    scores = ReportedEvaluator(federation, 8)._pool(  # pyright: ignore[reportPrivateUsage]
+    scores = ReportedEvaluator(federation, 8)._pool(
         "validation", {ids[0]: {"accuracy": 0.5, "loss": 0.7, "examples": 5e-324}}
     )
     assert scores.pooled == {"accuracy": 0.5, "loss": 0.7, "examples": 1.0}

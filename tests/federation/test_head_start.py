@@ -59,7 +59,7 @@ def test_features_are_those_that_enter_the_head(prepared: Prepared) -> None:
     job = prepared.evaluator.build_job(prepared.federation.begin(), None)
     predictions = engine.predict(job, prepared.train, indices, 2)
     layer = engine.adapted.model.get_submodule("classifier")
-    expected = torch.nn.functional.linear(features, layer.weight, layer.bias)  # type: ignore[arg-type]
+    expected = torch.nn.functional.linear(features, layer.weight, layer.bias)
     torch.testing.assert_close(predictions, expected, rtol=1e-5, atol=1e-5)
 
 

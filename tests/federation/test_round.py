@@ -264,7 +264,7 @@ def test_a_late_client_continues_from_what_counted_last(tiny_folder: Path, tmp_p
     built = prepare(config)
     found = chosen(built, 3, tmp_path / "more", 1)
     alone = federation(built, tmp_path / "alone", good)
-    found.transport = Turned(found.transport.hosts, good)  # type: ignore[attr-defined]
+    found.transport = Turned(found.transport.hosts, good)
     progress = other = found.begin()
     for number in range(3):
         result = found.run_round(progress)
@@ -458,7 +458,7 @@ def exchange(heard: Heard, *, last_rounds: Mapping[str, int] | None = None) -> t
     aggregation, tally = Accepting(), Tally()
     progress = Progress(state, last_rounds=last_rounds or {}, last_replies={"b": 1})
     listeners = (heard.listen("arrival"), heard.listen("client"), heard.listen("failure"))
-    made = RoundExchange(context, aggregation, tally, progress, {"a": 2}, *listeners)  # type: ignore[arg-type]
+    made = RoundExchange(context, aggregation, tally, progress, {"a": 2}, *listeners)
     return made, tally, aggregation
 
 
@@ -469,7 +469,7 @@ def reply(id: str, **changes: Any) -> Envelope:
 
 def test_an_order_has_the_round_s_facts_and_counts_once_however_often_it_is_made() -> None:
     made, tally, _ = exchange(Heard(), last_rounds={"a": 3})
-    charge = Charge("a", None, 3)  # type: ignore[arg-type]
+    charge = Charge("a", None, 3)
     envelope = [made.create_order("a", made.context.state, 1, charges=[charge]) for _ in range(2)][-1]
     order = decode_order(envelope)
     assert (order.task, order.run, order.to, order.round, order.attempt) == ("train", "name of the run", "a", 4, 1)
@@ -516,7 +516,7 @@ def test_a_round_with_too_few_replies_names_each_client_s_last_reason_and_the_wa
         "The state before the round is stored: fix the cause and resume"
     )
     for task, words in (("second", "the second exchange of round 5 needs"), ("statistics", "the exchange of statist")):
-        made.context = replace(made.context, task=task)  # type: ignore[arg-type]
+        made.context = replace(made.context, task=task)
         assert str(made.build_error(["a"]).problem).startswith(words)
 
 

@@ -184,7 +184,7 @@ def test_a_client_that_lost_its_training_says_so_and_is_sent_everything_next(bui
         host.store = store if order.task == "second" else DiskClientStore(tmp_path)
         return answer(order)
 
-    host.answer = forget  # type: ignore[method-assign]
+    host.answer = forget
     result: RoundResult = made.run_round(made.begin())
     (failure,) = result.failures
     assert failure.client == LOST
@@ -206,11 +206,11 @@ def test_a_client_that_lost_everything_between_later_exchanges_trains_in_the_nex
             host.store = DiskClientStore(tmp_path / "elsewhere")
         return answer(order)
 
-    host.answer = forget  # type: ignore[method-assign]
+    host.answer = forget
     result = made.run_round(progress)
     assert [one.client for one in result.failures] == [LOST]
     assert LOST not in result.progress.last_rounds
-    host.answer = answer  # type: ignore[method-assign]
+    host.answer = answer
     after = made.run_round(result.progress)
     assert after.failures == ()
     assert after.progress.last_rounds == dict.fromkeys(made.clients, 2)

@@ -352,15 +352,15 @@ def test_conjugated_negated_and_trainable_tensors() -> None:
 @quick
 @given(MESSAGES, st.randoms())
 def test_equal_messages_give_equal_bytes(message: Message, random: object) -> None:
-    def shuffled(mapping: object) -> dict:  # pyright: ignore
-        items = list(dict(mapping).items())  # pyright: ignore
-        random.shuffle(items)  # pyright: ignore
+    def shuffled(mapping: object) -> dict:
+        items = list(dict(mapping).items())
+        random.shuffle(items)
         return dict(items)
 
     other = Message(
-        {name: tensor.clone() for name, tensor in shuffled(message.tensors).items()},  # pyright: ignore
-        shuffled(message.scalars),  # pyright: ignore
-        message.base and replace(message.base, total=shuffled(message.base.total)),  # pyright: ignore
+        {name: tensor.clone() for name, tensor in shuffled(message.tensors).items()},
+        shuffled(message.scalars),
+        message.base and replace(message.base, total=shuffled(message.base.total)),
     )
     assert encode(other) == encode(message)
 
@@ -377,8 +377,8 @@ def test_scalars_keep_their_types() -> None:
         Message({"x": torch.ones(1, dtype=torch.complex128)}),
         Message({"x": torch.ones(2).to_sparse()}),
         Message({"x": torch.ones(2, device="meta")}),
-        Message(scalars={"x": None}),  # pyright: ignore
-        Message(scalars={"x": torch.ones(())}),  # pyright: ignore
+        Message(scalars={"x": None}),
+        Message(scalars={"x": torch.ones(())}),
     ],
     ids=["complex128", "sparse", "meta", "none", "tensor as scalar"],
 )
@@ -459,11 +459,11 @@ def test_mutated_structure_never_crashes(data: st.DataObject) -> None:
     in_header = data.draw(st.booleans())
     node: object = header if in_header else structure
     while True:
-        keys = list(node) if isinstance(node, dict) else list(range(len(node)))  # pyright: ignore
+        keys = list(node) if isinstance(node, dict) else list(range(len(node)))
         key = data.draw(st.sampled_from(keys))
-        child = node[key]  # pyright: ignore
+        child = node[key]
         if not isinstance(child, dict | list) or not child or data.draw(st.booleans()):
-            node[key] = replacement  # pyright: ignore
+            node[key] = replacement
             break
         node = child
     if not in_header:

@@ -33,7 +33,7 @@ def test_a_transport_runs_all_cases_and_its_quick_ones_in_every_run_of_the_tests
 
 
 def test_a_method_or_wrapper_is_a_case_as_soon_as_it_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(methods._methods, "newest", methods.METHODS["fedit"])  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setitem(methods._methods, "newest", methods.METHODS["fedit"])
     monkeypatch.setattr(conformance, "WRAPPERS", {**wrappers.WRAPPERS, "newest": wrappers.WRAPPERS["fedprox"]})
     cases = conformance.list_cases()
     assert len(cases) == len(set(cases)) == len(methods.METHODS) + len(wrappers.WRAPPERS) + 1

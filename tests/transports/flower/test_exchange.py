@@ -166,10 +166,10 @@ async def test_an_order_is_found_after_a_failure_of_the_database() -> None:
     def locked(node: int) -> Any:
         raise OSError("database is locked")
 
-    store.take_order = locked  # type: ignore[method-assign]
+    store.take_order = locked
     with pytest.raises(OSError, match="locked"):
         await take(exchange)
-    store.take_order = working  # type: ignore[method-assign]
+    store.take_order = working
     assert await take(exchange) == b"first"
 
 

@@ -310,7 +310,7 @@ def test_contents_come_along_up_to_a_size() -> None:
             computed.append(size)
             yield bytes(size)
 
-    assert select_fitting(contents(), 8) == [bytes(3), bytes(4)]  # type: ignore[arg-type]
+    assert select_fitting(contents(), 8) == [bytes(3), bytes(4)]
     assert computed == [3, 4, 9]
 
 

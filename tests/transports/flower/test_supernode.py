@@ -98,7 +98,7 @@ def answer(connection: Connection, received: Any = None) -> list[str]:
         return envelope
 
     link, known = supernode.Link("", None, None, 2**20), received or supernode._Received()
-    supernode._serve_connection(connection, link, UnsignedSigner(), answer, stop, known)  # type: ignore[arg-type]
+    supernode._serve_connection(connection, link, UnsignedSigner(), answer, stop, known)
     return answered
 
 
@@ -136,7 +136,7 @@ def test_a_node_that_waits_for_an_order_stops_at_once() -> None:
 
     Timer(0.1, stop.set).start()
     began = time.monotonic()
-    assert supernode._next_order(Silent(), "", stop) is None  # type: ignore[arg-type]
+    assert supernode._next_order(Silent(), "", stop) is None
     assert time.monotonic() - began < 5
     waiting.set()
 
@@ -146,7 +146,7 @@ def test_a_server_that_does_not_wait_is_not_asked_without_a_pause(monkeypatch: p
     connection.messages.clear()
     Timer(0.5, stop.set).start()
     link = supernode.Link("", None, None, 2**20)
-    supernode._serve_connection(connection, link, UnsignedSigner(), lambda e: e, stop, supernode._Received())  # type: ignore
+    supernode._serve_connection(connection, link, UnsignedSigner(), lambda e: e, stop, supernode._Received())
     assert len(connection.received) == 1
 
 
@@ -215,7 +215,7 @@ def test_a_node_waits_for_its_link_while_it_counts_as_online(comes_back: bool, m
 
     link, lost = supernode.Link("", None, None, 2**20), httpx.ReadError("lost")
     received = supernode._Received()
-    assert supernode._wait_for_link(Renewing(), link, Event(), lost, received) is comes_back  # type: ignore[arg-type]
+    assert supernode._wait_for_link(Renewing(), link, Event(), lost, received) is comes_back
     assert len(tries) >= 2
 
 
@@ -236,7 +236,7 @@ def test_a_stopped_node_waits_for_its_link_until_it_leaves(
         Event(),
         lost,
         supernode._Received(),
-        leave_at=leave_at,  # type: ignore[arg-type]
+        leave_at=leave_at,
     )
     assert time.monotonic() - began < 5
 
@@ -290,7 +290,7 @@ def test_a_node_that_is_stopped_and_has_no_reply_does_not_wait_for_its_link() ->
     stop = Event()
     stop.set()
     link, lost = supernode.Link("", None, None, 2**20), httpx.ReadError("lost")
-    assert supernode._wait_for_link(Connection(), link, stop, lost, supernode._Received())  # type: ignore[arg-type]
+    assert supernode._wait_for_link(Connection(), link, stop, lost, supernode._Received())
 
 
 def test_an_order_that_arrives_while_the_node_is_stopped_is_carried_out() -> None:
@@ -301,7 +301,7 @@ def test_an_order_that_arrives_while_the_node_is_stopped_is_carried_out() -> Non
 
     stop = Event()
     stop.set()
-    order = supernode._next_order(Slow(), "", stop)  # type: ignore[arg-type]
+    order = supernode._next_order(Slow(), "", stop)
     assert order.message.metadata.dst_node_id == 1
 
 

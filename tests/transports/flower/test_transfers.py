@@ -325,7 +325,7 @@ def test_the_server_logs_the_progress_of_a_message_over_all_answers_with_parts_o
             connection.pull_object(1, id)
     size = len(server[0].contents[id])
     (line,) = [record.getMessage() for record in caplog.records if record.name == "fedspan.server"]
-    done = float(re.fullmatch(rf"node {NODE}: order sent: ([\d.]+) of 40.0 MB", line)[1])  # type: ignore[index]
+    done = float(re.fullmatch(rf"node {NODE}: order sent: ([\d.]+) of 40.0 MB", line)[1])
     assert 4 * size <= done * 1e6 + 1e5
     assert done * 1e6 - 1e5 <= 5 * size
 

@@ -195,7 +195,7 @@ def test_the_batched_engine_starts_the_head_from_the_loop_s_statistics(tiny_fold
 
 def test_hidden_states_are_stored_before_a_plan_is_measured(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    host = prepare(tiny.config(tiny_folder, engine={"name": "batched"})).federation.transport.host  # pyright: ignore
+    host = prepare(tiny.config(tiny_folder, engine={"name": "batched"})).federation.transport.host
     monkeypatch.setattr(host, "prepare", lambda ids: calls.append(f"prepare {[*ids]}"))
     monkeypatch.setattr(host.engine, "choose_plan", lambda *arguments: calls.append("choose_plan"))
     monkeypatch.setattr(host, "make_first_assignments", lambda orders: [])

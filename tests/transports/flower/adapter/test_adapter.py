@@ -559,7 +559,7 @@ def test_the_superlink_asks_for_middleware_and_its_node_api_has_one_prefix(monke
 
     extensions = lookup("flwr.superlink", "extensions", "the SuperLink's access filter")
     create_app = lookup("flwr.superlink.main", "create_app", "the SuperLink's access filter")
-    monkeypatch.setattr(extensions, "get_middleware", lambda: (Middleware(Door),))  # type: ignore[arg-type]
+    monkeypatch.setattr(extensions, "get_middleware", lambda: (Middleware(Door),))
     app = create_app()
     for name in ("enable_supernode_auth", "linkstate_factory"):
         if not hasattr(app.state, name):
