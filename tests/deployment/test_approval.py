@@ -50,9 +50,7 @@ def test_a_new_job_waits_for_its_operator(
         assert (introduction.refused or "").endswith("(on the node: fedspan approve).")
     assert events(tmp_path) == ["job requested"]  # asked twice, one job
     (request,) = approvals.list_requests()
-    assert caplog.messages == [
-        f"job {request.job[:12]} waits for approval: fedspan approve shows it and approves it",
-    ]
+    assert caplog.messages == [f"job {request.job[:12]} waits for approval: fedspan approve shows it and approves it"]
     summary = request.summarize(own)
     request = replace(request, config={**request.config, "training": {"local_steps": 2, "local_epochs": 1, "lr": 0.5}})
     assert request.summarize(own)["training"] == "local_steps 2, lr 0.5", "steps replace epochs"

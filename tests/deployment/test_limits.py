@@ -237,10 +237,7 @@ def test_one_evaluation_loss_tells_no_counts_of_labels(limit: int, tiny_folder: 
     run.evaluator.evaluate_clients(run.federation.begin())
     assert coded.came[-1].scores is not None
     scores = coded.came[-1].scores
-    for loss, rows in (
-        (scores["validation"]["loss"], data.validation),
-        (scores["test"]["loss"], data.test),
-    ):
+    for loss, rows in ((scores["validation"]["loss"], data.validation), (scores["test"]["loss"], data.test)):
         counts = np.bincount(labels[rows], minlength=LABELS).tolist()
         assert (coded.decode(loss) == counts) is (limit == 1)
         if limit > 1:

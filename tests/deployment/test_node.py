@@ -248,11 +248,7 @@ def test_an_order_of_a_run_to_which_it_was_not_invited_is_refused(tiny_folder: P
 @pytest.mark.parametrize(
     ("limits", "config", "why"),
     [
-        (
-            {"methods": ["rolora"]},
-            {},
-            "`limits.methods`: this node does not allow 'fedit'. It allows rolora",
-        ),
+        ({"methods": ["rolora"]}, {}, "`limits.methods`: this node does not allow 'fedit'. It allows rolora"),
         ({"models": ["roberta-base"]}, {}, "limits.models"),
         ({"rounds": 2}, {}, "`limits.rounds`: the run's federation.rounds is 3, and this node allows at most 2"),
         ({}, {"method": {"name": "no such"}}, "method.name"),
@@ -412,8 +408,7 @@ def test_an_order_is_carried_out_once_and_its_reply_given_again_after_a_restart(
 
 
 @pytest.mark.parametrize(
-    ("order", "serial"),
-    [(ORDER, 4), (Envelope("order", b"other weights"), 5), (Envelope("orderw", b"eights"), 5)],
+    ("order", "serial"), [(ORDER, 4), (Envelope("order", b"other weights"), 5), (Envelope("orderw", b"eights"), 5)]
 )
 def test_older_orders_and_others_with_the_same_serial_are_refused(path: Path, order: Envelope, serial: int) -> None:
     """Also one whose bytes are the same, of another header."""

@@ -13,12 +13,7 @@ from transformers import AutoTokenizer, BertForSequenceClassification, TrainerCa
 
 import fedspan
 from fedspan.deployment import deploy
-from fedspan.deployment.handshake import (
-    Introduction,
-    build_server_config,
-    compute_base_digest,
-    compute_extras_digest,
-)
+from fedspan.deployment.handshake import Introduction, build_server_config, compute_base_digest, compute_extras_digest
 from fedspan.deployment.node import NodeService
 from fedspan.deployment.submission import Handshakes
 from fedspan.deployment.trainer_node import TrainerNode

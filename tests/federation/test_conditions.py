@@ -516,9 +516,7 @@ def test_a_silent_client_costs_two_deadlines_and_not_every_round_s(
 
 def test_a_client_that_is_back_and_slow_counts_again(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        Conditions,
-        "draw_silence",
-        lambda self, client, round, *rest: "train" if client == GONE and round < 2 else None,
+        Conditions, "draw_silence", lambda self, client, round, *rest: "train" if client == GONE and round < 2 else None
     )
     monkeypatch.setattr(Conditions, "compute_seconds", lambda self, client, examples: 9.0 if client == GONE else 1.0)
     results = rounds(build_waiting(tiny_folder), 6)
@@ -532,9 +530,7 @@ def test_an_outlier_replaces_no_reply_of_a_client_that_is_back(
 ) -> None:
     hostile, began = IDS[1], [False]
     monkeypatch.setattr(
-        Conditions,
-        "draw_silence",
-        lambda self, client, round, *rest: "train" if client == GONE and round < 2 else None,
+        Conditions, "draw_silence", lambda self, client, round, *rest: "train" if client == GONE and round < 2 else None
     )
     monkeypatch.setattr(Conditions, "compute_seconds", lambda self, client, examples: 9.0 if client == GONE else 1.0)
     monkeypatch.setattr(Conditions, "draw_faulty", lambda self, ids: frozenset({hostile} if began[0] else ()))

@@ -147,10 +147,7 @@ def test_moments_are_kept_on_request_and_within_a_generation(
     ends = []
     for state in ("reset", "keep"):
         config = tiny.config(
-            tiny_folder,
-            method={"name": method},
-            training={"optimizer_state": state},
-            model={"extras": "frozen"},
+            tiny_folder, method={"name": method}, training={"optimizer_state": state}, model={"extras": "frozen"}
         )
         federation = tiny.variant(prepared, config).federation
         progress = federation.begin()

@@ -51,8 +51,7 @@ async def receive() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("headers", "offset"),
-    [([], 0), (continued(100), 100), (continued(100, TAG + "x"), 0), (continued(0), 0)],
+    ("headers", "offset"), [([], 0), (continued(100), 100), (continued(100, TAG + "x"), 0), (continued(0), 0)]
 )
 def test_an_answer_begins_where_the_node_s_part_of_it_ends(headers: list[tuple[bytes, bytes]], offset: int) -> None:
     sent = Sent()

@@ -606,9 +606,7 @@ def test_a_node_fetches_files_of_base_models_that_are_offered_and_no_others(tmp_
     assert fetch(offer, file, "0", door=door.Door(Behind(), exchange=Exchange())) == 404
 
 
-async def test_a_base_model_leaves_in_pieces_and_a_node_that_does_not_read_holds_no_slot(
-    tmp_path: Path,
-) -> None:
+async def test_a_base_model_leaves_in_pieces_and_a_node_that_does_not_read_holds_no_slot(tmp_path: Path) -> None:
     content, offer, file = bytes(range(251)) * 1000, "a" * 64, "b" * 64
     (tmp_path / "weights").write_bytes(content)
     (tmp_path / f"{offer}.1.json").write_text(json.dumps({file: str(tmp_path / "weights")}))

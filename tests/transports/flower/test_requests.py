@@ -124,9 +124,7 @@ def test_a_node_whose_request_waits_is_not_forgotten() -> None:
     assert known.get(b"busy") is busy
 
 
-async def test_a_key_is_looked_up_now_and_then_and_an_unknown_one_every_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_key_is_looked_up_now_and_then_and_an_unknown_one_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bytes] = []
     nodes: dict[bytes, int] = {b"a": 7}
 

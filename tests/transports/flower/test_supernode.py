@@ -219,9 +219,7 @@ def test_a_node_waits_for_its_link_while_it_counts_as_online(comes_back: bool, m
     assert len(tries) >= 2
 
 
-def test_a_stopped_node_waits_for_its_link_until_it_leaves(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_stopped_node_waits_for_its_link_until_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supernode, "_RECONNECT", (0.1, 0.1))
 
     class Silent(Connection):
@@ -230,14 +228,7 @@ def test_a_stopped_node_waits_for_its_link_until_it_leaves(
 
     link, lost, began = supernode.Link("", None, None, 2**20), httpx.ReadError("lost"), time.monotonic()
     leave_at = began + 0.3
-    assert not supernode._wait_for_link(
-        Silent(),
-        link,
-        Event(),
-        lost,
-        supernode._Received(),
-        leave_at=leave_at,
-    )
+    assert not supernode._wait_for_link(Silent(), link, Event(), lost, supernode._Received(), leave_at=leave_at)
     assert time.monotonic() - began < 5
 
 

@@ -294,11 +294,7 @@ def test_an_order_on_its_way_is_logged_on_both_sides(
     monkeypatch.setattr(transfers, "_SHOWN_EVERY", 0.0)
     monkeypatch.setattr(progress, "SHOWN_EVERY", 0.0)
     monkeypatch.setattr(transfers, "_FIRST_SHOWN", 0.0)
-    with (
-        caplog.at_level(logging.INFO),
-        SlowLink(server[1], RATE, CUT_AFTER) as link,
-        connect(link.port) as connection,
-    ):
+    with caplog.at_level(logging.INFO), SlowLink(server[1], RATE, CUT_AFTER) as link, connect(link.port) as connection:
         connection.transfers.received.begin(len(server[0].order))
         connection.take_order("")
         assert link.cuts >= 2
