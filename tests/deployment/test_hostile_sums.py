@@ -114,32 +114,28 @@ def test_the_others_are_invited_again_to_train_nothing(
         assert any("`message.agreement.config`: " in header for header in told)
 
 
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        pytest.param(of_order(lr=0.0), "the order has lr 0.0", marks=pytest.mark.slow),
-        pytest.param(of_order(client={"weight": 0.0}), "the order has client.weight 0.0", marks=pytest.mark.slow),
-        pytest.param(of_order(client={"scaling": 0.0}), "the order has client.scaling 0.0", marks=pytest.mark.slow),
-        (of_order(body=b"another model"), "the order's model differs from the agreement of the sum's clients"),
-        pytest.param(both(lr=0.0), "the order has lr 0.0", marks=pytest.mark.slow),
-        pytest.param(
-            of_agreement(clip=1e-9), "`message.agreement.clip`: 1e-09 is not accepted", marks=pytest.mark.slow
-        ),
-        pytest.param(of_agreement(bits=64), "message.agreement.bits", marks=pytest.mark.slow),
-        pytest.param(of_agreement(config="0" * 64), "message.agreement.config", marks=pytest.mark.slow),
-        (of_agreement(top=1e3), "have another agreement than this client"),
-        pytest.param(
-            of_agreement(top=1e9),
-            "`message.agreement.top`: with 3 clients and weights up to 1e+09, this node's change",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            of_agreement(clients=10**6), "`message.agreement.clients`: 1000000 is not accepted", marks=pytest.mark.slow
-        ),
-    ],
-)
-def test_the_others_are_told_to_contribute_nothing(change: Any, why: str, tiny_folder: Path, tmp_path: Path) -> None:
+LIES: dict[str, tuple[Any, str]] = {
+    "rate": (of_order(lr=0.0), "the order has lr 0.0"),
+    "weight": (of_order(client={"weight": 0.0}), "the order has client.weight 0.0"),
+    "scaling": (of_order(client={"scaling": 0.0}), "the order has client.scaling 0.0"),
+    "body": (of_order(body=b"another model"), "the order's model differs from the agreement of the sum's clients"),
+    "agreed rate": (both(lr=0.0), "the order has lr 0.0"),
+    "clip": (of_agreement(clip=1e-9), "`message.agreement.clip`: 1e-09 is not accepted"),
+    "bits": (of_agreement(bits=64), "message.agreement.bits"),
+    "config": (of_agreement(config="0" * 64), "message.agreement.config"),
+    "top": (of_agreement(top=1e3), "have another agreement than this client"),
+    "large top": (
+        of_agreement(top=1e9),
+        "`message.agreement.top`: with 3 clients and weights up to 1e+09, this node's",
+    ),
+    "clients": (of_agreement(clients=10**6), "`message.agreement.clients`: 1000000 is not accepted"),
+}
+
+
+@pytest.mark.parametrize("lie", others_slow(LIES, ["body", "top"]))
+def test_the_others_are_told_to_contribute_nothing(lie: str, tiny_folder: Path, tmp_path: Path) -> None:
     """Two of three nodes are to send nothing but their masks, so that the sum is the victim's update."""
+    change, why = LIES[lie]
     run, transport = served(tiny_folder, tmp_path)
     headers: list[str] = []
     honest = transport.make
@@ -159,23 +155,21 @@ def test_the_others_are_told_to_contribute_nothing(change: Any, why: str, tiny_f
     assert all(VICTIM not in read_header(UnmaskReply, one).shares for one in unmasked)
 
 
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        ({"top": 1e7}, "would be rounded to"),
-        pytest.param(
-            {"clients": 2**24 - 1}, "a number of clients of which 3 are a neighborhood", marks=pytest.mark.slow
-        ),
-        pytest.param({"clients": 2}, "a number of clients of which 3 are a neighborhood", marks=pytest.mark.slow),
-        pytest.param(
-            {"top": 1e9, "clients": 10**6}, "a number of clients of which 3 are a neighborhood", marks=pytest.mark.slow
-        ),
-    ],
-)
+TOO_MANY = "a number of clients of which 3 are a neighborhood"
+COARSE: dict[str, tuple[dict[str, Any], str]] = {
+    "top": ({"top": 1e7}, "would be rounded to"),
+    "many": ({"clients": 2**24 - 1}, TOO_MANY),
+    "two": ({"clients": 2}, TOO_MANY),
+    "both": ({"top": 1e9, "clients": 10**6}, TOO_MANY),
+}
+
+
+@pytest.mark.parametrize("lie", others_slow(COARSE, ["top"]))
 def test_all_nodes_are_told_the_same_steps_that_round_changes_to_zero(
-    change: dict[str, Any], why: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lie: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their agreements are equal, so their masks would cancel; with coarse steps only the heaviest change remains."""
+    change, why = COARSE[lie]
     run, transport = served(tiny_folder, tmp_path)
     honest = SecureAggregation._agree
     monkeypatch.setattr(SecureAggregation, "_agree", lambda self, *told: honest(self, *told).model_copy(update=change))

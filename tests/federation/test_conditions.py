@@ -514,11 +514,16 @@ def test_a_silent_client_costs_two_deadlines_and_not_every_round_s(
     assert all((result.simulated_seconds or 0) >= 50 for result in everybody)
 
 
-def test_a_client_that_is_back_and_slow_counts_again(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def return_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client is silent for two rounds, and then slower than all others."""
     monkeypatch.setattr(
         Conditions, "draw_silence", lambda self, client, round, *rest: "train" if client == GONE and round < 2 else None
     )
     monkeypatch.setattr(Conditions, "compute_seconds", lambda self, client, examples: 9.0 if client == GONE else 1.0)
+
+
+def test_a_client_that_is_back_and_slow_counts_again(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    return_slowly(monkeypatch)
     results = rounds(build_waiting(tiny_folder), 6)
     assert [result.progress.last_rounds.get(GONE) for result in results] == [None, None, None, None, 4, 5]
     assert [result.simulated_seconds for result in results] == [50.0, 50.0, 1.0, 1.0, 9.0, 9.0]
@@ -529,10 +534,7 @@ def test_an_outlier_replaces_no_reply_of_a_client_that_is_back(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hostile, began = IDS[1], [False]
-    monkeypatch.setattr(
-        Conditions, "draw_silence", lambda self, client, round, *rest: "train" if client == GONE and round < 2 else None
-    )
-    monkeypatch.setattr(Conditions, "compute_seconds", lambda self, client, examples: 9.0 if client == GONE else 1.0)
+    return_slowly(monkeypatch)
     monkeypatch.setattr(Conditions, "draw_faulty", lambda self, ids: frozenset({hostile} if began[0] else ()))
     scaled = {"faults": {"share": 0.25, "kind": "scale", "factor": 1000.0}}
     last = rounds(build_waiting(tiny_folder, scaled, min_replies=3), 2)[-1]
