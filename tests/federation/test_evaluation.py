@@ -91,11 +91,6 @@ class Reporting(ReplyingTransport):
             yield id, Reply("evaluate", order.round, 0, id, scores=scores).to_envelope()
 
 
-@pytest.fixture(scope="module")
-def prepared(tiny_folder: Path) -> Prepared:
-    return prepare(tiny.config(tiny_folder))
-
-
 def reported(prepared: Prepared, rows: Sequence[Mapping[str, float]]) -> tuple[ClientScores, dict[str, str]]:
     """The pooled scores of clients of 20 training examples each, whose parts the server does not know."""
     old, nobody = prepared.federation, np.zeros(0, np.int64)

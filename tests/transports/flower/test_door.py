@@ -230,7 +230,7 @@ def test_a_body_has_its_declared_length_and_arrives_in_time() -> None:
         (None, 400),
     ],
 )
-def test_a_message_is_the_node_s_own_reply_to_the_server_with_its_objects_or_without(
+def test_a_message_is_the_node_s_own_reply_to_the_server(
     changes: dict[str, Any] | None, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(door, "read_pushed_reply", lambda *_: None if changes is None else reply(**changes))
@@ -606,7 +606,9 @@ def test_a_node_fetches_files_of_base_models_that_are_offered_and_no_others(tmp_
     assert fetch(offer, file, "0", door=door.Door(Behind(), exchange=Exchange())) == 404
 
 
-async def test_a_base_model_leaves_in_pieces_and_a_node_that_does_not_read_holds_no_slot(tmp_path: Path) -> None:
+async def test_bytes_of_a_base_model_leave_in_pieces_and_a_node_that_does_not_read_holds_no_slot(
+    tmp_path: Path,
+) -> None:
     content, offer, file = bytes(range(251)) * 1000, "a" * 64, "b" * 64
     (tmp_path / "weights").write_bytes(content)
     (tmp_path / f"{offer}.1.json").write_text(json.dumps({file: str(tmp_path / "weights")}))
