@@ -26,7 +26,7 @@ def test_every_attack_has_a_test_that_is_there() -> None:
     there = {
         name
         for path in (ROOT / "tests").rglob("test_*.py")
-        for name in re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+        for name in re.findall(r"^(?:async )?def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
     }
     for entry in entries:
         named = re.findall(r"`(test_[^`]*)`", entry)
