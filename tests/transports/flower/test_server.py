@@ -326,7 +326,7 @@ def test_the_client_app_handles_no_message() -> None:
         app.client(message, CONTEXT)
 
 
-pytestmark = pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="this system has no /proc/net/tcp")
+needs_proc = pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="this system has no /proc/net/tcp")
 
 
 def has_ipv6() -> bool:
@@ -337,6 +337,7 @@ def has_ipv6() -> bool:
         return False
 
 
+@needs_proc
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_a_connection_of_this_process_is_of_this_user(host: str) -> None:
     if host == "::1" and not has_ipv6():
@@ -356,6 +357,7 @@ def test_a_connection_of_this_process_is_of_this_user(host: str) -> None:
             assert get_peer_uid(ends[0], (host, 1)) is None
 
 
+@needs_proc
 def test_a_connection_of_another_user_is_that_user_s() -> None:
     code = "import socket, sys; s = socket.create_connection(('127.0.0.1', int(sys.argv[1]))); s.recv(1)"
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -370,6 +372,7 @@ def test_a_connection_of_another_user_is_that_user_s() -> None:
             process.wait()
 
 
+@needs_proc
 @pytest.mark.parametrize("ends", [(None, None), (("", 1), ("", 2)), (("127.0.0.1", 1), ("127.0.0.1", 2))])
 def test_no_connection_has_no_owner(ends: tuple[tuple[str, int] | None, tuple[str, int] | None]) -> None:
     assert get_peer_uid(*ends) is None
