@@ -22,7 +22,7 @@ DOCS = ROOT / "docs"
 TESTS = {
     name
     for path in (ROOT / "tests").rglob("test_*.py")
-    for name in re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    for name in re.findall(r"^(?:async )?def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
 }
 """Names of all tests."""
 
@@ -182,7 +182,7 @@ def test_the_front_pages_count_the_attacks_of_the_table(page: str) -> None:
 def test_every_replayed_attack_is_in_the_table() -> None:
     text = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
     attacks = (ROOT / "tests" / "transports" / "flower" / "test_attacks.py").read_text(encoding="utf-8")
-    for name in re.findall(r"^def (test_\w+)", attacks, re.MULTILINE):
+    for name in re.findall(r"^(?:async )?def (test_\w+)", attacks, re.MULTILINE):
         assert f"`{name}`" in text, name
 
 
