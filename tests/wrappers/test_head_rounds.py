@@ -259,8 +259,7 @@ def test_diagnostics_begin_with_the_methods_rounds(key: str, tiny_folder: Path, 
     fedspan.run(tiny.settings(tiny_folder, model={"head_rounds": 1}, **changes), tmp_path / "run")
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert ["diagnostics" in row for row in rows] == [False, True]
+    run = prepare(tiny.config(tiny_folder, model={"head_rounds": 1}, **changes))
+    first = begin(run.federation, run.head)
     with pytest.raises(FedspanError, match="trains the head alone"):
-        run = prepare(tiny.config(tiny_folder, model={"head_rounds": 1}, **changes))
-        diagnose_round(
-            run.federation, begin(run.federation, run.head), run.train, title=key, seed=0, batch_size=8, pairs=0
-        )
+        diagnose_round(run.federation, first, run.train, title=key, seed=0, batch_size=8, pairs=0)

@@ -186,8 +186,8 @@ class DiagnosticsRecorder:
 
         Returns:
             The result, unaffected by the diagnostics, and the diagnostics for metrics.jsonl: ``layers``, by path and
-            measure, ``alignment`` of all layers as one vector, and ``seconds``; None if the round was not diagnosed, or trained
-            no target layer.
+            measure, ``alignment`` of all layers as one vector, and ``seconds``; None if the round was not diagnosed, or
+            trained no target layer.
         """
         federation = self.federation
         if (progress.state.round + 1) % self.interval:

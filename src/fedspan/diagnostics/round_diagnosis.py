@@ -70,8 +70,8 @@ class TrainingRecord:
     @property
     def has_layers(self) -> bool:
         """Whether any target layer trained; in rounds that train the head alone, none did."""
-        names = {name for training in self.by_client.values() for name in training.first.trainable_names}
-        return not all(map(is_extra, names))
+        jobs = [job for training in self.by_client.values() for job in (training.first, training.last)]
+        return not all(is_extra(name) for job in jobs for name in job.trainable_names)
 
 
 STEPS = (0.0, 0.25, 0.5, 0.75, 1.0)
