@@ -116,11 +116,11 @@ def test_the_rate_follows_from_the_norm_of_the_features(tiny_folder: Path) -> No
         progress = begin(run.federation, run.head)
         client = run.federation.get_client("west", progress)
         job = run.federation.method.start(run.federation.method.sync(progress.state, client), client, {}, 0)
-        assert (job.optimizer["lr"], job.clips) == (0.3, False)
+        assert job.optimizer["lr"] == 0.01
         return [group.lr_scale for group in job.trainable]
 
-    assert find_rates(pooling="mean", pooling_normalize=True) == [400.0, 1.0]
-    assert find_rates() == [400.0 / 16, 1.0]
+    assert find_rates(pooling="mean", pooling_normalize=True) == [20.0, 1.0]
+    assert find_rates() == [20.0 / 16**0.5, 1.0]
 
 
 @pytest.mark.parametrize("mechanism", ["central", "local", "dp-sgd"])

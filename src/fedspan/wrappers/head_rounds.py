@@ -7,10 +7,9 @@ arXiv:2202.10054 (LP-FT: the head is trained on fixed features first, then every
                           head <- sum_i p_i head_i
     round n, ...:         the method's rounds 0, 1, ..., from that head
 
-The head is trained as 20 V f / |f| + b by SGD at the rate 0.3, so that W = 20 V / |f| has the rate 0.3 (20 / |f|)^2.
-Without the scale, features of norm 1 give nearly equal probabilities for many rounds. 20 is the scale of cosines with
-which a head from statistics starts (``core.heads``). The problem is convex, and SGD's steps on few examples generalize
-better than AdamW's, which weigh all features alike. Gradients are not clipped, because their norms grow with |f|.
+The head is trained as 20 V f / |f| + b with AdamW at the rate 0.01: W = 20 V / |f|, and AdamW's steps do not depend on
+the scale of gradients, so W has the rate 0.2 / |f| and b 0.01. Without the scale, features of norm 1 give nearly equal
+probabilities for many rounds. 20 is the scale of cosines with which a head from statistics starts (``core.heads``).
 
 The state of the server decides whether the rounds take place (``HeadRounds.request``), because only the server learns
 whether the clients send statistics. The method sees its own rounds only, counted from 0, and in its first one clients
@@ -35,7 +34,7 @@ __all__ = ["HEAD_PHASE", "HeadRounds", "NewHead"]
 ROUNDS, SHORT = "head-rounds/rounds", "head-rounds/short"
 """Scalars of a state that requests the rounds: their number, and whether orders hold the extras alone."""
 HEAD_PHASE = "head"
-RATE = 0.3
+RATE = 0.01
 
 
 @dataclass(frozen=True)
@@ -102,14 +101,13 @@ class HeadRounds(Wrapper):
         if message.base is not None or not all(map(is_extra, message.tensors)):
             job = self.inner.start(message, self._shift(client), memory, 0)
         weight, *bias = self._names
-        scale = (SCALE / self.head.norm) ** 2
+        scale = SCALE / self.head.norm
         return Job(
             job.parametrization,
             job.tensors,
             (Group((weight,), lr_scale=scale), *(Group((name,)) for name in bias)),
             epochs=self.epochs,
-            optimizer={"name": "sgd", "lr": RATE, "momentum": 0.0, "weight_decay": 0.0},
-            clips=False,
+            optimizer={"name": "adamw", "lr": RATE, "weight_decay": 0.0},
             phase=HEAD_PHASE,
             scalars={ROUNDS: self.rounds},
         )
