@@ -136,41 +136,6 @@ def test_a_missing_file_is_named_with_its_neighbors(refused: Refused) -> None:
     refused("data.train", "empty", ["empty holds no csv"], load, config("empty"))
 
 
-@pytest.mark.parametrize("name", ["t.csv", "t.tsv", "t.jsonl", "t.json", "t.parquet"])
-def test_an_empty_file_is_refused(refused: Refused, name: str) -> None:
-    refused("data.train", name, ["holds no examples" if name == "t.jsonl" else "is empty"], load, config(name, ""))
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "words"),
-    [
-        ("t.csv", "text,label\none,a,x\n", ["Row #2", "got 3"]),
-        ("t.csv", "text,label\none,a\ntwo\n", ["data.invalid: skip", "data.delimiter", "data.quoting"]),
-        ("t.csv", "text,label\n" + "één,a\n" * 9 + "tw\udcff,b\n", ["line 11 is not in utf-8", "data.encoding"]),
-        ("t.json", '{"a": [{"text": "one"}], "b": [{"text": "two"}]}', ["list of objects"]),
-        ("t.json", '[{"text": "one", "label": "a"}', ["cannot be read as json"]),
-    ],
-)
-def test_a_malformed_file_is_refused_with_the_place(
-    refused: Refused, name: str, content: str | bytes, words: list[str]
-) -> None:
-    refused("data.train", name, words, load, config(name, content))
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "words"),
-    [
-        ("t.csv", 'text,label\n"one\nand a half",a\n"",b\n', ["text in column 'text'", "row 3 of t.csv"]),
-        ("t.jsonl", '{"text": "one", "label": 1}\n{"text": null, "label": 1}', ["text", "row 2 of t.jsonl"]),
-        ("t.jsonl", '{"text": "one", "label": 1}\n{"text": "two"}', ["label", "row 2 of t.jsonl"]),
-        ("t.jsonl", '{"text": null, "label": 1}', ["text", "row 1 of t.jsonl"]),
-        ("t.jsonl", '{"text": "one", "label": NaN}', ["label", "row 1 of t.jsonl"]),
-    ],
-)
-def test_a_row_without_text_or_label_is_refused(refused: Refused, name: str, content: str, words: list[str]) -> None:
-    refused("data.train", name, words, load, config(name, content))
-
-
 def test_labels_that_do_not_fit_are_refused(refused: Refused) -> None:
     Path("test.csv").write_text("text,label\none,z\n")
     chosen = config("train.csv", test="test.csv", labels=["a", "b"], keep_only=True)
@@ -226,21 +191,6 @@ def test_a_path_in_a_folder_that_exists_is_not_sought_on_the_hub(refused: Refuse
 def test_data_settings_that_contradict_each_other_are_refused(settings: dict[str, object], words: str) -> None:
     with pytest.raises(ValidationError, match=words):
         DataConfig.model_validate({"train": "x.csv", **settings})
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"partitioner": "natural"}, "natural needs it"),
-        ({"validation": 0.5, "test": 0.5}, "sum to 1, which leaves nothing for training"),
-        ({"alpha": 0}, "greater than 0"),
-        ({"alpha": float("inf")}, "finite"),
-        ({"validation": -0.1}, "greater than or equal to 0"),
-    ],
-)
-def test_partition_settings_that_contradict_each_other_are_refused(settings: dict[str, object], words: str) -> None:
-    with pytest.raises(ValidationError, match=words):
-        PartitionConfig.model_validate(settings)
 
 
 def test_labels_given_as_numbers_or_bools_are_names_as_in_files() -> None:
@@ -307,20 +257,6 @@ def test_conversations_that_are_none(tmp_path: Path, refused: Refused) -> None:
     )
     data = load(config.model_copy(update={"invalid": "skip"}), task=get_task("causal-lm").columns)
     assert len(data.train) == 2
-
-
-def test_every_message_names_the_option(tmp_path: Path) -> None:
-    path = tmp_path / "t.csv"
-    for content, task in (
-        ("text,label\n,a\none,b\n", "sequence-classification"),
-        ("text,label\none,a\ntwo,\n", "sequence-classification"),
-        ("text,label\none,a\ntwo\n", "sequence-classification"),
-        ("text,label\none,1\ntwo,x\n", "regression"),
-        ("text,label\none,1\ntwo,nan\n", "regression"),
-    ):
-        path.write_text(content)
-        with pytest.raises(FedspanError, match=r"To leave such rows out, set data\.invalid: skip"):
-            load(DataConfig(train=str(path)), task=get_task(task).columns)
 
 
 def test_sentences_whose_tags_do_not_fit_are_left_out(tmp_path: Path) -> None:

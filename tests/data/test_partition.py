@@ -387,14 +387,6 @@ def test_a_picture_is_drawn(tmp_path: Path, labels: int, clients: int) -> None:
     assert dict(mpl.rcParams) == settings
 
 
-def test_another_data_set_is_refused(
-    tmp_path: Path, messages: datasets.Dataset, refused: Callable[..., FedspanError]
-) -> None:
-    divided = partition(messages, PartitionConfig(clients=4), 0)
-    fewer = messages.select(range(9))
-    refused("partition", divided.fingerprint[:12], ["has 9"], plot_partition, divided, ["a"], fewer, tmp_path / "p.png")
-
-
 @pytest.mark.parametrize("column", ["label", "target", "answer", "text_pair", "text", "labels"])
 def test_unrelated_columns_assign_and_group_rows(column: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"

@@ -48,11 +48,6 @@ def test_the_start_of_a_process_is_its_own() -> None:
     assert read_process_start(process.pid) is None
 
 
-def test_an_empty_folder_will_do(tmp_path: Path) -> None:
-    with RunFolder.create(tmp_path, CONFIG) as run:
-        assert run.read_config_text() == CONFIG
-
-
 def test_what_a_killed_creation_leaves_is_no_hindrance(tmp_path: Path) -> None:
     (tmp_path / "run.lock").write_text("1\nelsewhere\n")
     (tmp_path / "config.yaml.tmp-77").write_text("seed")
@@ -76,14 +71,6 @@ def test_a_folder_with_other_things_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(FedspanError, match="Leave --resume out"):
         RunFolder.resume(tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["thesis.tex"]
-
-
-def test_a_file_in_the_place_of_the_folder(tmp_path: Path) -> None:
-    (tmp_path / "run").write_text("x")
-    with pytest.raises(FedspanError, match=r"is a file. Choose another name"):
-        RunFolder.create(tmp_path / "run", CONFIG)
-    with pytest.raises(FedspanError, match="Choose another folder"):
-        RunFolder.create(tmp_path / "run" / "inner", CONFIG)
 
 
 def test_a_similar_folder_is_suggested(tmp_path: Path) -> None:

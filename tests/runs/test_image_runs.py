@@ -206,14 +206,6 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(
     assert bits[0] == bits[1] == bits[2]
 
 
-@pytest.mark.slow
-def test_the_baselines_train_from_scratch_too(images: Path, tmp_path: Path) -> None:
-    values = tiny_images.settings(images, "builtin:resnet-8", federation={"rounds": 1})
-    report = fedspan.run({**values, "baselines": ["local", "centralized"]}, tmp_path / "run")
-    assert set(report.baselines) == {"local", "centralized"}
-    assert all(made["scores"]["test"]["loss"] > 0 for made in report.baselines.values())
-
-
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_convolutions.save_pictures(tmp_path_factory.mktemp("scratch"))

@@ -283,13 +283,3 @@ def test_a_node_keeps_to_its_own_limit(tiny_folder: Path, tmp_path: Path) -> Non
     (spent,) = [PrivacySpend(1e-5, "rdp")]
     spent.restore({"": releases(tmp_path)})
     assert 2.0 < spent.compute_worst() <= 2.7
-
-
-def test_running_statistics_can_t_be_made_private(images: Path, tmp_path: Path) -> None:
-    from helpers import tiny_images
-
-    given = tiny_images.settings(images, "builtin:resnet-8")
-    given["federation"] = {**given["federation"], "weights": "uniform"}
-    given["method"] = {"name": "fedavg"}
-    with pytest.raises(FedspanError, match="running statistics"):
-        fedspan.run({**given, "privacy": {"mechanism": "central", "noise": 1.0}}, tmp_path / "run")

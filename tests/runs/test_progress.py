@@ -23,7 +23,7 @@ from fedspan.runs.formatting import format_duration, format_number, format_runs,
 from fedspan.runs.progress_bar import ProgressBar, has_bar
 from fedspan.runs.progress_file import INTERVAL, ProgressFile
 from fedspan.runs.remaining_time import Effort, describe_stage, get_unrepeated_name
-from fedspan.runs.setup import Prepared, prepare
+from fedspan.runs.setup import Prepared
 from fedspan.training.stages import Stage
 from helpers import tiny
 from helpers.clock import Clock
@@ -404,20 +404,6 @@ def test_clients_with_an_order_are_those_of_an_asynchronous_round(tiny_folder: P
         assert set(arrived) <= set(seen[-1][1])
 
 
-def test_a_reply_to_an_order_of_an_earlier_round_adds_its_client_alone(tiny_folder: Path, tmp_path: Path) -> None:
-    federation = {"rounds": 2, "clients_per_round": 2, "buffered": {"concurrency": 2}}
-    with ProgressFile(tmp_path / "progress.json") as file:
-        file.on_start(prepare(tiny.config(tiny_folder, federation=federation)), 0, False)
-        file.on_round_start(1)
-        file.on_client_order(1, "west")
-        file.on_client_finish(1, "west", 0.5)
-        file.on_round_finish({"round": 1})
-        file.on_round_start(2)
-        file.on_client_order(2, "east")
-        file.on_client_finish(2, "north", 0.25)
-        wait_for(tmp_path / "progress.json", round=2, cohort=["east", "north"], losses={"north": 0.25})
-
-
 def test_many_changes_are_few_writes(prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, written, began = tmp_path / "progress.json", list[Path](), time.monotonic()
     replace = Path.replace
@@ -455,14 +441,6 @@ def test_a_hanging_disk_does_not_stop_training(
         may_write.set()
         wait_for(path, notes=["one"], rounds=3)
     assert not path.exists()
-
-
-def test_a_change_soon_after_a_write_is_written_a_little_later(tmp_path: Path) -> None:
-    path = tmp_path / "progress.json"
-    with ProgressFile(path) as file:
-        file.on_note("one")
-        file.on_note("two")
-        wait_for(path, notes=["one", "two"])
 
 
 @pytest.mark.parametrize(

@@ -70,11 +70,6 @@ def test_other_processes_do_not_know_a_task_of_this_one(
     assert not (tmp_path / "run").exists()
 
 
-def test_an_unknown_task_is_refused_with_the_nearest(tiny_folder: Path) -> None:
-    with pytest.raises(FedspanError, match=r"`task`: no task is named 'regressio'\. Did you mean 'regression'"):
-        parse_config(tiny.settings(tiny_folder) | {"task": "regressio"})
-
-
 @pytest.mark.parametrize(
     ("name", "meant"), [("text-classification", "sequence-classification"), ("translation", "seq2seq")]
 )

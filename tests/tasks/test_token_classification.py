@@ -203,18 +203,6 @@ def test_entities_are_predicted_for_texts(tiny_folder: Path, tmp_path: Path) -> 
     assert all(isinstance(text, str) and kind in tiny.LABELS for text, kind in from_text)
 
 
-def test_other_columns_are_named_in_evaluations(tiny_folder: Path, tmp_path: Path) -> None:
-    values = tiny_tags.settings(tiny_folder, tmp_path, federation={"rounds": 1})
-    fedspan.run(values, tmp_path / "run")
-    records = [json.loads(line) for line in (tmp_path / "sentences.jsonl").read_text().splitlines()]
-    renamed = [{"words": record["tokens"], "ner": record["tags"]} for record in records]
-    expected = fedspan.evaluate(tmp_path / "run", data=records)
-    measured = fedspan.evaluate(tmp_path / "run", data=renamed, roles={"tokens": "words"}, label="ner")
-    assert measured == pytest.approx(expected)
-    with pytest.raises(FedspanError, match=r"`--set`: .* Expected fields of the section data"):
-        fedspan.evaluate(tmp_path / "run", data=renamed, overrides=["training.lr=1"])
-
-
 def test_columns_of_the_run_are_read_in_evaluations(tiny_folder: Path, tmp_path: Path, call: Any) -> None:
     tiny_tags.save_sentences(tmp_path / "sentences.jsonl")
     records = [json.loads(line) for line in (tmp_path / "sentences.jsonl").read_text().splitlines()]
