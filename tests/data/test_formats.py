@@ -263,7 +263,6 @@ def test_title_rows_above_the_column_names(tmp_path: Path, refused: Refused) -> 
 
 TASK = get_task("token-classification").columns
 
-assert TASK is not None
 
 SENTENCES = "-DOCSTART- O\n\nAspirin\tB-Drug\nhelps\tO\n\nThe\tO\nTP53\tB-Gene\ngene\tI-Gene\n\n\nRest\tO\n"
 

@@ -68,9 +68,6 @@ def many(folder: Path) -> Path:
 def test_a_stratified_fifth_is_set_aside_by_seed(tmp_path: Path) -> None:
     config = config_for(many(tmp_path))
     data, again, other = (load(config, seed=seed) for seed in (1, 1, 2))
-    assert data.test is not None
-    assert again.test is not None
-    assert other.test is not None
     assert np.bincount(data.test["label"]).tolist() == [36, 4]  # of 180 and 20; the single one stays to be learnt
     assert set(data.train["text"]) | set(data.test["text"]) == set(
         load(config_for(many(tmp_path), test_fraction=0)).train["text"]
@@ -81,7 +78,6 @@ def test_a_stratified_fifth_is_set_aside_by_seed(tmp_path: Path) -> None:
 
 def test_a_cap_keeps_labels_in_proportion_and_the_order(tmp_path: Path) -> None:
     data = load(config_for(many(tmp_path), max_examples=20))
-    assert data.test is not None
     assert np.bincount(data.train["label"], minlength=3).tolist() == [18, 2, 0]
     assert len(data.test) == 20
     rows = [int(text.split()[1]) for text in data.train["text"]]
@@ -94,7 +90,6 @@ def test_labels_can_be_chosen(tmp_path: Path) -> None:
     test = written(tmp_path, "test.csv", "text,label\n5,c\n6,a\n")
     data = load(config_for(path, test=str(test), first_labels=2))
     assert (data.labels, data.train["text"][:]) == (("a", "b"), ["1", "2", "4"])
-    assert data.test is not None
     assert data.test["text"][:] == ["6"]
     data = load(config_for(path, labels=["c", "b"], keep_only=True, test_fraction=0))
     assert (data.labels, data.train["label"][:]) == (("c", "b"), [1, 0, 1])
@@ -208,7 +203,6 @@ def test_rows_of_every_kind_are_counted(tmp_path: Path) -> None:
     test.write_text("text,label\nseven,a\neight,c\nnine,b\n")
     data = load(DataConfig(train=str(train), test=str(test), invalid="skip"))
     assert data.train["text"][:] == ["one", "three", "six"]
-    assert data.test is not None
     assert data.test["text"][:] == ["seven", "nine"]
     assert data.dropped == 5
     assert data.notes == (
@@ -264,7 +258,6 @@ def test_sentences_whose_tags_do_not_fit_are_left_out(tmp_path: Path) -> None:
     rows = [(["a", "b"], ["O", "B-X"]), (["c", "d"], ["O"]), (["e"], ["Drug"]), (["f"], ["O"]), ([], []), (["g"], None)]
     path.write_text("".join(json.dumps({"tokens": words, "tags": tags}) + "\n" for words, tags in rows))
     columns = get_task("token-classification").columns
-    assert columns is not None
     data = load(DataConfig(train=str(path), invalid="skip", test_fraction=0), task=columns)
     assert data.train["tokens"][:] == [["a", "b"], ["f"]]
     assert data.dropped == 4
@@ -303,7 +296,6 @@ def test_every_form_gives_the_same_examples(form: str) -> None:
 def test_a_dict_of_splits(held_out: str) -> None:
     given = read_objects({"train": FRAME, held_out: RECORDS[:3]}, 3)
     data = load(DataConfig(train=IN_MEMORY, test=IN_MEMORY), sources=given.sources)
-    assert data.test is not None
     assert data.test["text"][:] == ["text 0", "text 1", "text 2"]
     assert data.notes == ("duplicates: 3 of 3 test examples also occur in data.train",)
 

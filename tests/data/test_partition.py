@@ -396,7 +396,6 @@ def test_unrelated_columns_assign_and_group_rows(column: str, tmp_path: Path) ->
     loaded = load(config)
     assert loaded.labels == ("x", "y")
     assert find_source_column(loaded.train, column) == (column if column == "labels" else f"source:{column}")
-    assert loaded.groups is not None
     assert loaded.groups.tolist() == [0, 1, 2] * 4
     parts = partition(loaded.train, PartitionConfig(partitioner="natural", column=column, validation=0, test=0), 0)
     assert [client.id for client in parts.clients] == ["p", "q", "r"]

@@ -55,7 +55,6 @@ class Interrupts(TrainerCallback):
 
 def record_draws(trainer: Trainer, draws: dict[str, torch.Tensor]) -> None:
     """Record the examples of each pass in training, and which values its first dropout keeps, flattened."""
-    assert trainer.model is not None
 
     def record_inputs(module: nn.Module, args: object, inputs: dict[str, torch.Tensor]) -> None:
         if module.training:
@@ -153,7 +152,6 @@ def run_rounds(prepared: Prepared, file: Path) -> None:
             return
         progress = result.progress
         validation, _ = prepared.evaluator.evaluate_clients(progress)
-        assert validation is not None
         losses += [result.loss, validation.pooled["loss"]]
     tensors = {name: value.clone().contiguous() for name, value in progress.state.tensors.items()}
     base = {f"base/{name}": to_dense(value) for name, value in progress.state.base.total.items()}

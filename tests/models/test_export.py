@@ -50,7 +50,6 @@ def save_adapter(folder: Path, tiny_folder: Path, kind: str = "bert", **options:
 
 
 def logits(prepared: Prepared, model: torch.nn.Module) -> Tensor:
-    assert prepared.test is not None
     batch = prepared.task.collate(prepared.test, range(len(prepared.test)), torch.device("cpu"))
     with torch.no_grad():
         return prepared.task.predict(model, batch)

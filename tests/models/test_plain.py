@@ -37,8 +37,6 @@ def example() -> ModuleType:
     """examples/plain_pytorch.py, with its model and task."""
     path = Path(__file__).parents[2] / "examples" / "plain_pytorch.py"
     spec = importlib.util.spec_from_file_location("plain_pytorch", path)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["plain_pytorch"] = module  # which its dataclasses look up
     spec.loader.exec_module(module)

@@ -30,7 +30,6 @@ from helpers.image_rounds import close, run_rounds, theirs
 
 
 def ours(made: Prepared, progress: Progress, client: str | None = None) -> Tensor:
-    assert made.test is not None
     return made.engine.predict(made.evaluator.build_job(progress, client), made.test, np.arange(len(made.test)), 50)
 
 
@@ -251,7 +250,6 @@ def require_export(made: Prepared, progress: Progress, place: Path) -> None:
     """Whoever has the folder, and nothing else, computes the same."""
     folder = write_adapters(made, progress, RunFolder(place))["global"]
     model = AutoModelForImageClassification.from_pretrained(folder).eval()
-    assert made.test is not None
     batch = made.task.collate(made.test, range(len(made.test)), torch.device("cpu"))
     with torch.no_grad():
         theirs = made.task.predict(model, batch)

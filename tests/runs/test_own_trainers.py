@@ -646,7 +646,6 @@ def plain_loop(tiny_folder: Path, counted: int, **changes: Any) -> fedspan.Torch
     """A loop whose loader runs dry after one epoch, and which counts some number of examples in each step."""
     trainer = make_trainer(tiny_folder, "east")
     model = trainer.model
-    assert model is not None
     once = iter(DataLoader(trainer.train_dataset, batch_size=4, collate_fn=trainer.data_collator))
 
     def train(round: fedspan.TrainingRound) -> None:
@@ -661,7 +660,6 @@ def plain_loop(tiny_folder: Path, counted: int, **changes: Any) -> fedspan.Torch
 def test_a_plain_loop_may_accumulate_a_step_over_several_epochs(tiny_folder: Path, tmp_path: Path) -> None:
     source = make_trainer(tiny_folder, "east")
     model = source.model
-    assert model is not None
     loader = DataLoader(source.train_dataset, batch_size=4, collate_fn=source.data_collator)
     passes: list[int] = []
 

@@ -38,7 +38,6 @@ def test_a_batch_s_offsets_enter_the_loss_but_no_prediction(prepared: Prepared, 
     assert float(loss.detach()) == pytest.approx(float(expected.mean().detach()))
     assert torch.equal(task.predict(model, batch), logits)
     loss.backward()
-    assert logits.grad is not None
     assert (logits.grad[:, [0, 3]] == 0).all()  # classes that the client lacks
     assert (logits.grad[:, [1, 2]] != 0).all()
 

@@ -114,8 +114,6 @@ def test_it_is_the_paper_s_algorithm(key: str, accumulate: int, prepared: Prepar
     run = run_of(prepared, tiny_folder, **changes)
     engine, work, privacy = run.engine, work_of(run), run.engine.settings.privacy
     assert isinstance(engine, LoopEngine)
-    assert engine.private is not None
-    assert privacy is not None
     found = engine.train(work, run.train)
     assert engine.private.refusal is None
     assert found.steps == compute_private_steps(engine.settings, work.job, len(work.indices)) > 2
@@ -139,8 +137,6 @@ def test_dropout_of_an_example_is_the_same_in_every_pass(
         run = run_of(prepared, tiny_folder, training=training)
         work, settings = work_of(run), run.engine.settings
         engine = LoopEngine(run.engine.adapted, run.task, settings, 0, padding_free=padding_free)
-        assert engine.private is not None
-        assert settings.privacy is not None
         sizes = {len(sample) for sample in draw_poisson_batches(settings.privacy, settings, work)}
         assert max(sizes) > 2, "one pass takes all examples, the other does not"
         found.append(engine.train(work, run.train))
@@ -159,7 +155,6 @@ def test_dropout_in_several_passes_of_a_batch_is_drawn_example_by_example(tmp_pa
     made = tiny_seq2seq.settings(tmp_path, "t5", privacy=PRIVACY, training={"lora_dropout": 0.4})
     run = prepare(parse_config(made))
     assert isinstance(run.engine, LoopEngine)
-    assert run.engine.private is not None
     trained = run.engine.train(work_of(run), run.train)
     assert "dropout masks are drawn for one pass" in str(run.engine.private.refusal)
     assert all(bool(torch.isfinite(value).all()) for value in trained.tensors.values())
@@ -173,7 +168,6 @@ def test_an_example_that_is_alone_in_the_first_pass_verifies_nothing(
     run = run_of(prepared, tiny_folder)
     work, engine = work_of(run), run.engine
     assert isinstance(engine, LoopEngine)
-    assert engine.private is not None
     verified: list[int] = []
     verify = PrivateTraining._verify  # pyright: ignore[reportPrivateUsage]
 
@@ -211,7 +205,6 @@ def test_examples_have_the_gradients_that_opacus_finds(prepared: Prepared, tiny_
     indices = work.indices[:5]
     engine = run.engine
     assert isinstance(engine, LoopEngine)
-    assert engine.private is not None
     names = work.job.trainable_names
     live = engine.adapted.install(work.job.parametrization, work.job.tensors, frozenset(names))
     _, ours = engine.private._compute_stacked_gradients(work, live, names, run.train, indices, 0)  # pyright: ignore[reportPrivateUsage]
@@ -313,7 +306,6 @@ def test_a_secret_sample_serves_one_model() -> None:
 def test_a_client_trains_on_though_a_sample_is_empty(prepared: Prepared, tiny_folder: Path) -> None:
     run = run_of(prepared, tiny_folder, {**PRIVACY, "noise": 1.0}, training={"batch_size": 1, "local_steps": 12})
     work, settings = work_of(run, 1.0), run.engine.settings
-    assert settings.privacy is not None
     sizes = [len(sample) for sample in draw_poisson_batches(settings.privacy, settings, work)]
     assert 0 in sizes
     assert isinstance(run.engine, LoopEngine)
@@ -326,7 +318,6 @@ def test_a_client_trains_on_though_a_sample_is_empty(prepared: Prepared, tiny_fo
 def test_noise_for_a_budget_depends_on_the_client_s_own_examples(prepared: Prepared, tiny_folder: Path) -> None:
     run = run_of(prepared, tiny_folder, {"mechanism": "dp-sgd", "epsilon": 4.0})
     settings, privacy = run.engine.settings, run.engine.settings.privacy
-    assert privacy is not None
     jobs = [work_of(run).job]
     assert compute_noise(privacy, settings, jobs, 10) > compute_noise(privacy, settings, jobs, 200)
     assert compute_noise(privacy, settings, jobs, 0) == 0

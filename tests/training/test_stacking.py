@@ -108,7 +108,6 @@ def test_measuring_leaves_the_run_as_it_was(tiny_folder: Path, monkeypatch: pyte
     found = tiny.final_tensors(prepared)
     engine = prepared.engine
     assert isinstance(engine, BatchedEngine)
-    assert engine.stacking is not None
     stacking_request = StackingRequest(engine.stacking.clients_per_pass, engine.stacking.workers)
     tiny.use_engine(
         prepared.federation, BatchedEngine(engine.adapted, engine.task, engine.settings, engine.seed, stacking_request)
@@ -257,7 +256,6 @@ def test_clients_that_do_not_fit_into_memory_beside_each_other_are_no_plan(
     monkeypatch.setattr(stacking, "_open_slots", open_few)
     prepared, engine = prepare_batched(tiny_folder)
     prepared.federation.run_round(prepared.federation.begin())
-    assert engine.stacking is not None
     assert engine.stacking.clients_per_pass in (1, 2)
     assert opened == [4, 2, 1]
 

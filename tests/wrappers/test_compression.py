@@ -251,7 +251,6 @@ def test_refused_where_a_change_is_not_what_is_transmitted() -> None:
     }
     for words, method in cases.items():
         refusal = FedPAQ(inner=method).explain_refusal(method.declare_claims())
-        assert refusal is not None
         assert words in refusal
     optimized = FedAvgM(inner=FedIT(spec=spec))
     assert FedPAQ(inner=optimized).explain_refusal(optimized.declare_claims()) is None

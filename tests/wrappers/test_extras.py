@@ -226,7 +226,6 @@ def test_evaluation_never_moves_them(resnet: Prepared) -> None:
     evaluator = replace(resnet, federation=federation).evaluator
     evaluator.federation = federation
     job = evaluator.build_job(progress, None)
-    assert resnet.test is not None
     expected = resnet.engine.predict(job, resnet.test, np.arange(len(resnet.test)), 32)
     state = {name: value.clone() for name, value in progress.state.tensors.items()}
     evaluator.evaluate_clients(progress)
@@ -270,7 +269,6 @@ def test_a_checkpoint_keeps_them(resnet: Prepared, tmp_path: Path) -> None:
         with RunFolder.create(tmp_path / policy, "x: 1\n") as place:
             checkpoints.save(place, Checkpoint(progress.state, progress.states, progress.last_rounds))
             back = checkpoints.resume(place)
-        assert back is not None
         assert not differing(progress.state.tensors, back.progress.state.tensors)
         assert {v.dtype for n, v in back.progress.state.tensors.items() if "tracked" in n} == {torch.int64}
         one, other = (federation.run_round(which).progress for which in (progress, back.progress))
