@@ -37,7 +37,6 @@ from fedspan.models.fast_paths import BlockedFastPaths
 from fedspan.models.layout import TokenLayout
 from fedspan.models.metering import Meter, meter_pass
 from fedspan.runs.setup import prepare
-from fedspan.training.batched import BatchedEngine
 from fedspan.training.trainers import trainer_engine
 from fedspan.training.trainers.trainer_engine import TrainerEngine
 from helpers import tiny
@@ -171,7 +170,6 @@ def rounds(folder: Path, kind: str, **engine: Any) -> list[RoundResult]:
     """Two rounds of four clients, of whom three share a pass."""
     made = {"training": {"optimizer": "sgd", "lr": 0.02}, "federation": {"clients_per_round": 4}}
     prepared = prepare(tiny.config(folder, kind, engine={"name": "batched", **engine}, **made))
-    assert isinstance(prepared.engine, BatchedEngine)
     first = prepared.federation.run_round(prepared.federation.begin())
     assert prepared.engine.refusal is None
     return [first, prepared.federation.run_round(first.progress)]

@@ -23,7 +23,7 @@ from fedspan.errors import FedspanError
 from fedspan.models.loading import load_pretrained, load_scratch
 from fedspan.runs.setup import prepare
 from fedspan.tasks.augmentation import ImageOptions, augment
-from fedspan.tasks.images import AugmentedImageClassification, EncodedImages, ImageClassification
+from fedspan.tasks.images import EncodedImages, ImageClassification
 from fedspan.tasks.single_label import SingleLabelClassification
 from helpers import tiny_images
 from helpers.fixed_logits import Fixed
@@ -249,7 +249,6 @@ def settings(folder: Path, **changes: Any) -> dict[str, Any]:
 def test_draws_depend_on_the_key_and_evaluation_draws_nothing(images: Path) -> None:
     run = prepare(parse_config(settings(images)))
     task, examples = run.task, cast(EncodedImages, run.train)
-    assert isinstance(task, AugmentedImageClassification)
     keys = [(0, 1, "east", "a", 0)] * 3
     batch = task.collate_for_training(examples, [4, 5, 4], CPU, keys)["pixel_values"]
     assert torch.equal(batch[0], batch[2])

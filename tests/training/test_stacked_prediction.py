@@ -19,7 +19,6 @@ from fedspan.models.stacked import Unstackable
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.tasks.task import Examples
 from fedspan.training import worker
-from fedspan.training.batched import BatchedEngine
 from fedspan.training.stacked_prediction import (
     ModelInputs,
     build_prediction_key,
@@ -223,7 +222,6 @@ def test_a_model_that_mixes_examples_is_detected(
 ) -> None:
     prepared = prepared_run("bert", tiny_folder, decoders, images)
     models = personal_models(prepared, [4, 2, 3])
-    assert isinstance(prepared.engine, BatchedEngine)
     prepared.engine.adapted.model.get_submodule("bert.embeddings").register_forward_hook(
         lambda _, __, output: output - output.mean(0, keepdim=True)
     )

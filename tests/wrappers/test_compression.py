@@ -63,7 +63,6 @@ def begin() -> tuple[Quarters, Job, Mapping[str, Tensor]]:
 
 def finish(wrapped: Quarters, job: Job, tensors: Tensors, memory: Memory | None = None) -> tuple[Message, Memory]:
     reply, memory = wrapped.finish(job, Trained(tensors, 6.0, 0.5), CLIENT, memory or {}, 0)
-    assert isinstance(reply, Message)
     return reply, memory
 
 

@@ -295,7 +295,6 @@ class _SendsChanges(Wrapper):
         self, job: Job, trained: Trained, client: Client, memory: Memory, round: int
     ) -> tuple[Job | Message, Memory]:
         result, memory = self.inner.finish(job, trained, client, memory, round)
-        assert isinstance(result, Message)
         changes = {name.replace("/", "/d"): value - job.tensors[name] for name, value in result.tensors.items()}
         return replace(result, tensors=changes), memory
 
