@@ -173,11 +173,7 @@ def test_a_path_in_a_folder_that_exists_is_not_sought_on_the_hub(refused: Refuse
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"text": "a", "label": "a"}, "'a' is also the column of text"),
         ({"text": "a", "text_pair": "a"}, "'a' is also the column of text"),
-        ({"labels": ["x", "y"], "first_labels": 2}, "labels already selects the labels"),
-        ({"keep_only": True}, "set `data.labels` to the labels to keep"),
-        ({"labels": ["x", "y", "x"]}, "each name once; repeated: x"),
         ({"columns": ["x", "x"]}, "each name once; repeated: x"),
         ({"test_fraction": 1.0}, "less than 1"),
         ({"train": ""}, "at least 1 character"),

@@ -255,20 +255,6 @@ def test_the_fingerprint_is_that_of_ids_and_indices(messages: datasets.Dataset) 
 @pytest.mark.parametrize(
     ("settings", "field", "value", "words"),
     [
-        ({"clients": 300}, "p.min_examples", 2, ["client 'client-100' has only 1", "p.clients"]),
-        ({"partitioner": "quantity", "clients": 300}, "p.min_examples", 2, ["'client-000' has only 0", "p.quantity"]),
-        (
-            {"partitioner": "quantity", "clients": 400, "quantity": "exponential"},
-            "p.min_examples", 2, ["'client-000' has only 0"],
-        ),
-        (
-            {"partitioner": "dirichlet", "clients": 50, "alpha": 0.001},
-            "p.alpha", 0.001, ["larger alpha", "fewer clients", "p.min_examples", "50 clients 2 of the 400"],
-        ),
-        (
-            {"partitioner": "pathological", "clients": 3},
-            "p.classes_per_client", 2, ["at least 3", "p.clients at least 4", "all 8 labels"],
-        ),
         (
             {"partitioner": "pathological", "clients": 390, "classes_per_client": 8},
             "p.clients", 390, ["fewer clients", "share a label"],

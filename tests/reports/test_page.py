@@ -98,9 +98,6 @@ def test_mistakes(series: Path, tiny_folder: Path, tmp_path: Path, refused: Call
         fedspan.report(series, blocked / "page.html", data=False)
 
 
-pytest.importorskip("plotly", reason="the extra fedspan[report] is not installed")
-
-
 def test_a_run_at_work_and_data_that_are_gone(series: Path, tmp_path: Path) -> None:
     run = tmp_path / "<b>run"
     run.mkdir()
@@ -117,9 +114,6 @@ def test_a_run_at_work_and_data_that_are_gone(series: Path, tmp_path: Path) -> N
     text = fedspan.report(run, tmp_path / "page.html").read_text()
     assert "after round 0" in text
     assert "nan" not in re.findall(r"\w+", body(text))
-
-
-pytest.importorskip("plotly", reason="the extra fedspan[report] is not installed")
 
 
 def test_baselines_are_level_lines_rows_and_marks_of_every_client(series: Path) -> None:
@@ -214,9 +208,6 @@ def test_diagnostics_are_drawn_by_layer_with_a_menu_of_those_that_have_values() 
     assert matrices.draw_rounds(run({"round": 1})) is None
 
 
-pytest.importorskip("plotly", reason="the extra fedspan[report] is not installed")
-
-
 def test_the_table_tells_held_out_scores_from_those_of_the_clients_own_tests(series: Path) -> None:
     (run,) = read_runs([series / "fedit-seed0"])
     worst = {"client": "north", "accuracy": 0.5}
@@ -235,9 +226,6 @@ def test_the_table_tells_held_out_scores_from_those_of_the_clients_own_tests(ser
         head = "".join(f"<th>{name}</th>" for name in ("run", "seed", *heads, "best round"))
         assert head in text
         assert f"<td>0</td>{''.join(f'<td>{cell}</td>' for cell in cells)}" in text
-
-
-pytest.importorskip("plotly", reason="the extra fedspan[report] is not installed")
 
 
 def with_scores(runs: tuple[RunData, ...], scores: dict[str, list[float]]) -> tuple[RunData, ...]:

@@ -91,7 +91,7 @@ def test_every_stage_has_its_bar(prepared: Prepared, clock: Clock, bar: Progress
 
 def test_baselines_and_the_end(prepared: Prepared, clock: Clock, bar: ProgressBar) -> None:
     config = prepared.config.model_copy(update={"baselines": ["centralized"]})
-    bar.on_start(fields(prepared, config), 3, True)
+    bar.on_start(replace(prepared, config=config), 3, True)
     bar.on_baseline_start("centralized", 3)
     bar.on_baseline_round("centralized", 1, 0.75)
     bar.on_stage_change(Stage("training", 40, 96))
@@ -105,12 +105,6 @@ def test_baselines_and_the_end(prepared: Prepared, clock: Clock, bar: ProgressBa
     with bar:
         pass
     assert shown(bar) == "3 rounds in 1:15\n"
-
-
-def fields(prepared: Prepared, config: Any) -> Prepared:
-    from dataclasses import replace
-
-    return replace(prepared, config=config)
 
 
 def test_fifty_clients_are_as_calm_as_four(prepared: Prepared, bar: ProgressBar) -> None:
@@ -291,40 +285,14 @@ def test_stages_in_words() -> None:
     assert describe_stage(Stage("training", 9, 9)) == "finishing the round"
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (None, "-"),
-        (0.123456, "0.1235"),
-        (-2.0, "-2.0000"),
-        (999.99, "999.9900"),
-        (1000.0, "1e+03"),
-        (-123456.0, "-1.23e+05"),
-        (float("nan"), "nan"),
-    ],
-)
-def test_losses(value: float | None, text: str) -> None:
-    assert format_number(value) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.4, "0:00"),
-        (59.6, "1:00"),
-        (75, "1:15"),
-        (3599.4, "59:59"),
-        (3600, "1:00:00"),
-        (3675, "1:01:15"),
-        (1e6, "277:46:40"),
-    ],
-)
-def test_durations(seconds: float, text: str) -> None:
-    assert format_duration(seconds) == text
-
-
-def test_numbers_of_runs() -> None:
+def test_numbers_in_words() -> None:
+    losses = (None, 0.123456, -2.0, 999.99, 1000.0, -123456.0, float("nan"))
+    texts = ["-", "0.1235", "-2.0000", "999.9900", "1e+03", "-1.23e+05", "nan"]
+    assert [format_number(loss) for loss in losses] == texts
+    seconds, texts = (0.4, 59.6, 75, 3599.4, 3600, 3675, 1e6), ["0:00", "1:00", "1:15", "59:59"]
+    assert [format_duration(one) for one in seconds] == [*texts, "1:00:00", "1:01:15", "277:46:40"]
     assert [format_runs(count) for count in (0, 1, 2)] == ["0 runs", "1 run", "2 runs"]
+    assert [get_title(name) for name in ("local", "centralized", "mine")] == ["local only", "centralized", "mine"]
 
 
 def test_texts_become_one_short_line() -> None:
@@ -332,10 +300,6 @@ def test_texts_become_one_short_line() -> None:
     assert shorten("abcdef", 5) == "abcd…"
     assert len(shorten("ab " * 99, 20)) == 20
     assert shorten("ab", 0) == "…"
-
-
-def test_titles_of_baselines() -> None:
-    assert [get_title(name) for name in ("local", "centralized", "mine")] == ["local only", "centralized", "mine"]
 
 
 def read(path: Path) -> dict[str, Any]:
