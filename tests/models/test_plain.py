@@ -178,18 +178,6 @@ def test_the_card_has_the_call_that_starts_the_run_again(example: ModuleType, fi
     assert (tmp_path / "run" / name).read_bytes() == (finished / name).read_bytes()
 
 
-def test_the_same_call_resumes(example: ModuleType, finished: Path, tmp_path: Path) -> None:
-    class Stop(Listener):
-        def on_round_finish(self, row: Any) -> None:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        fedspan.run(folder=tmp_path / "run", **arguments(example), resume=True, listener=Stop())
-    fedspan.run(folder=tmp_path / "run", **arguments(example), resume=True)
-    name = "adapter/state_dict.safetensors"
-    assert (tmp_path / "run" / name).read_bytes() == (finished / name).read_bytes()
-
-
 def test_what_does_not_fit_is_refused(example: ModuleType, tmp_path: Path) -> None:
     def refused(field: str, words: str, **changes: Any) -> None:
         given = arguments(example, **changes.pop("sections", {})) | changes

@@ -25,8 +25,7 @@ from fedspan.federation.evaluation import Evaluator
 from fedspan.federation.progress import Progress
 from fedspan.federation.settings import SecureSettings
 from fedspan.models.adapted import AdaptedModel
-from fedspan.planning import calibration
-from fedspan.runs import aggregation_setup, devices, remote, start, trainer_setup
+from fedspan.runs import aggregation_setup, devices, start
 from fedspan.runs.aggregation_setup import build_aggregation
 from fedspan.runs.cluster import build_simulated_host, get_resources
 from fedspan.runs.devices import set_algorithms
@@ -309,22 +308,3 @@ def test_torch_is_restricted_for_runs_that_ask_for_it_alone(modes: list[bool]) -
     set_algorithms(False, GPU)
     set_algorithms(False, GPU)
     assert modes == [True, True, False]
-
-
-def test_simulations_servers_and_calibrations_pass_it_on(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
-
-    def stop(deterministic: bool, device: torch.device) -> None:
-        asked.append(deterministic)
-        raise InterruptedError
-
-    for module in (trainer_setup, remote, calibration):
-        monkeypatch.setattr(module, "set_algorithms", stop)
-    values = {**tiny.settings(tiny_folder), "deterministic": True}
-    with pytest.raises(InterruptedError):
-        prepare(parse_config(values))
-    with pytest.raises(InterruptedError):
-        calibration.measure_speed(parse_config(values), ("a", "b"), None, base=1000, length=None, clients=2, steps=1)
-    with pytest.raises(InterruptedError):
-        remote.prepare_server(parse_config({**values, "data": {**values["data"], "labels": list(tiny.LABELS)}}))
-    assert asked == [True] * 3
