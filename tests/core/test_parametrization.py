@@ -83,7 +83,7 @@ CASES: dict[str, tuple[Parametrization, dict[str, tuple[int, int]], Callable[[Te
 def _case(name: str) -> tuple[Parametrization, Slots, Callable[[Tensor, Slots], Tensor], Tensor]:
     parametrization, shapes, formula = CASES[name]
     rng = torch.Generator().manual_seed(0)
-    names: tuple[str, ...] = parametrization.slots  # type: ignore[attr-defined]
+    names: tuple[str, ...] = parametrization.slots
     slots = {
         slot: torch.randn({**SHAPES, **shapes}[slot], generator=rng, dtype=torch.float64, requires_grad=True)
         for slot in names

@@ -238,7 +238,7 @@ def test_groups_of_a_column_and_rows_without_one(tmp_path: Path, refused: Refuse
 def test_a_label_can_be_a_group(tmp_path: Path) -> None:
     config = DataConfig(train=table(tmp_path / "t.csv", REPEATED, "text", "kind"), label="kind", group="kind")
     data = load(config.model_copy(update={"test_fraction": 0.0}))
-    assert encode_groups(data.train, config, "data").tolist() == data.groups.tolist()  # pyright: ignore
+    assert encode_groups(data.train, config, "data").tolist() == data.groups.tolist()
     assert len(set(data.groups.tolist())) == 2
 
 

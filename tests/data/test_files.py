@@ -105,7 +105,7 @@ def test_columns_are_renamed_even_where_their_names_collide(tmp_path: Path) -> N
 
 
 def source(count: int = 6, **facts: object) -> Source:
-    return Source(datasets.Dataset.from_dict({"text": [f"text {row}" for row in range(count)]}), "a.csv", **facts)  # type: ignore[arg-type]
+    return Source(datasets.Dataset.from_dict({"text": [f"text {row}" for row in range(count)]}), "a.csv", **facts)
 
 
 def test_rows_count_from_1_below_the_header() -> None:

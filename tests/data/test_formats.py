@@ -43,7 +43,7 @@ def packed(path: Path, files: Mapping[str, bytes]) -> Path:
                 archive.writestr(name, content)
         return path
     kind = {".tar": "", ".gz": "gz", ".tgz": "gz", ".bz2": "bz2", ".xz": "xz"}[path.suffix]
-    with tarfile.open(path, f"w:{kind}") as archive:  # pyright: ignore[reportCallIssue, reportArgumentType]
+    with tarfile.open(path, f"w:{kind}") as archive:
         for name, content in files.items():
             info = tarfile.TarInfo(name)
             info.size = len(content)

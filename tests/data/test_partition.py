@@ -69,9 +69,9 @@ def test_the_seed_alone_decides(messages: datasets.Dataset, config: PartitionCon
     first = partition(messages, config, seed=3)
     np.random.seed(2)
     random.seed(2)
-    before = (np.random.get_state()[1].tolist(), random.getstate())  # pyright: ignore
+    before = (np.random.get_state()[1].tolist(), random.getstate())
     again = partition(messages, config, seed=3)
-    assert (np.random.get_state()[1].tolist(), random.getstate()) == before  # pyright: ignore
+    assert (np.random.get_state()[1].tolist(), random.getstate()) == before
     assert again.to_json() == first.to_json()
     assert partition(messages, config, seed=4).fingerprint != first.fingerprint
 
@@ -98,7 +98,7 @@ def by_flower(dataset: datasets.Dataset, config: PartitionConfig, seed: int) -> 
             made = kinds[config.quantity](config.clients)
         case _:
             made = IidPartitioner(config.clients)
-    made.dataset = dataset.select(order).add_column("row", order)  # pyright: ignore
+    made.dataset = dataset.select(order).add_column("row", order)
     return [sorted(made.load_partition(number)["row"]) for number in range(made.num_partitions)]
 
 
@@ -393,7 +393,7 @@ def test_errors_list_the_columns_by_the_users_names(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     rows = [{"text": f"a word {at}", "label": "pq"[at % 2], "ward": "x"} for at in range(6)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    loaded = load(DataConfig(train=str(path), test_fraction=0), task=get_task("masked-lm").columns)  # pyright: ignore
+    loaded = load(DataConfig(train=str(path), test_fraction=0), task=get_task("masked-lm").columns)
     assert list_source_columns(loaded.train) == ["text", "label", "ward"]
     with pytest.raises(
         FedspanError, match=r"no column named 'lable'\. The columns are text, label, ward\. Did you mean 'label'"
@@ -405,7 +405,7 @@ def test_errors_list_the_columns_by_the_users_names(tmp_path: Path) -> None:
 @given(st.lists(st.text(min_size=1)), st.randoms(use_true_random=False))
 def test_the_order_of_names_does_not_depend_on_that_of_the_rows(names: list[str], random: object) -> None:
     shuffled = list(names)
-    random.shuffle(shuffled)  # pyright: ignore[reportAttributeAccessIssue]
+    random.shuffle(shuffled)
     assert sort_names(shuffled) == sort_names(names)
     assert set(sort_names(names)) == set(names)
 

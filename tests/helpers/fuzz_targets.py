@@ -458,7 +458,7 @@ class Door(Target):
         }
 
         async def request() -> list[int]:
-            made = door.Door(app, exchange=exchange, offers=Path(self._folder.name))  # type: ignore[arg-type]
+            made = door.Door(app, exchange=exchange, offers=Path(self._folder.name))
             statuses = list[int]()
             for _ in range(2 if wire.UPLOAD_HEADER.encode() in dict(headers) else 1):
                 events, sent = [{"type": "http.request", "body": body, "more_body": False}], list[Any]()

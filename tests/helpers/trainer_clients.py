@@ -78,7 +78,7 @@ class _Planned(TransformersTrainer):
     """Tells the trainer which round it trains."""
 
     def train(self, plan: RoundPlan, optimizer: JobOptimizer) -> float:
-        self.trainer.plan = plan  # pyright: ignore[reportAttributeAccessIssue]
+        self.trainer.plan = plan
         return super().train(plan, optimizer)
 
 

@@ -499,7 +499,7 @@ def test_clipping_bounds_the_projected_gradient() -> None:
         ends.append(train(work, examples))
         return ends[-1]
 
-    federation.engine.train = watched  # type: ignore[method-assign]
+    federation.engine.train = watched
     federation.round()
     (end,) = ends
     squares = sum(float(value.sum()) for value in end.optimizer_state.moments["exp_avg_sq"].values())

@@ -31,7 +31,7 @@ def _pairs(method: FedLoRU, accumulations: int) -> Pairs:
 
 
 def _method(problem: Problem, **options: object) -> FedLoRU:
-    return FedLoRU(spec=problem.adapted().spec, seed=3, r=2, lora_alpha=4.0, **options)  # type: ignore[arg-type]
+    return FedLoRU(spec=problem.adapted().spec, seed=3, r=2, lora_alpha=4.0, **options)
 
 
 @pytest.mark.parametrize("from_scratch", [False, True])

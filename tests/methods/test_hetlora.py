@@ -95,7 +95,7 @@ def test_pruning_padding_and_weights_match_the_oracle(weighting: str) -> None:
                 A[: ranks[id]] += sizes[id] / sum(sizes.values()) * updates[id][one]["A"]
                 B[:, : ranks[id]] += sizes[id] / sum(sizes.values()) * updates[id][one]["B"]
             server[one] = {"A": A, "B": B}
-        head = {name: sum(shares[id] * heads[id][name] for id in ids) for name in HEAD}  # type: ignore[misc]
+        head = {name: sum(shares[id] * heads[id][name] for id in ids) for name in HEAD}
         for id, rank in ranks.items():
             assert federation.job(id).tensors[join_tensor_name("fc1", "A")].shape == (rank, 5)
             cut = server["fc1"]["B"][:, :rank] @ server["fc1"]["A"][:rank]
@@ -136,7 +136,7 @@ def _reduced(method: HetLoRA, replies: list[tuple[Client, dict[str, Tensor]]]) -
 
 
 def _method(**options: object) -> tuple[HetLoRA, ServerState]:
-    method = HetLoRA(spec=Spec((LayerSpec("layer", 6, 4),)), r=3, lora_alpha=6.0, **options)  # type: ignore[arg-type]
+    method = HetLoRA(spec=Spec((LayerSpec("layer", 6, 4),)), r=3, lora_alpha=6.0, **options)
     rng = torch.Generator().manual_seed(5)
     return method, ServerState(round=1, tensors=_reply(rng, 3))
 

@@ -93,7 +93,7 @@ def test_a_resumed_run_ends_as_one_that_never_stopped(
     for expected in reference_rounds(key)[1][1:]:
         one_round_in_a_new_process(tmp_path)
         kept = checkpoint.load_latest(run)
-        resumed = Progress(kept.state, kept.states, kept.last_rounds)  # type: ignore[arg-type]
+        resumed = Progress(kept.state, kept.states, kept.last_rounds)
         assert differences(resumed, expected) == []
 
 

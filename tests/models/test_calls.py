@@ -97,9 +97,9 @@ def test_what_is_no_chain(model: nn.Module) -> None:
 def test_hidden_states_that_change_between_two_blocks_end_a_chain() -> None:
     model = Reader(Block(), Block())
     first, second = model.blocks
-    with replace_forward(first, lambda hidden: Block.forward(first, hidden)):  # type: ignore[arg-type]
+    with replace_forward(first, lambda hidden: Block.forward(first, hidden)):
         assert chains(model) == [[first, second]]
-    model.forward = lambda input_ids: second(first(model.embedding(input_ids)) * 2)  # type: ignore[method-assign]
+    model.forward = lambda input_ids: second(first(model.embedding(input_ids)) * 2)
     assert chains(model) == []
 
 

@@ -34,7 +34,7 @@ def encoded(task: CausalLM, **rows: list[str]) -> EncodedPrompts:
 
 
 def made(**options: object) -> CausalLM:
-    return CausalLM(tiny_decoders.tokenizer(pads=True), 24, **options)  # pyright: ignore[reportArgumentType]
+    return CausalLM(tiny_decoders.tokenizer(pads=True), 24, **options)
 
 
 def model_of(family: str, folder: Path) -> nn.Module:

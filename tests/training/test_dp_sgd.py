@@ -165,7 +165,7 @@ def test_an_example_that_is_alone_in_the_first_pass_verifies_nothing(
     run = run_of(prepared, tiny_folder)
     work, engine = work_of(run), run.engine
     verified: list[int] = []
-    verify = PrivateTraining._verify  # pyright: ignore[reportPrivateUsage]
+    verify = PrivateTraining._verify
 
     def count(self: PrivateTraining, *args: Any) -> None:
         verified.append(len(args[4]))
@@ -202,7 +202,7 @@ def test_examples_have_the_gradients_that_opacus_finds(prepared: Prepared, tiny_
     engine = run.engine
     names = work.job.trainable_names
     live = engine.adapted.install(work.job.parametrization, work.job.tensors, frozenset(names))
-    _, ours = engine.private._compute_stacked_gradients(work, live, names, run.train, indices, 0)  # pyright: ignore[reportPrivateUsage]
+    _, ours = engine.private._compute_stacked_gradients(work, live, names, run.train, indices, 0)
 
     base = tiny.fresh_classifier(tiny_folder / "bert")
     base.load_state_dict(engine.adapted.model.state_dict())

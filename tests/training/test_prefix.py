@@ -375,7 +375,7 @@ def test_interrupted_and_taken_up_again(folders: Mapping[str, Path]) -> None:
     indices = np.arange(40)
     whole.ensure(indices, 8)
     own = [vars(module).get("forward") for module in adapted.model.modules()]
-    cache.task = Interrupting(prepared.task, 3)  # pyright: ignore[reportAttributeAccessIssue]
+    cache.task = Interrupting(prepared.task, 3)
     adapted.train_mode(frozenset())
     with pytest.raises(KeyboardInterrupt):
         cache.ensure(indices, 8)
