@@ -172,7 +172,7 @@ class Plugin:
             pending = [id for id in self.sample if id not in fates or fates[id]["test"] in unreliable]
             if not pending:
                 return True
-            self._run_all([id for id in pending], tests, items, unreliable)
+            self._run_all(pending, tests, items, unreliable)
             killers = {str(fate["test"]) for fate in read_fates(self.work).values() if fate["fate"] == "killed"}
             process = self._fork([items[name] for name in sorted(killers)], None)
             os.waitpid(process, 0)
@@ -293,7 +293,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def run_pytest(work: Path, jobs: int, *arguments: str) -> None:
     paths = os.pathsep.join([str(HERE), str(SOURCE.parent)])
-    options = ["-p", "mutants", "-p", "no:cacheprovider", "--mutants", str(work), "--jobs", str(jobs), *arguments]
+    options = ["-p", "mutants", "-p", "no:cacheprovider", f"--mutants={work}", f"--jobs={jobs}", *arguments]
     command = [sys.executable, "-m", "pytest", *options]
     subprocess.run(command, cwd=HERE.parent, env={**os.environ, "PYTHONPATH": paths}, check=False)
 
@@ -333,6 +333,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="mutants to run at a time")
     parser.add_argument("--table", action="store_true", help="run nothing")
+    parser.add_argument("tests", nargs="*", help="paths of the tests; default: all quick ones")
     arguments = parser.parse_args()
     work: Path = arguments.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
@@ -341,8 +342,8 @@ def main() -> None:
         (work / "sample.json").write_text(json.dumps(sample, indent=1), encoding="utf-8")
     if not arguments.table:
         if not any(work.glob("coverage-*.json")):
-            run_pytest(work, 0, "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
-        run_pytest(work, arguments.jobs, "-n", "0")
+            run_pytest(work, 0, "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", *arguments.tests)
+        run_pytest(work, arguments.jobs, "-n", "0", *arguments.tests)
     print_table(work)
 
 
