@@ -94,11 +94,10 @@ class Plugin:
     Args:
         work: Folder of the sample and of all that is known about it.
         jobs: Number of mutants to run at a time; 0: the tests are run and recorded.
-        worker: Name of this process among those that record.
     """
 
-    def __init__(self, work: Path, jobs: int, worker: str) -> None:
-        self.work, self.jobs, self.worker = work, jobs, worker
+    def __init__(self, work: Path, jobs: int) -> None:
+        self.work, self.jobs = work, jobs
         self.sample: list[str] = json.loads((work / "sample.json").read_text(encoding="utf-8"))
         self.numbers = {id: number for number, id in enumerate(self.sample)}
         self.active: int | None = None
@@ -158,7 +157,7 @@ class Plugin:
             passed = {name: seconds for name, seconds in self.durations.items() if name not in self.failures}
             reached = {id: sorted(contexts) for id, contexts in self.reached.items()}
             text = json.dumps({"reached": reached, "passed": passed, "failed": self.failures}, indent=1)
-            (self.work / f"coverage-{self.worker}.json").write_text(text, encoding="utf-8")
+            (self.work / f"coverage-{os.getpid()}.json").write_text(text, encoding="utf-8")
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
         """Run the mutants instead of the tests, until all their killers pass without any."""
@@ -285,16 +284,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--jobs", type=int)
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    worker = getattr(config, "workerinput", {}).get("workerid", "main")
-    plugin = Plugin(Path(config.getoption("mutants")), config.getoption("jobs"), worker)
-    config.pluginmanager.register(plugin)
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    """Begin before any file of the tests imports a module of the package."""
+    options = early_config.known_args_namespace
+    plugin = Plugin(options.mutants, options.jobs)
+    early_config.pluginmanager.register(plugin)
     sys.meta_path.insert(0, plugin)
 
 
 def run_pytest(work: Path, jobs: int, *arguments: str) -> None:
     paths = os.pathsep.join([str(HERE), str(SOURCE.parent)])
-    options = ["-p", "mutants", "-p", "no:cacheprovider", f"--mutants={work}", f"--jobs={jobs}", *arguments]
+    options = ["-p", "mutants", "-p", "no:cacheprovider", f"--mutants={work}", f"--jobs={jobs}", "-n", "0", *arguments]
     command = [sys.executable, "-m", "pytest", *options]
     subprocess.run(command, cwd=HERE.parent, env={**os.environ, "PYTHONPATH": paths}, check=False)
 
@@ -343,8 +344,8 @@ def main() -> None:
         (work / "sample.json").write_text(json.dumps(sample, indent=1), encoding="utf-8")
     if not arguments.table:
         if not any(work.glob("coverage-*.json")):
-            run_pytest(work, 0, "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", *arguments.tests)
-        run_pytest(work, arguments.jobs, "-n", "0", *arguments.tests)
+            run_pytest(work, 0, *arguments.tests)
+        run_pytest(work, arguments.jobs, *arguments.tests)
     print_table(work)
 
 
