@@ -243,7 +243,7 @@ class Plugin:
         folder.mkdir()
         os.environ["PYTEST_DEBUG_TEMPROOT"] = str(folder)
         try:
-            for item, following in zip(items, [*items[1:], None], strict=True):
+            for item, following in zip(items, [*items[1:], None], strict=False):
                 item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
             self._end_process()
         finally:
