@@ -222,7 +222,8 @@ def join(
         else:
             continue_book(new_key, replaces)
         typer.echo(f"send this file, and only this, to the server's operator: {public}")
-        typer.echo(f"its fingerprint, for `peers` in other nodes' files: {compute_fingerprint(public.read_text())}")
+        fingerprint = compute_fingerprint(public.read_text())
+        typer.echo(f"read its fingerprint to the operator by telephone; it is for `peers`, too: {fingerprint}")
         return
     if replaces is not None:
         raise FedspanError("--replaces", str(replaces), "--new-key FILE beside it")

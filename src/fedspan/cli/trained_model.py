@@ -11,6 +11,7 @@ import typer
 
 from fedspan.cli.commands import Json, Overrides, register_command
 from fedspan.errors import FedspanError
+from fedspan.files import neutralize_formula
 
 __all__ = ["ClientOption", "evaluate", "predict"]
 
@@ -60,7 +61,7 @@ def predict(
         elif screen:
             typer.echo("  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=True)), shown]))
         else:
-            typer.echo("\t".join([*(" ".join(cell.split()) for cell in row), shown]))
+            typer.echo("\t".join(neutralize_formula(" ".join(cell.split())) for cell in (*row, text)))
 
 
 def _name_parts(answer: object) -> dict[str, object]:
