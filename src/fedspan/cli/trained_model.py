@@ -39,7 +39,10 @@ def predict(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Predict the labels or numbers of texts, or answer prompts; the output is tab-separated outside of a terminal."""
+    """Predict the labels or numbers of texts, or answer prompts; the output is tab-separated outside of a terminal.
+
+    There, texts that a spreadsheet would run as formulas begin with an apostrophe. --json prints all texts unchanged.
+    """
     lines: list[str] = [*(texts or ()), *(_read_lines(file) if file is not None else ())]
     if not lines:
         raise FedspanError("TEXT", None, "texts to label, or --file FILE")
