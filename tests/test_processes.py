@@ -26,7 +26,7 @@ CHILD = """
     print("started", flush=True)
     time.sleep(600)
 """
-HOLDER = """
+WORKER = """
     import sys, time
     from pathlib import Path
     from fedspan.processes import hold_folder
@@ -60,7 +60,7 @@ def test_a_second_process_is_refused_with_the_first_one_s_id_and_let_in_after_it
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes, "_ENDING", 0.2)
-    with start(HOLDER, str(tmp_path)) as other:
+    with start(WORKER, str(tmp_path)) as other:
         with (
             pytest.raises(FedspanError, match=rf"process {other.pid} works in .* or stop it: kill {other.pid}"),
             hold_folder(tmp_path, "worker", "folder"),
@@ -74,7 +74,7 @@ def test_a_second_process_is_refused_with_the_first_one_s_id_and_let_in_after_it
 
 
 def test_a_process_that_is_about_to_end_is_waited_for(tmp_path: Path) -> None:
-    with start(HOLDER, str(tmp_path)) as other:
+    with start(WORKER, str(tmp_path)) as other:
         os.kill(other.pid, signal.SIGKILL)
         with hold_folder(tmp_path, "worker", "folder"):
             pass
@@ -83,7 +83,7 @@ def test_a_process_that_is_about_to_end_is_waited_for(tmp_path: Path) -> None:
 def test_what_a_lock_file_says_is_only_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_ENDING", 0.1)
     for content, name in {"rubbish": "another process", "12\nelsewhere\n": "process 12 on elsewhere"}.items():
-        with start(HOLDER, str(tmp_path)) as other:
+        with start(WORKER, str(tmp_path)) as other:
             (tmp_path / "worker.lock").write_text(content)
             with (
                 pytest.raises(FedspanError, match=rf"{name} works in .*, or stop it\.?$"),

@@ -50,7 +50,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def load_yaml(text: str | bytes) -> Any:
-    """Return the plain values in a YAML text, whoever wrote it.
+    """Return the plain values in a YAML text, of any author.
 
     Raises:
         ValueError: If it is not valid YAML, or nested too deeply, or has aliases.
