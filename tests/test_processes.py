@@ -16,7 +16,7 @@ import pytest
 
 from fedspan import processes
 from fedspan.errors import FedspanError
-from fedspan.processes import hold_folder
+from fedspan.processes import hold_folder, read_process_start
 
 CHILD = """
     import os, sys, time
@@ -29,7 +29,7 @@ CHILD = """
 WORKER = """
     import sys, time
     from pathlib import Path
-    from fedspan.processes import hold_folder
+    from fedspan.processes import hold_folder, read_process_start
     with hold_folder(Path(sys.argv[1]), "worker", "folder"):
         print("started", flush=True)
         time.sleep(600)
@@ -93,15 +93,16 @@ def test_what_a_lock_file_says_is_only_a_name(tmp_path: Path, monkeypatch: pytes
             other.kill()
 
 
-def test_times_of_processes() -> None:
-    began = processes.read_process_start(os.getpid())
-    if began is None:
-        pytest.skip("this system has no /proc")
-    time.sleep(0.05)
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="there is no /proc on this machine")
+def test_the_start_of_a_process_is_its_own() -> None:
+    start = read_process_start(os.getpid())
+    assert start is not None
+    process = subprocess.Popen(["sleep", "60"])
     try:
-        assert (processes.read_process_start(child.pid) or 0) > began
+        child = read_process_start(process.pid)
+        assert child is not None
+        assert start < child <= time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK")
     finally:
-        child.kill()
-        child.wait()
-    assert processes.read_process_start(child.pid) is None
+        process.kill()
+        process.wait()
+    assert read_process_start(process.pid) is None
