@@ -11,11 +11,12 @@ import pytest
 
 pytest.importorskip("plotly", reason="the extra fedspan[report] is not installed")
 
+from helpers.compared_runs import figures
+
 from fedspan.data.partition import ClientRow
 from fedspan.reports.groups import RunGroup
 from fedspan.reports.page import PageContent, render_page
 from fedspan.reports.run_data import read_runs
-from helpers.compared_runs import figures
 
 LINK = '<a href="https://example.org/">look</a>'
 
