@@ -314,3 +314,22 @@ def test_the_worst_client_is_that_of_the_metric(series: Path) -> None:
 def test_scores() -> None:
     assert format_score_with_unit("loss", 0.5, 0.01) == "0.5000 ± 0.0100"
     assert format_score_with_unit("accuracy", None) == "-"
+
+
+LINK = '<a href="https://example.org/">look</a>'
+
+
+def test_no_text_of_others_is_a_link(series: Path) -> None:
+    run = read_runs([series])[0]
+    assert run.report is not None
+    report = replace(run.report, by_client={LINK: {"accuracy": 0.5}, "b": {"accuracy": 0.25}})
+    rows = tuple({**row, "cohort": [LINK], "failures": [{"client": LINK, "reason": LINK}]} for row in run.rows)
+    group = RunGroup(LINK, (replace(run, name=LINK, report=report, rows=rows),))
+    content = PageContent((LINK, [ClientRow(LINK, (1, 0), 1, 0, 0)], (LINK, "b")), (LINK, {LINK: [2.0, 1.0]}))
+    page = render_page([group], content, LINK, LINK)
+    before, _, after = page.partition("<script>")
+    assert "<a href" not in before
+    assert "<a href" not in after.rpartition("</script>")[2]
+    drawn = json.dumps(figures(page))
+    assert set(re.findall(r"<[^>]*>", drawn)) == {"<extra>", "</extra>"}
+    assert drawn.count("&lt;a href") >= 6  # clients, participants, labels, layers, legends
