@@ -300,8 +300,15 @@ class NodeService:
         terms = OrderTerms(server_config, plain, data.client, ranks, invitation.digest)
         owner = dict[str, Any]()
         if config.federation.secure is not None:
-            owner = {"identity": self._load_identity(), "known": self.node.peers, "check": terms.require_agreement}
-        secure = secure_client(config, self.node.id, folder / "kept", self.node.limits.secure_clients, **owner)
+            owner = {
+                "sums": self.folder / "sums" / hashlib.sha256(self.node.data_id.encode()).hexdigest()[:32],
+                "min_clients": self.node.limits.secure_clients,
+                "colluders": self.node.limits.colluders,
+                "identity": self._load_identity(),
+                "known": self.node.peers,
+                "check": terms.require_agreement,
+            }
+        secure = secure_client(config, self.node.id, folder / "kept", **owner)
         announced = () if config.head_kind[0] is None else (config.head_kind[0],)
         host = Host(
             method,
