@@ -10,8 +10,8 @@ import functools
 import hashlib
 import tempfile
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -392,3 +392,31 @@ def list_attacks(honest: Sequence[str], colluders: int) -> dict[str, tuple[Play,
         ),
         "keys of the server's own": (Play(Story(replaced=honest[-1])),),
     }
+
+
+def list_lies(honest: Sequence[str], colluders: int) -> tuple[Callable[[Play], Play], ...]:
+    """Return changes of a session that the server may combine."""
+    victim, others = tuple(honest[:1]), tuple(honest[1:])
+    half = others[: (len(others) + 1) // 2]
+
+    def tell(**changes: Any) -> Callable[[Play], Play]:
+        return lambda play: replace(play, story=replace(play.story, **changes), other=replace(play.other, **changes))
+
+    def tell_half(**changes: Any) -> Callable[[Play], Play]:
+        return lambda play: replace(play, other=replace(play.other, **changes), misled=half)
+
+    def play_so(**changes: Any) -> Callable[[Play], Play]:
+        return lambda play: replace(play, **changes)
+
+    return (
+        *(tell(**{part: group}) for part in ("unknown", "dropped") for group in (victim, honest[-1:], half)),
+        *(tell_half(**{part: victim}) for part in ("unknown", "silent", "dropped", "dropped")),
+        tell(silent=others[:1]),
+        *(tell(threshold=threshold) for threshold in (2, (len(honest) + colluders) // 2 + 1)),
+        tell(top=len(honest) + 0.5),
+        tell_half(top=len(honest) + 0.5),
+        tell(replaced=honest[-1]),
+        *(play_so(unasked=group) for group in (honest, half, others[-2:])),
+        play_so(task="statistics"),
+        play_so(lr=0.2),
+    )
