@@ -299,16 +299,16 @@ class NodeService:
         ranks = list_config_ranks(server_config, plain, self.node.id)
         terms = OrderTerms(server_config, plain, data.client, ranks, invitation.digest)
         owner = dict[str, Any]()
+        sums = self.folder / "sums" / hashlib.sha256(self.node.data_id.encode()).hexdigest()[:32]
         if config.federation.secure is not None:
             owner = {
-                "sums": self.folder / "sums" / hashlib.sha256(self.node.data_id.encode()).hexdigest()[:32],
                 "min_clients": self.node.limits.secure_clients,
                 "colluders": self.node.limits.colluders,
                 "identity": self._load_identity(),
                 "known": self.node.peers,
                 "check": terms.require_agreement,
             }
-        secure = secure_client(config, self.node.id, folder / "kept", **owner)
+        secure = secure_client(config, self.node.id, folder / "kept", sums, **owner)
         announced = () if config.head_kind[0] is None else (config.head_kind[0],)
         host = Host(
             method,
