@@ -14,7 +14,8 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from fedspan.clients.secagg import MemorySessionStore, SecureClient
+from fedspan.clients.secagg import SecureClient
+from fedspan.clients.secagg_store import MemorySessionStore
 from fedspan.crypto.identity import Identity
 from fedspan.federation.secagg.messages import (
     Agreement,

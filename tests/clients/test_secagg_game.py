@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not installed")
 pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
 
-from fedspan.clients.secagg import MemorySessionStore, Sum
+from fedspan.clients.secagg_store import MemorySessionStore, Sum
 from fedspan.federation.settings import SecureSettings
 from helpers.secure_game import Game, Play, Story, list_attacks, list_lies
 

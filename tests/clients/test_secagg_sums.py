@@ -9,8 +9,7 @@ import pytest
 pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not installed")
 pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
 
-from fedspan.clients.secagg import DiskSessionStore, SessionStore, Sum
-from fedspan.errors import FedspanError
+from fedspan.clients.secagg_store import DiskSessionStore, SessionStore
 from fedspan.federation.settings import SecureSettings
 from helpers.secure_game import Game, Play, Story
 
@@ -45,20 +44,6 @@ def test_a_client_that_only_signed_may_join_another_sum_but_the_others_do_not() 
     assert game.list_sums() == [set(IDS)]
     assert len(game.reasons) == 3 + 1
     assert game.reasons[-1].startswith("`message.signatures`: 1 clients have signed")
-
-
-def test_a_damaged_record_is_reported(tmp_path: Path) -> None:
-    store = DiskSessionStore(tmp_path)
-    revealed = Sum(clients=("a", "b"), clip=1.0, top=2.0)
-    assert store.load_sum("a", "0" * 64) is None
-    store.store_sum("a", "0" * 64, revealed)
-    assert store.load_sum("a", "0" * 64) == revealed
-    assert store.load_sum("a", "1" * 64) is None
-    assert store.load_sum("b", "0" * 64) is None
-    (path,) = tmp_path.rglob("0*.json")
-    path.write_text("[]")
-    with pytest.raises(FedspanError, match=r"the file is damaged\. Without it, a server may learn"):
-        store.load_sum("a", "0" * 64)
 
 
 def test_a_second_exchange_is_a_sum_of_the_clients_of_the_first() -> None:

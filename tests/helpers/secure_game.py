@@ -20,7 +20,8 @@ import torch
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from fedspan.clients.secagg import MemorySessionStore, SecureClient, SessionStore
+from fedspan.clients.secagg import SecureClient
+from fedspan.clients.secagg_store import MemorySessionStore, SessionStore
 from fedspan.core.values import Client, Contribution
 from fedspan.crypto.identity import Identity, compute_fingerprint, load_identity
 from fedspan.crypto.keys import (

@@ -215,10 +215,8 @@ def secure_client(
     if config.federation.secure is None:
         return None
     require_packages()
-    from fedspan.clients.secagg import (
-        DiskSessionStore,
-        SecureClient,  # needs fedspan[secagg]
-    )
+    from fedspan.clients.secagg import SecureClient  # needs fedspan[secagg]
+    from fedspan.clients.secagg_store import DiskSessionStore
 
     return SecureClient(id, DiskSessionStore(folder, sums), **owner)
 
