@@ -98,8 +98,8 @@ def test_clients_that_forget_their_sums_are_told_apart_without_any_colluder(name
     assert run_attack(name, game) == {game.honest[opened]}
 
 
-def test_another_model_is_another_sum_and_only_a_fixed_set_of_clients_helps() -> None:
-    """The update hardly changes with one bit of the model: here not at all."""
+def test_another_model_is_another_sum_and_only_a_fixed_set_of_equal_clients_helps() -> None:
+    """The update hardly changes with one bit of the model: here not at all. The docs say so."""
     game = Game(5, 0)
     game.play(Play())
     game.play(Play(Story(unknown=game.honest[:1])), body=b"a model with another last bit")
@@ -109,6 +109,8 @@ def test_another_model_is_another_sum_and_only_a_fixed_set_of_clients_helps() ->
     fixed.play(Play(Story(unknown=fixed.honest[:1])), body=b"a model with another last bit")
     assert not fixed.compute_score()
     assert fixed.list_sums() == [set(fixed.honest)]
+    fixed.play(Play(Story(top=len(fixed.honest) + 0.5)), body=b"a model with another last bit")
+    assert fixed.compute_score() == {fixed.honest[-1]}, "the heaviest client"
 
 
 def test_an_attempt_without_shares_may_be_followed_by_one_of_other_clients() -> None:

@@ -30,8 +30,8 @@ at most n - c. Suppose that sum_k a_k S_k = {u}, as vectors of 0 and 1. Count th
 those that are in R_i and in S_k are a matrix that maps a to 0. In column k, the diagonal is larger than the rest of the
 column, or as large if u is in R_k. So at most that a_k is not 0, and S_k would be {u}; but it has two clients.
 
-A server that changes one bit of the model has another model. Against this, only sums of always the same clients help
-(``min_clients`` as large as their number), or noise.
+A server that changes one bit of the model has another model. Against this, only sums of always the same clients
+(``min_clients`` as large as their number) with equal weights help, or noise.
 """
 
 from __future__ import annotations
