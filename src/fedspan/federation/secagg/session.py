@@ -95,14 +95,14 @@ def require_openable(present: Collection[str], needed: int, unopened: Mapping[st
     """
     faults, disputes = dict[str, str](), dict[str, str]()
     for id in present:
-        claiming = sorted(holder for holder, owners in unopened.items() if id in owners)
+        claiming = sorted(receiver for receiver, owners in unopened.items() if id in owners)
         if not claiming or len(unopened) - len(claiming) >= needed:
             continue
         names = ", ".join(map(repr, claiming))
         if 2 * len(claiming) > len(present):
             faults[id] = f"what it sealed for {names} does not open"
         else:
-            reason = f"{id!r} sealed shares that do not open, or {names} can open them, and it takes {needed} shares"
+            reason = f"{id!r} sealed shares that do not open, or {names} can open them; it takes {needed} shares"
             disputes.update(dict.fromkeys([id, *claiming], reason))
     if faults or disputes:
         raise SharesError(faults, disputes)
@@ -113,8 +113,8 @@ def unmask(total: Integers, masked: Masked, revealed: Mapping[str, Mapping[str, 
 
     A revealed share counts if it is the one that its owner committed itself to when it sealed the shares. Honest
     clients open no other shares, so another one convicts the client that revealed it; shares that count and give
-    another secret than that of the owner's public keys convict the owner. So does a share that its receiver can open
-    and withholds convict the receiver.
+    another secret than that of the owner's public keys convict the owner. A client that can open a share and withholds
+    it is convicted, too.
 
     Args:
         total: Sum of the survivors' vectors.
@@ -153,17 +153,17 @@ def _open(
 ) -> bytes | None:
     """Return a client's secret, or None, and add what is found to ``faults`` and ``disputes``."""
     stays, needed = id in masked.survivors, masked.needed
-    shares = {holder: given[id] for holder, given in sorted(revealed.items()) if id in given}
-    for holder in revealed.keys() - shares.keys():
-        if id not in masked.unopened[holder]:
-            faults[holder] = f"it withholds its share of {id!r}, which it can open"
+    shares = {receiver: given[id] for receiver, given in sorted(revealed.items()) if id in given}
+    for receiver in revealed.keys() - shares.keys():
+        if id not in masked.unopened[receiver]:
+            faults[receiver] = f"it withholds its share of {id!r}, which it can open"
     right = list[bytes]()
-    for holder, share in shares.items():
-        of_own_mask, of_masking_key = read_commitments(masked.sealed[id][holder])
+    for receiver, share in shares.items():
+        of_own_mask, of_masking_key = read_commitments(masked.sealed[id][receiver])
         if compute_share_commitment(share) == (of_own_mask if stays else of_masking_key):
             right.append(share)
         else:
-            faults[holder] = f"its share of {id!r} is not the one that {id!r} sealed for it"
+            faults[receiver] = f"its share of {id!r} is not the one that {id!r} sealed for it"
     if len(right) >= needed:
         try:
             secret = combine(right, needed)
