@@ -12,7 +12,7 @@ of another agreement, or that was sent other keys, neither do masks cancel nor c
 
 **One sum a session.** The server decides whose vectors are in the sum. If it named different survivors to different
 clients, it would get shares of both secrets of a client. So every client signs the survivors and the dropped clients,
-and reveals shares only if t clients have signed the same (Bonawitz et al., CCS 2017, section 6.2). Of n clients, c of
+and reveals shares only if t clients have signed the same (Bonawitz et al., CCS 2017). Of n clients, c of
 which collude with the server and sign everything, two sets would need 2 (t - c) signatures of n - c honest clients,
 each of which signs once. With 2 t > n + c there are not so many. For each client, an honest client then reveals either
 the share of the own mask or that of the key, and the c colluders lack shares of the other one, since c < t. A sum has
