@@ -144,6 +144,6 @@ def test_no_mixture_of_lies_opens_a_vector(clients: int, data: st.DataObject) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("clients", [5, 11])
 @given(data=st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_no_mixture_of_more_lies_opens_a_vector(clients: int, data: st.DataObject) -> None:
     play_drawn(data, clients, data.draw(st.integers(0, compute_bound(clients))))
