@@ -133,12 +133,12 @@ def test_replies_are_plain_unless_the_config_says_otherwise() -> None:
 
 def test_a_secure_sum_has_the_settings_of_the_config_and_its_clip_or_another() -> None:
     secure = pytest.importorskip("fedspan.federation.aggregation.secure")
-    values = {"secure": {"clip": 7.0, "bits": 64, "neighbors": 4}, "weights": "uniform"}
+    values = {"secure": {"clip": 7.0, "bits": 64}, "weights": "uniform"}
     for clip, expected in ((None, 7.0), (3.0, 3.0)):
         found = build(clip, **values)
         assert isinstance(found, partial)
         assert found.func is secure.SecureAggregation
-        assert found.keywords == {"secure": SecureSettings(expected, 64, neighbors=4)}
+        assert found.keywords == {"secure": SecureSettings(expected, 64)}
 
 
 def test_missing_libraries_are_named_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:

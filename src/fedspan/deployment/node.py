@@ -45,7 +45,7 @@ from fedspan.deployment.handshake import (
 from fedspan.deployment.health import Heartbeat
 from fedspan.deployment.last_order import LastOrderFile
 from fedspan.deployment.limits import OrderTerms, list_config_ranks, require_config, require_workload
-from fedspan.deployment.node_folder import LAST_ORDER, STATE, TRAINING, get_run_folder, remove_old_states
+from fedspan.deployment.node_folder import LAST_ORDER, STATE, SUMS, TRAINING, get_run_folder, remove_old_states
 from fedspan.deployment.usage import UsageBook
 from fedspan.errors import FedspanError, escape_controls
 from fedspan.federation.protocol import Envelope, Order, read_header
@@ -301,9 +301,16 @@ class NodeService:
         ranks = list_config_ranks(server_config, plain, self.node.id)
         terms = OrderTerms(server_config, plain, data.client, ranks, invitation.digest)
         owner = dict[str, Any]()
+        sums = self.folder / SUMS / hashlib.sha256(self.node.data_id.encode()).hexdigest()[:32]
         if config.federation.secure is not None:
-            owner = {"identity": self._load_identity(), "known": self.node.peers, "check": terms.require_agreement}
-        secure = secure_client(config, self.node.id, folder / STATE, self.node.limits.secure_clients, **owner)
+            owner = {
+                "min_clients": self.node.limits.secure_clients,
+                "colluders": self.node.limits.colluders,
+                "identity": self._load_identity(),
+                "known": self.node.peers,
+                "check": terms.require_agreement,
+            }
+        secure = secure_client(config, self.node.id, folder / STATE, sums, **owner)
         announced = () if config.head_kind[0] is None else (config.head_kind[0],)
         host = Host(
             method,

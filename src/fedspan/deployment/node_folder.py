@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fedspan.files import remove
 
-__all__ = ["LAST_ORDER", "LAST_REPLY", "STATE", "TRAINING", "WORKER", "get_run_folder", "remove_old_states"]
+__all__ = ["LAST_ORDER", "LAST_REPLY", "STATE", "SUMS", "TRAINING", "WORKER", "get_run_folder", "remove_old_states"]
 
 LAST_ORDER = "serial"
 """The file in a run's folder with its last order."""
@@ -20,6 +20,9 @@ LAST_REPLY = f"{LAST_ORDER}-reply"
 
 STATE = "kept"
 """The folder in a run's folder with the client's state between rounds."""
+
+SUMS = "sums"
+"""The folder in a node's folder with the secure sums of which the node revealed shares, by data set."""
 
 TRAINING = "training"
 """The folder in a run's folder with the progress of the training of its newest order."""

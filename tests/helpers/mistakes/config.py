@@ -175,7 +175,7 @@ FIELDS = [
         "Secure aggregation in integers of 16 bits.", "federation.secure.bits", _parse(federation__secure={"bits": 16})
     ),
     Mistake(
-        "The threshold for opening masks is half of a neighborhood.",
+        "The threshold for opening masks is half of the clients.",
         "federation.secure.threshold",
         _parse(federation__secure={"threshold": 0.5}),
     ),
