@@ -7,13 +7,11 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-import compression
 import head_updates
 import privacy
 import pytest
 import reported_losses
 
-import fedspan
 from fedspan.config import RunConfig, load_config
 from helpers import tiny
 
@@ -57,21 +55,6 @@ def test_every_way_differs_from_init_in_how_the_head_trains(tmp_path: Path) -> N
         made = load_config(path, list(changes))
         differing = {section for section in type(own).model_fields if getattr(own, section) != getattr(made, section)}
         assert differing == {change.partition(".")[0] for change in changes}
-
-
-def test_the_command_trains_every_way_on_a_subset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, configs = "Banking77", list[RunConfig]()
-    folder = tmp_path / "data" / "banking77"
-    folder.mkdir(parents=True)
-    for part in ("train", "test"):
-        lines = [f"{part} query {number},intent-{number % 20:02}" for number in range(2000)]
-        (folder / f"{part}.csv").write_text("\n".join(["text,category", *lines]) + "\n")
-    monkeypatch.setattr(fedspan, "run", lambda config, *_, **__: configs.append(config))
-    options = {"--data": tmp_path / "data", "--models": tmp_path, "--out": tmp_path / "out", "--only": name}
-    monkeypatch.setattr(sys, "argv", ["head_updates.py", *(str(part) for pair in options.items() for part in pair)])
-    head_updates.main()
-    assert [config.partition.alpha for config in configs] == [0.3] * 5 + [0.1] * 5
-    assert len(Path(str(configs[0].data.train)).read_text().splitlines()) == 1 + head_updates.SETS[name].train
 
 
 def make_config(folder: Path, rounds: int) -> RunConfig:
@@ -139,13 +122,3 @@ def test_the_page_of_two_tasks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert "| rolora | 60.0 (0.008) | 3.50 |" in first
     assert second.startswith("Banking77's first 20 intents\n\n20 rounds.\n")
     assert "| fedask | 40.0 (0.002 ↓) | 3.50 |" in second
-
-
-def test_a_section_that_is_not_written_again_stays_as_it_was() -> None:
-    sections = {name: f"## {title}\n\nold {name}\n" for name, title in compression.TITLES.items()}
-    page = compression.join_page(sections, "")
-    assert page.startswith("# What compressed transfer costs and saves\n\nThis page")
-    assert [page.index(section) for section in sections.values()] == sorted(map(page.index, sections.values()))
-    assert compression.join_page({}, page) == page
-    new = {"new-values": sections["new-values"].replace("old new-values", "new new-values")}
-    assert compression.join_page(new, page) == page.replace("old new-values", "new new-values")

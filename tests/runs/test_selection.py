@@ -77,7 +77,6 @@ def test_a_gain_is_that_of_all_examples_and_its_error_that_of_the_clients() -> N
     after = {"a": {"loss": 0.4, "examples": 10.0}, "b": {"loss": 0.4, "examples": 20.0}}
     after |= {"c": {"loss": 0.2, "examples": 70.0}, "new": {"loss": 0.0, "examples": 50.0}}
     gain = compute_gain(start, ClientScores({}, after))
-    assert gain is not None
     mean = 0.1 * 0.5 + 0.2 * 0.1 - 0.7 * 0.1
     variance = (0.1 * (0.5 - mean)) ** 2 + (0.2 * (0.1 - mean)) ** 2 + (0.7 * (-0.1 - mean)) ** 2
     variance /= 1 - (0.1**2 + 0.2**2 + 0.7**2)
@@ -96,7 +95,6 @@ def test_the_standard_error_is_the_deviation_of_the_gain(shares: list[float], re
             id: {"loss": 2.0 - fall, "examples": share} for id, share, fall in zip(start, shares, noise, strict=True)
         }
         gain = compute_gain(start, ClientScores({}, rows, {} if remote else None))
-        assert gain is not None
         gains.append(gain)
     means, errors = np.array(gains).T
     ratio = float(np.sqrt(np.mean(errors**2)) / np.std(means))
@@ -423,38 +421,7 @@ def test_the_note_names_the_loss_where_it_decides(tiny_folder: Path, tmp_path: P
     assert f"stopped after round 4: {expected}" in listener.notes
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("scored")
-@pytest.mark.parametrize("stop", [1, 3, 4])
-def test_an_interrupted_run_stops_at_the_same_round(stop: int, tiny_folder: Path, tmp_path: Path) -> None:
-    whole = fedspan.run(values(tiny_folder), tmp_path / "whole")
-    with pytest.raises(KeyboardInterrupt):
-        fedspan.run(values(tiny_folder), tmp_path / "cut", listener=Notes(stop))
-    resumed = fedspan.resume(tmp_path / "cut")
-    assert (resumed.rounds, resumed.best_round, resumed.scores) == (whole.rounds, whole.best_round, whole.scores)
-    assert fedspan.resume(tmp_path / "cut") == resumed
-
-
 def test_it_needs_validation_parts(tiny_folder: Path) -> None:
     partition = {**values(tiny_folder)["partition"], "validation": 0.0}
     with refused("federation.early_stopping"):
         parse_config({**values(tiny_folder), "partition": partition})
-
-
-@pytest.mark.slow
-def test_rounds_can_be_compared_by_the_validation_loss(tiny_folder: Path, tmp_path: Path) -> None:
-    def run(name: str, **evaluation: Any) -> tuple[int, list[dict[str, Any]]]:
-        given = tiny.settings(tiny_folder, federation={"rounds": 8}, training={"lr": 0.3}, evaluation=evaluation)
-        report = fedspan.run(given, tmp_path / name)
-        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        return report.best_round, [json.loads(line) for line in lines]
-
-    best, rows = run("loss", best_by="loss")
-    assert best == max((-row["validation"]["loss"], row["round"]) for row in rows)[1]
-    by_accuracy, rows = run("metric")
-    assert (
-        by_accuracy == max((row["validation"]["accuracy"], -row["validation"]["loss"], row["round"]) for row in rows)[2]
-    )
-    config = parse_config(tiny.settings(tiny_folder, evaluation={"best_by": "loss"}))
-    assert config.evaluation.get_selection_metric("accuracy") == "loss"
-    assert parse_config(tiny.settings(tiny_folder)).evaluation.get_selection_metric("accuracy") == "accuracy"

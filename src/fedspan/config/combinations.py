@@ -7,6 +7,7 @@ from fedspan.core.values import LayerSpec, Spec
 from fedspan.data.files import FROM_TRAINERS
 from fedspan.errors import FedspanError, suggest_nearest
 from fedspan.federation.round_dependence import explain_round_dependence
+from fedspan.federation.settings import MOST_SECURE_CLIENTS
 from fedspan.methods.registry import get_method_class
 
 __all__ = ["explain_random_head", "require_combination"]
@@ -118,6 +119,9 @@ def explain_random_head(config: RunSections) -> str | None:
         ),
         "secure aggregation needs bounded numbers, and those of a regression have no bound": (
             config.task_definition.target_type == "number" and config.federation.secure is not None
+        ),
+        f"all clients send statistics, and a secure sum has at most {MOST_SECURE_CLIENTS}": (
+            config.federation.secure is not None and config.partition.clients > MOST_SECURE_CLIENTS
         ),
     }
     return next((reason for reason, applies in reasons.items() if applies), None)

@@ -91,14 +91,9 @@ class SecureConfig(Section):
         default=2 / 3,
         gt=0.5,
         le=1,
-        description="Share of a client and its neighbors that can reconstruct its masks: at least this share "
-        "must remain until the end, and fewer cannot reconstruct them.",
-    )
-    neighbors: int | None = Field(
-        default=None,
-        ge=2,
-        le=1000,
-        description="Number of clients with which each client masks; default: all, up to 100.",
+        description="Share of a round's clients that can open a sum, and that must remain until the end; of n clients, "
+        "more than (n + 1) / 2 can in any case. A larger share withstands more clients that collude with the server, "
+        "and fewer dropouts.",
     )
 
 

@@ -114,9 +114,17 @@ class NodeLimits(Section):
     )
     secure_clients: int = Field(
         default=3,
-        ge=2,
-        description="Minimum number of clients in the sum, among this node and its neighbors, before it reveals "
-        "shares; 2 if a sum of two is private enough.",
+        ge=3,
+        description="Minimum number of nodes in a secure sum, this node included, before it reveals shares. As large "
+        "as the number of all nodes, it makes every sum one of the same nodes, so that the difference of two sums is "
+        "no single update; then a missing node stops the run.",
+    )
+    colluders: int = Field(
+        default=1,
+        ge=1,
+        description="Number of nodes that may collude with the server, such as that of an owner who runs the server: a "
+        "secure sum of n nodes that t nodes can open is refused unless 2 t > n + colluders and at least two others "
+        "remain. Three nodes withstand one, and all three must stay.",
     )
     head_statistics: bool = Field(
         default=True,

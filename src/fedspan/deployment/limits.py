@@ -18,7 +18,6 @@ from fedspan.config.federation import FractionRanks, RandomRanks
 from fedspan.config.node import NodeConfig, NodeLimits
 from fedspan.core.method import Method, RegisteredMethod
 from fedspan.core.values import Client
-from fedspan.crypto.graph import compute_neighborhood_size
 from fedspan.deployment.columns import require_columns
 from fedspan.deployment.handshake import Invitation
 from fedspan.errors import FedspanError
@@ -256,7 +255,7 @@ class OrderTerms:
         if order.client is not None:
             self._require_client(order.client, order.task)
 
-    def require_agreement(self, agreement: Agreement, peers: int) -> None:
+    def require_agreement(self, agreement: Agreement) -> None:
         """Check what the clients of a secure sum are to agree on.
 
         Number of clients and largest weight decide the steps to which changes are rounded. A node whose own steps are
@@ -264,7 +263,6 @@ class OrderTerms:
 
         Args:
             agreement: The agreement.
-            peers: Number of clients in the node's neighborhood, itself included.
 
         Raises:
             FedspanError: If it differs from the run's config, or the node's own change would be rounded too coarsely.
@@ -284,9 +282,6 @@ class OrderTerms:
             if getattr(agreement, name) != value:
                 raise FedspanError(f"message.agreement.{name}", getattr(agreement, name), f"the run's, {value}")
         self.require_rate(agreement.lr, agreement.round)
-        if peers != compute_neighborhood_size(clients, secure.neighbors):
-            expected = f"a number of clients of which {peers} are a neighborhood"
-            raise FedspanError("message.agreement.clients", clients, expected)
         share = compute_share(self.get_weight(agreement.task), agreement.top)
         steps = share * Ring(agreement.bits, agreement.clip, clients).levels
         if steps < (fewest := _FEWEST_STEPS[agreement.bits]):

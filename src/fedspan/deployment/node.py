@@ -45,7 +45,7 @@ from fedspan.deployment.handshake import (
 from fedspan.deployment.health import Heartbeat
 from fedspan.deployment.last_order import LastOrderFile
 from fedspan.deployment.limits import OrderTerms, list_config_ranks, require_config, require_workload
-from fedspan.deployment.node_folder import LAST_ORDER, TRAINING, get_run_folder
+from fedspan.deployment.node_folder import LAST_ORDER, STATE, SUMS, TRAINING, get_run_folder, remove_old_states
 from fedspan.deployment.usage import UsageBook
 from fedspan.errors import FedspanError, escape_controls
 from fedspan.federation.protocol import Envelope, Order, read_header
@@ -213,6 +213,8 @@ class NodeService:
         with convert_disk_errors(self.folder, "free some space on the node"):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             write_atomic(folder / _INVITATION, invitation.model_dump_json().encode())
+        if removed := remove_old_states(self.folder):
+            log.info("removed the state of %d runs that had no order for a month", removed)
         self._loaded = (invitation.run, joined)
         examples = joined.terms.client.examples
         log.info("joined %s with %d examples", invitation.run, examples)
@@ -288,7 +290,7 @@ class NodeService:
         data = replace(data, client=replace(data.client, id=self.node.id))
         whole = prepared.federation.method
         require_workload(config, data.client.examples, self.node.limits, whole, prepared.count_passes)
-        store = DiskClientStore(folder / "kept")
+        store = DiskClientStore(folder / STATE)
         server_config = parse_config({**invitation.read_values(), "data": config.data.model_dump(mode="json")})
         plain = build_method(server_config, prepared.engine.adapted.spec)
         method = config.wrap_method(plain, find_new_head(config, prepared.model))
@@ -300,9 +302,16 @@ class NodeService:
         ranks = list_config_ranks(server_config, plain, self.node.id)
         terms = OrderTerms(server_config, plain, data.client, ranks, invitation.digest)
         owner = dict[str, Any]()
+        sums = self.folder / SUMS / hashlib.sha256(self.node.data_id.encode()).hexdigest()[:32]
         if config.federation.secure is not None:
-            owner = {"identity": self._load_identity(), "known": self.node.peers, "check": terms.require_agreement}
-        secure = secure_client(config, self.node.id, folder / "kept", self.node.limits.secure_clients, **owner)
+            owner = {
+                "min_clients": self.node.limits.secure_clients,
+                "colluders": self.node.limits.colluders,
+                "identity": self._load_identity(),
+                "known": self.node.peers,
+                "check": terms.require_agreement,
+            }
+        secure = secure_client(config, self.node.id, folder / STATE, sums, **owner)
         announced = () if config.head_kind[0] is None else (config.head_kind[0],)
         host = Host(
             method,

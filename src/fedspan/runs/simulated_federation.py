@@ -97,7 +97,8 @@ def _secure_clients(config: RunConfig, clients: Mapping[str, ClientData]) -> Map
     if config.federation.secure is None:
         return None
     require_packages()
-    from fedspan.clients.secagg import MemorySessionStore, SecureClient  # needs fedspan[secagg]
+    from fedspan.clients.secagg import SecureClient  # needs fedspan[secagg]
+    from fedspan.clients.secagg_store import MemorySessionStore
 
     ids, sessions = tuple(clients), MemorySessionStore()
     return LazyMapping(ids, lambda index: SecureClient(ids[index], sessions))
