@@ -179,7 +179,12 @@ class Deployment:
             "validation": 0.0,
             "test": 0.0,
             **changes,
-            "limits": {"models": ["*"], "evaluation_examples": 1, **changes.get("limits", {})},  # the data are small
+            "limits": {
+                "models": ["*"],
+                "approve": "auto",
+                "evaluation_examples": 1,
+                **changes.get("limits", {}),
+            },  # the data are small
         }
         path = self.folder / f"{id}.yaml"
         path.write_text(yaml.safe_dump(values))

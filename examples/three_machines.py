@@ -126,7 +126,8 @@ def main() -> None:
                 "folder": str(out / f"{owner}-state"),
                 "data": {"train": str(out / f"{owner}.csv")},  # neither the file nor its path leaves the owner
                 "threads": 1,
-                "limits": {"models": [args.model], "methods": ["fedit", "rolora"], "rounds": 50, **small},
+                # This script is all owners at once. Elsewhere leave approve out: runs then wait for fedspan approve.
+                "limits": {"approve": "auto", "models": [args.model], "methods": ["fedit", "rolora"], **small},
             }
             (out / f"{owner}.yaml").write_text(yaml.safe_dump(node), encoding="utf-8")
             stack.enter_context(run_command(out / f"{owner}.log", "join", out / f"{owner}.yaml"))

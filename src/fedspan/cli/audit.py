@@ -103,8 +103,9 @@ def budget(
         {
             "server": account.server,
             "data": account.data,
-            "rounds": [account.rounds, limits.rounds],
+            "invitations": [len(account.invitations), limits.invitations],
             "runs": [len(account.runs), limits.runs],
+            "rounds": [account.rounds, limits.rounds],
             "evaluations": [account.evaluations, limits.evaluations],
             "epsilon": [account.compute_epsilon(limits.delta), limits.epsilon],
         }

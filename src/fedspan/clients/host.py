@@ -38,6 +38,7 @@ from fedspan.federation.privacy import (
 from fedspan.federation.progress import ClientData, ClientState
 from fedspan.federation.protocol import Envelope, Order, Part, Reply, ScoredPart, Scores
 from fedspan.federation.secagg.messages import Phase
+from fedspan.models.head import find_output_layer
 from fedspan.tasks.bounded_losses import get_loss_bound
 from fedspan.tasks.task import Examples
 from fedspan.training.accounting import Charge
@@ -405,13 +406,24 @@ class Host:
             return refuse(order, error)
         return Reply("second", order.round, order.attempt, order.to, body=body)
 
+    def require_statistics(self, order: Order) -> None:
+        """Check, before anything is computed, that the owner lets the statistics of an order leave this client.
+
+        Raises:
+            FedspanError: If not.
+            ValueError: If the order is not one for statistics of a local client.
+        """
+        data, layer = self._get_data(order), find_output_layer(self.engine.adapted)
+        kind, _, _ = parse_statistics_order(self._decode_message(order))
+        self.limits.require(kind, order.round, len(data.train), layer.features)
+
     def _compute_statistics(self, order: Order) -> Reply:
         data, client = self._get_data(order), order.client
         if client is None or client.id != order.to:
             raise ValueError("an order for statistics names another client, or none")
         self._require_secure(order)
+        self.require_statistics(order)
         kind, bound, message = parse_statistics_order(self._decode_message(order))
-        self.limits.require(kind, order.round)
         if self.engine.settings.privacy is not None:
             problem = "statistics of features are not privatized"
             raise FedspanError("training.privacy", kind, "model.head_init: random", problem=problem)

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from fedspan.config.reading import read_values
 from fedspan.config.section import Section
@@ -26,6 +26,11 @@ def _require_brackets(address: str) -> str:
     if address.count(":") > 1 and not address.startswith("["):
         raise ValueError("host:port, and an IPv6 address in brackets, as in [2001:db8::1]:9092")
     return address
+
+
+def _read_off(value: object) -> object:
+    """Return the word for what YAML reads as false."""
+    return "off" if value is False else value
 
 
 class NodeLimits(Section):
@@ -50,18 +55,25 @@ class NodeLimits(Section):
         description="Columns of the data that a run's prompt (data.prompt) may name, in addition to those that data "
         "names and those that the task reads without a prompt. A prompt in data replaces the run's.",
     )
-    rounds: int | None = Field(
-        default=1000,
+    run_rounds: int = Field(default=50, ge=1, description="Maximum number of rounds of a run.")
+    rounds: int = Field(
+        default=200,
         ge=1,
-        description="Maximum number of rounds of a run, and of all runs of this server on this data set together; a "
-        "repeated, unchanged order counts once. null: no limit.",
+        description="Maximum number of rounds of all runs of this server on this data set; a repeated, unchanged order "
+        "counts once.",
     )
-    runs: int = Field(default=1000, ge=1, description="Maximum number of runs of this server on this data set.")
+    runs: int = Field(default=20, ge=1, description="Maximum number of runs of this server on this data set.")
+    run_evaluations: int = Field(default=60, ge=0, description="Maximum number of evaluations and exports of a run.")
     evaluations: int = Field(
-        default=2000,
+        default=200,
         ge=0,
-        description="Maximum number of evaluations, exports and head statistics of all runs of this server on "
-        "this data set.",
+        description="Maximum number of evaluations and exports of all runs of this server on this data set.",
+    )
+    invitations: int = Field(
+        default=100,
+        ge=1,
+        description="Maximum number of different invitations of this server on this data set, accepted or refused, "
+        "since every answer tells something about this node. A repeated one counts once.",
     )
     evaluation_examples: int = Field(
         default=10,
@@ -118,21 +130,34 @@ class NodeLimits(Section):
         description="Minimum number of clients in the sum, among this node and its neighbors, before it reveals "
         "shares; 2 if a sum of two is private enough.",
     )
-    head_statistics: bool = Field(
-        default=True,
-        description="Send statistics for the initialization of a run's head (model.head_init): averages of the "
-        "features of this node's examples, and their number per label. false: the head starts without "
-        "this node.",
+    head_statistics: Annotated[Literal["off", "exact"], BeforeValidator(_read_off)] = Field(
+        default="off",
+        description="exact: send, once per data set and server, the statistics that initialize a run's head "
+        "(model.head_init): sums of the features of this node's examples by label, their second moments, and the "
+        "number of examples per label. From them, a server that chooses the model and max_length can compute texts "
+        "with their labels. off: the head starts without this node.",
+    )
+    statistics_max_length: int = Field(
+        default=32,
+        ge=2,
+        description="Smallest model.max_length of a run that receives these statistics: features of one or two tokens "
+        "name them.",
+    )
+    statistics_examples: int = Field(
+        default=10,
+        ge=1,
+        description="Minimum number of training examples for each feature in these statistics: with fewer examples "
+        "than features, they determine the features of each example.",
     )
     class_examples: int = Field(
-        default=2,
+        default=10,
         ge=1,
         description="Minimum number of examples of a label in these statistics; rarer labels are omitted. With 1, "
         "the mean of a label may be the features of a single example. Regression targets count as one "
         "label.",
     )
     approve: Literal["auto", "ask"] = Field(
-        default="auto",
+        default="ask",
         description="ask: a new run, or one with a changed config or offered base model, waits for the approval of "
         "this node's operator (fedspan approve). auto: carry out what the other limits allow.",
     )

@@ -162,6 +162,9 @@ def build_server_config(values: Mapping[str, Any]) -> RunConfig:
             expected = "secret, because every node knows the run's seed"
             raise FedspanError("privacy.randomness", privacy["randomness"], expected)
         run_values["privacy"] = {**privacy, "randomness": "secret"}
+    model = dict(values.get("model") or {})
+    if model.get("head_init", "auto") == "auto":  # no statistics of nodes unless the run's operator asks for them
+        run_values["model"] = {**model, "head_init": "random"}
     config = parse_config({**run_values, "data": {**data, "train": NOWHERE, "test_fraction": 0.0}})
     buffered = config.federation.buffered
     if buffered is not None and buffered.replay is not None:

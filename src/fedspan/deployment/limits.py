@@ -28,7 +28,7 @@ from fedspan.models.names import get_architecture
 from fedspan.runs.client_ranks import compute_client_scaling
 from fedspan.runs.head_setup import STATISTICS_CLIP
 
-__all__ = ["OrderTerms", "list_config_ranks", "require_config", "require_workload"]
+__all__ = ["OrderTerms", "list_config_ranks", "refuse_statistics", "require_config", "require_workload"]
 
 _LARGEST_OPTION = 1_000_000
 """Largest whole number that an option of a method or a wrapper may have: they count rounds, ranks or segments."""
@@ -100,7 +100,7 @@ def _build_forbidden_error(field: str, value: object, allowed: list[str], subjec
 
 
 _LIMIT_OF: Mapping[str, str] = {
-    "federation.rounds": "limits.rounds",
+    "federation.rounds": "limits.run_rounds",
     "training.batch_size": "limits.batch",
     "evaluation.batch_size": "limits.batch",
     "training.local_steps": "limits.steps",
@@ -114,8 +114,8 @@ _LIMIT_OF: Mapping[str, str] = {
 
 def _list_sizes(config: RunConfig, invitation: Invitation, limits: NodeLimits) -> Iterator[tuple[str, int, float]]:
     """Yield the fields of a config that decide how much work or memory a run takes, with their limits."""
-    training, rounds = config.training, math.inf if limits.rounds is None else limits.rounds
-    yield "federation.rounds", config.federation.rounds, rounds
+    training = config.training
+    yield "federation.rounds", config.federation.rounds, limits.run_rounds
     yield "training.batch_size", training.batch_size, limits.batch
     yield "evaluation.batch_size", config.evaluation.batch_size, limits.batch
     yield "training.local_steps", (training.local_steps or 1) * training.gradient_accumulation_steps, limits.steps
@@ -201,6 +201,16 @@ def _count_own_passes(config: RunConfig, examples: int) -> Callable[[int, int | 
         return epochs * math.ceil(examples / training.batch_size)
 
     return count
+
+
+def refuse_statistics(limits: NodeLimits, config: RunConfig) -> FedspanError | None:
+    """Return why this node sends a run no statistics for its head; None: it may."""
+    if limits.head_statistics == "off":
+        return FedspanError("limits.head_statistics", "off", problem="no statistics of examples leave this node")
+    if (length := config.model.max_length) < (least := limits.statistics_max_length):
+        problem = f"the run's model.max_length is {length}, and this node sends statistics only from {least} on"
+        return FedspanError("limits.statistics_max_length", least, problem=problem)
+    return None
 
 
 def list_config_ranks(config: RunConfig, method: RegisteredMethod, id: str) -> frozenset[int]:

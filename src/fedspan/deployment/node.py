@@ -44,7 +44,13 @@ from fedspan.deployment.handshake import (
 )
 from fedspan.deployment.health import Heartbeat
 from fedspan.deployment.last_order import LastOrderFile
-from fedspan.deployment.limits import OrderTerms, list_config_ranks, require_config, require_workload
+from fedspan.deployment.limits import (
+    OrderTerms,
+    list_config_ranks,
+    refuse_statistics,
+    require_config,
+    require_workload,
+)
 from fedspan.deployment.node_folder import LAST_ORDER, TRAINING, get_run_folder
 from fedspan.deployment.usage import UsageBook
 from fedspan.errors import FedspanError, escape_controls
@@ -145,6 +151,8 @@ class NodeService:
                 return repeated
             if isinstance(request, Order):
                 run.terms.require(request)
+                if request.task == "statistics":
+                    run.host.require_statistics(request)  # refused ones are not what leaves once
                 if not last.is_recorded:
                     self._usage.record_order(request, run.host.compute_charges(request), run.terms.digest)
                     last.mark_recorded()
@@ -168,6 +176,7 @@ class NodeService:
     def _introduce(self, invitation: Invitation) -> Introduction:
         introduction = Introduction(id=self.node.id, version=__version__, tags=self.node.tags)
         try:
+            self._usage.record_invitation(compute_job_digest(invitation))
             self._require_same_run(invitation)
             self._require_allowed(invitation)
             if self.node.limits.approve == "ask":
@@ -302,7 +311,10 @@ class NodeService:
         if config.federation.secure is not None:
             owner = {"identity": self._load_identity(), "known": self.node.peers, "check": terms.require_agreement}
         secure = secure_client(config, self.node.id, folder / "kept", self.node.limits.secure_clients, **owner)
-        announced = () if config.head_kind[0] is None else (config.head_kind[0],)
+        announced, limits = () if config.head_kind[0] is None else (config.head_kind[0],), self.node.limits
+        statistics = StatisticsLimits(
+            *(refuse_statistics(limits, config), limits.class_examples, announced, limits.statistics_examples)
+        )
         host = Host(
             method,
             prepared.engine,
@@ -312,7 +324,7 @@ class NodeService:
             config.evaluation.batch_size,
             export,
             None if secure is None else {self.node.id: secure},
-            limits=StatisticsLimits(self.node.limits.head_statistics, self.node.limits.class_examples, announced),
+            limits=statistics,
             checkpoints=_build_checkpoints(folder / TRAINING, config, context),
             agreed=invitation.digest,
             reported_examples=self.node.limits.evaluation_examples,

@@ -23,6 +23,9 @@ from fedspan.tasks.bounded_losses import compute_guess_loss
 
 __all__ = ["finish"]
 
+_START = ("head_init", "simulated", "reason", "validation", "clients", "test")
+"""Parts of the line of a start in metrics.jsonl that a report has."""
+
 
 def finish(session: Session, progress: Progress) -> RunReport:
     """Evaluate the best round, export its adapters, train the baselines, write the report."""
@@ -83,7 +86,7 @@ def finish(session: Session, progress: Progress) -> RunReport:
             *find_limited(read_lines(run_folder.metrics)),
         ),
         by_value=final.by_value,
-        start={key: start[key] for key in ("head_init", "reason", "validation", "clients", "test") if key in start},
+        start={key: value for key, value in start.items() if key in _START},
     )
     with convert_disk_errors(run_folder.path):
         write_cards(prepared, report, run_folder)
