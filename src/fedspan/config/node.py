@@ -75,18 +75,33 @@ class NodeLimits(Section):
         description="Maximum number of different invitations of this server on this data set, accepted or refused, "
         "since every answer tells something about this node. A repeated one counts once.",
     )
+    evaluation_epsilon: float | None = Field(
+        default=1.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Epsilon of each evaluation: the validation loss and the run's metric leave this node with Laplace "
+        "noise, of n examples with a scale of 2 / n of their range over this number. Metrics that are no means over "
+        "examples are not sent, nor is a training loss. An example that is evaluated k times has k times this epsilon. "
+        "null: metrics and training losses are sent as measured, from which a server can tell single examples.",
+    )
     evaluation_examples: int = Field(
-        default=10,
+        default=100,
         ge=1,
-        description="Minimum number of examples of a validation or test part for its metrics to be sent, and of a "
-        "training for its loss. They are bounded and, of n examples, rounded to multiples of half this number over n "
-        "of the bound, so that small groups are not visible in a mean; metrics without a bound are not sent, nor is "
-        "a training loss under secure aggregation. 1: sent as measured.",
+        description="Minimum number of examples of a validation or test part for its metrics to be sent; of fewer, the "
+        "noise is larger than what a run gains. If fewer than three nodes send metrics, the run's last round is its "
+        "result.",
     )
     train_examples: int = Field(
-        default=10,
+        default=16,
         ge=1,
-        description="Minimum number of training examples that this node needs to participate in a run.",
+        description="Minimum number of training examples that this node needs to participate in a run, and of those "
+        "behind a reply: local_steps times batch_size times gradient_accumulation_steps. A change after one step of "
+        "one example is that example's gradient.",
+    )
+    min_batch: int = Field(
+        default=8,
+        ge=1,
+        description="Minimum number of examples of a training step: batch_size times gradient_accumulation_steps.",
     )
     steps: int = Field(
         default=20_000,
@@ -224,7 +239,7 @@ class NodeConfig(Section):
     data: dict[str, Any] = Field(
         default_factory=dict,
         description="The node's data, as in a run's config: train, test, text, label, group, ... Only fields that "
-        "define the problem (labels, label_separator, chat, system, packing, long_answers, and a prompt, whose columns "
+        "define the problem (labels, label_separator, chat, system, packing, and a prompt, whose columns "
         "limits.columns restricts) come from the server. Required unless the node trains with a trainer of its own "
         "(fedspan.join).",
     )
@@ -238,6 +253,12 @@ class NodeConfig(Section):
     validation: float = Field(default=0.1, ge=0, lt=1, description="Share of the node's examples for validation.")
     test: float = Field(default=0.1, ge=0, lt=1, description="Share of the node's examples for its own test.")
     split_seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of this split, independent of the run's seed.")
+    examples: int | None = Field(
+        default=None,
+        ge=1,
+        description="Number of training examples that the node declares, which is also its weight in the average. "
+        "Default: its number, rounded down to two significant digits.",
+    )
     peers: dict[str, Fingerprint] | None = Field(
         default=None,
         description="Nodes with which this node joins secure aggregation, by id, with the fingerprints of their "

@@ -38,9 +38,7 @@ _LONGEST = 200
 
 SHOWN: Mapping[str, tuple[str, ...]] = {
     "task": ("task", "task_options"),
-    "problem": tuple(
-        f"data.{name}" for name in ("labels", "label_separator", "prompt", "chat", "system", "packing", "long_answers")
-    ),
+    "problem": tuple(f"data.{name}" for name in ("labels", "label_separator", "prompt", "chat", "system", "packing")),
     "model": tuple(
         f"model.{name}"
         for name in (

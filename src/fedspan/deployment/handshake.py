@@ -35,7 +35,7 @@ __all__ = [
 NOWHERE = "nodes"
 """Value of ``data.train`` on a server: the nodes have the examples."""
 
-_SHARED = ("labels", "label_separator", "chat", "system", "packing", "long_answers", "prompt")
+_SHARED = ("labels", "label_separator", "chat", "system", "packing", "prompt")
 """Fields of ``data`` that belong to the problem. All others select examples or say where they are: a node's own."""
 _ENGINE = ("name", "padding_free", "prefix_cache")
 """Fields of ``engine`` that a node takes from the server; all others are about the machine."""

@@ -7,6 +7,7 @@ compared with what the node computes from that config and from its own examples,
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -35,6 +36,8 @@ _LARGEST_OPTION = 1_000_000
 _FEWEST_STEPS = {32: 2**16, 64: 2**40}
 """Fewest steps between 0 and ``clip`` to which a node lets its change be rounded in a secure sum, by bits. With 2^16
 steps, a change of a hundredth of that norm with 100,000 entries has about two steps an entry; 64 bits leave more."""
+_MODULE, _MOST_NAMES = re.compile(r"[\w.-]{1,256}"), 1000
+"""What a server may name modules by, and how many names it may give."""
 _SAME = 1e-9
 """Relative difference up to which two computations of a number agree: a cosine may differ between machines."""
 
@@ -56,7 +59,9 @@ def require_config(node: NodeConfig, invitation: Invitation, config: RunConfig) 
     if limits.methods is not None and method not in limits.methods:
         raise _build_forbidden_error("limits.methods", method, limits.methods)
     _require_model(node, invitation, config)
+    _require_names(config)
     require_columns(node, config)
+    _require_examples_per_reply(limits, config)
     for field, value, limit in _list_sizes(config, invitation, limits):
         if value > limit:
             problem = f"the run's {field} is {value}, and this node allows at most {limit}"
@@ -92,6 +97,38 @@ def _require_model(node: NodeConfig, invitation: Invitation, config: RunConfig) 
     if not config.model.pretrained and get_architecture(name) is None and not limits.from_scratch:
         problem = "this node does not train models from scratch, whose weights all come from the server"
         raise FedspanError("limits.from_scratch", False, problem=problem)
+
+
+def _require_names(config: RunConfig) -> None:
+    """Check that modules are named, by few names: PEFT reads a pattern as a regex, which can take forever to match.
+
+    Raises:
+        FedspanError: If a name has other characters than those of modules, or there are too many.
+    """
+    for field in ("target_modules", "exclude_modules", "layers_pattern", "modules_to_save"):
+        value = getattr(config.model, field)
+        names: list[str] = [value] if isinstance(value, str) else value or []
+        if len(names) > _MOST_NAMES or not all(_MODULE.fullmatch(name) for name in names):
+            expected = (
+                f"at most {_MOST_NAMES} names of modules in letters, digits, '_', '-' and '.': no regex on a node"
+            )
+            raise FedspanError("message.model", field, expected)
+
+
+def _require_examples_per_reply(limits: NodeLimits, config: RunConfig) -> None:
+    """Check that a step and a reply are made of enough examples, so that no change is that of a single one.
+
+    Raises:
+        FedspanError: If they are not.
+    """
+    training = config.training
+    batch = training.batch_size * training.gradient_accumulation_steps
+    if batch < limits.min_batch:
+        problem = f"the run's steps are of {batch} examples, and this node requires {limits.min_batch}"
+        raise FedspanError("limits.min_batch", limits.min_batch, problem=problem)
+    if training.local_steps is not None and (total := training.local_steps * batch) < limits.train_examples:
+        problem = f"the run's replies are of {total} examples, and this node requires {limits.train_examples}"
+        raise FedspanError("limits.train_examples", limits.train_examples, problem=problem)
 
 
 def _build_forbidden_error(field: str, value: object, allowed: list[str], subject: str = "") -> FedspanError:

@@ -8,12 +8,14 @@ import secrets
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fedspan import __version__
 from fedspan.clients.host import Host
 from fedspan.clients.job_checkpoints import JobCheckpoints
+from fedspan.clients.metric_noise import MetricLimits, round_count
 from fedspan.clients.refusals import describe_error, refuse_any
 from fedspan.clients.statistics import StatisticsLimits
 from fedspan.clients.store import DiskClientStore
@@ -21,6 +23,7 @@ from fedspan.config import RunConfig, parse_config
 from fedspan.config.node import NodeConfig
 from fedspan.config.tags import explain_missing_tags
 from fedspan.core.base import BaseUpdate
+from fedspan.core.heads import HeadKind
 from fedspan.core.values import Job
 from fedspan.crypto import require_packages
 from fedspan.data.content import compute_content_digest
@@ -54,7 +57,7 @@ from fedspan.deployment.limits import (
 from fedspan.deployment.node_folder import LAST_ORDER, TRAINING, get_run_folder
 from fedspan.deployment.usage import UsageBook
 from fedspan.errors import FedspanError, escape_controls
-from fedspan.federation.protocol import Envelope, Order, read_header
+from fedspan.federation.protocol import Envelope, Order, ScoredPart, read_header
 from fedspan.federation.secagg.messages import Phase, decode_request
 from fedspan.files import convert_disk_errors, read_bytes, write_atomic
 from fedspan.logs import AuditLog
@@ -71,6 +74,8 @@ _INVITATION = "invitation.json"
 
 _STAGES: Mapping[str, StageName] = {"statistics": "statistics", "evaluate": "evaluation", "export": "export"}
 """The stage of each kind of order; training and the exchanges of secure aggregation are one."""
+
+_prepare = partial(prepare, ignores_labels=True)  # else a refusal would tell the server which labels occur
 
 log = logging.getLogger("fedspan.node")
 
@@ -107,7 +112,7 @@ class NodeService:
         build: Builds a run on this node.
     """
 
-    def __init__(self, node: NodeConfig, build: Build = prepare) -> None:
+    def __init__(self, node: NodeConfig, build: Build = _prepare) -> None:
         self.node, self._build_run = node, build
         self.folder = Path(node.folder)
         self._usage = UsageBook(node)
@@ -293,7 +298,18 @@ class NodeService:
             expected = f"the separator of the labels, such as {prepared.task_settings.label_separator!r}"
             raise FedspanError("data.label_separator", None, expected, problem=problem)
         (data,) = prepared.federation.clients.values()
-        data = replace(data, client=replace(data.client, id=self.node.id))
+        sizes: dict[ScoredPart, int] = {}
+        if prepared.partition is not None:  # with the examples whose labels the run does not have
+            (part,) = prepared.partition.clients
+            sizes = {"validation": len(part.validation), "test": len(part.test)}
+            if ignored := len(part.train) - len(data.train):
+                log.warning(
+                    "%d of %d training examples have labels that %s does not have, and are left out",
+                    *(ignored, len(part.train), invitation.run),
+                )
+        declared = self.node.examples or round_count(data.client.examples)
+        weight = 1.0 if config.federation.weights == "uniform" else float(declared)
+        data = replace(data, client=replace(data.client, id=self.node.id, examples=declared, weight=weight))
         whole = prepared.federation.method
         require_workload(config, data.client.examples, self.node.limits, whole, prepared.count_passes)
         store = DiskClientStore(folder / "kept")
@@ -311,7 +327,8 @@ class NodeService:
         if config.federation.secure is not None:
             owner = {"identity": self._load_identity(), "known": self.node.peers, "check": terms.require_agreement}
         secure = secure_client(config, self.node.id, folder / "kept", self.node.limits.secure_clients, **owner)
-        announced, limits = () if config.head_kind[0] is None else (config.head_kind[0],), self.node.limits
+        limits, kind = self.node.limits, config.head_kind[0]
+        announced: tuple[HeadKind, ...] = () if kind is None else (kind,)
         statistics = StatisticsLimits(
             *(refuse_statistics(limits, config), limits.class_examples, announced, limits.statistics_examples)
         )
@@ -327,7 +344,8 @@ class NodeService:
             limits=statistics,
             checkpoints=_build_checkpoints(folder / TRAINING, config, context),
             agreed=invitation.digest,
-            reported_examples=self.node.limits.evaluation_examples,
+            metric_limits=MetricLimits(limits.evaluation_epsilon, limits.evaluation_examples, sizes),
+            train_examples=limits.train_examples,
         )
         model = prepared.model
         return _Joined(host, compute_base_digest(model), compute_extras_digest(model), terms, context)

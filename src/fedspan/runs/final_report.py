@@ -81,7 +81,6 @@ def finish(session: Session, progress: Progress) -> RunReport:
                 prepared.federation.training.optimizer.lr,
                 compute_guess_loss(prepared.task),
                 session.start_scores,
-                getattr(prepared.task, "loss_bound", None) if prepared.partition is None else None,
             ),
             *find_limited(read_lines(run_folder.metrics)),
         ),
