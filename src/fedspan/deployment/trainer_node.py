@@ -33,7 +33,7 @@ log = logging.getLogger("fedspan.node")
 
 _UNUSED = ("validation", "test", "split_seed", "device", "threads")
 _UNUSED_LIMITS = (
-    *("columns", "batch", "tokens", "image_size", "round_seconds"),
+    *("columns", "batch", "min_batch", "tokens", "image_size", "round_seconds"),
     *("head_statistics", "statistics_max_length", "statistics_examples", "class_examples"),
 )
 """Fields of a node's file, and of its ``limits``, that do not bind a trainer: it reads its own examples, in its own

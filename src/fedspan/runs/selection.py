@@ -12,9 +12,9 @@ moves nothing. The metrics of two clients select nothing, because neither can be
 
 Exact losses of two rounds are equal only where the model does not change any more, so a round that merely equals the
 best one counts as stalled. The metrics that nodes report have noise and are cut to their range
-(``clients.metric_noise``): there, equal ones do not show whether the model still improves. Such a round is the best, and the patience of early
-stopping begins anew. The best of many noisy rounds may be one whose noise was lucky: the mean over the nodes' examples
-makes the noise small, and nodes with too few examples for that send none.
+(``clients.metric_noise``): there, equal ones do not show whether the model still improves. Such a round is the best,
+and the patience of early stopping begins anew. The best of many noisy rounds may be one whose noise was lucky: the mean
+over the nodes' examples makes the noise small, and nodes with too few examples for that send none.
 """
 
 from __future__ import annotations
