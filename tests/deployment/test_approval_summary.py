@@ -53,7 +53,12 @@ def test_the_summary_names_what_a_hostile_config_hides(tiny_folder: Path, tmp_pa
         federation={"secure": {"clip": 7.0}, "clients_per_round": 1},
         evaluation={"every": 4},
     )
-    config["model"] |= {"head_init": "lda", "modules_to_save": ["pooler"], "target_modules": ["query"]}
+    config["model"] |= {
+        "pretrained": False,
+        "head_init": "random",
+        "modules_to_save": ["pooler"],
+        "target_modules": ["query"],
+    }
     config["data"] |= {"labels": ["a" * 500, "b"]}
     request = JobRequest("0" * 64, "run\x1b[2J", config, "now")
     summary = request.summarize(node(tiny_folder, tmp_path))
@@ -73,8 +78,9 @@ def test_the_summary_names_what_a_hostile_config_hides(tiny_folder: Path, tmp_pa
 
 
 def test_the_summary_shows_the_defaults_of_what_a_server_leaves_out(tiny_folder: Path, tmp_path: Path) -> None:
-    config = {"data": {"labels": ["a", "b"]}}
+    config = {"data": {"labels": ["a", "b"]}, "model": {"pretrained": False}}
     summary = JobRequest("0" * 64, "run", config, "now").summarize(node(tiny_folder, tmp_path))
     defaults = RunConfig.model_validate({"data": {"train": "nodes"}})
     assert f"max_length {defaults.model.max_length}" in summary["input"]
+    assert "pretrained false" in summary["model"]
     assert f"batch_size {defaults.training.batch_size}" in summary["training"]

@@ -1,4 +1,4 @@
-"""Approval of jobs by a node's operator: with ``limits.approve: ask``, a node does nothing for a run before that.
+"""Approval of jobs by a node's operator: a node does nothing for a run before that, unless ``limits.approve`` is auto.
 
 A job is a run's name with its whole config and the files of the base model that the server offers. If a server changes
 one of them, it is another job, which needs an approval of its own. Requests and decisions are files in ``jobs/`` of the
@@ -36,32 +36,22 @@ _WAITING = 32
 _LONGEST = 200
 """Number of characters of a value that a summary shows."""
 
+
+def _list_fields(section: str, names: str) -> tuple[str, ...]:
+    return tuple(f"{section}.{name}" for name in names.split())
+
+
 SHOWN: Mapping[str, tuple[str, ...]] = {
     "task": ("task", "task_options"),
-    "problem": tuple(f"data.{name}" for name in ("labels", "label_separator", "prompt", "chat", "system", "packing")),
-    "model": tuple(
-        f"model.{name}"
-        for name in (
-            "name",
-            "revision",
-            "adapter",
-            "pretrained",
-            "dtype",
-            "quantization",
-            "pooling",
-            "pooling_normalize",
-        )
-    ),
-    "input": ("model.max_length", "model.image_size"),
-    "adapted layers": tuple(
-        f"model.{name}" for name in ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
-    ),
-    "trained in full": ("model.modules_to_save", "model.extras", "model.extras_lr_scale"),
+    "problem": _list_fields("data", "labels label_separator prompt chat system packing"),
+    "model": _list_fields("model", "name revision adapter pretrained dtype quantization pooling pooling_normalize"),
+    "input": _list_fields("model", "max_length image_size"),
+    "adapted layers": _list_fields("model", "target_modules exclude_modules layers_to_transform layers_pattern"),
+    "trained in full": _list_fields("model", "modules_to_save extras extras_lr_scale"),
     "method": ("method.*",),
     "federation": (
         "partition.clients",
-        *(f"federation.{name}" for name in ("rounds", "clients_per_round", "over_select", "weights", "ranks")),
-        *(f"federation.{name}" for name in ("scaling", "buffered", "late_joiners")),
+        *_list_fields("federation", "rounds clients_per_round over_select weights ranks scaling buffered late_joiners"),
     ),
     "training": ("training.*",),
     "privacy": ("privacy.*",),
@@ -74,11 +64,10 @@ SHOWN: Mapping[str, tuple[str, ...]] = {
 SILENT = frozenset(
     {
         *("seed", "device", "threads", "deterministic", "simulation", "cluster", "baselines", "centralized_lr"),
-        *("model.device_map", "model.max_memory", "model.attention", "model.gradient_checkpointing"),
-        *(f"federation.{name}" for name in ("early_stopping", "max_weight_ratio", "reduction", "clip_ratio")),
-        *(f"federation.{name}" for name in ("max_norm", "trim", "min_replies", "deadline", "max_missed_rounds")),
-        *(f"federation.{name}" for name in ("reconnect_timeout", "retries", "require_tags", "min_examples")),
-        *(f"federation.{name}" for name in ("message_mib", "max_norm_ratio")),
+        *_list_fields("model", "device_map max_memory attention gradient_checkpointing"),
+        *_list_fields("federation", "early_stopping max_weight_ratio reduction clip_ratio max_norm trim min_replies"),
+        *_list_fields("federation", "deadline max_missed_rounds reconnect_timeout retries require_tags min_examples"),
+        *_list_fields("federation", "message_mib max_norm_ratio"),
         *("engine.*", "data.*", "partition.*"),
     }
 )
@@ -174,7 +163,7 @@ def _format_fields(config: Mapping[str, Any], fields: Collection[str]) -> str:
 
 
 def _is_set(value: object) -> bool:
-    return value not in (None, False, 0, "", [], {})
+    return value not in (None, "", [], {})
 
 
 def _format_value(value: object) -> str:
