@@ -103,14 +103,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session", autouse=True)
 def quiet() -> Iterator[None]:
-    """Small matrices are fastest on one thread, and bits depend on the number of threads; nobody waits for the disk.
+    """Small matrices are fastest on one thread, which .ci/as-machine changes; nobody waits for the disk.
 
     No test cuts the power, and what a process has written outlives it, flushed or not.
     """
     import torch
     from transformers.utils import logging
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ.get("TEST_THREADS", "1")))
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     with pytest.MonkeyPatch.context() as patch:

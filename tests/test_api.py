@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,23 +14,9 @@ import yaml
 from safetensors.torch import load_file
 
 import fedspan
-from fedspan import FedspanError, Listener, RunReport
+from fedspan import FedspanError, RunReport
 from helpers import tiny
-
-
-class Stop(BaseException):
-    """Stands for Ctrl-C."""
-
-
-class StopAfter(Listener):
-    """Stops the run after some rounds."""
-
-    def __init__(self, rounds: int) -> None:
-        self.rounds = rounds
-
-    def on_round_finish(self, row: Any) -> None:
-        if row["round"] == self.rounds:
-            raise Stop
+from helpers.listeners import Notes
 
 
 @pytest.fixture(scope="module")
@@ -120,12 +105,10 @@ def test_run_takes_a_path_values_or_a_config(run: tuple[Path, RunReport], tiny_f
 
 def test_resume(run: tuple[Path, RunReport], tiny_folder: Path, tmp_path: Path) -> None:
     values = tiny.settings(tiny_folder, federation={"rounds": 2})
-    for number, go_on in enumerate(
-        (fedspan.resume, lambda folder: fedspan.run(values, folder, resume=True)),
-    ):
+    for number, go_on in enumerate((fedspan.resume, lambda folder: fedspan.run(values, folder, resume=True))):
         folder = tmp_path / str(number)
-        with pytest.raises(Stop):
-            fedspan.run(values, folder, resume=True, listener=StopAfter(1))  # nothing there yet: a new run
+        with pytest.raises(KeyboardInterrupt):
+            fedspan.run(values, folder, resume=True, listener=Notes(1))  # nothing there yet: a new run
         report = go_on(folder)
         assert report.scores == run[1].scores
         name = "adapter/adapter_model.safetensors"
@@ -135,18 +118,6 @@ def test_resume(run: tuple[Path, RunReport], tiny_folder: Path, tmp_path: Path) 
         assert (folder / "report.json").stat().st_mtime_ns == began
     with pytest.raises(FedspanError, match="the config with which this run began has 3"):
         fedspan.run({**values, "seed": 4}, folder, resume=True)
-
-
-def test_a_report_that_was_changed(run: tuple[Path, RunReport], tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text((run[0] / "config.yaml").read_text())
-    for text, said in (("{", "not valid JSON"), ("{}", "SHA-256"), ("[]", "a JSON object")):
-        (tmp_path / "report.json").write_text(text)
-        with pytest.raises(FedspanError, match=said):
-            fedspan.predict(tmp_path, ["word1"])
-    (tmp_path / "config.yaml").write_text("a: [")
-    (tmp_path / "report.json").write_text((run[0] / "report.json").read_text())
-    with pytest.raises(FedspanError, match="valid YAML"):
-        fedspan.evaluate(tmp_path)
 
 
 def test_what_is_measured_is_what_peft_gives(run: tuple[Path, RunReport]) -> None:
@@ -189,7 +160,7 @@ def test_labels_are_checked_when_the_data_changed(tiny_folder: Path, tmp_path: P
 def test_export_leaves_nothing_behind_when_it_fails(run: tuple[Path, RunReport], tmp_path: Path) -> None:
     for form, client, round in (("zip", None, "best"), ("adapter", "weast", "best"), ("merged", None, 9)):
         with pytest.raises(FedspanError):
-            fedspan.export(run[0], tmp_path / "out", form, client, round)  # pyright: ignore[reportArgumentType]
+            fedspan.export(run[0], tmp_path / "out", form, client, round)
     assert list(tmp_path.iterdir()) == []
     merged = fedspan.export(run[0], tmp_path / "out", "merged")
     assert json.loads((merged / "fedspan.json").read_text())["labels"] == list(tiny.LABELS)
@@ -197,15 +168,13 @@ def test_export_leaves_nothing_behind_when_it_fails(run: tuple[Path, RunReport],
         fedspan.export(merged, tmp_path / "again", "adapter")
 
 
-def test_an_adapter_is_cut_to_its_best_approximation_of_a_rank(
-    run: tuple[Path, RunReport], tiny_folder: Path, tmp_path: Path
-) -> None:
+def test_an_adapter_is_cut_to_a_lower_rank(run: tuple[Path, RunReport], tiny_folder: Path, tmp_path: Path) -> None:
     whole = fedspan.export(run[0], tmp_path / "whole")
     with pytest.raises(FedspanError, match="at most 2, the rank of this adapter"):
         fedspan.export(run[0], tmp_path / "cut", rank=3)
     for rank, form in ((0, "adapter"), (1, "merged")):
         with pytest.raises(FedspanError, match="rank"):
-            fedspan.export(run[0], tmp_path / "cut", form, rank=rank)  # pyright: ignore[reportArgumentType]
+            fedspan.export(run[0], tmp_path / "cut", form, rank=rank)
     cut = fedspan.export(run[0], tmp_path / "cut", rank=1)
     before, after = (load_file(folder / "adapter_model.safetensors") for folder in (whole, cut))
     losses = json.loads((cut / "fedspan.json").read_text())["relative_error"]

@@ -1,4 +1,4 @@
-"""The files of the tests: each belongs to a source, each module has one, and a step of .ci/run runs its slow tests."""
+"""The files of the tests and the pages: a step of .ci/run runs every slow test, and a wheel has the pages it names."""
 
 from __future__ import annotations
 
@@ -15,47 +15,6 @@ from fedspan.cli.hints import PAGES
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests"
 FILES = sorted(path.relative_to(ROOT).as_posix() for path in TESTS.rglob("test_*.py"))
-DECLARATIONS = {
-    "cli/app",
-    "federation/aggregation/aggregation",
-    "tasks/settings",
-}
-"""Modules without a file of tests, since they only import others, or declare names, fields and types."""
-
-SEVERAL_MODULES = {
-    "cli/test_new_user_files.py",
-    "config/test_broken_config.py",
-    "crypto/test_ring.py",
-    "deployment/test_fuzzed_node_files.py",
-    "deployment/test_hostile_sums.py",
-    "deployment/test_secure_node.py",
-    "docs/test_blocks.py",
-    "docs/test_first_hour.py",
-    "docs/test_generated.py",
-    "docs/test_tables.py",
-    "docs/test_traps.py",
-    "models/test_decoders.py",
-    "models/test_families.py",
-    "models/test_inference_servers.py",
-    "models/test_training_options.py",
-    "planning/test_planned_memory.py",
-    "runs/test_early_stopping.py",
-    "runs/test_from_scratch.py",
-    "runs/test_image_runs.py",
-    "runs/test_scale.py",
-    "test_api.py",
-    "test_repository.py",
-    "training/test_cuda.py",
-    "training/test_devices.py",
-    "transports/flower/test_attacks.py",
-    "transports/flower/test_deployment.py",
-    "transports/flower/test_hostile_server.py",
-    "transports/flower/test_secure_deployment.py",
-    "transports/flower/test_trainer_deployment.py",
-}
-"""Files whose claims are of several modules, by their paths in ``tests``; a new one should have a reason, too."""
-
-
 BY_HAND = {"tests/planning/test_calibration.py", "tests/runs/test_scale.py"}
 """Slow tests of the times and sizes of the machine at hand, which other work on it fails; nothing else may be added."""
 
@@ -63,20 +22,8 @@ BY_HAND = {"tests/planning/test_calibration.py", "tests/runs/test_scale.py"}
 @functools.cache
 def slow_files() -> set[str]:
     """Files in which a test, or a parameter of one, is marked slow."""
-    found: set[str] = set()
-    for file in FILES:
-        text = (ROOT / file).read_text(encoding="utf-8")
-        if "slow" not in text and "methods_by_family" not in text:  # parsing takes most of the time
-            continue
-        nodes = ast.walk(ast.parse(text))
-        names = {
-            ast.unparse(node)
-            for node in nodes
-            if isinstance(node, ast.Name) or (isinstance(node, ast.Attribute) and node.attr == "slow")
-        }
-        if names & {"pytest.mark.slow", "methods_by_family", "others_slow"}:
-            found.add(file)
-    return found
+    marks = re.compile(r"pytest\.mark\.slow\b|\b(?:methods_by_family|others_slow)\(")
+    return {file for file in FILES if marks.search((ROOT / file).read_text(encoding="utf-8"))}
 
 
 def steps() -> dict[str, tuple[list[str], list[str]]]:
@@ -127,54 +74,10 @@ def test_no_other_file_marks_tests_slow() -> None:
     assert marking == [TESTS / "helpers" / "families.py"]
 
 
-def has_source(file: str) -> bool:
-    """Whether a file of tests is named after a module, script or page of its folder, or after the folder itself.
-
-    A name may go on with the part of the module that it tests.
-    """
-    path = Path(file).relative_to("tests")
-    room, name = path.parent, path.stem.removeprefix("test_") + "_"
-    package = ROOT / "src" / "fedspan" / room
-    if package.with_suffix(".py").exists() or name.startswith(f"{room.name.removesuffix('s')}_"):
-        return True
-    if room.parts and name.startswith(f"{room.name}_"):
-        return True
-    folders = [package, *([ROOT / room] if room.parts else [])]
-    names = {source.stem for folder in folders if folder.is_dir() for source in folder.iterdir()}
-    return any(name.startswith(f"{source}_") for source in names)
-
-
-def test_files_of_tests_belong_to_a_source() -> None:
-    files = {Path(file).relative_to("tests").as_posix() for file in FILES if not has_source(file)}
-    assert sorted(files - SEVERAL_MODULES) == [], "name each after a module of its folder, or list it"
-    assert sorted(SEVERAL_MODULES - files) == [], "these have a source of their own, or are gone"
-
-
-def test_modules_have_a_file_of_tests_at_their_path() -> None:
-    package = ROOT / "src" / "fedspan"
-    modules = {path.relative_to(package).with_suffix("") for path in package.rglob("*.py")}
-    tested = {module for module in modules if (TESTS / module.parent / f"test_{module.name}.py").exists()}
-    untested = {module.as_posix() for module in modules - tested if not module.name.startswith("__")}
-    assert sorted(untested - DECLARATIONS) == [], "test each in a file at its path"
-    assert sorted(DECLARATIONS - untested) == [], "these have a file of tests, or are gone"
-
-
-def test_folders_of_tests_belong_to_a_folder_or_module() -> None:
-    for folder in sorted({path.parent.relative_to(TESTS) for path in TESTS.rglob("test_*.py")}):
-        package = ROOT / "src" / "fedspan" / folder
-        places = (package, package.with_suffix(".py"), ROOT / folder)
-        assert any(place.exists() for place in places), folder
-
-
 def test_no_test_imports_another() -> None:
-    names = {Path(file).stem for file in FILES}
     for path in sorted(TESTS.rglob("*.py")):
-        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-        modules = [node.module or "." for node in nodes if isinstance(node, ast.ImportFrom)]
-        modules += [
-            alias.name for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names
-        ]
-        assert not names & {module.rpartition(".")[2] for module in modules}, path
+        imports = re.findall(r"^\s*(?:from|import) .*", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+        assert not re.findall(r"\btest_\w+", " ".join(imports)), path
 
 
 def test_helpers_stand_in_one_package_with_docstrings() -> None:

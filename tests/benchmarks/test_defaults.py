@@ -6,23 +6,14 @@ import csv
 import json
 from argparse import Namespace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import defaults
 import pytest
 
 from fedspan.config import load_config
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 NAME = "Banking77, 20 classes"
-
-
-@pytest.fixture
-def defaults(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import defaults
-
-    return defaults
 
 
 @pytest.fixture
@@ -44,7 +35,7 @@ def rows_of(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_subsets_are_drawn_by_their_seed_from_the_first_classes(defaults: ModuleType, args: Namespace) -> None:
+def test_subsets_are_drawn_by_their_seed_from_the_first_classes(args: Namespace) -> None:
     args.train, subsets = 800, []
     for seed in (0, 1):
         train, test = defaults.write_data(defaults.Cell(NAME, "IID", seed), args)
@@ -56,7 +47,7 @@ def test_subsets_are_drawn_by_their_seed_from_the_first_classes(defaults: Module
     assert {row["category"] for row in subsets[0]} == {f"intent-{number:02}" for number in range(20)}
 
 
-def test_only_what_belongs_to_the_experiment_is_set(defaults: ModuleType, args: Namespace) -> None:
+def test_only_what_belongs_to_the_experiment_is_set(args: Namespace) -> None:
     made = defaults.config_of(defaults.Cell(NAME, "Dirichlet 0.3", 1), args)
     (path,) = (args.out / "configs").iterdir()
     assert defaults.write_data(defaults.Cell(NAME, "IID", 1), args)[1] == Path(made.data.test)
@@ -76,8 +67,7 @@ def test_only_what_belongs_to_the_experiment_is_set(defaults: ModuleType, args: 
     assert slower.baselines == []
 
 
-def finish(defaults: ModuleType, args: Namespace, cell: Any, start: float, federated: float) -> None:
-    """Write what a finished cell leaves."""
+def finish(args: Namespace, cell: Any, start: float, federated: float) -> None:
     folder = defaults.folder_of(cell, args)
     folder.mkdir(parents=True)
     scores = {"test": {"accuracy": federated}, "validation": {"accuracy": federated}}
@@ -92,12 +82,10 @@ def finish(defaults: ModuleType, args: Namespace, cell: Any, start: float, feder
     (folder / "report.json").write_text(json.dumps(report))
 
 
-def test_the_goal_is_a_share_of_centralized_training_and_no_less_than_the_start(
-    defaults: ModuleType, args: Namespace
-) -> None:
+def test_the_goal_is_a_share_of_centralized_training_and_no_less_than_the_start(args: Namespace) -> None:
     for seed, federated in ((0, 0.77), (1, 0.79)):
-        finish(defaults, args, defaults.Cell(NAME, "IID", seed), 0.7, federated)
-    finish(defaults, args, defaults.Cell(NAME, "Dirichlet 0.3", 0), 0.79, 0.785)
+        finish(args, defaults.Cell(NAME, "IID", seed), 0.7, federated)
+    finish(args, defaults.Cell(NAME, "Dirichlet 0.3", 0), 0.79, 0.785)
     assert defaults.is_finished(defaults.Cell(NAME, "IID", 0), args)
     table = defaults.default_table(args)
     lines = table.splitlines()
@@ -107,11 +95,11 @@ def test_the_goal_is_a_share_of_centralized_training_and_no_less_than_the_start(
     assert lines[3] == f"| {NAME} | Dirichlet 0.3 | 1 | 79.0 | 78.5 | 80.0 | 98.1 | 7 | 3 | missed |"
 
 
-def test_rows_that_miss_the_goal_show_how_their_rounds_were_chosen(defaults: ModuleType, args: Namespace) -> None:
-    finish(defaults, args, defaults.Cell(NAME, "IID", 0), 0.7, 0.78)
+def test_rows_that_miss_the_goal_show_how_their_rounds_were_chosen(args: Namespace) -> None:
+    finish(args, defaults.Cell(NAME, "IID", 0), 0.7, 0.78)
     assert defaults.missed_table(args) == ""
     cell = defaults.Cell(NAME, "Dirichlet 0.3", 1)
-    finish(defaults, args, cell, 0.79, 0.785)
+    finish(args, cell, 0.79, 0.785)
     folder = defaults.folder_of(cell, args)
     report = json.loads((folder / "report.json").read_text())
     (folder / "report.json").write_text(json.dumps({**report, "best_round": 2}))
@@ -125,43 +113,43 @@ def test_rows_that_miss_the_goal_show_how_their_rounds_were_chosen(defaults: Mod
     assert line == f"| {NAME} | Dirichlet 0.3 | 1 | 2 | 0.250 | 0.500 to 0.250 | 75.0 to 75.0 | 79.0 to 78.6 |"
 
 
-def test_settings_are_chosen_on_the_other_sets(defaults: ModuleType, args: Namespace) -> None:
+def test_settings_are_chosen_on_the_other_sets(args: Namespace) -> None:
     args.only = [NAME, "SST-2", "PACS"]
     scores = {"as init writes it": (0.8, 0.8, 0.8), "rate x 4": (0.5, 0.9, 0.9)}
     for setting in defaults.SETTINGS:
         for name, score in zip(args.only, scores.get(setting, (0.1, 0.1, 0.1)), strict=True):
-            finish(defaults, args, defaults.Cell(name, "Dirichlet 0.3", 0, setting), 0.1, score)
+            finish(args, defaults.Cell(name, "Dirichlet 0.3", 0, setting), 0.1, score)
     lines = defaults.left_out_table(args).splitlines()
     assert lines[2] == f"| {NAME} | rate x 4 | 50.0 | 80.0 | 80.0 (as init writes it) |"
     assert lines[3] == "| SST-2 | as init writes it | 80.0 | 80.0 | 90.0 (rate x 4) |"
 
 
-def finish_clip(defaults: ModuleType, args: Namespace, cell: Any, score: float, clipped: int) -> None:
+def finish_clip(args: Namespace, cell: Any, score: float, clipped: int) -> None:
     """Write what a finished cell of ``--clips`` leaves: its score, and rounds of which some clipped a reply."""
-    finish(defaults, args, cell, 0.1, score)
+    finish(args, cell, 0.1, score)
     rows = [{"round": number} | ({"clipped": {"a": 0.4}} if 0 < number <= clipped else {}) for number in range(8)]
     (defaults.folder_of(cell, args) / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_the_cost_of_clipping_is_paired_by_seed(defaults: ModuleType, args: Namespace) -> None:
+def test_the_cost_of_clipping_is_paired_by_seed(args: Namespace) -> None:
     args.partitions, args.clips = ["Dirichlet 0.3"], [1.5, 1.0]
     scores = {"clip 1": (0.78, 0.8), "clip 1.5": (0.8, 0.83), defaults.UNCLIPPED: (0.81, 0.83)}
     for setting, pair in scores.items():
         for seed, score in enumerate(pair):
             clipped = {"clip 1": 7, "clip 1.5": 2 - seed}.get(setting, 0)
-            finish_clip(defaults, args, defaults.Cell(NAME, "Dirichlet 0.3", seed, setting), score, clipped)
+            finish_clip(args, defaults.Cell(NAME, "Dirichlet 0.3", seed, setting), score, clipped)
     (line,) = defaults.clipping_table(args).splitlines()[2:]
     changes = "-3.0 (-3.0 to -3.0) | -0.5 (-1.0 to +0.0)"
     assert line == f"| {NAME} | Dirichlet 0.3 | 2 | 82.0 | {changes} | 14 of 14 | 3 of 14 |"
 
 
-def test_a_clip_that_clipped_nothing_has_the_result_of_wider_ones(defaults: ModuleType, args: Namespace) -> None:
+def test_a_clip_that_clipped_nothing_has_the_result_of_wider_ones(args: Namespace) -> None:
     args.partitions, args.clips, args.seeds = ["IID"], [1.25, 1.0], [0]
     narrow, wide, none = cells = defaults.list_clip_cells(args, NAME, "IID", 0)
     assert [cell.changes[0].rpartition("=")[2] for cell in cells] == ["1", "1.25", "null"]
-    finish_clip(defaults, args, narrow, 0.7, 3)
+    finish_clip(args, narrow, 0.7, 3)
     assert [defaults.find_clip_run(cells, number, args) for number in range(3)] == [narrow, None, None]
-    finish_clip(defaults, args, wide, 0.8, 0)
+    finish_clip(args, wide, 0.8, 0)
     assert [defaults.find_clip_run(cells, number, args) for number in range(3)] == [narrow, wide, wide]
     defaults.run_clips(args)  # nothing is left to run
     assert not defaults.is_finished(none, args)
@@ -169,20 +157,20 @@ def test_a_clip_that_clipped_nothing_has_the_result_of_wider_ones(defaults: Modu
     assert "| 80.0 | -10.0 (-10.0 to -10.0) | +0.0 (+0.0 to +0.0) |" in line
 
 
-def test_the_config_of_init_is_the_run_with_the_default_clip(defaults: ModuleType, args: Namespace) -> None:
+def test_the_config_of_init_is_the_run_with_the_default_clip(args: Namespace) -> None:
     args.partitions, args.seeds = ["Dirichlet 0.3"], [0]
     costs = defaults.with_default_clip(args)
     own = defaults.Cell(NAME, "Dirichlet 0.3", 0)
     first, last = defaults.list_clip_cells(costs, NAME, "Dirichlet 0.3", 0)
     assert (first.setting, last.setting) == (f"clip {costs.clips[0]:g}", defaults.UNCLIPPED)
     assert defaults.config_of(own, args).federation.clip_ratio == costs.clips[0]
-    finish_clip(defaults, args, own, 0.8, 2)
-    finish_clip(defaults, args, last, 0.83, 0)
+    finish_clip(args, own, 0.8, 2)
+    finish_clip(args, last, 0.83, 0)
     assert defaults.list_clip_cells(costs, NAME, "Dirichlet 0.3", 0)[0] == own
     (line,) = defaults.clipping_table(costs).splitlines()[2:]
     assert line == f"| {NAME} | Dirichlet 0.3 | 1 | 83.0 | -3.0 (-3.0 to -3.0) | 2 of 7 |"
 
 
-def test_the_page_states_the_sizes_of_the_sets(defaults: ModuleType, args: Namespace) -> None:
+def test_the_page_states_the_sizes_of_the_sets(args: Namespace) -> None:
     """This small set is used whole; of its test examples, there are more than a subset needs."""
     assert defaults.size_table(args).splitlines()[2:] == [f"| {NAME} | 2000 | 800 |"]

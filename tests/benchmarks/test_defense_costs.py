@@ -3,37 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import defense_costs
 import pytest
 import torch
 
 from fedspan.runs.setup import prepare
 from helpers import tiny
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
-
-@pytest.fixture
-def costs(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import defense_costs
-
-    return defense_costs
-
-
-def test_variants_take_turns_and_differ_in_their_defenses_alone(
-    costs: ModuleType, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_variants_take_turns_and_differ_in_defenses_alone(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     made: dict[str, Any] = {}
 
     def simulated(rounds: int, seed: int, **changes: Any) -> Any:
         changes["federation"] = {"rounds": rounds, "clients_per_round": None, **changes.get("federation", {})}
         prepared = prepare(tiny.config(tiny_folder, **changes))
-        name = list(costs.SIMULATED)[len(made)]
-        made[name] = costs.Variant(prepared, prepared.federation.begin(), [])
+        name = list(defense_costs.SIMULATED)[len(made)]
+        made[name] = defense_costs.Variant(prepared, prepared.federation.begin(), [])
         run = prepared.federation.run_round
 
         def noted(progress: Any) -> Any:
@@ -44,10 +32,10 @@ def test_variants_take_turns_and_differ_in_their_defenses_alone(
         monkeypatch.setattr(made[name], "accuracy", lambda: 50.0)
         return made[name]
 
-    monkeypatch.setattr(costs, "prepare_simulation", simulated)
-    rows = costs.simulate(2, 0)
-    off, defaults, validated = costs.SIMULATED
-    assert sorted(order[:3]) == sorted(costs.SIMULATED)
+    monkeypatch.setattr(defense_costs, "prepare_simulation", simulated)
+    rows = defense_costs.simulate(2, 0)
+    off, defaults, validated = defense_costs.SIMULATED
+    assert sorted(order[:3]) == sorted(defense_costs.SIMULATED)
     assert order[3:] == order[:3][::-1]
     assert rows[0].split(" | ")[2] == "1.000"
     assert not made[off].prepared.federation.settings.clips
@@ -59,12 +47,12 @@ def test_variants_take_turns_and_differ_in_their_defenses_alone(
     assert all(torch.equal(value, other[name]) for other in tensors[1:] for name, value in tensors[0].items())
 
 
-def test_deployments_take_turns(costs: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deployments_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {True: 0.5, False: 1.0}
 
     def measure(rounds: int, limits: Any, *, insecure: bool) -> tuple[list[float], int]:
         return [seconds[insecure]] * rounds, 0
 
-    monkeypatch.setattr(costs, "measure", measure)
-    ratios = [row.split(" | ")[-1] for row in costs.deploy(3, 2)]
+    monkeypatch.setattr(defense_costs, "measure", measure)
+    ratios = [row.split(" | ")[-1] for row in defense_costs.deploy(3, 2)]
     assert ratios == ["1.00 |", "2.00 |", "2.00 |"]

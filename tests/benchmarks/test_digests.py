@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import digest_cases
+import digests
 import pytest
 import torch
 from torch import Tensor
@@ -24,16 +24,11 @@ from fedspan.runs.client_ranks import compute_client_ranks
 from fedspan.tasks.registry import BUILT_IN
 from fedspan.tasks.trainer import TRAINER
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 CLIENT = Client(id="north", rank=2, scaling=2.0, examples=8, weight=8.0, last_round=None)
 
 
 class RandomWeights:
-    """A pretrained model of random weights.
-
-    Args:
-        spec: Its layers.
-    """
+    """A pretrained model of random weights."""
 
     def __init__(self, spec: Spec) -> None:
         self._shapes = {layer.name: layer.shape for layer in spec.layers}
@@ -45,43 +40,31 @@ class RandomWeights:
         raise KeyError(parameter)
 
 
-@pytest.fixture
-def cases(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("digest_cases")
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("digests")
-
-
 @pytest.mark.parametrize("host", ["loop", "batched", "flower-sim"])
-def test_every_task_has_a_case(cases: ModuleType, host: str, tmp_path: Path) -> None:
-    configs = cases.build_configs(tmp_path, host).values()
+def test_every_task_has_a_case(host: str, tmp_path: Path) -> None:
+    configs = digest_cases.build_configs(tmp_path, host).values()
     tasks = {values.get("task", "sequence-classification") for values in configs}
     assert tasks == {task.name for task in BUILT_IN} - ({TRAINER.name} if host != "loop" else set())
 
 
-def test_a_deployment_has_every_case_of_the_loop_engine(cases: ModuleType, tmp_path: Path) -> None:
-    loop, deployed = (cases.build_configs(tmp_path, host) for host in ("loop", "deployment"))
+def test_a_deployment_has_every_case_of_the_loop_engine(tmp_path: Path) -> None:
+    loop, deployed = (digest_cases.build_configs(tmp_path, host) for host in ("loop", "deployment"))
     assert deployed.keys() == loop.keys()
     for values in deployed.values():
-        sent, own = cases.get_sent_data(values), cases.get_node_data(values, "north")
+        sent, own = digest_cases.get_sent_data(values), digest_cases.get_node_data(values, "north")
         assert {**sent, **own}.keys() - {"labels"} == values["data"].keys() - {"labels", "test_fraction"}
         assert not sent.keys() & own.keys()
 
 
-def test_every_parametrization_has_a_case(cases: ModuleType, tmp_path: Path) -> None:
+def test_every_parametrization_has_a_case(tmp_path: Path) -> None:
     spec = Spec((LayerSpec("linear", 12, 8), LayerSpec("convolution", 8, 36, (3, 3))), clients=3)
     trained = set[type]()
-    for name, values in cases.build_configs(tmp_path, "batched").items():
+    for name, values in digest_cases.build_configs(tmp_path, "batched").items():
         if name.startswith("method-"):
             config = parse_config(values)
             layers = spec.layers if config.task_definition.has_image_inputs else spec.layers[:1]
             method = config.build_method(Spec(layers, clients=3))
-            client = replace(CLIENT, rank=compute_client_ranks(config, method, list(cases.SITES))[CLIENT.id])
+            client = replace(CLIENT, rank=compute_client_ranks(config, method, list(digest_cases.SITES))[CLIENT.id])
             state = method.init(RandomWeights(spec))
             for round in range(2):
                 jobs, reply = build_untrained_jobs(method, method.sync(state, client), client, round)
@@ -98,28 +81,23 @@ def test_every_parametrization_has_a_case(cases: ModuleType, tmp_path: Path) -> 
     assert trained == own - {parametrization.Parametrization}
 
 
-def test_a_record_of_lists_of_words_is_equal_to_itself_and_to_no_other(script: ModuleType, tmp_path: Path) -> None:
+def test_a_record_of_lists_of_words_is_equal_to_itself_and_to_no_other(tmp_path: Path) -> None:
     records: list[dict[str, Any]] = [{}, {}]
     for number, record in enumerate(records):
         folder = tmp_path / str(number)
         (folder / "inputs").mkdir(parents=True)
-        script.save_inputs(folder / "inputs")
-        script.record_host("loop", folder, "^token-classification$", record.update)
+        digests.save_inputs(folder / "inputs")
+        digests.record_host("loop", folder, "^token-classification$", record.update)
     first, second = ({"loop": record} for record in records)
     assert "refused" not in records[0]["token-classification"]
-    assert not list(script.compare(first, second))
+    assert not list(digests.compare(first, second))
     (name,) = (name for name in records[1]["token-classification"] if name.startswith("adapter/"))
     records[1]["token-classification"][name]["tensors"].popitem()
-    assert len(list(script.compare(first, second))) == 1
+    assert len(list(digests.compare(first, second))) == 1
 
 
 def build_record(*, lost: int = 0, times: int = 1) -> dict[str, Any]:
-    """Build the record of a case of two rounds, whose messages to clients lost some bytes.
-
-    Args:
-        lost: Bytes that each message lost.
-        times: How often the first one lost them.
-    """
+    """Build the record of a case of two rounds, whose messages to clients lost some bytes."""
     sizes = [600 - times * lost, 600 - lost, 700 - lost]
     sent = [("train", 1), ("train", 2), ("evaluate", 2)]
     rows = [
@@ -133,17 +111,15 @@ def build_record(*, lost: int = 0, times: int = 1) -> dict[str, Any]:
     return {"loop": {"method-x": {"ledger.jsonl": rows, "metrics.jsonl": metrics, "report.json": report}}}
 
 
-LISTED = {
-    "fields": [{"name": "round", "bytes": -8, "messages": {"direction": "down"}, "cases": ["method-x"]}],
-}
+LISTED = {"fields": [{"name": "round", "bytes": -8, "messages": {"direction": "down"}, "cases": ["method-x"]}]}
 
 
-def test_bytes_that_are_listed_as_lost_are_no_difference(script: ModuleType) -> None:
-    assert not list(script.compare(build_record(), build_record(lost=8), [LISTED]))
+def test_bytes_that_are_listed_as_lost_are_no_difference() -> None:
+    assert not list(digests.compare(build_record(), build_record(lost=8), [LISTED]))
 
 
-def test_bytes_that_are_not_listed_are_a_difference_in_messages_and_totals(script: ModuleType) -> None:
-    found = list(script.compare(build_record(), build_record(lost=8)))
+def test_bytes_that_are_not_listed_are_a_difference_in_messages_and_totals() -> None:
+    found = list(digests.compare(build_record(), build_record(lost=8)))
     assert [line.split()[2] for line in found] == [
         *(f"/ledger.jsonl[{number}]/bytes:" for number in range(3)),
         *(f"/metrics.jsonl[{number}]/bytes/down:" for number in range(2)),
@@ -153,55 +129,46 @@ def test_bytes_that_are_not_listed_are_a_difference_in_messages_and_totals(scrip
 
 
 @pytest.mark.parametrize(("lost", "times"), [(16, 1), (8, 2), (7, 1), (0, 1)])
-def test_other_bytes_than_those_listed_are_a_difference(script: ModuleType, lost: int, times: int) -> None:
-    found = list(script.compare(build_record(), build_record(lost=lost, times=times), [LISTED]))
+def test_other_bytes_than_those_listed_are_a_difference(lost: int, times: int) -> None:
+    found = list(digests.compare(build_record(), build_record(lost=lost, times=times), [LISTED]))
     assert found[0].startswith("loop method-x /ledger.jsonl[0]/bytes: 592 -> ")
 
 
-def test_bytes_lost_in_messages_of_other_cases_or_rows_are_a_difference(script: ModuleType) -> None:
+def test_bytes_lost_in_messages_of_other_cases_or_rows_are_a_difference() -> None:
     (field,) = LISTED["fields"]
     for other in ({"cases": ["method-y"]}, {"messages": {"direction": "down", "bytes": [600]}}):
-        assert list(script.compare(build_record(), build_record(lost=8), [{"fields": [{**field, **other}]}]))
+        assert list(digests.compare(build_record(), build_record(lost=8), [{"fields": [{**field, **other}]}]))
 
 
-def test_a_total_that_its_messages_do_not_explain_is_a_difference(script: ModuleType) -> None:
+def test_a_total_that_its_messages_do_not_explain_is_a_difference() -> None:
     after = build_record(lost=8)
     after["loop"]["method-x"]["metrics.jsonl"][1]["bytes"]["down"] -= 8
-    (line,) = script.compare(build_record(), after, [LISTED])
+    (line,) = digests.compare(build_record(), after, [LISTED])
     assert line == "loop method-x /metrics.jsonl[1]/bytes/down: 1184 -> 1176"
 
 
-def test_a_new_case_was_unknown_or_refused_before(script: ModuleType) -> None:
+def test_new_added_and_renamed_places_are_those_that_are_listed() -> None:
     step = {"new": [{"hosts": "^loop$", "cases": "^method-x$"}]}
-    after = build_record()
-    for before in ({}, {"loop": {"method-x": {"refused": "here one process sees all"}}}):
-        assert list(script.compare(before, after))
-        assert not list(script.compare(before, after, [step]))
-        assert script.count_compared(before, after) == 0
-    assert list(script.compare(after, {"loop": {"method-x": {"refused": "no"}}}, [step]))
-    assert script.count_compared(after, after) == 1
-
-
-def test_an_added_place_is_one_that_the_earlier_record_lacks(script: ModuleType) -> None:
     before, after = build_record(), build_record()
+    for earlier in ({}, {"loop": {"method-x": {"refused": "here one process sees all"}}}):
+        assert list(digests.compare(earlier, after))
+        assert not list(digests.compare(earlier, after, [step]))
+        assert digests.count_compared(earlier, after) == 0
+    assert list(digests.compare(after, {"loop": {"method-x": {"refused": "no"}}}, [step]))
+    assert digests.count_compared(after, after) == 1
     after["loop"]["method-x"]["report.json"]["warnings"] = ["diverged"]
     step = {"added": ["^/report.json/warnings$"]}
-    assert not list(script.compare(before, after, [step]))
+    assert not list(digests.compare(before, after, [step]))
     before["loop"]["method-x"]["report.json"]["warnings"] = ["slow"]
-    assert list(script.compare(before, after, [step]))
+    assert list(digests.compare(before, after, [step]))
+    renamed = [{"renamed": {"old": "new"}}]
+    assert not list(digests.compare({"loop": {"x": {"old": 1}}}, {"loop": {"x": {"new": 1}}}, renamed))
+    assert list(digests.compare({"loop": {"x": {"old": 1}}}, {"loop": {"x": {"new": 2}}}, renamed))
 
 
-def test_a_renamed_field_is_compared_under_its_new_name(script: ModuleType) -> None:
-    before, after = {"loop": {"x": {"old": 1}}}, {"loop": {"x": {"new": 1}}}
-    assert not list(script.compare(before, after, [{"renamed": {"old": "new"}}]))
-    assert list(script.compare(before, {"loop": {"x": {"new": 2}}}, [{"renamed": {"old": "new"}}]))
-
-
-def test_every_listed_case_is_a_case_and_changes_say_where(
-    script: ModuleType, cases: ModuleType, tmp_path: Path
-) -> None:
-    names = cases.build_configs(tmp_path, "loop").keys()
-    for step in script.read_steps(["redesign", "later"]):
+def test_every_listed_case_is_a_case_and_changes_say_where(tmp_path: Path) -> None:
+    names = digest_cases.build_configs(tmp_path, "loop").keys()
+    for step in digests.read_steps(["redesign", "later"]):
         for field in step["fields"]:
             assert set(field["cases"]) <= names
         for one in [*step["new"], *step.get("changed", ())]:
@@ -210,8 +177,8 @@ def test_every_listed_case_is_a_case_and_changes_say_where(
             assert all(where.startswith("^/") for where in one["where"])
 
 
-def test_the_bytes_of_a_listed_scalar_are_those_of_its_text(script: ModuleType) -> None:
-    for step in script.read_steps(["redesign", "later"]):
+def test_the_bytes_of_a_listed_scalar_are_those_of_its_text() -> None:
+    for step in digests.read_steps(["redesign", "later"]):
         for field in step["fields"]:
             if not {"secure", "secure-central"} & set(field["cases"]):  # no safetensors, and several fields at once
                 # Its JSON is a text inside JSON; a comma stands beside it unless it is the only scalar.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -11,6 +10,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+
+from helpers.scripts import load_script
 
 pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
 pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
@@ -23,12 +24,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "fuzz.py"
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("fuzz", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("benchmarks/fuzz.py")
 
 
 @pytest.mark.parametrize("name", sorted(fuzz_targets.TARGETS))

@@ -13,19 +13,14 @@ import torch
 
 from fedspan.errors import FedspanError
 from fedspan.models.quantized import dequantize, is_quantized
+from helpers.scripts import load_script
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gpu_benchmark", ROOT / "benchmarks" / "gpu.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look their annotations up there
-    spec.loader.exec_module(module)
-    return module
+    return load_script("benchmarks/gpu.py")
 
 
 def page(script: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
@@ -70,9 +65,7 @@ def test_equality_is_a_section_of_its_own(script: ModuleType, tmp_path: Path, mo
     assert "4-bit" not in text
 
 
-def test_some_tables_of_some_shapes_name_their_command(
-    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_some_tables_name_their_command(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else find_spec(name))
     options = ("--smoke", "--device", "cpu", "--shapes", "tiny Llama", "--batches", "1", "--minutes", "0")
@@ -136,15 +129,13 @@ def test_too_little_memory_halves_the_clients_of_a_pass(script: ModuleType, monk
 
 
 @pytest.mark.slow
-def test_time_that_is_over_leaves_cells_open(
-    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_spent_time_leaves_cells_open(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = page(script, tmp_path, monkeypatch, "--smoke", "--device", "cpu", "--batches", "1", "--minutes", "0")
     assert "| tiny Llama | 1 | not reached | not reached | not reached |" in text
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_without_a_gpu_the_page_says_that_nothing_was_measured(
+def test_without_a_gpu_nothing_was_measured(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = page(script, tmp_path, monkeypatch)

@@ -7,50 +7,45 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+from helpers.scripts import ROOT
+
+pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
+
+import load
+from layers import LAYERS, find_layer, read_layers
+
+BENCHMARKS = ROOT / "benchmarks"
 
 
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import load  # pyright: ignore[reportMissingImports]
-
-    return load
-
-
-def test_few_rounds_are_judged_by_the_growth_per_node_and_round(script: ModuleType) -> None:
+def test_few_rounds_are_judged_by_the_growth_per_node_and_round() -> None:
     measured = [310.5, 315.9, 312.9, 317.2, 318.7, 314.4, 316.8, 318.5]  # 200 nodes, on a machine with 2 cores
-    assert script.compare_memory(measured, 200) == ("316, 318", "+2.6 kB", True)
-    steps = [200.0, 250.0, *(250.0 + 200 * step * script.BODY / script.MIB for step in range(1, 4))]
-    sizes, growth, flat = script.compare_memory(steps, 200)
+    assert load.compare_memory(measured, 200) == ("316, 318", "+2.6 kB", True)
+    steps = [200.0, 250.0, *(250.0 + 200 * step * load.BODY / load.MIB for step in range(1, 4))]
+    sizes, growth, flat = load.compare_memory(steps, 200)
     assert (sizes, growth, flat) == ("250, 259", "+16.4 kB", False)  # one message of each node is kept in each round
-    assert script.compare_memory([200.0, 250.0, 250.0, 290.0, 250.0, 250.0, 250.0], 200)[2]  # one out of line
+    assert load.compare_memory([200.0, 250.0, 250.0, 290.0, 250.0, 250.0, 250.0], 200)[2]  # one out of line
 
 
-def test_many_rounds_are_judged_from_the_tenth_on(script: ModuleType) -> None:
+def test_many_rounds_are_judged_from_the_tenth_on() -> None:
     early = [100.0 + 10 * number for number in range(10)]
-    assert script.compare_memory([*early, *[199.0] * 10], 3) == ("190, 199", "+4.7%", True)
-    assert script.compare_memory([*early, *[200.0] * 10], 3)[1:] == ("+5.3%", False)
+    assert load.compare_memory([*early, *[199.0] * 10], 3) == ("190, 199", "+4.7%", True)
+    assert load.compare_memory([*early, *[200.0] * 10], 3)[1:] == ("+5.3%", False)
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 3, 4])
-def test_too_few_rounds_are_not_judged(script: ModuleType, rounds: int) -> None:
-    assert script.compare_memory([100.0, 200.0, 300.0, 400.0][:rounds], 3)[1:] == ("", None)
+def test_too_few_rounds_are_not_judged(rounds: int) -> None:
+    assert load.compare_memory([100.0, 200.0, 300.0, 400.0][:rounds], 3)[1:] == ("", None)
 
 
-def test_the_goals_with_many_nodes_are_judged(script: ModuleType) -> None:
-    for nodes, rounds in script.LOADS:
-        assert script.compare_memory([1.0] * rounds, nodes)[2]
+def test_the_goals_with_many_nodes_are_judged() -> None:
+    for nodes, rounds in load.LOADS:
+        assert load.compare_memory([1.0] * rounds, nodes)[2]
 
 
-def test_a_stack_is_of_the_layer_of_its_innermost_frame_that_has_one(script: ModuleType, tmp_path: Path) -> None:
-    from layers import find_layer, read_layers  # pyright: ignore[reportMissingImports]
-
+def test_a_stack_is_of_the_layer_of_its_innermost_frame_that_has_one(tmp_path: Path) -> None:
     flower, door = ["/lib/flwr/state.py", "store", 3], ["/src/fedspan/door.py", "serve", 5]
     assert find_layer([["/lib/json/encoder.py", "encode", 1], door, flower]) == "fedspan's door"
     assert find_layer([["/lib/sqlalchemy/sql/elements.py", "compile", 1], flower, door]) == "SQLAlchemy"
@@ -71,18 +66,16 @@ def test_a_stack_is_of_the_layer_of_its_innermost_frame_that_has_one(script: Mod
 
 
 @pytest.mark.parametrize(("processor", "words"), [(1.9, "here it is the limit"), (1.0, "here it is not the limit")])
-def test_the_profile_says_what_its_table_shows(script: ModuleType, processor: float, words: str) -> None:
-    from layers import LAYERS  # pyright: ignore[reportMissingImports]
-
-    load = script.Measured(40, 2, 0, [2.0, 2.0], {}, (2.0, 0.2), processor)
-    text = script.format_profile(load, dict.fromkeys(LAYERS, 0.0) | {"SQLAlchemy": 3.0, "SQLite": 0.8, "TLS": 0.2})
+def test_the_profile_says_what_its_table_shows(processor: float, words: str) -> None:
+    measured = load.Measured(40, 2, 0, [2.0, 2.0], {}, (2.0, 0.2), processor)
+    text = load.format_profile(measured, dict.fromkeys(LAYERS, 0.0) | {"SQLAlchemy": 3.0, "SQLite": 0.8, "TLS": 0.2})
     assert text.index("| SQLAlchemy | 75% |") < text.index("| SQLite | 20% |") < text.index("| TLS | 5% |")
     assert words in text
     assert "SQLite and SQLAlchemy took 95% of its time" in text
 
 
 @pytest.mark.slow
-def test_the_page_has_all_tables(script: ModuleType, tmp_path: Path) -> None:
+def test_the_page_has_all_tables(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     sizes = ["--load", "2", "5", "--processes", "1", "--megabytes", "0", "--profiled", "2"]
     command = [sys.executable, str(BENCHMARKS / "load.py"), *sizes, "--page", str(tmp_path / "page.md")]

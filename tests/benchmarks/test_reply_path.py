@@ -6,37 +6,31 @@ import importlib
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from reply_recorder import Recorder, ReplyForms, read_files
 
 from fedspan.core.values import Contribution, Job, Message, Reduced, Trained
 from fedspan.federation import serialization
 from fedspan.federation.protocol import Envelope, Order, Reply
+from helpers.scripts import ROOT
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 BEGUN = {"A": torch.randn(4, 8, generator=torch.Generator().manual_seed(1)), "frozen": torch.arange(24.0)}
 TRAINED = {"A": BEGUN["A"] + 0.5, "frozen": BEGUN["frozen"].clone()}
 REPLY = serialization.encode(Message({"A": TRAINED["A"]}))
 ORDER = serialization.encode(Message(BEGUN))
 
 
-@pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("reply_recorder")
-
-
 class Recording:
     """A recorder that has seen a training."""
 
-    def __init__(self, script: ModuleType, folder: Path) -> None:
+    def __init__(self, folder: Path) -> None:
         for name in ("out", "forms"):
             (folder / name).mkdir(exist_ok=True)
-        self._script, self.folder = script, folder
-        self.recorder = script.Recorder("/src/", folder / "out", script.ReplyForms(folder / "forms"))
+        self.folder = folder
+        self.recorder = Recorder("/src/", folder / "out", ReplyForms(folder / "forms"))
 
     def train(self) -> None:
         job = Job(parametrization={}, tensors=BEGUN, trainable=())
@@ -44,9 +38,8 @@ class Recording:
         self.recorder.classify("loop.py", [job], Trained(TRAINED))
 
     def counts(self, given: Any, result: Any = None) -> bool:
-        """Return whether a file counts whose function takes and returns something."""
         self.recorder.classify("file.py", [given], result)
-        return "file.py" in self._script.read_files(self.folder / "out", self._script.ReplyForms(self.folder / "forms"))
+        return "file.py" in read_files(self.folder / "out", ReplyForms(self.folder / "forms"))
 
 
 @pytest.mark.parametrize(
@@ -64,8 +57,8 @@ class Recording:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_training_returned_counts_in_any_form(recorder: ModuleType, tmp_path: Path, value: Any) -> None:
-    recording = Recording(recorder, tmp_path)
+def test_what_training_returned_counts_in_any_form(tmp_path: Path, value: Any) -> None:
+    recording = Recording(tmp_path)
     recording.train()
     assert recording.counts(value)
 
@@ -83,14 +76,14 @@ def test_what_training_returned_counts_in_any_form(recorder: ModuleType, tmp_pat
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_orders_logs_and_what_did_not_train_do_not(recorder: ModuleType, tmp_path: Path, value: Any) -> None:
-    recording = Recording(recorder, tmp_path)
+def test_orders_logs_and_what_did_not_train_do_not(tmp_path: Path, value: Any) -> None:
+    recording = Recording(tmp_path)
     recording.train()
     assert not recording.counts(value)
 
 
-def test_another_process_recognizes_an_enciphered_reply(recorder: ModuleType, tmp_path: Path) -> None:
-    node, server = Recording(recorder, tmp_path), Recording(recorder, tmp_path)
+def test_another_process_recognizes_an_enciphered_reply(tmp_path: Path) -> None:
+    node, server = Recording(tmp_path), Recording(tmp_path)
     node.train()
     enciphered, other = (bytes(byte ^ key for byte in data) for data, key in ((REPLY, 7), (ORDER, 7)))
     node.recorder.classify("messages.py", [REPLY, b"salt"], enciphered)
@@ -99,18 +92,16 @@ def test_another_process_recognizes_an_enciphered_reply(recorder: ModuleType, tm
     assert server.counts([b"object " + enciphered])
 
 
-def test_flowers_messages_are_looked_through(recorder: ModuleType, tmp_path: Path) -> None:
+def test_flowers_messages_are_looked_through(tmp_path: Path) -> None:
     app = pytest.importorskip("flwr.app", reason="the extra fedspan[flower] is not installed")
-    recording = Recording(recorder, tmp_path)
+    recording = Recording(tmp_path)
     recording.train()
     assert not recording.counts(app.RecordDict({"body": app.ConfigRecord({"body": ORDER})}))
     assert recording.counts(app.RecordDict({"body": app.ConfigRecord({"body": REPLY})}))
 
 
-def test_what_replies_are_reduced_to_counts_where_they_are_but_not_as_an_order(
-    recorder: ModuleType, tmp_path: Path
-) -> None:
-    server, node = Recording(recorder, tmp_path), Recording(recorder, tmp_path)
+def test_what_replies_are_reduced_to_counts_where_they_are_but_not_as_an_order(tmp_path: Path) -> None:
+    server, node = Recording(tmp_path), Recording(tmp_path)
     mean = {"A": TRAINED["A"] / 3}
     server.recorder.classify("reduction.py", [], Reduced(mean, count=3))
     order = serialization.encode(Message(mean))
@@ -119,15 +110,15 @@ def test_what_replies_are_reduced_to_counts_where_they_are_but_not_as_an_order(
     assert server.counts(b"a checkpoint" + mean["A"].numpy().tobytes())
 
 
-def test_the_last_step_of_a_training_counts(recorder: ModuleType, tmp_path: Path) -> None:
-    recording = Recording(recorder, tmp_path)
+def test_the_last_step_of_a_training_counts(tmp_path: Path) -> None:
+    recording = Recording(tmp_path)
     assert not recording.counts([TRAINED["A"]])
     recording.train()
     assert recording.counts(None)
 
 
-def test_a_function_is_recorded_by_its_arguments_and_its_result(recorder: ModuleType, tmp_path: Path) -> None:
-    recording = Recording(recorder, tmp_path)
+def test_a_function_is_recorded_by_its_arguments_and_its_result(tmp_path: Path) -> None:
+    recording = Recording(tmp_path)
     recording.train()
     source = "def takes(self, value):\n    pass\n\ndef returns():\n    return REPLY\n"
     for call, expected in (("takes(REPLY, 1)", False), ("takes(1, REPLY)", True), ("returns()", True)):
@@ -138,13 +129,12 @@ def test_a_function_is_recorded_by_its_arguments_and_its_result(recorder: Module
             exec(call, names)
         finally:
             sys.setprofile(None)
-        files = recorder.read_files(tmp_path / "out", recorder.ReplyForms(tmp_path / "forms"))
+        files = read_files(tmp_path / "out", ReplyForms(tmp_path / "forms"))
         assert (f"{call}.py" in files) is expected
 
 
 @pytest.mark.slow
-def test_a_simulated_reply_passes_the_round_and_the_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    files = set(importlib.import_module("reply_path").trace(BENCHMARKS.parent, False))
+def test_a_simulated_reply_passes_the_round_and_the_adapter() -> None:
+    files = set(importlib.import_module("reply_path").trace(ROOT, False))
     assert {"training/loop.py", "clients/host.py", "federation/round.py", "runs/trained_models.py"} <= files
     assert "logs.py" not in files

@@ -5,22 +5,12 @@ from __future__ import annotations
 import csv
 from argparse import Namespace
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
+import robustness
 
 from helpers import tiny
-
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
-
-@pytest.fixture
-def robustness(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import robustness
-
-    return robustness
 
 
 @pytest.fixture
@@ -42,7 +32,7 @@ def args(tiny_folder: Path, tmp_path: Path) -> Namespace:
     )
 
 
-def test_a_cell_is_trained_measured_kept_and_printed(robustness: ModuleType, args: Namespace) -> None:
+def test_a_cell_is_trained_measured_kept_and_printed(args: Namespace) -> None:
     boosted = robustness.Key("fedit", 0, 0, "clip 1", "1 of 10, boosted")
     built = robustness.build(args, boosted)
     hostile = built.prepared.federation.clients[built.hostile[0]].train
@@ -68,12 +58,12 @@ def test_a_cell_is_trained_measured_kept_and_printed(robustness: ModuleType, arg
     assert f"| clip 1 |  | {cells[boosted].success:.0f} ({cells[boosted].accuracy:.0f}) |" in page
 
 
-def test_cells_of_other_settings_are_others(robustness: ModuleType, args: Namespace) -> None:
+def test_cells_of_other_settings_are_others(args: Namespace) -> None:
     assert robustness.settings_digest(args) == robustness.settings_digest(Namespace(**{**vars(args), "seconds": 1.0}))
     assert robustness.settings_digest(args) != robustness.settings_digest(Namespace(**{**vars(args), "alpha": 0.1}))
 
 
-def test_only_the_attacks_that_are_named_are_run(robustness: ModuleType, args: Namespace) -> None:
+def test_only_the_attacks_that_are_named_are_run(args: Namespace) -> None:
     keys = robustness.grid(args)
     assert {key.attack for key in keys if not key.epochs} == {"none", "1 of 10, boosted"}
     alone = Namespace(**{**vars(args), "attacks": ["none"]})
@@ -85,7 +75,7 @@ def test_only_the_attacks_that_are_named_are_run(robustness: ModuleType, args: N
 
 
 @pytest.mark.slow
-def test_wider_clips_than_one_that_scaled_nothing_are_not_run(robustness: ModuleType, args: Namespace) -> None:
+def test_wider_clips_than_one_that_scaled_nothing_are_not_run(args: Namespace) -> None:
     key = robustness.Key("fedit", 0, 0, "mean", "none")
     clip, median = (robustness.replace(key, defense=name) for name in ("clip 2", "median"))
     cell = robustness.Cell(80.0, 1.0, 0.0, 0.0, 0.0)
@@ -98,7 +88,7 @@ def test_wider_clips_than_one_that_scaled_nothing_are_not_run(robustness: Module
     assert cells[key] == robustness.run_cell(args, robustness.build(args, key), key)
 
 
-def test_a_page_over_seeds_has_spreads_and_paired_costs(robustness: ModuleType, args: Namespace) -> None:
+def test_a_page_over_seeds_has_spreads_and_paired_costs(args: Namespace) -> None:
     args.seeds, args.defenses = [0, 1], ["mean", "clip 1", "clip 1.5"]
     cells = {
         robustness.Key("fedit", seed, epochs, name, attack): robustness.Cell(accuracy, success, 2.5, 0.5, 0.0)

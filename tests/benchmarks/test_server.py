@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from types import ModuleType
 import pytest
 
 from fedspan.methods.registry import METHODS
+from helpers.scripts import load_script
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "server.py"
 SIZES = ("--layers", "2", "--size", "24", "--rank", "2", "--clients", "3", "--threads", "1")
@@ -19,18 +19,12 @@ WITHOUT_A_ROW = {"fed-sb", "fedavg", "fedhm", "pfedlora", "slora"}
 """Those that send whole weights or gradients, and SLoRA, whose clients draw masks of the whole model."""
 
 
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("server_benchmark", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)  # its dataclasses look their annotations up there
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    return load_script("benchmarks/server.py")
 
 
-def test_every_method_is_measured_or_not_measured_for_a_reason(
+def test_every_method_has_a_row_or_a_reason(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In this process: a process for each method takes seconds to start, and the memory of this one is not judged."""

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from statistics import stdev
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
+import all as every
+import index as indexing
+import pages
 import pytest
+import reasons
+import reproduced
+from hypotheses import HYPOTHESES
 
 from fedspan.config import override, parse_config
 from fedspan.reproduction.cells import list_cells, tabulate_settings
@@ -21,16 +26,6 @@ from fedspan.reproduction.reproduce import Reproduction
 from fedspan.reproduction.verdicts import CellScore, judge
 
 CLAIMS = Path(__file__).resolve().parents[2] / "claims"
-
-
-@pytest.fixture
-def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(CLAIMS))
-
-
-@pytest.fixture
-def every(scripts: None) -> ModuleType:
-    return importlib.import_module("all")
 
 
 def reproduce_preset(id: str, data: Path) -> Reproduction:
@@ -55,17 +50,15 @@ def reproduce_preset(id: str, data: Path) -> Reproduction:
 def save_page(
     folder: Path, name: str, title: str, findings: list[dict[str, str]], setting: str = "", **facts: list[str]
 ) -> None:
-    """Save a page and its findings, as claims do."""
     saved = {"name": name, "title": title, "paper": "A paper", "date": "2026-11-22", "findings": findings, **facts}
     (folder / f"{name}.json").write_text(json.dumps(saved), encoding="utf-8")
     (folder / f"{name}.md").write_text(f"# {title}\n\n## Setting\n\n{setting}", encoding="utf-8")
 
 
-def test_the_index_names_what_was_not_run(scripts: None, tmp_path: Path) -> None:
-    index = importlib.import_module("index").index
-    assert "| `python claims/reproduced.py rolora-table1 --data FOLDER` |" in index(tmp_path)["experiments.md"]
+def test_the_index_names_what_was_not_run(tmp_path: Path) -> None:
+    assert "| `python claims/reproduced.py rolora-table1 --data FOLDER` |" in indexing.index(tmp_path)["experiments.md"]
     save_page(tmp_path, "rolora-table1", "RoLoRA, Table 1: Accuracy", [])
-    page = index(tmp_path)["experiments.md"]
+    page = indexing.index(tmp_path)["experiments.md"]
     assert "reproduced.py rolora-table1 " not in page
     assert "| FedLoRU, Table 1: FedLoRU, FedLoRA and FedHM on three image sets" in page
     assert "| matched | `python claims/reproduced.py fedgalore-table3 --protocol matched --data FOLDER` |" in page
@@ -73,8 +66,7 @@ def test_the_index_names_what_was_not_run(scripts: None, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("id", ["rolora-table1", "fedloru-table1", "florg-table1", "fedgalore-table3"])
-def test_the_page_of_a_preset(id: str, scripts: None, tmp_path: Path) -> None:
-    reproduced = importlib.import_module("reproduced")
+def test_the_page_of_a_preset(id: str, tmp_path: Path) -> None:
     found = reproduce_preset(id, tmp_path)
     reproduced.page(found, load_preset(id), tmp_path)
     page, saved = (tmp_path / f"{id}.md").read_text(), json.loads((tmp_path / f"{id}.json").read_text())
@@ -89,22 +81,23 @@ def test_the_page_of_a_preset(id: str, scripts: None, tmp_path: Path) -> None:
     assert "<svg" in (tmp_path / f"{id}.svg").read_text()
 
 
-def test_the_index_names_natural_partitions_and_a_single_seed(scripts: None, tmp_path: Path) -> None:
+def test_the_index_names_natural_partitions_and_a_single_seed(tmp_path: Path) -> None:
     found = reproduce_preset("fedgalore-pacs", tmp_path)
-    page, index = importlib.import_module("reproduced").page, importlib.import_module("index").index
     scales: list[str] = []
     for seeds in ((0, 1, 2), (0,)):
-        page(replace(found, seeds=seeds), load_preset("fedgalore-pacs"), tmp_path)
-        (row,) = [row for row in index(tmp_path)["experiments.md"].splitlines() if "(fedgalore-pacs.md)" in row]
+        reproduced.page(replace(found, seeds=seeds), load_preset("fedgalore-pacs"), tmp_path)
+        (row,) = [
+            row for row in indexing.index(tmp_path)["experiments.md"].splitlines() if "(fedgalore-pacs.md)" in row
+        ]
         scales.append(row.split(" | ")[-1].removesuffix(" |"))
     model, clients, rounds = scales[0].split("; ")
     assert (clients, rounds) == ("12 clients or one for each value of a column", "6 rounds")
     assert scales[1] == f"{model}; {clients}; {rounds}; one seed"
 
 
-def test_what_is_looked_into_is_a_cell_of_its_preset(scripts: None) -> None:
+def test_what_is_looked_into_is_a_cell_of_its_preset() -> None:
     """Every row's config is one, and no two rows of a look are the same."""
-    for hypothesis in importlib.import_module("hypotheses").HYPOTHESES.values():
+    for hypothesis in HYPOTHESES.values():
         cells = {cell.name: cell for cell in list_cells(load_preset(hypothesis.preset), "small", "DATA", "MODEL")}
         methods = load_preset(hypothesis.preset).methods
         configs = [
@@ -120,20 +113,18 @@ def test_what_is_looked_into_is_a_cell_of_its_preset(scripts: None) -> None:
         assert all(config.seed == configs[0].seed for config in configs)
 
 
-def test_what_was_looked_into_is_in_the_index_and_not_counted(scripts: None, tmp_path: Path) -> None:
-    index = importlib.import_module("index").index
+def test_what_was_looked_into_is_in_the_index_and_not_counted(tmp_path: Path) -> None:
     finding = {"statement": "After 80 rounds", "measured": "by +1.0 ± 0.1", "verdict": "holds"}
     for name in ("reasons", "fedloru-table1"):
         save_page(tmp_path, name, name.title(), [finding])
-    pages = index(tmp_path)
-    assert "| all | 1 | 1 | 0 | 0 | 0 | 0 | 0 | 0 |" in pages["experiments.md"]
+    written = indexing.index(tmp_path)
+    assert "| all | 1 | 1 | 0 | 0 | 0 | 0 | 0 | 0 |" in written["experiments.md"]
     row = "| [Reasons](reasons.md), 2026-11-22 | After 80 rounds | by +1.0 ± 0.1 | **holds** |"
-    assert row in pages["statements.md"]
+    assert row in written["statements.md"]
 
 
-def test_the_headlines_count_comparisons_of_the_paper_s_system(scripts: None, tmp_path: Path) -> None:
+def test_the_headlines_count_comparisons_of_the_paper_s_system(tmp_path: Path) -> None:
     """By hand: three statements about FFA-LoRA, one of them not runnable; LoRA has one, and an outdated page none."""
-    index = importlib.import_module("index").index
     verdicts = ("holds", "holds", "contradicted", "not runnable here")
     findings = [
         {"statement": f"It is ahead ({at}): RoLoRA against FFA-LoRA", "measured": "", "verdict": verdict}
@@ -145,20 +136,19 @@ def test_the_headlines_count_comparisons_of_the_paper_s_system(scripts: None, tm
     setting += "| a | 20, 10 a round | builtin:resnet-8 | 20 |\n| b | 5 | builtin:resnet-8 | 10 (LoRA); 40 (RoLoRA) |\n"
     save_page(tmp_path, "rolora-table1", "RoLoRA, Table 1: Accuracy", findings, setting)
     save_page(tmp_path, "rolora-table2", "RoLoRA, Table 2: Loss", findings, outdated=["another rate"])
-    pages = index(tmp_path)
-    assert pages["index.md"].count("- **Against ") == 1
-    assert "- **Against FFA-LoRA:** 3 statements in favor of RoLoRA: 2 hold, 1 contradicted." in pages["index.md"]
-    assert "- **All 12 statements:** 4 hold, 1 contradicted, 1 not runnable, 6 outdated." in pages["index.md"]
-    assert "Experiments: [Table 1](rolora-table1.md), [Table 2](rolora-table2.md)." in pages["index.md"]
-    page = pages["experiments.md"]
+    written = indexing.index(tmp_path)
+    assert written["index.md"].count("- **Against ") == 1
+    assert "- **Against FFA-LoRA:** 3 statements in favor of RoLoRA: 2 hold, 1 contradicted." in written["index.md"]
+    assert "- **All 12 statements:** 4 hold, 1 contradicted, 1 not runnable, 6 outdated." in written["index.md"]
+    assert "Experiments: [Table 1](rolora-table1.md), [Table 2](rolora-table2.md)." in written["index.md"]
+    page = written["experiments.md"]
     fared, scale = "4 hold, 1 contradicted, 1 not runnable", "resnet-8; 5 to 20 clients; 10 to 40 rounds"
     assert f"| [Table 1: Accuracy](rolora-table1.md) | It is ahead (0) | {fared} | {scale} |" in page
     assert f"| [Table 2: Loss](rolora-table2.md) | It is ahead (0) | {fared} (outdated) |  |" in page
 
 
-def test_a_page_compares_its_two_protocols(scripts: None, tmp_path: Path) -> None:
+def test_a_page_compares_its_two_protocols(tmp_path: Path) -> None:
     """In any order of the runs; a page of the other protocol that is missing is named with its command."""
-    reproduced, pages = importlib.import_module("reproduced"), importlib.import_module("pages")
     preset, best = load_preset("fedgalore-table3"), reproduce_preset("fedgalore-table3", tmp_path)
     path = tmp_path / "fedgalore-table3.md"
     reproduced.page(best, preset, tmp_path)
@@ -188,32 +178,31 @@ def test_a_page_compares_its_two_protocols(scripts: None, tmp_path: Path) -> Non
     assert not (tmp_path / "rolora-table1.md").exists()
 
 
-def test_an_outdated_page_names_every_change_once_and_is_counted_apart(scripts: None, tmp_path: Path) -> None:
+def test_an_outdated_page_names_every_change_once_and_is_counted_apart(tmp_path: Path) -> None:
     """A new run of the page, which rewrites both of its files, removes the mark."""
-    mark, reproduced = importlib.import_module("pages").mark, importlib.import_module("reproduced")
     reproduced.page(reproduce_preset("fedloru-table1", tmp_path), load_preset("fedloru-table1"), tmp_path)
     page, facts = tmp_path / "fedloru-table1.md", tmp_path / "fedloru-table1.json"
     before, count = page.read_text(), len(json.loads(facts.read_text())["findings"])
     for change in ("alpha is 64", "alpha is 64", "norms train"):
-        mark(tmp_path, "fedloru-table1", change)
-    mark(tmp_path, "fedloru-table1", "It was on another machine.", "noted")
+        pages.mark(tmp_path, "fedloru-table1", change)
+    pages.mark(tmp_path, "fedloru-table1", "It was on another machine.", "noted")
     note = (
         "\n\n**Outdated, not run with today's settings:** since this run, alpha is 64; norms train. The command above "
     )
     note += "runs it.\n\n**Note:** It was on another machine."
     assert page.read_text().replace(note, "") == before
     assert page.read_text().count(note) == 1
-    pages = importlib.import_module("index").index(tmp_path)
-    assert f"| all | {count} | 0 | 0 | 0 | 0 | 0 | {count} | 0 |" in pages["experiments.md"]
-    assert pages["statements.md"].count("**, outdated |") == count
+    written = indexing.index(tmp_path)
+    assert f"| all | {count} | 0 | 0 | 0 | 0 | 0 | {count} | 0 |" in written["experiments.md"]
+    assert written["statements.md"].count("**, outdated |") == count
     reproduced.page(reproduce_preset("fedloru-table1", tmp_path), load_preset("fedloru-table1"), tmp_path)
     assert page.read_text() == before
     assert "outdated" not in json.loads(facts.read_text())
 
 
-def test_rows_that_learned_nothing_have_no_verdict(scripts: None, tmp_path: Path) -> None:
+def test_rows_that_learned_nothing_have_no_verdict(tmp_path: Path) -> None:
     """FedIT and FLoRA predict one class everywhere, FFA-LoRA learns with IID and loses it all, FedGaLore loses half."""
-    reproduced, preset = importlib.import_module("reproduced"), load_preset("fedgalore-figure1")
+    preset = load_preset("fedgalore-figure1")
     by_label = {"FedGaLore": ((0.8, 0.81, 0.82), (0.66, 0.66, 0.67)), "FFA-LoRA": ((0.8, 0.8, 0.81), (0.5, 0.5, 0.5))}
     cells = list_cells(preset, "small", str(tmp_path), None)
     scores = tuple(
@@ -227,7 +216,7 @@ def test_rows_that_learned_nothing_have_no_verdict(scripts: None, tmp_path: Path
     found = Reproduction(preset.id, "small", (0, 1, 2), scores, verdicts, str(tmp_path), tabulate_settings(cells))
     for _ in range(2):  # a page that is completed again stays as it is
         reproduced.page(found, preset, tmp_path)
-        importlib.import_module("pages").complete(tmp_path, preset)
+        pages.complete(tmp_path, preset)
         text = (tmp_path / "fedgalore-figure1.md").read_text()
         findings = json.loads((tmp_path / "fedgalore-figure1.json").read_text())["findings"]
         assert [one["verdict"] for one in findings] == ["inconclusive", "holds", "inconclusive", "contradicted"]
@@ -236,9 +225,9 @@ def test_rows_that_learned_nothing_have_no_verdict(scripts: None, tmp_path: Path
             assert f"| {one['statement']} | {one['measured']} | **{one['verdict']}** |" in text
 
 
-def test_a_statement_whose_cells_were_not_run_is_named_with_its_command(scripts: None, tmp_path: Path) -> None:
+def test_a_statement_whose_cells_were_not_run_is_named_with_its_command(tmp_path: Path) -> None:
     """A page of before 200 clients had a cell at the small scale; a statement that takes something else stays."""
-    pages, preset = importlib.import_module("pages"), load_preset("fedloru-table7")
+    preset = load_preset("fedloru-table7")
     statement = "From 200 clients FedLoRA outperforms FedAvg: FedLoRA against FedAvg"
     finding = {"statement": statement, "measured": "no cell", "verdict": "not runnable here"}
     save_page(tmp_path, preset.id, "FedLoRU, Table 7: Clients", [finding])
@@ -249,9 +238,8 @@ def test_a_statement_whose_cells_were_not_run_is_named_with_its_command(scripts:
     assert page.read_text() == f"| {statement} | {command} | **not run** |\n"
 
 
-def test_statements_on_the_same_runs_are_counted_once(scripts: None, tmp_path: Path) -> None:
+def test_statements_on_the_same_runs_are_counted_once(tmp_path: Path) -> None:
     """Table 2 has table 1's runs of A and B, and another run of C with the same difference, which is no repetition."""
-    index = importlib.import_module("index").index
     header = "| cell | method | held-out | seconds |\n|---|---|---|---|\n"
     rows = {"1": {"A": "1.1", "B": "2.2", "C": "3.3"}, "2": {"A": "1.1", "B": "2.2", "C": "4.4"}}
     for number, seconds in rows.items():
@@ -263,31 +251,28 @@ def test_statements_on_the_same_runs_are_counted_once(scripts: None, tmp_path: P
         save_page(tmp_path, name, f"FLoRG, Table {number}: Title", findings)
         table = "".join(f"| cell {number} | {method} | 0.5 | {value} |\n" for method, value in seconds.items())
         (tmp_path / f"{name}.md").write_text(f"{header}{table}\n## Setting\n", encoding="utf-8")
-    pages = index(tmp_path)
-    assert "| all | 4 | 3 | 0 | 0 | 0 | 0 | 0 | 1 |" in pages["experiments.md"]
-    assert "| Statement 2: A against B | by +1.0 ± 0.1 | **holds**, repeated |" in pages["statements.md"]
+    written = indexing.index(tmp_path)
+    assert "| all | 4 | 3 | 0 | 0 | 0 | 0 | 0 | 1 |" in written["experiments.md"]
+    assert "| Statement 2: A against B | by +1.0 ± 0.1 | **holds**, repeated |" in written["statements.md"]
 
 
-def test_the_readme_has_the_index_s_counts(scripts: None) -> None:
-    module = importlib.import_module("index")
-    parts, _ = module.read_pages(CLAIMS.parent / "docs" / "claims")
+def test_the_readme_has_the_index_s_counts() -> None:
+    parts, _ = indexing.read_pages(CLAIMS.parent / "docs" / "claims")
     count = Counter(
-        module.classify(page, finding) for pages in parts.values() for page in pages for finding in page["findings"]
+        indexing.classify(page, finding) for pages in parts.values() for page in pages for finding in page["findings"]
     )
     counts = [count[name] for name in ("holds", "contradicted", "inconclusive", "not runnable here", "outdated")]
     text = " ".join((CLAIMS.parent / "README.md").read_text(encoding="utf-8").split())
     sentence = re.search(r"Of (\d+ statements, .*?) \(\[claims\]", text)
-    assert sentence is not None
     numbers = [int(number) for number in re.findall(r"\d+", sentence[1])]
     assert numbers == [count.total(), *counts, count["repeated"] + count["not run"]]
 
 
 @pytest.mark.parametrize(("name", "folders"), [("fedloru-pacs", ["seed-3", "seed-5"]), ("fedloru-steps", [""])])
 def test_a_hypothesis_with_partitions_draws_one_for_each_seed(
-    scripts: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, folders: list[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, folders: list[str]
 ) -> None:
     """A comparison has one partition for all of its seeds, so that each seed takes a comparison of its own."""
-    reasons = importlib.import_module("reasons")
     calls: list[tuple[Path, tuple[int, ...], list[str]]] = []
 
     def compare(_: object, folder: Path, keys: list[str], seeds: list[int], *, overrides: list[str]) -> SimpleNamespace:
@@ -297,7 +282,7 @@ def test_a_hypothesis_with_partitions_draws_one_for_each_seed(
 
     monkeypatch.setattr(reasons, "compare", compare)
     args = SimpleNamespace(data=Path("sets"), model=None, seeds=[3, 5], overrides=[])
-    scores = reasons.run_rows(reasons.HYPOTHESES[name], args, tmp_path)
+    scores = reasons.run_rows(HYPOTHESES[name], args, tmp_path)
     assert [folder for folder, _, _ in calls] == [
         tmp_path / f"row-{row}" / folder for row in (0, 1) for folder in folders
     ]
@@ -310,16 +295,15 @@ def test_a_hypothesis_with_partitions_draws_one_for_each_seed(
     assert scores[0].deviation == pytest.approx(0.02**0.5)
 
 
-def test_contradicted_headlines_have_a_cause_with_a_page(scripts: None) -> None:
-    module = importlib.import_module("index")
+def test_contradicted_headlines_have_a_cause_with_a_page() -> None:
     folder = CLAIMS.parent / "docs" / "claims"
     contradicted = set[str]()
-    for name, statement in module.HEADLINES:
+    for name, statement in indexing.HEADLINES:
         findings = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))["findings"]
         verdicts = {one["verdict"] for one in findings if one["statement"].startswith(f"{statement}: ")}
         contradicted |= {statement} if "contradicted" in verdicts else set()
-    assert set(module.CAUSES) == contradicted
-    for cause in module.CAUSES.values():
+    assert set(indexing.CAUSES) == contradicted
+    for cause in indexing.CAUSES.values():
         pages = re.findall(r"\]\((\S+\.md)\)", cause)
         assert pages
         assert all((folder / page).is_file() for page in pages)
@@ -332,15 +316,14 @@ def test_results_in_bfloat16_are_outdated() -> None:
         assert "outdated" in saved or "bfloat16" not in " ".join(saved.get("noted", ())), path.name
 
 
-def test_the_index_begins_with_the_papers_headlines(scripts: None, tmp_path: Path) -> None:
+def test_the_index_begins_with_the_papers_headlines(tmp_path: Path) -> None:
     """Every headline is a statement of its preset; those that have a page are listed."""
-    module = importlib.import_module("index")
-    for id, statement in module.HEADLINES:
+    for id, statement in indexing.HEADLINES:
         assert statement in {claim.statement for claim in load_preset(id).claims}
     statement = "Alignment makes FLoRG better"
     finding = {"statement": f"{statement}: FLoRG against without alignment", "measured": "by +1.0", "verdict": "holds"}
     save_page(tmp_path, "florg-procrustes", "FLoRG, Procrustes ablation: Title", [finding], outdated=["another rule"])
-    page = module.index(tmp_path)["index.md"]
+    page = indexing.index(tmp_path)["index.md"]
     (table,) = re.findall(r"(?m)(?:^\|.*\n)+", page)  # one table
     assert table.splitlines()[2:] == [
         f"| FLoRG | {statement} | holds against the method without alignment (outdated) |  "
@@ -351,7 +334,7 @@ def test_the_index_begins_with_the_papers_headlines(scripts: None, tmp_path: Pat
     assert f"- **{statement}.** {sentence}\n" in page
 
 
-def test_every_script_and_preset_has_its_place(every: ModuleType) -> None:
+def test_every_script_and_preset_has_its_place() -> None:
     pages = [job.page for job in every.JOBS]
     assert len(set(pages)) == len(pages)
     libraries = {"curvature", "linear_model", "planted_views"}
@@ -368,7 +351,7 @@ def test_every_script_and_preset_has_its_place(every: ModuleType) -> None:
     assert (made["fedgalore-pacs"].data, made["fedgalore-pacs"].model) == (("pacs",), "{image_model}")
     assert "fedloru-figure1" not in made  # fedloru_stable_rank measures it
     assert {page.partition("-")[0] for page in every.QUICK} == {"rolora", "fedloru", "fedgalore", "florg"}
-    assert set(every.QUICK) <= {page for page, _ in importlib.import_module("index").HEADLINES}
+    assert set(every.QUICK) <= {page for page, _ in indexing.HEADLINES}
     for page in every.QUICK:
         assert made[page].quick == ("--seeds", "0", "--set", *every.SHORT)
         for cell in list_cells(load_preset(page), "small", "DATA", "MODEL", every.SHORT):
@@ -376,9 +359,7 @@ def test_every_script_and_preset_has_its_place(every: ModuleType) -> None:
 
 
 @pytest.mark.slow
-def test_a_page_is_made_once_and_what_lacks_its_data_is_left_out(
-    every: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_page_is_made_once_and_one_without_data_left_out(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "work").mkdir()
     (tmp_path / "pages").mkdir()
     folders = {"data": tmp_path, "work": tmp_path / "work", "out": tmp_path / "pages"}

@@ -41,7 +41,7 @@ SMOKE = {
         *("--methods", "fedit", "--seeds", "0", "1"),
     ],
     "membership_inference": [
-        *("--examples", "40", "--rounds", "2", "--budgets", "8", "--layers", "1", "--seeds", "0", "1"),
+        *("--examples", "40", "--rounds", "2", "--budgets", "8", "--layers", "1", "--seeds", "0", "1")
     ],
     "rolora_linear": ["--seeds", "2", "--samples", "30", "--draws", "50"],
     "rolora_mnist": [

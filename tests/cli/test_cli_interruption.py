@@ -38,12 +38,7 @@ class Commands:
         self._mark = 0
 
     def start(self, *arguments: object, waits: int | None = None) -> int:
-        """Start a command; returns its process, which may be sent signals until ``end``.
-
-        Args:
-            arguments: What stands after ``fedspan``.
-            waits: A round after which a run waits for a signal.
-        """
+        """Start a command; returns its process, which may be sent signals until ``end``."""
         self._mark = self.output.stat().st_size if self.output.exists() else 0
         given = [str(argument) for argument in arguments]
         return self._ask(json.dumps([str(self.output), waits, *given]), "started")
@@ -55,7 +50,6 @@ class Commands:
 
     def _ask(self, line: str, answer: str) -> int:
         assert self._server.stdin is not None
-        assert self._server.stdout is not None
         print(line, file=self._server.stdin, flush=True)
         word, number = self._server.stdout.readline().split()
         assert word == answer, "never send a signal to a number that is no process"
@@ -80,7 +74,6 @@ def config(write: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(commands: Commands, config: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The adapter of a run that nothing interrupts."""
     folder = tmp_path_factory.mktemp("run") / "run"
     commands.start("run", config, "--out", folder)
     code, said = commands.end()
@@ -97,18 +90,11 @@ def rounds_of(folder: Path) -> int:
     return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
 
-def wait_for(folder: Path, rounds: int) -> None:
+def wait_for(folder: Path, rounds: int, count: Callable[[Path], int] = rounds_of) -> None:
+    """Wait until rounds are in the logs, or saved, which is later."""
     deadline = time.monotonic() + 300
-    while rounds_of(folder) < rounds:
-        assert time.monotonic() < deadline, f"{rounds_of(folder)} rounds in 300 s"
-        time.sleep(0.005)
-
-
-def wait_for_checkpoint(folder: Path, rounds: int) -> None:
-    """Wait until rounds are saved, which is later than their lines in the logs."""
-    deadline = time.monotonic() + 300
-    while checkpoints.read_last_saved_round(RunFolder(folder)) < rounds:
-        assert time.monotonic() < deadline, f"{rounds} rounds are not saved after 300 s"
+    while count(folder) < rounds:
+        assert time.monotonic() < deadline, f"{count(folder)} rounds in 300 s"
         time.sleep(0.005)
 
 
@@ -138,7 +124,6 @@ def test_killed_at_random_moments(commands: Commands, config: Path, expected: by
 def test_ctrl_c_between_rounds_says_how_to_continue(
     config: Path, call: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In this process, without a signal."""
     whole, folder, finished = tmp_path / "whole", tmp_path / "my run", RunView.on_round_finish
     rounds = ("--set", "federation.rounds=4")
     assert call("run", config, *rounds, "--out", whole).exit_code == 0
@@ -165,7 +150,7 @@ def test_ctrl_c_between_rounds_says_how_to_continue(
 def test_ctrl_c_says_how_to_continue(commands: Commands, config: Path, expected: bytes, tmp_path: Path) -> None:
     folder = tmp_path / "my run"
     pid = commands.start("run", config, "--out", folder, waits=2)
-    wait_for_checkpoint(folder, 2)
+    wait_for(folder, 2, lambda folder: checkpoints.read_last_saved_round(RunFolder(folder)))
     os.kill(pid, signal.SIGINT)
     code, said = commands.end()
     assert code == 130, said

@@ -1,19 +1,24 @@
-"""Help of every command, how quickly it comes, and the configs that runs leave."""
+"""Help of every command, how it is drawn and how quickly it comes, pages about mistakes, and the configs of runs."""
 
 from __future__ import annotations
 
+import re
 import resource
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import click
 import pytest
 import typer
 import yaml
-from click.testing import Result
+from click.testing import CliRunner, Result
 
 import fedspan
+from fedspan.cli import hints
+from fedspan.cli.hints import PAGES, find_page
+from fedspan.config import RunConfig
 from helpers.command_line import done, get_program
 
 Call = Callable[..., Result]
@@ -60,9 +65,12 @@ def test_quick_commands_are_quick(arguments: list[str]) -> None:
     assert cpu_seconds("-m", "fedspan", *arguments, enough=1) < 1
     script = "import sys; from fedspan.cli import app; app(sys.argv[1:], standalone_mode=False); print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", script, *arguments], check=True, capture_output=True, text=True)
-    assert not {"torch", "transformers", "datasets", "numpy", "pydantic", "yaml"} & set(
-        loaded.stdout.splitlines()[-1].split()
-    )
+    modules = set(loaded.stdout.splitlines()[-1].split())
+    assert not {"torch", "transformers", "datasets", "numpy", "pydantic", "yaml"} & modules
+    if "--help" in arguments:  # the look stays Rich's, without what would take a tenth of the time or more
+        assert "╭─ Options ─" in loaded.stdout
+        assert "typer.rich_utils" in modules
+        assert not {"markdown_it", "pygments", "rich.markdown", "rich.traceback"} & modules
 
 
 def test_help_describes_every_argument_and_option() -> None:
@@ -85,3 +93,83 @@ def test_import_is_quick() -> None:
 def test_configs_of_runs_are_configs(finished: Path) -> None:
     assert fedspan.load_config(finished / "config.yaml").method.name == "fedit"
     assert yaml.safe_load((finished / "config.yaml").read_text())["method"]["r"] == 2
+
+
+def test_help_truncates_no_word_in_80_columns() -> None:
+    runner, program = CliRunner(env={"COLUMNS": "80", "TERM": "dumb"}), get_program()
+    assert isinstance(program, click.Group)
+    cut = {name for name in program.commands if "…" in runner.invoke(get_program(), [name, "--help"]).output}
+    assert cut == set()
+
+
+def test_help_shows_texts_as_they_are_written() -> None:
+    """Rich takes ``[report]`` for markup, unless it is escaped."""
+    runner, program = CliRunner(env={"COLUMNS": "400", "TERM": "dumb"}), get_program()
+    assert isinstance(program, click.Group)
+    bracketed = 0
+    for name, command in program.commands.items():
+        shown = " ".join(runner.invoke(get_program(), [name, "--help"]).output.split())
+        texts = [command.help or "", *(getattr(option, "help", None) or "" for option in command.params)]
+        for text in texts:
+            plain = " ".join(text.replace("\\[", "[").split())
+            assert plain in shown, (name, plain)
+            bracketed += "[" in plain
+    assert bracketed
+    assert "fedspan[report]" in runner.invoke(get_program(), ["report", "--help"]).output
+
+
+def test_typer_draws_markdown_and_tracebacks_after_fedspan_s_help() -> None:
+    """The contract of ``fedspan.cli.rich_help``: another program of Typer in the same process is drawn as ever."""
+    script = """
+from fedspan.cli.rich_help import import_rich_help
+import_rich_help()
+import sys, typer.rich_utils
+from rich.markdown import Markdown
+from rich.traceback import Traceback
+from typer.models import DeveloperExceptionConfig
+
+assert sys.modules["rich.markdown"].__file__
+text = typer.rich_utils._make_rich_text(text="**bold**", markup_mode="markdown")
+assert type(text) is Markdown, type(text)
+try:
+    raise ValueError
+except ValueError as error:
+    drawn = typer.rich_utils.get_traceback(error, DeveloperExceptionConfig(), [])
+assert type(drawn) is Traceback, type(drawn)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_help_fills_its_lines(call: Call) -> None:
+    """Line ends within a docstring's paragraph are not those of the help."""
+    lines = [line.strip() for line in call("run", "--help").stdout.splitlines()]
+    start = next(number for number, line in enumerate(lines) if line.startswith("Every round is saved"))
+    assert len(lines[start + 1]) > 60
+
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.mark.parametrize("field", PAGES)
+def test_the_page_and_its_heading_are_there(field: str) -> None:
+    page, _, anchor = str(find_page(field)).partition("#")
+    titles = re.findall(r"^#+ (.+)$", Path(page).read_text(encoding="utf-8"), re.MULTILINE)
+    slugs = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+    assert not anchor or anchor in slugs
+
+
+def test_every_section_of_a_config_has_a_page() -> None:
+    alone = {"seed", "device", "threads", "deterministic", "centralized_lr"}
+    assert set(RunConfig.model_fields) - alone <= PAGES.keys()
+
+
+def test_the_longest_entry_counts() -> None:
+    assert find_page("federation.secure.bits") == f"{DOCS / 'deployment.md'}#secure-aggregation"
+    assert find_page("federation.rounds") == f"{DOCS / 'config.md'}#federation"
+    assert find_page("texts") is None
+
+
+def test_an_installed_package_has_the_pages_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "docs").mkdir()
+    monkeypatch.setattr(hints, "files", lambda _: tmp_path)
+    assert find_page("privacy") == str(tmp_path / "docs" / "privacy.md")

@@ -86,26 +86,16 @@ def test_sweep_says_how_to_run_the_best(swept: tuple[Path, str], call: Call) -> 
 
 
 def test_a_sweep_without_a_winner_shows_why(call: Call, config: Path, tmp_path: Path) -> None:
-    result = call(
-        "sweep",
-        config,
-        "--over",
-        "training.lr=1e30",
-        "--set",
-        "training.optimizer=sgd",
-        "--set",
-        "training.max_grad_norm=0",
-        "--set",
-        "federation.rounds=2",
-        "--out",
-        tmp_path / "made",
-    )
+    changes = ("training.optimizer=sgd", "training.max_grad_norm=0", "federation.rounds=2")
+    settings = [part for change in changes for part in ("--set", change)]
+    result = call("sweep", config, "--over", "training.lr=1e30", *settings, "--out", tmp_path / "made")
     assert result.exit_code == 2
     assert "failed" in result.stdout
     assert result.stderr == (
         "error: `training.lr`: every trial diverged. Try lower learning rates.\n"
         f"see {Path(__file__).parents[2] / 'docs' / 'config.md'}#training\n"
     )
+    assert not (tmp_path / "made" / "best.yaml").exists()
 
 
 @pytest.mark.parametrize("command", ["compare", pytest.param("sweep", marks=pytest.mark.slow)])
@@ -147,7 +137,7 @@ def test_killed_it_continues(config: Path, call: Call, compared: tuple[Path, str
             if len(rows) == 2:  # in the second run, before its report
                 os._exit(9)
 
-        SeriesView.on_round_finish = fatal  # pyright: ignore
+        SeriesView.on_round_finish = fatal
         call("compare", config, *asked)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
@@ -161,49 +151,28 @@ def test_killed_it_continues(config: Path, call: Call, compared: tuple[Path, str
     assert table(folder) == table(compared[0])
 
 
+COMPARE, SWEEP = ["compare", "CONFIG", "--out", "OUT"], ["sweep", "CONFIG", "--out", "OUT"]
+
+
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "field"),
     [
-        (["compare"], "`CONFIG`: no value is given. Expected a YAML file, or --resume FOLDER"),
-        (["compare", "CONFIG"], "`--out`: no value is given. Expected a folder"),
-        (["compare", "CONFIG", "--out", "OUT"], "`--methods`: no method is given. Expected keys of methods"),
-        (
-            ["compare", "CONFIG", "--out", "OUT", "--methods", "fedit", "--seeds", "0,x"],
-            "`--seeds`: '0,x' is not accepted. Expected whole numbers",
-        ),
-        (
-            ["compare", "CONFIG", "--out", "OUT", "--methods", "fedot"],
-            "Did you mean 'fedit'",
-        ),
-        (
-            ["compare", "CONFIG", "--out", "OUT", "--methods", "fedit", "--set-for", "method.r=3"],
-            "METHOD:section.field",
-        ),
-        (["compare", "CONFIG", "--resume", "OUT"], "it cannot be combined with --resume"),
-        (
-            ["compare", "--methods", "fedit", "--resume", "OUT"],
-            "`--methods`: it cannot be combined with --resume",
-        ),
-        (["compare", "--resume", "OUT"], "made' holds no compare.yaml. Give a config"),
-        (["sweep", "CONFIG", "--out", "OUT"], "`--over`: no value is given. Expected at least one field"),
-        (
-            ["sweep", "CONFIG", "--out", "OUT", "--over", "method.r"],
-            "`--over`: 'method.r' is not accepted. Expected section.field=value",
-        ),
-        (
-            ["sweep", "CONFIG", "--out", "OUT", "--over", "seed=1", "--over", "seed=2"],
-            "`--over`: seed is given twice. Give it once, with all its values.",
-        ),
-        (["sweep", "CONFIG", "--out", "OUT", "--over", "training.lr=1e-3..1"], "or --trials N"),
-        (
-            ["sweep", "--trials", "3", "--resume", "OUT"],
-            "`--trials`: it cannot be combined with --resume",
-        ),
+        (["compare"], "CONFIG"),
+        (["compare", "CONFIG"], "--out"),
+        (COMPARE, "--methods"),
+        ([*COMPARE, "--methods", "fedit", "--seeds", "0,x"], "--seeds"),
+        ([*COMPARE, "--methods", "fedit", "--set-for", "method.r=3"], "--set-for"),
+        (["compare", "CONFIG", "--resume", "OUT"], "CONFIG"),
+        (["compare", "--methods", "fedit", "--resume", "OUT"], "--methods"),
+        (["compare", "--resume", "OUT"], "folder"),
+        (SWEEP, "--over"),
+        ([*SWEEP, "--over", "method.r"], "--over"),
+        ([*SWEEP, "--over", "seed=1", "--over", "seed=2"], "--over"),
+        ([*SWEEP, "--over", "training.lr=1e-3..1"], "--over"),
+        (["sweep", "--trials", "3", "--resume", "OUT"], "--trials"),
     ],
 )
-def test_mistakes_are_said_on_one_line(
-    arguments: list[str], said: str, refused: Refused, config: Path, tmp_path: Path
-) -> None:
+def test_mistakes(arguments: list[str], field: str, refused: Refused, config: Path, tmp_path: Path) -> None:
     places = {"CONFIG": str(config), "OUT": str(tmp_path / "made")}
-    assert said in refused(*(places.get(argument, argument) for argument in arguments))
+    assert refused(*(places.get(argument, argument) for argument in arguments)).startswith(f"`{field}`: ")
     assert not (tmp_path / "made").exists()

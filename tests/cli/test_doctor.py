@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+from fedspan.runs import doctor
 
 Call = Callable[..., Any]
 
@@ -31,3 +36,36 @@ def test_a_line_for_everything_and_an_end_with_0(call: Call, tmp_path: Path) -> 
     found = json.loads(call("doctor", "--json").stdout)
     assert {one["state"] for one in found} <= {"ok", "note"}
     assert "extra dev" not in {one["name"] for one in found}
+
+
+def test_a_package_that_is_missing_or_old(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    def other(name: str) -> str:
+        if name in ("opacus", "ray"):
+            raise PackageNotFoundError
+        return {"peft": "0.1.0"}.get(name) or version(name)
+
+    monkeypatch.setattr(doctor, "version", other)
+    result = call("doctor", "--json")
+    found = {one["name"]: one for one in json.loads(result.stdout)}
+    assert result.exit_code == 1
+    assert found["fedspan"]["state"] == "missing"
+    assert "peft is 0.1.0, not " in found["fedspan"]["finding"]
+    assert found["fedspan"]["advice"] == "pip install fedspan"
+    assert found["extra flower-sim"]["finding"] == "ray is not installed"
+    assert found["extra privacy"] == {
+        "name": "extra privacy",
+        "state": "note",
+        "finding": "opacus is not installed",
+        "advice": "pip install 'fedspan[privacy]'",
+    }
+
+
+def test_a_port_that_is_taken_and_a_folder_that_is_closed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        monkeypatch.setattr(doctor, "_PORT", taken.getsockname()[1])
+        check = {one.name: one for one in doctor.run_checks(tmp_path)}["port"]
+    assert (check.state, "is taken" in check.finding) == ("note", True)
+    monkeypatch.setattr(doctor.os, "access", lambda *_: False)
+    assert {one.name: one for one in doctor.run_checks(tmp_path)}["disk"].state == "missing"

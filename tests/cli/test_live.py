@@ -1,4 +1,4 @@
-"""What a run shows while it is at work."""
+"""What a run and a series show while they are at work."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from fedspan.cli.live import RunView
+from fedspan.cli.series import SeriesView
+from fedspan.config import RunConfig
+from fedspan.experiments.series import Step
+from fedspan.experiments.series_bar import SeriesBar
 from fedspan.runs.setup import Prepared
 from fedspan.training.stages import Stage
 from helpers.clock import Clock
@@ -31,7 +36,6 @@ def view(width: int, clock: Clock, *, terminal: bool) -> tuple[RunView, Console]
 
 
 def printed(out: Console) -> list[str]:
-    assert isinstance(out.file, io.StringIO)
     return out.file.getvalue().splitlines()
 
 
@@ -125,3 +129,78 @@ def test_going_on_shows_the_rounds_before(prepared: Prepared, stopped: Path) -> 
     lines = printed(out)
     assert lines[-1] == "resumed after round 2 of 3"
     assert lines[-2].split()[0] == "2/3"
+
+
+@pytest.fixture
+def series(prepared: Prepared) -> tuple[SeriesView, Console, Step]:
+    out = Console(file=io.StringIO(), width=80, force_terminal=True, highlight=False, legacy_windows=False)
+    shown = SeriesView(out, Path("runs/three"), lambda: 0.0)
+    config: RunConfig = prepared.config
+    step = Step("fedit-seed0", "fedit, seed 0", "fedit", 0, config)
+    shown.on_series_start([step, step])
+    return shown, out, step
+
+
+def footer(shown: SeriesView) -> str:
+    out = Console(file=io.StringIO(), width=80)
+    out.print(shown.render_footer())
+    return out.file.getvalue()
+
+
+def test_the_footer_has_the_run_and_its_round(series: tuple[SeriesView, Console, Step], prepared: Prepared) -> None:
+    shown, out, step = series
+    assert footer(shown).strip() == ""
+    shown.on_run_start(step)
+    assert "run 1 of 2: fedit, seed 0" in footer(shown)
+    shown.on_start(prepared, 0, False)
+    shown.on_client_finish(1, "north", 1.5)
+    said = footer(shown)
+    assert "round          1/3" in said
+    assert "clients        1/3" in said
+    assert "loss 1.5000" in said
+    row = {"round": 1, "loss": 1.0, "seconds": 1.0, "bytes": {"down": 1, "up": 1}}
+    shown.on_round_finish(row)
+    assert "round          2/3" in footer(shown)
+    shown.on_baseline_start("local", 3)
+    shown.on_baseline_round("local", 2, 0.5)
+    assert "local only       2/3" in footer(shown)
+    shown.on_run_finish(step, "accuracy", 0.5, 61.0, True)
+    assert "run 2 of 2" in footer(shown)
+    for _ in range(2):
+        shown.on_environment_change({"torch": ("1.0", "2.0")})
+    shown.on_run_failure(step, "training.lr: 9; too much")
+    lines = out.file.getvalue()
+    assert "50.0%     1:01" in lines
+    assert lines.count("torch was 1.0 and is 2.0") == 1
+    assert "note: training.lr: 9; too much" in lines
+    assert shown.done == 2
+
+
+def shown(bar: SeriesBar) -> str:
+    out = Console(file=io.StringIO(), width=80)
+    out.print(bar.render_footer())
+    return out.file.getvalue()
+
+
+def test_the_current_run_has_its_place_in_the_series_and_its_bars(prepared: Prepared) -> None:
+    bar = SeriesBar(Console(file=io.StringIO(), width=80, force_terminal=True), lambda: 0.0)
+    step = Step("fedit-seed0", "fedit, seed 0", "fedit", 0, prepared.config)
+    bar.on_series_start([step, step])
+    bar.on_run_start(step)
+    bar.on_stage_change(Stage("model"))
+    assert "run 1 of 2: fedit, seed 0; all: 0:00" in shown(bar)
+    assert "loading the model" in shown(bar)
+    bar.on_start(prepared, 0, False)
+    bar.on_stage_change(Stage("training", 6, 24))
+    bar.on_client_finish(1, "north", 1.5)
+    assert "clients        1/3" in shown(bar)
+    bar.on_run_finish(step, "accuracy", 0.5, 61.0, True)
+    bar.on_run_start(step)
+    assert "run 2 of 2" in shown(bar)
+    assert "clients" not in shown(bar), "of the next run, nothing is known yet"
+    bar.on_run_failure(step, "it diverged")
+    with bar:
+        pass
+    assert shown(bar) == "2 runs in 0:00\n"
+    bar.done = 1
+    assert shown(bar) == "1 run in 0:00\n"

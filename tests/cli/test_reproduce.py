@@ -33,8 +33,6 @@ class Stop(BaseException):
 
 
 class StopAfter(Watcher):
-    """Stops after so many runs."""
-
     def __init__(self, runs: int) -> None:
         self.left = runs
 
@@ -81,8 +79,6 @@ def preset(tiny_preset: Preset, tiny_folder: Path, monkeypatch: pytest.MonkeyPat
 
 
 class FinishedNames(Watcher):
-    """Keeps the names of runs that were run, and of those that were only read."""
-
     def __init__(self) -> None:
         self.names: dict[bool, list[str]] = {True: [], False: []}
 
@@ -141,7 +137,7 @@ def test_all_rows_share_a_rate_under_the_matched_protocol(
 
 
 def test_a_protocol_that_a_preset_lacks_is_named(preset: Path, tmp_path: Path) -> None:
-    with pytest.raises(FedspanError, match=r"`protocol`: 'matched' is not accepted\. Expected best, or matched at"):
+    with pytest.raises(FedspanError, match=r"`protocol`"):
         reproduce.reproduce("tiny-table1", tmp_path / "none", data=preset, protocol="matched")
     assert not (tmp_path / "none").exists()
 
@@ -221,7 +217,7 @@ def test_runs_of_other_versions_are_rerun(finished_table: Finished, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_runs_that_are_timed_are_all_run(
+def test_timed_runs_are_rerun(
     tiny_preset: Preset, preset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timed = tiny_preset.model_copy(
@@ -233,9 +229,7 @@ def test_runs_that_are_timed_are_all_run(
     assert len(seen.names[True]) == 6  # two trials of each of two rows, and what was chosen once more
 
 
-def test_runs_that_read_what_was_changed_since_are_rerun(
-    preset: Path, finished_table: Finished, tmp_path: Path
-) -> None:
+def test_runs_that_read_changed_files_are_rerun(preset: Path, finished_table: Finished, tmp_path: Path) -> None:
     data = preset / "corpus.csv"
     before = data.stat()
     assert finished_table.is_reused(finished_table.folder, tmp_path / "copy")
@@ -263,17 +257,6 @@ def test_runs_with_secret_noise_or_changed_files_are_not_reused(preset: Path, tm
     assert not known.copy(run, tmp_path / "changed")
 
 
-@pytest.mark.slow
-def test_what_was_started_before_there_was_reuse_is_resumed(
-    preset: Path, finished_table: Finished, tmp_path: Path
-) -> None:
-    one = finished_table.copy(tmp_path / "one")
-    settings = yaml.safe_load((one / "reproduce.yaml").read_text())
-    del settings["reuse"]
-    (one / "reproduce.yaml").write_text(yaml.safe_dump(settings))
-    assert reproduce.resume_reproduction(one).scores == finished_table.report.scores
-
-
 def test_presets_are_listed_and_planned(call: Call) -> None:
     shown = call("reproduce")
     assert shown.exit_code == 0, shown.output
@@ -288,34 +271,22 @@ def test_presets_are_listed_and_planned(call: Call) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "field"),
     [
-        (
-            ["rolora-tabel1", "--dry-run"],
-            "`ID`: no preset is named 'rolora-tabel1'. Did you mean 'rolora-table1'",
-        ),
-        (
-            ["rolora-table1", "--dry-run", "--scale", "tiny"],
-            "`--scale`: 'tiny' is not accepted. Expected one of full, small",
-        ),
-        (["rolora-table1"], "`--out`: no value is given. Expected a folder for the runs and the tables, or --dry-run"),
-        (["rolora-table1", "--out", "x"], "`--data`: no value is given. Expected a folder with local data sets"),
-        (
-            ["rolora-table2", "--data", ".", "--out", "x"],
-            "`--model`: no value is given. Expected a folder with a causal language model",
-        ),
-        (["rolora-table1", "--resume", "x"], "`ID`: it cannot be combined with --resume"),
-        (
-            ["florg-bytes", "--data", ".", "--out", "x", "--reuse", "none"],
-            "`--reuse`: 'none' is not accepted. Expected a folder that holds",
-        ),
-        (["--reuse", "x"], "`ID`: no value is given. Expected a preset together with --reuse"),
-        (["--out", "x"], "`ID`: no value is given. Expected a preset together with --out"),
-        (["--resume", "x"], "`folder`: 'x' holds no reproduce.yaml"),
+        (["rolora-tabel1", "--dry-run"], "ID"),
+        (["rolora-table1", "--dry-run", "--scale", "tiny"], "--scale"),
+        (["rolora-table1"], "--out"),
+        (["rolora-table1", "--out", "x"], "--data"),
+        (["rolora-table2", "--data", ".", "--out", "x"], "--model"),
+        (["rolora-table1", "--resume", "x"], "ID"),
+        (["florg-bytes", "--data", ".", "--out", "x", "--reuse", "none"], "--reuse"),
+        (["--reuse", "x"], "ID"),
+        (["--out", "x"], "ID"),
+        (["--resume", "x"], "folder"),
     ],
 )
-def test_mistakes(arguments: list[str], message: str, refused: Callable[..., str]) -> None:
-    assert message in refused("reproduce", *arguments)
+def test_mistakes(arguments: list[str], field: str, refused: Callable[..., str]) -> None:
+    assert refused("reproduce", *arguments).startswith(f"`{field}`: ")
 
 
 def test_a_folder_with_other_things_is_refused(preset: Path, tmp_path: Path) -> None:

@@ -1,16 +1,23 @@
-"""``fedspan run``: its rounds, its end, and resuming."""
+"""``fedspan run`` and ``demo``: rounds, the last screen, and resuming."""
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import peft
+import pytest
 import yaml
 from click.testing import Result
+from rich.console import Console
 
+import fedspan
+from fedspan.cli.live_run import find_unused_folder
+from fedspan.cli.run_summary import show_report
+from fedspan.runs.model_card import RunReport
 from helpers import tiny_decoders
 from helpers.command_line import done
 
@@ -68,7 +75,6 @@ def test_resume_of_a_finished_run_shows_its_report_again(call: Call, finished: P
 
 
 def test_a_language_model_closes_with_prompts_and_answers(call: Call, decoders: Path, tmp_path: Path) -> None:
-    """A line each, and the snippet loads a causal language model."""
     config = tmp_path / "lm.yaml"
     config.write_text(yaml.safe_dump(tiny_decoders.settings(decoders, federation={"rounds": 1})))
     result = call("run", config, "--out", tmp_path / "run")
@@ -80,3 +86,73 @@ def test_a_language_model_closes_with_prompts_and_answers(call: Call, decoders: 
     assert "AutoModelForCausalLM" in result.stdout
     for shown in ("perplexity", "match", "measured by loss"):
         assert shown in " ".join(result.stdout.split())
+
+
+TEST: Mapping[str, Any] = {"accuracy": 0.75, "worst": {"client": "north", "accuracy": 0.5}}
+
+
+def read_screen(scores: Mapping[str, Any]) -> list[str]:
+    report = RunReport("FedIT", "sequence-classification", "accuracy", 3, 2, scores, {}, {"down": 0, "up": 0}, 1.0)
+    out = io.StringIO()
+    show_report(Console(file=out, width=80), report, Path("runs/first"))
+    return [line.strip() for line in out.getvalue().splitlines() if line.strip()]
+
+
+@pytest.mark.parametrize(
+    ("scores", "columns", "cells"),
+    [
+        ({"test": TEST, "validation": {"accuracy": 0.8}}, ["held-out", "held-out"], ["75.0%", "north", "50.0%"]),
+        ({"clients": TEST}, ["client", "tests", "client", "tests"], ["75.0%", "north", "50.0%"]),
+        ({"validation": {"accuracy": 0.8}}, ["validation"], ["80.0%"]),
+    ],
+)
+def test_scores_are_of_tests_or_of_validation(scores: Mapping[str, Any], columns: list[str], cells: list[str]) -> None:
+    lines = read_screen(scores)
+    assert lines[0].split() == columns
+    assert next(line for line in lines if line.startswith("FedIT")).split()[1:] == cells
+
+
+def test_without_scores_there_is_a_sentence_and_no_table() -> None:
+    lines = read_screen({})
+    assert lines[0] == "no scores were measured"
+    assert not any(line.startswith("FedIT") for line in lines)
+
+
+def test_run_chooses_a_new_folder(tmp_path: Path) -> None:
+    assert find_unused_folder(tmp_path / "demo") == tmp_path / "demo"
+    (tmp_path / "demo").mkdir()
+    assert find_unused_folder(tmp_path / "demo") == tmp_path / "demo-2"
+    (tmp_path / "demo-2").mkdir()
+    assert find_unused_folder(tmp_path / "demo") == tmp_path / "demo-3"
+
+
+@pytest.mark.slow  # a step of its own in .ci/run, too
+def test_demo(call: Call, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    changes = [
+        f"model.name={tiny_folder / 'bert'}",
+        "model.layers_to_transform=null",
+        "method.r=2",
+        "data.max_examples=40",
+        "partition.clients=2",
+        "partition.min_examples=4",
+        "federation.rounds=1",
+        "baselines=[]",
+    ]
+    settings = [part for change in changes for part in ("--set", change)]
+    for folder in ("demo", "demo-2"):
+        shown = " ".join(done(call("demo", *settings)).split())
+        assert f"runs/{folder}/adapter" in shown
+        assert "In the federation, no example left its client: the clients sent " in shown
+        assert f"runs/{folder}/report.html" in shown
+        assert (tmp_path / "runs" / folder / "report.json").is_file()
+        assert (tmp_path / "runs" / folder / "report.html").is_file()
+
+
+def test_demo_shows_its_config(call: Call, tmp_path: Path) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text(done(call("demo", "--show-config")))
+    config = fedspan.load_config(path)
+    assert config.model.name == "builtin:all-minilm-l6-v2"
+    assert config.data.train == "builtin:banking-queries"
+    assert (config.method.name, config.baselines) == ("fedit", ["local", "centralized"])

@@ -1,14 +1,35 @@
-"""What a client's host makes of a server's orders: which it refuses, and on what its random draws depend."""
+"""Clients that carry out orders: what is refused, coarsened, and made known of them."""
 
 from __future__ import annotations
 
+import errno
+import math
+import socket
+import ssl
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+
+from fedspan.clients.coarsening import coarsen_losses, coarsen_metrics
+from fedspan.clients.open_training import OpenTraining
+from fedspan.clients.refusals import describe_error
+from fedspan.clients.second_exchange import FirstExchange
+from fedspan.clients.statistics import StatisticsLimits, compute_client_statistics
+from fedspan.clients.store import LostStateError, OverlayClientStore
+from fedspan.core.heads import HeadKind
+from fedspan.core.values import Client, Job, OptimizerState
+from fedspan.errors import FedspanError
+from fedspan.federation.progress import ClientData, ClientState
+from fedspan.federation.protocol import Order, Part
+from fedspan.runs.head_setup import begin
+from fedspan.runs.setup import Prepared, prepare
+from helpers import tiny
+from helpers.head_starts import HEAD, start_of
 
 pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
 
@@ -16,16 +37,11 @@ from fedspan.clients.host import Host
 from fedspan.clients.store import DiskClientStore, compute_state_digest
 from fedspan.core.base import BasePatch, BaseUpdate
 from fedspan.core.lowrank import LowRank
-from fedspan.core.values import Message, OptimizerState
-from fedspan.errors import FedspanError
+from fedspan.core.values import Message
 from fedspan.federation import serialization
-from fedspan.federation.progress import ClientState
-from fedspan.federation.protocol import Order
-from fedspan.runs.setup import Prepared, prepare
 from fedspan.training.dp_sgd import draw_poisson_batches
 from fedspan.training.jobs import Privacy
 from fedspan.training.loop import LoopEngine
-from helpers import tiny
 
 LAYER = "encoder.layer.0.attention.self.query"
 
@@ -37,7 +53,6 @@ def prepare_private(folder: Path, method: str) -> Prepared:
 
 def make_host(prepared: Prepared, folder: Path, *, secret: bool = True) -> Host:
     here, engine = prepared.federation, prepared.engine
-    assert engine.settings.privacy is not None
     settings = replace(engine.settings, privacy=replace(engine.settings.privacy, secret=secret))
     loop = LoopEngine(engine.adapted, prepared.task, settings, engine.seed)
     return Host(here.method, loop, here.clients, here.examples, DiskClientStore(folder), 32)
@@ -99,7 +114,6 @@ def test_a_secret_sample_serves_one_order(change: str, fedex: Prepared, tmp_path
 def test_a_secret_sample_serves_one_stored_state(fedex: Prepared, tmp_path: Path) -> None:
     """A server that repeats an earlier round with another base gives the next round's order another start."""
     order = make_order(fedex)
-    assert order.client is not None
     order = replace(order, round=1, client=replace(order.client, last_round=0))
     host, samples = make_host(fedex, tmp_path), []
     for value in (1.0, 2.0, 1.0):
@@ -137,3 +151,171 @@ def test_a_base_from_a_method_that_sends_none_is_refused(tiny_folder: Path, tmp_
     for task in ("train", "evaluate"):
         with pytest.raises(FedspanError, match=r"message\.base"):
             host.answer(replace(patch_base(order, 1.0), task=task))
+
+
+def test_what_a_round_trained_is_of_that_round_alone() -> None:
+    store = OverlayClientStore({})
+    first = FirstExchange({"l/B": torch.ones(3, 2)})
+    store.store_trained("a", 2, first)
+    assert store.load_trained("a", 2) is first
+    for client, round in (("a", 1), ("b", 2)):
+        with pytest.raises(LostStateError, match="did not train"):
+            store.load_trained(client, round)
+    store.store_trained("a", 2, None)
+    with pytest.raises(LostStateError, match="did not train"):
+        store.load_trained("a", 2)
+
+
+FULL = OSError(errno.ENOSPC, "full", "/home/a patient's name")
+
+
+def caused(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (FULL, "no space left on device"),
+        (
+            caused(FedspanError("run folder", "/patients", "free"), OSError(errno.ENOSPC, "full")),
+            "no space left on device",
+        ),
+        (caused(FedspanError("data.train", "/patients", "a file"), OSError(errno.ENOENT, "none")), "data.train"),
+        (FedspanError("/patients", "secret", "nothing"), "an error"),
+        (OSError("a patient's name"), "OSError"),
+        (OSError("a patient's", "name"), "OSError"),
+        (ssl.SSLCertVerificationError(1, "a patient's name"), "SSLCertVerificationError"),
+        (socket.gaierror(-2, "a patient's name"), "gaierror"),
+        (FedspanError("serial", 3, "more than 3"), "`serial`: 3 is not accepted. Expected more than 3."),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_server_is_told_what_but_nothing_of_data_or_paths(error: Exception, said: str) -> None:
+    assert describe_error(error).removesuffix("; see the client's own log") == said
+
+
+CLIENT = Client("east", 2, 0.5, 3, 3.0)
+MOMENTS = OptimizerState({"exp_avg": {"fc/A": torch.ones(2, 3)}}, {"fc/A": 4})
+
+
+def opened() -> OpenTraining:
+    order = Order("train", round=5, attempt=1, lr=0.25, to="east", client=CLIENT, body=b"")
+    data = ClientData(CLIENT, np.array([7, 3, 8]), np.array([1]), np.array([2]))
+    job = Job({}, {}, (), generation=2)
+    return OpenTraining(order, CLIENT, data, ClientState(), job, 1.5, "digest", {}, {"train": (MOMENTS, 2)})
+
+
+def test_an_assignment_has_the_order_s_round_rate_and_noise_and_the_training_examples() -> None:
+    training = opened()
+    assignment = training.make_assignment(training.job, use_moments=True)
+    assert assignment.job is training.job
+    assert assignment.indices.tolist() == [7, 3, 8]
+    facts = (assignment.client, assignment.round, assignment.lr, assignment.noise, assignment.origin)
+    assert facts == ("east", 5, 0.25, 1.5, "digest")
+    assert assignment.checkpoint is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "use", "continued"),
+    [
+        ({}, True, True),
+        ({}, False, False),
+        ({"generation": 3}, True, False),  # in other coordinates
+        ({"phase": "second"}, True, False),  # another phase has moments of its own
+    ],
+)
+def test_moments_continue_in_a_generation_of_a_phase(changes: dict[str, object], use: bool, continued: bool) -> None:
+    training = opened()
+    assignment = training.make_assignment(replace(training.job, **changes), use)
+    assert (assignment.moments is MOMENTS) is continued
+    assert continued or assignment.moments is None
+
+
+@pytest.fixture(scope="module")
+def prepared(tiny_folder: Path) -> Prepared:
+    """A run on BERT, whose clients are of different sizes and labels."""
+    federation = {"clients_per_round": None}
+    return prepare(tiny.config(tiny_folder, "deep-bert", model={"head_init": "lda"}, federation=federation))
+
+
+def test_limits_of_a_data_owner(prepared: Prepared) -> None:
+    run = tiny.variant(prepared, prepared.config)
+    host = tiny.host_of(run.federation)
+    host.limits = StatisticsLimits(class_examples=8)
+    assert prepared.head is not None
+    small = start_of(replace(run, head=prepared.head))
+    assert not torch.equal(small[HEAD[0]], start_of(prepared)[HEAD[0]])
+    host.limits = StatisticsLimits(allowed=False)
+    with pytest.raises(FedspanError, match=r"limits\.head_statistics"):
+        begin(run.federation, prepared.head)
+
+
+@pytest.mark.parametrize("kind", ["class-means", "lda", "least-squares"])
+def test_every_kind_leaves_out_what_has_too_few_examples(prepared: Prepared, kind: HeadKind) -> None:
+    engine, labels = prepared.engine, prepared.train.labels
+    rare = np.flatnonzero(labels == 0)[:2]
+    indices = np.sort(np.concatenate([rare, np.flatnonzero(labels == 1)[:3]])) if kind != "least-squares" else rare
+    found = compute_client_statistics(engine, None, prepared.train, indices, kind, 0.0, 3)
+    whole = compute_client_statistics(engine, None, prepared.train, indices, kind, 0.0, 1)
+    if kind == "least-squares":
+        assert all(not value.any() for value in found.values())
+        assert float(whole["shares"].sum()) == 1.0
+        return
+    assert found["shares"].tolist() == pytest.approx([0.0, 0.6, 0.0, 0.0])
+    assert not found["sums"][0].any()
+    assert float(found["square"]) < float(whole["square"])  # nothing of the others' examples is in any number
+
+
+def test_metrics_tell_no_exact_counts() -> None:
+    """A model that gives all examples one label would measure how many have it."""
+    counted = {
+        count: coarsen_metrics({"accuracy": count / 50, "examples": 50.0}, 10, 6.0)["accuracy"] for count in range(51)
+    }
+    assert sorted(set(counted.values())) == pytest.approx([step / 10 for step in range(11)])
+    assert all(abs(value - count / 50) <= 0.05 + 1e-9 for count, value in counted.items())
+    assert coarsen_metrics({"accuracy": 1.0, "examples": 9.0}, 10, 6.0) == {}
+    exact = {"accuracy": 0.123, "loss": 1e9, "reward_margin": 1e9, "examples": 9.0}
+    assert coarsen_metrics(exact, 1, 6.0) == exact
+
+
+def test_a_loss_is_rounded_relative_to_its_bound() -> None:
+    counted = [coarsen_metrics({"loss": 3.0 * count / 50, "examples": 50.0}, 10, 3.0)["loss"] for count in range(51)]
+    assert sorted(set(counted)) == pytest.approx([0.3 * step for step in range(11)])
+    assert coarsen_metrics({"loss": 1e9, "examples": 50.0}, 10, 3.0)["loss"] == 3.0
+
+
+def test_other_metrics_have_their_own_scale_and_range() -> None:
+    scores = {"bleu": 33.0, "pearson": -0.98, "perplexity": 40.0, "loss": math.log(40.0), "examples": 50.0}
+    coarse = coarsen_metrics({**scores, "reward_margin": 3.0, "unknown": 1.0}, 10, 6.0)
+    assert list(coarse) == ["bleu", "pearson", "perplexity", "loss", "examples"]  # what has no bounds is left out
+    assert coarse["bleu"] == pytest.approx(30.0)
+    assert coarse["pearson"] == pytest.approx(-1.0)
+    assert coarse["loss"] == pytest.approx(3.6)
+    assert coarse["perplexity"] == pytest.approx(math.exp(3.6))
+    assert coarsen_metrics({"perplexity": 40.0, "examples": 50.0}, 10, 6.0) == {"examples": 50.0}
+
+
+@pytest.mark.parametrize("count", [10, 11, 13, 16, 29])
+def test_a_rounded_metric_is_one_that_a_client_can_have(count: int) -> None:
+    """13 examples: the multiple of 5 / 13 that is next to 1 is 1.15, which a server does not believe."""
+    scores = {"accuracy": 1.0, "matthews": -1.0, "loss": 6.0, "examples": float(count)}
+    coarse = coarsen_metrics(scores, 10, 6.0)
+    assert coarse["accuracy"] <= 1.0
+    assert coarse["matthews"] >= -1.0
+    assert coarse["loss"] <= 6.0
+
+
+def test_losses_of_a_training_are_bounded_and_rounded() -> None:
+    parts = (Part(loss=1.23, examples=100.0), Part(loss=1e30, examples=300.0))
+    assert coarsen_losses(parts, 100, 1, 3.0) == parts
+    coarse = coarsen_losses(parts, 100, 10, 3.0)
+    assert [part.loss for part in coarse] == pytest.approx([1.2, 3.0])  # multiples of 5 / 100 of 3, for 3 uses alike
+    assert [part.examples for part in coarse] == [100.0, 300.0]
+
+
+@pytest.mark.parametrize(("used", "owned"), [(1.0, 100), (9.0, 100), (900.0, 9)])
+def test_losses_of_few_examples_are_not_reported(used: float, owned: int) -> None:
+    parts = (Part(loss=1.0, examples=100.0), Part(loss=1.0, examples=used))
+    assert coarsen_losses(parts, owned, 10, 3.0) == ()

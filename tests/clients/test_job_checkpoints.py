@@ -241,9 +241,7 @@ def test_a_disk_that_refuses_a_checkpoint_stops_no_training(
     assert "no checkpoint after step 1" in caplog.text
 
 
-def test_without_checkpoints_the_round_starts_over(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_checkpoints_it_starts_over(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     passes = Passes(monkeypatch)
     undisturbed = train(run(tiny_folder, tmp_path / "a", "plain")[0])
     passes.count, passes.killed_at = 0, STEPS
@@ -315,7 +313,6 @@ def test_progress_is_loaded_as_it_was_stored(tmp_path: Path) -> None:
     checkpoints = JobCheckpoints(tmp_path / "training", "run", 1, None)
     stored = store(checkpoints, make_order())
     loaded = checkpoints.open(make_order(attempt=1, serial=2), 0).load()  # the same round, requested again
-    assert loaded is not None
     assert loaded.totals == stored.totals
     assert torch.equal(loaded.tensors["l/A"], stored.tensors["l/A"])
     assert torch.equal(loaded.tensors["l/acc"], stored.tensors["l/acc"])

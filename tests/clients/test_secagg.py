@@ -32,12 +32,10 @@ from fedspan.federation.secagg.messages import (
     MASKED,
     Agreement,
     KeysOrder,
-    KeysReply,
     PublicKeys,
     SharesOrder,
     SharesReply,
     UnmaskOrder,
-    UnmaskReply,
     build_session_context,
     compute_layout_digest,
     compute_share,
@@ -52,14 +50,7 @@ START = {"layer/A": torch.arange(6.0).view(2, 3), "layer/B": torch.ones(4)}
 
 
 class Sums:
-    """A session, run by hand.
-
-    Args:
-        session_store: The session store that all clients share.
-        weights: Weights of the clients, by id.
-        start: The clients' initial tensors.
-        options: Clip, bits and neighbors of the sum.
-    """
+    """A session, run by hand."""
 
     def __init__(
         self,
@@ -101,8 +92,6 @@ class Sums:
     def give_keys(self, *ids: str) -> None:
         for id in ids:
             answer = self.client(id).answer(KeysOrder(**self.common(id)))
-            assert isinstance(answer, KeysReply)
-            assert answer.keys is not None
             self.keys[id] = answer.keys
         self.around = select_neighborhoods(sorted(self.keys), self.neighbors)
 
@@ -121,7 +110,6 @@ class Sums:
     def give_shares(self, *ids: str) -> None:
         for id in ids:
             answer = self.client(id).answer(self.shares_order(id))
-            assert isinstance(answer, SharesReply)
             self.sealed[id] = answer.sealed
 
     def present(self, id: str) -> tuple[str, ...]:
@@ -149,27 +137,42 @@ class Sums:
 
     def opened(self, id: str, survivors: Any) -> Mapping[str, bytes]:
         answer = self.client(id).answer(self.unmask_order(id, survivors))
-        assert isinstance(answer, UnmaskReply)
         return answer.shares
 
     def mean(self, vectors: Mapping[str, np.ndarray[Any, Any]], opening: Any) -> tuple[dict[str, Tensor], float]:
         """The mean of the changes, and what an entry may be off by."""
-        ring = Ring(self.bits, self.clip, len(self.keys))
-        total = np.zeros(sum(value.numel() for value in self.start.values()), ring.dtype)
-        for vector in vectors.values():
-            total += vector.view(ring.dtype)
-        given = {id: self.opened(id, set(vectors)) for id in opening}
-        present = {id: self.present(id) for id in self.sealed}
-        needed = {id: self.threshold(id) for id in self.around}
-        transcript = self.agreement().build_transcript(build_session_context("run", self.session))
-        unmask(total, Masked(transcript, present, needed, self.keys, self.sealed, set(vectors)), given)
+        ring, total, _ = self.unmask(vectors, {id: self.opened(id, set(vectors)) for id in opening})
         top = self.agreement().top
         share = sum(self.weights[id] / top for id in vectors)
         return unflatten_change(ring.decode(total) / share, self.start), ring.bound_error(len(vectors)) / share
 
+    def unmask(self, vectors: Mapping[str, Any], opened: Mapping[str, Any]) -> tuple[Ring, Any, Mapping[str, str]]:
+        """The ring, the sum without its masks, and the clients that revealed wrong shares."""
+        ring = Ring(self.bits, self.clip, len(self.keys))
+        total = np.zeros(sum(value.numel() for value in self.start.values()), ring.dtype)
+        for vector in vectors.values():
+            total += vector.view(ring.dtype)
+        present = {id: self.present(id) for id in self.sealed}
+        needed = {id: self.threshold(id) for id in self.around}
+        transcript = self.agreement().build_transcript(build_session_context("run", self.session))
+        masked = Masked(transcript, present, needed, self.keys, self.sealed, set(vectors))
+        return ring, total, unmask(total, masked, opened)
+
 
 def sums(session_store: SessionStore | None = None, **options: Any) -> Sums:
     return Sums(session_store or MemorySessionStore(), dict.fromkeys(IDS, 1.0), START, **options)
+
+
+def sums_of_keys() -> Sums:
+    made = sums()
+    made.give_keys(*IDS)
+    return made
+
+
+def sums_of_shares() -> Sums:
+    made = sums_of_keys()
+    made.give_shares(*IDS)
+    return made
 
 
 shapes = st.lists(st.lists(st.integers(1, 6), max_size=3), min_size=1, max_size=4)
@@ -261,8 +264,7 @@ def test_a_new_session_ends_the_last_one_whatever_phase_it_was_in(session_store:
 
 
 def test_neighbors_that_are_not_what_they_seem_are_refused() -> None:
-    made = sums()
-    made.give_keys(*IDS)
+    made = sums_of_keys()
     others = {id: made.keys[id] for id in IDS[1:]}
     client = made.client("a")
     require_refused("this client's own keys", client.answer, made.shares_order("a", peers=others))
@@ -283,9 +285,7 @@ def test_neighbors_that_are_not_what_they_seem_are_refused() -> None:
 
 
 def test_a_vector_is_masked_with_enough_of_those_who_got_shares_or_not_at_all() -> None:
-    made = sums()
-    made.give_keys(*IDS)
-    made.give_shares(*IDS)
+    made = sums_of_shares()
     client = made.client("a")
     for peers in (("b", "c", "d"), (*IDS, "e"), ("a", "a", "b", "c")):
         require_refused("this client, and clients to which", client.require_maskable, *made.order("a", peers=peers))
@@ -303,9 +303,7 @@ def test_a_vector_is_masked_with_enough_of_those_who_got_shares_or_not_at_all() 
 
 
 def test_no_client_learns_both_shares_of_another() -> None:
-    made = sums()
-    made.give_keys(*IDS)
-    made.give_shares(*IDS)
+    made = sums_of_shares()
     for id in IDS:
         made.vector(id, START)
     client = made.client("a")
@@ -329,15 +327,12 @@ def test_no_client_learns_both_shares_of_another() -> None:
 
 def test_whose_shares_were_not_what_they_should_be_is_passed_over() -> None:
     """One neighbor sealed for somebody else; if a second one sealed noise, too few are left."""
-    made = sums()
-    made.give_keys(*IDS)
-    made.give_shares(*IDS)
+    made = sums_of_shares()
     vectors = {id: made.vector(id, START) for id in IDS}
     sealed = {**{peer: made.sealed[peer]["a"] for peer in IDS}, "c": made.sealed["c"]["d"]}
     too_few = made.unmask_order("a", IDS, sealed={**sealed, "b": bytes(200)})
     require_refused("only the shares of 2 of 4 clients can be opened", made.client("a").answer, too_few)
     answer = made.client("a").answer(made.unmask_order("a", IDS, sealed=sealed))
-    assert isinstance(answer, UnmaskReply)
     assert set(answer.shares) == {"a", "b", "d"}
     assert set(vectors) == set(IDS)
 
@@ -413,22 +408,14 @@ def revealed(
 
 
 def unmask_with(made: Sums, vectors: Mapping[str, Any], opened: Mapping[str, Any]) -> Mapping[str, str]:
-    ring = Ring(made.bits, made.clip, len(made.keys))
-    total = np.zeros(sum(value.numel() for value in made.start.values()), ring.dtype)
-    for vector in vectors.values():
-        total += vector.view(ring.dtype)
-    present, needed = {id: made.present(id) for id in made.sealed}, {id: made.threshold(id) for id in made.around}
-    transcript = made.agreement().build_transcript(build_session_context("run", made.session))
-    faults = unmask(total, Masked(transcript, present, needed, made.keys, made.sealed, set(vectors)), opened)
+    ring, total, faults = made.unmask(vectors, opened)
     limit = ring.bound_error(len(vectors))
     assert np.abs(ring.decode(total)).max() <= limit, "the changes are zero, so the masks are not"
     return faults
 
 
 def test_too_few_shares_open_nothing() -> None:
-    made = sums()
-    made.give_keys(*IDS)
-    made.give_shares(*IDS)
+    made = sums_of_shares()
     vectors = {id: made.vector(id, START) for id in IDS}
     with pytest.raises(ValueError, match=r"2 right shares of '.'; it takes 3"):
         made.mean(vectors, IDS[:2])
@@ -445,7 +432,6 @@ def test_a_session_is_on_the_disk_before_its_answer_and_only_its_owner_may_read_
     vectors = {id: made.vector(id, START) for id in IDS}
     made.mean(vectors, IDS)
     last = DiskSessionStore(tmp_path).load("a")
-    assert last is not None
     assert (last.phase, last.secret, last.peers) == ("unmasked", b"", {})
     assert all(path.read_bytes() not in kept for path in files)
     for path in files:
@@ -456,9 +442,7 @@ def test_a_session_is_on_the_disk_before_its_answer_and_only_its_owner_may_read_
 
 def test_an_order_is_the_one_that_was_agreed_on() -> None:
     """Whatever decides what a vector is: model, learning rate, round, kind."""
-    made = sums()
-    made.give_keys(*IDS)
-    made.give_shares(*IDS)
+    made = sums_of_shares()
     client = made.client("a")
     for changes, name in (({"body": b"x"}, "model"), ({"lr": 0.0}, "lr"), ({"round": 1}, "round")):
         require_refused(
@@ -469,12 +453,6 @@ def test_an_order_is_the_one_that_was_agreed_on() -> None:
     require_refused(
         "the order's, 0", early.client("a").answer, early.shares_order("a", agreement=early.agreement(round=1))
     )
-
-
-def sums_of_keys() -> Sums:
-    made = sums()
-    made.give_keys(*IDS)
-    return made
 
 
 @pytest.mark.parametrize(
@@ -498,7 +476,6 @@ def test_a_victim_among_clients_that_were_told_otherwise_stays_hidden(lie: dict[
     for vector in vectors.values():
         total += vector.view(ring.dtype)
     session = made.sessions.load("a")
-    assert session is not None
     add_mask(total, SessionKeys.derive(session.secret, build_session_context("run", 1)).own, -1)
     for id in IDS[1:]:
         add_mask(total, combine([shares[id] for shares in given.values()], made.threshold(id)), -1)
@@ -512,18 +489,12 @@ def test_only_clients_that_the_owner_knows_share_a_sum(tmp_path: Path) -> None:
     made = sums()
     for id in IDS:
         answer = made.client(id, identity=owners[id]).answer(KeysOrder(**made.common(id)))
-        assert isinstance(answer, KeysReply)
-        assert answer.keys is not None
         made.keys[id] = answer.keys
     made.around = {id: IDS for id in IDS}
     client = made.client("a", identity=owners["a"], known=known)
     other = sums(session=2)
     later = other.client("b", identity=owners["b"]).answer(KeysOrder(**other.common("b")))
     invented = other.client("b", identity=owners["server"]).answer(KeysOrder(**{**other.common("b"), "session": 3}))
-    assert isinstance(later, KeysReply)
-    assert isinstance(invented, KeysReply)
-    assert later.keys is not None
-    assert invented.keys is not None
     lies: list[tuple[dict[str, PublicKeys], str]] = [
         ({**made.keys, "e": invented.keys}, "'e' cannot share a sum with this node: it is not in this node's file"),
         ({**made.keys, "b": invented.keys}, "its key has another fingerprint"),

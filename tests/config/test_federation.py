@@ -1,4 +1,4 @@
-"""The federation section: ways to write ranks, what does not fit together, and the settings of the rounds."""
+"""The federation and privacy sections: what does not fit together, and the settings of the rounds."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ import pytest
 from pydantic import ValidationError
 
 from fedspan.config.federation import FederationConfig, FractionRanks, RandomRanks
+from fedspan.config.privacy import PrivacyConfig
 from fedspan.core.method import Claims
+from fedspan.core.noise import derive_seed_key
 from fedspan.errors import FedspanError
 from fedspan.federation.settings import BufferedSettings, SecureSettings
 from fedspan.federation.validation import ReplyRules
+from fedspan.training.jobs import Privacy
+from helpers.refusals import refused
 
 CLAIMS = Claims("a paper", exact=True)
 BUFFERED = {"clients_per_round": 2, "buffered": {"concurrency": 3}}
@@ -43,50 +47,36 @@ def test_ranks_are_written_in_four_ways(written: object, read: object) -> None:
     [
         (4, r"ranks by client \{client-00: 4\}, in turn \[4, 8\]"),
         ({"east": 0}, "greater than or equal to 1"),
-        ([], None),
         ({"assign": "fractions", "of": {4: 0.25, 8: 0.5}}, "shares that sum to 1, not to 0.75"),
         ({"assign": "fractions", "of": {}}, "at least 1 item"),
         ({"assign": "draw", "of": []}, "at least 1 item"),
         ({"assign": "sorted", "of": [4]}, "ranks by client"),
     ],
 )
-def test_what_is_no_way_to_write_ranks_is_refused(written: object, why: str | None) -> None:
-    if why is None:
-        assert config(ranks=written).ranks == []  # the clients, whose number is unknown here, find none
-        return
+def test_what_is_no_way_to_write_ranks_is_refused(written: object, why: str) -> None:
     with pytest.raises(ValidationError, match=why):
         config(ranks=written)
 
 
-@pytest.mark.parametrize(
-    ("values", "why"),
-    [
-        ({"over_select": 1}, "it needs federation.clients_per_round"),
-        ({"over_select": 1, "clients_per_round": 2, "secure": {}}, "it cannot be combined with federation.secure"),
-    ],
-)
-def test_over_selection_needs_a_cohort_and_plain_replies(values: dict[str, Any], why: str) -> None:
-    with pytest.raises(FedspanError, match=why) as caught:
+@pytest.mark.parametrize("values", [{"over_select": 1}, {"over_select": 1, "clients_per_round": 2, "secure": {}}])
+def test_over_selection_needs_a_cohort_and_plain_replies(values: dict[str, Any]) -> None:
+    with refused("federation.over_select"):
         config(**values)
-    assert caught.value.field == "federation.over_select"
 
 
 @pytest.mark.parametrize(
-    ("changes", "reason", "field", "why"),
+    ("changes", "reason", "field"),
     [
-        ({"clients_per_round": None}, None, "buffered", "it needs federation.clients_per_round"),
-        ({}, "its jobs differ", "buffered", "X has no asynchronous rounds: its jobs differ. Remove"),
-        ({"over_select": 1}, None, "over_select", "asynchronous rounds wait for no client.*Expected 0"),
-        ({"secure": {}}, None, "secure", "all clients train from one state.*Expected null"),
-        ({"late_joiners": True}, None, "late_joiners", "those that joined at the start.*Expected false"),
+        ({"clients_per_round": None}, None, "buffered"),
+        ({}, "its jobs differ", "buffered"),
+        ({"over_select": 1}, None, "over_select"),
+        ({"secure": {}}, None, "secure"),
+        ({"late_joiners": True}, None, "late_joiners"),
     ],
 )
-def test_asynchronous_rounds_refuse_what_they_do_not_allow(
-    changes: dict[str, Any], reason: str | None, field: str, why: str
-) -> None:
-    with pytest.raises(FedspanError, match=why) as caught:
+def test_asynchronous_rounds_refuse_some_settings(changes: dict[str, Any], reason: str | None, field: str) -> None:
+    with refused(f"federation.{field}"):
         config(**{**BUFFERED, **changes}).require_buffered_fit("X", reason)
-    assert caught.value.field == f"federation.{field}"
 
 
 def test_what_fits_is_accepted() -> None:
@@ -101,20 +91,11 @@ def test_what_fits_is_accepted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "field", "why"),
-    [
-        (BUFFERED, "buffered", "its rounds depend on how fast the clients are"),
-        ({"require_tags": {"site": "eu"}}, "require_tags", "it selects nodes of a deployment"),
-        ({"min_examples": 2}, "min_examples", "it selects nodes of a deployment"),
-        ({"late_joiners": True}, "late_joiners", "in a simulation, set simulation.present"),
-    ],
+    "values", [BUFFERED, {"require_tags": {"site": "eu"}}, {"min_examples": 2}, {"late_joiners": True}]
 )
-def test_what_selects_nodes_or_needs_a_clock_is_refused_in_a_simulation(
-    values: dict[str, Any], field: str, why: str
-) -> None:
-    with pytest.raises(FedspanError, match=why) as caught:
+def test_what_selects_nodes_or_needs_a_clock_is_refused_in_a_simulation(values: dict[str, Any]) -> None:
+    with refused(f"federation.{list(values)[-1]}"):
         config(**values).require_simulated(has_speeds=False)
-    assert caught.value.field == f"federation.{field}"
 
 
 @pytest.mark.parametrize(
@@ -125,9 +106,7 @@ def test_what_selects_nodes_or_needs_a_clock_is_refused_in_a_simulation(
         (None, [], [2, 4], "assigns ranks to the clients that are there at the start"),
     ],
 )
-def test_what_counts_on_fixed_clients_refuses_late_ones(
-    mechanism: str | None, wrappers: list[str], ranks: Any, why: str
-) -> None:
+def test_fixed_clients_refuse_late_ones(mechanism: str | None, wrappers: list[str], ranks: Any, why: str) -> None:
     with pytest.raises(FedspanError, match=f"{why}.*Expected false"):
         config(late_joiners=True, ranks=ranks).require_late_fit(mechanism, wrappers)
 
@@ -140,9 +119,7 @@ def test_what_counts_on_fixed_clients_refuses_late_ones(
         ({"reduction": "median"}, {}, "federation.reduction median compares single replies"),
     ],
 )
-def test_what_needs_single_replies_refuses_secure_sums(
-    changes: dict[str, Any], claims: dict[str, Any], why: str
-) -> None:
+def test_single_replies_refuse_secure_sums(changes: dict[str, Any], claims: dict[str, Any], why: str) -> None:
     with pytest.raises(FedspanError, match=f"X cannot be aggregated securely: {why}.*Remove federation.secure"):
         config(secure={}, **changes).require_secure_fit("x", "X", replace(CLAIMS, **claims))
 
@@ -157,3 +134,59 @@ def test_settings_of_the_rounds_have_every_field() -> None:
     assert config(secure=secure).build_secure_settings() == SecureSettings(7.0, 64, 0.75, 4)
     rules = {"min_replies": 3, "deadline": 9.0, "retries": 1, "max_norm_ratio": 4.0, "max_missed_rounds": 5}
     assert config(**rules, clients_per_round=4, over_select=2).build_reply_rules() == ReplyRules(3, 9.0, 1, 4.0, 2, 5)
+
+
+UNIFORM = {"weights": "uniform"}
+
+
+def test_noise_or_a_budget_is_needed() -> None:
+    with pytest.raises(ValidationError, match="noise, or an epsilon from which the noise follows"):
+        PrivacyConfig(mechanism="central")
+    assert PrivacyConfig(mechanism="central", epsilon=3.0).noise is None
+
+
+def test_noise_is_keyed_by_the_seed_or_by_a_secret() -> None:
+    config = PrivacyConfig(mechanism="local", clip=0.5, noise=2.0, epsilon=3.0, delta=1e-6, accountant="prv")
+    expected = Privacy("local", 0.5, 2.0, 3.0, 1e-6, "prv", 7, derive_seed_key(4), secret=False)
+    assert config.build_settings(7, 4) == expected
+    assert config.build_settings(7, 4, bytes(32)) == replace(expected, key=bytes(32), secret=True)
+
+
+@pytest.mark.parametrize(
+    ("claims", "refusing"),
+    [
+        ({}, ()),
+        ({"sends": "nothing"}, ("central", "local", "dp-sgd")),
+        ({"budgets": True}, ("central", "local")),
+        ({"reduction": "stack"}, ("central",)),
+        ({"second_exchange": True}, ("central", "local")),
+        ({"sends": "other"}, ("local",)),
+        ({"sends": "changes"}, ("local",)),
+    ],
+)
+@pytest.mark.parametrize("mechanism", ["central", "local", "dp-sgd"])
+def test_methods_fit_or_are_refused(claims: dict[str, Any], refusing: tuple[str, ...], mechanism: Any) -> None:
+    config, federation = PrivacyConfig(mechanism=mechanism, noise=1.0), FederationConfig.model_validate(UNIFORM)
+    method = replace(CLAIMS, **claims)
+    if mechanism not in refusing:
+        config.require_fit("X", method, federation)
+        return
+    with refused("privacy.mechanism"):
+        config.require_fit("X", method, federation)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"weights": "examples"}, "weights"),
+        ({"reduction": "median"}, "reduction"),
+        ({"ranks": [2, 4]}, "ranks"),
+        ({"clients_per_round": 2, "over_select": 1}, "over_select"),
+        ({"clients_per_round": 2, "secure": {}}, "clients_per_round"),
+    ],
+)
+def test_central_privacy_refuses_what_its_sum_does_not_allow(changes: dict[str, Any], field: str) -> None:
+    federation = FederationConfig.model_validate({**UNIFORM, **changes})
+    with refused(f"federation.{field}"):
+        PrivacyConfig(mechanism="central", noise=1.0).require_fit("X", CLAIMS, federation)
+    PrivacyConfig(mechanism="local", noise=1.0).require_fit("X", CLAIMS, federation)

@@ -1,4 +1,4 @@
-"""What follows from several sections of a run's config together."""
+"""What follows from several sections of a run's config together, from its task, method and data set."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import yaml
 
 from fedspan.config import parse_config
 from fedspan.config.federation import FederationConfig
+from fedspan.config.rates import FACTORS, get_training_defaults
 from fedspan.config.run import RunConfig
-from fedspan.core.values import LayerSpec, Spec
-from fedspan.errors import FedspanError
+from fedspan.data import DataConfig
+from fedspan.data.catalogue import DatasetEntry, list_datasets
 from fedspan.federation.settings import BufferedSettings
+from fedspan.methods.registry import METHODS
+from fedspan.tasks.registry import TASKS
+from helpers.refusals import refused
 
 
 def config(**changes: Any) -> RunConfig:
@@ -50,10 +55,7 @@ def test_auto_names_the_reason_if_it_does_without_statistics() -> None:
         ({"cluster": {"workers": 8}, "partition": {"clients": 5}}, 5),
         ({"cluster": {"workers": 8}, "partition": {"clients": 50}}, 8),
         ({"cluster": {"workers": 8}, "federation": {"clients_per_round": 3}}, 3),
-        (
-            {"cluster": {"workers": 8}, "partition": {"partitioner": "natural", "column": "site"}},
-            8,
-        ),
+        ({"cluster": {"workers": 8}, "partition": {"partitioner": "natural", "column": "site"}}, 8),
     ],
 )
 def test_a_round_occupies_no_more_workers_than_it_has_clients(changes: dict[str, Any], workers: int) -> None:
@@ -79,14 +81,86 @@ def test_asynchronous_rounds_of_a_simulation_need_speeds() -> None:
     timed = config(federation=rounds, simulation={"speed": {}})
     timed.require_simulated()
     assert timed.build_round_settings().buffered == BufferedSettings(3)
-    with pytest.raises(FedspanError, match=r"Set simulation\.speed, or replay"):
+    with refused("federation.buffered"):
         config(federation=rounds).require_simulated()
 
 
-def test_a_rank_that_no_layer_has_room_for_is_refused_by_methods_of_low_rank() -> None:
-    spec = Spec((LayerSpec("wide", 4, 9), LayerSpec("tall", 9, 6)))
-    assert config(method={"name": "fedit", "r": 4}).build_method(spec).get_rank(None) == 4
-    with pytest.raises(FedspanError, match=r"5 is larger than a target layer: .*wide") as caught:
-        config(method={"name": "fedit", "r": 5}).build_method(spec)
-    assert caught.value.field == "method.r"
-    assert config(method={"name": "fedavg"}).build_method(spec).spec is spec
+def test_every_factor_belongs_to_a_method_of_the_registry() -> None:
+    assert set(FACTORS) <= set(METHODS)
+    assert set(FACTORS).isdisjoint({"fedit"})  # the method that the tasks' rates are those of
+
+
+@pytest.mark.parametrize("task", [task for task in TASKS if task != "trainer"])
+@pytest.mark.parametrize("method", METHODS)
+def test_every_task_and_method_has_defaults_that_a_config_accepts(task: str, method: str) -> None:
+    found = get_training_defaults(task, method)
+    assert found.lr == pytest.approx(get_training_defaults(task, "fedit").lr * FACTORS.get(method, 1.0))
+    assert bool(found.logit_adjustment) == ("logit_adjustment" in TASKS[task].loss_options)
+    training = {
+        "lr": found.lr,
+        "batch_size": found.batch_size,
+        "local_epochs": found.local_epochs,
+        "logit_adjustment": found.logit_adjustment,
+    }
+    federation = {"rounds": found.rounds, "early_stopping": found.early_stopping}
+    config = parse_config({"task": task, "data": {"train": "x.csv"}, "training": training, "federation": federation})
+    assert config.build_training_settings().optimizer.lr == found.lr
+
+
+def test_whole_weights_take_smaller_rates_and_single_factors_larger_ones() -> None:
+    rates = {method: get_training_defaults("sequence-classification", method).lr for method in METHODS}
+    assert rates["fedavg"] < rates["fedit"] < rates["ffa-lora"]
+    assert get_training_defaults("causal-lm", "fedit").lr < rates["fedit"]
+
+
+def test_logits_are_adjusted_for_classifiers_only() -> None:
+    values = {"task": "regression", "data": {"train": "x.csv"}, "training": {"logit_adjustment": 1.0}}
+    with refused("training.logit_adjustment"):
+        parse_config(values)
+    private = {"privacy": {"mechanism": "dp-sgd", "epsilon": 3.0}, "data": {"train": "x.csv"}}
+    with refused("training.logit_adjustment"):
+        parse_config({**private, "training": {"logit_adjustment": 1.0}})
+
+
+ENTRIES = {entry.key: entry for entry in list_datasets()}
+TEXTS = {key: entry for key, entry in ENTRIES.items() if entry.task != "image-classification"}
+EVERY_TEXT = pytest.mark.parametrize("entry", TEXTS.values(), ids=list(TEXTS))
+
+
+@EVERY_TEXT
+def test_a_run_takes_task_metric_and_answers_from_the_data_set(entry: DatasetEntry) -> None:
+    config = parse_config({"data": {"dataset": entry.key}})
+    assert config.task == entry.task
+    assert config.evaluation.metric == (None if entry.metric == "exact_match" else entry.metric)
+    assert config.evaluation.answer_pattern == entry.answer_pattern
+    assert config.evaluation.max_new_tokens == (entry.max_new_tokens or 64)
+    assert config.data.prompt == entry.prompt
+    text = yaml.safe_dump(config.model_dump(mode="json"))
+    again = parse_config(yaml.safe_load(text))
+    assert again == config
+    assert again.data.model_fields_set == config.data.model_fields_set
+
+
+def test_a_run_s_own_words_win_over_the_data_set_s() -> None:
+    evaluation = {"metric": "accuracy", "max_new_tokens": 7}
+    config = parse_config({"data": {"dataset": "cola"}, "evaluation": evaluation})
+    assert (config.evaluation.metric, config.evaluation.max_new_tokens) == ("accuracy", 7)
+    config = parse_config({"data": DataConfig(dataset="gsm8k", prompt="{question}"), "evaluation": {"metric": "loss"}})
+    assert (config.task, config.data.prompt, config.evaluation.metric) == ("causal-lm", "{question}", "loss")
+    assert parse_config({"data": DataConfig(dataset="gsm8k")}).data.prompt == "question"
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"task": "poetry", "data": {"dataset": "sst2"}}, "task"),
+        ({"task": ["regression"], "data": {"dataset": "banking77"}}, "task"),
+        ({"data": {"dataset": 3}}, "data.dataset"),
+        ({"data": {"max_examples": 3}}, "data.train"),
+        ({"data": {"dataset": "sst2"}, "evaluation": 3}, "evaluation"),
+        ({"data": {"dataset": "sst2"}, "evaluation": {"metric": "pearson"}}, "evaluation.metric"),
+    ],
+)
+def test_mistakes_of_a_run_are_named(values: dict[str, Any], field: str) -> None:
+    with refused(field):
+        parse_config(values)

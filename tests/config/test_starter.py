@@ -1,25 +1,110 @@
-"""A first config for any file: what is found in it, and that only its beginning is read."""
+"""A first config for any file: what is found in it, which columns it names, and that only its beginning is read."""
 
 from __future__ import annotations
 
+import csv
 import json
 import time
 import tracemalloc
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+import yaml
 from PIL import Image
 
+from fedspan.config import RunConfig, parse_config
+from fedspan.config.column_inference import InferredData
 from fedspan.config.starter import write_starter_config
+from fedspan.config.starter_template import get_default_model, render_config, suggest_target_modules
 from fedspan.data.loading import load
+from fedspan.errors import FedspanError
 from fedspan.planning.estimate import plan
 from fedspan.runs.setup import prepare
 from fedspan.tasks import registry
-from fedspan.tasks.registry import get_task
-from helpers.found_config import TEXTS, config_of, pictures, refused, sizes, table
+from fedspan.tasks.registry import TASKS, get_task
+
+
+def refused(field: str, words: str, path: Path, **options: Any) -> None:
+    with pytest.raises(FedspanError) as caught:
+        config_of(path, **options)
+    assert caught.value.field == field
+    assert words in str(caught.value)
+
+
+TEXTS = [f"a longer text number {number} about something" for number in range(60)]
+
+
+def table(path: Path, columns: Mapping[str, Sequence[object]], **style: Any) -> Path:
+    with path.open("w", newline="") as file:
+        rows = csv.writer(file, **style)
+        rows.writerow(columns)
+        rows.writerows(zip(*columns.values(), strict=True))
+    return path
+
+
+def config_of(path: Path, **options: Any) -> tuple[RunConfig, str]:
+    starter = write_starter_config(path, path.parent / "c.yaml", force=True, **options)
+    return starter.config, "\n".join(starter.findings)
+
+
+def sizes(config: RunConfig) -> dict[str, tuple[int, int, int]]:
+    prepared = prepare(config).partition
+    assert prepared is not None
+    return {part.id: (len(part.train), len(part.validation), len(part.test)) for part in prepared.clients}
+
+
+def pictures(folder: Path) -> Path:
+    folder.mkdir()
+    for number in range(12):
+        Image.new("RGB", (32, 32), (20 * number, 0, 0)).save(folder / f"{number}.png")
+    names = [f"{number}.png" for number in range(12)]
+    return table(folder / "train.csv", {"id": range(12), "file": names, "kind": ["cat", "dog"] * 6})
+
+
+AB = ["a", "b"] * 30
+
+
+@pytest.mark.parametrize(
+    ("field", "words", "columns", "options"),
+    [
+        ("--label", "the column of numbers: review, kind", {"review": TEXTS, "kind": AB}, {"task": "regression"}),
+        (
+            "--label",
+            "--task regression predicts numbers, such as those of n",
+            {"t": TEXTS, "n": [n / 70 for n in range(60)]},
+            {},
+        ),
+        ("--clients", "a number from 1", {"text": TEXTS, "label": AB}, {"clients": 0}),
+        (
+            "data.label",
+            "58 of 60 rows have no value in the column 'clinic' (--by)",
+            {"text": TEXTS, "label": AB, "clinic": ["x", "", "y", *[""] * 57]},
+            {"by": "clinic"},
+        ),
+    ],
+)
+def test_tables_without_a_config(
+    field: str, words: str, columns: dict[str, Any], options: dict[str, Any], tmp_path: Path
+) -> None:
+    refused(field, words, table(tmp_path / "t.csv", columns), **options)
+
+
+@pytest.mark.parametrize(
+    ("words", "columns"),
+    [
+        ("text 'premise' and 'hypothesis', label 'label'", {"premise": TEXTS, "hypothesis": TEXTS[::-1], "label": AB}),
+        ("columns that may be labels: size (--label)", {"note": TEXTS, "color": AB, "size": ["s", "m", "l"] * 20}),
+        ("1 client, so that it has examples to train on", {"text": TEXTS[:5], "label": AB[:5]}),
+    ],
+)
+def test_what_is_found_in_a_table(words: str, columns: dict[str, Any], tmp_path: Path) -> None:
+    assert words in config_of(table(tmp_path / "t.csv", columns))[1]
 
 
 @pytest.mark.parametrize("task", [None, "image-classification"])
@@ -58,9 +143,7 @@ def test_a_test_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("task", ["regression", "image-classification", "causal-lm"])
-def test_an_own_task_gets_what_a_built_in_one_with_its_properties_gets(
-    task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_own_task_gets_what_a_built_in_one_gets(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(registry._tasks, "own", replace(get_task(task), name="own"))
     columns = {"review": TEXTS, "kind": ["a", "b", "c"] * 20, "target": [number / 7 for number in range(60)]}
     if task == "causal-lm":
@@ -72,12 +155,6 @@ def test_an_own_task_gets_what_a_built_in_one_with_its_properties_gets(
     assert "which are labels here" not in found
 
 
-def test_no_clients(tmp_path: Path) -> None:
-    refused(
-        "--clients", "a number from 1", table(tmp_path / "t.csv", {"text": TEXTS, "label": ["a", "b"] * 30}), clients=0
-    )
-
-
 def test_chats_are_named_as_such(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     chats = [[{"role": "user", "content": text}, {"role": "assistant", "content": "yes"}] for text in TEXTS]
@@ -85,16 +162,6 @@ def test_chats_are_named_as_such(tmp_path: Path) -> None:
     _, found = config_of(path)
     assert "chats: messages" in found
     assert "True" not in found
-
-
-def test_rows_without_a_client_are_counted_where_the_rest_is_refused(tmp_path: Path) -> None:
-    columns = {"text": TEXTS, "label": ["a", "b"] * 30, "clinic": ["x", "", "y", *[""] * 57]}
-    refused(
-        "data.label",
-        "58 of 60 rows have no value in the column 'clinic' (--by)",
-        table(tmp_path / "t.csv", columns),
-        by="clinic",
-    )
 
 
 def test_a_messy_file(tmp_path: Path) -> None:
@@ -140,9 +207,7 @@ def test_a_large_file_is_read_at_its_beginning(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl", "json"])
-def test_large_files_of_other_kinds_are_read_at_their_beginning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
-) -> None:
+def test_other_large_files_are_read_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
     rows = pa.table({"text": TEXTS * 40, "label": ["a", "b"] * 1200})
     path = tmp_path / f"t.{suffix}"
     if suffix == "parquet":
@@ -195,11 +260,6 @@ def test_a_file_whose_rows_all_differ_from_the_header(tmp_path: Path) -> None:
     path.write_text("text,label\n" + "".join(f"{number},{text},a\n" for number, text in enumerate(TEXTS)))
     refused("DATA", "Expected 2 columns, got 3", path)
     refused("DATA", "data.delimiter or data.quoting or data.columns (the names of all columns)", path)
-
-
-def test_one_client_is_in_the_singular(tmp_path: Path) -> None:
-    _, found = config_of(table(tmp_path / "t.csv", {"text": TEXTS[:5], "label": ["a", "b", "a", "b", "a"]}))
-    assert "1 client, so that it has examples to train on, to validate and to test (--clients)" in found
 
 
 def test_a_client_column_with_blanks_is_not_used_unless_requested(tmp_path: Path) -> None:
@@ -286,3 +346,188 @@ def test_images_that_are_missing_or_damaged(tmp_path: Path) -> None:
     for image in (tmp_path / "p").glob("*.png"):
         image.unlink()
     refused("data.image", "0.png', and there is no such file", path, model="builtin:resnet-8")
+
+
+@pytest.mark.parametrize("name", ["score", "how_good", "Rating"])
+@pytest.mark.parametrize("fraction", [1, 7])
+def test_regression_finds_its_numbers(tmp_path: Path, name: str, fraction: int) -> None:
+    numbers = [number / fraction for number in range(60)]
+    columns = {"id": range(60), "review": TEXTS, "kind": ["a", "b", "c"] * 20, name: numbers}
+    config, _ = config_of(table(tmp_path / "t.csv", columns), task="regression")
+    assert (config.task, config.data.text, config.data.label) == ("regression", "review", name)
+
+
+def test_regression_finds_decimals(tmp_path: Path) -> None:
+    amounts = pa.array([Decimal(number) / 8 for number in range(60)], pa.decimal128(9, 3))
+    pyarrow.parquet.write_table(pa.table({"review": TEXTS, "amount": amounts}), tmp_path / "t.parquet")
+    config, _ = config_of(tmp_path / "t.parquet", task="regression")
+    assert config.data.label == "amount"
+    targets = load(config.data, task=config.task_columns).train["target"][:]
+    assert {float(target) for target in targets} < {number / 8 for number in range(60)}
+
+
+def test_a_requested_column_makes_the_first_line_a_header(tmp_path: Path) -> None:
+    path = table(tmp_path / "train.csv", {"words": TEXTS, "spam": ["ham", "spam"] * 30})
+    config, found = config_of(path, text="words", label="spam")
+    assert (config.data.text, config.data.label, config.data.header) == ("words", "spam", None)
+    assert "60 examples" in found
+
+
+@pytest.mark.parametrize("names", [("question1", "question2"), ("title_a", "title_b")])
+def test_pairs_of_numbered_columns(tmp_path: Path, names: tuple[str, str]) -> None:
+    path = table(tmp_path / "t.csv", {names[0]: TEXTS, names[1]: TEXTS, "same": ["no", "yes"] * 30})
+    config, found = config_of(path)
+    assert (config.data.text, config.data.text_pair, config.data.label) == (*names, "same")
+    assert f"text {names[0]!r} and {names[1]!r}" in found
+    alone, _ = config_of(path, text=names[1])
+    assert (alone.data.text, alone.data.text_pair) == (names[1], None)
+
+
+def test_scores_by_number_are_no_pair(tmp_path: Path) -> None:
+    path = table(tmp_path / "t.csv", {"v1": range(60), "v2": range(60), "text": TEXTS, "label": ["a", "b"] * 30})
+    assert config_of(path)[0].data.text_pair is None
+
+
+def test_other_labels_of_images_are_named(tmp_path: Path) -> None:
+    path = pictures(tmp_path / "p")
+    rows = path.read_text().splitlines()
+    path.write_text("\n".join([rows[0] + ",camera", *(f"{row},c{at % 3}" for at, row in enumerate(rows[1:]))]) + "\n")
+    _, found = config_of(path, model="builtin:resnet-8", clients=2)
+    assert "other columns that may be labels: camera (--label)" in found
+
+
+def test_names_with_more_in_them_and_columns_that_are_no_labels(tmp_path: Path) -> None:
+    columns = {
+        "Patient": [f"p{number // 6}" for number in range(60)],
+        "Review text": TEXTS,
+        "Stars (0-10)": [number / 7 for number in range(60)],
+    }
+    config, _ = config_of(table(tmp_path / "t.csv", columns))
+    assert (config.task, config.data.label) == ("regression", "Stars (0-10)")
+    rows = [
+        {"p": {"body": text, "meta": {"tag": ["ab"[at % 2]], "site": f"s{at % 4}"}}} for at, text in enumerate(TEXTS)
+    ]
+    path = tmp_path / "t.json"
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-16")
+    config, _ = config_of(path)
+    assert (config.data.text, config.data.label, config.partition.column) == ("p.body", "p.meta.tag", "p.meta.site")
+
+
+def test_lists_of_texts_are_a_text(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    rows = [{"sentences": text.split(), "label": "ab"[number % 2]} for number, text in enumerate(TEXTS)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    config, _ = config_of(path, task="sequence-classification")
+    assert (config.data.text, config.data.label) == ("sentences", "label")
+
+
+def test_lists_of_one_text_are_a_text_and_other_lists_are_named(tmp_path: Path) -> None:
+    path, shops = tmp_path / "t.parquet", [f"the shop number {number % 4} in the street" for number in range(60)]
+    columns: dict[str, list[Any]] = {
+        "t": [[f"text {number}"] for number in range(60)],
+        "l": ["a", "b"] * 30,
+        "s": shops,
+    }
+    pyarrow.parquet.write_table(pa.table(columns), path)
+    config, found = config_of(path)
+    assert (config.data.text, config.data.label) == ("s", "l")
+    assert "columns of lists that are not used: t (--text joins lists of texts)" in found
+    assert "examples are distinct: check that s is the right column" in found
+    columns["t"] = [[text] for text in TEXTS]
+    pyarrow.parquet.write_table(pa.table(columns), path)
+    config, found = config_of(path)
+    assert (config.data.text, config.data.label) == ("t", "l")
+    assert "not used" not in found
+
+
+def test_labels_that_are_combined_are_reported(tmp_path: Path) -> None:
+    kinds = ["billing", "tech", "billing|tech", "other", "billing|other", "tech|other"]
+    path = table(tmp_path / "t.csv", {"text": TEXTS, "label": kinds * 10})
+    advice = "--task multi-label-classification --label label"
+    config, found = config_of(path)
+    assert config.task == "sequence-classification"
+    assert f"Values of 'label' contain '|'; for several labels an example: {advice}." in found
+    places = ["Bonn, west", "Ulm, south", "Kiel, north"] * 20
+    _, found = config_of(table(tmp_path / "t.csv", {"text": TEXTS, "label": places}))
+    assert "several labels" not in found
+    rare = [*kinds[:5], *["billing"] * 40, *["tech"] * 15]  # a tenth of them or less is combined
+    _, found = config_of(table(tmp_path / "t.csv", {"text": TEXTS, "label": rare}))
+    assert "several labels" not in found
+
+
+def test_requested_labels_of_a_short_file_may_be_many(tmp_path: Path) -> None:
+    kinds = ["billing", "tech", "billing|tech", "other", "billing|other", "tech|other"]
+    path = table(tmp_path / "t.csv", {"text": TEXTS[:6], "label": kinds})
+    config, _ = config_of(path, task="multi-label-classification", label="label", options={"test_fraction": 0})
+    assert (config.task, config.data.label) == ("multi-label-classification", "label")
+
+
+def test_whole_numbers_that_may_be_predicted(tmp_path: Path) -> None:
+    advice = "different numbers, which are labels here; --task regression predicts numbers"
+    columns = {"title": TEXTS, "price": [3 * number + 1 for number in range(60)]}
+    refused("data.train", f"The column price has 60 {advice}", table(tmp_path / "t.csv", columns))
+    columns = {"title": TEXTS * 4, "price": [7 * (number % 30) for number in range(240)]}
+    _, found = config_of(table(tmp_path / "t.csv", columns))
+    assert f"The column price has 30 {advice}" in found
+    columns["price"] = [number % 30 for number in range(240)]  # the numbers of 30 classes
+    _, found = config_of(table(tmp_path / "t.csv", columns))
+    assert advice not in found
+
+
+def test_decimal_commas_are_numbers(tmp_path: Path) -> None:
+    columns = {"review": TEXTS, "score": [f"{number / 7:.2f}".replace(".", ",") for number in range(60)]}
+    config, _ = config_of(table(tmp_path / "t.csv", columns, delimiter=";"))
+    assert (config.task, config.data.label) == ("regression", "score")
+    loaded = load(config.data, task=config.task_columns)
+    numbers = [*loaded.train["target"], *loaded.test["target"]]
+    assert sorted(numbers) == [round(number / 7, 2) for number in range(60)]
+
+
+def rendered(task: str = "sequence-classification", by: str | None = None, **changes: Any) -> dict[str, Any]:
+    options = {"model": "a/model", "targets": None, "method": "fedit", "is_small": False, **changes}
+    data = {"train": "notes: of #1.csv", "text": "té xt"}
+    text = render_config(InferredData(task, data, by, ()), data, 7, **options)
+    values = yaml.safe_load(text)
+    parse_config(values)
+    assert values["data"] == data
+    return values
+
+
+def test_rows_are_drawn_or_assigned_by_a_column() -> None:
+    assert rendered()["partition"] == {"partitioner": "iid", "clients": 7, "validation": 0.1, "test": 0.1}
+    by = rendered(by="site: a #1")["partition"]
+    assert by == {"partitioner": "natural", "column": "site: a #1", "validation": 0.1, "test": 0.1}
+    assert rendered(is_small=True)["partition"]["validation"] == 0.2
+
+
+def test_the_model_its_layers_and_the_method_are_those_requested() -> None:
+    values = rendered(model="no", targets="[query, value]", method="fedavg")
+    assert values["model"] == {"name": "no", "target_modules": ["query", "value"]}
+    assert values["method"]["name"] == "fedavg"
+    assert rendered()["model"] == {"name": "a/model"}
+    assert rendered(model="builtin:all-minilm-l6-v2")["model"]["layers_to_transform"] == [4, 5]
+
+
+@pytest.mark.parametrize("task", ["sequence-classification", "causal-lm", "regression"])
+def test_logits_are_adjusted_where_the_task_can(task: str) -> None:
+    adjusted = "logit_adjustment" in rendered(task)["training"]
+    assert adjusted is ("logit_adjustment" in TASKS[task].loss_options)
+
+
+def test_a_task_without_a_model_to_suggest_asks_for_one() -> None:
+    assert get_default_model("sequence-classification") == TASKS["sequence-classification"].default_model
+    without = [name for name, task in TASKS.items() if task.default_model is None]
+    for name in without:
+        with pytest.raises(FedspanError, match=f"{name} has no default model"):
+            get_default_model(name)
+    assert without
+
+
+def test_layers_are_suggested_where_peft_has_no_default(tmp_path: Path) -> None:
+    task = "image-classification"
+    assert suggest_target_modules(task, None) == get_default_model(task)[1]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mobilenet_v2"}))
+    assert "1x1" in str(suggest_target_modules(task, str(tmp_path)))
+    (tmp_path / "config.json").write_text("{")
+    assert suggest_target_modules(task, str(tmp_path)) is None  # plan and run say why it cannot be read
+    assert suggest_target_modules(task, str(tmp_path / "missing")) is None

@@ -1,9 +1,22 @@
-"""Turns of a job's groups."""
+"""Shapes, turns of groups, recent values, selected entries, keyed draws, and what methods may claim."""
 
 from __future__ import annotations
 
-import pytest
+import itertools
+import pickle
 
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedspan.core.factors import cut_slots, get_alternating_factor, list_alternating_factors
+from fedspan.core.method import Claims
+from fedspan.core.projectors import draw_projector, draw_random_projector
+from fedspan.core.recent import MessageTensors, RecentValues
+from fedspan.core.sparse import count_entries, draw_entries, scatter_entries
+from fedspan.core.spec import LayerSpec, Spec
+from fedspan.core.tensors import Tensors, create_generator
 from fedspan.core.values import Group
 from fedspan.errors import FedspanError
 
@@ -21,3 +34,160 @@ def test_a_group_is_active_in_its_turn(turns: int, turn: int, active: list[int])
 def test_a_group_that_would_never_train_is_refused(turns: int, turn: int) -> None:
     with pytest.raises(FedspanError, match="the group would never train"):
         Group(("a",), turns=turns, turn=turn)
+
+
+def test_claims_with_a_second_exchange_must_sum() -> None:
+    with pytest.raises(FedspanError, match="combines sums"):
+        Claims(paper="none", exact=False, reduction="stack", second_exchange=True)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "rectangle"),
+    [
+        (LayerSpec("linear", 12, 8), (12, 8), (12, 8)),
+        (LayerSpec("convolution", 8, 4 * 3 * 3, (3, 3)), (8, 36), (24, 12)),
+        (LayerSpec("convolution", 8, 4 * 5 * 2, (5, 2)), (8, 40), (40, 8)),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_a_convolution_is_also_a_more_nearly_square_matrix(
+    layer: LayerSpec, shape: tuple[int, int], rectangle: tuple[int, int]
+) -> None:
+    assert layer.shape == shape
+    assert layer.rectangle == rectangle
+
+
+def test_equal_specs_hash_alike() -> None:
+    one, other = (Spec((LayerSpec("linear", 12, 8),), {"head": (3, 12), "bias": (3,)}, clients=3) for _ in range(2))
+    assert one == other
+    assert hash(one) == hash(other)
+    assert one != Spec((LayerSpec("linear", 12, 8),), {"head": (4, 12), "bias": (3,)}, clients=3)
+
+
+def test_the_least_recently_used_values_are_dropped_and_the_last_one_stays() -> None:
+    computed = list[str]()
+
+    def get(values: RecentValues[str], key: str, size: int = 4) -> str:
+        def compute() -> tuple[str, int]:
+            computed.append(key)
+            return key.upper(), size
+
+        return values.get_or_compute(key, compute)
+
+    values = RecentValues[str](max_bytes=8)
+    assert [get(values, key) for key in "ababcab"] == list("ABABCAB")
+    assert "".join(computed) == "abcab"
+    computed.clear()
+    get(values, "d", size=100)
+    get(values, "d")
+    assert computed == ["d"]
+    values.clear()
+    get(values, "a")
+    get(values, "b")
+    get(values, "a")
+    assert computed == ["d", "a", "b"]
+
+
+def test_tensors_are_shared_within_a_round_and_only_for_the_same_sources() -> None:
+    shared, sources = MessageTensors(), {"x": torch.ones(2)}
+
+    def double() -> Tensors:
+        return {"x": 2 * sources["x"]}
+
+    first = shared.get_or_compute(0, sources, "key", double)
+    assert shared.get_or_compute(0, dict(sources), "key", double)["x"] is first["x"]
+    assert shared.get_or_compute(0, sources, "other", double)["x"] is not first["x"]
+    assert shared.get_or_compute(0, {"x": torch.ones(2)}, "key", double)["x"] is not first["x"]
+    assert shared.get_or_compute(1, sources, "key", double)["x"] is not first["x"]
+
+
+def test_a_copy_in_another_process_starts_empty() -> None:
+    shared, sources = MessageTensors(), {"x": torch.ones(1000)}
+    shared.get_or_compute(0, sources, "key", lambda: dict(sources))
+    assert len(pickle.dumps(shared)) < 200
+    assert isinstance(pickle.loads(pickle.dumps(shared)), MessageTensors)
+
+
+@given(
+    rows=st.integers(1, 30), columns=st.integers(1, 30), density=st.floats(1e-6, 1.0), seed=st.integers(0, 2**63 - 1)
+)
+@settings(max_examples=100, deadline=None)
+def test_a_mask_has_the_density_asked_for_and_follows_from_the_seed(
+    rows: int, columns: int, density: float, seed: int
+) -> None:
+    entries = draw_entries((rows, columns), density, seed, "one")
+    assert len(set(entries.tolist())) == len(entries) == count_entries((rows, columns), density)
+    assert abs(len(entries) - max(1.0, density * rows * columns)) <= 0.5
+    assert 0 <= int(entries.min()) <= int(entries.max()) < rows * columns
+    assert torch.equal(entries, draw_entries((rows, columns), density, seed, "one"))
+    dense = scatter_entries(torch.ones(len(entries)), entries, (rows, columns))
+    assert dense.sum() == len(entries)
+    assert all(dense[index // columns, index % columns] == 1 for index in entries.tolist())
+
+
+def test_masks_are_uniform_and_differ_by_layer_and_seed() -> None:
+    drawn = torch.stack(
+        [scatter_entries(torch.ones(10), draw_entries((5, 8), 0.25, seed, "a"), (5, 8)) for seed in range(800)]
+    )
+    # Of each of 40 entries 800 draws with probability 1/4: a standard deviation of 12.2.
+    assert ((drawn.sum(0) - 200).abs() < 5 * 12.3).all()
+    assert not torch.equal(draw_entries((5, 8), 0.25, 0, "a"), draw_entries((5, 8), 0.25, 0, "b"))
+
+
+def draw(*key: int | str) -> tuple[float, ...]:
+    seed, purpose, *rest = key
+    return tuple(torch.rand(4, generator=create_generator(int(seed), str(purpose), *rest)).tolist())
+
+
+def test_every_part_of_a_key_counts() -> None:
+    """Neighboring seeds, rounds and layers, and parts that read alike when written together."""
+    keys = [(0, "A"), (1, "A"), (0, "B"), (0, "A", 1), (0, "A", 2), (0, "A", 1, 2), (0, "A", 12), (0, "A", "l1", 2)]
+    assert all(draw(*one) != draw(*other) for one, other in itertools.combinations(keys, 2))
+    assert draw(*keys[0]) == draw(*keys[0])
+
+
+def test_no_global_state_is_read_or_moved() -> None:
+    before = torch.get_rng_state()
+    first = draw(3, "A", "layer"), draw_random_projector((9, 4), 2, "right", create_generator(3, "projector"))
+    assert torch.equal(torch.get_rng_state(), before)
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        assert draw(3, "A", "layer") == first[0]
+
+
+def test_they_are_made_on_the_cpu_in_float64_wherever_the_model_is() -> None:
+    """CPU and CUDA generators differ; a QR in float64 with fixed signs rounds to the same float32 nearly everywhere."""
+    made = draw_projector("layer", (9, 4), 2, "right", 7)
+    assert made.device.type == create_generator(7, "x").device.type == "cpu"
+    assert made.dtype == torch.float32
+    double = torch.randn((4, 2), generator=create_generator(7, "projector", "layer"), dtype=torch.float64)
+    Q, R = torch.linalg.qr(double)
+    assert torch.equal(made, (Q * R.diagonal().sign()).T.float())
+    triangle = made.double() @ double  # Q^T of what was drawn: the signs are those of a positive diagonal
+    assert (triangle.diagonal() > 0).all()
+
+
+@given(st.integers(0, 30), st.one_of(st.none(), st.integers(0, 30)))
+def test_a_client_is_sent_what_changed_since_it_was_here(round: int, held: int | None) -> None:
+    """Against a history of factors, each named after the round that made it."""
+    held = None if held is None else min(held, round)
+    state, history = {"A": "initial", "B": "initial"}, [{"A": "initial", "B": "initial"}]
+    for number in range(round):
+        state = {**state, get_alternating_factor(number): f"of round {number}"}
+        history.append(state)
+    known = history[held or 0]
+    assert set(list_alternating_factors(round, held)) == {slot for slot in "AB" if known[slot] != history[round][slot]}
+
+
+def test_B_comes_first() -> None:
+    assert [get_alternating_factor(number) for number in range(4)] == ["B", "A", "B", "A"]
+
+
+def test_cut_slots_copies_the_first_slots() -> None:
+    tensors = {"one/A": torch.arange(6.0).reshape(3, 2), "one/B": torch.arange(12.0).reshape(4, 3)}
+    cut = cut_slots(tensors, 2)
+    assert cut["one/A"].tolist() == [[0, 1], [2, 3]]
+    assert cut["one/B"].tolist() == [[0, 1], [3, 4], [6, 7], [9, 10]]
+    assert all(
+        value.is_contiguous() and value.untyped_storage().nbytes() == 4 * value.numel() for value in cut.values()
+    )

@@ -15,6 +15,8 @@ import datasets
 import pandas as pd
 import pytest
 import yaml
+from hypothesis import example, given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 import fedspan
@@ -31,6 +33,8 @@ from fedspan.data.templates import parse_template
 from fedspan.errors import FedspanError
 from fedspan.tasks.metrics import METRICS
 from fedspan.tasks.registry import TASKS, get_task
+from helpers.fuzzing import answered, fuzz
+from helpers.written_data import config_for, written
 
 Refused = Callable[..., FedspanError]
 ENTRIES = {entry.key: entry for entry in list_datasets()}
@@ -39,7 +43,7 @@ EVERY = pytest.mark.parametrize("entry", ENTRIES.values(), ids=list(ENTRIES))
 EVERY_TEXT = pytest.mark.parametrize("entry", TEXTS.values(), ids=list(TEXTS))
 
 
-def config_for(dataset: str, **options: object) -> DataConfig:
+def dataset_config(dataset: str, **options: object) -> DataConfig:
     return DataConfig.model_validate({"dataset": dataset, **{key: str(value) for key, value in options.items()}})
 
 
@@ -163,7 +167,7 @@ def test_original_files_load(entry: DatasetEntry, tmp_path: Path) -> None:
         if name is not None:
             rows = rows_of(entry, columns, 12 if part == "train" else 6)
             options[part] = write(tmp_path / name, rows, header=files.header, quotes=files.quoting == "double")
-    data = loaded(entry, config_for(entry.key, **options))
+    data = loaded(entry, dataset_config(entry.key, **options))
     assert data.test is not None
     assert (len(data.train), len(data.test)) == ((12, 6) if files.test else (10, 2))
     if "text" in columns:
@@ -180,7 +184,7 @@ def test_local_copies_of_the_hub_s_columns_load(entry: DatasetEntry, suffix: str
     rows = rows_of(entry, entry.columns.model_dump(exclude_none=True))
     quotes = bool(entry.files and entry.files.quoting)
     train = write(tmp_path / f"copy.{suffix}", rows, quotes=quotes)
-    data = loaded(entry, config_for(entry.key, train=train))
+    data = loaded(entry, dataset_config(entry.key, train=train))
     assert len(data.train) + len(data.test or ()) == 12
 
 
@@ -194,7 +198,7 @@ def test_from_the_hub_the_right_part_is_asked_for(key: str, monkeypatch: pytest.
         return datasets.Dataset.from_list(rows_of(entry, entry.columns.model_dump(exclude_none=True)))
 
     monkeypatch.setattr(datasets, "load_dataset", answer)
-    data = loaded(entry, config_for(key))
+    data = loaded(entry, dataset_config(key))
     assert data.test is not None
     assert entry.hub is not None
     if key in CORPORA:
@@ -207,14 +211,14 @@ def test_from_the_hub_the_right_part_is_asked_for(key: str, monkeypatch: pytest.
 def test_what_the_user_says_wins(tmp_path: Path) -> None:
     rows = [{"sentence": f"s {row}", "review": f"r {row}", "mood": "ab"[row % 2], "label": "c"} for row in range(4)]
     train = write(tmp_path / "train.csv", rows)
-    data = load(config_for("sst2", train=train, text="review", label="mood"))
+    data = load(dataset_config("sst2", train=train, text="review", label="mood"))
     assert set(data.train["text"]) < {"r 0", "r 1", "r 2", "r 3"}
     assert data.labels == ("a", "b")
     config = DataConfig.model_validate({"dataset": "mnli", "test_split": "validation_mismatched", "text_pair": None})
     assert fill_data_defaults(config).test_split == "validation_mismatched"
     assert fill_data_defaults(config).text_pair is None
     assert fill_data_defaults(fill_data_defaults(config)) == fill_data_defaults(config)
-    mirror = fill_data_defaults(config_for("mrpc", train="someone/mrpc"))
+    mirror = fill_data_defaults(dataset_config("mrpc", train="someone/mrpc"))
     assert (mirror.train, mirror.hub_config, mirror.text_pair) == ("someone/mrpc", None, "sentence2")
 
 
@@ -224,13 +228,13 @@ def test_f1_is_of_the_class_that_the_benchmark_means(monkeypatch: pytest.MonkeyP
     rows = {"sentence1": ["a", "b"], "sentence2": ["c", "d"], "label": [0, 1]}
     dataset = datasets.Dataset.from_dict(rows, features=datasets.Features({**features, "label": names}))
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: dataset)
-    assert load(config_for("mrpc")).labels == ("not_equivalent", "equivalent")
+    assert load(dataset_config("mrpc")).labels == ("not_equivalent", "equivalent")
 
 
 def test_incomplete_rows_are_dropped_where_it_is_known_that_there_are_some(tmp_path: Path, refused: Refused) -> None:
     rows = [{"instruction": f"i {row}", "input": "", "output": "" if row == 1 else "o"} for row in range(6)]
     train = write(tmp_path / "alpaca.json", rows)
-    data = load(config_for("alpaca", train=train), task=get_task("causal-lm").columns)
+    data = load(dataset_config("alpaca", train=train), task=get_task("causal-lm").columns)
     assert (len(data.train) + len(data.test or ()), data.dropped) == (5, 1)
     strict = DataConfig.model_validate({"dataset": "alpaca", "train": str(train), "invalid": "error"})
     with pytest.raises(FedspanError, match="row 2 of"):
@@ -255,11 +259,11 @@ def test_mistakes_are_named(refused: Refused, tmp_path: Path) -> None:
         DataConfig(dataset="sst")
     with pytest.raises(ValidationError, match=r"a file or a hub id, or data\.dataset"):
         DataConfig()
-    refused("data.train", None, ["not on the hub", "boolq/train.json"], load, config_for("boolq"), "data")
-    clash = config_for("banking77", train="someone/banking", text="label")
+    refused("data.train", None, ["not on the hub", "boolq/train.json"], load, dataset_config("boolq"), "data")
+    clash = dataset_config("banking77", train="someone/banking", text="label")
     refused("data.dataset", "banking77", ["do not fit it: 'label' is also the column of text"], load, clash)
     odd = write(tmp_path / "odd.csv", [{"one": "a", "two": "b"}])
-    refused("data.text", "sentence", ["no column named"], load, config_for("sst2", train=odd))
+    refused("data.text", "sentence", ["no column named"], load, dataset_config("sst2", train=odd))
 
 
 @EVERY
@@ -320,7 +324,7 @@ def test_published_files_load(
 ) -> None:
     entry = ENTRIES[key]
     options = {"train": real_data / train} | ({"test": real_data / test} if test else {})
-    data = loaded(entry, config_for(key, **options))
+    data = loaded(entry, dataset_config(key, **options))
     held = len(data.test or ())
     if tests is not None:
         assert held == tests == entry.rows.test
@@ -331,3 +335,39 @@ def test_published_files_load(
     if entry.answer_pattern is not None:
         found = [re.search(entry.answer_pattern, answer) for answer in data.train["answer"]]
         assert all(found)
+
+
+def test_a_config_without_a_data_set_is_left_alone() -> None:
+    config = DataConfig(train="x.csv", text="body")
+    assert fill_data_defaults(config) is config
+
+
+def test_the_built_in_corpus_is_named_and_has_a_test_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedspan.data.builtin.files", lambda package: tmp_path)
+    folder = tmp_path / "corpus" / CORPORA["patient-messages"].folder
+    folder.mkdir(parents=True)
+    for split in ("train", "test"):
+        written(folder, f"{split}.csv", f"text,label\n{split} one,a\n{split} two,b\n")
+    data = load(config_for("builtin:patient-messages"))
+    assert data.train["text"][0] == "train one"
+    assert data.test is not None
+    assert data.test["text"][0] == "test one"
+
+
+@pytest.mark.parametrize("name", CORPORA)
+def test_the_corpora_that_come_with_the_package_are_whole(name: str) -> None:
+    data = load(config_for(f"builtin:{name}"))
+    assert len(data.labels) == 20
+    assert data.test is not None
+    assert set(data.train["label"]) == set(data.test["label"]) == set(range(len(data.labels)))
+
+
+@fuzz(50)
+@given(st.text(st.sampled_from("{}[]ab.!:0 \n"), max_size=12) | st.text(max_size=9))
+@example("{a[0].b}")
+@example("{a!r:{b}}")
+def test_prompts(prompt: str) -> None:
+    def render() -> str:
+        return parse_template(prompt, "data.prompt").render({"a": "x{", "b": None})
+
+    answered(render)

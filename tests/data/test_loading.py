@@ -1,16 +1,25 @@
-"""Loading data: labels, splits and caps, and what of other files is seen."""
+"""Loading data: labels, splits, caps, objects of Python, rows that cannot be used, and every mistake of a user."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
+import pandas as pd
+import pyarrow as pa
 import pytest
 from PIL import Image
+from pydantic import BaseModel, ValidationError
 
+from fedspan.data import DataConfig, PartitionConfig
+from fedspan.data.files import IN_MEMORY
 from fedspan.data.loading import load
+from fedspan.data.objects import read_objects
+from fedspan.errors import FedspanError
 from fedspan.tasks.registry import get_task
 from helpers.written_data import config_for, written
 
@@ -93,25 +102,6 @@ def test_labels_can_be_chosen(tmp_path: Path) -> None:
     assert data.train["label"][:] == [2, 1, 0, 1]
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "train", "test_labels"),
-    [
-        ("banking77/train.csv", {"label": "category", "test": "banking77/test.csv"}, 10003, 77),
-        ("glue/CoLA/train.tsv", {"columns": ["source", "label", "mark", "text"], "test": "glue/CoLA/dev.tsv"}, 8551, 2),
-        ("glue/SST-2/train.tsv", {"text": "sentence", "test": "glue/SST-2/dev.tsv"}, 67349, 2),
-        ("glue/MRPC/train.tsv", {"text": "#1 String", "text_pair": "#2 String", "label": "Quality"}, 2934, 2),
-        ("blitzer_sentiment/books/train.tsv", {"text": "sentence", "quoting": "double", "test_fraction": 0}, 1700, 2),
-    ],
-)
-def test_published_files_are_read_whole(
-    real_data: Path, name: str, options: dict[str, object], train: int, test_labels: int
-) -> None:
-    if "test" in options:
-        options = {**options, "test": str(real_data / str(options["test"]))}
-    data = load(config_for(real_data / name, **options))
-    assert (len(data.train), len(data.labels)) == (train, test_labels)
-
-
 def test_images_are_seen_from_the_file_that_names_them(tmp_path: Path) -> None:
     for site, shade in (("a", 10), ("b", 200)):
         (tmp_path / site).mkdir()
@@ -120,3 +110,354 @@ def test_images_are_seen_from_the_file_that_names_them(tmp_path: Path) -> None:
     where = config_for(tmp_path / "{site}" / "train.csv", test_fraction=0)
     images = load(where, task=get_task("image-classification").columns).train["image"]
     assert [np.asarray(image).max() for image in images] == [10, 10, 200, 200]
+
+
+Refused = Callable[..., FedspanError]
+GOOD = "text,label\none,a\ntwo,b\nthree,a\n"
+
+
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are named relative to the folder, so that an error's value is short and known."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.csv").write_text(GOOD)
+
+
+def config(train: str, content: str | bytes | None = None, **options: object) -> DataConfig:
+    if content is not None:
+        Path(train).write_bytes(content.encode(errors="surrogateescape") if isinstance(content, str) else content)
+    return DataConfig.model_validate({"train": train, **options})
+
+
+def test_a_missing_file_is_named_with_its_neighbors(refused: Refused) -> None:
+    refused("my.test", "tset.csv", ["train.csv"], load, config("train.csv", test="tset.csv"), "my")
+    Path("empty").mkdir()
+    refused("data.train", "empty/train", ["holds no csv"], load, config("empty/train"))
+    refused("data.train", "empty", ["empty holds no csv"], load, config("empty"))
+
+
+@pytest.mark.parametrize("name", ["t.csv", "t.tsv", "t.jsonl", "t.json", "t.parquet"])
+def test_an_empty_file_is_refused(refused: Refused, name: str) -> None:
+    refused("data.train", name, ["holds no examples" if name == "t.jsonl" else "is empty"], load, config(name, ""))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("t.csv", "text,label\none,a,x\n", ["Row #2", "got 3"]),
+        ("t.csv", "text,label\none,a\ntwo\n", ["data.invalid: skip", "data.delimiter", "data.quoting"]),
+        ("t.csv", "text,label\n" + "één,a\n" * 9 + "tw\udcff,b\n", ["line 11 is not in utf-8", "data.encoding"]),
+        ("t.json", '{"a": [{"text": "one"}], "b": [{"text": "two"}]}', ["list of objects"]),
+        ("t.json", '[{"text": "one", "label": "a"}', ["cannot be read as json"]),
+    ],
+)
+def test_a_malformed_file_is_refused_with_the_place(
+    refused: Refused, name: str, content: str | bytes, words: list[str]
+) -> None:
+    refused("data.train", name, words, load, config(name, content))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("t.csv", 'text,label\n"one\nand a half",a\n"",b\n', ["text in column 'text'", "row 3 of t.csv"]),
+        ("t.jsonl", '{"text": "one", "label": 1}\n{"text": null, "label": 1}', ["text", "row 2 of t.jsonl"]),
+        ("t.jsonl", '{"text": "one", "label": 1}\n{"text": "two"}', ["label", "row 2 of t.jsonl"]),
+        ("t.jsonl", '{"text": null, "label": 1}', ["text", "row 1 of t.jsonl"]),
+        ("t.jsonl", '{"text": "one", "label": NaN}', ["label", "row 1 of t.jsonl"]),
+    ],
+)
+def test_a_row_without_text_or_label_is_refused(refused: Refused, name: str, content: str, words: list[str]) -> None:
+    refused("data.train", name, words, load, config(name, content))
+
+
+def test_labels_that_do_not_fit_are_refused(refused: Refused) -> None:
+    Path("test.csv").write_text("text,label\none,z\n")
+    chosen = config("train.csv", test="test.csv", labels=["a", "b"], keep_only=True)
+    refused("data.test", "test.csv", ["has one of the labels a, b"], load, chosen)
+
+
+@pytest.mark.parametrize(
+    ("error", "field", "value", "words"),
+    [
+        (ConnectionError("Couldn't reach 'o/n'\non the Hub"), "data.train", "o/n", ["local file", "Couldn't reach"]),
+        (RuntimeError(), "data.train", "o/n", ["local file", "RuntimeError"]),
+        (ValueError("Unknown split \"train\". Should be one of ['all']."), "data.train_split", "train", ["'all'"]),
+        (ValueError("BuilderConfig 'c' not found. Available: ['sst2']"), "data.hub_config", "c", ["sst2"]),
+        (ValueError("Config name is missing. Please pick one"), "data.hub_config", "c", ["pick one"]),
+    ],
+)
+def test_a_hub_data_set_that_cannot_be_had(
+    refused: Refused, monkeypatch: pytest.MonkeyPatch, error: Exception, field: str, value: str, words: list[str]
+) -> None:
+    def load_dataset(*args: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    refused(field, value, words, load, config("o/n", hub_config="c"))
+
+
+def test_hub_rows_without_labels_are_refused(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "yes"])})
+    secret = datasets.Dataset.from_dict({"text": ["one"], "label": [-1]}, features=features)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **options: secret)
+    refused("data.train", "o/n (train)", ["label", "row 1 of o/n (train)"], load, config("o/n"))
+
+
+def test_a_path_in_a_folder_that_exists_is_not_sought_on_the_hub(refused: Refused) -> None:
+    Path("mine").mkdir()
+    Path("mine/train.csv").write_text(GOOD)
+    refused("data.train", "mine/train", ["there is no file", "'train.csv'"], load, config("mine/train"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"text": "a", "label": "a"}, "'a' is also the column of text"),
+        ({"text": "a", "text_pair": "a"}, "'a' is also the column of text"),
+        ({"labels": ["x", "y"], "first_labels": 2}, "labels already selects the labels"),
+        ({"keep_only": True}, "set `data.labels` to the labels to keep"),
+        ({"labels": ["x", "y", "x"]}, "each name once; repeated: x"),
+        ({"columns": ["x", "x"]}, "each name once; repeated: x"),
+        ({"test_fraction": 1.0}, "less than 1"),
+        ({"train": ""}, "at least 1 character"),
+    ],
+)
+def test_data_settings_that_contradict_each_other_are_refused(settings: dict[str, object], words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        DataConfig.model_validate({"train": "x.csv", **settings})
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"partitioner": "natural"}, "natural needs it"),
+        ({"validation": 0.5, "test": 0.5}, "sum to 1, which leaves nothing for training"),
+        ({"alpha": 0}, "greater than 0"),
+        ({"alpha": float("inf")}, "finite"),
+        ({"validation": -0.1}, "greater than or equal to 0"),
+    ],
+)
+def test_partition_settings_that_contradict_each_other_are_refused(settings: dict[str, object], words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        PartitionConfig.model_validate(settings)
+
+
+def test_labels_given_as_numbers_or_bools_are_names_as_in_files() -> None:
+    assert DataConfig.model_validate({"train": "x.csv", "labels": [0, 1, True]}).labels == ["0", "1", "True"]
+
+
+@pytest.mark.parametrize("model", [DataConfig, PartitionConfig])
+def test_every_setting_is_described(model: type[BaseModel]) -> None:
+    assert [name for name, info in model.model_fields.items() if not info.description] == []
+
+
+def test_rows_of_every_kind_are_counted(tmp_path: Path) -> None:
+    train, test = tmp_path / "train.csv", tmp_path / "test.csv"
+    train.write_text("text,label\none,a\n,b\ntwo\nthree,b\nfour,a,more\nfive,\nsix,b\n")
+    test.write_text("text,label\nseven,a\neight,c\nnine,b\n")
+    data = load(DataConfig(train=str(train), test=str(test), invalid="skip"))
+    assert data.train["text"][:] == ["one", "three", "six"]
+    assert data.test is not None
+    assert data.test["text"][:] == ["seven", "nine"]
+    assert data.dropped == 5
+    assert data.notes == (
+        f"{train}: rows left out (data.invalid: skip): 2 with too many or too few fields, "
+        "2 without a text, a label or an answer",
+        f"{test}: rows left out (data.invalid: skip): 1 with an unknown label",
+    )
+
+
+def test_rows_are_still_numbered_as_in_the_file(tmp_path: Path, refused: Refused) -> None:
+    path = tmp_path / "{site}.csv"
+    (tmp_path / "a.csv").write_text("text,label\none\n1,x\n")
+    (tmp_path / "b.csv").write_text("text,label\n,x\n2,y\n3,z\n")
+    config = DataConfig(train=str(path), labels=["x", "y"], invalid="skip", test_fraction=0)
+    data = load(config)
+    assert data.train["site"][:] == ["a", "b"]
+    from fedspan.data.files import read_source
+
+    source = read_source(config, "train", "data")
+    assert [source.row(row).replace(str(tmp_path), "") for row in range(4)] == [
+        "row 3 of /a.csv",
+        "row 2 of /b.csv",
+        "row 3 of /b.csv",
+        "row 4 of /b.csv",
+    ]
+
+
+def test_numbers_that_are_none(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("text,label\none,1\ntwo,nan\nthree,x\nfour,2.5\nfive,inf\n")
+    data = load(DataConfig(train=str(path), invalid="skip", test_fraction=0), task=get_task("regression").columns)
+    assert data.train["target"][:] == [1.0, 2.5]
+    assert data.dropped == 3
+
+
+def test_conversations_that_are_none(tmp_path: Path, refused: Refused) -> None:
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    path = tmp_path / "t.jsonl"
+    path.write_text("\n".join(json.dumps({"talk": value}) for value in (talk, talk[:1], None, talk)))
+    config = DataConfig(train=str(path), messages="talk", chat=True, test_fraction=0)
+    refused(
+        "data.messages",
+        "talk",
+        ["row 2", "data.invalid: skip"],
+        lambda: load(config, task=get_task("causal-lm").columns),
+    )
+    data = load(config.model_copy(update={"invalid": "skip"}), task=get_task("causal-lm").columns)
+    assert len(data.train) == 2
+
+
+def test_every_message_names_the_option(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    for content, task in (
+        ("text,label\n,a\none,b\n", "sequence-classification"),
+        ("text,label\none,a\ntwo,\n", "sequence-classification"),
+        ("text,label\none,a\ntwo\n", "sequence-classification"),
+        ("text,label\none,1\ntwo,x\n", "regression"),
+        ("text,label\none,1\ntwo,nan\n", "regression"),
+    ):
+        path.write_text(content)
+        with pytest.raises(FedspanError, match=r"To leave such rows out, set data\.invalid: skip"):
+            load(DataConfig(train=str(path)), task=get_task(task).columns)
+
+
+def test_sentences_whose_tags_do_not_fit_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    rows = [(["a", "b"], ["O", "B-X"]), (["c", "d"], ["O"]), (["e"], ["Drug"]), (["f"], ["O"]), ([], []), (["g"], None)]
+    path.write_text("".join(json.dumps({"tokens": words, "tags": tags}) + "\n" for words, tags in rows))
+    columns = get_task("token-classification").columns
+    assert columns is not None
+    data = load(DataConfig(train=str(path), invalid="skip", test_fraction=0), task=columns)
+    assert data.train["tokens"][:] == [["a", "b"], ["f"]]
+    assert data.dropped == 4
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
+    with pytest.raises(
+        FedspanError, match=r"row 2 of .* has 2 words and 1 tags\. To leave such rows out, set data\.invalid: skip"
+    ):
+        load(DataConfig(train=str(path), test_fraction=0), task=columns)
+
+
+COLUMNS = {"text": [f"text {number}" for number in range(8)], "label": ["a", "b"] * 4}
+RECORDS = [dict(zip(COLUMNS, row, strict=True)) for row in zip(*COLUMNS.values(), strict=True)]
+FRAME = pd.DataFrame(COLUMNS).astype({"label": "category"})
+FORMS: dict[str, Any] = {
+    "Dataset": datasets.Dataset.from_dict(COLUMNS),
+    "DatasetDict": datasets.DatasetDict(train=datasets.Dataset.from_dict(COLUMNS)),
+    "DataFrame": FRAME,
+    "DataFrame with an index": FRAME.set_index(pd.Index(range(10, 18), name=None)),
+    "filtered DataFrame": pd.concat([FRAME, FRAME])[lambda frame: ~frame.index.duplicated()],
+    "Arrow table": pa.table(COLUMNS),
+    "list of dicts": RECORDS,
+    "dict of columns": COLUMNS,
+    "dict of arrays": {name: np.array(values) for name, values in COLUMNS.items()},
+}
+
+
+@pytest.mark.parametrize("form", sorted(FORMS))
+def test_every_form_gives_the_same_examples(form: str) -> None:
+    given = read_objects(FORMS[form], 3)
+    assert not given.by_client
+    data = load(DataConfig(train=IN_MEMORY, test_fraction=0), sources=given.sources)
+    assert data.train.to_dict() == {"text": COLUMNS["text"], "label": [0, 1] * 4}
+
+
+@pytest.mark.parametrize("held_out", ["test", "validation"])
+def test_a_dict_of_splits(held_out: str) -> None:
+    given = read_objects({"train": FRAME, held_out: RECORDS[:3]}, 3)
+    data = load(DataConfig(train=IN_MEMORY, test=IN_MEMORY), sources=given.sources)
+    assert data.test is not None
+    assert data.test["text"][:] == ["text 0", "text 1", "text 2"]
+    assert data.notes == ("duplicates: 3 of 3 test examples also occur in data.train",)
+
+
+def test_data_by_client() -> None:
+    for value in ({"north": FRAME[:4], "south": RECORDS[4:]}, {"train": {"north": FRAME[:4], "south": FRAME[4:]}}):
+        given = read_objects(value, 3)
+        assert given.by_client
+        assert given.sources["train"].dataset["client"][:] == ["north"] * 4 + ["south"] * 4
+
+
+def test_a_function_of_the_client() -> None:
+    given = read_objects(lambda number: RECORDS[2 * number : 2 * number + 2], 3)
+    assert given.by_client
+    assert given.sources["train"].dataset["client"][:] == [f"client-0{number // 2}" for number in range(6)]
+
+
+def test_fields_inside_fields_and_images() -> None:
+    nested = read_objects([{"text": "a", "meta": {"label": "x"}}, {"text": "b", "meta": {"label": "y"}}], 1)
+    data = load(DataConfig(train=IN_MEMORY, label="meta.label", test_fraction=0), sources=nested.sources)
+    assert data.labels == ("x", "y")
+    pictures = [{"image": Image.new("L", (4, 4), 60 * number), "label": "ab"[number]} for number in range(2)]
+    given = read_objects(pictures, 1)
+    data = load(
+        DataConfig(train=IN_MEMORY, test_fraction=0),
+        task=get_task("image-classification").columns,
+        sources=given.sources,
+    )
+    assert [image.getpixel((0, 0)) for image in data.train["image"]] == [0, 60]
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (7, "Expected a datasets.Dataset, a pandas DataFrame"),
+        ("train.csv", "Expected a datasets.Dataset"),
+        ([], "data holds no examples"),
+        ({"text": ["a"], "label": []}, "data cannot be read as a table"),
+        ({"a": RECORDS, "b": [{"text": "x"}]}, "the clients 'a' and 'b' have different columns"),
+        ({"a": [{"client": "x", "text": "y"}]}, "a column named 'client'"),
+        ({"train": RECORDS, "dev": RECORDS}, "'dev' is not a part of the data"),
+        (lambda number: None, "data['client-00'] is a NoneType"),
+    ],
+)
+def test_what_is_no_data(value: Any, words: str) -> None:
+    with pytest.raises(FedspanError, match=r"^`data`") as caught:
+        read_objects(value, 2)
+    assert words in str(caught.value)
+
+
+def test_clients_whose_columns_differ_in_order_or_by_an_index() -> None:
+    for south in (FRAME[4:][["label", "text"]], FRAME[FRAME.index % 2 == 1]):
+        by_client = {"north": FRAME[:4], "south": south}
+        read = read_objects({id: datasets.Dataset.from_pandas(frame) for id, frame in by_client.items()}, 2)
+        assert read.sources["train"].dataset.column_names == ["text", "label", "client"]
+        assert read.sources["train"].dataset["client"][:] == ["north"] * 4 + ["south"] * 4
+    with pytest.raises(FedspanError, match="only one of them has note"):
+        read_objects({"north": FRAME, "south": FRAME.assign(note="x")}, 2)
+
+
+def test_clients_whose_types_differ_by_the_library() -> None:
+    """pandas' texts are large strings in a data set, and strings in other forms; numbers may have several widths."""
+    frame = FRAME.assign(label=COLUMNS["label"], number=range(8))
+    small = datasets.Dataset.from_pandas(frame).cast_column("number", datasets.Value("int32"))
+    for by_client in (
+        {"north": frame[:4], "south": small.select(range(4, 8))},
+        {"north": small.select(range(4)), "south": frame[4:].to_dict("records")},
+    ):
+        merged = read_objects(by_client, 2).sources["train"].dataset
+        assert merged.to_dict() == {**frame.to_dict("list"), "client": ["north"] * 4 + ["south"] * 4}
+        assert str(merged.features["number"].dtype) == "int64"
+    fractions = read_objects({"north": frame, "south": frame.assign(number=0.5)}, 2).sources["train"].dataset
+    assert fractions["number"][:] == [*range(8), *[0.5] * 8]
+    features = datasets.Features({**small.features, "label": datasets.ClassLabel(names=["a", "b"])})
+    coded = datasets.Dataset.from_dict(frame.assign(label=[0, 1] * 4).to_dict("list"), features=features)
+    for other in (frame.assign(label=1), coded):
+        with pytest.raises(FedspanError, match="the column 'label' has another type in the data of 'south'"):
+            read_objects({"north": frame, "south": other}, 2)
+
+
+def test_labels_of_mixed_types_in_a_frame_are_texts() -> None:
+    frame = pd.DataFrame({"text": ["a", "b", "c"], "label": [1, "x", None]})
+    assert read_objects(frame, 1).sources["train"].dataset.to_dict()["label"] == ["1", "x", None]
+
+
+def test_nan_in_a_column_of_texts_is_a_missing_value() -> None:
+    """pandas' NaN in ``to_dict`` of columns of texts became the class 'nan', or could not be read."""
+    nan = float("nan")
+    columns = {"text": ["one", nan, "three"], "label": ["a", "b", nan]}
+    records = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    for data in (columns, records):
+        read = read_objects(data, 1).sources["train"].dataset
+        assert read.to_dict() == {"text": ["one", None, "three"], "label": ["a", "b", None]}

@@ -1,22 +1,30 @@
-"""A node that asks its operator does nothing for a run before it is approved, and stops when approval is withdrawn."""
+"""What an operator approves, which columns a run may read, and the audit logs of both sides."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from fedspan.config import parse_config
+from fedspan.config.node import NodeConfig
+from fedspan.data.files import FROM_TRAINERS
 from fedspan.deployment.approval import Approvals, NotApprovedError, compute_job_digest
-from fedspan.deployment.audit import AUDIT
+from fedspan.deployment.audit import AUDIT, AuditedTransport, describe_envelope
 from fedspan.deployment.base_offers import BaseFile, compute_offer_digest
-from fedspan.deployment.handshake import Invitation
+from fedspan.deployment.columns import describe_columns, require_columns
+from fedspan.deployment.handshake import Invitation, build_node_values
 from fedspan.deployment.node import NodeService
 from fedspan.errors import FedspanError
-from fedspan.federation.protocol import decode_order, decode_reply
+from fedspan.federation.protocol import Envelope, decode_order, decode_reply
+from fedspan.federation.transport import Orders
 from fedspan.logs import AuditLog
-from helpers.node_service import introduced, invitation, node, served, values
+from helpers import tiny_decoders
+from helpers.node_service import CLIENT, introduced, invitation, node, served, values
 
 ASK = {"approve": "ask"}
 
@@ -42,9 +50,7 @@ def test_a_new_job_waits_for_its_operator(
         assert (introduction.refused or "").endswith("(on the node: fedspan approve).")
     assert events(tmp_path) == ["job requested"]  # asked twice, one job
     (request,) = approvals.list_requests()
-    assert caplog.messages == [
-        f"job {request.job[:12]} waits for approval: fedspan approve shows it and approves it",
-    ]
+    assert caplog.messages == [f"job {request.job[:12]} waits for approval: fedspan approve shows it and approves it"]
     summary = request.summarize(own)
     request = replace(request, config={**request.config, "training": {"local_steps": 2, "local_epochs": 1, "lr": 0.5}})
     assert request.summarize(own)["training"] == "local_steps 2, lr 0.5", "steps replace epochs"
@@ -158,12 +164,155 @@ def test_no_more_jobs_wait_than_a_disk_bears(tiny_folder: Path, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b'{"job": 1}', b"[" * 9999])
-def test_a_damaged_decision_approves_nothing(
-    tiny_folder: Path, tmp_path: Path, approvals: Approvals, content: bytes
-) -> None:
+def test_damaged_decisions_do_nothing(tiny_folder: Path, tmp_path: Path, approvals: Approvals, content: bytes) -> None:
     asked = invitation(values(tiny_folder))
     with pytest.raises(NotApprovedError):
         approvals.require(asked)
     (tmp_path / "jobs" / f"{compute_job_digest(asked)}.json").write_bytes(content)
     with pytest.raises(FedspanError, match=r"\.json`: the file is damaged"):
         approvals.require(asked)
+
+
+def test_both_sides_log_the_same_orders_and_replies(tiny_folder: Path, tmp_path: Path) -> None:
+    service = NodeService(node(tiny_folder, tmp_path / "node"))
+    run, transport = served(tiny_folder, service)
+    log = AuditLog(tmp_path / "server" / AUDIT)
+    federation: Any = run.federation
+    federation.transport = AuditedTransport(transport, log, "run", {CLIENT: 2**63})
+    assert not federation.run_round(federation.begin()).failures
+    ours, theirs = log.read(), AuditLog(tmp_path / "node" / AUDIT).read()
+    shared = ("event", "task", "round", "bytes", "sha256", "run")
+    asked = [{name: row[name] for name in shared} for row in ours if row["event"] in ("asked", "answered")]
+    assert asked == [{name: row[name] for name in shared} for row in theirs if row["event"] in ("asked", "answered")]
+    assert len(asked) == 2
+    assert {row["node"] for row in ours} == {str(2**63)}
+
+
+def test_a_missing_reply_is_logged_with_its_reason(tmp_path: Path) -> None:
+    class Broken(AuditedTransport):
+        def exchange(self, orders: Any, on_reply: Any, seconds: float, *, wait_for_offline: bool = False) -> None:
+            on_reply("a", "no reply within 5 s")
+
+    log = AuditLog(tmp_path / AUDIT)
+    inner = Broken(None, log, "", {})
+    heard: list[Any] = []
+    transport = AuditedTransport(inner, log, "run", {"a": 1})
+    transport.exchange(Orders("train", "a", lambda _: Envelope("{}")), lambda *one: bool(heard.append(one)), 5.0)
+    (row,) = log.read()
+    assert (row["event"], row["client"], row["reason"]) == ("failed", "a", "no reply within 5 s")
+    assert heard == [("a", "no reply within 5 s")]
+
+
+def test_open_orders_are_logged_with_their_ends(tmp_path: Path) -> None:
+    replies = [("a", Envelope('{"task": "train", "round": 3}')), ("b", "no reply within 5 s")]
+
+    class Open:
+        def send_orders(self, orders: Any, seconds: float, *, wait_for_offline: bool = False) -> None:
+            assert [orders[id].header for id in orders] == ["{}"] * 3
+
+        def receive_reply(self) -> Any:
+            return replies.pop(0) if replies else None
+
+        def retain_orders(self, ids: Any) -> frozenset[str]:
+            return frozenset(ids)
+
+        def list_training(self) -> frozenset[str]:
+            return frozenset("c")
+
+    log, inner = AuditLog(tmp_path / AUDIT), Open()
+    transport = AuditedTransport(inner, log, "run", {"a": 1, "b": 2, "c": 3})
+    transport.send_orders(Orders("train", "abc", lambda _: Envelope("{}")), 5.0)
+    received = [transport.receive_reply() for _ in range(3)]
+    assert [reply and reply[0] for reply in received] == ["a", "b", None]
+    assert transport.list_training() == {"c"}
+    assert transport.retain_orders("c") == {"c"}
+    assert transport.retain_orders("") == frozenset()
+    assert [(row["event"], row["client"]) for row in log.read()] == [
+        ("asked", "a"), ("asked", "b"), ("asked", "c"), ("answered", "a"), ("failed", "b"), ("failed", "c"),
+    ]  # fmt: skip
+    assert log.read()[3]["round"] == 3
+    assert [row["reason"] for row in log.read()[4:]] == ["no reply within 5 s", "the server closed its order"]
+
+
+def test_a_hostile_header_is_described_in_few_bytes() -> None:
+    for header in ("[" * 9999, '{"task": "' + "x" * 9999 + '", "round": [1], "serial": {}}', "\ud800", "{}"):
+        description = describe_envelope(Envelope(header, b"abc"))
+        assert len(str(description)) < 300
+        assert set(description) <= {"task", "bytes", "sha256"}
+
+
+def test_the_digest_of_an_envelope_is_that_of_what_is_sent() -> None:
+    envelope = Envelope('{"task": "train", "round": 2}', b"abc")
+    sent = envelope.header.encode() + envelope.body
+    expected = {"task": "train", "round": 2, "bytes": len(sent), "sha256": hashlib.sha256(sent).hexdigest()}
+    assert describe_envelope(envelope) == expected
+    other = replace(envelope, body=b"abd")
+    assert other.sha256 != envelope.sha256
+    assert Envelope(envelope.header, b"abc") == envelope
+
+
+def tuning_values(folder: Path, prompt: str | None, task: str = "causal-lm") -> dict[str, Any]:
+    """A deployment's config of instruction tuning."""
+    data = {} if prompt is None else {"prompt": prompt}
+    given = tiny_decoders.settings(folder) | {"task": task, "data": data, "federation": {"rounds": 3}}
+    return {name: value for name, value in given.items() if name not in ("partition", "evaluation")}
+
+
+def test_a_server_chooses_no_column_that_the_owner_does_not_name(decoders: Path, tmp_path: Path) -> None:
+    """The data have the column site, which the owner only groups by; the server learns nothing of what there is."""
+    limits, data = {"models": [f"{decoders}/*"]}, {"train": str(decoders / "questions.jsonl"), "group": "site"}
+
+    def refusal(folder: str, asked: str, columns: list[str], **own: str) -> str | None:
+        made = node(decoders, tmp_path / folder, limits={**limits, "columns": columns}, data={**data, **own})
+        return introduced(NodeService(made), tuning_values(decoders, asked)).refused
+
+    for column in ("site", "absent"):
+        told = refusal("a", f"Q: {{question}} {{{column}}} A:", ["question"])
+        expected = f"this node does not allow the column '{column}' in data.prompt. Its owner can add it."
+        assert told == f"`limits.columns`: {expected}"
+    assert refusal("b", "Q: {question} A:", ["question"]) is None
+    assert refusal("c", "Q: {question} {site} A:", [], prompt="{question}") is None  # which replaces the server's
+
+
+@pytest.mark.parametrize(
+    ("data", "task", "prompt", "refused"),
+    [
+        ({}, "causal-lm", "{text} {answer}", None),
+        ({"text": "note"}, "causal-lm", "{note}", None),
+        ({"text": "note"}, "causal-lm", "{text}", "text"),
+        ({"label": "ward"}, "causal-lm", "{ward}", None),
+        ({"group": "patient"}, "causal-lm", "{patient}", "patient"),
+        ({}, "causal-lm", "alpaca", "instruction"),
+        ({"dataset": "alpaca"}, "causal-lm", "alpaca", None),
+        ({}, "preference", "{prompt}", None),
+        ({"roles": {"prompt": "asked"}}, "preference", "{asked}", None),
+        ({"roles": {"prompt": "asked"}}, "preference", "{prompt}", "prompt"),
+        ({"train": FROM_TRAINERS}, "causal-lm", "{patient}", None),
+    ],
+)
+def test_a_prompt_may_name_the_columns_that_the_owner_or_the_task_names(
+    data: dict[str, Any], task: str, prompt: str, refused: str | None, tmp_path: Path
+) -> None:
+    path = tmp_path / "own.jsonl"
+    path.write_text('{"instruction": "a", "input": "b", "output": "c"}\n')
+    made = NodeConfig.model_validate({"id": "a", "server": "h:1", "data": {"train": str(path), **data}})
+    config = parse_config(build_node_values(tuning_values(tmp_path, prompt, task), made.model_dump()))
+    if refused is None:
+        require_columns(made, config)
+        return
+    with pytest.raises(FedspanError, match=f"the column '{refused}'"):
+        require_columns(made, config)
+
+
+def test_an_operator_is_shown_the_columns_that_a_run_reads(tmp_path: Path) -> None:
+    def show(asked: str | None, task: str = "causal-lm", **data: Any) -> str:
+        own = {} if data == {"train": None} else {"train": "own.csv", **data}
+        made = NodeConfig.model_validate({"id": "a", "server": "h:1", "data": own})
+        return describe_columns(made, tuning_values(tmp_path, asked, task))
+
+    assert show("{question} {hint}", answer="reply") == "question, hint, reply"
+    assert show("{name}", prompt="{question}") == "question, answer"  # the node's own replaces the server's
+    assert show(None, "preference", roles={"chosen": "better"}) == "better, rejected, prompt"
+    assert show(None, "masked-lm", text="note") == "note"
+    assert show("no column").startswith("unknown (`data.prompt`: 'no column' has no column in braces")
+    assert show("{name}", train=None) == "those that the node's own trainer reads"

@@ -1,4 +1,4 @@
-"""Base models that a server offers: what a node receives of them, keeps and uses."""
+"""Base models that a server offers: which files, and what a node receives of them, keeps and uses."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ from pydantic import ValidationError
 from fedspan.clients.refusals import describe_error
 from fedspan.config.node import NodeConfig
 from fedspan.deployment import base_files, base_offers
+from fedspan.deployment.base_checks import list_shards, require_own_names, require_weights_of_config
 from fedspan.deployment.base_files import BaseMissingError
 from fedspan.deployment.base_offers import BaseFile
 from fedspan.deployment.node import NodeService
 from fedspan.errors import FedspanError
+from helpers import tiny
 from helpers.node_service import introduced, node, values
+from helpers.refusals import refused
 
 NAME = "clinic/encoder"
 """Name of a model that no machine has."""
@@ -76,7 +79,6 @@ def test_a_node_receives_a_model_once_and_continues_after_a_broken_connection(mo
     assert requested == [9000, 0]
     assert ask(made, files) == ""
     received = base_files.find_received_base(made, files)
-    assert received is not None
     assert {path.name: path.read_bytes() for path in received.iterdir()} == {
         file.name: (model / file.name).read_bytes() for file in files
     }
@@ -110,7 +112,6 @@ def test_a_config_that_names_code_or_other_files_is_not_used(model: Path, tmp_pa
 
 
 def make_file(folder: Path, name: str) -> BaseFile:
-    """A file of a hostile server, which checks nothing."""
     content = (folder / name).read_bytes()
     return BaseFile(name=name, size=len(content), sha256=hashlib.sha256(content).hexdigest())
 
@@ -259,9 +260,8 @@ def test_a_node_that_does_not_accept_or_need_a_model_does_not_ask_for_it(model: 
 
 def test_a_model_that_is_larger_than_allowed_is_refused(model: Path, tmp_path: Path) -> None:
     (model / "model.safetensors").write_bytes(bytes(2**20))
-    with pytest.raises(FedspanError, match="the base model has 1 MiB, and this node accepts 1") as raised:
+    with refused("limits.base_mib"):
         base_files.require_base(make_node(tmp_path, base_mib=1), NAME, None, base_offers.list_base_files(model))
-    assert raised.value.field == "limits.base_mib"
 
 
 def test_all_received_models_have_a_limit_together(model: Path, tmp_path: Path) -> None:
@@ -352,3 +352,178 @@ def test_files_of_one_name_are_refused() -> None:
         one, other = (BaseFile(name=name, size=1, sha256="0" * 64) for name in names)
         with pytest.raises(ValidationError, match="different names"):
             invitation({}, base_files=(one, other))
+
+
+def test_only_weights_configs_and_tokenizers_are_offered(model: Path) -> None:
+    assert [file.name for file in base_offers.list_base_files(model)] == [
+        "config.json",
+        "model.safetensors",
+        "vocab.txt",
+    ]
+
+
+def test_the_weights_of_an_index_are_its_shards(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+    shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    for shard in shards:
+        (model / shard).write_bytes(b"weights")
+    index = {"weight_map": {"a": shards[0], "b": shards[1], "c": shards[0]}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    names = [file.name for file in base_offers.list_base_files(model)]
+    assert names == ["config.json", *shards, "model.safetensors.index.json", "vocab.txt"]
+    (model / shards[1]).unlink()
+    with pytest.raises(FedspanError, match="cannot be offered"):
+        base_offers.list_base_files(model)
+
+
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
+def test_a_folder_without_weights_in_safetensors_cannot_be_offered(model: Path, missing: str) -> None:
+    (model / missing).unlink()
+    (model / "model.safetensors.index.json").unlink()
+    with pytest.raises(FedspanError, match=r"no config.json with model.safetensors or its index"):
+        base_offers.list_base_files(model)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../config.json",
+        "/etc/x.json",
+        "a/b.json",
+        "model.bin",
+        "model.pt",
+        "code.py",
+        "adapter_config.json",
+        "",
+        ".json",
+        "config.json\n",
+        "package.json",
+        "1_Pooling/../config.json",
+        "x" * 200 + ".json",
+    ],
+)
+def test_names_of_other_files_are_refused(name: str) -> None:
+    with pytest.raises(ValidationError):
+        BaseFile(name=name, size=1, sha256="0" * 64)
+
+
+def test_files_are_offered_for_the_duration_of_each_run(model: Path, tmp_path: Path) -> None:
+    files = base_offers.list_base_files(model)
+    (tmp_path / "bases").mkdir()
+    killed = tmp_path / "bases" / f"{'a' * 64}.0123.json"  # its process ended without deleting it
+    killed.write_text("{}")
+    with base_offers.offer_base(tmp_path, model, files):
+        (offer,) = (tmp_path / "bases").glob("*.json")
+        assert offer.name.partition(".")[0] == base_offers.compute_offer_digest(files)
+        paths = json.loads(offer.read_text())
+        assert {Path(path).name for path in paths.values()} == {file.name for file in files}
+        with base_offers.offer_base(tmp_path, model, files):
+            assert len(list((tmp_path / "bases").glob("*.json"))) == 2
+        assert list((tmp_path / "bases").glob("*.json")) == [offer]
+    assert not list((tmp_path / "bases").iterdir())
+
+
+def write(folder: Path, **files: Any) -> list[str]:
+    """Write JSON files, each named by its stem, beside weights; the names of all."""
+    (folder / "model.safetensors").write_bytes(bytes(10))
+    (folder / "vocab.txt").write_text("a")
+    for stem, value in files.items():
+        (folder / f"{stem}.json").write_text(json.dumps(value))
+    return [path.name for path in folder.iterdir()]
+
+
+@pytest.mark.parametrize(
+    "shard",
+    ["../private/secret.safetensors", "/etc/secret.safetensors", "a/b.safetensors", "../x.bin", "x.bin", "", 1, None],
+)
+def test_an_index_names_files_of_its_folder_only(shard: object, tmp_path: Path) -> None:
+    index = json.dumps({"weight_map": {"a": "model-1.safetensors", "b": shard}}).encode()
+    with pytest.raises(ValueError, match="names another file"):
+        list_shards(index)
+
+
+def test_an_index_names_listed_files_only(tmp_path: Path) -> None:
+    shards = ["model-1.safetensors", "model-2.safetensors"]
+    for name in shards:
+        (tmp_path / name).write_bytes(b"")
+    (tmp_path / "config.json").write_text("{}")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict(zip("ab", shards, strict=True))}))
+    names = ["config.json", index.name]
+    require_own_names(tmp_path, [*names, *shards])
+    with pytest.raises(ValueError, match="not listed"):
+        require_own_names(tmp_path, [*names, shards[0]])
+    for content in ("{}", "[]", '{"weight_map": {}}'):
+        index.write_text(content)
+        with pytest.raises(ValueError, match="no weight_map"):
+            require_own_names(tmp_path, [*names, *shards])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"vocab_file": "/etc/passwd"},
+        {"tokenizer_file": "other.json"},
+        {"merges": "../merges.txt"},
+        {"source_spm": "C:\\x"},
+        {"nested": [{"some_kwarg": "../secret"}]},
+        {"fast_tokenizer_files": ["tokenizer.json", "../x.json"]},
+        {"transformers_weights": "vocab.txt"},
+        {"_attn_implementation": "someone/kernel"},
+        {"text_config": {"auto_map": {}}},
+        [],
+    ],
+)
+@pytest.mark.parametrize("stem", ["config", "tokenizer_config"])
+def test_a_config_names_no_other_files_and_no_code(stem: str, value: Any, tmp_path: Path) -> None:
+    names = write(tmp_path, **{stem: value})
+    with pytest.raises(ValueError, match=r"names another file|names code|not a JSON object"):
+        require_own_names(tmp_path, names)
+
+
+def test_texts_with_slashes_and_own_files_are_allowed(tmp_path: Path) -> None:
+    names = write(
+        tmp_path,
+        config={"_name_or_path": "/home/me/model", "id2label": {"0": "a/b"}, "vocab_size": 2**20},
+        tokenizer_config={
+            "eos_token": "</s>",
+            "added_tokens_decoder": {"0": {"content": "/"}},
+            "chat_template": "</s>",
+            "vocab_file": "vocab.txt",
+            "tokenizer_file": None,
+            "special_tokens_map_file": "/tmp/x",
+            "model_max_length": 10**30,
+        },
+        vocab={"/": 0},
+        modules=[{"path": "", "type": "a.Transformer"}, {"path": "1_Pooling", "type": "a.Pooling"}],
+    )
+    require_own_names(tmp_path, names)
+
+
+def test_the_folder_of_a_pooling_is_the_models_own(tmp_path: Path) -> None:
+    names = write(tmp_path, modules=[{"path": "../other", "type": "a.Pooling"}])
+    with pytest.raises(ValueError, match="names another file"):
+        require_own_names(tmp_path, names)
+
+
+_TABLE = {"max_position_embeddings": 2**20, "dim": 65}
+"""Each number is small enough, and some models compute a table of that size before anything is allocated."""
+
+
+@pytest.mark.parametrize(
+    "value", [{"vocab_size": 2**20 + 1}, {"num_hidden_layers": 1025}, {"a": [{"b": -(10**9)}]}, _TABLE]
+)
+def test_a_config_has_no_numbers_beyond_its_weights(value: Any, tmp_path: Path) -> None:
+    names = write(tmp_path, config=value)
+    with pytest.raises(ValueError, match="the weights allow"):
+        require_own_names(tmp_path, names)
+
+
+def test_a_model_that_is_larger_than_its_weights_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny.config(tiny_folder).model.name, folder)
+    require_weights_of_config(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 10**9}))
+    with pytest.raises(FedspanError, match=r"config.json describes \d{10,} weights"):
+        require_weights_of_config(folder)

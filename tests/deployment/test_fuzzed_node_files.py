@@ -87,7 +87,7 @@ def fuzz(path: Path, good: bytes, read: Callable[[Path], object], count: int, se
 
 def test_invitations(place: Path) -> None:
     good = Invitation(run="r", version=__version__, config='{"federation": {"rounds": 3}}')
-    fuzz(place / "invitation.json", good.model_dump_json().encode(), load_invitation, 6_000, 1)
+    fuzz(place / "invitation.json", good.model_dump_json().encode(), load_invitation, 3_000, 1)
 
 
 def test_last_orders(place: Path) -> None:
@@ -113,12 +113,12 @@ def test_what_a_client_keeps(place: Path) -> None:
         except LostStateError as error:
             raise error from None
 
-    fuzz(path, good, read, 2_000, 4)
+    fuzz(path, good, read, 1_000, 4)
     # With a checksum that is right: whoever can write the file can make one.
     digest = next(good[at : at + 64] for at in range(len(good)) if _is_digest(good[at : at + 64]))
     blank = good.replace(digest, b"0" * 64, 1)
     rng = random.Random(5)
-    for _ in range(2_000):
+    for _ in range(1_000):
         data = mutated(blank, rng)
         path.write_bytes(data.replace(b"0" * 64, hashlib.sha256(data).hexdigest().encode(), 1))
         try:

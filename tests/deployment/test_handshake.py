@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,12 +23,12 @@ from fedspan.runs.train import run
 from helpers import tiny
 from helpers.node_service import CLIENT, introduced, invitation, node, values
 
-transport = pytest.importorskip(
-    "fedspan.transports.flower.transport", reason="the extra fedspan[flower] is not installed"
-)
-admissions = pytest.importorskip("fedspan.transports.flower.admissions")
-servers = pytest.importorskip("fedspan.transports.flower.server")
+pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
 
+from fedspan.transports.flower import admissions, transport
+from fedspan.transports.flower import server as servers
+
+Meet = Callable[..., tuple[Any, list[str]]]
 WAITING = "`limits.approve`: the node's operator has to approve job 3f9c first"
 
 
@@ -40,88 +40,97 @@ class Notes(Listener):
         self.notes.append(text)
 
 
-def met(
-    tiny_folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    replies: list[dict[str, Any]],
-    secure: dict[str, Any] | None = None,
-    **federation: Any,
-) -> tuple[Any, list[str]]:
+@pytest.fixture(autouse=True)
+def same_base(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every node has the base of the run; no model is loaded."""
+    monkeypatch.setattr(submission, "compute_base_digest", lambda model: "b")
+
+
+@pytest.fixture
+def meet(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Meet:
     """What the nodes of a run are after some replies of node 7, which is invited again while it has not decided."""
 
-    def invite(grid: Any, envelope: Any, seconds: float, signer: Any, undecided: set[int]) -> Iterator[tuple[int, Any]]:
-        for reply in replies:
-            fields: dict[str, Any] = {"id": CLIENT, "version": __version__, **reply}
-            yield 7, Introduction(**fields).to_envelope()
-            if 7 not in undecided:
-                return
-            undecided.discard(7)
+    def met(replies: list[dict[str, Any]], **federation: Any) -> tuple[Any, list[str]]:
+        def invite(grid: Any, envelope: Any, seconds: float, signer: Any, undecided: set[int]) -> Iterator[Any]:
+            for reply in replies:
+                fields: dict[str, Any] = {"id": CLIENT, "version": __version__, **reply}
+                yield 7, Introduction(**fields).to_envelope()
+                if 7 not in undecided:
+                    return
+                undecided.discard(7)
 
-    monkeypatch.setattr(transport, "invite", invite)
-    monkeypatch.setattr(submission, "compute_base_digest", lambda model: "b")
-    given = values(tiny_folder)
-    given["federation"].update(federation, secure=secure)
-    model = SimpleNamespace(adapted=SimpleNamespace(extras={}, model=torch.nn.Module()), new_modules=())
-    prepared: Any = SimpleNamespace(config=build_server_config(given), model=model)
-    link = servers.prepare_folder(tmp_path / "server", 9092, [], insecure=True)
-    notes = Notes()
-    handshakes = submission.Handshakes(prepared, notes, link)
-    submission.gather_nodes(handshakes, None, invitation({}), 1.0, None)  # type: ignore[arg-type]
-    nodes = {id: one.node for id, one in handshakes.nodes.items()}
-    return (nodes, {id: one.examples for id, one in handshakes.nodes.items()}), notes.notes
+        monkeypatch.setattr(transport, "invite", invite)
+        given = values(tiny_folder)
+        given["federation"].update(federation)
+        model = SimpleNamespace(adapted=SimpleNamespace(extras={}, model=torch.nn.Module()), new_modules=())
+        prepared: Any = SimpleNamespace(config=build_server_config(given), model=model)
+        link = servers.prepare_folder(tmp_path / "server", 9092, [], insecure=True)
+        notes = Notes()
+        handshakes = submission.Handshakes(prepared, notes, link)
+        submission.gather_nodes(handshakes, None, invitation({}), 1.0, None)
+        nodes = {id: one.node for id, one in handshakes.nodes.items()}
+        return (nodes, {id: one.examples for id, one in handshakes.nodes.items()}), notes.notes
+
+    return met
 
 
-def test_a_run_begins_when_the_operator_has_agreed(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Keyed:
+    """The handshakes of a run with keys, and what it noted; nodes 2, 7 and 8 are online."""
+
+    def __init__(self, tiny_folder: Path, folder: Path, **federation: Any) -> None:
+        given = values(tiny_folder)
+        given["federation"].update(federation)
+        prepared: Any = SimpleNamespace(config=build_server_config(given), model=None)
+        link: Any = SimpleNamespace(authority=folder / "ca.crt", folder=folder)
+        self.listener, self.grid = Notes(), SimpleNamespace(get_node_ids=lambda: [2, 7, 8])
+        self.handshakes = submission.Handshakes(prepared, self.listener, link)
+
+    def introduce(self, node: int, id: str = CLIENT, **changes: Any) -> dict[str, int]:
+        """Process an introduction; returns the nodes of the run."""
+        introduction = Introduction(id=id, version=__version__, examples=5, base="b", **changes)
+        self.handshakes.process(node, introduction.to_envelope(), self.grid)
+        return {id: one.node for id, one in self.handshakes.nodes.items()}
+
+
+def test_a_run_begins_with_an_agreement(meet: Meet) -> None:
     replies = [{"refused": WAITING, "waiting": True}] * 3 + [{"examples": 5, "base": "b"}]
-    found, notes = met(tiny_folder, tmp_path, monkeypatch, replies)
+    found, notes = meet(replies)
     assert found == ({CLIENT: 7}, {CLIENT: 5})
     assert notes == [f"{CLIENT} does not participate yet: {WAITING}"]  # once, however often it was invited
 
 
-def test_a_refusal_is_final_and_named(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_is_final_and_named(meet: Meet) -> None:
     refused = "`limits.approve`: the node's operator refused job 3f9c: no consent"
     with pytest.raises(FedspanError, match="refused job 3f9c: no consent"):
-        met(tiny_folder, tmp_path, monkeypatch, [{"refused": WAITING, "waiting": True}, {"refused": refused}])
+        meet([{"refused": WAITING, "waiting": True}, {"refused": refused}])
 
 
 def test_a_node_that_declares_more_than_it_was_admitted_with_enters_no_secure_sum(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    meet: Meet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under masks it weighs its reply itself; in plaintext the server lowers the weight."""
     admitted = admissions.Admission(CLIENT, "ecdsa-sha2-nistp384 key", max_examples=5)
     monkeypatch.setattr(admissions, "read_admissions", lambda link: {7: admitted})
     replies = [{"examples": 2**53 - 1, "base": "b"}]
     with pytest.raises(FedspanError, match=r"declares \d+ examples and was admitted with at most 5 \(--max-examples\)"):
-        met(tiny_folder, tmp_path, monkeypatch, replies, secure={})
-    assert met(tiny_folder, tmp_path, monkeypatch, replies)[0] == ({CLIENT: 7}, {CLIENT: 2**53 - 1})
-    assert met(tiny_folder, tmp_path, monkeypatch, [{"examples": 5, "base": "b"}], secure={})[0][1] == {CLIENT: 5}
+        meet(replies, secure={})
+    assert meet(replies)[0] == ({CLIENT: 7}, {CLIENT: 2**53 - 1})
+    assert meet([{"examples": 5, "base": "b"}], secure={})[0][1] == {CLIENT: 5}
 
 
-def test_a_new_key_takes_over_its_name_while_the_revoked_one_is_online(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_key_takes_over_its_name(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     revoked = dict[int, Any]()
     monkeypatch.setattr(admissions, "read_admissions", lambda link: {8: admissions.Admission(CLIENT, "key")})
     monkeypatch.setattr(admissions, "read_revocations", lambda link: revoked)
-    monkeypatch.setattr(submission, "compute_base_digest", lambda model: "b")
-    given = values(tiny_folder)
-    given["federation"]["late_joiners"] = True
-    prepared: Any = SimpleNamespace(config=build_server_config(given), model=None)
-    link: Any = SimpleNamespace(authority=tmp_path / "authority.pem", folder=tmp_path)
-    grid: Any = SimpleNamespace(get_node_ids=lambda: [7, 8])
-    notes = Notes()
-    handshakes = submission.Handshakes(prepared, notes, link)
-    handshakes.owners[CLIENT] = 7
-    reply = Introduction(id=CLIENT, version=__version__, examples=5, base="b").to_envelope()
-    handshakes.process(8, reply, grid)
-    assert (handshakes.nodes, handshakes.undecided) == ({}, {8})  # it is invited again
-    assert notes.notes == [f"{CLIENT} does not participate yet: another node has this id, and is online (node 7)"]
+    run = Keyed(tiny_folder, tmp_path, late_joiners=True)
+    run.handshakes.owners[CLIENT] = 7
+    assert run.introduce(8) == {}
+    assert run.handshakes.undecided == {8}  # it is invited again
+    assert run.listener.notes == [
+        f"{CLIENT} does not participate yet: another node has this id, and is online (node 7)"
+    ]
     revoked[7] = admissions.Admission(CLIENT, "old key")
-    handshakes.process(8, reply, grid)
-    assert {id: one.node for id, one in handshakes.nodes.items()} == handshakes.owners == {CLIENT: 8}
+    assert run.introduce(8) == run.handshakes.owners == {CLIENT: 8}
 
 
 @pytest.mark.parametrize(
@@ -134,18 +143,13 @@ def test_a_new_key_takes_over_its_name_while_the_revoked_one_is_online(
     ],
 )
 def test_a_run_selects_nodes_by_tags_and_examples(
-    required: dict[str, Any],
-    reply: dict[str, Any],
-    reason: str,
-    tiny_folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    required: dict[str, Any], reply: dict[str, Any], reason: str, meet: Meet
 ) -> None:
     replies = [{"examples": 5, "base": "b", **reply}]
     with pytest.raises(FedspanError, match=reason):
-        met(tiny_folder, tmp_path, monkeypatch, replies, **required)
+        meet(replies, **required)
     fit = [{"examples": 6, "base": "b", "tags": {"gpu": "true", "site": "eu", "more": "x"}}]
-    assert met(tiny_folder, tmp_path, monkeypatch, fit, **required)[0] == ({CLIENT: 7}, {CLIENT: 6})
+    assert meet(fit, **required)[0] == ({CLIENT: 7}, {CLIENT: 6})
 
 
 def test_a_simulation_selects_no_nodes(tiny_folder: Path, tmp_path: Path) -> None:
@@ -159,7 +163,7 @@ def test_a_node_sends_the_tags_of_its_file(tiny_folder: Path, tmp_path: Path) ->
     assert introduced(service, values(tiny_folder)).tags == {"site": "eu", "gpu": "true", "cores": "8"}
 
 
-def test_a_node_without_the_tags_of_a_run_loads_nothing(
+def test_a_node_without_the_run_s_tags_loads_nothing(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = NodeService(node(tiny_folder, tmp_path, tags={"site": "us"}))
@@ -190,7 +194,7 @@ def test_a_limit_of_an_admission_reaches_the_round(tiny_folder: Path) -> None:
 
 @pytest.mark.parametrize("field", ["id", "version", "base", "extras", "refused", "more"])
 def test_nothing_in_an_introduction_is_obeyed_by_a_terminal(
-    field: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    field: str, meet: Meet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Id, version and digest are the node's words, and so are names of fields that do not exist."""
     escapes, envelope = "\x1b]0;title\x07\x1b[2J", Introduction.to_envelope
@@ -204,18 +208,16 @@ def test_nothing_in_an_introduction_is_obeyed_by_a_terminal(
     noted: list[str] = []
     monkeypatch.setattr(Notes, "on_note", lambda self, text: noted.append(text))
     with pytest.raises(FedspanError) as refused:
-        met(tiny_folder, tmp_path, monkeypatch, [{"examples": 0, "base": "b"}])
+        meet([{"examples": 0, "base": "b"}])
     assert noted
     assert all(text.isprintable() for text in (*noted, str(refused.value))), noted
 
 
-def test_a_node_neither_refuses_nor_waits_in_the_name_of_another(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_neither_refuses_nor_waits_in_the_name_of_another(meet: Meet, monkeypatch: pytest.MonkeyPatch) -> None:
     admitted = admissions.Admission("twin", "ecdsa-sha2-nistp384 key")
     monkeypatch.setattr(admissions, "read_admissions", lambda link: {7: admitted})
     with pytest.raises(FedspanError, match="this node was admitted as twin") as refused:
-        met(tiny_folder, tmp_path, monkeypatch, [{"refused": "clinic has left the study"}])
+        meet([{"refused": "clinic has left the study"}])
     assert "left the study" not in str(refused.value)
     assert f"{CLIENT}:" not in str(refused.value)
 
@@ -230,24 +232,18 @@ def test_the_name_of_an_admitted_node_is_no_other_node_s(
     admitted = {7: admissions.Admission("", "key 7")} if is_listed else {}
     monkeypatch.setattr(admissions, "read_admissions", lambda link: admitted if is_revoked else {**admitted, 8: named})
     monkeypatch.setattr(admissions, "read_revocations", lambda link: {8: named} if is_revoked else {})
-    monkeypatch.setattr(submission, "compute_base_digest", lambda model: "b")
-    prepared: Any = SimpleNamespace(config=build_server_config(values(tiny_folder)), model=None)
-    link: Any = SimpleNamespace(authority=tmp_path / "ca.crt", folder=tmp_path)
-    grid: Any = SimpleNamespace(get_node_ids=lambda: [7, 8])
-    notes = Notes()
-    handshakes = submission.Handshakes(prepared, notes, link)
-    reply = Introduction(id=CLIENT, version=__version__, examples=5, base="b")
+    run = Keyed(tiny_folder, tmp_path)
     for changes in ({}, {"refused": "has left the study", "waiting": True}):
-        handshakes.process(7, reply.model_copy(update=changes).to_envelope(), grid)
-    assert handshakes.nodes == handshakes.owners == {}
-    assert (list(handshakes.refused), handshakes.undecided) == (["node 7"], set())
-    assert notes.notes == [
+        run.introduce(7, **changes)
+    assert run.handshakes.nodes == run.handshakes.owners == {}
+    assert (list(run.handshakes.refused), run.handshakes.undecided) == (["node 7"], set())
+    assert run.listener.notes == [
         f"node 7 does not participate: it calls itself {CLIENT}, a name under which another key was admitted (--as)"
     ]
-    handshakes.process(7, reply.model_copy(update={"id": "another"}).to_envelope(), grid)
+    run.introduce(7, "another")
     if not is_revoked:
-        handshakes.process(8, reply.to_envelope(), grid)
-    assert handshakes.owners == {"another": 7} | ({} if is_revoked else {CLIENT: 8})
+        run.introduce(8)
+    assert run.handshakes.owners == {"another": 7} | ({} if is_revoked else {CLIENT: 8})
 
 
 @pytest.mark.parametrize("late_joiners", [False, True])
@@ -258,35 +254,20 @@ def test_a_node_has_one_id_in_a_run(
     admitted = {7: admissions.Admission("", "key 7"), 2: admissions.Admission("", "key 2")}
     monkeypatch.setattr(admissions, "read_admissions", lambda link: admitted)
     monkeypatch.setattr(admissions, "read_revocations", lambda link: {})
-    monkeypatch.setattr(submission, "compute_base_digest", lambda model: "b")
-    given = values(tiny_folder)
-    given["federation"]["late_joiners"] = late_joiners
-    prepared: Any = SimpleNamespace(config=build_server_config(given), model=None)
-    link: Any = SimpleNamespace(authority=tmp_path / "ca.crt", folder=tmp_path)
-    grid: Any = SimpleNamespace(get_node_ids=lambda: [2, 7])
-    notes = Notes()
-    handshakes = submission.Handshakes(prepared, notes, link)
-
-    def introduce(node: int, id: str) -> dict[str, int]:
-        introduction = Introduction(id=id, version=__version__, examples=5, base="b")
-        handshakes.process(node, introduction.to_envelope(), grid)
-        return {id: one.node for id, one in handshakes.nodes.items()}
-
-    assert introduce(7, "x1") == {"x1": 7}
+    run = Keyed(tiny_folder, tmp_path, late_joiners=late_joiners)
+    assert run.introduce(7, "x1") == {"x1": 7}
     for id in ("x2", "another", "x3"):
-        assert introduce(7, id) == {}
-    assert handshakes.owners == {"x1": 7}
-    assert notes.notes == [
+        assert run.introduce(7, id) == {}
+    assert run.handshakes.owners == {"x1": 7}
+    assert run.listener.notes == [
         f"{id} does not participate: this node has joined this run as x1. Set id: x1 in its file"
         for id in ("x2", "another", "x3")
     ]
-    assert introduce(2, "another") == {"another": 2}  # the id that node 7 tried to take
-    assert introduce(7, "x1") == {"another": 2, "x1": 7}
+    assert run.introduce(2, "another") == {"another": 2}  # the id that node 7 tried to take
+    assert run.introduce(7, "x1") == {"another": 2, "x1": 7}
 
 
-def test_a_node_that_declares_no_examples_takes_no_part(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_that_declares_no_examples_takes_no_part(meet: Meet) -> None:
     """Where it alone replied, the round would have no weight at all."""
     with pytest.raises(FedspanError, match="declares no training examples"):
-        met(tiny_folder, tmp_path, monkeypatch, [{"examples": 0, "base": "b"}])
+        meet([{"examples": 0, "base": "b"}])

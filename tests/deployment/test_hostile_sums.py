@@ -1,8 +1,10 @@
-"""A server that lies to data owners under secure aggregation, replayed against their nodes."""
+"""Data owners under secure aggregation, and a server that lies to them, replayed against their nodes."""
 
 from __future__ import annotations
 
 import functools
+import json
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +16,15 @@ import torch
 pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not installed")
 pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
 
+from fedspan import __version__
 from fedspan.crypto.graph import compute_neighborhood_size
+from fedspan.deployment.handshake import Introduction, Invitation
 from fedspan.deployment.limits import OrderTerms
 from fedspan.deployment.node import NodeService
 from fedspan.errors import FedspanError
 from fedspan.federation.aggregation.secure import SecureAggregation
-from fedspan.federation.protocol import Envelope, Order, read_header
-from fedspan.federation.secagg.messages import Agreement, SharesOrder, UnmaskReply, decode_request
+from fedspan.federation.protocol import Envelope, Order, decode_reply, read_header
+from fedspan.federation.secagg.messages import Agreement, KeysReply, SharesOrder, UnmaskReply, decode_request
 from fedspan.runs.remote import build_method
 from fedspan.runs.setup import prepare
 from helpers import tiny
@@ -51,7 +55,6 @@ def of_order(**changes: Any) -> Any:
     def change(asked: Any) -> Any:
         if not isinstance(asked, Order):
             return asked
-        assert asked.client is not None
         facts = {"client": replace(asked.client, **changes["client"])} if "client" in changes else {}
         return replace(asked, **{**changes, **facts})
 
@@ -111,32 +114,28 @@ def test_the_others_are_invited_again_to_train_nothing(
         assert any("`message.agreement.config`: " in header for header in told)
 
 
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        pytest.param(of_order(lr=0.0), "the order has lr 0.0", marks=pytest.mark.slow),
-        pytest.param(of_order(client={"weight": 0.0}), "the order has client.weight 0.0", marks=pytest.mark.slow),
-        pytest.param(of_order(client={"scaling": 0.0}), "the order has client.scaling 0.0", marks=pytest.mark.slow),
-        (of_order(body=b"another model"), "the order's model differs from the agreement of the sum's clients"),
-        pytest.param(both(lr=0.0), "the order has lr 0.0", marks=pytest.mark.slow),
-        pytest.param(
-            of_agreement(clip=1e-9), "`message.agreement.clip`: 1e-09 is not accepted", marks=pytest.mark.slow
-        ),
-        pytest.param(of_agreement(bits=64), "message.agreement.bits", marks=pytest.mark.slow),
-        pytest.param(of_agreement(config="0" * 64), "message.agreement.config", marks=pytest.mark.slow),
-        (of_agreement(top=1e3), "have another agreement than this client"),
-        pytest.param(
-            of_agreement(top=1e9),
-            "`message.agreement.top`: with 3 clients and weights up to 1e+09, this node's change",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            of_agreement(clients=10**6), "`message.agreement.clients`: 1000000 is not accepted", marks=pytest.mark.slow
-        ),
-    ],
-)
-def test_the_others_are_told_to_contribute_nothing(change: Any, why: str, tiny_folder: Path, tmp_path: Path) -> None:
+LIES: dict[str, tuple[Any, str]] = {
+    "rate": (of_order(lr=0.0), "the order has lr 0.0"),
+    "weight": (of_order(client={"weight": 0.0}), "the order has client.weight 0.0"),
+    "scaling": (of_order(client={"scaling": 0.0}), "the order has client.scaling 0.0"),
+    "body": (of_order(body=b"another model"), "the order's model differs from the agreement of the sum's clients"),
+    "agreed rate": (both(lr=0.0), "the order has lr 0.0"),
+    "clip": (of_agreement(clip=1e-9), "`message.agreement.clip`: 1e-09 is not accepted"),
+    "bits": (of_agreement(bits=64), "message.agreement.bits"),
+    "config": (of_agreement(config="0" * 64), "message.agreement.config"),
+    "top": (of_agreement(top=1e3), "have another agreement than this client"),
+    "large top": (
+        of_agreement(top=1e9),
+        "`message.agreement.top`: with 3 clients and weights up to 1e+09, this node's",
+    ),
+    "clients": (of_agreement(clients=10**6), "`message.agreement.clients`: 1000000 is not accepted"),
+}
+
+
+@pytest.mark.parametrize("lie", others_slow(LIES, ["body", "top"]))
+def test_the_others_are_told_to_contribute_nothing(lie: str, tiny_folder: Path, tmp_path: Path) -> None:
     """Two of three nodes are to send nothing but their masks, so that the sum is the victim's update."""
+    change, why = LIES[lie]
     run, transport = served(tiny_folder, tmp_path)
     headers: list[str] = []
     honest = transport.make
@@ -156,23 +155,21 @@ def test_the_others_are_told_to_contribute_nothing(change: Any, why: str, tiny_f
     assert all(VICTIM not in read_header(UnmaskReply, one).shares for one in unmasked)
 
 
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        ({"top": 1e7}, "would be rounded to"),
-        pytest.param(
-            {"clients": 2**24 - 1}, "a number of clients of which 3 are a neighborhood", marks=pytest.mark.slow
-        ),
-        pytest.param({"clients": 2}, "a number of clients of which 3 are a neighborhood", marks=pytest.mark.slow),
-        pytest.param(
-            {"top": 1e9, "clients": 10**6}, "a number of clients of which 3 are a neighborhood", marks=pytest.mark.slow
-        ),
-    ],
-)
+TOO_MANY = "a number of clients of which 3 are a neighborhood"
+COARSE: dict[str, tuple[dict[str, Any], str]] = {
+    "top": ({"top": 1e7}, "would be rounded to"),
+    "many": ({"clients": 2**24 - 1}, TOO_MANY),
+    "two": ({"clients": 2}, TOO_MANY),
+    "both": ({"top": 1e9, "clients": 10**6}, TOO_MANY),
+}
+
+
+@pytest.mark.parametrize("lie", others_slow(COARSE, ["top"]))
 def test_all_nodes_are_told_the_same_steps_that_round_changes_to_zero(
-    change: dict[str, Any], why: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lie: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their agreements are equal, so their masks would cancel; with coarse steps only the heaviest change remains."""
+    change, why = COARSE[lie]
     run, transport = served(tiny_folder, tmp_path)
     honest = SecureAggregation._agree
     monkeypatch.setattr(SecureAggregation, "_agree", lambda self, *told: honest(self, *told).model_copy(update=change))
@@ -279,3 +276,89 @@ def test_nodes_that_know_each_other_let_no_others_in(tiny_folder: Path, tmp_path
     transport.make = functools.cache(lambda id: service(id, others[id]))
     with pytest.raises(FedspanError, match="'clinic-c' cannot share a sum with this node: it is not in this node's"):
         run.federation.run_round(run.federation.begin())
+
+
+def test_nodes_continue_after_a_restart_between_any_two_phases(tiny_folder: Path, tmp_path: Path) -> None:
+    run, transport = served(tiny_folder, tmp_path, restarts=True, secure_only=True)
+    first = run.federation.run_round(run.federation.begin())
+    assert not first.failures
+    transport.make = functools.cache(transport.make)  # one more restart, before the second round
+    second = run.federation.run_round(first.progress)
+    assert not second.failures
+    assert second.progress.last_rounds == dict.fromkeys(CLINICS, 1)
+    assert len(transport.sent) == 2 * 4 * 3
+    sessions = sorted(tmp_path.rglob("session.json"))
+    assert len(sessions) == 3
+    assert {path.stat().st_mode & 0o777 for path in sessions} == {0o600}
+    validation, test = run.evaluator.evaluate_clients(second.progress)
+    assert validation is not None
+    assert set(test.by_client) == set(CLINICS)
+
+
+@pytest.mark.parametrize("limit", [1, 10])
+def test_no_training_loss_leaves_the_nodes_of_a_secure_sum(limit: int, tiny_folder: Path, tmp_path: Path) -> None:
+    """Masks hide the reply, of which a loss would tell; with the limit 1 an owner chooses metrics as measured."""
+    run, transport = served(tiny_folder, tmp_path, evaluation_examples=limit)
+    result = run.federation.run_round(run.federation.begin())
+    assert not result.failures
+    replies = [
+        decode_reply(back)
+        for sent, back in zip(transport.sent, transport.came, strict=True)
+        if decode_request(sent).task == "train"
+    ]
+    assert [len(reply.parts) for reply in replies] == [int(limit == 1)] * 3
+    assert math.isnan(result.loss) is (limit > 1)
+
+
+def test_every_envelope_that_comes_again_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    run, transport = served(tiny_folder, tmp_path)
+    run.federation.run_round(run.federation.begin())
+    transport.make.cache_clear()  # what a node has answered outlives its process
+    for envelope in transport.sent:
+        asked = decode_request(envelope)
+        back = transport.make(asked.to).answer(envelope)
+        kind = KeysReply if asked.task == "keys" else UnmaskReply if asked.task == "unmask" else None
+        if isinstance(asked, Order):
+            assert "arrived before" in (decode_reply(back).failed or "")
+        elif kind is not None:
+            assert "arrived before" in (read_header(kind, back).failed or "")
+        newer = asked.serial + 10**9 + len(transport.came)
+        if not isinstance(asked, Order):  # newer by its serial: the session still knows
+            again = transport.make(asked.to).answer(asked.model_copy(update={"serial": newer}).to_envelope())
+            assert '"failed":"`message.session`: ' in again.header
+
+
+def test_a_node_that_sends_nothing_in_plaintext_joins_no_plaintext_run(tiny_folder: Path, tmp_path: Path) -> None:
+    service = NodeService(node("clinic-a", tiny_folder, tmp_path, secure_only=True))
+    invitation = Invitation(run="run", version=__version__, config=json.dumps(values(tiny_folder)))
+    told = read_header(Introduction, service.answer(invitation.to_envelope()))
+    assert "`limits.secure_only`: this node only joins runs with federation.secure" in (told.refused or "")
+    assert not list(tmp_path.rglob("invitation.json"))
+
+
+def test_a_server_cannot_leave_the_masks_out_later(tiny_folder: Path, tmp_path: Path) -> None:
+    run, transport = served(tiny_folder, tmp_path, secure_only=True)
+    run.federation.run_round(run.federation.begin())
+    order = next(asked for asked in map(decode_request, transport.sent) if isinstance(asked, Order))
+    answer = decode_reply(transport.make(order.to).answer(replace(order, secure=None, serial=2**52).to_envelope()))
+    assert "this run sends replies only under masks" in (answer.failed or "")
+    assert not answer.body
+
+
+@pytest.mark.parametrize(("least", "stands"), [pytest.param(3, False, marks=pytest.mark.slow), (2, True)])
+def test_a_node_says_in_how_small_a_sum_it_is(least: int, stands: bool, tiny_folder: Path, tmp_path: Path) -> None:
+    """One of three is gone before its vector came: the other two give what removes the masks only if they agree."""
+    run, transport = served(
+        tiny_folder, tmp_path, lambda asked: asked.to == "clinic-c" and asked.task == "train", secure_clients=least
+    )
+    begin = run.federation.begin()
+    if stands:
+        result = run.federation.run_round(begin)
+        assert set(result.progress.last_rounds) == set(CLINICS[:2])
+        return
+    too_small = r"`limits\.secure_clients`: a sum of 2 clients is too small\. Expected at least 3 clients"
+    with pytest.raises(FedspanError, match=too_small):
+        run.federation.run_round(begin)
+    answers = [one for one in transport.came if '"task":"unmask"' in one.header]
+    assert len(answers) == 2
+    assert all(not read_header(UnmaskReply, one).shares for one in answers)

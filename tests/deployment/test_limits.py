@@ -157,7 +157,6 @@ def test_a_node_with_few_examples_stays_away(tiny_folder: Path, tmp_path: Path) 
 def test_a_part_of_few_examples_has_no_metrics(tiny_folder: Path, tmp_path: Path) -> None:
     run, _ = served(tiny_folder, NodeService(node(tiny_folder, tmp_path, limits={"evaluation_examples": 12})))
     validation, test = run.evaluator.evaluate_clients(run.federation.begin())
-    assert test is not None
     assert test.by_client[CLIENT]["accuracy"] * 2 == int(test.by_client[CLIENT]["accuracy"] * 2)
     assert validation is not None
     service = NodeService(node(tiny_folder, tmp_path / "more", limits={"evaluation_examples": 13}))
@@ -238,10 +237,7 @@ def test_one_evaluation_loss_tells_no_counts_of_labels(limit: int, tiny_folder: 
     run.evaluator.evaluate_clients(run.federation.begin())
     assert coded.came[-1].scores is not None
     scores = coded.came[-1].scores
-    for loss, rows in (
-        (scores["validation"]["loss"], data.validation),
-        (scores["test"]["loss"], data.test),
-    ):
+    for loss, rows in ((scores["validation"]["loss"], data.validation), (scores["test"]["loss"], data.test)):
         counts = np.bincount(labels[rows], minlength=LABELS).tolist()
         assert (coded.decode(loss) == counts) is (limit == 1)
         if limit > 1:

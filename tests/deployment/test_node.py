@@ -1,9 +1,15 @@
-"""A data owner's service: what it agrees to, what it refuses, what it remembers."""
+"""A data owner's service: what it agrees to, what it refuses, what it remembers and shows."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
+import re
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +20,11 @@ from fedspan import __version__
 from fedspan.clients.host import Host
 from fedspan.config.node import NodeConfig, load_node
 from fedspan.deployment.base_offers import BaseFile
+from fedspan.deployment.console import ConsoleFormatter
 from fedspan.deployment.handshake import Introduction, Invitation, build_server_config
-from fedspan.deployment.last_order import LastOrderFile
+from fedspan.deployment.last_order import LastOrder, LastOrderFile, load_last_order
 from fedspan.deployment.node import NodeService
+from fedspan.deployment.node_folder import get_run_folder
 from fedspan.deployment.usage import UsageBook
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import (
@@ -30,6 +38,7 @@ from fedspan.federation.protocol import (
     read_header,
 )
 from helpers.node_service import CLIENT, introduced, node, served, values
+from helpers.refusals import refused
 
 LOCAL = {"mechanism": "local", "clip": 1.0, "noise": 4.0, "randomness": "secret"}
 
@@ -40,7 +49,6 @@ def test_a_node_trains_evaluates_and_continues_after_a_restart(tiny_folder: Path
     assert not first.failures
     validation, test = run.evaluator.evaluate_clients(first.progress)
     assert validation is not None
-    assert test is not None
     assert set(test.by_client) == {CLIENT}
     (sent,) = run.federation.pop_events().transfers
     assert (sent.purpose, sent.client, sent.bytes) == ("evaluate", CLIENT, len(transport.sent[-1].body))
@@ -85,9 +93,7 @@ def test_an_answered_order_has_the_same_reply_again_and_is_not_carried_out_again
         assert "arrived before" in (decode_reply(NodeService(config).answer(envelope)).failed or "")
 
 
-def test_a_reply_is_kept_until_the_next_order_and_is_not_needed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reply_is_kept_until_the_next_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, order, reply = tmp_path / "serial", Envelope("{}", b"order"), Envelope('{"loss": 1}', b"\n\x00reply")
     file = LastOrderFile(path)
     assert file.begin(order, 3) is None
@@ -242,11 +248,7 @@ def test_an_order_of_a_run_to_which_it_was_not_invited_is_refused(tiny_folder: P
 @pytest.mark.parametrize(
     ("limits", "config", "why"),
     [
-        (
-            {"methods": ["rolora"]},
-            {},
-            "`limits.methods`: this node does not allow 'fedit'. It allows rolora",
-        ),
+        ({"methods": ["rolora"]}, {}, "`limits.methods`: this node does not allow 'fedit'. It allows rolora"),
         ({"models": ["roberta-base"]}, {}, "limits.models"),
         ({"rounds": 2}, {}, "`limits.rounds`: the run's federation.rounds is 3, and this node allows at most 2"),
         ({}, {"method": {"name": "no such"}}, "method.name"),
@@ -269,7 +271,7 @@ def test_limits_and_labels_are_the_node_s_to_keep(
     assert written == {"audit.jsonl", "audit.jsonl.lock", "budget.json"}
 
 
-def test_a_refusal_of_the_node_s_limits_is_one_line_of_its_log(
+def test_a_refusal_is_one_line_of_the_node_s_log(
     tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = values(tiny_folder, federation={"require_tags": {"gpu": True}})
@@ -291,9 +293,7 @@ def test_an_unexpected_error_of_an_invitation_is_logged_with_its_traceback(
     assert "not a fedspan header" not in caplog.text, "that it is no order is no error"
 
 
-def test_the_log_of_a_node_names_rounds_that_exist(
-    tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_node_s_log_names_its_rounds(tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "fedspan.node")
     run, _ = served(tiny_folder, NodeService(node(tiny_folder, tmp_path)))
     start = run.federation.begin()
@@ -366,9 +366,8 @@ def test_a_node_s_file_names_what_is_wrong(tmp_path: Path) -> None:
     assert load_node(path).data == {"train": str(tmp_path / "{ward}" / "own.csv"), "test": "hub/data"}
     for change, field in (({"id": ""}, "id"), ({"limits": {"rounds": 0}}, "limits.rounds"), ({"servr": 1}, "servr")):
         path.write_text(yaml.safe_dump({**good, **change}))
-        with pytest.raises(FedspanError) as wrong:
+        with refused(field):
             load_node(path)
-        assert wrong.value.field == field
 
 
 def test_an_invitation_s_config_that_is_nested_too_deeply_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
@@ -378,3 +377,140 @@ def test_an_invitation_s_config_that_is_nested_too_deeply_is_refused(tiny_folder
         assert read_header(Introduction, service.answer(asked.to_envelope())).refused is not None
         with pytest.raises(ValueError, match=r"nested too deeply|a config is an object"):
             asked.read_values()
+
+
+def test_a_run_s_name_chooses_a_folder_and_leads_out_of_none(tmp_path: Path) -> None:
+    """The name is the server's: no path of it is followed, and other letters are another run, on any disk."""
+    names = ("a", "A", "../../home", "/etc", "", "a" * 5000, "é\0")
+    folders = {get_run_folder(tmp_path, name) for name in names}
+    assert len(folders) == len({folder.name.lower() for folder in folders}) == len(names)
+    assert {folder.parent for folder in folders} == {tmp_path}
+    assert get_run_folder(tmp_path, "a").name == hashlib.sha256(b"a").hexdigest()[:32]
+
+
+ORDER, REPLY = Envelope("order", b"weights"), Envelope("reply é", b"new\nweights")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "serial"
+
+
+def test_an_order_is_carried_out_once_and_its_reply_given_again_after_a_restart(path: Path) -> None:
+    first = LastOrderFile(path)
+    assert first.begin(ORDER, 5) is None
+    first.close(REPLY, "context")
+    again = LastOrderFile(path)
+    assert again.begin(ORDER, 5) == REPLY
+    again.require_context("context")
+    with pytest.raises(FedspanError, match="order 5 was answered with other data or another node file"):
+        again.require_context("another")
+
+
+@pytest.mark.parametrize(
+    ("order", "serial"), [(ORDER, 4), (Envelope("order", b"other weights"), 5), (Envelope("orderw", b"eights"), 5)]
+)
+def test_older_orders_and_others_with_the_same_serial_are_refused(path: Path, order: Envelope, serial: int) -> None:
+    """Also one whose bytes are the same, of another header."""
+    LastOrderFile(path).begin(ORDER, 5)
+    with pytest.raises(FedspanError, match=f"order {serial} arrived before, or is older than order 5"):
+        LastOrderFile(path).begin(order, serial)
+    assert LastOrderFile(path).begin(order, 6) is None
+
+
+@pytest.mark.parametrize("damage", [b"", b"reply \xff\n", b"reply\nother weights"])
+def test_a_damaged_reply_is_none(path: Path, damage: bytes) -> None:
+    order = LastOrderFile(path)
+    order.begin(ORDER, 5)
+    order.close(REPLY)
+    path.with_name("serial-reply").write_bytes(damage)
+    with pytest.raises(FedspanError, match="order 5 arrived before"):
+        LastOrderFile(path).begin(ORDER, 5)
+
+
+def test_an_interrupted_order_is_started_again_but_not_for_ever(path: Path) -> None:
+    for number in range(16):
+        order = LastOrderFile(path)
+        assert order.begin(ORDER, 5) is None
+        assert order.is_recorded is (number > 0)
+        order.mark_recorded()
+    with pytest.raises(FedspanError, match="order 5 was interrupted 16 times"):
+        LastOrderFile(path).begin(ORDER, 5)
+    assert load_last_order(path).starts == 16
+    assert LastOrderFile(path).begin(ORDER, 6) is None
+
+
+def test_a_run_in_which_the_node_does_not_participate_leaves_nothing(tmp_path: Path) -> None:
+    order = LastOrderFile(tmp_path / "missing" / "serial")
+    assert order.begin(ORDER, 5) is None
+    order.close(REPLY)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"serial": -1}', b'{"serial": 1, "more": 2}', b"\xff"])
+def test_a_damaged_file_is_named_with_the_remedy(path: Path, content: bytes) -> None:
+    assert load_last_order(path) == LastOrder()
+    path.write_bytes(content)
+    with refused(str(path)):
+        load_last_order(path)
+
+
+ESCAPES = "\x1b]0;title\x07\x1b[2J\u202e"
+FORGED = "00:00:00 round 1: train done"
+
+
+@pytest.fixture
+def log() -> Iterator[StringIO]:
+    stream = StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(ConsoleFormatter())
+    logger, level = logging.getLogger("fedspan"), logging.getLogger("fedspan").level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield stream
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+
+
+def lines(log: StringIO) -> list[str]:
+    text = log.getvalue()
+    assert not set(text) & {"\x1b", "\x07", "\u202e", "\r"}, text
+    return text.splitlines()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {ESCAPES: 1},
+        {"training": {f"{ESCAPES}\n{FORGED}": 1}},
+        {"model": {"name": f"{ESCAPES}\n{FORGED}"}},
+        {"model": {"name": "builtin:all-minilm-l6-v2", "adapter": f"{ESCAPES}\n{FORGED}"}},
+        {"method": {"name": f"{ESCAPES}\n{FORGED}"}},
+    ],
+)
+def test_the_config_of_an_invitation_is_shown_as_text(
+    config: dict[str, object], log: StringIO, tiny_folder: Path, tmp_path: Path
+) -> None:
+    invitation = Invitation(run="run", version=__version__, config=json.dumps(config))
+    NodeService(node(tiny_folder, tmp_path)).answer(invitation.to_envelope())
+    (line,) = lines(log)
+    assert re.fullmatch(r"\d\d:\d\d:\d\d the invitation to run is refused: `.+", line)
+
+
+@pytest.mark.parametrize("field", ["run", "version"])
+def test_a_run_with_an_unprintable_name_is_no_invitation(field: str, tiny_folder: Path, tmp_path: Path) -> None:
+    header = {"task": "invite", "run": "run", "version": __version__, "config": "{}", field: f"{ESCAPES}\n{FORGED}"}
+    with pytest.raises(ValueError, match="invisible characters") as caught:
+        NodeService(node(tiny_folder, tmp_path)).answer(Envelope(json.dumps(header)))
+    assert "\x1b" not in str(caught.value)
+
+
+def test_a_message_is_one_line_whatever_it_quotes(log: StringIO) -> None:
+    try:
+        raise ValueError(f"{ESCAPES}\n{FORGED}")
+    except ValueError:
+        logging.getLogger("fedspan.x").exception("failed: %s", f"{ESCAPES}\r\n{FORGED}")
+    first, *rest = lines(log)
+    assert first.endswith(f"\\r\\n{FORGED}")
+    assert f"  {FORGED}" in rest
+    assert all(line.startswith("  ") for line in rest)

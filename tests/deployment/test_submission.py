@@ -1,34 +1,42 @@
-"""A submitted run and its nodes in one process: Flower's grid is replaced by one that passes messages to the nodes."""
+"""A submitted run, its nodes between its rounds, and its status: Flower's grid passes messages within one process."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterable
+import os
+import socket
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import fedspan
+from fedspan.core.values import Client
+from fedspan.deployment import participants as module
 from fedspan.deployment.deploy import submit
+from fedspan.deployment.handshake import build_server_config
 from fedspan.deployment.node import NodeService
+from fedspan.deployment.participants import NodeCallbacks, Participant, Participants, load_record
+from fedspan.deployment.status import load_named_run, read_status, store_named_run
 from fedspan.errors import FedspanError
+from fedspan.federation.progress import ClientData
 from fedspan.federation.protocol import Envelope
 from fedspan.federation.validation import ReplyRules
+from fedspan.logs import JsonLines
+from fedspan.runs.folder import RunFolder, read_process_start
 from helpers import node_service
+from helpers.node_service import values
 from helpers.sites import SITES, local_values, run_values, site_files
 
-transport = pytest.importorskip(
-    "fedspan.transports.flower.transport", reason="the extra fedspan[flower] is not installed"
-)
-adapter = pytest.importorskip("fedspan.transports.flower.adapter")
-grid = pytest.importorskip("fedspan.transports.flower.grid")
-messages = pytest.importorskip("fedspan.transports.flower.messages")
-servers = pytest.importorskip("fedspan.transports.flower.server")
-signing = pytest.importorskip("fedspan.transports.flower.signing")
+pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
+
+from fedspan.transports.flower import adapter, admissions, grid, messages, signing
+from fedspan.transports.flower import server as servers
 
 NORTH, SOUTH, WEST = SITES
 EAST = "east"
@@ -47,28 +55,21 @@ class Reply:
 
 
 class Changed:
-    """A node whose introductions differ from the service's, at its first invitations or at all of them."""
+    """A node whose introductions differ from the service's, by the number of its invitations."""
 
-    def __init__(self, service: NodeService, fields: dict[str, Any], times: int | None = None) -> None:
-        self.service, self.fields, self.times, self.invited = service, fields, times, 0
+    def __init__(self, service: NodeService, change: Callable[[int], dict[str, Any]]) -> None:
+        self.service, self.change, self.invited = service, change, 0
 
     def answer(self, envelope: Envelope) -> Envelope:
         answer = self.service.answer(envelope)
         if json.loads(envelope.header)["task"] != "invite":
             return answer
         self.invited += 1
-        if self.times is not None and self.invited > self.times:
-            return answer
-        return Envelope(json.dumps({**json.loads(answer.header), **self.fields}), answer.body)
+        return Envelope(json.dumps({**json.loads(answer.header), **self.change(self.invited)}), answer.body)
 
 
 class NodesGrid:
-    """A grid whose nodes are in this process, and reply when they are asked for their replies.
-
-    Args:
-        services: The nodes' services by Flower's id of the node.
-        online: Those that are online.
-    """
+    """A grid whose nodes are in this process, and reply when they are asked for their replies."""
 
     def __init__(self, services: dict[int, Any], online: set[int]) -> None:
         self.services, self.online = services, online
@@ -98,12 +99,7 @@ class NodesGrid:
 
 
 class Scene:
-    """A server's folder, four nodes, and a config.
-
-    Args:
-        tiny_folder: Folder of the tiny model and its corpus.
-        folder: Folder for everything that is written.
-    """
+    """A server's folder, four nodes, and a config."""
 
     def __init__(self, tiny_folder: Path, folder: Path) -> None:
         self.files = site_files(tiny_folder / "corpus.csv", folder, (*SITES, EAST))
@@ -181,9 +177,7 @@ def test_a_run_with_fixed_nodes_is_the_simulation(scene: Scene, tmp_path: Path) 
     require_same(tmp_path / "run", tmp_path / "simulated")
 
 
-def test_nodes_join_leave_and_come_back_and_a_killed_run_resumes_with_the_same_bits(
-    scene: Scene, tmp_path: Path
-) -> None:
+def test_nodes_join_leave_and_come_back_and_a_killed_run_resumes_to_the_bit(scene: Scene, tmp_path: Path) -> None:
     scene.values["federation"]["late_joiners"] = True
     events = {1: {1, 2, 3, 4}, 2: {1, 3, 4}, 3: {1, 2, 3, 4}, 4: {1, 2, 4}}
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -235,31 +229,31 @@ def submit_and_kill(scene: Scene, run: Path, online: dict[int, set[int]]) -> Non
 def test_a_resumed_run_does_not_use_a_node_that_it_refused(scene: Scene, tmp_path: Path) -> None:
     run = tmp_path / "run"
     submit_and_kill(scene, run, {})
-    scene.grid.services[3] = Changed(scene.grid.services[3], {"base": "f" * 64})
+    scene.grid.services[3] = Changed(scene.grid.services[3], lambda _: {"base": "f" * 64})
     listener = Events(scene.grid, {})
     submit(None, run, scene.link, resume=True, wait=2.0, listener=listener)
     assert list_cohorts(run) == [sorted(SITES)] * 2 + [[NORTH, SOUTH]] * 2
     assert any(f"{WEST} does not participate: its base model" in note for note in listener.notes)
 
 
-def test_a_node_that_waits_under_ever_other_ids_has_one_entry(scene: Scene, tmp_path: Path) -> None:
+def test_a_node_that_waits_under_ever_other_ids_has_one_entry(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its reasons are texts of its own, and all of them would be in the error at the end."""
-    ids = iter(range(100))
-
-    class Renamed(Changed):
-        def answer(self, envelope: Envelope) -> Envelope:
-            self.fields = {"refused": "not yet", "waiting": True, "id": f"other-{next(ids)}"}
-            return super().answer(envelope)
-
-    scene.grid.services[3] = Renamed(scene.grid.services[3], {})
+    monkeypatch.setattr("fedspan.transports.flower.transport._REINVITE_SECONDS", 0.2)
+    scene.grid.services[3] = Changed(
+        scene.grid.services[3], lambda number: {"refused": "not yet", "waiting": True, "id": f"other-{number}"}
+    )
     with pytest.raises(FedspanError, match="not yet") as raised:
-        submit(scene.values, tmp_path / "run", scene.link, wait=12.0, listener=Events(scene.grid, {}))
-    assert next(ids) > 2
+        submit(scene.values, tmp_path / "run", scene.link, wait=3.0, listener=Events(scene.grid, {}))
+    assert scene.grid.services[3].invited > 2
     assert str(raised.value).count("not yet") == 1
 
 
 def test_a_node_that_refused_is_invited_again_when_it_comes_back(scene: Scene, tmp_path: Path) -> None:
-    scene.grid.services[4] = Changed(scene.grid.services[4], {"refused": "out of memory"}, times=1)
+    scene.grid.services[4] = Changed(
+        scene.grid.services[4], lambda number: {"refused": "out of memory"} if number == 1 else {}
+    )
     scene.values["federation"]["late_joiners"] = True
     listener = Events(scene.grid, {1: {1, 2, 3, 4}, 3: {1, 2, 3}, 4: {1, 2, 3, 4}})
     scene.values["federation"]["rounds"] = 5
@@ -282,15 +276,13 @@ def test_a_node_without_a_key_comes_back_under_another_flower_id(scene: Scene, t
 
 
 @pytest.mark.parametrize("online", [{1, 3, 5}, pytest.param({1, 2, 3, 5}, marks=pytest.mark.slow)])
-def test_a_recorded_id_is_taken_over_only_from_a_node_that_is_gone(
-    online: set[int], scene: Scene, tmp_path: Path
-) -> None:
+def test_a_recorded_id_is_taken_over_from_a_gone_node_only(online: set[int], scene: Scene, tmp_path: Path) -> None:
     """Node 2 is online in one of the cases, and has not introduced itself to the resumed run when node 5 does."""
     run = tmp_path / "run"
     submit_and_kill(scene, run, {})
     scene.grid.services[5] = scene.grid.services[2]
     if 2 in online:
-        scene.grid.services[2] = Changed(scene.grid.services[2], {"refused": "busy"})
+        scene.grid.services[2] = Changed(scene.grid.services[2], lambda _: {"refused": "busy"})
     scene.grid.online = online
     listener = Events(scene.grid, {})
     submit(None, run, scene.link, resume=True, wait=2.0, listener=listener)
@@ -299,17 +291,14 @@ def test_a_recorded_id_is_taken_over_only_from_a_node_that_is_gone(
     assert len(list_audited(scene, "replaced")) == taken
 
 
-def test_a_new_key_takes_over_only_the_name_under_which_it_was_admitted(
-    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    admissions = pytest.importorskip("fedspan.transports.flower.admissions")
+def test_a_new_key_takes_over_its_own_name_only(scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = {5: SOUTH, 6: ""}
     monkeypatch.setattr(
         admissions,
         "read_admissions",
         lambda link: {id: admissions.Admission(name, "key") for id, name in names.items()},
     )
-    scene.grid.services |= {5: scene.grid.services[2], 6: Changed(scene.grid.services[2], {"id": NORTH})}
+    scene.grid.services |= {5: scene.grid.services[2], 6: Changed(scene.grid.services[2], lambda _: {"id": NORTH})}
     scene.values["federation"]["late_joiners"] = True
     listener = Events(scene.grid, {1: {3, 5, 6}})
     submit(scene.values, tmp_path / "run", scene.link, wait=30.0, listener=listener)
@@ -317,23 +306,10 @@ def test_a_new_key_takes_over_only_the_name_under_which_it_was_admitted(
     assert f"{NORTH} does not participate: another node has this id" in listener.notes
 
 
-class Renamed:
-    """A node that introduces itself under its own id at first, and under another one at each further invitation."""
-
-    def __init__(self, service: NodeService) -> None:
-        self.service, self.invited = service, 0
-
-    def answer(self, envelope: Envelope) -> Envelope:
-        answer = self.service.answer(envelope)
-        if json.loads(envelope.header)["task"] != "invite":
-            return answer
-        self.invited += 1
-        id = EAST if self.invited == 1 else f"{EAST}-{self.invited}"
-        return Envelope(json.dumps({**json.loads(answer.header), "id": id}), answer.body)
-
-
 def test_a_node_that_comes_back_under_another_id_is_no_further_client(scene: Scene, tmp_path: Path) -> None:
-    scene.grid.services[4] = Renamed(scene.grid.services[4])
+    scene.grid.services[4] = Changed(
+        scene.grid.services[4], lambda number: {"id": EAST if number == 1 else f"{EAST}-{number}"}
+    )
     scene.values["federation"] |= {"late_joiners": True, "rounds": 6}
     listener = Events(scene.grid, {1: {1, 2, 3, 4}, 2: {1, 2, 3}, 3: {1, 2, 3, 4}, 4: {1, 2, 3}, 5: {1, 2, 3, 4}})
     submit(scene.values, tmp_path / "run", scene.link, wait=30.0, listener=listener)
@@ -348,3 +324,238 @@ def test_a_node_that_comes_back_under_another_id_is_no_further_client(scene: Sce
 def test_the_quorum_of_a_round_is_that_of_all_clients_at_least() -> None:
     rules = ReplyRules(least=3)
     assert [rules.compute_quorum(cohort) for cohort in (2, 3, 4, 5, 6)] == [2, 3, 3, 3, 4]
+
+
+EMPTY = np.zeros(0, np.int64)
+FIRST = {id: Participant(node=node, examples=10 * node) for node, id in enumerate("abc", start=1)}
+
+
+class Nodes:
+    """Nodes that are online, those that were accepted, and those that have not replied."""
+
+    def __init__(self, online: set[int]) -> None:
+        self.online, self.accepted, self.undecided = online, {**FIRST}, set[int]()
+        self.known: Mapping[str, int] = {}
+
+    def callbacks(self) -> NodeCallbacks:
+        return NodeCallbacks(lambda: self.online, self.invite, lambda: self.undecided, self.build, self.store)
+
+    def invite(self) -> dict[str, Participant]:
+        return self.accepted
+
+    def build(self, examples: Mapping[str, int]) -> dict[str, ClientData]:
+        return {
+            id: ClientData(Client(id, 2, 1.0, count, float(count)), EMPTY, EMPTY, EMPTY)
+            for id, count in examples.items()
+        }
+
+    def store(self, nodes: Mapping[str, int]) -> None:
+        self.known = dict(nodes)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_POLL", 0.01)
+
+
+def begin(participants: Participants, round: int) -> list[str]:
+    clients, presence = participants.begin_round(round)
+    return sorted(presence.select_present(clients, round))
+
+
+def test_nodes_join_leave_and_come_back_between_rounds(tmp_path: Path) -> None:
+    nodes = Nodes({1, 2, 3})
+    participants = Participants(tmp_path, FIRST, nodes.callbacks(), least=2, seconds=0.1)
+    assert begin(participants, 0) == ["a", "b", "c"]
+    nodes.online, nodes.accepted["d"] = {1, 2, 3, 4}, Participant(node=4, examples=40)
+    participants.admit()
+    assert nodes.known == participants.nodes == {"a": 1, "b": 2, "c": 3, "d": 4}
+    assert begin(participants, 1) == ["a", "b", "c", "d"]
+    nodes.online = {1, 3, 4}
+    assert begin(participants, 2) == ["a", "c", "d"]
+    nodes.online = {1, 2, 3}
+    clients, presence = participants.begin_round(3)
+    assert [sorted(presence.select_present(clients, round)) for round in range(4)] == [
+        ["a", "b", "c"], ["a", "b", "c", "d"], ["a", "c", "d"], ["a", "b", "c"]
+    ]  # fmt: skip
+    assert presence.list_changes(3) == (("b",), ("d",))
+    assert clients["d"].client.examples == 40
+
+
+def test_a_resumed_run_repeats_a_round_with_the_same_nodes_if_they_are_online(tmp_path: Path) -> None:
+    nodes = Nodes({1, 2, 3})
+    participants = Participants(tmp_path, FIRST, nodes.callbacks(), least=2, seconds=0.1)
+    begin(participants, 0)
+    nodes.online = {1, 2}
+    assert begin(participants, 1) == ["a", "b"]
+    nodes.online = {1, 2, 3}  # c is back while the run is down
+    resumed = Participants(tmp_path, {id: FIRST[id] for id in "ab"}, nodes.callbacks(), least=2, seconds=0.1)
+    assert sorted(resumed.clients) == ["a", "b", "c"]
+    assert resumed.build_presence() == participants.build_presence()
+    assert begin(resumed, 1) == ["a", "b"]
+    assert begin(resumed, 2) == ["a", "b", "c"]
+    nodes.online = {1, 3}  # b, of the interrupted round, stays away: the others go on after the wait
+    again = Participants(tmp_path, FIRST, nodes.callbacks(), least=2, seconds=0.1)
+    assert begin(again, 2) == ["a", "c"]
+    record = load_record(tmp_path)
+    assert record.present == (("a", "b", "c"), ("a", "b"), ("a", "c"))
+
+
+def test_a_recorded_node_is_a_client_only_if_it_was_accepted_in_this_process(tmp_path: Path) -> None:
+    nodes = Nodes({1, 2, 3})
+    begin(Participants(tmp_path, FIRST, nodes.callbacks(), least=2, seconds=0.1), 0)
+    del nodes.accepted["c"]  # online, and its new introduction was refused
+    resumed = Participants(tmp_path, nodes.accepted, nodes.callbacks(), least=2, seconds=0.1)
+    assert sorted(resumed.clients) == ["a", "b", "c"]
+    assert begin(resumed, 0) == ["a", "b"]
+    nodes.accepted["c"] = FIRST["c"]
+    assert begin(resumed, 1) == ["a", "b", "c"]
+
+
+def test_an_entry_follows_the_last_accepted_introduction(tmp_path: Path) -> None:
+    nodes = Nodes({1, 2, 3})
+    participants = Participants(tmp_path, FIRST, nodes.callbacks(), least=2, seconds=0.1)
+    begin(participants, 0)
+    nodes.online, nodes.accepted["c"] = {1, 2, 7}, Participant(node=7, examples=5)
+    clients, presence = participants.begin_round(1)
+    assert sorted(presence.select_present(clients, 1)) == ["a", "b", "c"]
+    assert clients["c"].client.examples == 5
+    assert nodes.known == participants.nodes == {"a": 1, "b": 2, "c": 7}
+    record = load_record(tmp_path)
+    assert record.clients["c"] == Participant(node=7, examples=5)
+
+
+def test_a_node_that_does_not_reply_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_SETTLE", 0.05)
+    nodes, slept = Nodes({1, 2, 3, 9}), list[float]()
+    participants = Participants(tmp_path, FIRST, nodes.callbacks(), least=2, seconds=10.0)
+    nodes.undecided = {8}  # offline
+    sleep = module.time.sleep
+    monkeypatch.setattr(module.time, "sleep", lambda seconds: (slept.append(seconds), sleep(seconds)))
+    begin(participants, 0)
+    assert not slept
+    nodes.undecided = {9}
+    begin(participants, 1)
+    assert slept
+    slept.clear()
+    begin(participants, 2)
+    assert not slept
+
+
+def test_a_record_with_fewer_rounds_than_were_finished_is_refused(tmp_path: Path) -> None:
+    participants = Participants(tmp_path, FIRST, Nodes({1, 2, 3}).callbacks(), least=2, seconds=0.1)
+    participants.begin_round(0)
+    assert load_record(tmp_path, 1) is not None
+    with pytest.raises(FedspanError, match="at least 2 rounds"):
+        load_record(tmp_path, 2)
+    (tmp_path / "participants.json").unlink()
+    with pytest.raises(FedspanError, match="has 1 finished rounds, and the record of their participants is missing"):
+        load_record(tmp_path, 1)
+
+
+def test_a_round_needs_its_quorum_online(tmp_path: Path) -> None:
+    nodes = Nodes({2})
+    participants = Participants(tmp_path, FIRST, nodes.callbacks(), least=2, seconds=0.05)
+    with pytest.raises(FedspanError, match=r"`nodes`: 1 nodes are online before round 1: b\. Expected at least 2"):
+        participants.begin_round(0)
+    assert load_record(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "{", json.dumps({"format": 2}), json.dumps({"present": [["a"], 3]}), json.dumps({"present": [["a"]]})],
+)
+def test_a_damaged_record_is_refused(content: str, tmp_path: Path) -> None:
+    (tmp_path / "participants.json").write_text(content)
+    with pytest.raises(FedspanError, match="the record of a run's participants is damaged"):
+        Participants(tmp_path, FIRST, Nodes({1}).callbacks(), least=1, seconds=0.1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"privacy": {"mechanism": "central", "noise": 1.0}, "federation": {"weights": "uniform"}}, "central privacy"),
+        (
+            {
+                "method": {"name": "fedit", "r": 2, "wrappers": [{"name": "scaffold", "variate": "gradient"}]},
+                "training": {"max_grad_norm": 0.0},
+            },
+            "scaffold averages its control",
+        ),
+        ({"federation": {"ranks": [2, 4]}, "method": {"name": "hetlora", "r": 4}}, "assigns ranks to the clients"),
+    ],
+)
+def test_what_counts_on_fixed_clients_is_refused(changes: dict[str, Any], why: str, tiny_folder: Path) -> None:
+    given = {**values(tiny_folder), **changes}
+    given["federation"] = {"rounds": 2, **changes.get("federation", {}), "late_joiners": True}
+    with pytest.raises(FedspanError, match=rf"`federation\.late_joiners`: .*{why}"):
+        build_server_config(given)
+
+
+def test_ranks_that_are_drawn_for_each_client_fit_and_a_simulation_has_a_field_of_its_own(tiny_folder: Path) -> None:
+    given = {**values(tiny_folder), "method": {"name": "hetlora", "r": 4}}
+    given["federation"] = {"rounds": 2, "ranks": {"assign": "draw", "of": [2, 4]}, "late_joiners": True}
+    config = build_server_config(given)
+    with pytest.raises(FedspanError, match=r"in a simulation, set simulation\.present"):
+        config.require_simulated()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.yaml").write_text("federation: {rounds: 7}\n")
+    return folder
+
+
+def rows(run: Path, *made: dict[str, object]) -> None:
+    with JsonLines(run / "metrics.jsonl") as lines:
+        for row in made:
+            lines.append(row)
+        lines.commit()
+
+
+def test_a_run_that_has_started(run: Path) -> None:
+    found = read_status(run)
+    assert (found.state, found.round, found.rounds, found.finished) == ("stopped", 0, 7, None)
+
+
+def test_a_run_at_work_and_what_failed_in_it(run: Path) -> None:
+    failure = {"client": "a", "attempt": 0, "reason": "no reply within 5 s"}
+    rows(run, {"round": 1, "failures": [failure]}, {"round": 2, "failures": [failure, {"client": "b"}], "late": ["c"]})
+    (run / "run.lock").write_text(f"{os.getpid()}\n{socket.gethostname()}\n")
+    (run / "checkpoints" / "round-00002").mkdir(parents=True)
+    os.utime(run / "checkpoints" / "round-00002", (1000, 1000))
+    found = read_status(run)
+    assert (found.state, found.round, found.finished) == ("at work", 2, 1000)
+    assert found.failures == {"a": {"count": 2, "round": 2, "reason": "no reply within 5 s"}}
+    assert found.late == {"c": 1}
+
+
+def test_a_run_whose_process_is_gone(run: Path) -> None:
+    (run / "run.lock").write_text(f"999999999\n{socket.gethostname()}\n")
+    assert read_status(run).state == "stopped"
+    (run / "run.lock").write_text(f"{os.getpid()}\n{socket.gethostname()}\n1\n")  # its id belongs to another one now
+    assert read_status(run).state == ("at work" if read_process_start(os.getpid()) is None else "stopped")
+    with RunFolder.resume(run):
+        assert read_status(run).state == "at work"
+    (run / "run.lock").write_text("1\nanother-machine\n")
+    assert read_status(run).state == "at work"
+    (run / "report.json").write_text("{}")
+    assert read_status(run).state == "finished"
+
+
+def test_a_folder_without_a_run(tmp_path: Path) -> None:
+    with pytest.raises(FedspanError, match="holds no run"):
+        read_status(tmp_path)
+
+
+def test_a_server_knows_its_newest_run(tmp_path: Path) -> None:
+    assert load_named_run(tmp_path) is None
+    store_named_run(tmp_path, tmp_path / "first", {"a": 1})
+    store_named_run(tmp_path, tmp_path / "second", {"a": 2**63})
+    found = load_named_run(tmp_path)
+    assert (found.folder, found.nodes) == (tmp_path / "second", {"a": str(2**63)})
+    for content in ("", "[]", '{"run": 3}', "[" * 10_000):
+        (tmp_path / "run.json").write_text(content)
+        assert load_named_run(tmp_path) is None

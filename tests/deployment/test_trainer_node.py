@@ -13,12 +13,7 @@ from transformers import AutoTokenizer, BertForSequenceClassification, TrainerCa
 
 import fedspan
 from fedspan.deployment import deploy
-from fedspan.deployment.handshake import (
-    Introduction,
-    build_server_config,
-    compute_base_digest,
-    compute_extras_digest,
-)
+from fedspan.deployment.handshake import Introduction, build_server_config, compute_base_digest, compute_extras_digest
 from fedspan.deployment.node import NodeService
 from fedspan.deployment.submission import Handshakes
 from fedspan.deployment.trainer_node import TrainerNode
@@ -44,13 +39,11 @@ def test_a_node_trains_and_evaluates_with_its_owners_trainer(tiny_folder: Path, 
             progress = result.progress
             losses.append(result.loss)
         validation, _ = prepared.evaluator.evaluate_clients(progress)
-    assert validation is not None
     assert validation.by_client["clinic"]["examples"] == 3
     assert losses[1] < losses[0]
     with closing(TrainerNode(config, make_trainer(tiny_folder, "east"))) as restarted:
         transport.service = restarted.service
         again, _ = prepared.evaluator.evaluate_clients(progress)
-        assert again is not None
         assert again.pooled["loss"] == pytest.approx(validation.pooled["loss"], rel=1e-5)
         assert federation.run_round(progress).progress.state.round == 3
 
@@ -76,7 +69,7 @@ def test_a_plain_loop_with_its_tokenizer_has_the_servers_base(tiny_folder: Path,
 
 
 @pytest.mark.parametrize("kind", ["trainer", "loop"])
-def test_a_trainer_without_a_tokenizer_gives_the_reason(
+def test_a_trainer_needs_a_tokenizer(
     kind: str, tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer: Any = torch_trainer(tiny_folder, "east")
@@ -126,9 +119,7 @@ def test_a_node_without_the_new_modules_of_the_server_is_refused_by_their_names(
         ({"base": "0" * 64, "extras": "0" * 64}, "its model trains other modules in full than that of this run"),
     ],
 )
-def test_a_server_names_what_differs_from_its_base(
-    changes: dict[str, str], reason: str, tiny_folder: Path, tmp_path: Path
-) -> None:
+def test_a_server_names_what_differs(changes: dict[str, str], reason: str, tiny_folder: Path, tmp_path: Path) -> None:
     servers = pytest.importorskip("fedspan.transports.flower.server", reason="the extra fedspan[flower] is missing")
     link = servers.prepare_folder(tmp_path / "server", 9092, [], insecure=True)
     prepared = prepare_server(build_server_config(values(tiny_folder)))
@@ -150,7 +141,7 @@ def test_a_node_has_data_or_a_trainer(tiny_folder: Path, tmp_path: Path) -> None
         deploy.join(tmp_path / "node.yaml", insecure=True)
 
 
-def test_fields_that_do_not_bind_a_trainer_are_named(
+def test_fields_that_bind_no_trainer_are_named(
     tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = make_trainer(tiny_folder, "east")
@@ -165,9 +156,7 @@ def test_fields_that_do_not_bind_a_trainer_are_named(
         TrainerNode(node(tiny_folder, tmp_path / "node", data={}, limits={"accept_base": True}), trainer)
 
 
-def test_checkpoints_within_a_round_do_not_bind_a_trainer(
-    tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_checkpoints_do_not_bind_a_trainer(tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     own = node(tiny_folder, tmp_path / "node", data={}, limits={"train_examples": 1})
     with closing(TrainerNode(own, make_trainer(tiny_folder, "east"))) as worker:
         for training, is_warned in (({}, False), ({"checkpoint_steps": 1}, True)):
@@ -176,7 +165,7 @@ def test_checkpoints_within_a_round_do_not_bind_a_trainer(
             assert ("checkpoint_steps and checkpoint_minutes do not bind the trainer" in caplog.text) is is_warned
 
 
-def test_a_plain_loop_in_several_processes_is_refused(
+def test_a_loop_in_several_processes_is_refused(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop = fedspan.TorchTrainer(torch.nn.Linear(3, 2), lambda round: None, 8)
@@ -209,7 +198,7 @@ def test_steps_are_limited_by_the_trainers_own_batches(
 
 
 @pytest.mark.parametrize(("epochs", "limit", "is_refused"), [(3, 8, False), (3, 7, True), (10**6, 10**6, True)])
-def test_the_epochs_that_a_method_adds_count_as_steps(
+def test_epochs_of_a_method_count_as_steps(
     epochs: int, limit: int, is_refused: bool, tiny_folder: Path, tmp_path: Path
 ) -> None:
     config = node(tiny_folder, tmp_path / "node", data={}, limits={"train_examples": 1, "steps": limit})
@@ -233,7 +222,7 @@ def test_a_plain_loop_counts_the_batches_that_it_names_or_its_examples() -> None
 class ReadingBert(BertForSequenceClassification):
     """A classifier that uses the weight of a target layer without a call, too."""
 
-    def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None) -> Any:  # pyright: ignore
+    def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None) -> Any:
         output = super().forward(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
         weight = self.bert.encoder.layer[0].attention.self.query.weight
         output.loss = output.loss + 0 * functional.linear(torch.ones(1, weight.shape[1]), weight).sum()
@@ -267,7 +256,7 @@ class ChangesOnce(TrainerCallback):
                 model.bert.embeddings.word_embeddings.weight[0, 0] += 1
 
 
-def test_a_node_whose_base_changed_refuses_every_later_order(
+def test_a_node_whose_base_changed_refuses_orders(
     tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = node(tiny_folder, tmp_path / "node", data={}, limits={"train_examples": 1})

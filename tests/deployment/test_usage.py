@@ -21,13 +21,23 @@ from fedspan.core.values import Client
 from fedspan.deployment.audit import AUDIT
 from fedspan.deployment.node import NodeService
 from fedspan.deployment.usage import DataUse, UsageBook
-from fedspan.deployment.usage_markers import allow_first_book, continue_book
+from fedspan.deployment.usage_markers import (
+    FIRST,
+    allow_first_book,
+    continue_book,
+    link_marker,
+    read_marker,
+    read_marker_text,
+    require_book,
+    write_marker,
+)
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Masking, Order, decode_order, decode_reply
 from fedspan.logs import AuditLog
 from fedspan.training.accounting import Charge, Mechanism
 from helpers.command_line import get_program
 from helpers.node_service import introduced, node, served, values
+from helpers.refusals import refused
 
 ORDER = Order("train", 0, 0, 0.1, "clinic", None, b"model", run="first", serial=1)
 CHARGE = (Charge("clinic", Mechanism(1.0, 5.0), 1),)
@@ -64,7 +74,7 @@ def test_rounds_are_counted_over_all_runs(tmp_path: Path) -> None:
     book(tmp_path, **limits).record_order(replace(ORDER, body=b"another model"), (), "job")
     assert book(tmp_path, **limits).get_account().rounds == 3
     for order in (replace(ORDER, run="fourth"), replace(ORDER, lr=0.2), ORDER):  # the first body again is not the last
-        with pytest.raises(FedspanError, match=r"`limits\.rounds`: this server has used 3 rounds"):
+        with refused("limits.rounds"):
             book(tmp_path, **limits).record_order(order, (), "job")
 
 
@@ -83,7 +93,7 @@ def test_a_second_exchange_is_free_once_a_round(tmp_path: Path) -> None:
     book(tmp_path, **limits).record_order(session, (), "job")
     assert book(tmp_path, **limits).get_account().rounds == 3
     for order in (second, replace(session, run="another"), replace(session, secure=None)):
-        with pytest.raises(FedspanError, match=r"`limits\.rounds`: this server has used 3 rounds"):
+        with refused("limits.rounds"):
             book(tmp_path, **limits).record_order(order, (), "job")
 
 
@@ -382,12 +392,13 @@ def test_the_same_data_for_a_server_of_another_name_are_in_the_audit_log(tiny_fo
 def test_by_default_every_total_ends(tmp_path: Path) -> None:
     limits = NodeLimits()
     assert None not in (limits.rounds, limits.runs, limits.evaluations, limits.epsilon)
+    assert limits.secure_clients == 3
     assert not limits.is_private_only
     assert NodeLimits.model_validate({"epsilon": 3.0}).is_private_only
     assert not NodeLimits.model_validate({"epsilon": 3.0, "private_only": False}).is_private_only
     assert not NodeLimits.model_validate({"epsilon": None}).is_private_only
     assert NodeLimits.model_validate({"private_only": True}).is_private_only
-    with pytest.raises(FedspanError, match=r"limits\.rounds"):
+    with refused("limits.rounds"):
         book(tmp_path).require_run("long", 1001)
     book(tmp_path, rounds=None).require_run("long", 10**6)
 
@@ -416,7 +427,7 @@ def test_a_crash_between_the_two_files_stops_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mechanism", [pytest.param("local", marks=pytest.mark.slow), "dp-sgd"])
-def test_a_run_is_refused_at_its_start_if_its_rounds_would_exceed_epsilon(
+def test_a_run_that_would_exceed_epsilon_is_refused_at_its_start(
     mechanism: str, tiny_folder: Path, tmp_path: Path
 ) -> None:
     """What the node plans is what the orders of all rounds cost it."""
@@ -444,7 +455,7 @@ def test_a_run_is_refused_at_its_start_if_its_rounds_would_exceed_epsilon(
     assert introduced(limited, values(tiny_folder, privacy=privacy)).refused is None  # it was joined before
 
 
-def test_a_run_that_ends_at_its_own_epsilon_or_selects_some_nodes_is_not_refused_for_all_its_rounds(
+def test_a_run_with_an_epsilon_of_its_own_or_a_selection_of_nodes_is_not_refused(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
@@ -463,12 +474,60 @@ def test_a_run_that_ends_at_its_own_epsilon_or_selects_some_nodes_is_not_refused
 
 def test_epsilon_is_spent_before_the_order_is_carried_out(tmp_path: Path) -> None:
     pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
-    with pytest.raises(FedspanError, match=r"`limits\.epsilon`: 10\.0 is not accepted"):  # the default
+    with refused("limits.epsilon"):  # the default
         book(tmp_path).record_order(ORDER, tuple(replace(one, count=500) for one in CHARGE), "job")
     limited = book(tmp_path, epsilon=1.5)
     limited.record_order(ORDER, CHARGE, "job")
     limited.record_order(ORDER, CHARGE, "job")  # a repeated order is charged again, although it tells the same
     assert limited.get_account().releases == ((1.0, 5.0, 2),)
-    with pytest.raises(FedspanError, match=r"`limits\.epsilon`"):
+    with refused("limits.epsilon"):
         limited.record_order(other(1), tuple(replace(one, count=50) for one in CHARGE), "job")
     assert limited.get_account().releases == ((1.0, 5.0, 2),)
+
+
+def test_a_new_key_may_create_its_first_book(tmp_path: Path) -> None:
+    key = tmp_path / "east.pem"
+    with refused("--replaces"):
+        require_book(key)
+    allow_first_book(key)
+    require_book(key)
+    marker = tmp_path / "east.pem.budget"
+    assert read_marker(marker) == FIRST
+    assert marker.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_key_that_replaces_another_continues_its_book(tmp_path: Path) -> None:
+    """Also one in another folder, and both may be moved together."""
+    (tmp_path / "old").mkdir()
+    (tmp_path / "new").mkdir()
+    first, second = tmp_path / "old" / "a.pem", tmp_path / "new" / "b.pem"
+    with pytest.raises(FedspanError, match="the key that the node used before"):
+        continue_book(second, first)
+    assert not (tmp_path / "new" / "b.pem.budget").exists()
+    write_marker(tmp_path / "old" / "a.pem.budget", "digest of the book")
+    continue_book(second, first)
+    assert read_marker(tmp_path / "new" / "b.pem.budget") == "digest of the book"
+    assert read_marker_text(tmp_path / "new" / "b.pem.budget") == "continues ../old/a.pem.budget"
+    write_marker(tmp_path / "old" / "a.pem.budget", "a later digest")
+    assert read_marker(tmp_path / "new" / "b.pem.budget") == "a later digest"
+    (tmp_path / "moved").mkdir()
+    for folder in ("old", "new"):
+        (tmp_path / folder).rename(tmp_path / "moved" / folder)
+    assert read_marker(tmp_path / "moved" / "new" / "b.pem.budget") == "a later digest"
+
+
+def test_a_chain_ends_in_a_book_or_in_nothing(tmp_path: Path) -> None:
+    write_marker(tmp_path / "0.budget", "digest")
+    for number in range(1, 80):
+        link_marker(tmp_path / f"{number}.budget", tmp_path / str(number - 1))
+    assert read_marker(tmp_path / "63.budget") == "digest"
+    assert read_marker(tmp_path / "79.budget") is None  # longer than any owner's
+    link_marker(tmp_path / "0.budget", tmp_path / "1")
+    assert read_marker(tmp_path / "1.budget") is None  # a circle
+    assert read_marker(tmp_path / "missing.budget") is None
+    assert read_marker_text(tmp_path / "missing.budget") is None
+
+
+def test_a_marker_that_cannot_be_written_names_the_cure(tmp_path: Path) -> None:
+    with pytest.raises(FedspanError, match="Free some space on the node"):
+        write_marker(tmp_path / "missing" / "a.budget", "digest")

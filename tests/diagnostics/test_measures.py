@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,15 @@ import fedspan
 from fedspan import FedspanError
 from fedspan.config import parse_config
 from fedspan.diagnostics.measures import MEASURES, get_values, summarize_measures
+from fedspan.diagnostics.round_diagnosis import STEPS, Barrier, Diagnosis
 from fedspan.reproduction.measurement import measure
 from fedspan.runs import start
-from fedspan.runs.callbacks import Listener
+from fedspan.runs.diagnose import diagnose
 from helpers import tiny
 from helpers.command_line import get_program
 from helpers.families import methods_by_family
+from helpers.listeners import Notes
+from helpers.refusals import refused
 
 
 @pytest.fixture(scope="module")
@@ -67,17 +71,9 @@ def test_rounds_that_are_diagnosed_during_a_run(key: str, tiny_folder: Path, tmp
         assert measure(tmp_path / "looked", ["alignment"])["alignment"] == rows[3]["diagnostics"]["alignment"]
         later = fedspan.diagnose(tmp_path / "plain", pairs=0)  # nothing was inspected: one more round
         assert measure(tmp_path / "plain", ["alignment"])["alignment"] == later.alignment
-    assert [note for note in notes.heard if note.startswith("evaluation.diagnostics took ")]
+    assert [note for note in notes.notes if note.startswith("evaluation.diagnostics took ")]
     assert looked.bytes == plain.bytes
     assert (tmp_path / "plain" / "partition.json").read_bytes() == (tmp_path / "looked" / "partition.json").read_bytes()
-
-
-class Notes(Listener):
-    def __init__(self) -> None:
-        self.heard: list[str] = []
-
-    def on_note(self, text: str) -> None:
-        self.heard.append(text)
 
 
 def test_a_diagnosis_changes_no_bit_of_the_run(run: Path, tmp_path: Path) -> None:
@@ -89,9 +85,9 @@ def test_a_diagnosis_changes_no_bit_of_the_run(run: Path, tmp_path: Path) -> Non
 def test_where_nobody_may_look(tiny_folder: Path, tmp_path: Path) -> None:
     private = {"mechanism": "central", "noise": 1.0}
     values = tiny.settings(tiny_folder, evaluation={"diagnostics": 1})
-    with pytest.raises(FedspanError, match=r"`evaluation\.diagnostics`: it cannot be combined with privacy"):
+    with refused("evaluation.diagnostics"):
         parse_config(values | {"privacy": private, "federation": {"weights": "uniform", "clients_per_round": 2}})
-    with pytest.raises(FedspanError, match=r"`evaluation\.diagnostics`: diagnostics need engine\.name"):
+    with refused("evaluation.diagnostics"):
         start.run(parse_config(values), tmp_path / "run", host=lambda place, prepared, run: run(prepared))
     assert not (tmp_path / "run").exists()
 
@@ -117,8 +113,6 @@ def test_as_people_read_it_and_as_json(run: Path) -> None:
     [
         (["--round", "7"], "`round`: 7 is not accepted. Expected best, last, or a round with a checkpoint: 1, 2"),
         (["--round", "first"], "`--round`: 'first' is not accepted. Expected best, last, or a number"),
-        (["--pairs", "-1"], "`pairs`: -1 is not accepted. Expected a whole number from 0"),
-        (["--examples", "0"], "`examples`: 0 is not accepted. Expected a whole number from 1"),
     ],
 )
 def test_mistakes(run: Path, arguments: list[str], said: str) -> None:
@@ -140,6 +134,63 @@ def test_no_run_and_a_deployments_run(run: Path, tmp_path: Path) -> None:
 def test_the_page_of_the_docs_is_that_of_the_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     docs = Path(__file__).parents[2] / "docs"
     monkeypatch.syspath_prepend(docs)
-    from generate_diagnostics import page  # pyright: ignore[reportMissingImports]
+    from generate_diagnostics import page
 
     assert (docs / "diagnostics.md").read_text(encoding="utf-8") == page(), "python docs/generate_diagnostics.py"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field", "least"),
+    [
+        ({"pairs": -1}, "pairs", 0),
+        ({"pairs": True}, "pairs", 0),
+        ({"pairs": 1.5}, "pairs", 0),
+        ({"examples": 0}, "examples", 1),
+        ({"examples": "5"}, "examples", 1),
+    ],
+)
+def test_numbers_are_whole_and_not_negative(arguments: dict[str, Any], field: str, least: int, tmp_path: Path) -> None:
+    with pytest.raises(FedspanError, match=f"a whole number from {least}") as caught:
+        diagnose(tmp_path, **arguments)
+    assert (caught.value.field, caught.value.value) == (field, arguments[field])
+
+
+LOSSES = tuple(1.0 + 0.5 * (0 < position < 1) for position in STEPS)
+FOUND = Diagnosis("fedit", 3, ("east", "west"), {}, math.nan, (Barrier(("east", "west"), LOSSES),), 7, 1.25)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What the command asks for."""
+    calls: list[tuple[Any, ...]] = []
+
+    def diagnose(run: Path, round: Any, *, pairs: int, examples: int) -> Diagnosis:
+        calls.append((run, round, pairs, examples))
+        return FOUND
+
+    monkeypatch.setattr(fedspan, "diagnose", diagnose)
+    return calls
+
+
+def test_options_are_passed_on(call: Callable[..., Any], asked: list[tuple[Any, ...]]) -> None:
+    assert call("diagnose", "runs/first").exit_code == 0
+    assert call("diagnose", "runs/first", "--round", "best", "--pairs", 6, "--examples", 9).exit_code == 0
+    assert call("diagnose", "runs/first", "--round", "12").exit_code == 0
+    run = Path("runs/first")
+    assert asked == [(run, "last", 3, 500), (run, "best", 6, 9), (run, 12, 3, 500)]
+
+
+def test_as_people_read_it(call: Callable[..., Any], asked: list[tuple[Any, ...]]) -> None:
+    shown = " ".join(call("diagnose", "runs/first").output.split())
+    assert "fedit, round 3: 2 clients, 0 target layers" in shown
+    assert "east - west 1.0000 1.5000 1.0000 0.5000" in shown
+    assert "The diagnostics took 1.2 s, in addition to the round." in shown
+
+
+def test_as_json(call: Callable[..., Any], asked: list[tuple[Any, ...]]) -> None:
+    content = json.loads(call("diagnose", "runs/first", "--json").stdout)
+    assert content["barriers"] == [
+        {"clients": ["east", "west"], "at": list(STEPS), "losses": list(LOSSES), "height": 0.5}
+    ]
+    assert (content["method"], content["round"], content["clients"]) == ("fedit", 3, ["east", "west"])
+    assert (content["layers"], content["examples"], content["seconds"]) == ({}, 7, 1.25)

@@ -1,4 +1,4 @@
-"""The numbers of a layer's updates, against what dense matrices say."""
+"""The numbers of a layer's updates, against what dense matrices say, and the height of a barrier."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fedspan.core.base import Delta
 from fedspan.core.lowrank import LowRank
+from fedspan.diagnostics.round_diagnosis import Barrier
 from fedspan.diagnostics.updates import (
     combine_deltas,
     compare_updates,
@@ -128,3 +129,8 @@ def test_moments_apart() -> None:
 def test_of_nobody() -> None:
     with pytest.raises(ValueError, match="no client"):
         compare_updates({}, {}, None)
+
+
+def test_how_high_a_barrier_is() -> None:
+    assert Barrier(("a", "b"), (1.0, 1.5, 2.5, 2.0, 3.0)).height == pytest.approx(0.5)
+    assert Barrier(("a", "b"), (1.0, 1.1, 1.2, 1.3, 3.0)).height == 0

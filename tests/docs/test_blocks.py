@@ -80,12 +80,10 @@ SHAPES = {
 
 
 def of(language: str) -> list[Block]:
-    """What is to be run or parsed of a language."""
     return [block for block in BLOCKS if block.language == language]
 
 
 def stories() -> list[Path]:
-    """The pages with something to run."""
     pages = dict.fromkeys(block.page for block in BLOCKS if block.language in ("bash", "python"))
     return [page for page in pages if page not in FRAGMENTS and page != TRANSCRIPT]
 
@@ -242,12 +240,10 @@ def without_scores(lines: list[str]) -> list[str]:
 
 
 def list_scores(lines: list[str]) -> list[float]:
-    """The scores and probabilities in printed lines."""
     return [float(score) for score in re.findall(_SCORE, " ".join(lines))]
 
 
 def called(words: list[str], block: Block) -> None:
-    """Do what a command of a page asks for."""
     if words[0] == "fedspan" and words[1] in NOT_RUN:
         command = get_program().commands[words[1]]
         command.make_parser(command.context_class(command)).parse_args(words[2:])
@@ -265,7 +261,6 @@ def called(words: list[str], block: Block) -> None:
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A hub's cache, which holds the built-in model under the name that it was published by."""
     folder = tmp_path_factory.mktemp("hub")
     return save_hub(folder)
 

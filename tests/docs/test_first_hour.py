@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,18 +10,14 @@ from types import ModuleType
 import pytest
 
 from helpers.code_blocks import ROOT, blocks_of
+from helpers.scripts import load_script
 
 PAGE = Path("docs/first-hour.md")
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("generate_first_hour", ROOT / "docs" / "generate_first_hour.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("docs/generate_first_hour.py")
 
 
 def printed() -> Iterator[str]:
@@ -32,7 +27,6 @@ def printed() -> Iterator[str]:
 def test_the_page_has_the_script_s_words_and_commands(script: ModuleType) -> None:
     text = (ROOT / PAGE).read_text(encoding="utf-8")
     stamp = re.search(r"shows its output \(([^)]*)\)", text)
-    assert stamp is not None
     assert text == script.page(printed(), stamp[1]), "run: python docs/generate_first_hour.py"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 from types import ModuleType
@@ -11,17 +10,14 @@ from typing import Any
 import nbformat
 import pytest
 
+from helpers.scripts import load_script
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("generate_notebooks", ROOT / "docs" / "generate_notebooks.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("docs/generate_notebooks.py")
 
 
 def test_the_notebooks_are_current(generator: ModuleType) -> None:
@@ -59,9 +55,7 @@ def test_every_notebook_shows_what_it_prints(generator: ModuleType) -> None:
         assert not re.search(r"/(tmp|home|root|var)/", str(outputs)), path
 
 
-def test_outputs_stay_until_the_code_changes(
-    generator: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_outputs_stay_with_the_code(generator: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generator, "ROOT", tmp_path)
     monkeypatch.setattr(generator, "PAGES", {"page.ipynb": "page.md"})
     page, notebook = tmp_path / "page.md", tmp_path / "page.ipynb"

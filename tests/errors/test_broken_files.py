@@ -93,14 +93,10 @@ def test_rows_of_json(changes: list[Any], prompt: str) -> None:
 
 
 def _partitions() -> list[dict[str, Any]]:
-    """In both formats."""
     part = {"id": "a", "train": [0, 1], "validation": [2], "test": [3]}
     head = {"format": "fedspan-partition-1", "fingerprint": "0" * 64, "examples": 4}
     flat = {"clients": ["a", "b"], "train": [2, 2], "validation": [1, 1], "test": [1, 1], "rows": [*range(8)]}
-    return [
-        {**head, "clients": [part, {**part, "id": "b"}]},
-        {**head, "format": "fedspan-partition-2", **flat},
-    ]
+    return [{**head, "clients": [part, {**part, "id": "b"}]}, {**head, "format": "fedspan-partition-2", **flat}]
 
 
 @fuzz(40)

@@ -89,7 +89,6 @@ def hub(tiny_folder: Path) -> Generator[Hub]:
 
 
 def command(folder: Path, tiny_folder: Path, endpoint: str) -> subprocess.CompletedProcess[str]:
-    """``fedspan run`` on the hub's model, with a cache of its own."""
     values = tiny.settings(tiny_folder, model={"name": "org/tiny"}, federation={"rounds": 1})
     (folder / "config.yaml").write_text(yaml.safe_dump(values))
     environment = {

@@ -16,7 +16,6 @@ ROWS = [(title, mistake) for title, mistakes in SECTIONS.items() for mistake in 
 
 @pytest.fixture(scope="module")
 def tables() -> dict[str, list[str]]:
-    """The rows of the page, by section."""
     found: dict[str, list[str]] = {}
     for part in (DOCS / "errors.md").read_text(encoding="utf-8").split("\n## ")[1:]:
         title, *lines = part.splitlines()
@@ -24,7 +23,7 @@ def tables() -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize(("title", "mistake"), ROWS, ids=[mistake.id for _, mistake in ROWS])
+@pytest.mark.parametrize(("title", "mistake"), ROWS, ids=[mistake.what for _, mistake in ROWS])
 def test_a_mistake_is_answered_as_the_page_says(
     world: World, tables: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch, title: str, mistake: Mistake
 ) -> None:
@@ -51,7 +50,7 @@ def test_the_page_has_these_rows_and_no_others(tables: dict[str, list[str]]) -> 
 
 def test_no_two_mistakes_of_a_section_have_one_name() -> None:
     for mistakes in SECTIONS.values():
-        assert len({mistake.id for mistake in mistakes}) == len(mistakes)
+        assert len({mistake.what for mistake in mistakes}) == len(mistakes)
 
 
 def test_the_command_line_says_it_behind_error_and_exits_with_2(tmp_path: Path) -> None:

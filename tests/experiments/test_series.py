@@ -1,16 +1,31 @@
-"""A series of runs: seeds, the fields that its configs share, and statistics that no missing value distorts."""
+"""A series of runs: seeds, shared fields, statistics and verdicts, settings and folders, reused runs, and tables."""
 
 from __future__ import annotations
 
 import math
+import os
+import struct
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import yaml
 
+import fedspan
 from fedspan.config import parse_config
 from fedspan.config.run import RunConfig
 from fedspan.errors import FedspanError
+from fedspan.experiments.execution import (
+    FinishedRuns,
+    format_command_line,
+    get_reusable_runs,
+    open_series,
+    read_settings,
+    reuse_finished_runs,
+)
 from fedspan.experiments.series import (
+    Step,
     compute_deviation,
     compute_mean,
     compute_standard_error,
@@ -19,6 +34,19 @@ from fedspan.experiments.series import (
     set_seed,
     validate_seeds,
 )
+from fedspan.experiments.tables import (
+    Table,
+    format_heading,
+    format_markdown,
+    format_mean,
+    format_megabytes,
+    format_seconds,
+    format_size,
+    write_tables,
+)
+from fedspan.experiments.verdict import compare_pairs, compare_to
+from fedspan.runs.folder import RunFolder
+from fedspan.runs.integrity import format_config
 
 
 def config(**changes: Any) -> RunConfig:
@@ -81,3 +109,198 @@ def test_a_metric_that_is_missing_or_not_finite_has_no_value() -> None:
     assert get_finite(scores, "accuracy") == 1.0
     assert [get_finite(scores, name) for name in ("loss", "perplexity", "f1", "missing")] == [None] * 4
     assert get_finite(None, "accuracy") is None
+
+
+def test_labels_beside_images_are_part_of_what_was_read(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for name, kind, values in (
+        ("train-images-idx3-ubyte", 3, rng.integers(0, 256, (12, 8, 8), np.uint8)),
+        ("train-labels-idx1-ubyte", 1, np.arange(12, dtype=np.uint8) % 2),
+    ):
+        header = struct.pack(f">BBBB{kind}I", 0, 0, 8, kind, *values.shape)
+        (tmp_path / name).write_bytes(header + values.tobytes())
+    images = str(tmp_path / "train-images-idx3-ubyte")
+    config = parse_config(
+        {
+            "task": "image-classification",
+            "data": {"train": images, "label": "label", "image": "image"},
+            "model": {"name": "builtin:resnet-8", "image_size": 8, "target_modules": r"layer1\.0\.conv1"},
+            "partition": {"clients": 2},
+            "method": {"name": "fedit", "r": 2},
+            "federation": {"rounds": 1},
+        }
+    )
+    fedspan.run(config, tmp_path / "runs" / "run")
+    known = FinishedRuns([tmp_path / "runs"])
+    assert known.copy(config, tmp_path / "copy")
+    later = (tmp_path / "runs" / "run" / "config.yaml").stat().st_mtime + 1
+    os.utime(tmp_path / "train-labels-idx1-ubyte", (later, later))
+    assert not known.copy(config, tmp_path / "other")
+
+
+def step(name: str, **changes: Any) -> Step:
+    config = parse_config({"data": {"train": "train.csv"}, **changes})
+    return Step(name, name, "fedit", 0, config)
+
+
+KINDS: dict[str, Any] = {"config": dict, "seeds": list, "rounds": (int, type(None))}
+
+
+def test_the_settings_of_a_series_come_back_or_what_is_wrong_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "compare.yaml"
+    with pytest.raises(FedspanError, match=r"holds no compare\.yaml\. Give a config to start a new series"):
+        read_settings(tmp_path, "compare.yaml", KINDS)
+    settings = {"config": {"seed": 1}, "seeds": [0, 1]}
+    open_series(tmp_path, "compare.yaml", {**settings, "rounds": None}, [])
+    assert read_settings(tmp_path, "compare.yaml", KINDS) == {**settings, "rounds": None}
+    open_series(tmp_path, "compare.yaml", settings, [])  # of an earlier version
+    assert read_settings(tmp_path, "compare.yaml", KINDS, {"rounds": 7}) == {**settings, "rounds": 7}
+    for text in ("{config: {}, seeds: 1, rounds: 1}", "{config: {}, seeds: []}", "- 1", ""):
+        path.write_text(text)
+        with pytest.raises(FedspanError, match="the settings config, seeds, rounds, as they were written"):
+            read_settings(tmp_path, "compare.yaml", KINDS)
+    path.write_text("{")
+    with pytest.raises(FedspanError, match="the file is not valid YAML"):
+        read_settings(tmp_path, "compare.yaml", KINDS)
+
+
+def test_a_folder_holds_the_runs_of_one_series_and_nothing_else(tmp_path: Path) -> None:
+    steps = [step("a"), step("b", seed=1)]
+    (tmp_path / "file").touch()
+    with pytest.raises(FedspanError, match=r"is a file\. Choose another name"):
+        open_series(tmp_path / "file", "compare.yaml", {}, steps)
+    with pytest.raises(FedspanError, match=r"holds other files \(file\)\. Choose another folder"):
+        open_series(tmp_path, "compare.yaml", {}, steps)
+    folder = tmp_path / "series"
+    open_series(folder, "compare.yaml", {"seeds": [0]}, steps)
+    (folder / "compare.yaml.tmp-1").touch()
+    (folder / "a").mkdir()
+    RunFolder(folder / "a").config.write_text(format_config(steps[0].config))
+    open_series(folder, "compare.yaml", {"seeds": [0, 1]}, steps)
+    assert yaml.safe_load((folder / "compare.yaml").read_text()) == {"seeds": [0, 1]}
+    with pytest.raises(FedspanError, match=r"the run a in .* began with another config"):
+        open_series(folder, "compare.yaml", {}, [step("a", seed=5)])
+    with pytest.raises(FedspanError, match="holds the run a, which does not belong to this series"):
+        open_series(folder, "compare.yaml", {}, steps[1:])
+
+
+def test_a_command_line_is_shown_as_it_was_typed() -> None:
+    for program in ("fedspan", "/usr/bin/fedspan", "/lib/fedspan/__main__.py"):
+        assert format_command_line([program, "compare", "a.yaml"]) == ["fedspan", "compare", "a.yaml"]
+    assert format_command_line(["/home/me/script.py", "x"]) == ["script.py", "x"]
+    assert format_command_line([]) == ["fedspan"]
+
+
+def test_finished_runs_are_reused_within_a_context_alone() -> None:
+    assert get_reusable_runs() is None
+    with reuse_finished_runs([]):
+        assert get_reusable_runs() is not None
+        assert not get_reusable_runs().copy(step("a").config, Path("nowhere"))
+    assert get_reusable_runs() is None
+
+
+TABLE = Table(("method", "accuracy"), (("fedit", "95.4"), ("a|b", "")), 1, ("first note", "last note"))
+
+
+def test_metrics_in_percent_have_one_decimal_and_others_four() -> None:
+    assert format_heading("best", "accuracy") == "best accuracy, %"
+    assert "%" not in format_heading("best", "loss")
+    assert format_mean("accuracy", 0.9543, 0.0071) == "95.4 ± 0.7"
+    assert format_mean("accuracy", 0.9543, None, sign=True) == "+95.4"
+    assert format_mean("accuracy", -0.01, None, sign=True) == "-1.0"
+    assert format_mean("loss", 0.5, 0.25) == "0.5000 ± 0.2500"
+    assert format_mean("loss", None, 0.25) == "-"
+
+
+def test_bytes_and_seconds() -> None:
+    assert [format_megabytes(n) for n in (None, 0, 1_234_567, 12_345_678)] == ["-", "0.000", "1.235", "12.3"]
+    assert [format_seconds(value) for value in (None, 0.0, 61.26)] == ["-", "0.0", "61.3"]
+    sizes = (0, 999, 1000, 1_250_000, 99_940_000, 999_600_000, 3.2e12)
+    assert [format_size(n) for n in sizes] == ["0 B", "999 B", "1.0 kB", "1.2 MB", "99.9 MB", "1.0 GB", "3.2 TB"]
+
+
+def test_markdown_has_the_best_row_in_bold_and_no_cell_that_ends_a_column() -> None:
+    assert format_markdown(TABLE) == [
+        "| method | accuracy |",
+        "|---|---:|",
+        "| fedit | 95.4 |",
+        "| **a\\|b** |  |",
+        "",
+        "first note  ",
+        "last note",
+    ]
+
+
+def write_run(folder: Path, fingerprint: str, torch: str = "2.8") -> None:
+    files = RunFolder(folder)
+    folder.mkdir()
+    files.write_json(files.environment, {"platform": "Linux", "threads": 2, "torch": torch, "seed": 1, "command": []})
+    files.write_json(files.partition, {"fingerprint": fingerprint})
+    files.report.touch()
+    os.utime(files.report, (0, 86400 * 365))
+
+
+def test_a_table_states_its_command_machine_and_partition(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_run(tmp_path / name, "f" * 64)
+    plain = [{"method": "fedit", "accuracy": 0.954}, {"method": "a,b", "accuracy": None}]
+    write_tables(tmp_path, "Title", TABLE, plain, ["fedspan", "compare", "my config"], ["a", "b"], TABLE)
+    assert (tmp_path / "table.csv").read_text() == 'method,accuracy\nfedit,0.954\n"a,b",\n'
+    lines = (tmp_path / "table.md").read_text().splitlines()
+    assert lines[:6] == [
+        "# Title",
+        "",
+        "Command: `fedspan compare 'my config'`  ",
+        "Date: 1971-01-01.  ",
+        "Machine: Linux, threads 2; torch 2.8.  ",
+        f"Same partition of the data in all runs: {'f' * 16}.",
+    ]
+    assert lines.count("| method | accuracy |") == 2
+    write_run(tmp_path / "c", "f" * 64, torch="2.9")
+    write_tables(tmp_path, "Title", TABLE, plain, [], ["a", "c"])
+    assert "Also on: Linux, threads 2; torch 2.9.  " in (tmp_path / "table.md").read_text().splitlines()
+
+
+def test_runs_of_different_data_have_no_common_table(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", "f" * 64)
+    write_run(tmp_path / "b", "e" * 64)
+    with pytest.raises(FedspanError, match="b and a have different partitions, because the data changed"):
+        write_tables(tmp_path, "Title", TABLE, [{"method": "fedit"}], [], ["a", "b"])
+    assert not (tmp_path / "table.md").exists()
+
+
+@pytest.mark.parametrize(
+    ("better", "worse", "expected"),
+    [
+        ([3.0, 4.0, 5.0], [1.0, 2.0, 3.0], "holds"),
+        ([1.0, 2.0, 3.0], [3.0, 4.0, 5.0], "contradicted"),
+        ([10.0, 20.0, 30.0], [9.0, 19.0, 29.0], "holds"),  # paired: seeds differ by far more than methods
+        ([1.0, 2.0, 9.0], [3.0, 1.0, 2.0], "inconclusive"),
+        ([1.0, 1.0], [1.0, 1.0], "inconclusive"),
+        ([9.0], [1.0], "inconclusive"),  # one seed says nothing of its error
+    ],
+)
+def test_paired(better: list[float], worse: list[float], expected: str) -> None:
+    assert compare_pairs(better, worse).verdict == expected
+
+
+def test_two_standard_errors_are_the_border() -> None:
+    """Differences 0, 1, 2 + shift: mean 1 + shift, standard error 1 / sqrt(3)."""
+    border = 2 / math.sqrt(3) - 1
+    for shift, expected in ((border - 1e-6, "inconclusive"), (border + 1e-6, "holds")):
+        found = compare_pairs([shift, 1 + shift, 2 + shift], [0.0, 0.0, 0.0])
+        assert found.verdict == expected
+        assert found.error == pytest.approx(1 / math.sqrt(3))
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [([55.0, 56.0, 54.0], "holds"), ([70.0, 71.0, 72.0], "contradicted"), ([50.0, 60.0, 70.0], "inconclusive")],
+)
+def test_near(values: list[float], expected: str) -> None:
+    assert compare_to(values, 55.0, 5.0).verdict == expected
+
+
+def test_values_that_do_not_pair_are_refused() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        compare_pairs([1.0, 2.0], [1.0])

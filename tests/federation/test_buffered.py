@@ -1,22 +1,37 @@
-"""Asynchronous rounds against a plain loop over events, and the rules by which replies arrive and count."""
+"""Asynchronous rounds: against a loop over events, by which rules replies arrive, and which methods have none."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast, final
 
 import pytest
 import torch
 from torch import Tensor
 
+from fedspan.core.factors import draw_a_factors
+from fedspan.core.method import Memory, Method
+from fedspan.core.values import Client, Job, LayerSpec, Message, ServerState, Spec
 from fedspan.errors import FedspanError
+from fedspan.federation.arrival_sources import Arrival, NodeArrivals
 from fedspan.federation.federation import Federation
-from fedspan.federation.progress import Progress, RoundResult, TooFewReplies
+from fedspan.federation.progress import OpenOrder, OpenOrders, Progress, RoundResult, TooFewReplies
+from fedspan.federation.protocol import Envelope
+from fedspan.federation.round_dependence import explain_round_dependence
+from fedspan.federation.settings import BufferedSettings
+from fedspan.federation.transport import AsynchronousTransport, OnReply, Orders
+from fedspan.methods.fedit import FedIT
+from fedspan.methods.fedloru import FedLoRU
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.training.batched import BatchedEngine
-from fedspan.transports.in_process import InProcess, simulate
+from fedspan.transports.in_process import simulate
+from fedspan.wrappers.fedpaq import FedPAQ
+from fedspan.wrappers.low_precision import LowPrecision
+from fedspan.wrappers.wrapper import Wrapper
 from helpers import tiny
 from helpers.watched_rounds import differences
 
@@ -41,7 +56,6 @@ def run(federation: Federation) -> list[RoundResult]:
 
 
 def train_alone(federation: Federation, progress: Progress, client: str) -> dict[str, Tensor]:
-    """The state after a synchronous round with one client: its reply."""
     settings = replace(federation.settings, buffered=None, cohort=None)
     alone = simulate(federation.method, federation.engine, [federation.clients[client]], federation.examples, settings)
     return dict(alone.run_round(Progress(progress.state)).progress.state.tensors)
@@ -53,8 +67,6 @@ def test_rounds_are_those_of_a_loop_over_events(exponent: float, tiny_folder: Pa
     buffered = {"concurrency": 4, "staleness_exponent": exponent}
     federation = federated(tiny_folder, {"buffered": buffered})
     transport = federation.transport
-    assert isinstance(transport, InProcess)
-    assert transport.conditions is not None
     workload = 4  # one step of four examples
     seconds = {id: transport.conditions.compute_seconds(id, workload) for id in federation.clients}
     weights = {id: data.client.examples for id, data in federation.clients.items()}
@@ -217,3 +229,147 @@ def test_a_transport_without_a_simulated_clock_is_refused(prepared: Prepared, ti
     federation = federated(tiny_folder, {}).replace_transport(Silent())
     with pytest.raises(FedspanError, match="asynchronous rounds run in the simulator"):
         federation.run_round(federation.begin())
+
+
+IDS = ("a", "b", "c", "d", "e", "f")
+
+
+class Machines(AsynchronousTransport):
+    """Clients that reply at once unless they are silent or offline."""
+
+    def __init__(self, silent: Collection[str] = ()) -> None:
+        self.silent, self.offline = set(silent), set[str]()
+        self.open = dict[str, None]()
+        self.overdue = set[str]()
+        self.sent = list[list[str]]()
+        self.waited = list[bool]()
+
+    def exchange(self, orders: Orders, on_reply: OnReply, seconds: float, *, wait_for_offline: bool = False) -> None:
+        raise AssertionError("no order is sent beside the open ones")
+
+    def send_orders(self, orders: Orders, seconds: float, *, wait_for_offline: bool = False) -> None:
+        assert not self.open.keys() & set(orders)
+        self.open |= dict.fromkeys(orders)
+        self.sent.append(list(orders))
+        self.waited.append(wait_for_offline)
+
+    def receive_reply(self) -> tuple[str, Envelope | str] | None:
+        for id in self.open:
+            if id not in self.silent | self.offline:
+                del self.open[id]
+                return id, Envelope(id)
+        return None  # a real one waits until the deadline
+
+    def retain_orders(self, ids: Collection[str]) -> frozenset[str]:
+        self.open = {id: None for id in self.open if id in ids and id not in self.offline}
+        return frozenset(self.open)
+
+    def list_training(self) -> frozenset[str]:
+        return frozenset(self.open)
+
+    def list_stalled(self) -> frozenset[str]:
+        return frozenset(self.overdue | (self.offline & self.open.keys()))
+
+    def assume_training(self, ids: Collection[str]) -> None:
+        self.overdue |= set(ids)
+
+
+def make_arrivals(
+    machines: Machines, concurrency: int, open: OpenOrders | None = None, round: int = 0, **buffered: Any
+) -> NodeArrivals:
+    settings = SimpleNamespace(buffered=BufferedSettings(concurrency=concurrency, **buffered), seed=1)
+    context = SimpleNamespace(
+        settings=settings,
+        clients=dict.fromkeys(IDS),
+        state=SimpleNamespace(round=round),
+        rules=SimpleNamespace(deadline=60.0),
+    )
+    return NodeArrivals(cast(Any, context), machines, open or OpenOrders(), lambda order: Envelope(order.client), len)
+
+
+def take_all(arrivals: NodeArrivals, count: int, attempt: int) -> list[Arrival]:
+    """Replies up to a number; each is returned as soon as it arrives."""
+    taken = list[Arrival]()
+    while len(taken) < count and (arrived := arrivals.take(count - len(taken), attempt)):
+        assert len(arrived) == 1
+        taken += arrived
+    return taken
+
+
+def list_states(*rounds: int) -> Mapping[int, ServerState]:
+    return {round: cast(Any, round) for round in rounds}
+
+
+def test_clients_that_were_silent_receive_orders_but_take_no_other_client_s_place() -> None:
+    """Four of six never reply, and two places are less than four."""
+    machines, open = Machines(silent="abcd"), OpenOrders()
+    machines.overdue = set("abcd")
+    for round in range(12):
+        arrivals = make_arrivals(machines, 2, open, round)
+        assert sorted(order.client for order, _ in take_all(arrivals, 2, 0)) == ["e", "f"]
+        open = arrivals.close(list_states(*range(round + 1)))
+    assert {id for ids in machines.sent for id in ids} == set(IDS)
+
+
+def test_offline_clients_that_a_retry_waits_for_take_no_other_client_s_place() -> None:
+    machines = Machines()
+    first = make_arrivals(machines, 2)._clients.draw_client()
+    machines.offline = {first, "a" if first != "a" else "b"}
+    arrivals = make_arrivals(machines, 1)
+    assert len(take_all(arrivals, 4, 1)) == 4
+    assert set(machines.waited) == {True}
+    assert not {order.client for order, _ in arrivals.take(0, 1)} & machines.offline
+
+
+def test_an_order_that_is_too_old_is_closed_and_its_client_may_train_on() -> None:
+    machines = Machines(silent="abc")
+    machines.open = dict.fromkeys("abc")
+    orders = tuple(OpenOrder(id, round, 0, round, 0.0) for round, id in enumerate("abc"))
+    arrivals = make_arrivals(machines, 3, OpenOrders(orders, 3), 3, max_staleness=2)
+    assert machines.open.keys() == {"b", "c"}
+    assert machines.overdue == {"a"}
+    (old, *others) = take_all(arrivals, 2, 0)
+    assert old == (orders[0], None)  # the round knows the reason
+    assert len(others) == 1
+    assert others[0].order.client in "def"
+    assert {id for ids in machines.sent for id in ids} <= set("def")
+    assert set(arrivals.close(list_states(1, 2, 3)).states) <= {1, 2, 3}
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_a_client_whose_order_is_lost_with_its_server_may_train_on(is_lost: bool) -> None:
+    machines = Machines()
+    machines.open = {} if is_lost else {"a": None}
+    make_arrivals(machines, 3, OpenOrders((OpenOrder("a", 0, 0, 0, 0.0),), 1), 1)
+    assert machines.overdue == ({"a"} if is_lost else set())
+
+
+SPEC = Spec((LayerSpec("layer", 14, 11),), clients=1)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Redrawing(Wrapper):
+    """Its clients start from another A in the fourth round."""
+
+    def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
+        if round == 3:
+            assert isinstance(self.inner, FedIT)
+            message = Message({**message.tensors, **draw_a_factors(self.inner, self.inner.r, round)})
+        return super().start(message, client, memory, round)
+
+
+@pytest.mark.parametrize(
+    ("method", "rounds", "reason"),
+    [
+        (FedIT(spec=SPEC, r=2), 9, None),
+        (FedPAQ(inner=FedIT(spec=SPEC, r=2)), 9, None),
+        (LowPrecision(inner=FedIT(spec=SPEC, r=2), uplink="int8", error_feedback=True), 9, None),
+        (FedLoRU(spec=SPEC, r=2, tau=4), 3, None),  # it is FedIT until then
+        (FedLoRU(spec=SPEC, r=2, tau=4), 4, "it re-initializes its factors after round 4"),
+        (Redrawing(inner=FedIT(spec=SPEC, r=2)), 3, None),
+        (Redrawing(inner=FedIT(spec=SPEC, r=2)), 4, "a client trains something else in round 4 than in round 1"),
+    ],
+)
+def test_dependence_is_found_in_the_round_where_it_shows(method: Method, rounds: int, reason: str | None) -> None:
+    assert explain_round_dependence(method, rounds) == reason

@@ -1,19 +1,21 @@
-"""Sizes of changes, limits compared within a cohort, and scaling: of every method's replies, summed or stacked."""
+"""Limits on what one client changes: hostile replies, long changes, and weights."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from fedspan.core.quantize import pack_levels, quantize, unpack_levels
-from fedspan.core.tensors import compute_norm, join_extra_name, select, subtract
+from fedspan.core.tensors import Tensors, compute_norm, join_extra_name, select, subtract
 from fedspan.core.values import Client, Contribution, Message, ServerState
 from fedspan.federation.changes import (
     MODEL,
@@ -26,16 +28,19 @@ from fedspan.federation.changes import (
     shrink_reply,
 )
 from fedspan.federation.federation import Federation
-from fedspan.federation.progress import RoundResult
-from fedspan.federation.protocol import Order
-from fedspan.federation.serialization import encode_state
-from fedspan.federation.validation import build_untrained_reply, find_outliers, validate_reply
+from fedspan.federation.progress import Progress, RoundResult
+from fedspan.federation.protocol import Envelope, Order, decode_order
+from fedspan.federation.serialization import encode, encode_state
+from fedspan.federation.transport import Orders
+from fedspan.federation.validation import ReplyRules, build_untrained_reply, find_outliers, validate_reply
+from fedspan.federation.weights import compute_weight_limit, limit_weights
 from fedspan.methods.registry import METHODS
 from fedspan.runs.setup import Prepared, prepare
-from fedspan.transports.in_process import InProcess
 from helpers import tiny, tiny_images
 from helpers.families import methods_by_family, others_slow
+from helpers.reply_transport import Replies, ReplyingTransport
 from helpers.watched_rounds import method_config
+from helpers.wrapped_configs import wrapped_config
 
 VICTIM = "west"
 SENDING = [key for key, cls in METHODS.items() if cls.claims.sends != "nothing"]
@@ -53,7 +58,6 @@ def federated(prepared: Prepared, folder: Path, key: str, **changes: Any) -> Fed
 
 def attacked(federation: Federation, factor: float) -> tuple[RoundResult, dict[str, Message]]:
     """Run one round in which a client's change is multiplied; return the honest replies, too."""
-    assert isinstance(federation.transport, InProcess)
     host, replies, method = federation.transport.host, dict[str, Message](), federation.method
 
     def tamper(order: Order, sent: Message, reply: Message) -> Message:
@@ -62,7 +66,6 @@ def attacked(federation: Federation, factor: float) -> tuple[RoundResult, dict[s
         replies[order.to] = reply
         if order.to != VICTIM or factor == 1:
             return reply
-        assert order.client is not None
         start = build_untrained_reply(method, sent, replace(order.client, last_round=None), order.round)
         return boosted(reply, start, factor, method.declare_claims().directions)
 
@@ -183,16 +186,7 @@ def test_a_quantity_that_most_replies_leave_at_zero_has_no_room_for_the_others()
 def compare_attack(
     federation: Federation, is_target: Callable[[str], bool]
 ) -> tuple[ServerState, ServerState, ServerState, list[float]]:
-    """Run a round in which a client moves the norm that its whole reply may have into one part of it.
-
-    Args:
-        federation: The federation.
-        is_target: Whether the client adds to a tensor of this name; the others stay untrained.
-
-    Returns:
-        The states after it, after a round in which the client sends the untrained reply, and after an honest one, with
-        the norms of the honest changes in this part.
-    """
+    """Run a round in which a client moves the norm that its whole reply may have into one part of it."""
     states: list[ServerState] = []
     honest, replies = attacked(federation, 1.0)
     method, state, client = federation.method, federation.begin().state, federation.clients[VICTIM].client
@@ -208,7 +202,6 @@ def compare_attack(
     step = norm / math.sqrt(sum(start.tensors[name].numel() for name in names))
     hostile = {name: value + step if name in names else value for name, value in start.tensors.items()}
     for reply in (replace(start, tensors=hostile), start):
-        assert isinstance(federation.transport, InProcess)
         federation.transport.host.tamper = lambda order, _, honest, reply=reply: reply if order.to == VICTIM else honest
         states.append(federation.run_round(federation.begin()).progress.state)
     return states[0], states[1], honest.progress.state, [measure(reply, names) for reply in replies.values()]
@@ -266,7 +259,6 @@ def test_no_client_makes_a_variance_negative(wrapper: str | None, images: Path) 
     def tamper(order: Order, _: Message, reply: Message) -> Message:
         return lower_variances(reply) if order.to == VICTIM else reply
 
-    assert isinstance(federation.transport, InProcess)
     federation.transport.host.tamper = tamper
     progress = federation.begin()
     for _ in range(3):
@@ -355,3 +347,247 @@ def test_a_change_is_scaled_and_counts_from_another_start() -> None:
     assert torch.equal(moved.sum["l/A"], torch.tensor([[10.0, 10.5, 11.0], [10.0, 9.5, 9.0]]))
     assert moved.sum["l/A"].dtype == torch.float32
     assert torch.equal(moved.sum["n"], torch.tensor([5]))
+
+
+ROUNDS = 2
+Mutation = tuple[str, Message]
+
+
+class Recorded(ReplyingTransport):
+    """Sends each order's honest reply, which is made once a round; ``altered`` takes the place of one client's."""
+
+    def __init__(self, federation: Federation) -> None:
+        self.inner, self.host = federation.transport, federation.transport.host
+        self.known: dict[tuple[str, str], Envelope] = {}
+        self.before: Progress | None = None
+        self.altered: Message | None = None
+        self.task = "train"
+        self.honest: dict[str, Message] = {}
+        self.host.tamper = self._record
+
+    def _record(self, order: Order, sent: Message, reply: Message) -> Message:
+        if order.to == VICTIM:
+            self.honest[order.task] = reply
+        return reply
+
+    def begin(self, progress: Progress, on_trained: Any = None) -> None:
+        if progress is not self.before:
+            self.inner.begin(progress, on_trained)
+            self.before = progress
+            self.known.clear()
+
+    def accept_replies(self, accepted: Any) -> Any:
+        return self.inner.accept_replies(accepted)
+
+    def replies(self, envelopes: Any, seconds: float, *, wait_for_offline: bool = False) -> Replies:
+        assert isinstance(envelopes, Orders)
+        task = envelopes.task
+        for id in envelopes:
+            # what others answer in a second exchange depends on the victim's first reply
+            if (id, task) not in self.known or (task == "second" and self.task == "train"):
+                order = decode_order(envelopes[id])
+                if task == "second":  # an attack repeats the exchange, and honest clients answer one message only
+                    first = self.host.store.load_trained(id, order.round)
+                    self.host.store.store_trained(id, order.round, replace(first, order=""))
+                self.known[id, task] = self.host.reply(order)
+            back, is_altered = self.known[id, task], self.altered is not None and task == self.task
+            yield id, replace(back, body=encode(self.altered)) if id == VICTIM and is_altered else back
+
+
+def mutations(honest: Message) -> Iterator[Mutation]:
+    tensors, scalars = dict(honest.tensors), dict(honest.scalars)
+    yield "nothing at all", Message()
+    yield "no tensors", replace(honest, tensors={})
+    yield "another tensor", replace(honest, tensors={**tensors, "strange/A": torch.ones(2)})
+    for name, value in _one_of_each_slot(tensors).items():
+        yield f"without {name}", replace(honest, tensors={n: v for n, v in tensors.items() if n != name})
+        for what, other in _altered(value):
+            yield f"{name}: {what}", replace(honest, tensors={**tensors, name: other})
+    for name, value in scalars.items():
+        yield f"without {name}", replace(honest, scalars={n: v for n, v in scalars.items() if n != name})
+        for other in (10**400, -(10**400), 2**63, -1, -1e30, 1e30, True, "", "B", "a" * 500):
+            if other != value:
+                yield f"{name}: {str(other)[:9]}", replace(honest, scalars={**scalars, name: other})
+    yield "another scalar", replace(honest, scalars={**scalars, "round": 3})
+
+
+def _one_of_each_slot(tensors: Tensors) -> dict[str, Tensor]:
+    """The last tensor of every slot: layers are treated alike, one after another."""
+    return {name: tensors[name] for name in {name.rpartition("/")[2]: name for name in tensors}.values()}
+
+
+def _altered(value: Tensor) -> Iterator[tuple[str, Tensor]]:
+    yield "empty", value[:0]
+    yield "no dimensions", value.new_zeros(())
+    yield "one row more", torch.cat([value, value[:1]]) if value.ndim and len(value) else value.new_zeros(3)
+    yield "one row less", value[:-1] if value.ndim and len(value) else value.new_zeros(2)
+    yield "turned", value.T.contiguous() if value.ndim == 2 and value.shape[0] != value.shape[1] else value[None]
+    if value.is_floating_point():
+        yield "NaN", torch.full_like(value, math.nan)
+        yield "infinite", torch.full_like(value, -math.inf)
+        yield "huge", torch.full_like(value, 3e38)
+        yield "integers", value.to(torch.int64)
+    else:
+        yield "negative", torch.full_like(value, -1) if value.dtype.is_signed else torch.full_like(value, 255)
+        yield "out of range", torch.full_like(value, torch.iinfo(value.dtype).max)
+        yield "floating", value.double()
+
+
+def _attacked(federation: Federation) -> int:
+    """Attack every round with every mutation; return how many were refused."""
+    transport = Recorded(federation)
+    federation.transport, federation.rules = transport, ReplyRules(retries=0)
+    progress, refused = federation.begin(), 0
+    for _ in range(ROUNDS):
+        transport.altered = None
+        result = federation.run_round(progress)
+        assert result.failures == ()
+        for task, honest in dict(transport.honest).items():
+            transport.task = task
+            for what, message in mutations(honest):
+                transport.altered = message
+                hostile = federation.run_round(progress)
+                assert {failure.client for failure in hostile.failures} <= {VICTIM}, what
+                state = hostile.progress.state
+                assert all(bool(value.double().isfinite().all()) for value in state.tensors.values()), what
+                refused += len(hostile.failures)
+        progress = result.progress
+    return refused
+
+
+@pytest.mark.parametrize("key", methods_by_family(quick=["flora"]))
+def test_a_hostile_reply_fails_its_client_alone(key: str, tiny_folder: Path, prepared: Prepared) -> None:
+    config = method_config(tiny_folder, key, federation={"clients_per_round": None}, model={"extras": "average"})
+    refused = _attacked(tiny.variant(prepared, config).federation)
+    assert refused > 20 or METHODS[key].claims.sends == "nothing"
+
+
+@pytest.mark.parametrize(
+    "wrappers",
+    [*(pytest.param([key], marks=pytest.mark.slow) for key in ("fedpaq", "scaffold")), ["fedavgm", "fedpaq"]],
+    ids=str,
+)
+def test_a_hostile_reply_to_a_wrapper_fails_its_client_alone(
+    wrappers: list[str], tiny_folder: Path, prepared: Prepared
+) -> None:
+    config = wrapped_config(tiny_folder, "fedit", wrappers, federation={"clients_per_round": None})
+    assert _attacked(tiny.variant(prepared, config).federation) > 20
+
+
+@pytest.mark.parametrize("key", [key for key, cls in METHODS.items() if not cls.claims.heterogeneous_ranks])
+def test_clients_of_one_rank_have_one_untrained_reply(key: str, tiny_folder: Path, prepared: Prepared) -> None:
+    federation = tiny.variant(prepared, method_config(tiny_folder, key)).federation
+    state = federation.begin().state
+    replies = [
+        encode(build_untrained_reply(federation.method, federation.method.sync(state, one), one, 0))
+        for one in (replace(federation.clients[id].client, examples=7, weight=7.0) for id in ("east", VICTIM))
+    ]
+    assert replies[0] == replies[1]
+
+
+@pytest.mark.parametrize(
+    ("weights", "ratio", "limit"),
+    [
+        ((100, 90, 2**53 - 1, 110, 80), 4.0, 400),
+        ((100, 2**53 - 1), 4.0, 400),
+        ((100, 100, 2**53 - 1, 2**53 - 1), 4.0, 400),
+        ((100, 90, 5000), None, None),
+        ((0, 0, 7), 4.0, None),
+        ((), 4.0, None),
+    ],
+)
+def test_a_weight_limit_is_a_multiple_of_the_median(
+    weights: tuple[int, ...], ratio: float | None, limit: float | None
+) -> None:
+    assert compute_weight_limit(weights, ratio) == limit
+
+
+def test_a_client_that_declares_2_to_the_53_examples_weighs_as_much_as_the_limit(tiny_folder: Path) -> None:
+    def state(weight: float, ratio: float | None) -> tuple[dict[str, torch.Tensor], dict[str, float], str | None]:
+        config = tiny.config(tiny_folder, federation={"clients_per_round": None, "max_weight_ratio": ratio})
+        federation = prepare(config).federation
+        tiny.reweight(federation, {id: weight if id == "west" else 1.0 for id in federation.clients})
+        result = federation.run_round(federation.begin())
+        return dict(result.progress.state.tensors), dict(result.lowered), federation.get_note()
+
+    limited, lowered, note = state(2.0**53 - 1, 4.0)
+    expected, unchanged, silent = state(4.0, None)
+    assert all(torch.equal(value, expected[name]) for name, value in limited.items())
+    assert lowered == {"west": 4.0 / (2.0**53 - 1)}
+    assert note.startswith("west declared so many examples")
+    assert (unchanged, silent) == ({}, None)
+
+
+@pytest.mark.parametrize("liars", [("west",), ("south", "west")])
+def test_liars_that_are_half_of_all_clients_weigh_no_more_than_the_limit(
+    liars: tuple[str, ...], tiny_folder: Path
+) -> None:
+    """One of two, or two of four, whose lie would raise the mean of the middle two numbers."""
+    federation = prepare(tiny.config(tiny_folder, federation={"clients_per_round": None})).federation
+    ids = ("north", "west") if len(liars) == 1 else tuple(federation.clients)
+    tiny.use_clients(federation, {id: federation.clients[id] for id in ids})
+    tiny.reweight(federation, {id: 2.0**53 - 1 if id in liars else 100.0 for id in ids})
+    result = federation.run_round(federation.begin())
+    assert result.lowered == dict.fromkeys(liars, 400 / (2.0**53 - 1))
+    weights = limit_weights(federation.clients, 4.0)
+    assert sum(weights[id] for id in liars) / sum(weights.values()) == pytest.approx(0.8)
+
+
+def test_a_client_that_declares_more_than_it_was_admitted_with_weighs_as_much_as_that(tiny_folder: Path) -> None:
+    def state(weight: float, most: float | None) -> tuple[dict[str, torch.Tensor], dict[str, float], str | None]:
+        config = tiny.config(tiny_folder, federation={"clients_per_round": None, "max_weight_ratio": None})
+        federation = prepare(config).federation
+        tiny.reweight(federation, {id: weight if id == "west" else 1.0 for id in federation.clients})
+        west = replace(federation.clients["west"], max_weight=most)
+        tiny.use_clients(federation, {**federation.clients, "west": west})
+        result = federation.run_round(federation.begin())
+        return dict(result.progress.state.tensors), dict(result.lowered), federation.get_note()
+
+    limited, lowered, note = state(2.0**53 - 1, 2.0)
+    expected, unchanged, silent = state(2.0, 2.0)
+    assert all(torch.equal(value, expected[name]) for name, value in limited.items())
+    assert lowered == {"west": 2.0 / (2.0**53 - 1)}
+    assert note.endswith("the weight is lowered. Limits: 2 for west (as it was admitted)")
+    assert (unchanged, silent) == ({}, None)
+
+
+def test_the_common_limit_is_for_declared_numbers(tiny_folder: Path) -> None:
+    federation = prepare(tiny.config(tiny_folder)).federation
+    tiny.reweight(federation, {"east": 9.0, "north": 1.0, "south": 1.0, "west": 9.0})
+    no_data = np.zeros(0, np.int64)
+    declared = {id: replace(data, train=no_data) for id, data in federation.clients.items()}
+    own = {**declared, "east": replace(declared["east"], max_weight=1.0)}
+    # the median of 1, 1, 1 and 9 is 1; with what east declares it would be 5
+    assert limit_weights(own, 2.0) == {"east": 1.0, "north": 1.0, "south": 1.0, "west": 2.0}
+    admitted = {**own, "west": replace(declared["west"], max_weight=7.0)}
+    assert limit_weights(admitted, 2.0) == {"east": 1.0, "north": 1.0, "south": 1.0, "west": 7.0}
+    assigned = {**own, "west": replace(declared["west"], train=np.arange(9))}
+    assert limit_weights(assigned, 2.0) == {"east": 1.0, "north": 1.0, "south": 1.0, "west": 9.0}
+    more = {**own, "west": replace(declared["west"], train=np.arange(8))}  # it declares more than it was assigned
+    assert limit_weights(more, 2.0) == {"east": 1.0, "north": 1.0, "south": 1.0, "west": 2.0}
+
+
+def test_a_client_that_declares_2_to_the_53_examples_weighs_as_much_as_all_agreed_in_a_secure_sum(
+    tiny_folder: Path,
+) -> None:
+    """The mean is that of plain aggregation with the same limit, up to the rounding of masked integers."""
+    pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
+    pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not installed")
+
+    def run(weight: float, **federation: Any) -> tuple[dict[str, torch.Tensor], Mapping[str, float], str]:
+        settings = {"clients_per_round": None, "clip_ratio": None, **federation}
+        made = prepare(tiny.config(tiny_folder, federation=settings)).federation
+        tiny.reweight(made, {id: weight if id == "west" else 1.0 for id in made.clients})
+        result = made.run_round(made.begin())
+        return dict(result.progress.state.tensors), result.lowered, made.get_note() or ""
+
+    secure, lowered, note = run(2.0**53 - 1, secure={"bits": 64})
+    plain, same, _ = run(2.0**53 - 1)
+    assert lowered == same == {"west": pytest.approx(4 / (2.0**53 - 1))}
+    for name, value in plain.items():
+        torch.testing.assert_close(secure[name], value, rtol=0, atol=1e-6)
+    assert "west declared more examples than federation.max_weight_ratio allows" in note
+    assert "agreed that 4 count" in note
+    _, unchanged, silent = run(3.0, secure={})
+    assert not unchanged
+    assert "declared" not in silent

@@ -38,7 +38,6 @@ def around(prepared: Prepared, wrapper: type[Wrapper]) -> Federation:
 
 
 def same(left: Progress, right: Progress) -> bool:
-    """Bit for bit, in what the server knows."""
     return serialization.encode_state(left.state) == serialization.encode_state(right.state)
 
 
@@ -148,10 +147,7 @@ def test_moments_are_kept_on_request_and_within_a_generation(
     ends = []
     for state in ("reset", "keep"):
         config = tiny.config(
-            tiny_folder,
-            method={"name": method},
-            training={"optimizer_state": state},
-            model={"extras": "frozen"},
+            tiny_folder, method={"name": method}, training={"optimizer_state": state}, model={"extras": "frozen"}
         )
         federation = tiny.variant(prepared, config).federation
         progress = federation.begin()
@@ -205,7 +201,6 @@ def test_only_what_is_in_the_message_arrives(prepared: Prepared) -> None:
 
 
 def test_predictions_come_in_the_order_asked_for(prepared: Prepared) -> None:
-    """Whatever batches they were computed in."""
     job = prepared.evaluator.build_job(prepared.federation.begin(), None)
     indices = np.array([40, 3, 77, 12, 5])
     together = prepared.engine.predict(job, prepared.train, indices, 2)

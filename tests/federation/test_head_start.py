@@ -40,7 +40,6 @@ def prepared(tiny_folder: Path) -> Prepared:
 
 @pytest.mark.parametrize("kind", ["class-means", "lda"])
 def test_the_start_is_that_of_all_examples_in_one_place(prepared: Prepared, kind: Any) -> None:
-    assert prepared.head is not None
     head = replace(prepared.head, kind=kind)
     federated = start_of(replace(prepared, head=head))
     all_clients = prepared.federation.clients
@@ -60,7 +59,7 @@ def test_features_are_those_that_enter_the_head(prepared: Prepared) -> None:
     job = prepared.evaluator.build_job(prepared.federation.begin(), None)
     predictions = engine.predict(job, prepared.train, indices, 2)
     layer = engine.adapted.model.get_submodule("classifier")
-    expected = torch.nn.functional.linear(features, layer.weight, layer.bias)  # type: ignore[arg-type]
+    expected = torch.nn.functional.linear(features, layer.weight, layer.bias)
     torch.testing.assert_close(predictions, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -123,10 +122,8 @@ def test_the_local_baseline_starts_from_each_clients_own_examples(prepared: Prep
 def test_a_secure_sum_gives_the_head_of_plaintext(prepared: Prepared, tiny_folder: Path, kind: str) -> None:
     federation = {"clients_per_round": None, "secure": {"bits": 64}}
     run = prepare(tiny.config(tiny_folder, "deep-bert", model={"head_init": kind}, federation=federation))
-    assert run.head is not None
     assert run.head.bound == 8.0
     secure = start_of(run)
-    assert prepared.head is not None
     plain = start_of(replace(prepared, head=replace(prepared.head, kind=run.head.kind, bound=8.0)))
     for name in HEAD:
         torch.testing.assert_close(secure[name], plain[name], rtol=2e-3, atol=2e-3)
@@ -183,7 +180,6 @@ def mislabel(scale: float) -> Callable[[Message], Message]:
 @pytest.mark.parametrize("scale", [10.0, 1000.0])
 def test_features_of_a_false_scale_count_little(prepared: Prepared, kind: Any, scale: float) -> None:
     """They decided the start: the pooled covariance and the class means grow with the scale."""
-    assert prepared.head is not None
     head = replace(prepared.head, kind=kind)
 
     def start(change: Callable[[Message], Message] | None) -> tuple[Tensor, tuple[Failure, ...]]:
@@ -209,7 +205,6 @@ def test_features_of_a_false_scale_count_little(prepared: Prepared, kind: Any, s
 
 def test_a_reply_that_is_far_longer_than_the_others_is_dropped(prepared: Prepared) -> None:
     """It is measured as a whole: the size of the features, by which statistics count less, contains no targets."""
-    assert prepared.head is not None
     run = tiny.variant(prepared, prepared.config)
     run.federation.rules = replace(run.federation.rules, validate=True, norm_factor=10.0, min_replies=1)
     run.federation.transport = Rescaling(run.federation.transport, "east", mislabel(1000.0))

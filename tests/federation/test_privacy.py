@@ -67,9 +67,7 @@ def moved(reply: Mapping[str, Tensor], origin: Mapping[str, Tensor], norm: float
 
 @given(st.integers(0, 6), st.integers(0, 10**6), st.floats(0.01, 50), st.randoms(use_true_random=False))
 @settings(deadline=None, max_examples=40)
-def test_one_client_more_or_less_moves_the_sum_by_at_most_the_clip(
-    count: int, seed: int, size: float, rng: Any
-) -> None:
+def test_one_client_moves_the_sum_by_at_most_the_clip(count: int, seed: int, size: float, rng: Any) -> None:
     """What the accountant takes for granted, with the same noise on both sides, in any order of the replies."""
     origin, everybody, rate = tensors(seed), 8, RoundSettings(4, cohort=5, privacy=central())
     replies = {one.id: moved(tensors(seed + 1 + n), origin, size * (n + 1)) for n, one in enumerate(clients(count + 1))}

@@ -147,12 +147,10 @@ def test_a_probes_moments_do_not_leak_into_training(monkeypatch: pytest.MonkeyPa
         progress = rounds.run_round(progress).progress
     assert given[0, "train"] is None  # nothing but the probe has trained
     later = given[2, "train"]
-    assert later is not None
     assert later.steps[join_tensor_name("fc1", "B")] == 2
 
 
 def test_double_is_only_a_conversion() -> None:
-    """The toys' float64 wrapper changes no name, shape or claim."""
     problem = Problem(clients=1)
     inner = WithExtras(inner=FLoRA(spec=problem.adapted().spec, r=2), policy="average")
     single = inner.start(inner.sync(inner.init(problem.adapted()), None), None, {}, 0)

@@ -1,4 +1,4 @@
-"""The second exchange of a round: who is in it, what a lost or hostile reply does, and what is refused."""
+"""The second exchange of a round: who is in it, what a lost or hostile reply or a dropout does, and what is refused."""
 
 from __future__ import annotations
 
@@ -89,10 +89,7 @@ def make_config(folder: Path, **changes: Mapping[str, Any]) -> Any:
 def connect(prepared: Prepared, folder: Path, spoil: Spoil = good, **rules: Any) -> tuple[Federation, Second]:
     """The same federation with its clients behind a transport, and the transport."""
     here, engine = prepared.federation, prepared.engine
-    loop, store = (
-        LoopEngine(engine.adapted, prepared.task, engine.settings, engine.seed),
-        DiskClientStore(folder),
-    )
+    loop, store = (LoopEngine(engine.adapted, prepared.task, engine.settings, engine.seed), DiskClientStore(folder))
     hosts = {id: Host(here.method, loop, {id: one}, here.examples, store, 32) for id, one in here.clients.items()}
     transport = Second(hosts, spoil)
     made = Federation(here.method, engine, here.clients, here.examples, here.settings, transport, ReplyRules(**rules))
@@ -116,9 +113,7 @@ def test_every_client_is_asked_twice_and_both_messages_are_training_traffic(buil
     assert here.progress.states == {id: ClientState() for id in ids}  # what is trained does not outlast the round
 
 
-def test_a_client_that_drops_out_between_the_exchanges_is_in_the_first_mean_alone(
-    built: Prepared, tmp_path: Path
-) -> None:
+def test_a_dropout_between_the_exchanges_is_in_the_first_mean_alone(built: Prepared, tmp_path: Path) -> None:
     """By hand: Q of all clients' sketches, and the others' products, by the others' shares, on it."""
     made, _ = connect(built, tmp_path, silent)
     result = made.run_round(made.begin())
@@ -177,9 +172,7 @@ def test_too_few_second_replies_fail_the_round_as_a_whole(built: Prepared, tmp_p
     assert differences(clean.run_round(clean.begin()).progress.state, again.progress.state) == []
 
 
-def test_a_client_that_lost_what_it_trained_says_so_and_is_sent_everything_next(
-    built: Prepared, tmp_path: Path
-) -> None:
+def test_a_client_that_lost_its_training_says_so_and_is_sent_everything_next(built: Prepared, tmp_path: Path) -> None:
     made, transport = connect(built, tmp_path)
     host, store = transport.hosts[LOST], DiskClientStore(tmp_path / "elsewhere")
     answer = host.answer
@@ -188,7 +181,7 @@ def test_a_client_that_lost_what_it_trained_says_so_and_is_sent_everything_next(
         host.store = store if order.task == "second" else DiskClientStore(tmp_path)
         return answer(order)
 
-    host.answer = forget  # type: ignore[method-assign]
+    host.answer = forget
     result: RoundResult = made.run_round(made.begin())
     (failure,) = result.failures
     assert failure.client == LOST
@@ -197,7 +190,7 @@ def test_a_client_that_lost_what_it_trained_says_so_and_is_sent_everything_next(
     assert result.progress.last_replies[LOST] == 0
 
 
-def test_a_client_that_lost_everything_between_the_exchanges_of_a_later_round_trains_in_the_next(
+def test_a_client_that_lost_everything_between_later_exchanges_trains_in_the_next(
     built: Prepared, tmp_path: Path
 ) -> None:
     """It had a state of the round before, which the next order must not name."""
@@ -210,11 +203,11 @@ def test_a_client_that_lost_everything_between_the_exchanges_of_a_later_round_tr
             host.store = DiskClientStore(tmp_path / "elsewhere")
         return answer(order)
 
-    host.answer = forget  # type: ignore[method-assign]
+    host.answer = forget
     result = made.run_round(progress)
     assert [one.client for one in result.failures] == [LOST]
     assert LOST not in result.progress.last_rounds
-    host.answer = answer  # type: ignore[method-assign]
+    host.answer = answer
     after = made.run_round(result.progress)
     assert after.failures == ()
     assert after.progress.last_rounds == dict.fromkeys(made.clients, 2)
@@ -361,9 +354,7 @@ def without(built: Prepared, tmp_path_factory: pytest.TempPathFactory) -> RoundR
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_a_hostile_second_reply_is_one_that_did_not_arrive(
-    kind: str, built: Prepared, without: RoundResult, tmp_path: Path
-) -> None:
+def test_a_hostile_second_reply_is_none(kind: str, built: Prepared, without: RoundResult, tmp_path: Path) -> None:
     spoil, reason = HOSTILE[kind]
     made, _ = connect(built, tmp_path / "hostile", spoil)
     result = made.run_round(made.begin())
@@ -402,7 +393,7 @@ def test_dropouts_act_in_each_exchange(tiny_folder: Path) -> None:
     assert set(reasons) == {"it dropped out (simulated)", "second exchange: it dropped out (simulated)"}
 
 
-def test_an_order_without_training_or_to_a_method_with_one_exchange_is_refused(
+def test_an_order_without_training_or_a_second_exchange_is_refused(
     built: Prepared, tiny_folder: Path, tmp_path: Path
 ) -> None:
     _, transport = connect(built, tmp_path)
@@ -429,9 +420,7 @@ def test_a_secure_round_of_three_needs_all_of_them_for_its_second_sum(tiny_folde
     assert set(result.progress.last_rounds) == set(cohort)
 
 
-def test_a_clipped_change_of_a_secure_sum_has_the_same_factor_in_both_exchanges(
-    tiny_folder: Path, tmp_path: Path
-) -> None:
+def test_a_clipped_change_of_a_secure_sum_has_one_factor_in_both_exchanges(tiny_folder: Path, tmp_path: Path) -> None:
     """Sketches Y are longer than P, so a limit between both clips Y alone."""
     training = {"local_steps": None, "batch_size": 12}
     prepared = prepare(make_config(tiny_folder, training=training, federation={"max_weight_ratio": None}))
@@ -448,3 +437,51 @@ def test_a_clipped_change_of_a_secure_sum_has_the_same_factor_in_both_exchanges(
     for layer, mean in expected.items():
         found = after[f"{layer}/B"].double() @ after[f"{layer}/A"].double()
         assert float((found - mean).norm()) < 1e-4 * float(mean.norm())
+
+
+def build_two_exchanges(folder: Path, simulation: dict[str, Any]) -> Prepared:
+    federation = {"clients_per_round": None, "min_replies": 1, "deadline": 50000.0, "max_norm_ratio": None, "rounds": 3}
+    method = {"name": "fedask", "r": 2}
+    return prepare(tiny.config(folder, method=method, federation=federation, simulation=simulation))
+
+
+def test_a_dropout_in_a_second_exchange_takes_a_deadline_of_its_own(tiny_folder: Path) -> None:
+    federation = build_two_exchanges(tiny_folder, {"dropout": 0.3, "speed": {"median": 1000.0}}).federation
+    progress, kinds = federation.begin(), set[tuple[bool, bool]]()
+    for _ in range(3):
+        result = federation.run_round(progress)
+        progress = result.progress
+        seconds = result.simulated_seconds
+        second = [one.reason.startswith("second exchange") for one in result.failures]
+        kinds.add((False in second, True in second))
+        assert seconds is not None
+        least = 50000.0 * len(set(second))
+        assert seconds == least if False in second else least < seconds < least + 50000.0
+    assert any(in_second for _, in_second in kinds)
+
+
+def test_a_fault_s_change_of_a_second_reply_is_from_an_untrained_one(tiny_folder: Path) -> None:
+    """A flipped sign mirrors the reply at that of a client whose training changes nothing, by hand A^T (B^T Q)."""
+    federation = build_two_exchanges(tiny_folder, {"faults": {"kind": "sign-flip", "share": 0.25}}).federation
+    transport = federation.transport
+    tamper, seen = transport.host.tamper, list[tuple[Message, Message, Message]]()
+    assert tamper is not None
+
+    def watch(order: Order, message: Message, reply: Message) -> Message:
+        altered = tamper(order, message, reply)
+        if order.task == "second" and altered is not reply:
+            seen.append((message, reply, altered))
+        return altered
+
+    transport.host.tamper = watch
+    progress = federation.run_round(federation.begin()).progress
+    seen.clear()
+    federation.run_round(progress)
+    (message, reply, altered), *_ = seen
+    for layer in federation.method.spec.layers:
+        A, B = (progress.state.tensors[f"{layer.name}/{slot}"].double() for slot in "AB")
+        start = A.T @ (B.T @ message.tensors[f"{layer.name}/Q"].double())
+        name = f"{layer.name}/P"
+        assert float(start.norm()) > 0
+        expected = 2 * start - reply.tensors[name].double()
+        assert float((altered.tensors[name].double() - expected).norm()) < 1e-4 * float(expected.norm())

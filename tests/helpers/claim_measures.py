@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
+from fedspan.core.method import Method, Traffic
+from fedspan.core.values import Spec
 from fedspan.federation.serialization import encode
-from helpers.counted_traffic import count_layers
-from helpers.watched_rounds import MethodRun, Round
+from fedspan.planning.shape_inference import count_traffic, rewrap_method, unwrap_method
+from helpers.watched_rounds import MethodRun, Round, Watched
 
 
 def relative(actual: Tensor, expected: Tensor) -> float:
@@ -24,6 +28,23 @@ def errors(method_run: MethodRun, round: Round) -> dict[str, float]:
         name: relative(method_run.global_change(name, round.after), method_run.mean_change(name, round))
         for name in names
     }
+
+
+def count_layers(method: Method, ranks: Iterable[int], cohorts: Sequence[Sequence[int]]) -> list[dict[int, Traffic]]:
+    """By round and rank: the bytes over all target layers to and from a client that participated in every round."""
+    if isinstance(method, Watched):  # it compares values
+        method = method.inner
+    bare, ranks = unwrap_method(method), list(ranks)
+    layers = [
+        count_traffic(
+            rewrap_method(method, replace(bare, spec=Spec((layer,), clients=bare.spec.clients))), ranks, cohorts
+        )
+        for layer in bare.spec.layers
+    ]
+    return [
+        {rank: Traffic(sum(row[rank].down for row in rows), sum(row[rank].up for row in rows)) for rank in ranks}
+        for rows in zip(*layers, strict=True)
+    ]
 
 
 def require_declared_traffic(run: MethodRun, policy: str) -> None:

@@ -12,7 +12,7 @@ from fedspan.methods.registry import METHODS
 from fedspan.runs.checkpoint import load_latest
 from fedspan.runs.folder import RunFolder
 from fedspan.wrappers.registry import WRAPPERS
-from helpers.families import FAMILIES
+from helpers.families import UNLIKE
 from helpers.watched_rounds import OPTIONS, PERIODIC, differences
 from helpers.wrapped_configs import TRAINING
 
@@ -20,7 +20,7 @@ AROUND = "fedit"
 """The method around which the wrappers are."""
 WRAPPED = f"{AROUND}+scaffold"
 """The wrapper that differs most from none: it sends twice as much, and has memory on both sides."""
-EACH_FAMILY = (*FAMILIES, WRAPPED)
+UNLIKE_CASES = (*UNLIKE, WRAPPED)
 """The cases in ``make test``; in a deployment, where a case takes seconds, without the wrapper."""
 
 

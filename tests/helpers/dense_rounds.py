@@ -63,10 +63,25 @@ def federation(method: Method, ranks: Mapping[str, int] | None = None, uniform: 
     return made
 
 
-def given(made: Federation) -> Pairs:
+def get_pairs(made: Federation) -> Pairs:
     """The pairs in a federation's state."""
     tensors = made.state.tensors
     return {one: {slot: tensors[join_tensor_name(one, slot)].clone() for slot in "AB"} for one in LAYERS}
+
+
+class PairOracle:
+    """The server's pairs, which every client trains, on dense weights; ``finish`` is the method's."""
+
+    def __init__(self, made: Federation) -> None:
+        self.W, self.pairs = made.problem.to_dense(*LAYERS), get_pairs(made)
+
+    def start(self, id: str) -> tuple[Weights, Pairs]:
+        """All train the same."""
+        return self.W, self.pairs
+
+    def model(self) -> Weights:
+        """W + s B A."""
+        return {one: self.W[one] + 2.0 * self.pairs[one]["B"] @ self.pairs[one]["A"] for one in LAYERS}
 
 
 def follow(

@@ -64,34 +64,6 @@ def _least_squares(folder: Path) -> dict[str, Any]:
     return {**values, "model": {**values["model"], "head_init": "least-squares"}}
 
 
-def _preferences(folder: Path) -> dict[str, Any]:
-    return tiny_preferences.settings(folder, folder)
-
-
-def _translations(folder: Path) -> dict[str, Any]:
-    return tiny_seq2seq.settings(folder)
-
-
-def _tags(folder: Path) -> dict[str, Any]:
-    return tiny_tags.settings(folder, folder)
-
-
-def _topics(folder: Path) -> dict[str, Any]:
-    return tiny_topics.settings(folder, folder)
-
-
-def _masked(folder: Path) -> dict[str, Any]:
-    return tiny_masked.settings(folder)
-
-
-def _triplets(folder: Path) -> dict[str, Any]:
-    return tiny_pairs.settings(folder, folder)
-
-
-def _scored_pairs(folder: Path) -> dict[str, Any]:
-    return tiny_pairs.settings(folder, folder, scored=True)
-
-
 def _augmented(folder: Path) -> dict[str, Any]:
     options = {"crop_padding": 2, "flip": 0.5, "brightness": 0.2, "contrast": 0.2}
     return tiny_images.settings(folder) | {"task_options": options}
@@ -115,14 +87,14 @@ OTHER_RUNS: dict[str, Settings] = {
     "median": _run(federation={"reduction": "median"}),
     "task causal-lm": _run("llama-lm"),
     "task causal-lm packed": _run("llama-lm", data={"packing": True}),
-    "task preference": _preferences,
-    "task seq2seq": _translations,
+    "task preference": lambda folder: tiny_preferences.settings(folder, folder),
+    "task seq2seq": lambda folder: tiny_seq2seq.settings(folder),
     "task regression": _regression,
-    "task token-classification": _tags,
-    "task multi-label-classification": _topics,
-    "task masked-lm": _masked,
-    "task text-embedding": _triplets,
-    "task text-embedding of scored pairs": _scored_pairs,
+    "task token-classification": lambda folder: tiny_tags.settings(folder, folder),
+    "task multi-label-classification": lambda folder: tiny_topics.settings(folder, folder),
+    "task masked-lm": lambda folder: tiny_masked.settings(folder),
+    "task text-embedding": lambda folder: tiny_pairs.settings(folder, folder),
+    "task text-embedding of scored pairs": lambda folder: tiny_pairs.settings(folder, folder, scored=True),
     "task images": _run("vit"),
     "task images, batch norm": _run("resnet"),
     "task images, augmented": _augmented,

@@ -1,6 +1,6 @@
 """The same runs on the CPU and on the pretend device, in a process of its own: ``python -m helpers.pretend_runs FILE``.
 
-Writes one JSON object: under ``names``, the names of all runs; under ``tasks``, the tasks of the runs; under ``runs``,
+Writes one JSON object: under ``tasks``, the tasks of the runs; under ``runs``,
 for every run that was asked for, the largest relative distance between the two results, or the error on the device;
 under ``refusals``, what the device answers to mistakes; under ``waits``, how often the host waits for it in the inner
 loop.
@@ -85,7 +85,7 @@ def main(target: Path, names: list[str]) -> None:
         }
         waits["clock"] = clock_waits()
         tasks = {parse_config(run(folder)).task for run in RUNS.values()}
-    found = {"names": list(RUNS), "tasks": sorted(tasks), "runs": results, "refusals": refusals(), "waits": waits}
+    found = {"tasks": sorted(tasks), "runs": results, "refusals": refusals(), "waits": waits}
     target.write_text(json.dumps(found), encoding="utf-8")
 
 

@@ -70,10 +70,10 @@ _MODELS: dict[str, Callable[[], nn.Module]] = {
         add_pooling_layer=False,
     ),
     "distilbert": lambda: transformers.DistilBertModel(
-        transformers.DistilBertConfig(**_SMALL, pad_token_id=0, dim=16, hidden_dim=24, n_layers=2, n_heads=2),
+        transformers.DistilBertConfig(**_SMALL, pad_token_id=0, dim=16, hidden_dim=24, n_layers=2, n_heads=2)
     ),
     "gpt2": lambda: transformers.GPT2Model(
-        transformers.GPT2Config(**_SMALL, n_embd=16, n_inner=24, n_layer=2, n_head=2, n_positions=32, eos_token_id=3),
+        transformers.GPT2Config(**_SMALL, n_embd=16, n_inner=24, n_layer=2, n_head=2, n_positions=32, eos_token_id=3)
     ),
 }
 
@@ -150,6 +150,11 @@ def settings(folder: Path, kind: str = "bert", **changes: Mapping[str, Any]) -> 
         "evaluation": {"batch_size": 32},
         "engine": {"name": "loop"},
     }
+    return change_sections(values, changes)
+
+
+def change_sections(values: dict[str, Any], changes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Values of a config with changes in its sections, of which nothing is shared."""
     for section, change in changes.items():
         values[section] = {**values.get(section, {}), **change}
     return copy.deepcopy(values)

@@ -120,6 +120,4 @@ def settings(folder: Path, family: str = "llama", **changes: Mapping[str, Any]) 
         "data": {"train": str(folder / "questions.jsonl"), "prompt": "Q: {question} A:", "test_fraction": 0.2},
         "evaluation": {"batch_size": 7, "generate": True, "max_new_tokens": 6},
     }
-    for section, change in changes.items():
-        values[section] = {**values[section], **change}
-    return values
+    return tiny.change_sections(values, changes)

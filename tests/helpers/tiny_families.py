@@ -59,211 +59,83 @@ class Family:
     size: tuple[int, int] = (12, 12)
 
 
+def make_model(kind: str, architecture: str, **values: Any) -> Callable[[], nn.Module]:
+    """Return what builds a model of Transformers from its config: ``make_model("Bert", "Model", ...)``."""
+    config, model = getattr(transformers, f"{kind}Config"), getattr(transformers, f"{kind}{architecture}")
+    return lambda: model(config(**values))
+
+
+_ENCODER: dict[str, Any] = {**_TEXT, **_BERT}
+_CLIP: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
 FAMILIES: Mapping[str, Family] = {
-    "bert": Family("BERT", TEXT, lambda: transformers.BertModel(transformers.BertConfig(**_TEXT, **_BERT))),
-    "roberta": Family("RoBERTa", TEXT, lambda: transformers.RobertaModel(transformers.RobertaConfig(**_TEXT, **_BERT))),
-    "xlm-roberta": Family(
-        "XLM-R", TEXT, lambda: transformers.XLMRobertaModel(transformers.XLMRobertaConfig(**_TEXT, **_BERT))
-    ),
-    "electra": Family(
-        "ELECTRA",
-        TEXT,
-        lambda: transformers.ElectraModel(transformers.ElectraConfig(**_TEXT, **_BERT, embedding_size=8)),
-    ),
-    "deberta-v2": Family(
-        "DeBERTa-v3",
-        TEXT,
-        lambda: transformers.DebertaV2Model(
-            transformers.DebertaV2Config(
-                **{**_TEXT, **_BERT, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "type_vocab_size": 0},
-                **{"position_buckets": 8, "share_att_key": True, "norm_rel_ebd": "layer_norm"},
-                **{"position_biased_input": False, "pooler_hidden_size": 16},
-            )
-        ),
-    ),
-    "modernbert": Family(
-        "ModernBERT",
-        TEXT,
-        lambda: transformers.ModernBertModel(
-            transformers.ModernBertConfig(
-                **{**_TEXT, **_BERT, "global_attn_every_n_layers": 2, "local_attention": 4},
-                **{"bos_token_id": 2, "cls_token_id": 2, "eos_token_id": 3, "sep_token_id": 3},
-            )
-        ),
-        targets=["Wqkv", "Wo"],
-    ),
-    "t5": Family(
-        "T5",
-        TEXT,
-        lambda: transformers.T5Model(
-            transformers.T5Config(
-                **{"vocab_size": tiny.VOCABULARY_SIZE, "d_model": 16, "d_kv": 6, "d_ff": 24, "num_layers": 2},
-                **{"num_heads": 2, "pad_token_id": 0, "eos_token_id": 3, "decoder_start_token_id": 0},
-                initializer_factor=1.0,
-            )
-        ),
-    ),
-    "llama": Family(
-        "Llama", LANGUAGE, lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**_CAUSAL, **_LLAMA))
-    ),
-    "gpt2": Family(
-        "GPT-2",
-        LANGUAGE,
-        lambda: transformers.GPT2LMHeadModel(
-            transformers.GPT2Config(**_CAUSAL, n_embd=16, n_inner=24, n_layer=2, n_head=2, n_positions=64)
-        ),
-    ),
-    "falcon": Family(
-        "Falcon",
-        LANGUAGE,
-        lambda: transformers.FalconForCausalLM(
-            transformers.FalconConfig(
-                **{**_CAUSAL, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4},
-                **{"ffn_hidden_size": 24, "max_position_embeddings": 64},
-            )
-        ),
-    ),
-    "phi": Family(
-        "Phi", LANGUAGE, lambda: transformers.PhiForCausalLM(transformers.PhiConfig(**{**_CAUSAL, **_LLAMA}))
-    ),
-    "mixtral": Family(
-        "Mixtral",
-        LANGUAGE,
-        lambda: transformers.MixtralForCausalLM(
-            transformers.MixtralConfig(**_CAUSAL, **_LLAMA, num_local_experts=3, num_experts_per_tok=2)
-        ),
-    ),
-    "mamba": Family(
-        "Mamba",
-        LANGUAGE,
-        lambda: transformers.MambaForCausalLM(
-            transformers.MambaConfig(
-                **{**_CAUSAL, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 2, "time_step_rank": 3},
-            )
-        ),
-        targets=["in_proj", "x_proj"],
-    ),
-    "convnext": Family(
-        "ConvNeXt",
-        IMAGES,
-        lambda: transformers.ConvNextModel(
-            transformers.ConvNextConfig(
-                hidden_sizes=[8, 12],
-                depths=[1, 1],
-                num_stages=2,
-                patch_size=2,
-                initializer_range=0.2,
-                layer_scale_init_value=0.5,
-            )
-        ),
-        targets=["pwconv1", "pwconv2"],
-    ),
-    "swin": Family(
-        "Swin",
-        IMAGES,
-        lambda: transformers.SwinModel(
-            transformers.SwinConfig(
-                image_size=16,
-                patch_size=2,
-                embed_dim=8,
-                depths=[1, 1],
-                num_heads=[2, 2],
-                window_size=4,
-                initializer_range=0.2,
-                mlp_ratio=3.0,
-            )
-        ),
-        size=(16, 16),
-        targets=["q_proj", "v_proj"],
-    ),
-    "dinov2": Family(
-        "DINOv2",
-        IMAGES,
-        lambda: transformers.Dinov2Model(
-            transformers.Dinov2Config(
-                hidden_size=16, num_hidden_layers=2, num_attention_heads=2, mlp_ratio=3, layerscale_value=1.0, **_IMAGE
-            )
-        ),
-        targets=["q_proj", "v_proj"],
-    ),
-    "clip": Family(
-        "CLIP vision",
-        IMAGES,
-        lambda: transformers.CLIPModel(
-            transformers.CLIPConfig(
-                vision_config={
-                    "hidden_size": 16,
-                    "intermediate_size": 24,
-                    "num_hidden_layers": 2,
-                    "num_attention_heads": 2,
-                    "image_size": 12,
-                    "patch_size": 4,
-                    "initializer_factor": 5.0,
-                },
-                text_config={
-                    "hidden_size": 16,
-                    "intermediate_size": 24,
-                    "num_hidden_layers": 1,
-                    "num_attention_heads": 2,
-                    "vocab_size": 20,
-                    "max_position_embeddings": 12,
-                },
-                projection_dim=8,
-            )
-        ),
-        size=(12, 12),
-        targets=["q_proj", "v_proj"],
-    ),
-    "mobilenet_v2": Family(
-        "MobileNetV2",
-        IMAGES,
-        lambda: transformers.MobileNetV2Model(
-            transformers.MobileNetV2Config(
-                image_size=16, depth_multiplier=0.1, min_depth=4, initializer_range=0.2, finegrained_output=True
-            )
-        ),
-        size=(16, 16),
-        targets=["reduce_1x1.convolution", "expand_1x1.convolution"],
-    ),
+    "bert": Family("BERT", TEXT, make_model("Bert", "Model", **_ENCODER)),
+    "roberta": Family("RoBERTa", TEXT, make_model("Roberta", "Model", **_ENCODER)),
+    "xlm-roberta": Family("XLM-R", TEXT, make_model("XLMRoberta", "Model", **_ENCODER)),
+    "electra": Family("ELECTRA", TEXT, make_model("Electra", "Model", **_ENCODER, embedding_size=8)),
+    "deberta-v2": Family("DeBERTa-v3", TEXT, make_model(
+        "DebertaV2", "Model", **_ENCODER, relative_attention=True, pos_att_type=["p2c", "c2p"], type_vocab_size=0,
+        position_buckets=8, share_att_key=True, norm_rel_ebd="layer_norm", position_biased_input=False,
+        pooler_hidden_size=16,
+    )),
+    "modernbert": Family("ModernBERT", TEXT, make_model(
+        "ModernBert", "Model", **_ENCODER, global_attn_every_n_layers=2, local_attention=4,
+        bos_token_id=2, cls_token_id=2, eos_token_id=3, sep_token_id=3,
+    ), targets=["Wqkv", "Wo"]),
+    "t5": Family("T5", TEXT, make_model(
+        "T5", "Model", vocab_size=tiny.VOCABULARY_SIZE, d_model=16, d_kv=6, d_ff=24, num_layers=2, num_heads=2,
+        pad_token_id=0, eos_token_id=3, decoder_start_token_id=0, initializer_factor=1.0,
+    )),
+    "llama": Family("Llama", LANGUAGE, make_model("Llama", "ForCausalLM", **_CAUSAL, **_LLAMA)),
+    "gpt2": Family("GPT-2", LANGUAGE, make_model(
+        "GPT2", "LMHeadModel", **_CAUSAL, n_embd=16, n_inner=24, n_layer=2, n_head=2, n_positions=64
+    )),
+    "falcon": Family("Falcon", LANGUAGE, make_model(
+        "Falcon", "ForCausalLM", **_CAUSAL, hidden_size=16, num_hidden_layers=2, num_attention_heads=4,
+        ffn_hidden_size=24, max_position_embeddings=64,
+    )),
+    "phi": Family("Phi", LANGUAGE, make_model("Phi", "ForCausalLM", **_CAUSAL, **_LLAMA)),
+    "mixtral": Family("Mixtral", LANGUAGE, make_model(
+        "Mixtral", "ForCausalLM", **_CAUSAL, **_LLAMA, num_local_experts=3, num_experts_per_tok=2
+    )),
+    "mamba": Family("Mamba", LANGUAGE, make_model(
+        "Mamba", "ForCausalLM", **_CAUSAL, hidden_size=16, state_size=4, num_hidden_layers=2, time_step_rank=3
+    ), targets=["in_proj", "x_proj"]),
+    "convnext": Family("ConvNeXt", IMAGES, make_model(
+        "ConvNext", "Model", hidden_sizes=[8, 12], depths=[1, 1], num_stages=2, patch_size=2, initializer_range=0.2,
+        layer_scale_init_value=0.5,
+    ), targets=["pwconv1", "pwconv2"]),
+    "swin": Family("Swin", IMAGES, make_model(
+        "Swin", "Model", image_size=16, patch_size=2, embed_dim=8, depths=[1, 1], num_heads=[2, 2], window_size=4,
+        initializer_range=0.2, mlp_ratio=3.0,
+    ), size=(16, 16), targets=_ATTENTION),
+    "dinov2": Family("DINOv2", IMAGES, make_model(
+        "Dinov2", "Model", hidden_size=16, num_hidden_layers=2, num_attention_heads=2, mlp_ratio=3,
+        layerscale_value=1.0, **_IMAGE,
+    ), targets=_ATTENTION),
+    "clip": Family("CLIP vision", IMAGES, make_model(
+        "CLIP", "Model", projection_dim=8,
+        vision_config={**_CLIP, "num_hidden_layers": 2, "image_size": 12, "patch_size": 4, "initializer_factor": 5.0},
+        text_config={**_CLIP, "num_hidden_layers": 1, "vocab_size": 20, "max_position_embeddings": 12},
+    ), targets=_ATTENTION),
+    "mobilenet_v2": Family("MobileNetV2", IMAGES, make_model(
+        "MobileNetV2", "Model", image_size=16, depth_multiplier=0.1, min_depth=4, initializer_range=0.2,
+        finegrained_output=True,
+    ), size=(16, 16), targets=["reduce_1x1.convolution", "expand_1x1.convolution"]),
     "t5-seq2seq": Family("T5", PAIRS, tiny_seq2seq.FAMILIES["t5"]),
     "bart-seq2seq": Family("BART", PAIRS, tiny_seq2seq.FAMILIES["bart"]),
     "marian-seq2seq": Family("Marian", PAIRS, tiny_seq2seq.FAMILIES["marian"], targets=_ATTENTION),
     "mbart-seq2seq": Family(
-        "mBART",
-        PAIRS,
-        lambda: transformers.MBartForConditionalGeneration(transformers.MBartConfig(**tiny_seq2seq.BART)),
-        targets=_ATTENTION,
+        "mBART", PAIRS, make_model("MBart", "ForConditionalGeneration", **tiny_seq2seq.BART), targets=_ATTENTION
     ),
     "m2m100-seq2seq": Family(
-        "M2M100, NLLB",
-        PAIRS,
-        lambda: transformers.M2M100ForConditionalGeneration(transformers.M2M100Config(**tiny_seq2seq.BART)),
-        targets=_ATTENTION,
+        "M2M100, NLLB", PAIRS, make_model("M2M100", "ForConditionalGeneration", **tiny_seq2seq.BART), targets=_ATTENTION
     ),
-    "whisper": Family(
-        "Whisper encoder",
-        TEXT,
-        lambda: transformers.WhisperModel(
-            transformers.WhisperConfig(
-                vocab_size=40,
-                num_mel_bins=8,
-                d_model=16,
-                encoder_layers=2,
-                encoder_attention_heads=2,
-                encoder_ffn_dim=24,
-                decoder_layers=1,
-                decoder_attention_heads=2,
-                decoder_ffn_dim=24,
-                max_source_positions=10,
-                max_target_positions=12,
-                pad_token_id=0,
-                bos_token_id=2,
-                eos_token_id=3,
-                decoder_start_token_id=2,
-            )
-        ),
-    ),
-}
+    "whisper": Family("Whisper encoder", TEXT, make_model(
+        "Whisper", "Model", vocab_size=40, num_mel_bins=8, d_model=16, encoder_layers=2, encoder_attention_heads=2,
+        encoder_ffn_dim=24, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=24, max_source_positions=10,
+        max_target_positions=12, pad_token_id=0, bos_token_id=2, eos_token_id=3, decoder_start_token_id=2,
+    )),
+}  # fmt: skip
 
 
 def save_family(key: str, folder: Path) -> Path:

@@ -7,7 +7,6 @@ classes, as published image models have.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from torch import nn
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 from fedspan.config import RunConfig, parse_config
+from helpers import tiny
 
 COLORS = ("blue", "green", "red")
 SITES = {"east": 9, "north": 15, "west": 27}
@@ -102,9 +102,7 @@ def settings(folder: Path, kind: str = "vit", **changes: Mapping[str, Any]) -> d
     }
     if kind == "resnet":
         values["model"]["modules_to_save"] = ["normalization"]
-    for section, change in changes.items():
-        values[section] = {**values[section], **change}
-    return copy.deepcopy(values)
+    return tiny.change_sections(values, changes)
 
 
 def config(folder: Path, kind: str = "vit", **changes: Mapping[str, Any]) -> RunConfig:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import random
 from collections.abc import Mapping
@@ -76,6 +75,4 @@ def settings(own: Path, **changes: Mapping[str, Any]) -> dict[str, Any]:
         "data": {"train": str(save_texts(own / "texts.jsonl")), "test_fraction": 0.2},
     }
     model = {"name": str(save_masked(own / "masked")), "head_init": "auto"}
-    for section, change in {"model": model, **changes}.items():
-        values[section] = {**values.get(section, {}), **change}
-    return copy.deepcopy(values)
+    return tiny.change_sections(values, {"model": model, **changes})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import csv
 import random
 from collections.abc import Mapping
@@ -68,6 +67,4 @@ def settings(models: Path, own: Path, *, scored: bool = False, **changes: Mappin
         data = {"train": str(path), "text": "query", "text_pair": "found", "roles": {"negative": "wrong"}}
     values = tiny.settings(models) | {"task": "text-embedding", "data": {**data, "test_fraction": 0.2}}
     del values["model"]["head_init"]
-    for section, change in changes.items():
-        values[section] = {**values.get(section, {}), **change}
-    return copy.deepcopy(values)
+    return tiny.change_sections(values, changes)

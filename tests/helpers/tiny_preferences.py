@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from helpers import tiny_decoders
+from helpers import tiny, tiny_decoders
 
 __all__ = ["BAD", "GOOD", "ROWS", "USER", "make_rows", "save_preferences", "settings"]
 
@@ -59,6 +58,4 @@ def settings(models: Path, own: Path, **changes: Mapping[str, Any]) -> dict[str,
         "data": {"train": str(save_preferences(own / "pairs.jsonl")), "test_fraction": 0.2},
         "evaluation": {"batch_size": 7},
     }
-    for section, change in changes.items():
-        values[section] = {**values.get(section, {}), **change}
-    return copy.deepcopy(values)
+    return tiny.change_sections(values, changes)

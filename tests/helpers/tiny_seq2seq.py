@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import csv
 import random
 from collections.abc import Callable, Mapping
@@ -24,7 +23,7 @@ _SITES = {"east": 13, "north": 22, "west": 35}
 _SOURCES, _TARGETS = ([f"{kind}{number}" for number in range(8)] for kind in ("der", "the"))
 _VOCABULARY = ["<pad>", "<unk>", "</s>", "say:", *_SOURCES, *_TARGETS]
 _IDS: dict[str, Any] = {
-    **{"vocab_size": len(_VOCABULARY), "pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 0},
+    **{"vocab_size": len(_VOCABULARY), "pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 0}
 }
 BART: dict[str, Any] = {
     **{**_IDS, "d_model": 16, "encoder_layers": 2, "decoder_layers": 1, "max_position_embeddings": 24},
@@ -92,6 +91,4 @@ def settings(own: Path, kind: str = "t5", **changes: Mapping[str, Any]) -> dict[
         "model": {"name": str(save_model(kind, own / kind)), "target_modules": TARGETS[kind], "max_length": 16},
     }
     evaluation = {"generate": True, "max_new_tokens": 9}
-    for section, change in {"evaluation": evaluation, **changes}.items():
-        values[section] = {**values.get(section, {}), **change}
-    return copy.deepcopy(values)
+    return tiny.change_sections(values, {"evaluation": evaluation, **changes})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import random
 from collections.abc import Mapping
@@ -43,6 +42,4 @@ def settings(models: Path, own: Path, **changes: Mapping[str, Any]) -> dict[str,
         "task": "token-classification",
         "data": {"train": str(save_sentences(own / "sentences.jsonl")), "test_fraction": 0.2},
     }
-    for section, change in changes.items():
-        values[section] = {**values.get(section, {}), **change}
-    return copy.deepcopy(values)
+    return tiny.change_sections(values, changes)

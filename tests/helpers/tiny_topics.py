@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import random
 from collections.abc import Mapping
@@ -38,6 +37,4 @@ def settings(models: Path, own: Path, **changes: Mapping[str, Any]) -> dict[str,
         "task": "multi-label-classification",
         "data": {"train": str(save_topics(own / "topics.jsonl")), "test_fraction": 0.2},
     }
-    for section, change in changes.items():
-        values[section] = {**values.get(section, {}), **change}
-    return copy.deepcopy(values)
+    return tiny.change_sections(values, changes)

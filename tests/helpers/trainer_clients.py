@@ -16,13 +16,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import (
-    AutoModel,
-    AutoTokenizer,
-    DataCollatorWithPadding,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import AutoModel, AutoTokenizer, DataCollatorWithPadding, Trainer, TrainingArguments
 
 import fedspan
 from fedspan.runs.setup import Prepared

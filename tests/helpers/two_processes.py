@@ -202,23 +202,12 @@ def main() -> None:
     parser.add_argument("--sentences", action="store_true")
     parser.add_argument("--fsdp", action="store_true")
     parser.add_argument("--checkpointing", action="store_true")
-    args = parser.parse_args()
-    method = {"name": args.method}
-    if args.sentences:
-        simulate_sentences(args.tiny_folder, args.out, method)
-        return
-    serve(
-        args.tiny_folder,
-        args.out,
-        method,
-        args.fail,
-        args.interrupt,
-        args.fewer,
-        args.dropout,
-        args.runs,
-        args.fsdp,
-        args.checkpointing,
-    )
+    options = vars(parser.parse_args())
+    options["method"] = {"name": options["method"]}
+    if options.pop("sentences"):
+        simulate_sentences(options["tiny_folder"], options["out"], options["method"])
+    else:
+        serve(**options)
 
 
 if __name__ == "__main__":

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
-import pytest
-
-from fedspan.config import parse_config
 from fedspan.core.values import LayerSpec, Spec
-from fedspan.errors import FedspanError
 
 VALID: dict[str, Any] = {
     "task": "sequence-classification",
@@ -25,19 +20,3 @@ VALID: dict[str, Any] = {
     "baselines": ["local"],
 }
 SPEC = Spec((LayerSpec("wide", 6, 20), LayerSpec("tall", 30, 5)))
-
-
-def refused(changes: dict[str, Any], field: str, value: object, *words: str) -> None:
-    """``changes`` go into the valid config by dotted path."""
-    values = copy.deepcopy(VALID)
-    for path, new in changes.items():
-        *sections, last = path.split(".")
-        place = values
-        for section in sections:
-            place = place[section]
-        place[last] = new
-    with pytest.raises(FedspanError) as caught:
-        parse_config(values)
-    assert (caught.value.field, caught.value.value) == (field, value)
-    assert [word for word in words if word not in str(caught.value)] == []
-    assert "\n" not in str(caught.value)

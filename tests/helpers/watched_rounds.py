@@ -18,16 +18,7 @@ from fedspan.core.lowrank import LowRank
 from fedspan.core.method import Memory
 from fedspan.core.parametrization import Parametrization, compute_dense_change
 from fedspan.core.tensors import Tensors, select_slots
-from fedspan.core.values import (
-    Client,
-    Contribution,
-    Job,
-    LayerSpec,
-    Message,
-    Reduced,
-    ServerState,
-    Trained,
-)
+from fedspan.core.values import Client, Contribution, Job, LayerSpec, Message, Reduced, ServerState, Trained
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import Progress, RoundResult
 from fedspan.runs.setup import Prepared

@@ -235,27 +235,6 @@ def test_rounds_match_dense_galore_and_dense_ajive(options: dict[str, Any], deca
                 assert (found >= 0).all()
 
 
-def test_the_oracle_follows_what_a_client_does_step_by_step() -> None:
-    """After each of six steps, on both sides: the weight, and the second moment that would be sent."""
-    problem = Problem()
-    method = made(problem, adaptive_refreshes=0, steps=6)
-    federation = Federation(with_extras(method), problem, adamw(LR))
-    job, P = federation.job(), seeded(method, 0, 0)
-    nothing = {layer: (torch.zeros(8, RANK, dtype=torch.float64), P[layer]) for layer in LAYERS}
-    oracle = DenseGaLore(
-        problem, "client-2", problem.to_dense(*LAYERS), problem.to_dense(*HEAD), nothing, 0, moments="keep"
-    )
-    for steps in range(1, 7):
-        oracle.step(P if steps == 1 else None)
-        trained = train(federation, replace(job, steps=steps), "client-2")
-        for layer in LAYERS:
-            pair = job.parametrization[layer].compute_effective(select_slots(trained.tensors, layer)).pair
-            assert pair is not None
-            assert close(problem.to_dense(layer)[layer] + pair.to_dense(), oracle.W[layer])
-            v = trained.optimizer_state.moments["exp_avg_sq"][join_tensor_name(layer, "acc")]
-            assert close(tall(layer, v), oracle.v[layer])
-
-
 def train(federation: Federation, job: Job, client: str) -> Trained:
     indices = federation.problem.indices[client]
     return federation.engine.train(Assignment(client, 0, job, indices, LR), federation.problem.examples)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -17,9 +18,24 @@ from fedspan.core.tensors import join_tensor_name
 from fedspan.core.values import LayerSpec
 from fedspan.methods.florg import FLoRG
 from fedspan.wrappers.scaffold import Scaffold
+from helpers.families import others_slow
+from helpers.method_checks import (
+    POLICIES,
+    require_any_order,
+    require_catching_up,
+    require_declared_bytes,
+    require_exactness,
+    require_extras_policy,
+    require_frozen_tensors,
+    require_new_values,
+    require_no_writes,
+    require_short_moments,
+    sends,
+)
 from helpers.toys.oracle import average
 from helpers.toys.problem import HEAD, LAYERS, Problem
 from helpers.toys.rounds import Federation, close, sgd, with_extras
+from helpers.watched_rounds import MethodRun, RunMethod
 
 LR, STEPS = 0.2, 2
 ALIGNMENTS = ("paper", "untruncated", "none")
@@ -242,3 +258,43 @@ def test_the_factor_of_a_gram_matrix_is_that_of_its_stack(rows: int, k: int, see
     symmetric = factorize_gram((skewed + skewed.T) / 2)
     assert close(factorize_gram(skewed).T @ factorize_gram(skewed), symmetric.T @ symmetric)
     assert torch.equal(factorize_gram(torch.zeros(k, k)), torch.zeros(1, k, dtype=torch.float64))
+
+
+KEY = "florg"
+
+
+@pytest.fixture
+def gram(run_method: RunMethod) -> RunMethod:
+    """``run_method`` with the option set."""
+
+    def get(key: str, **changes: Mapping[str, Any]) -> MethodRun:
+        return run_method(key, **{**changes, "method": {"gram_sums": True, **changes.get("method", {})}})
+
+    return get
+
+
+def test_it_declares_what_it_does(gram: RunMethod) -> None:
+    run = gram(KEY)
+    assert run.federation.method.declare_claims().reduction == "sum"
+    assert sends(run) == run.federation.method.declare_claims().sends == "other"
+    for round in run.rounds:
+        assert not any(call.result.stack for call in round.of("contribute"))
+
+
+def test_claims(gram: RunMethod) -> None:
+    require_exactness(KEY, gram)
+    require_any_order(KEY, gram)
+    require_new_values(KEY, gram)
+    require_no_writes(KEY, gram)
+    require_short_moments(KEY, gram)
+    require_frozen_tensors(KEY, {}, gram)
+
+
+@pytest.mark.parametrize("policy", others_slow(POLICIES, ["frozen"]))
+def test_messages(policy: str, gram: RunMethod) -> None:
+    require_declared_bytes(KEY, policy, gram)
+    require_extras_policy(KEY, policy, gram)
+
+
+def test_a_client_that_was_away(gram: RunMethod) -> None:
+    require_catching_up(KEY, gram)

@@ -18,7 +18,7 @@ from fedspan.runs.setup import Prepared
 from fedspan.training.jobs import Assignment
 from fedspan.training.loop import LoopEngine
 from helpers import tiny
-from helpers.dense_rounds import COHORTS, LR, given
+from helpers.dense_rounds import COHORTS, LR, get_pairs
 from helpers.toys.oracle import average, pair_gradients
 from helpers.toys.problem import HEAD, LAYERS, Problem
 from helpers.toys.rounds import Federation, close, sgd, to_double, with_extras
@@ -43,7 +43,7 @@ def _federation(steps: int, **options: Any) -> Federation:
 def test_rounds_match_alternating_steps_by_hand(steps: int, smoothing: bool) -> None:
     problem, scale = Problem(), 3.0
     made = _federation(steps, smoothing=smoothing, b_lr_scale=scale)
-    W, pairs, head = problem.to_dense(*LAYERS), given(made), problem.to_dense(*HEAD)
+    W, pairs, head = problem.to_dense(*LAYERS), get_pairs(made), problem.to_dense(*HEAD)
     for positions in COHORTS:
         ids = [problem.client_ids[position] for position in positions]
         made.round(ids)

@@ -1,4 +1,4 @@
-"""Every method on layers that are no linear maps of a vector: convolutions of odd kernels and strides, an embedding."""
+"""Every method on convolutions, embeddings and narrow bases."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import transformers
-from peft import PeftModel
-from torch import Tensor, nn
 
 from fedspan.config import RunConfig, parse_config
+from fedspan.core.base import to_dense
 from fedspan.federation.progress import Progress
 from fedspan.methods.registry import METHODS
 from fedspan.runs import checkpoint
@@ -23,7 +20,9 @@ from fedspan.runs.setup import Prepared, prepare
 from fedspan.runs.trained_models import write_adapters
 from helpers import tiny, tiny_convolutions
 from helpers.claim_measures import errors, require_declared_traffic
+from helpers.exported_models import predict_with_engine, predict_with_peft
 from helpers.families import UNLIKE, methods_by_family
+from helpers.method_checks import require_exactness
 from helpers.watched_rounds import MethodRun, RunMethod, differences, method_config, run_watched
 
 KINDS = ("convolution", "embedding")
@@ -92,42 +91,13 @@ def test_the_layers_are_those_meant(kind: str, loaded: dict[str, Prepared]) -> N
 @each
 @pytest.mark.parametrize("key", methods_by_family(GLOBAL, UNLIKE))
 def test_exact_where_claimed_and_measurably_not_elsewhere(kind: str, key: str, runs: RunMethod) -> None:
-    run = runs(kind, key)
-    stepped = [round for round in run.rounds if any(local.trained.steps for local in round.trained)]  # no mere probe
-    found = [errors(run, round) for round in stepped]
-    if METHODS[key].claims.exact:
-        assert max(max(layers.values()) for layers in found) < 1e-6
-    else:
-        assert max(min(layers.values()) for layers in found) > 1e-3
+    require_exactness(key, lambda key: runs(kind, key))
 
 
 @each
 @pytest.mark.parametrize("key", methods_by_family(quick=UNLIKE))
 def test_bytes_sent_are_bytes_declared(kind: str, key: str, runs: RunMethod) -> None:
     require_declared_traffic(runs(kind, key), METHODS[key].claims.extras)
-
-
-def by_peft(made: Prepared, adapter: Path) -> Tensor:
-    """Logits of whoever has the adapter, PEFT and the published model, or the whole model that was written."""
-    images = made.config.task == "image-classification"
-    auto: Any = (
-        transformers.AutoModelForImageClassification if images else transformers.AutoModelForSequenceClassification
-    )
-    if not (adapter / "adapter_config.json").is_file():
-        model: nn.Module = auto.from_pretrained(adapter)
-    else:
-        base = made.config.model.name
-        fresh = auto.from_pretrained(base) if images else tiny.fresh_classifier(base)
-        model = PeftModel.from_pretrained(fresh, str(adapter))
-    assert made.test is not None
-    batch = made.task.collate(made.test, range(len(made.test)), torch.device("cpu"))
-    with torch.no_grad():
-        return made.task.predict(model.eval(), batch)
-
-
-def by_engine(made: Prepared, progress: Progress, client: str | None) -> Tensor:
-    assert made.test is not None
-    return made.engine.predict(made.evaluator.build_job(progress, client), made.test, np.arange(len(made.test)), 50)
 
 
 @each
@@ -140,9 +110,9 @@ def test_what_is_exported_gives_the_engine_s_logits(kind: str, key: str, runs: R
     gained = 0.0
     for id, adapter in folders.items():
         client = None if id == "global" else id
-        expected = by_engine(made, progress, client)
-        assert torch.allclose(by_peft(made, adapter), expected, rtol=0, atol=1e-4)
-        gained = max(gained, float((expected - by_engine(made, run.rounds[0].before, client)).abs().max()))
+        expected = predict_with_engine(made, progress, client)
+        assert torch.allclose(predict_with_peft(made, adapter), expected, rtol=0, atol=1e-4)
+        gained = max(gained, float((expected - predict_with_engine(made, run.rounds[0].before, client)).abs().max()))
     assert gained > 0.01, "training changed nothing"
 
 
@@ -178,3 +148,32 @@ def test_a_rank_equal_to_a_layer_s_side_is_taken_for_nothing_else(
         stepped = [round for round in run.rounds if any(local.trained.steps for local in round.trained)]
         assert max(max(errors(run, round).values()) for round in stepped) < 1e-6
     require_declared_traffic(run, METHODS[key].claims.extras)
+
+
+@pytest.fixture(scope="module", params=["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+def narrow(request: pytest.FixtureRequest, tiny_folder: Path, prepared: Prepared) -> Prepared:
+    return prepare(method_config(tiny_folder, "fedit", model={"dtype": request.param}), prepared.partition)
+
+
+@pytest.mark.parametrize("key", methods_by_family(quick=UNLIKE))
+def test_a_narrow_base_is_never_written_to_nor_anything_narrow_sent(
+    key: str, narrow: Prepared, tiny_folder: Path
+) -> None:
+    """No SVD, QR or eigenvalue comes in 16 bits, and a weight of so few loses a step's change."""
+    training = {"weight_decay": 0}  # a base that decays needs float32, and says so
+    model = {"dtype": narrow.config.model.dtype}
+    before = {name: layer.stored_weight.detach().clone() for name, layer in narrow.engine.adapted.layers.items()}
+    run = run_watched(narrow, method_config(tiny_folder, key, model=model, federation={"rounds": 3}, training=training))
+    adapted = run.prepared.engine.adapted
+    for round in run.rounds:
+        state = round.after.state
+        for value in (*state.tensors.values(), *state.memory.values()):
+            assert value.dtype not in (torch.bfloat16, torch.float16)
+            assert not value.is_floating_point() or value.isfinite().all()
+        for layer, delta in state.base.total.items():
+            assert to_dense(delta).dtype == torch.float32, layer
+    for name, layer in adapted.layers.items():
+        assert layer.stored_weight.dtype == getattr(torch, model["dtype"])
+        assert torch.equal(layer.stored_weight, before[name])
+    losses = [round.result.loss for round in run.rounds]
+    assert len(set(losses)) == len(losses)

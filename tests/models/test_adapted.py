@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -11,11 +11,9 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fedspan.core.base import BaseUpdate, Increment
 from fedspan.core.lowrank import LowRank
-from fedspan.core.parametrization import Dense, Factorized, LoRA, Parametrization
+from fedspan.core.parametrization import LoRA, Parametrization
 from fedspan.core.tensors import join_extra_name, join_tensor_name
-from fedspan.errors import FedspanError
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.targets import find_extras
 from helpers import tiny
@@ -68,17 +66,6 @@ def distance(left: Tensor, right: Tensor) -> float:
     return float((left - right).abs().max())
 
 
-def with_weights(kind: str, folder: Path, change: Callable[[str, Tensor], Tensor], like: nn.Module) -> nn.Module:
-    """The plain model with ``change(layer, W (O, I))`` as target weights and another model's head."""
-    model = tiny.fresh_classifier(folder / kind)
-    model.load_state_dict(like.state_dict())
-    for name, layer in adapt(tiny.fresh_classifier(folder / kind), kind).layers.items():
-        parameter = model.get_parameter(f"{name}.weight")
-        weight = layer.get_original()
-        parameter.data.copy_(layer.operator.to_stored(change(name, weight)))
-    return model
-
-
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @both_kinds
@@ -103,77 +90,6 @@ def test_the_forward_is_peft_s(kind: str, dtype: torch.dtype, tiny_folder: Path)
             peft.get_parameter(f"base_model.model.{module}.modules_to_save.default.{slot}").copy_(value)
     assert distance(logits(model), logits(peft)) < (1e-6 if dtype == torch.float32 else 0.05)
     assert distance(logits(model), before) > 0.3
-
-
-@both_kinds
-def test_base_updates_never_touch_a_narrow_weight(kind: str, tiny_folder: Path) -> None:
-    """They stand beside it in float32: bit for bit what the same factors do as an adapter."""
-    model = tiny.fresh_classifier(tiny_folder / kind, dtype=torch.bfloat16)
-    adapted = adapt(model, kind)
-    pairs, stored = random_pairs(adapted), {name: value.clone() for name, value in model.state_dict().items()}
-    zeros = {name: LowRank(torch.zeros_like(pair.B), pair.A) for name, pair in pairs.items()}
-    install_pairs(adapted, pairs, 1.0)
-    expected = logits(model)
-    adapted.set_base(BaseUpdate().add(Increment(1, pairs)))
-    install_pairs(adapted, zeros, 1.0)
-    assert torch.equal(logits(model), expected)
-    assert all(torch.equal(value, stored[name]) for name, value in model.state_dict().items())
-    adapted.set_base(BaseUpdate())
-    assert distance(logits(model), expected) > 0.3
-    with pytest.raises(FedspanError, match="float32, because this method scales the base"):
-        adapted.set_base(BaseUpdate().add(Increment(1, {}, decay=0.9)))
-
-
-@both_kinds
-def test_a_base_update_replaces_the_weight_and_W0_comes_back(kind: str, tiny_folder: Path) -> None:
-    model = tiny.fresh_classifier(tiny_folder / kind)
-    adapted = adapt(model, kind)
-    first, second = random_pairs(adapted, 1), random_pairs(adapted, 2)
-    stored = {name: value.clone() for name, value in model.state_dict().items()}
-    originals = {name: adapted.get_weight(name) for name in adapted.layers}
-    base = BaseUpdate().add(Increment(1, first)).add(Increment(2, second, decay=0.9))
-    adapted.set_base(base)
-    plain = with_weights(
-        kind, tiny_folder, lambda name, W: 0.9 * (W + first[name].to_dense()) + second[name].to_dense(), like=model
-    )
-    assert distance(logits(model), logits(plain)) < 1e-5
-    assert all(torch.equal(adapted.get_weight(name), original) for name, original in originals.items())
-    adapted.set_base(BaseUpdate())
-    assert all(torch.equal(value, stored[name]) for name, value in model.state_dict().items())
-
-
-@both_kinds
-def test_whole_weights_and_factors_without_a_base(kind: str, tiny_folder: Path) -> None:
-    """``Dense`` and ``Factorized``, in either storage order and with the layer's own bias."""
-    model = tiny.fresh_classifier(tiny_folder / kind)
-    adapted = adapt(model, kind)
-    pairs = random_pairs(adapted)
-    factors = {"U": {name: pair.B for name, pair in pairs.items()}, "V": {name: pair.A for name, pair in pairs.items()}}
-    plain = with_weights(kind, tiny_folder, lambda name, W: pairs[name].to_dense(), like=model)
-    install(adapted, Dense(), W={name: pair.to_dense() for name, pair in pairs.items()})
-    assert distance(logits(model), logits(plain)) < 1e-5
-    install(adapted, Factorized(), **factors)
-    assert distance(logits(model), logits(plain)) < 1e-5
-
-
-@both_kinds
-def test_captured_gradients_are_those_of_the_whole_weight(kind: str, tiny_folder: Path) -> None:
-    model = tiny.fresh_classifier(tiny_folder / kind)
-    adapted = adapt(model, kind)
-    pairs = random_pairs(adapted)
-    install_pairs(adapted, pairs, 1.0)
-    found: dict[str, list[LowRank]] = {name: [] for name in adapted.layers}
-    with adapted.capture_gradients(lambda name, gradient: found[name].append(gradient)):
-        model(**BATCH).logits.square().sum().backward()
-    model(**BATCH).logits.square().sum().backward()  # outside of the context nothing is captured
-    plain = with_weights(kind, tiny_folder, lambda name, W: W + pairs[name].to_dense(), like=model)
-    plain(**BATCH).logits.square().sum().backward()
-    for name, layer in adapted.layers.items():
-        gradient = plain.get_parameter(f"{name}.weight").grad
-        assert gradient is not None
-        expected = layer.operator.to_matrix(gradient)
-        (captured,) = found[name]
-        assert distance(captured.to_dense(), expected) < 1e-5 * float(expected.abs().max())
 
 
 @pytest.mark.parametrize("recomputed", [False, True])

@@ -1,25 +1,46 @@
-"""Modules that a forward pass calls: chains of blocks, the tiny batch, and what tracing leaves behind."""
+"""Modules that a forward pass calls: compiled blocks, fast paths, direct uses of weights, and counted work."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from peft import PeftModel
+from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import SequenceClassifierOutput
 
+import fedspan
+from fedspan.errors import FedspanError
+from fedspan.federation.progress import RoundResult
+from fedspan.models.adapted import AdaptedModel
 from fedspan.models.calls import (
-    Call,
     build_tiny_batch,
     enter_evaluation,
     find_block_chains,
-    get_hidden,
     has_own_decoder_inputs,
     replace_forward,
     trace_calls,
 )
+from fedspan.models.compiled import CompiledBlocks
+from fedspan.models.direct_uses import forbid_direct_uses
+from fedspan.models.fast_paths import BlockedFastPaths
+from fedspan.models.layout import TokenLayout
+from fedspan.models.metering import Meter, meter_pass
+from fedspan.runs.setup import prepare
+from fedspan.training.batched import BatchedEngine
+from fedspan.training.trainers import trainer_engine
+from fedspan.training.trainers.trainer_engine import TrainerEngine
+from helpers import tiny
 
 
 class Block(nn.Module):
@@ -83,28 +104,6 @@ def test_hidden_states_that_change_between_two_blocks_end_a_chain() -> None:
     assert chains(model) == []
 
 
-def test_calls_know_their_inputs_and_results() -> None:
-    hidden, bias = torch.zeros(2, 3, 4), torch.ones(4)
-    call = Call(0, hidden, (hidden, bias), (hidden + 1, bias))
-    assert call.width == 2
-    assert call.output is call.result[0]
-    assert call.is_shape_preserved(hidden.shape)
-    assert not call.is_shape_preserved(torch.Size([2, 3, 5]))
-    assert call.is_input_of(Call(1, call.output, (call.output,)))
-    assert not call.is_input_of(Call(1, call.output, (call.output, bias)))  # another returned value goes along
-    assert not call.is_input_of(Call(1, hidden, (hidden,)))
-    assert (Call(0, None, (), hidden).width, Call(0, None, (), ()).output) == (None, None)
-    assert not Call(0, None, (), hidden).is_shape_preserved(hidden.shape)
-
-
-def test_hidden_states_are_the_first_argument() -> None:
-    value = torch.zeros(1)
-    assert get_hidden((value, 2), {}) is value
-    assert get_hidden((), {"hidden_states": value}) is value
-    assert get_hidden((None,), {"hidden_states": value}) is None
-    assert get_hidden((), {"other": value}) is None
-
-
 def test_tracing_leaves_modes_and_hooks_as_they_were() -> None:
     model = Reader(Block(), Block())
     model.train()
@@ -166,3 +165,401 @@ def test_a_model_of_something_else_is_refused() -> None:
     model = nn.Linear(2, 3)
     with pytest.raises(ValueError, match="the model takes neither tokens nor images"):
         trace_calls(model)
+
+
+def rounds(folder: Path, kind: str, **engine: Any) -> list[RoundResult]:
+    """Two rounds of four clients, of whom three share a pass."""
+    made = {"training": {"optimizer": "sgd", "lr": 0.02}, "federation": {"clients_per_round": 4}}
+    prepared = prepare(tiny.config(folder, kind, engine={"name": "batched", **engine}, **made))
+    assert isinstance(prepared.engine, BatchedEngine)
+    first = prepared.federation.run_round(prepared.federation.begin())
+    assert prepared.engine.refusal is None
+    return [first, prepared.federation.run_round(first.progress)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["deep-bert", "gpt2"])
+def test_rounds_are_those_of_blocks_that_are_not_compiled(
+    kind: str, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine_options = {"clients_per_pass": 3, "workers": 1}
+    expected = rounds(tiny_folder, kind, **engine_options)
+    frames: list[object] = []
+    compiled = torch.compile
+
+    def watched(function: Any, **options: Any) -> Any:
+        frames.append(function)
+        return compiled(function, **options)
+
+    monkeypatch.setattr(torch, "compile", watched)
+    monkeypatch.setattr(TokenLayout, "pack", None)  # nothing goes without padding
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    found = rounds(tiny_folder, kind, compile=True, **engine_options)
+    assert len(frames) == 2
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 2
+    assert not torch._dynamo.utils.counters["graph_break"]
+    for one, other in zip(found, expected, strict=True):
+        assert abs(one.loss - other.loss) < 1e-5
+        for name, value in other.progress.state.tensors.items():
+            assert (one.progress.state.tensors[name] - value).norm() <= 1e-4 * value.norm().clamp(min=1e-3), name
+
+
+@pytest.mark.slow
+def test_a_second_model_of_the_process_is_compiled(tiny_folder: Path) -> None:
+    """PyTorch counts the variants of all Transformers' blocks together, and runs those beyond its limit uncompiled."""
+    torch._dynamo.reset()
+    stats = torch._dynamo.utils.counters["stats"]
+    graphs: list[int] = []
+    for kind in ("deep-bert", "roberta"):
+        stats.clear()
+        rounds(tiny_folder, kind, compile=True, clients_per_pass=3, workers=1)
+        graphs.append(stats["unique_graphs"])
+    assert graphs[1] == graphs[0] > 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"engine": {"name": "loop", "compile": True}}, "loop does not compile, only batched does"),
+        ({"engine": {"name": "batched", "compile": True}, "training": {"lora_dropout": 0.1}}, "training.lora_dropout"),
+    ],
+)
+def test_what_can_t_be_compiled_is_refused(changes: dict[str, Any], why: str, tiny_folder: Path) -> None:
+    with pytest.raises(FedspanError, match=why) as refused:
+        prepare(tiny.config(tiny_folder, **changes))
+    assert refused.value.field == "engine.compile"
+
+
+@pytest.mark.slow
+def test_a_compiler_that_fails_is_named(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("/nowhere/c++",))
+    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
+    with pytest.raises(FedspanError, match=r"torch\.compile failed on this machine") as refused:
+        rounds(tiny_folder, "bert", compile=True, clients_per_pass=3, workers=1)
+    assert refused.value.field == "engine.compile"
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_failed_checks_of_compiled_code_are_told_from_other_assertions(compiled: bool, tiny_folder: Path) -> None:
+    """Inductor's modules assert the strides of their inputs with a function that they import."""
+    blocks = CompiledBlocks(prepare(tiny.config(tiny_folder)).engine.adapted)
+    names: dict[str, Any] = {"assert_size_stride": None} if compiled else {}
+    exec("def fail():\n    raise AssertionError('expected size 2==2, stride 96==112 at dim=0')", names)
+    with pytest.raises(FedspanError if compiled else AssertionError, match="stride 96==112"), blocks.within():
+        names["fail"]()
+
+
+LINEAR = ["linear1", "linear2"]
+
+
+def test_layers_within_are_called_until_the_fast_paths_are_allowed_again() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True)
+    model = nn.TransformerEncoder(layer, 1).eval().requires_grad_(False)
+    calls: list[str] = []
+    inner = model.layers[0].linear1
+    forward = inner.forward
+    inner.forward = lambda x: [calls.append("linear1"), forward(x)][1]
+    x, mask = torch.randn(3, 5, 8), torch.zeros(3, 5, dtype=torch.bool)
+    mask[1, 3:] = True
+
+    def compute() -> Tensor:
+        calls.clear()
+        return model(x, src_key_padding_mask=mask)[~mask]
+
+    expected = compute()
+    assert not calls
+    blocked = BlockedFastPaths(model)
+    assert compute().allclose(expected, atol=1e-5)
+    assert calls == ["linear1"]
+    blocked.restore()
+    assert compute().allclose(expected, atol=1e-5)
+    assert not calls
+
+
+class SmallConfig(PretrainedConfig):
+    model_type = "small-encoder"
+
+
+class SmallEncoder(PreTrainedModel):
+    """A user's own classifier around torch's encoder layer."""
+
+    config_class = SmallConfig
+    base_model_prefix = "encoder"
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.embed = nn.Embedding(tiny.VOCABULARY_SIZE, 16)
+        self.block = nn.TransformerEncoderLayer(16, 2, 24, dropout=0.0, batch_first=True)
+        self.classifier = nn.Linear(16, config.num_labels)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed
+
+    def forward(self, input_ids: Tensor, attention_mask: Any = None, labels: Any = None, **_: Any) -> Any:
+        mask = None if attention_mask is None else attention_mask == 0
+        logits = self.classifier(self.block(self.embed(input_ids), src_key_padding_mask=mask)[:, 0])
+        loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
+        return SequenceClassifierOutput(loss=loss, logits=logits)
+
+
+def make_model() -> SmallEncoder:
+    torch.manual_seed(8)
+    return SmallEncoder(SmallConfig(num_labels=len(tiny.LABELS))).eval()
+
+
+def merge(folder: Path) -> Any:
+    """A run's model, with its adapter merged by PEFT."""
+    return PeftModel.from_pretrained(make_model(), str(folder / "adapter")).merge_and_unload().eval()
+
+
+def test_a_model_predicts_as_its_adapter_merged_by_peft(tiny_folder: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder / "bert")
+    changes = {"model": {"target_modules": LINEAR}, "training": {"lr": 0.1, "local_steps": 4, "batch_size": 4}}
+    config = tiny.settings(tiny_folder, **changes)
+    del config["model"]["name"]
+    fedspan.run(config, tmp_path / "run", model=make_model(), tokenizer=tokenizer)
+    texts = ["admin1 word2 word3", "lab4 lab5", "symptom6 word1 word2 word7", "billing2"]
+    predictions = fedspan.predict(tmp_path / "run", texts, model=make_model(), tokenizer=tokenizer)
+    with torch.no_grad():
+        logits = merge(tmp_path / "run")(**tokenizer(texts, padding=True, return_tensors="pt")).logits
+    expected = logits.softmax(1).max(1)
+    assert [label for label, _ in predictions] == [tiny.LABELS[at] for at in expected.indices.tolist()]
+    assert [score for _, score in predictions] == pytest.approx(expected.values.tolist(), abs=1e-5)
+
+
+def test_a_trainer_s_evaluation_has_the_adapter(tmp_path: Path) -> None:
+    model, ids, labels = make_model(), torch.arange(4, 36).reshape(8, 4), torch.arange(8) % 4
+
+    def train(round: fedspan.TrainingRound) -> None:
+        for rows in round.batches(torch.arange(8).split(4)):
+            loss = model(ids[rows], labels=labels[rows]).loss
+            loss.backward()
+            round.step(loss, len(rows))
+
+    def evaluate() -> dict[str, float]:
+        return {"loss": float(model(ids, labels=labels).loss)}
+
+    trainer = fedspan.TorchTrainer(model, train, 8, evaluate=evaluate, validation_examples=8)
+    config = {"model": {"target_modules": LINEAR}, "training": {"lr": 0.1, "local_epochs": 2}}
+    report = fedspan.simulate(config, tmp_path / "run", trainers={"a": trainer})
+    with torch.no_grad():
+        expected = float(merge(tmp_path / "run")(ids, labels=labels).loss)
+        body = make_model()
+        body.classifier.load_state_dict(merge(tmp_path / "run").classifier.state_dict())
+        assert expected != pytest.approx(float(body(ids, labels=labels).loss), rel=1e-2)
+    assert report.scores["validation"]["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_replicas_block_the_fast_paths_too() -> None:
+    model = make_model()
+    adapted = AdaptedModel(model, {"block.linear1": model.block.linear1}, {})
+    replica = adapted.create_replica()
+    assert replica.model.block._forward_pre_hooks
+    adapted.restore()
+    assert not model.block._forward_pre_hooks
+
+
+class Parts(nn.Module):
+    """A model that calls ``called``, uses the weight of ``read`` or of ``both``, and has an expert without inputs."""
+
+    def __init__(self, used: str) -> None:
+        super().__init__()
+        self.called, self.read, self.both, self.expert = (nn.Linear(6, 6) for _ in range(4))
+        self.norm, self.noise, self.used = nn.BatchNorm1d(6), nn.Dropout(0.5), used
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.noise(self.norm(self.both(self.called(x))))
+        return x if self.used == "none" else F.linear(x, getattr(self, self.used).weight)
+
+
+USED = ["called", "read", "both", "expert"]
+
+
+def adapt(model: nn.Module) -> AdaptedModel:
+    return AdaptedModel(model, {name: model.get_submodule(name) for name in USED}, {})
+
+
+@pytest.mark.parametrize("used", ["read", "both"])
+def test_a_weight_that_is_used_without_a_call_is_refused_by_name(used: str) -> None:
+    adapted = adapt(Parts(used).train())
+    with (
+        pytest.raises(FedspanError, match=f"the model uses the weight of '{used}' without calling the layer") as caught,
+        forbid_direct_uses(adapted),
+    ):
+        adapted.model(torch.randn(4, 6))
+    assert caught.value.field == "model.target_modules"
+    assert adapted.model.training
+    assert "forward" not in vars(adapted.model)
+
+
+def test_calls_and_layers_without_a_use_are_accepted_and_leave_no_trace() -> None:
+    adapted = adapt(Parts("none").train())
+    mean = adapted.model.norm.running_mean.clone()
+    with forbid_direct_uses(adapted):
+        adapted.model(torch.randn(4, 6))
+        adapted.model.read.weight.norm()  # a penalty of the loss is outside of the model
+    assert torch.equal(adapted.model.norm.running_mean, mean)
+    assert all(layer.observe is None for layer in adapted.layers.values())
+
+
+def make_trainer(used: str) -> fedspan.TorchTrainer:
+    torch.manual_seed(2)
+    model = Parts(used)
+    x, y = torch.randn(8, 6), torch.randn(8, 6)
+
+    def train(round: fedspan.TrainingRound) -> None:
+        for rows in round.batches(torch.arange(8).split(4)):
+            loss = (model(x[rows]) - y[rows]).square().mean()
+            loss.backward()
+            round.step(loss, len(rows))
+
+    return fedspan.TorchTrainer(model, train, 8)
+
+
+@pytest.mark.parametrize("used", ["read", "both"])
+def test_a_trainer_s_model_is_checked_in_its_first_pass(used: str, tmp_path: Path) -> None:
+    config: dict[str, Any] = {"model": {"target_modules": USED}, "method": {"r": 2}, "federation": {"rounds": 1}}
+    with pytest.raises(FedspanError, match=f"uses the weight of '{used}' without calling the layer"):
+        fedspan.simulate(config, tmp_path / "run", trainers={"a": make_trainer(used)})
+
+
+def test_the_check_of_a_trainer_s_model_changes_no_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config: dict[str, Any] = {"model": {"target_modules": USED}, "method": {"r": 2}, "federation": {"rounds": 1}}
+    checked: list[AdaptedModel] = []
+
+    def check(adapted: AdaptedModel) -> AbstractContextManager[None]:
+        checked.append(adapted)
+        return forbid_direct_uses(adapted)
+
+    monkeypatch.setattr(trainer_engine, "forbid_direct_uses", check)
+    fedspan.simulate(config, tmp_path / "checked", trainers={"a": make_trainer("none")})
+    assert len(checked) == 1
+    monkeypatch.setattr(TrainerEngine, "_check_first_pass", lambda *_: nullcontext())
+    fedspan.simulate(config, tmp_path / "unchecked", trainers={"a": make_trainer("none")})
+    assert len(checked) == 1
+    expected, found = (
+        load_file(tmp_path / name / "adapter" / "adapter_model.safetensors") for name in ("unchecked", "checked")
+    )
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(value, found[name]) for name, value in expected.items())
+
+
+class ReadingConfig(PretrainedConfig):
+    model_type = "reading-encoder"
+
+
+class ReadingEncoder(PreTrainedModel):
+    """A text classifier that uses the weight of ``read`` without a call."""
+
+    config_class = ReadingConfig
+    base_model_prefix = "encoder"
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.embed, self.called, self.read = nn.Embedding(tiny.VOCABULARY_SIZE, 6), nn.Linear(6, 7), nn.Linear(7, 5)
+        self.classifier = nn.Linear(5, config.num_labels)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed
+
+    def forward(self, input_ids: Tensor, labels: Any = None, **_: Any) -> Any:
+        logits = self.classifier(F.linear(self.called(self.embed(input_ids)[:, 0]), self.read.weight))
+        loss = None if labels is None else F.cross_entropy(logits, labels)
+        return SequenceClassifierOutput(loss=loss, logits=logits)
+
+
+@pytest.mark.parametrize("engine", ["loop", "batched"])
+def test_an_engine_checks_a_model_before_it_trains(tiny_folder: Path, tmp_path: Path, engine: str) -> None:
+    objects: dict[str, Any] = {
+        "model": ReadingEncoder(ReadingConfig(num_labels=len(tiny.LABELS))),
+        "tokenizer": AutoTokenizer.from_pretrained(tiny_folder / "bert"),
+    }
+
+    def run(*targets: str) -> None:
+        settings = tiny.settings(tiny_folder, model={"target_modules": list(targets)}, engine={"name": engine})
+        del settings["model"]["name"]
+        fedspan.run(settings, tmp_path / targets[-1], **objects)
+
+    with pytest.raises(FedspanError, match="the model uses the weight of 'read' without calling the layer"):
+        run("called", "read")
+    assert not (tmp_path / "read" / "metrics.jsonl").read_text()  # no round is done
+    run("called")
+
+
+ROWS, INPUTS, WIDTH = 6, 10, 14
+
+
+def net(device: str, frozen: int = 0) -> nn.Sequential:
+    """Three layers, the first of which may be frozen."""
+    made = nn.Sequential(nn.Linear(INPUTS, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1))
+    for layer in list(made)[:frozen]:
+        layer.requires_grad_(False)
+    return made.to(device)
+
+
+def test_flops_are_those_of_torch_s_counter_on_a_real_pass() -> None:
+    for frozen in (0, 1, 3):
+        real, empty = net("cpu", frozen), net("meta", frozen)
+        with FlopCounterMode(display=False) as counter:
+            loss = real(torch.ones(ROWS, INPUTS)).sum()
+            forward = counter.get_total_flops()
+            loss.backward()
+        found = meter_pass(lambda empty=empty: empty(torch.empty(ROWS, INPUTS, device="meta")))
+        assert (found.forward, found.forward + found.backward) == (forward, counter.get_total_flops())
+
+
+def test_frozen_weights_have_no_gradients_and_nothing_goes_below_the_first_that_moves() -> None:
+    layer, last = 2 * ROWS * WIDTH * WIDTH, 2 * ROWS * WIDTH
+    found = meter_pass(lambda: net("meta", frozen=3)(torch.empty(ROWS, INPUTS, device="meta")))
+    assert found.forward == 2 * ROWS * INPUTS * WIDTH + layer + last
+    assert found.backward == last  # of the last weight alone
+
+
+def test_the_peak_is_of_what_is_held_at_the_same_time() -> None:
+    """A chain without gradients holds two tensors at a time; one with them holds all until they are used."""
+    x = torch.empty(1000, device="meta")
+
+    def chain() -> torch.Tensor:
+        y = x
+        for _ in range(5):
+            y = y.sin()
+        return y
+
+    assert meter_pass(chain).peak == 2 * 4000
+    weight = torch.empty(1000, device="meta", requires_grad=True)
+
+    def saved() -> torch.Tensor:
+        y = weight
+        for _ in range(5):
+            y = y.sin()  # keeps its input: four results; the fifth one is the output
+        return y
+
+    assert 5 * 4000 <= meter_pass(saved).peak <= 8 * 4000
+
+
+def test_what_is_computed_again_is_counted_again_and_not_kept() -> None:
+    chain = [nn.Sequential(nn.Linear(WIDTH, 50), nn.GELU(), nn.Linear(50, WIDTH)).to("meta") for _ in range(8)]
+
+    def blocks(again: bool) -> torch.Tensor:
+        y = torch.empty(100, WIDTH, device="meta", requires_grad=True)
+        for block in chain:
+            block.requires_grad_(False)
+            y = checkpoint(block, y, use_reentrant=False) if again else block(y)
+        return y
+
+    kept, again = meter_pass(lambda: blocks(False)), meter_pass(lambda: blocks(True))
+    assert again.forward == kept.forward
+    assert again.backward > kept.backward
+    assert again.peak < kept.peak
+
+
+def test_questions_about_values_are_answered_with_yes() -> None:
+    mask = torch.empty(3, dtype=torch.bool, device="meta")
+    with Meter():
+        assert bool(mask.all())
+        assert F.relu(torch.empty(2, device="meta")).shape == (2,)

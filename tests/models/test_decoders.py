@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import fedspan
 from fedspan.config import parse_config
-from fedspan.errors import FedspanError
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.runs.trained_models import write_adapters
@@ -106,17 +105,3 @@ def test_a_run_of_a_language_model_from_config_to_answers(family: str, decoders:
     merged = fedspan.export(tmp_path / "run", tmp_path / "merged", "merged")
     assert fedspan.predict(merged, questions) == [row["prediction"] for row in report.examples]
     assert fedspan.evaluate(merged, data=decoders / "questions.jsonl", generate=False)["examples"] == 100
-
-
-def test_an_encoder_is_no_language_model(tiny_folder: Path, decoders: Path) -> None:
-    values = tiny_decoders.settings(decoders, model={"name": str(tiny_folder / "bert"), "target_modules": ["query"]})
-    with pytest.raises(FedspanError, match=r"has no weights for .* Expected a causal language model") as caught:
-        prepare(parse_config(values))
-    assert caught.value.field == "model.name"
-
-
-def test_packing_is_refused_where_it_would_be_wrong(decoders: Path) -> None:
-    prepare(parse_config(tiny_decoders.settings(decoders, "llama", data={"packing": True})))
-    with pytest.raises(FedspanError, match="OPTForCausalLM does not separate packed examples") as caught:
-        prepare(parse_config(tiny_decoders.settings(decoders, "opt", data={"packing": True})))
-    assert (caught.value.field, caught.value.value) == ("data.packing", True)

@@ -1,17 +1,19 @@
-"""Starting from an adapter that PEFT made: its model is the model of round 0, and the export includes it."""
+"""Adapters of PEFT at the beginning and in the end of a run, and as inference servers take them."""
 
 from __future__ import annotations
 
+import importlib
+import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, PeftConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file, save_file
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 from torch import Tensor
 
+import fedspan
 from fedspan.core.base import BaseUpdate, Increment
 from fedspan.core.lowrank import LowRank
 from fedspan.core.tensors import count
@@ -20,7 +22,8 @@ from fedspan.models.export import compute_layer_updates, read_adapter
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.runs.trained_models import write_adapters
-from helpers import tiny
+from helpers import tiny, tiny_decoders
+from helpers.exported_models import predict_with_engine
 from helpers.families import others_slow
 
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -53,12 +56,6 @@ def logits(prepared: Prepared, model: torch.nn.Module) -> Tensor:
         return prepared.task.predict(model, batch)
 
 
-def engine_logits(prepared: Prepared, progress: Any) -> Tensor:
-    assert prepared.test is not None
-    job = prepared.evaluator.build_job(progress, None)
-    return prepared.engine.predict(job, prepared.test, np.arange(len(prepared.test)), 50)
-
-
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
 @pytest.mark.parametrize("method", others_slow(["fedit", "flora", "fedavg"], ["flora"]))
 @pytest.mark.parametrize("case", OPTIONS)
@@ -70,12 +67,12 @@ def test_round_0_is_the_adapter_and_the_export_includes_it(
     model = {"adapter": str(tmp_path / "start")}
     made = prepare(tiny.config(tiny_folder, kind, model=model, method={"name": method}), prepared.partition)
     progress = made.federation.begin()
-    first = engine_logits(made, progress)
+    first = predict_with_engine(made, progress)
     assert torch.allclose(first, logits(made, theirs), rtol=0, atol=1e-5)
     progress = made.federation.run_round(progress).progress
     folder = write_adapters(made, progress, RunFolder(tmp_path))["global"]
     back = PeftModel.from_pretrained(tiny.fresh_classifier(tiny_folder / kind), str(folder)).eval()
-    expected = engine_logits(made, progress)
+    expected = predict_with_engine(made, progress)
     assert torch.allclose(logits(made, back), expected, rtol=0, atol=1e-4)
     assert float((expected - first).abs().max()) > 0.01
 
@@ -87,15 +84,6 @@ def refused(path: Path, value: object, words: str, tiny_folder: Path, prepared: 
     assert words in str(caught.value)
 
 
-def test_a_folder_without_an_adapter_is_refused(tiny_folder: Path, prepared: Prepared, tmp_path: Path) -> None:
-    words = "a folder with adapter_config.json and adapter_model.safetensors"
-    refused(tmp_path, str(tmp_path), words, tiny_folder, prepared)
-    refused(tmp_path / "nowhere", str(tmp_path / "nowhere"), words, tiny_folder, prepared)
-    save_adapter(tmp_path, tiny_folder)
-    (tmp_path / "adapter_model.safetensors").write_bytes(b"short")
-    refused(tmp_path, str(tmp_path), words, tiny_folder, prepared)
-
-
 @pytest.mark.parametrize("options", [{"use_dora": True}, {"lora_bias": True}])
 def test_what_is_more_than_lora_is_refused(
     options: dict[str, bool], tiny_folder: Path, prepared: Prepared, tmp_path: Path
@@ -103,32 +91,6 @@ def test_what_is_more_than_lora_is_refused(
     """Its update is not B A alone: magnitudes and biases would be lost without a word."""
     save_adapter(tmp_path, tiny_folder, **options)
     refused(tmp_path, str(tmp_path), "a plain LoRA adapter", tiny_folder, prepared)
-
-
-def test_another_kind_of_adapter_is_refused(tiny_folder: Path, prepared: Prepared, tmp_path: Path) -> None:
-    config = IA3Config(target_modules=["query"], feedforward_modules=[], task_type="SEQ_CLS")
-    get_peft_model(tiny.fresh_classifier(tiny_folder / "bert"), config).save_pretrained(str(tmp_path))
-    refused(tmp_path, str(tmp_path), "a plain LoRA adapter", tiny_folder, prepared)
-
-
-def test_an_adapter_of_other_layers_modules_or_shapes_is_refused(
-    tiny_folder: Path, prepared: Prepared, tmp_path: Path
-) -> None:
-    layer = "bert.encoder.layer.0.attention.self.key"
-    save_adapter(tmp_path / "key", tiny_folder, target_modules=["key"])
-    refused(tmp_path / "key", layer, "Did you mean 'bert.encoder", tiny_folder, prepared)
-    save_adapter(tmp_path / "pooler", tiny_folder, modules_to_save=["pooler"])
-    words = "saved modules that are in the run's model.modules_to_save"
-    refused(tmp_path / "pooler", "bert.pooler.dense.bias", words, tiny_folder, prepared)
-    save_adapter(tmp_path / "shapes", tiny_folder)
-    file = tmp_path / "shapes" / "adapter_model.safetensors"
-    tensors = load_file(file)
-    name = "base_model.model.classifier.bias"
-    save_file({**tensors, name: torch.zeros(3)}, file)
-    refused(tmp_path / "shapes", "classifier.bias of shape (3,)", "the 4 labels of the data", tiny_folder, prepared)
-    wide = "base_model.model.bert.encoder.layer.0.attention.self.query.lora_A.weight"
-    save_file({**tensors, wide: torch.zeros(8, 20)}, file)
-    refused(tmp_path / "shapes", layer.replace("key", "query"), "(16, 16)", tiny_folder, prepared)
 
 
 def test_the_scaling_is_folded_into_what_is_read(tiny_folder: Path, prepared: Prepared, tmp_path: Path) -> None:
@@ -180,3 +142,60 @@ def test_an_export_is_a_plain_lora_of_one_rank(prepared: Prepared, tmp_path: Pat
     assert config.base_model_name_or_path == prepared.config.model.name
     layers = prepared.engine.adapted.spec.layers
     assert count(tensors) == sum(sum(layer.shape) for layer in layers) + 4 * 16 + 4
+
+
+@pytest.fixture(
+    scope="module",
+    params=others_slow(
+        ["fedit", "flora", "fedex-lora", "flexlora", "fedloru", "rolora"], ["flora", "flexlora", "fedloru"]
+    ),
+)
+def adapter(request: pytest.FixtureRequest, decoders: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter of rank 3, or of what the method makes of it, on all linear layers of a tiny Llama."""
+    changes: dict[str, Any] = {
+        "method": {"name": request.param, "r": 3},
+        "federation": {"rounds": 2},
+        "model": {"target_modules": "all-linear"},
+    }
+    if request.param in ("flora", "flexlora"):
+        changes["federation"] |= {"ranks": [1, 3]}
+    folder = tmp_path_factory.mktemp("served") / "run"
+    fedspan.run(tiny_decoders.settings(decoders, "llama", **changes), folder)
+    return folder / "adapter"
+
+
+def test_an_adapter_is_plain_lora_of_one_rank(adapter: Path) -> None:
+    """vLLM: one rank for all layers, which may be padded, plain LoRA, and no modules that are saved whole."""
+    config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
+    assert (config["peft_type"], config["bias"], config["use_dora"]) == ("LORA", "none", False)
+    assert not config["modules_to_save"]
+    assert not config["rank_pattern"]
+    assert not config["alpha_pattern"]
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    assert all(".lora_A.weight" in name or ".lora_B.weight" in name for name in tensors)
+    assert {value.shape[0] for name, value in tensors.items() if ".lora_A." in name} == {config["r"]}
+    assert {value.shape[1] for name, value in tensors.items() if ".lora_B." in name} == {config["r"]}
+
+
+def test_vllm_reads_of_an_adapter_what_peft_reads(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own reader of configs and tensors, as its server calls them: the same update of every layer as PEFT's."""
+    pytest.importorskip("vllm", reason="vLLM is not installed; it pins a torch of its own")
+    helper_of = importlib.import_module("vllm.lora.peft_helper").PEFTHelper
+    config_of = importlib.import_module("vllm.config.lora").LoRAConfig
+    module = importlib.import_module("vllm.lora.lora_model")
+    monkeypatch.setattr(module, "PIN_MEMORY", False)  # which takes an accelerator
+    helper = helper_of.from_local_dir(str(adapter), max_position_embeddings=128)
+    helper.validate_legal(config_of(max_lora_rank=16))
+    ours: Any = AutoPeftModelForCausalLM.from_pretrained(adapter)
+    updates = {
+        name.removeprefix("base_model.model."): layer.get_delta_weight("default")
+        for name, layer in ours.named_modules()
+        if hasattr(layer, "get_delta_weight")
+    }
+    expected = {name.rsplit(".", 1)[-1] for name in updates}
+    read = module.LoRAModel.from_local_checkpoint(str(adapter), expected, helper, lora_model_id=1, device="cpu")
+    assert read.loras.keys() == updates.keys()
+    for name, lora in read.loras.items():
+        lora.optimize()
+        torch.testing.assert_close(lora.lora_b @ lora.lora_a, updates[name])
+    assert any(update.abs().max() > 0 for update in updates.values())

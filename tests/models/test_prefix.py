@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.prefix import FrozenPrefix, NoPrefix
+from helpers.tiny_families import make_model
 
 _SIZES: dict[str, Any] = {
     **{"vocab_size": 20, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4},
@@ -21,33 +22,27 @@ _DECODER: dict[str, Any] = {**_SIZES, "num_key_value_heads": 2, "head_dim": 4, "
 _STILL: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _IMAGE: dict[str, Any] = {"image_size": 8, "patch_size": 4}
 MODELS: Mapping[str, Callable[[], nn.Module]] = {
-    "bert": lambda: transformers.BertForSequenceClassification(transformers.BertConfig(**_SIZES, **_STILL)),
-    "electra": lambda: transformers.ElectraForSequenceClassification(
-        transformers.ElectraConfig(**_SIZES, **_STILL, embedding_size=8)
+    "bert": make_model("Bert", "ForSequenceClassification", **_SIZES, **_STILL),
+    "electra": make_model("Electra", "ForSequenceClassification", **_SIZES, **_STILL, embedding_size=8),
+    "deberta": make_model(
+        "DebertaV2",
+        "ForSequenceClassification",
+        **{**_SIZES, **_STILL, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
     ),
-    "deberta": lambda: transformers.DebertaV2ForSequenceClassification(
-        transformers.DebertaV2Config(**_SIZES, **_STILL, relative_attention=True, pos_att_type=["p2c", "c2p"])
-    ),
-    "modernbert": lambda: transformers.ModernBertForSequenceClassification(transformers.ModernBertConfig(**_SIZES)),
-    "mistral": lambda: transformers.MistralForCausalLM(transformers.MistralConfig(**_DECODER, sliding_window=3)),
-    "gemma2": lambda: transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**_DECODER, sliding_window=3)),
+    "modernbert": make_model("ModernBert", "ForSequenceClassification", **_SIZES),
+    "mistral": make_model("Mistral", "ForCausalLM", **_DECODER, sliding_window=3),
+    "gemma2": make_model("Gemma2", "ForCausalLM", **_DECODER, sliding_window=3),
     "gemma3": lambda: transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**_DECODER, sliding_window=3)),
-    "phi3": lambda: transformers.Phi3ForCausalLM(transformers.Phi3Config(**_DECODER)),
-    "mixtral": lambda: transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(**_DECODER, num_local_experts=3, num_experts_per_tok=2)
+    "phi3": make_model("Phi3", "ForCausalLM", **_DECODER),
+    "mixtral": make_model("Mixtral", "ForCausalLM", **_DECODER, num_local_experts=3, num_experts_per_tok=2),
+    "gptneox": make_model("GPTNeoX", "ForCausalLM", **_SIZES),
+    "bloom": make_model(
+        "Bloom", "ForCausalLM", vocab_size=20, hidden_size=16, n_layer=4, n_head=4, initializer_range=0.3
     ),
-    "gptneox": lambda: transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**_SIZES)),
-    "bloom": lambda: transformers.BloomForCausalLM(
-        transformers.BloomConfig(vocab_size=20, hidden_size=16, n_layer=4, n_head=4, initializer_range=0.3)
-    ),
-    "deit": lambda: transformers.DeiTForImageClassification(transformers.DeiTConfig(**_SIZES, **_STILL, **_IMAGE)),
-    "dinov2": lambda: transformers.Dinov2ForImageClassification(
-        transformers.Dinov2Config(**_SIZES, **_STILL, **_IMAGE, mlp_ratio=2)
-    ),
-    "t5": lambda: transformers.T5EncoderModel(transformers.T5Config(**_SIZES, d_kv=4, dropout_rate=0.0)),
-    "albert": lambda: transformers.AlbertForSequenceClassification(
-        transformers.AlbertConfig(**_SIZES, **_STILL, embedding_size=8)
-    ),
+    "deit": make_model("DeiT", "ForImageClassification", **_SIZES, **_STILL, **_IMAGE),
+    "dinov2": make_model("Dinov2", "ForImageClassification", **_SIZES, **_STILL, **_IMAGE, mlp_ratio=2),
+    "t5": make_model("T5", "EncoderModel", **_SIZES, d_kv=4, dropout_rate=0.0),
+    "albert": make_model("Albert", "ForSequenceClassification", **_SIZES, **_STILL, embedding_size=8),
 }
 NONE = {
     "t5": "no list of blocks",  # the first block's relative positions go on to the others

@@ -67,10 +67,7 @@ def test_weights_are_the_numbers_that_the_layer_computes_with(kind: str, family:
 
 
 @kinds
-@pytest.mark.parametrize(
-    "method",
-    others_slow(["fedit", "flora", "fedloru", "fedavg"], ["flora"]),
-)
+@pytest.mark.parametrize("method", others_slow(["fedit", "flora", "fedloru", "fedavg"], ["flora"]))
 def test_nothing_is_written_to_a_quantized_base(kind: str, method: str, decoders: Path) -> None:
     """Neither by training nor by methods that move the base; what trains is float32, and the loss falls."""
     options = {"tau": 1} if method == "fedloru" else {}
@@ -142,13 +139,6 @@ def test_a_classifier_s_head_is_not_quantized(kind: str, tiny_folder: Path) -> N
     assert {path.rpartition(".")[0] for path in adapted.extras} == {"classifier", "bert.pooler.dense"}
     assert quantized.is_quantized(adapted.model.get_submodule("bert.encoder.layer.0.attention.self.key"))
     made.federation.run_round(made.federation.begin())
-
-
-def test_the_extra_is_named_where_it_is_missing(decoders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantized.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(FedspanError, match=r"pip install 'fedspan\[quantization\]'") as caught:
-        prepare(parse_config(settings(decoders, "nf4")))
-    assert (caught.value.field, caught.value.value) == ("model.quantization", "nf4")
 
 
 def load_four_bit(decoders: Path) -> PreTrainedModel:

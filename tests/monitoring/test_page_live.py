@@ -148,7 +148,7 @@ def test_losses_that_differ_by_less_than_a_tick_do_not_stop_the_page(
 
 
 @pytest.mark.slow
-def test_an_axis_is_labeled_with_its_values(
+def test_an_axis_has_its_values(
     browser: Any, pretend_run: PretendRun, collect: Callable[[], Mapping[str, Any]]
 ) -> None:
     for number, accuracy in ((1, 0.966), (2, 0.975)):
@@ -204,7 +204,7 @@ def test_a_stage_after_the_last_round_and_a_silent_run(
 
 
 @pytest.mark.slow
-def test_the_filter_finds_a_client_among_many(
+def test_the_filter_finds_a_client(
     browser: Any, pretend_run: PretendRun, collect: Callable[[], Mapping[str, Any]]
 ) -> None:
     ids = [f"clinic-{number:03}" for number in range(100)]
@@ -221,15 +221,12 @@ def test_the_filter_finds_a_client_among_many(
 
 
 @pytest.mark.slow
-def test_a_simulation_is_watched_from_before_its_start_to_its_end(
-    browser: Any, tiny_folder: Path, tmp_path: Path
-) -> None:
+def test_a_simulation_is_watched_from_start_to_end(browser: Any, tiny_folder: Path, tmp_path: Path) -> None:
     values = tiny.settings(tiny_folder, federation={"rounds": 4, "clients_per_round": 3})
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
     command = [sys.executable, "-m", "fedspan"]
     watching = subprocess.Popen([*command, "watch", tmp_path / "run"], stdout=subprocess.PIPE, text=True, bufsize=1)
     try:
-        assert watching.stdout is not None
         watching.stdout.readline()
         view = View(browser, watching.stdout.readline().strip())
         view.wait("document.getElementById('state').textContent === 'waiting'")

@@ -134,9 +134,7 @@ def test_other_addresses_need_tls(collect: Callable[[], Mapping[str, Any]]) -> N
         WebPage(collect, "0.0.0.0")
 
 
-def test_other_addresses_are_served_with_the_certificate(
-    collect: Callable[[], Mapping[str, Any]], tmp_path: Path
-) -> None:
+def test_other_addresses_have_the_certificate(collect: Callable[[], Mapping[str, Any]], tmp_path: Path) -> None:
     pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
     from fedspan.transports.flower import keys
 

@@ -13,6 +13,7 @@ from fedspan.planning.accelerators import ACCELERATORS, UTILIZATION, DeviceSpeed
 from fedspan.planning.compute import Compute
 from fedspan.runs.model_setup import build_empty_model
 from helpers import tiny
+from helpers.refusals import refused
 
 
 def compute(**changes: Any) -> Compute:
@@ -40,15 +41,10 @@ def test_number_formats_have_rates_of_their_own() -> None:
 
 
 def test_mistakes_name_what_there_is() -> None:
-    with pytest.raises(
-        FedspanError,
-        match=r"^`--device`: 'B1000' is not accepted\. Expected here \(this machine, measured\), or one of T4, V100",
-    ):
+    with refused("--device"):
         get_accelerator_speed("B1000", "float32")
     for share in (0.0, 1.5):
-        with pytest.raises(
-            FedspanError, match=r"^`--utilization`: .* is not accepted\. Expected a share of the device's peak"
-        ):
+        with refused("--utilization"):
             get_accelerator_speed("A100", "float32", share)
 
 
@@ -98,7 +94,6 @@ def test_this_machine_is_timed(engine: str, kind: str, tiny_folder: Path, monkey
     monkeypatch.setenv("FEDSPAN_CACHE", str(tiny_folder / f"cache-{engine}-{kind}"))
     values = tiny.settings(tiny_folder, kind, engine={"name": engine}, federation={"rounds": 3})
     found = fedspan.plan(values, labels=4, clients=4, device="here", length=7).time
-    assert found is not None
     assert found.client is not None
     assert found.simulated is not None
     assert (found.device, found.memory) == ("here", None)
@@ -112,7 +107,6 @@ def test_a_pooled_encoder_is_timed_too(tiny_folder: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("FEDSPAN_CACHE", str(tiny_folder / "cache-pooled"))
     values = tiny.settings(tiny_folder, model={"pooling": "mean"}, engine={"name": "loop"})
     found = fedspan.plan(values, labels=4, clients=4, device="here", length=7).time
-    assert found is not None
     assert found.step is not None
 
 
@@ -128,7 +122,6 @@ def test_images_are_timed_too() -> None:
         "partition": {"clients": 2},
     }
     found = fedspan.plan(values, labels=3, device="here")
-    assert found.time is not None
     assert found.time.step > 0
 
 
@@ -147,19 +140,16 @@ def test_a_large_model_is_timed_with_two_of_its_blocks(tiny_folder: Path, monkey
     values["partition"] = {"clients": 3}
     found = fedspan.plan(values, architecture=architecture, labels=4, device="here").time
     assert asked == [2, 2]
-    assert found is not None
     assert found.step > 0
 
 
 def test_what_can_not_be_timed(tiny_folder: Path) -> None:
     values = tiny.settings(tiny_folder, model={"quantization": "nf4"})
-    with pytest.raises(FedspanError, match=r"^`--device`: a base in nf4 cannot be timed"):
+    with refused("--device"):
         fedspan.plan(values, labels=4, clients=4, device="here")
     for device in (None, "here"):
-        with pytest.raises(FedspanError, match=r"^`--utilization`: it needs the name of a GPU"):
+        with refused("--utilization"):
             fedspan.plan(tiny.settings(tiny_folder), labels=4, clients=4, device=device, utilization=0.5)
     for mbit in (0, -1, float("nan"), float("inf")):
-        with pytest.raises(
-            FedspanError, match=r"^`--mbit`: .* is not accepted\. Expected a number of megabits a second above 0"
-        ):
+        with refused("--mbit"):
             fedspan.plan(tiny.settings(tiny_folder), labels=4, clients=4, mbit=mbit)

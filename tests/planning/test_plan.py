@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import pandas as pd
 import pytest
+import torch
 
-from fedspan import FedspanError
+import fedspan
+from fedspan.core.lowrank import LowRank
+from fedspan.core.values import LayerSpec, Spec
+from fedspan.methods.registry import METHODS
+from fedspan.planning.layer_counts import Computation, StandIn, count_layer
 from fedspan.planning.plan import PlannedModel, plan_run, prepare_model
 from fedspan.runs.head_setup import begin
+from fedspan.runs.ledger import Ledger, Totals
 from fedspan.runs.setup import Prepared, prepare
 from helpers import tiny
 from helpers.families import UNLIKE, methods_by_family, others_slow
+from helpers.refusals import refused
 
 RANK = 3
 
 
-def test_an_empty_model_has_the_layers_extras_and_parameters_of_the_loaded_one(
+def test_an_empty_model_has_the_layers_and_parameters_of_a_loaded_one(
     planned: PlannedModel, prepared: Prepared
 ) -> None:
     loaded = prepared.engine.adapted
@@ -69,9 +78,7 @@ def test_steps_follow_from_examples_or_are_given(planned: PlannedModel, tiny_fol
 
 
 def test_a_natural_partition_needs_the_number_of_clients(planned: PlannedModel, tiny_folder: Path) -> None:
-    with pytest.raises(
-        FedspanError, match=r"^`clients`: no value is given\. Expected the number of values of partition\.column"
-    ):
+    with refused("clients"):
         plan_run(tiny.config(tiny_folder), planned)
 
 
@@ -83,3 +90,185 @@ def test_narrow_and_quantized_bases_take_less(planned: PlannedModel, tiny_folder
     config = tiny.config(tiny_folder)
     kept = [plan_run(config, each, clients=4).client.activations for each in (half, planned)]
     assert kept[0] < kept[1]
+
+
+ROUNDS, RANK = 4, 3
+
+
+def count_run(prepared: Prepared, path: Path) -> Totals:
+    """The ledger of a federation of a few rounds."""
+    federation = prepared.federation
+    progress = federation.begin()
+    with Ledger(path) as ledger:
+        for number in range(1, federation.settings.rounds + 1):
+            result = federation.run_round(progress)
+            progress = result.progress
+            for one in result.transfers:
+                ledger.record(number, one.client, one.direction, one.bytes, one.payload)
+        ledger.commit()
+        return ledger.totals
+
+
+@pytest.mark.parametrize("key", methods_by_family(quick=UNLIKE))
+def test_bytes_are_the_ledger_s(
+    key: str, prepared: Prepared, planned: PlannedModel, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """Every method with the head as it likes it, every client in every round."""
+    changes = {"federation": {"rounds": ROUNDS, "clients_per_round": None}}
+    never_prunes = {"gamma": 1.0} if key == "hetlora" else {}
+    config = tiny.config(tiny_folder, method={"name": key, "r": RANK, "lora_alpha": 6, **never_prunes}, **changes)
+    totals = count_run(tiny.variant(prepared, config), tmp_path / "ledger.jsonl")
+    plan = plan_run(config, planned, clients=len(tiny.SITES))
+    if METHODS[key].claims.adaptive_rank:  # the largest rank is planned
+        assert not plan.exact
+        assert plan.first_down * plan.clients == totals.count_round("down", 1).payload
+        assert totals.count_round("down", 1).payload < totals.run("down").payload <= plan.bytes_down
+    else:
+        assert plan.exact
+        assert plan.bytes_down == totals.run("down").payload
+    assert plan.bytes_up == totals.run("up").payload
+    assert plan.first_up * plan.clients == totals.count_round("up", 1).payload
+    assert plan.first_down * plan.clients == totals.count_round("down", 1).payload
+
+
+@pytest.mark.parametrize(
+    "wrapper",
+    [
+        "scaffold",
+        {"name": "fedpaq", "bits": 5},
+        pytest.param("fedprox", marks=pytest.mark.slow),
+        pytest.param("fedadam", marks=pytest.mark.slow),
+    ],
+)
+def test_wrappers_are_planned_too(
+    wrapper: Any, prepared: Prepared, planned: PlannedModel, tiny_folder: Path, tmp_path: Path
+) -> None:
+    changes: dict[str, Any] = {"federation": {"rounds": ROUNDS, "clients_per_round": None}}
+    changes["training"] = {"optimizer": "sgd", "max_grad_norm": 0.0}
+    config = tiny.config(tiny_folder, method={"name": "fedit", "r": RANK, "wrappers": [wrapper]}, **changes)
+    totals = count_run(tiny.variant(prepared, config), tmp_path / "ledger.jsonl")
+    plan = plan_run(config, planned, clients=len(tiny.SITES))
+    assert (plan.bytes_down, plan.bytes_up) == (totals.run("down").payload, totals.run("up").payload)
+
+
+def test_ranks_that_clients_prune_are_planned_as_they_were(
+    prepared: Prepared, planned: PlannedModel, tiny_folder: Path, tmp_path: Path
+) -> None:
+    changes = {"federation": {"rounds": ROUNDS, "clients_per_round": None}}
+    config = tiny.config(tiny_folder, method={"name": "hetlora", "r": RANK, "lora_alpha": 6}, **changes)
+    totals = count_run(tiny.variant(prepared, config), tmp_path / "ledger.jsonl")
+    plan = plan_run(config, planned, clients=len(tiny.SITES))
+    assert not plan.exact
+    assert totals.run("up").payload < plan.bytes_up
+    assert totals.run("down").payload <= plan.bytes_down
+
+
+def test_ranks_and_cohorts(prepared: Prepared, planned: PlannedModel, tiny_folder: Path, tmp_path: Path) -> None:
+    """A method whose messages do not depend on who was away is planned to the byte for cohorts too."""
+    federation = {"rounds": ROUNDS, "clients_per_round": 2, "ranks": {"east": 1, "west": 2}}
+    config = tiny.config(tiny_folder, method={"name": "hetlora", "r": RANK}, federation=federation)
+    totals = count_run(tiny.variant(prepared, config), tmp_path / "ledger.jsonl")
+    by_position = {**federation, "ranks": {"client-00": 1, "client-03": 2}}
+    ordered = tiny.config(tiny_folder, method={"name": "hetlora", "r": RANK}, federation=by_position)
+    plan = plan_run(ordered, planned, clients=len(tiny.SITES))
+    assert not plan.exact
+    assert plan.bytes_up == totals.run("up").payload
+    assert plan.cohort == 2
+
+
+def test_the_public_function_fills_in_what_the_catalogue_knows(tiny_folder: Path) -> None:
+    values = tiny.settings(tiny_folder)
+    values["partition"] = {"clients": 4}
+    values["data"] = {"dataset": "sst2", "train": str(tiny_folder / "missing.tsv"), "test": "nowhere.tsv"}
+    values["training"] = {"local_epochs": 1, "batch_size": 10}
+    found = fedspan.plan(values, overrides=["data.max_examples=500"])
+    assert (found.clients, found.steps) == (4, 10)
+    # three of 16 x 16 and two of 24 x 16, of rank 2; a head for 2 labels
+    assert found.trainable == 2 * (3 * 32 + 2 * 40) + 2 * 17
+
+
+def test_an_architecture_takes_the_place_of_the_model_s_config(tiny_folder: Path) -> None:
+    values = tiny.settings(tiny_folder)
+    values["partition"] = {"clients": 4}
+    values["model"] = {"name": "nobody/knows-it", "target_modules": ["query"]}
+    encoder = {"hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 16}
+    found = fedspan.plan(values, architecture={"model_type": "roberta", **encoder}, labels=4)
+    assert found.layers == 3
+    elsewhere = ["data.train=nowhere.csv"]
+    with refused("data.labels"):
+        fedspan.plan(values, architecture={"model_type": "roberta", **encoder}, overrides=elsewhere)
+    with refused("model.name"):
+        fedspan.plan(values, labels=4)
+
+
+def test_what_a_local_file_tells_need_not_be_said(tiny_folder: Path, tmp_path: Path) -> None:
+    values = tiny.settings(tiny_folder)  # by site: a natural partition
+    run = fedspan.run(values, tmp_path / "run", overrides=["federation.rounds=1"])
+    found = fedspan.plan(values, overrides=["federation.rounds=1"])
+    expected = fedspan.plan(values, overrides=["federation.rounds=1"], labels=4, clients=4, examples=96)
+    assert found == expected
+    assert found.clients == len(run.by_client) == 4
+    rows = pd.read_csv(values["data"]["train"], dtype=str)
+    for site, own in rows.groupby(values["partition"]["column"]):
+        own.drop(columns=values["partition"]["column"]).to_csv(tmp_path / f"{site}.csv", index=False)
+    each = str(tmp_path / f"{{{values['partition']['column']}}}.csv")
+    assert fedspan.plan(values, overrides=["federation.rounds=1", f"data.train={each}"]) == found
+    gone = values | {"data": {**values["data"], "train": str(tmp_path / "elsewhere.csv")}}
+    with refused("data.labels"):
+        fedspan.plan(gone)
+
+
+WIDE, TALL = LayerSpec("wide", 4, 9), LayerSpec("tall", 9, 6)
+
+
+@pytest.mark.parametrize("layer", [WIDE, TALL], ids=["wide", "tall"])
+@pytest.mark.parametrize("rank", [1, 3])
+def test_lora_trains_and_holds_its_factors(layer: LayerSpec, rank: int) -> None:
+    factors = rank * (layer.out_features + layer.in_features)
+    counts = count_layer(METHODS["fedit"](spec=Spec((layer,), clients=5), r=rank), layer, rank)
+    assert counts.trained == (factors, factors)  # in the first two rounds
+    assert (counts.held, counts.stored) == (factors, factors)
+    assert counts.computation == Computation(rank=rank, moves=frozenset("AB"))
+
+
+def test_frozen_factors_are_held_and_do_not_move() -> None:
+    """FFA-LoRA trains B alone, and RoLoRA one factor after the other."""
+    counts = count_layer(METHODS["ffa-lora"](spec=Spec((WIDE,), clients=5), r=2), WIDE, 2)
+    assert set(counts.trained) == {2 * 4}
+    assert counts.held == 2 * (4 + 9)
+    assert counts.computation.moves == frozenset("B")
+    turns = count_layer(METHODS["rolora"](spec=Spec((WIDE,), clients=5), r=2), WIDE, 2)
+    assert turns.trained == (2 * 4, 2 * 9)
+
+
+def test_full_fine_tuning_trains_a_whole_weight() -> None:
+    counts = count_layer(METHODS["fedavg"](spec=Spec((TALL,), clients=5)), TALL, 1)
+    assert set(counts.trained) == {9 * 6}
+    assert counts.computation.rank == 0
+    assert counts.computation.moves
+
+
+@pytest.mark.parametrize(
+    ("computation", "shapes"),
+    [
+        (Computation(), {}),
+        (Computation(rank=2), {"A": (2, 9), "B": (4, 2)}),
+        (Computation(matrix="held"), {"D": (4, 9)}),
+        (Computation(base=False, weight="made", rank=3), {"A": (3, 9), "B": (4, 3), "W": (4, 9)}),
+    ],
+)
+def test_a_stand_in_computes_as_it_is_told(computation: Computation, shapes: dict[str, tuple[int, int]]) -> None:
+    stand_in = StandIn(computation)
+    assert stand_in.shapes(4, 9) == shapes
+    slots = {name: torch.randn(shape) for name, shape in shapes.items()}
+    effective = stand_in.compute_effective(slots)
+    assert effective.base is computation.base
+    assert (effective.weight is None) is (computation.weight is None)
+    if computation.weight is not None:
+        assert effective.weight is not slots["W"]
+        assert torch.equal(effective.weight, slots["W"])
+    if computation.rank:
+        assert isinstance(effective.pair, LowRank)
+        assert (slots["B"], slots["A"]) == (effective.pair.B, effective.pair.A)
+    else:
+        assert effective.pair is slots.get("D")

@@ -1,16 +1,25 @@
-"""Verdicts on a preset's numbers: direction, gaps, levels, bytes, and what cannot be judged."""
+"""Verdicts on a preset's numbers, the measures behind them, and the tables: direction, gaps, levels, bytes."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from fedspan.experiments.tables import Table
+from fedspan.logs import JsonLines
+from fedspan.reproduction import measurement
 from fedspan.reproduction.cells import Cell
+from fedspan.reproduction.measurement import MEASURED, measure
 from fedspan.reproduction.presets import Claim
+from fedspan.reproduction.reproduce import Reproduction
 from fedspan.reproduction.verdicts import CellScore, Judged, JudgedCell, format_difference, judge, tabulate_verdicts
 from fedspan.runs.curves import Point, compute_target, find_target_round
+from fedspan.runs.folder import RunFolder
 
 CELLS = (Cell("iid", {"split": "IID"}, {}), Cell("skewed", {"split": "skewed"}, {}))
 
@@ -99,10 +108,9 @@ def test_the_cost_of_coming_to_nine_tenths_of_the_way() -> None:
             "iid", "B", 0.8, 0.8, curves=(points(0.5, 0.6, 0.7, 0.87, cost=20), points(0.5, 0.7, 0.87, 0.7, cost=20))
         ),
     )
-    for measure, mean in (("rounds_to", 1.5), ("bytes_to", 10 * 5), ("seconds_to", 0.75)):
-        claim = Claim.model_validate({"statement": "A is sooner", "better": "A", "worse": ["B"], "measure": measure})
+    for kind, mean in (("rounds_to", 1.5), ("bytes_to", 10 * 5), ("seconds_to", 0.75)):
+        claim = Claim.model_validate({"statement": "A is sooner", "better": "A", "worse": ["B"], "measure": kind})
         (found,) = judge([claim], CELLS[:1], scores)
-        assert found.overall is not None
         assert found.overall.mean == pytest.approx(mean)
         assert tabulate_verdicts([found]).rows[0][2].startswith("+")
     (found,) = judge([claim], CELLS[:1], (score("iid", "A", 0.9, curves=(points(0.9),)), score("iid", "B", 0.8)))
@@ -117,7 +125,6 @@ def test_a_row_that_never_comes_there_counts_with_all_that_it_cost() -> None:
     stuck = score("iid", "B", 0.5, 0.5, curves=(points(0.5, 0.5, 0.5, 0.5),) * 2)
     one = Claim(statement="A is sooner", better="A", worse=["B"], measure="rounds_to")
     (found,) = judge([one], CELLS[:1], (learns, stuck))
-    assert found.overall is not None
     assert (found.verdict, found.overall.mean, found.overall.bound) == ("holds", 2.0, "at least ")
     assert tabulate_verdicts([found]).rows[0][2] == "at least +2.0 ± 0.0 rounds"
     (other,) = judge([one.model_copy(update={"better": "B", "worse": ["A"]})], CELLS[:1], (learns, stuck))
@@ -130,7 +137,6 @@ def test_a_row_that_never_comes_there_counts_with_all_that_it_cost() -> None:
     both = [replace(row, cell="skewed") for row in (learns, stuck)]
     swapped = [replace(row, method={"A": "B", "B": "A"}[row.method]) for row in both]
     (found,) = judge([one], CELLS, (learns, stuck, *swapped))
-    assert found.overall is not None
     assert (found.overall.bound, [cell.bound for cell in found.cells]) == ("about ", ["at least ", "at most "])
 
 
@@ -175,10 +181,104 @@ def test_a_difference_has_its_own_unit(metric: str, mean: float, shown: str) -> 
 
 
 def test_a_difference_of_costs_has_its_error_in_their_unit() -> None:
-    """Of one seed there is none."""
     assert format_difference("rounds_to", JudgedCell("all", -2.67, 1.25, "holds")) == "-2.7 ± 1.2 rounds"
     assert (
         format_difference("bytes_to", JudgedCell("all", 2.5e6, 4e5, "holds", "at least "))
         == "at least +2.500 ± 0.400 MB"
     )
     assert format_difference("bytes_to", JudgedCell("all", 2.5e6, None, "holds")) == "+2.500 MB"
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of pairs of the rounds that were diagnosed."""
+    pairs_asked: list[int] = []
+
+    def diagnose(folder: Path, *, pairs: int) -> Any:
+        pairs_asked.append(pairs)
+        heights = [SimpleNamespace(height=value) for value in (1.0, 2.0, 6.0)[:pairs]]
+        return SimpleNamespace(barriers=heights, alignment=math.nan if pairs else 0.5)
+
+    monkeypatch.setattr(measurement, "diagnose", diagnose)
+    return pairs_asked
+
+
+def write_metrics(folder: Path, *alignments: Any) -> None:
+    with JsonLines(RunFolder(folder).metrics) as lines:
+        for round, value in enumerate(alignments, start=1):
+            lines.append({"round": round, **({} if value == "" else {"diagnostics": {"alignment": value}})})
+        lines.commit()
+
+
+def test_recorded_alignments_of_the_second_half_are_averaged(tmp_path: Path, asked: list[int]) -> None:
+    write_metrics(tmp_path, 0.9, "", 0.9, 0.9, 0.25, "", None, 0.75)
+    assert measure(tmp_path, ["alignment"]) == {"alignment": 0.5}
+    assert asked == []
+
+
+def test_without_a_record_one_more_round_is_diagnosed(tmp_path: Path, asked: list[int]) -> None:
+    write_metrics(tmp_path, 0.9, "", "")
+    assert measure(tmp_path, ["alignment"]) == {"alignment": 0.5}
+    assert measure(tmp_path, ["barrier"]) == {"barrier": 3.0}
+    assert measure(tmp_path, ["barrier", "alignment"]) == {"barrier": 3.0, "alignment": None}
+    assert asked == [0, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("scores", "expected"), [({"test": {"exact_match": 0.5}}, 0.5), ({"test": {}}, None), ({}, None)]
+)
+def test_exact_matches_are_the_report_s(
+    scores: dict[str, Any], expected: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measurement, "read_report", lambda folder: SimpleNamespace(scores=scores))
+    assert measure(tmp_path, ["exact_match"]) == {"exact_match": expected}
+
+
+def test_the_last_step_is_relative_and_of_the_target_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from fedspan.core.values import ServerState
+
+    states: dict[str | int, ServerState] = {
+        "last": ServerState(3, {"fc/A": torch.tensor([[3.0, 4.5]]), "extras/head": torch.ones(2)}),
+        2: ServerState(2, {"fc/A": torch.tensor([[3.0, 4.0]]), "extras/head": torch.zeros(2)}),
+    }
+    monkeypatch.setattr(measurement.checkpoints, "select_checkpoint", lambda run, round: round)
+    monkeypatch.setattr(measurement, "load_checkpoint", lambda place: SimpleNamespace(state=states[place]))
+    assert measure(tmp_path, ["state_step"]) == {"state_step": pytest.approx(0.1)}
+    states[2] = ServerState(2, {"fc/A": torch.zeros(1, 2)})
+    assert measure(tmp_path, ["state_step"]) == {"state_step": None}  # from nothing
+    states[2] = ServerState(2, {"fc/A": torch.zeros(2, 1)})
+    assert measure(tmp_path, ["state_step"]) == {"state_step": None}  # of other coordinates
+    states["last"] = ServerState(1)
+    assert measure(tmp_path, ["state_step"]) == {"state_step": None}
+
+
+def test_what_is_measured_is_listed() -> None:
+    assert {"exact_match", "alignment", "barrier", "state_step"} == MEASURED
+
+
+def score_by_value(method: str, **by_value: tuple[float | None, ...]) -> CellScore:
+    return CellScore("all", method, {}, "accuracy", True, (0.5, 0.7), 0.6, 0.14, 1.0, 1.0, 1.0, by_value=by_value)
+
+
+def reproduction(*scores: CellScore) -> Reproduction:
+    return Reproduction("x", "small", (0, 1), scores, (), "folder", Table((), (), None, ()))
+
+
+def test_the_table_by_value_has_the_mean_in_which_each_value_counts_alike() -> None:
+    table = reproduction(
+        score_by_value("FedIT", photo=(0.9, 0.8), sketch=(0.3, 0.4)), score_by_value("failed")
+    ).build_value_table()
+    assert table.head == ("cell", "method", "photo", "sketch", "mean")
+    assert table.rows[0] == ("all", "FedIT", "85.0 ± 7.1", "35.0 ± 7.1", "60.0 ± 0.0")
+    assert table.rows[1] == ("all", "failed", "-", "-", "-")
+
+
+def test_a_value_without_a_score_has_no_mean() -> None:
+    table = reproduction(score_by_value("FedIT", photo=(0.9, 0.8), sketch=(None, 0.4))).build_value_table()
+    assert table.rows[0] == ("all", "FedIT", "85.0 ± 7.1", "-", "-")
+
+
+def test_without_values_there_is_no_table() -> None:
+    assert reproduction(score_by_value("FedIT")).build_value_table() is None

@@ -22,30 +22,19 @@ from helpers.families import methods_by_family
 
 
 class RecordingListener(Listener):
-    """Remembers what it was told."""
-
     def __init__(self) -> None:
         self.events: list[tuple[str, int]] = []
+        self.losses: list[float] = []
 
     def on_baseline_start(self, name: str, rounds: int) -> None:
         self.events.append((name, rounds))
 
     def on_baseline_round(self, name: str, round: int, loss: float) -> None:
         self.events.append((name, round))
-
-
-class Losses(Listener):
-    """Remembers the losses of baselines."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def on_baseline_round(self, name: str, round: int, loss: float) -> None:
         self.losses.append(loss)
 
 
 def run_rounds(run: Prepared) -> Progress:
-    """All rounds of a run."""
     progress = run.federation.begin()
     while progress.state.round < run.federation.settings.rounds:
         progress = run.federation.run_round(progress).progress
@@ -92,18 +81,15 @@ def test_a_baseline_takes_the_federation_s_rounds_and_tells_of_each(prepared: Pr
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["loop", "batched"])
-def test_baselines_share_hidden_states_with_the_run_and_have_the_same_bits_without_it(
-    engine: str, tiny_folder: Path, tmp_path: Path
-) -> None:
+def test_baselines_share_hidden_states_with_the_run_to_the_bit(engine: str, tiny_folder: Path, tmp_path: Path) -> None:
     values = tiny.settings(tiny_folder, "deep-bert", model={"layers_to_transform": [1]}, engine={"name": engine})
     after, alone = prepare(parse_config(values)), prepare(parse_config(values))
     after.evaluator.evaluate_clients(run_rounds(after))
-    told = {number: Losses() for number in range(2)}
+    told = {number: RecordingListener() for number in range(2)}
     for number, run in enumerate((after, alone)):
         for name in ("local", "centralized"):
             train_baseline(run, name, told[number], tmp_path / f"{number}-{name}")
     cache = after.engine.prefixes.get_cache(after.train)
-    assert cache is not None
     assert cache.computed[build_pooled(after).federation.clients["all"].train].all()
     assert build_pooled(after).engine.prefixes is after.engine.prefixes
     assert told[0].losses == told[1].losses
@@ -111,9 +97,7 @@ def test_baselines_share_hidden_states_with_the_run_and_have_the_same_bits_witho
 
 
 @pytest.mark.parametrize("name", [pytest.param("local", marks=pytest.mark.slow), "centralized"])
-def test_a_baseline_that_was_stopped_continues_to_the_same_scores(
-    name: str, prepared: Prepared, tmp_path: Path
-) -> None:
+def test_a_stopped_baseline_continues_to_the_same_scores(name: str, prepared: Prepared, tmp_path: Path) -> None:
     class Stopping(RecordingListener):
         def on_baseline_round(self, name: str, round: int, loss: float) -> None:
             super().on_baseline_round(name, round, loss)

@@ -9,15 +9,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from fedspan.core.values import ServerState
+from fedspan.core.base import BaseUpdate, Increment
+from fedspan.core.lowrank import LowRank
+from fedspan.core.values import OptimizerState, ServerState
 from fedspan.errors import FedspanError
 from fedspan.federation.progress import ClientState
 from fedspan.files import remove
+from fedspan.logs import Position
 from fedspan.runs.checkpoint import load_latest, prune, resume, save
 from fedspan.runs.checkpoint_format import Checkpoint, load
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.selection import Best, Selection
+from fedspan.runs.selection import Best, ClientLoss, Selection
+from helpers.plain_data import plain
 
 
 @pytest.fixture
@@ -48,7 +54,6 @@ def test_the_newest_by_number(run: RunFolder) -> None:
     (run.checkpoints / "round-200000.tmp-1").mkdir()
     (run.checkpoints / "notes").mkdir()
     found = load_latest(run)
-    assert found is not None
     assert found.state.round == 100_000
 
 
@@ -109,7 +114,6 @@ def test_going_on_from_an_older_one(run: RunFolder) -> None:
         file.unlink()
     folder.rmdir()
     found = resume(run)
-    assert found is not None
     assert found.selection == Selection(Best(0.1, 0.0, 1))
     assert load(run.best).state.round == 1, "best/ goes back as well"
     save(run, checkpoint_of(2, best=Best(0.2, 0.0, 2)))
@@ -126,7 +130,6 @@ def test_an_older_one_keeps_what_was_the_best_round_then(run: RunFolder) -> None
         resume(run)
     remove(run.checkpoints / "round-00005")
     found = resume(run)
-    assert found is not None
     assert found.selection == Selection(Best(0.3, 0.0, 3))
     assert load(run.best).state.round == 3
     for round in (5, 6):
@@ -140,20 +143,6 @@ def test_a_format_of_the_future_is_refused(run: RunFolder, monkeypatch: pytest.M
     save(run, checkpoint_of(1))
     monkeypatch.undo()
     with pytest.raises(FedspanError, match="reads format 7"):
-        load_latest(run)
-
-
-def test_a_selection_without_reported_metrics_is_of_an_earlier_format(
-    run: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("fedspan.runs.checkpoint_format.FORMAT", 5)
-    to_json = Selection.to_json
-    monkeypatch.setattr(
-        Selection, "to_json", lambda self: {name: value for name, value in to_json(self).items() if name != "reported"}
-    )
-    save(run, checkpoint_of(1))
-    monkeypatch.undo()
-    with pytest.raises(FedspanError, match="format 5"):
         load_latest(run)
 
 
@@ -177,9 +166,7 @@ def test_pruning_keeps_the_last_and_the_best(run: RunFolder) -> None:
         prune(run, keep=0)
 
 
-def test_best_is_linked_where_the_disk_has_links_and_copied_elsewhere(
-    run: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_best_is_linked_where_the_disk_has_links_or_copied(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save(run, checkpoint_of(1, best=Best(0.5, 0.0, 1)))
     assert (run.best / "state.safetensors").samefile(folder / "state.safetensors")
 
@@ -199,3 +186,71 @@ def test_what_cannot_be_stored_leaves_nothing(run: RunFolder) -> None:
     with pytest.raises(ValueError, match="'x'"):
         save(run, Checkpoint(ServerState(2, {"x": torch.ones(2, dtype=torch.complex128)})))
     assert rounds_of(run) == ["round-00001"]
+
+
+IDS = st.text(max_size=6) | st.sampled_from(["../../etc/passwd", "a/b", "", "станция 3", "\udc80", "__metadata__"])
+SLOTS = st.dictionaries(
+    st.sampled_from(["l/A", "l/B", "extras/head.weight", "x"]), st.integers(-9, 9).map(torch.tensor)
+)
+SCALARS = st.dictionaries(IDS, st.booleans() | st.integers() | st.floats() | st.text(max_size=3), max_size=3)
+BESTS = st.none() | st.builds(Best, st.floats(), st.floats(), st.integers(0, 9))
+SELECTIONS = st.builds(
+    Selection,
+    BESTS,
+    BESTS,
+    st.dictionaries(IDS, st.builds(ClientLoss, st.floats(), st.floats()), max_size=3),
+    st.booleans(),
+)
+MOMENTS = st.builds(
+    OptimizerState,
+    st.dictionaries(st.sampled_from(["exp_avg", "exp_avg_sq"]), SLOTS),
+    st.dictionaries(st.sampled_from(["l/A", "l/B"]), st.integers(0, 99)),
+)
+STATES = st.builds(ClientState, SLOTS, st.dictionaries(IDS, st.tuples(MOMENTS, st.integers(0, 5)), max_size=2))
+CHECKPOINTS = st.builds(
+    Checkpoint,
+    st.builds(ServerState, st.integers(0, 10**6), SLOTS, scalars=SCALARS),
+    st.dictionaries(IDS, STATES, max_size=3),
+    st.dictionaries(IDS, st.none() | st.integers(0, 9), max_size=3),
+    SELECTIONS,
+    st.dictionaries(
+        st.sampled_from(["metrics.jsonl", "ledger.jsonl"]),
+        st.builds(Position, st.integers(0, 10**12), st.text("0123456789abcdef", min_size=64, max_size=64)),
+    ),
+    st.dictionaries(st.sampled_from(["partition.json"]), st.text(max_size=8)),
+    SCALARS,
+    st.dictionaries(IDS, st.integers(0, 9), max_size=3),
+)
+
+
+@settings(deadline=None, max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(CHECKPOINTS)
+def test_everything_comes_back(tmp_path_factory: pytest.TempPathFactory, checkpoint: Checkpoint) -> None:
+    run = RunFolder(tmp_path_factory.mktemp("run"))
+    folder = save(run, checkpoint)
+    assert plain(load(folder)) == plain(checkpoint)
+    assert plain(load_latest(run)) == plain(checkpoint)
+
+
+def test_dtypes_base_and_order_come_back(run: RunFolder) -> None:
+    pair = LowRank(torch.randn(4, 2), torch.randn(2, 4), 0.5)
+    base = BaseUpdate().add(Increment(1, {"z": pair, "a": torch.randn(4, 4)})).add(Increment(2, {"z": pair}, 0.9))
+    tensors = {
+        "z/A": torch.tensor([1.5, float("nan")], dtype=torch.bfloat16),
+        "a/A": torch.empty(0),
+        "b": torch.tensor(True),
+    }
+    checkpoint = Checkpoint(ServerState(2, tensors, base, {"m": torch.tensor(7, dtype=torch.int64)}, {"c": 1.0}, 3))
+    save(run, checkpoint)
+    back = load_latest(run)
+    assert plain(back) == plain(checkpoint)
+    assert list(back.state.tensors) == ["z/A", "a/A", "b"]
+    assert list(back.state.base.total) == ["z", "a"]
+
+
+def test_a_tensor_that_a_client_keeps_twice_is_stored_once(run: RunFolder) -> None:
+    shared = torch.ones(10_000)
+    folder = save(run, Checkpoint(ServerState(1), {"7": ClientState({"l/B": shared, "l/A": shared})}))
+    (file,) = run.clients.rglob("*.safetensors")
+    assert file.stat().st_size < 1.2 * shared.nbytes
+    assert plain(load(folder).states["7"].memory["l/A"]) == plain(shared)

@@ -14,15 +14,19 @@ import yaml
 import fedspan
 from fedspan.config import parse_config
 from fedspan.config.reading import override
+from fedspan.config.run import RunConfig
 from fedspan.errors import FedspanError
 from fedspan.runs import extension, final_report, selection
-from fedspan.runs.callbacks import Listener
 from fedspan.runs.environment import is_same_environment
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.integrity import list_differences, read_config
+from fedspan.runs.learning_rate import ROUNDS
+from fedspan.runs.planned_rounds import ROUNDS_FIELD, require_independent_rounds
 from fedspan.runs.selection import Best
 from helpers import tiny
 from helpers.families import others_slow
+from helpers.listeners import Notes
+from helpers.refusals import refused
 from helpers.run_content import content
 
 CASES: dict[str, dict[str, Any]] = {
@@ -31,21 +35,6 @@ CASES: dict[str, dict[str, Any]] = {
     "personal": {"method": {"name": "fedsa-lora"}},
     "cycles": {"training": {"schedule": "cosine", "cycle_rounds": 2}},
 }
-
-
-class Notes(Listener):
-    """Records notes; interrupts after a round if asked to."""
-
-    def __init__(self, stop: int | None = None) -> None:
-        self.notes: list[str] = []
-        self.stop = stop
-
-    def on_note(self, text: str) -> None:
-        self.notes.append(text)
-
-    def on_round_finish(self, row: Any) -> None:
-        if row["round"] == self.stop:
-            raise KeyboardInterrupt
 
 
 def values(folder: Path, rounds: int, case: str = "", **changes: Any) -> dict[str, Any]:
@@ -78,7 +67,6 @@ def test_an_extended_run_has_the_bits_of_one_that_was_planned_so(case: str, tiny
 
 @pytest.mark.slow
 def test_an_interrupted_run_gets_another_number_of_rounds(tiny_folder: Path, tmp_path: Path) -> None:
-    """Fewer, too; and an extended run can be interrupted like any other."""
     fedspan.run(values(tiny_folder, 2), tmp_path / "planned")
     with pytest.raises(KeyboardInterrupt):
         fedspan.run(values(tiny_folder, 3), tmp_path / "run", listener=Notes(1))
@@ -163,50 +151,38 @@ def test_an_edited_number_of_rounds_is_found_in_a_finished_run(tiny_folder: Path
         fedspan.resume(tmp_path / "run")
 
 
-REFUSED: dict[str, tuple[dict[str, Any], list[str], str, str]] = {
-    "cosine": (
-        {"training": {"schedule": "cosine"}},
-        ["federation.rounds=4"],
-        "federation.rounds",
-        "cosine spreads over all rounds.*Start a new run with federation.rounds=4 in another folder",
-    ),
-    "linear": ({"training": {"schedule": "linear"}}, ["federation.rounds=4"], "federation.rounds", "linear spreads"),
-    "fewer": ({}, ["federation.rounds=1"], "federation.rounds", "more than 2, the rounds that this run has finished"),
-    "other": ({}, ["training.lr=0.5"], "training.lr", "the config with which this run began has 0.02"),
-    "seed": ({}, ["federation.rounds=4", "seed=9"], "seed", "has 3, and only federation.rounds, deadlines"),
-    "data": ({}, ["data.train=other.csv"], "data.train", "in a run. Start a new run in another folder"),
-    "simulator": ({}, ["engine.name=flower-sim"], "engine.name", "engine, but not to or from flower-sim"),
-    "method": ({}, ["method.name=rolora"], "method.name", "Start a new run in another folder"),
-    "less-patience": (
-        {"federation": {"early_stopping": 3}},
-        ["federation.early_stopping=1"],
-        "federation.early_stopping",
-        "more patience, not less",
-    ),
-    "patience-at-last": ({}, ["federation.early_stopping=1"], "federation.early_stopping", "more patience, not less"),
+PATIENCE = "federation.early_stopping"
+REFUSED: dict[str, tuple[dict[str, Any], list[str], str]] = {
+    "cosine": ({"training": {"schedule": "cosine"}}, [f"{ROUNDS_FIELD}=4"], ROUNDS_FIELD),
+    "linear": ({"training": {"schedule": "linear"}}, [f"{ROUNDS_FIELD}=4"], ROUNDS_FIELD),
+    "fewer": ({}, [f"{ROUNDS_FIELD}=1"], ROUNDS_FIELD),
+    "other": ({}, ["training.lr=0.5"], "training.lr"),
+    "seed": ({}, [f"{ROUNDS_FIELD}=4", "seed=9"], "seed"),
+    "data": ({}, ["data.train=other.csv"], "data.train"),
+    "simulator": ({}, ["engine.name=flower-sim"], "engine.name"),
+    "method": ({}, ["method.name=rolora"], "method.name"),
+    "less-patience": ({"federation": {"early_stopping": 3}}, [f"{PATIENCE}=1"], PATIENCE),
+    "patience-at-last": ({}, [f"{PATIENCE}=1"], PATIENCE),
 }
+"""Changes of a run's config, overrides when it is resumed, and the field that is named."""
 
 
 @pytest.fixture(scope="module")
 def finished(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of two rounds, not to be changed."""
     folder = tmp_path_factory.mktemp("finished") / "run"
     fedspan.run(values(tiny_folder, 2), folder)
     return folder
 
 
 @pytest.mark.parametrize("case", others_slow(REFUSED, REFUSED.keys() - {"linear"}))
-def test_a_change_that_the_finished_rounds_depend_on_is_refused(
-    case: str, finished: Path, tiny_folder: Path, tmp_path: Path
-) -> None:
-    changes, overrides, field, said = REFUSED[case]
+def test_a_change_of_finished_rounds_is_refused(case: str, finished: Path, tiny_folder: Path, tmp_path: Path) -> None:
+    changes, overrides, field = REFUSED[case]
     folder = tmp_path / "run" if changes else finished
     if changes:
         fedspan.run(values(tiny_folder, 2, **changes), folder)
     before = content(folder)
-    with pytest.raises(FedspanError, match=said) as refused:
+    with refused(field):
         fedspan.resume(folder, overrides=overrides)
-    assert refused.value.field == field
     assert content(folder) == before
 
 
@@ -249,9 +225,8 @@ def test_early_stopping_ends_an_extended_run_unless_it_gets_more_patience(
     monkeypatch.setattr(selection, "rate_round", rate)
     stopped = fedspan.run(values(tiny_folder, 5, federation={"early_stopping": 2}), tmp_path / "run")
     assert stopped.rounds == 4
-    with pytest.raises(FedspanError, match="ended this run after round 4, because no round after 2 was better") as why:
+    with refused("federation.early_stopping"):
         fedspan.resume(tmp_path / "run", overrides=["federation.rounds=6"])
-    assert why.value.field == "federation.early_stopping"
     overrides = ["federation.rounds=6", "federation.early_stopping=null"]
     assert fedspan.resume(tmp_path / "run", overrides=overrides).best_round == 5
     fedspan.run(values(tiny_folder, 6), tmp_path / "planned")
@@ -284,3 +259,52 @@ def test_the_command_line(
     assert "fedspan run my.yaml --out run --set federation.rounds=3\n" in card
     said = refused("run", "--resume", folder, "--set", "training.lr=1")
     assert said.startswith("`training.lr`: the config with which this run began has 0.02, and only federation.rounds")
+
+
+def config(rounds: int, **changes: Any) -> RunConfig:
+    federation = {"rounds": rounds, **changes.pop("federation", {})}
+    return parse_config({"data": {"train": "train.csv"}, "federation": federation, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "done", "before", "after"),
+    [
+        ({"training": {"schedule": "constant"}}, 4, 5, 9),
+        ({"training": {"schedule": "linear"}}, 0, 5, 9),
+        ({"training": {"schedule": "linear", "warmup_rounds": 2}}, 2, 5, 9),
+        ({"training": {"schedule": "cosine", "cycle_rounds": 2}}, 4, 5, 9),
+        ({"training": {"lr": "auto"}}, 4, ROUNDS, ROUNDS + 5),
+        ({"privacy": {"mechanism": "dp-sgd", "noise": 1.0}}, 4, 5, 9),
+    ],
+)
+def test_rounds_that_owe_it_nothing_are_continued(changes: dict[str, Any], done: int, before: int, after: int) -> None:
+    require_independent_rounds(done, config(before, **changes), config(after, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "done", "before", "after", "why"),
+    [
+        (
+            {"training": {"schedule": "linear"}},
+            2,
+            5,
+            9,
+            "training.schedule linear spreads over all rounds, and the 2 finished rounds had the learning rates of a "
+            "run of 5 rounds. Start a new run with federation.rounds=9",
+        ),
+        ({"training": {"schedule": "cosine", "warmup_rounds": 1}}, 3, 5, 4, "training.schedule cosine spreads"),
+        (
+            {"privacy": {"mechanism": "dp-sgd", "epsilon": 3.0}},
+            0,
+            5,
+            9,
+            "privacy.epsilon is the budget of the 5 rounds that were planned. Start a new run",
+        ),
+        ({"training": {"lr": "auto"}}, 1, 1, 9, f"the range test of training.lr ran 1 of {ROUNDS} rounds"),
+    ],
+)
+def test_other_rounds_are_refused(changes: dict[str, Any], done: int, before: int, after: int, why: str) -> None:
+    with pytest.raises(FedspanError) as caught:
+        require_independent_rounds(done, config(before, **changes), config(after, **changes))
+    assert why in str(caught.value)
+    assert (caught.value.field, caught.value.value) == (ROUNDS_FIELD, after)

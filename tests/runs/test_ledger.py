@@ -44,9 +44,7 @@ def everything(totals: Totals) -> dict[str, object]:
 
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(ENTRIES)
-def test_sums_are_rebuilt_from_the_file(
-    tmp_path: Path, entries: list[tuple[int, str, Literal["up"], int, int]]
-) -> None:
+def test_sums_are_rebuilt_from_a_file(tmp_path: Path, entries: list[tuple[int, str, Literal["up"], int, int]]) -> None:
     path = tmp_path / "ledger.jsonl"
     path.unlink(missing_ok=True)
     with Ledger(path) as ledger:
@@ -90,15 +88,6 @@ def test_what_is_not_for_training_is_counted_apart(tmp_path: Path) -> None:
         assert totals.run("down") == totals.count_purpose("down", "train") == TrafficCount(1, 10, 8)
         assert totals.clients == ("a",)
         assert totals.out_of_round == {"evaluate": {"down": 30, "up": 0}, "export": {"down": 5, "up": 0}}
-
-
-def test_a_ledger_of_before_there_were_purposes_is_one_of_training(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.jsonl"
-    path.write_bytes(
-        encode_chain_line(EMPTY.head, {"round": 1, "client": "a", "direction": "up", "bytes": 3, "payload": 2})[1]
-    )
-    assert read_totals(path).run("up") == TrafficCount(1, 3, 2)
-    assert read_totals(path).out_of_round == {}
 
 
 def test_lines_reach_the_file_at_the_commit_only(tmp_path: Path) -> None:

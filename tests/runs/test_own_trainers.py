@@ -30,6 +30,8 @@ from fedspan.runs.own_trainers import TrainerRuns, adopt_trainers
 from fedspan.tasks import metrics
 from helpers import tiny, tiny_decoders, tiny_seq2seq
 from helpers.families import others_slow
+from helpers.listeners import Notes
+from helpers.refusals import refused
 from helpers.trainer_clients import (
     NEW_MODULES,
     arguments,
@@ -76,7 +78,6 @@ def tiny_folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="module")
 def finished(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of two owners."""
     folder = tmp_path_factory.mktemp("own") / "run"
     simulate(tiny_folder, folder)
     spare_the_collector()  # the first run imports modules
@@ -102,13 +103,9 @@ def test_the_adapter_loads_with_peft_and_scores_as_reported(finished: Path, tiny
 
 
 def test_a_run_that_stopped_ends_with_the_same_bits(finished: Path, tiny_folder: Path, tmp_path: Path) -> None:
-    class Stop(fedspan.Listener):
-        def on_round_finish(self, row: Mapping[str, Any]) -> None:
-            raise KeyboardInterrupt
-
     trainers = {owner: lambda owner=owner: make_trainer(tiny_folder, owner) for owner in OWNERS}
     with pytest.raises(KeyboardInterrupt):
-        fedspan.simulate(settings(), tmp_path / "run", trainers=trainers, listener=Stop())
+        fedspan.simulate(settings(), tmp_path / "run", trainers=trainers, listener=Notes(1))
     torch.manual_seed(99)
     simulate(tiny_folder, tmp_path / "run", resume=True)
     assert weights(tmp_path / "run").keys() == weights(finished).keys()
@@ -116,13 +113,9 @@ def test_a_run_that_stopped_ends_with_the_same_bits(finished: Path, tiny_folder:
 
 
 def test_a_run_is_not_resumed_on_other_frozen_weights(tiny_folder: Path, tmp_path: Path) -> None:
-    class Stop(fedspan.Listener):
-        def on_round_finish(self, row: Mapping[str, Any]) -> None:
-            raise KeyboardInterrupt
-
     trainers = {"east": make_trainer(tiny_folder, "east")}
     with pytest.raises(KeyboardInterrupt):
-        fedspan.simulate(settings(), tmp_path / "run", trainers=trainers, listener=Stop())
+        fedspan.simulate(settings(), tmp_path / "run", trainers=trainers, listener=Notes(1))
     model = tiny.fresh_classifier(tiny_folder / "bert")
     _change_base(model)
     trainers = {"east": make_trainer(tiny_folder, "east", model=model)}
@@ -133,8 +126,7 @@ def test_a_run_is_not_resumed_on_other_frozen_weights(tiny_folder: Path, tmp_pat
 def test_a_refused_run_gives_the_model_back_as_it_was(tiny_folder: Path, tmp_path: Path) -> None:
     trainer = make_trainer(tiny_folder, "east")
     model = trainer.model
-    assert model is not None
-    model.bert.pooler.requires_grad_(False)  # pyright: ignore
+    model.bert.pooler.requires_grad_(False)
     flags = {name: value.requires_grad for name, value in model.named_parameters()}
     refusal(tiny_folder, tmp_path, trainer, privacy={"mechanism": "dp-sgd", "noise": 1.0, "clip": 1.0})
     assert not any("forward" in vars(module) for module in model.modules())
@@ -164,20 +156,16 @@ def test_secure_sums_end_where_plain_ones_do(tiny_folder: Path, tmp_path: Path) 
     """To half a step of quantization per client, and the rounding of float32."""
     pytest.importorskip("Crypto")
     secure = SecureConfig()
-    changes: dict[str, dict[str, Any]] = {
-        "start": {"training": {"lr": 1e-12}, "federation": {"rounds": 1}},
-        "plain": {"federation": {"rounds": 1}},
-        "secure": {"federation": {"rounds": 1, "secure": secure.model_dump()}},
-    }
-    for name, change in changes.items():
-        simulate(tiny_folder, tmp_path / name, **change)
-    start, plain, summed = (weights(tmp_path / name) for name in changes)
+    for name, own in {"plain": {}, "secure": {"secure": secure.model_dump()}}.items():
+        simulate(tiny_folder, tmp_path / name, federation={"rounds": 1, **own})
+    plain, summed = (weights(tmp_path / name) for name in ("plain", "secure"))
     bound = Ring(secure.bits, secure.clip, len(OWNERS)).bound_error(len(OWNERS)) / len(OWNERS)
     assert plain.keys() == summed.keys()
     for name, value in plain.items():
         rounding = 4 * torch.finfo(torch.float32).eps * float(value.abs().max())
         assert float((value - summed[name]).abs().max()) <= bound + rounding, name
-        assert float((value - start[name]).abs().max()) > 1e4 * bound, name
+        if "lora_B" in name:  # which starts at 0
+            assert float(value.abs().max()) > 1e4 * bound, name
 
 
 def test_clients_with_models_of_their_own_are_evaluated_with_them(tiny_folder: Path, tmp_path: Path) -> None:
@@ -203,8 +191,6 @@ def refusal(tiny_folder: Path, tmp_path: Path, trainer: Any, **changes: Any) -> 
 
 
 class Meddler(TrainerCallback):
-    """Does something to the model, or to the control of the training, before each step."""
-
     def __init__(self, action: Any) -> None:
         self._action = action
 
@@ -214,18 +200,18 @@ class Meddler(TrainerCallback):
 
 def _change_base(model: torch.nn.Module) -> None:
     with torch.no_grad():
-        model.bert.embeddings.word_embeddings.weight[0, 0] += 1  # pyright: ignore
+        model.bert.embeddings.word_embeddings.weight[0, 0] += 1
 
 
 def _permute_base(model: torch.nn.Module) -> None:
     with torch.no_grad():
-        weight = model.bert.embeddings.word_embeddings.weight  # pyright: ignore
-        weight.copy_(weight.flip(0))  # pyright: ignore
+        weight = model.bert.embeddings.word_embeddings.weight
+        weight.copy_(weight.flip(0))
 
 
 def _break(model: torch.nn.Module) -> None:
     with torch.no_grad():
-        model.classifier.bias.fill_(math.nan)  # pyright: ignore
+        model.classifier.bias.fill_(math.nan)
 
 
 @pytest.mark.parametrize(
@@ -244,8 +230,6 @@ def test_a_trainer_that_breaks_the_model_gives_no_reply(
 
 
 class EvaluationMeddler(TrainerCallback):
-    """Changes the base after an evaluation."""
-
     def on_evaluate(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         _change_base(model)
 
@@ -265,7 +249,7 @@ def test_a_starting_adapter_is_trained_further(finished: Path, tiny_folder: Path
 
 def test_a_trainer_that_takes_no_step_gives_no_reply(tiny_folder: Path, tmp_path: Path) -> None:
     trainer = make_trainer(tiny_folder, "east")
-    trainer.train = lambda: type("Output", (), {"training_loss": 0.5})()  # pyright: ignore
+    trainer.train = lambda: type("Output", (), {"training_loss": 0.5})()
     assert "took no optimizer step" in refusal(tiny_folder, tmp_path, trainer)
 
 
@@ -292,7 +276,7 @@ def test_a_trainer_that_takes_no_step_gives_no_reply(tiny_folder: Path, tmp_path
         ({"device": "cpu"}, r"device.*no effect"),
     ],
 )
-def test_what_a_trainer_cannot_honor_is_refused(
+def test_impossible_settings_are_refused(
     changes: dict[str, Any], reason: str, tiny_folder: Path, tmp_path: Path
 ) -> None:
     assert re.search(reason, refusal(tiny_folder, tmp_path, make_trainer(tiny_folder, "east"), **changes))
@@ -303,9 +287,7 @@ def _replace_optimizer(trainer: Any, *args: Any) -> torch.optim.Optimizer:
     return trainer.optimizer
 
 
-def test_a_trainer_that_replaces_the_optimizer_is_refused_before_its_first_step(
-    tiny_folder: Path, tmp_path: Path
-) -> None:
+def test_a_trainer_that_replaces_the_optimizer_is_refused_at_once(tiny_folder: Path, tmp_path: Path) -> None:
     trainer = make_trainer(tiny_folder, "east")
     before = {key: value.clone() for key, value in trainer.model.state_dict().items()}
     trainer.__class__ = type("Own", (type(trainer),), {"create_optimizer": _replace_optimizer})
@@ -336,9 +318,8 @@ def test_a_trainer_that_keeps_a_set_optimizer_may_make_its_own(tiny_folder: Path
     ],
 )
 def test_trainers_of_another_form_are_refused(given: Any, field: str, words: str, tmp_path: Path) -> None:
-    with pytest.raises(FedspanError) as caught:
+    with refused(field) as caught:
         fedspan.simulate(settings(), tmp_path / "run", trainers=given)
-    assert caught.value.field == field
     assert words in str(caught.value)
 
 
@@ -372,7 +353,7 @@ def test_a_model_with_an_adapter_is_refused(tiny_folder: Path, tmp_path: Path) -
         ),
     ],
 )
-def test_a_trainer_with_means_of_its_own_is_refused(
+def test_a_trainer_s_own_means_are_refused(
     changes: dict[str, Any], reason: str, tiny_folder: Path, tmp_path: Path
 ) -> None:
     if "args" in changes:
@@ -425,10 +406,9 @@ def test_mixed_precision_and_checkpointing_last_for_several_rounds(tiny_folder: 
     args = arguments(tmp_path / "trainer", bf16=True, gradient_checkpointing=True)
     trainer = make_trainer(tiny_folder, "east", args=args)
     model, kinds = trainer.model, list[tuple[bool, torch.dtype]]()
-    assert model is not None
     forward = model.forward
-    layer = model.bert.pooler.dense  # pyright: ignore
-    layer.register_forward_hook(lambda module, args, output: kinds.append((module.training, output.dtype)))  # pyright: ignore
+    layer = model.bert.pooler.dense
+    layer.register_forward_hook(lambda module, args, output: kinds.append((module.training, output.dtype)))
     report = fedspan.simulate(settings(), tmp_path / "run", trainers={"east": trainer})
     assert report.rounds == 2
     assert {is_training for is_training, _ in kinds} == {True, False}
@@ -463,27 +443,20 @@ def test_a_missing_metric_is_refused_at_the_first_evaluation(tiny_folder: Path, 
 
 
 def notes_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What fedspan has logged."""
     return [record.getMessage() for record in caplog.records if record.name.startswith("fedspan.")]
 
 
 class Stopper(TrainerCallback):
-    """Stops each training after its first step."""
-
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         control.should_training_stop = True
 
 
 class EpochStopper(TrainerCallback):
-    """Stops each epoch after its first step."""
-
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         control.should_epoch_stop = True
 
 
 class AccumulationStopper(TrainerCallback):
-    """Stops an epoch within its second step."""
-
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         control.should_epoch_stop = state.global_step == 1
 
@@ -606,7 +579,6 @@ def test_arguments_without_effect_name_five_clients(
 
 
 def make_loop(model: Any, rows: Any, targets: Mapping[str, int]) -> fedspan.TorchTrainer:
-    """A loop over texts that all have the same targets."""
     loader = DataLoader(rows, batch_size=4)
 
     def train(round: fedspan.TrainingRound) -> None:
@@ -643,9 +615,7 @@ def test_the_head_of_question_answering_trains_and_is_exported(
     assert not torch.allclose(trained, before, atol=1e-4)
 
 
-def test_a_new_head_that_does_not_train_is_reported(
-    tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_untrained_new_head_is_reported(tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def run(name: str, **model: Any) -> list[str]:
         caplog.clear()
         loaded: Any = BertForNextSentencePrediction.from_pretrained(tiny_folder / "bert").eval()
@@ -659,7 +629,7 @@ def test_a_new_head_that_does_not_train_is_reported(
 
 
 @pytest.mark.parametrize("kind", others_slow(NEW_MODULES, ["bert"]))
-def test_new_modules_that_do_not_train_are_reported(
+def test_untrained_modules_are_noted(
     kind: str, tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpoint = save_without_head(kind, tiny_folder, tmp_path / kind)
@@ -713,17 +683,24 @@ def plain_loop(tiny_folder: Path, counted: int, **changes: Any) -> fedspan.Torch
     return fedspan.TorchTrainer(model, train, 8, **changes)
 
 
-@pytest.mark.parametrize(("count", "batches"), [(2, 1000), (1500, 1500)])
-def test_a_plain_loop_that_never_steps_ends_with_the_reason(
-    count: int, batches: int, tiny_folder: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("count", "training", "reason"),
+    [
+        (2, {"local_steps": 3}, "client east in round 1 took no step in 1000 batches. Call round.step"),
+        (1500, {"local_steps": 3}, "client east in round 1 took no step in 1500 batches. Call round.step"),
+        (0, {"local_epochs": 1}, "took no optimizer step"),
+        (0, {"local_steps": 2}, "took 0 of 2 planned steps"),
+    ],
+)
+def test_a_loop_that_never_steps_ends_with_the_reason(
+    count: int, training: dict[str, Any], reason: str, tiny_folder: Path, tmp_path: Path
 ) -> None:
     def train(round: fedspan.TrainingRound) -> None:
         for _ in round.batches(range(count)):
             pass
 
     trainer = fedspan.TorchTrainer(tiny.fresh_classifier(tiny_folder / "bert"), train, 8)
-    problem = refusal(tiny_folder, tmp_path, trainer, training={"local_steps": 3})
-    assert f"client east in round 1 took no step in {batches} batches. Call round.step" in problem
+    assert reason in refusal(tiny_folder, tmp_path, trainer, training=training)
 
 
 def test_a_plain_loop_may_accumulate_a_step_over_several_epochs(tiny_folder: Path, tmp_path: Path) -> None:
@@ -786,21 +763,6 @@ def test_a_plain_loop_that_leaves_its_batches_gives_no_reply(tiny_folder: Path, 
 def test_a_loader_that_ends_with_the_planned_steps_is_complete(tiny_folder: Path, tmp_path: Path) -> None:
     config = settings(training={"local_steps": 2}, federation={"rounds": 1})
     assert fedspan.simulate(config, tmp_path / "run", trainers={"east": plain_loop(tiny_folder, 4)}).rounds == 1
-
-
-@pytest.mark.parametrize(
-    ("training", "reason"),
-    [({"local_epochs": 1}, "took no optimizer step"), ({"local_steps": 2}, "took 0 of 2 planned steps")],
-)
-def test_an_empty_loader_gives_no_reply(
-    training: dict[str, Any], reason: str, tiny_folder: Path, tmp_path: Path
-) -> None:
-    def train(round: fedspan.TrainingRound) -> None:
-        for _ in round.batches([]):
-            pass
-
-    trainer = fedspan.TorchTrainer(tiny.fresh_classifier(tiny_folder / "bert"), train, 8)
-    assert reason in refusal(tiny_folder, tmp_path, trainer, training=training)
 
 
 def test_an_evaluation_that_fails_is_reported_with_client_and_round(tiny_folder: Path, tmp_path: Path) -> None:

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.listeners import Notes
 from helpers.node_service import CLIENT, introduced, node, served, values
+from helpers.refusals import refused
 
 pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
 
@@ -44,25 +46,8 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-class Notes(Listener):
-    """Keeps what was noted; stops after a round if told so."""
-
-    def __init__(self, stop: int | None = None) -> None:
-        self.notes: list[str] = []
-        self.stop = stop
-
-    def on_note(self, note: str) -> None:
-        self.notes.append(note)
-
-    def on_round_finish(self, row: Any) -> None:
-        if row["round"] == self.stop:
-            raise KeyboardInterrupt
-
-
 @pytest.mark.parametrize("mechanism", others_slow(["central", "local", "dp-sgd"], ["central"]))
-def test_a_budget_is_spent_by_the_last_round_and_written_down(
-    mechanism: str, tiny_folder: Path, tmp_path: Path
-) -> None:
+def test_a_budget_is_spent_by_the_last_round_and_recorded(mechanism: str, tiny_folder: Path, tmp_path: Path) -> None:
     privacy = {"mechanism": mechanism, "epsilon": 3.0, "clip": 0.1}
     report = fedspan.run(run_values(tiny_folder, privacy), tmp_path / "run")
     spent = [row["privacy"]["epsilon"] for row in rows(tmp_path / "run")]
@@ -89,9 +74,8 @@ def test_a_run_ends_before_it_exceeds_its_budget(tiny_folder: Path, tmp_path: Pa
     assert report.privacy["epsilon"] == pytest.approx(compute_epsilon(two, 1e-5, "rdp"))
     assert "validation" in rows(tmp_path / "run")[-1]  # the last round, though it was not meant to be
     too_little = {**privacy, "epsilon": compute_epsilon(one, 1e-5, "rdp") * 0.9}
-    with pytest.raises(FedspanError, match="which one round costs with this noise") as refused:
+    with refused("privacy.epsilon"):
         fedspan.run(run_values(tiny_folder, too_little), tmp_path / "none")
-    assert refused.value.field == "privacy.epsilon"
 
 
 @pytest.mark.parametrize(
@@ -134,8 +118,6 @@ def test_a_run_that_was_interrupted_ends_like_one_that_was_not(
 
 
 class Killed(Listener):
-    """Stops in a round, after a client's reply."""
-
     def __init__(self, round: int) -> None:
         self.round = round
 
@@ -173,7 +155,6 @@ def test_a_round_that_was_not_finished_has_paid(
 
 
 def test_the_cost_is_on_the_disk_before_an_order_is_sent(tiny_folder: Path, tmp_path: Path) -> None:
-    """And a damaged record is no empty one."""
     path, config = tmp_path / "privacy.json", parse_config(run_values(tiny_folder, {"mechanism": "local", "noise": 5}))
     charge = (Charge("a", Mechanism(1.0, 5.0), 1),)
     Budget(config, path=path).announce(0, charge)
@@ -202,11 +183,10 @@ def test_asking_again_stays_within_the_budget(tiny_folder: Path, tmp_path: Path)
         for id, _ in honest(envelopes, seconds, wait_for_offline=wait_for_offline):
             yield id, "its reply was lost"
 
-    transport.replies = losing  # type: ignore[method-assign]
+    transport.replies = losing
     budget = Budget(run.config, path=tmp_path / "run.json")
-    with pytest.raises(FedspanError, match=r"`privacy\.epsilon`: asking again in round 1 would cost") as stopped:
+    with refused("privacy.epsilon"):
         run.federation.run_round(run.federation.begin(), on_charge=lambda charges: budget.announce(0, charges))
-    assert stopped.value.field == "privacy.epsilon"
     assert len(transport.sent) == 2
     assert releases(tmp_path) == [[1.0, 2.5, 2]]
     assert json.loads((tmp_path / "run.json").read_text())["releases"] == [[CLIENT, 1.0, 2.5, 2]]
@@ -224,7 +204,6 @@ def test_baselines_are_without_privacy(tiny_folder: Path, tmp_path: Path) -> Non
 def test_a_deployment_s_noise_is_secret(tiny_folder: Path) -> None:
     given = {**values(tiny_folder), "privacy": DP_SGD}
     config = build_server_config(given)
-    assert config.privacy is not None
     assert config.privacy.randomness == "secret"
     with pytest.raises(FedspanError, match="every node knows the run's seed"):
         build_server_config({**given, "privacy": {**DP_SGD, "randomness": "seed"}})
@@ -299,42 +278,11 @@ def test_a_node_keeps_to_its_own_limit(tiny_folder: Path, tmp_path: Path) -> Non
     run, _ = served(tiny_folder, NodeService(node(tiny_folder, tmp_path, **limit)), **secret)
     progress = run.federation.begin()
     progress = run.federation.run_round(progress).progress
-    with pytest.raises(FedspanError, match=r"limits\.epsilon") as stopped:
+    with refused("good replies"):
         run.federation.run_round(progress)
-    assert stopped.value.field == "good replies"
     (spent,) = [PrivacySpend(1e-5, "rdp")]
     spent.restore({"": releases(tmp_path)})
     assert 2.0 < spent.compute_worst() <= 2.7
-
-
-@pytest.mark.parametrize(
-    ("change", "field", "words"),
-    [
-        ({"privacy": {"mechanism": "central"}}, "privacy", "noise, or an epsilon"),
-        ({"privacy": {"mechanism": "noise", "noise": 1}}, "privacy.mechanism", "central"),
-        ({"privacy": {"mechanism": "local", "noise": 1, "delta": 1}}, "privacy.delta", "less than 1"),
-        (
-            {"federation": {"weights": "examples"}},
-            "federation.weights",
-            "with privacy.mechanism: central. Set it to uniform",
-        ),
-        (
-            {"federation": {"reduction": "median"}},
-            "federation.reduction",
-            "with privacy.mechanism: central. Set it to mean",
-        ),
-        ({"method": {"name": "flora"}}, "privacy.mechanism", "combines replies one by one"),
-        ({"method": {"name": "local-only"}}, "privacy.mechanism", "it transmits nothing"),
-    ],
-)
-def test_what_does_not_fit_is_refused(change: dict[str, Any], field: str, words: str, tiny_folder: Path) -> None:
-    given = run_values(tiny_folder, {"mechanism": "central", "noise": 1.0})
-    for section, own in change.items():
-        given[section] = own if section == "privacy" else {**given[section], **own}
-    with pytest.raises(FedspanError) as refused:
-        parse_config(given)
-    assert refused.value.field == field
-    assert words in str(refused.value)
 
 
 def test_running_statistics_can_t_be_made_private(images: Path, tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from fedspan.federation.protocol import Envelope, Reply, decode_order
 from fedspan.federation.serialization import encode_state
 from fedspan.logs import read_lines
 from fedspan.runs import start
-from fedspan.runs.callbacks import Listener
 from fedspan.runs.checkpoint import load_latest
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.ledger import read_totals
@@ -22,19 +21,14 @@ from fedspan.runs.model_card import RunReport
 from fedspan.runs.remote import connect, get_nodes_folder, reply_as
 from fedspan.runs.setup import Prepared
 from helpers import tiny
+from helpers.listeners import Notes
 from helpers.reply_transport import Replies, ReplyingTransport
 
 BAD = "south"
 
 
 class Here(ReplyingTransport):
-    """A transport to clients in this process, one of whom is asked in vain.
-
-    Args:
-        run: Folder of the run.
-        ids: Ids of the clients.
-        tasks: Tasks in which the failing client fails.
-    """
+    """A transport to clients in this process, one of whom is asked in vain."""
 
     def __init__(self, run: Path, ids: list[str], tasks: tuple[str, ...]) -> None:
         self.run, self.ids, self.tasks = str(run), ids, tasks
@@ -48,13 +42,7 @@ class Here(ReplyingTransport):
 
 
 def host(*tasks: str, kind: type[Here] = Here, reads_nodes: bool = True) -> start.HostRun:
-    """A host of runs whose clients are behind a transport.
-
-    Args:
-        tasks: Tasks in which the failing client fails.
-        kind: The transport's class.
-        reads_nodes: Whether the server reads what the clients store, as in a simulation; in deployments, it does not.
-    """
+    """A host of runs whose clients are behind a transport."""
 
     def simulated(place: RunFolder, prepared: Prepared, played: Any) -> RunReport:
         transport = kind(place.path.resolve(), list(prepared.federation.clients), tasks)
@@ -64,22 +52,12 @@ def host(*tasks: str, kind: type[Here] = Here, reads_nodes: bool = True) -> star
     return simulated
 
 
-class Impatient(Listener):
-    """Stops after the first round."""
-
-    def on_round_finish(self, row: Mapping[str, Any]) -> None:
-        if row["round"] == 1:
-            raise KeyboardInterrupt
-
-
-def test_failures_are_counted_over_the_whole_run_however_often_it_was_resumed(
-    tiny_folder: Path, tmp_path: Path
-) -> None:
+def test_failures_are_counted_over_the_whole_run_though_it_was_resumed(tiny_folder: Path, tmp_path: Path) -> None:
     config = tiny.config(tiny_folder, federation={"clients_per_round": None, "rounds": 2})
     whole = start.run(config, tmp_path / "whole", host=host("train"))
     assert whole.failures == {BAD: {"count": 2, "round": 2, "reason": "no reply within 5 s"}}
     with pytest.raises(KeyboardInterrupt):
-        start.run(config, tmp_path / "resumed", host=host("train"), listener=Impatient())
+        start.run(config, tmp_path / "resumed", host=host("train"), listener=Notes(1))
     again = start.run(None, tmp_path / "resumed", resume=True, host=host("train"))
     assert again.failures == whole.failures
     assert again.bytes == whole.bytes
@@ -93,7 +71,7 @@ def test_who_is_not_measured_is_counted_too(tiny_folder: Path, tmp_path: Path) -
     report = start.run(config, tmp_path / "run", host=host("evaluate"))
     assert report.failures[BAD]["count"] == 3  # after each round, and of the best one at the end
     assert report.failures[BAD]["reason"] == "not measured: no reply within 5 s"
-    (failure,) = next(read_lines(tmp_path / "run" / "metrics.jsonl"))["failures"]  # type: ignore[misc]
+    (failure,) = next(read_lines(tmp_path / "run" / "metrics.jsonl"))["failures"]
     assert failure["purpose"] == "evaluate"
 
 
@@ -109,13 +87,11 @@ def test_what_evaluation_sends_is_in_the_ledger_and_apart_from_the_training(tiny
     rows = list(read_lines(tmp_path / "run" / "ledger.jsonl"))
     asked = [row for row in rows if row["purpose"] == "evaluate"]
     assert len(asked) == 3 * len(tiny.SITES)  # after each round, and of the best one at the end
-    sent = sum(row["bytes"] for row in asked)  # type: ignore[misc]
+    sent = sum(row["bytes"] for row in asked)
     assert report.other_bytes == {"evaluate": {"down": sent, "up": 0}}
 
 
-def test_a_run_whose_models_are_all_personal_ends_without_an_adapter_of_its_own(
-    tiny_folder: Path, tmp_path: Path
-) -> None:
+def test_a_run_of_personal_models_ends_without_an_adapter_of_its_own(tiny_folder: Path, tmp_path: Path) -> None:
     federation = {"clients_per_round": None, "rounds": 1}
     config = tiny.config(tiny_folder, method={"name": "local-only"}, federation=federation)
     report = start.run(config, tmp_path / "run", host=host(reads_nodes=False))
@@ -141,23 +117,15 @@ class Forgetful(Here):
 
 
 @pytest.mark.slow
-def test_a_client_that_lost_its_state_is_absent_from_the_round_of_the_loss_only(
-    tiny_folder: Path, tmp_path: Path
-) -> None:
-    class AfterTheLoss(Listener):
-        def on_round_finish(self, row: Mapping[str, Any]) -> None:
-            if row["round"] == 3:
-                raise KeyboardInterrupt
-
+def test_a_client_that_lost_its_state_misses_the_round_of_the_loss_only(tiny_folder: Path, tmp_path: Path) -> None:
     forgetful = host(kind=Forgetful)
     config = tiny.config(
         tiny_folder, method={"name": "fedsa-lora"}, federation={"clients_per_round": None, "rounds": 5}
     )
     start.run(config, tmp_path / "whole", host=forgetful)
     with pytest.raises(KeyboardInterrupt):
-        start.run(config, tmp_path / "resumed", host=forgetful, listener=AfterTheLoss())
+        start.run(config, tmp_path / "resumed", host=forgetful, listener=Notes(3))
     halfway = load_latest(RunFolder(tmp_path / "resumed"))
-    assert halfway is not None
     assert BAD not in halfway.last_rounds
     assert halfway.last_replies == {BAD: 1}
     start.run(None, tmp_path / "resumed", resume=True, host=forgetful)
@@ -167,7 +135,6 @@ def test_a_client_that_lost_its_state_is_absent_from_the_round_of_the_loss_only(
         assert [row.get("late") for row in rows] == [None] * 5, "every round waited for it"
         assert [[one["client"] for one in row.get("failures", [])] for row in rows] == [[], [], [BAD], [], []]
         last = load_latest(RunFolder(tmp_path / name))
-        assert last is not None
         assert last.last_rounds[BAD] == 4
         assert last.last_replies == {}
         ends.append(encode_state(last.state))

@@ -75,7 +75,6 @@ def test_rounds_and_checkpoints_touch_the_cohort_alone(prepared: Prepared, tiny_
         in_memory = federation.run_round(in_memory).progress
     assert plain(in_memory) == plain(progress)
     kept = resume(run)
-    assert kept is not None
     assert plain(federation.run_round(kept.progress).progress) == plain(federation.run_round(in_memory).progress)
 
 
@@ -87,11 +86,9 @@ def test_a_sample_of_the_clients_is_measured(prepared: Prepared, tiny_folder: Pa
     assert list(evaluator.ids) == sorted(evaluator.ids)
     assert Evaluator(federation, 8, 7).ids == evaluator.ids
     validation, own = evaluator.evaluate_clients(federation.begin())
-    assert validation is not None
-    assert own is not None
     assert tuple(validation.by_client) == tuple(own.by_client) == evaluator.ids
     assert set(asked) == set(evaluator.ids)
-    assert tuple(evaluator.evaluate_heldout(federation.begin(), prepared.test)) == evaluator.ids  # type: ignore[arg-type]
+    assert tuple(evaluator.evaluate_heldout(federation.begin(), prepared.test)) == evaluator.ids
 
 
 PEAK = """

@@ -1,27 +1,34 @@
-"""The selection of the best round: by the metric, then by the loss, then the later one; and gains beyond noise."""
+"""The best round of a run, and where it stops: by the metric, then the loss, then the later one; gains beyond noise."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import numpy as np
 import pytest
 
 import fedspan
 from fedspan.clients.coarsening import coarsen_metrics
-from fedspan.federation.evaluation import ClientScores
+from fedspan.config import RunConfig, parse_config
+from fedspan.federation.evaluation import ClientScores, Evaluator
+from fedspan.federation.progress import Progress
 from fedspan.federation.trimmed_scores import compute_trimmed_means
-from fedspan.runs.selection import ClientLoss, Selection, compute_gain, rate_round
+from fedspan.runs import selection
+from fedspan.runs.selection import Best, ClientLoss, Selection, compute_gain, has_stalled, rate_round
 from fedspan.tasks.bounded_losses import compute_guess_bound
 from fedspan.tasks.registry import TASKS
 from helpers import tiny
+from helpers.listeners import Notes
+from helpers.refusals import refused
 
 
 def best_of(metric: str, *scores: dict[str, float] | None) -> int:
-    """The best of rounds with these validation scores."""
     return max(rate_round(metric, number, one) for number, one in enumerate(scores, 1)).round
 
 
@@ -49,7 +56,6 @@ def test_values_that_are_not_finite_can_be_stored_and_are_not_the_best(value: fl
 
 
 def scores_of(*losses: float, examples: float = 8.0, remote: bool = False) -> ClientScores:
-    """Scores of clients with these validation losses."""
     by_client = {f"c{number}": {"loss": loss, "examples": examples} for number, loss in enumerate(losses)}
     pooled = {"loss": sum(losses) / len(losses)}
     return ClientScores(pooled, by_client, dict(pooled) if remote else None)
@@ -114,8 +120,6 @@ def test_one_client_decides_nothing_where_others_missed_the_start(loss: float, p
     honest = rows(0.9, 0.91, 0.92, 0.93, 0.94)
     better, worse = compute_gain(start, rows(0.9, 0.91, 0.92, 0.93, loss)), compute_gain(start, rows(*[1.1] * 4, loss))
     assert compute_gain(start, honest) is not None
-    assert better is not None
-    assert worse is not None
     assert better.mean > better.standard_error
     assert worse.mean < worse.standard_error
 
@@ -125,12 +129,9 @@ def test_a_round_replaces_the_start_if_its_gain_exceeds_its_standard_error() -> 
     alike = scores_of(*(loss - fall for loss, fall in zip(START, (0.02, 0.03, 0.02, 0.03), strict=True)))
     unlike = scores_of(*(loss - fall for loss, fall in zip(START, (0.3, -0.2, 0.1, -0.1), strict=True)))
     kept = select(scores_of(*START), unlike)
-    assert kept.best is not None
     assert kept.best.round == 0
-    assert kept.improved is not None
     assert kept.improved.round == 1  # patience counts from the lowest loss
     replaced = select(scores_of(*START), unlike, alike)
-    assert replaced.best is not None
     assert replaced.best.round == 2
     assert Selection.from_json(json.loads(json.dumps(replaced.to_json()))) == replaced
 
@@ -158,26 +159,15 @@ def test_one_client_that_measures_itself_decides_nothing(loss: float) -> None:
     start, fallen = [0.5] * 9, [0.4 + 0.001 * number for number in range(9)]
     honest = select(scores_of(*start, 0.5, remote=True), scores_of(*fallen, 0.4, remote=True)).best
     hostile = select(scores_of(*start, 0.5, remote=True), scores_of(*fallen, loss, remote=True)).best
-    assert honest is not None
-    assert hostile is not None
     assert hostile.round == honest.round == 1
     worse = [0.6 + 0.001 * number for number in range(9)]
     kept = select(scores_of(*start, 0.5, remote=True), scores_of(*worse, loss, remote=True)).best
-    assert kept is not None
     assert kept.round == 0
-
-
-def test_the_metric_decides_beside_a_start() -> None:
-    scores = [ClientScores({"accuracy": 0.5, "loss": 0.5 - 0.001 * number}, {}) for number in (0, 1)]
-    selection = Selection().add("accuracy", 0, scores[0]).add("accuracy", 1, scores[1])
-    assert selection.best is not None
-    assert selection.best.round == 1  # equal scores go to the lower loss
 
 
 def test_rounds_of_clients_that_hide_their_losses_are_not_selected() -> None:
     hidden = ClientScores({"accuracy": 0.9}, {"c0": {"accuracy": 0.9, "examples": 8.0}})
     selection = select(scores_of(*START), hidden)
-    assert selection.best is not None
     assert selection.best.round == 0
     json.dumps(selection.to_json(), allow_nan=False)
 
@@ -188,8 +178,6 @@ def test_an_evaluation_that_no_client_answered_decides_nothing(missing: int) -> 
     scores[missing] = None
     for count in range(missing + 2, 7):
         selection = select(*scores[:count])
-        assert selection.best is not None
-        assert selection.improved is not None
         assert selection.best.round == selection.improved.round == count - 1
     assert select(*scores[:3], None).best == select(*scores[:3]).best
 
@@ -214,7 +202,6 @@ def select_reported(*rounds: ClientScores | None, metric: str = "accuracy") -> S
 
 
 def best_round(selection: Selection) -> int:
-    assert selection.best is not None
     return selection.best.round
 
 
@@ -263,16 +250,8 @@ def test_a_metric_that_few_clients_report_selects_nothing() -> None:
 
 def test_without_scores_the_last_round_is_selected() -> None:
     selection = select(None, None, None)
-    assert selection.best is not None
     assert selection.best.round == 2
     assert Selection.from_json(json.loads(json.dumps(selection.to_json()))) == selection
-
-
-def test_a_round_with_the_same_loss_does_not_postpone_early_stopping() -> None:
-    selection = select(scores_of(0.5), scores_of(0.4), scores_of(0.4), scores_of(0.4))
-    assert selection.best is not None
-    assert selection.improved is not None
-    assert (selection.best.round, selection.improved.round) == (3, 1)
 
 
 def rounded(*losses: float) -> ClientScores:
@@ -287,8 +266,6 @@ def rounded(*losses: float) -> ClientScores:
 
 def get_rounds(selection: Selection) -> tuple[int, int]:
     """Return the best round, and the one from which early stopping counts."""
-    assert selection.best is not None
-    assert selection.improved is not None
     return selection.best.round, selection.improved.round
 
 
@@ -346,3 +323,138 @@ def test_a_run_chooses_by_these_rules(tiny_folder: Path, tmp_path: Path) -> None
     assert report.scores["validation"] == pytest.approx(rows[report.best_round - 1])
     first = next(at for at, score in enumerate(scores, 1) if score[0] == max(scores)[0])
     assert report.best_round >= first
+
+
+SCORES = {1: 0.2, 2: 0.5, 3: 0.4, 4: 0.1, 5: 0.3, 6: 0.9}
+
+
+def run_with_reports(
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    out: Path,
+    *rounds: dict[str, float],
+    early_stopping: int | None = None,
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Run with scripted reports of the clients; return the lines of metrics and the notes."""
+
+    def evaluate_clients(evaluator: Evaluator, progress: Progress) -> tuple[ClientScores | None, None]:
+        if not (accuracies := rounds[progress.state.round - 1]):
+            return None, None
+        rows = {id: {"accuracy": one, "loss": 1 - one, "examples": 8.0} for id, one in accuracies.items()}
+        pooled = {name: fmean(row[name] for row in rows.values()) for name in ("accuracy", "loss")}
+        return ClientScores(pooled, rows, compute_trimmed_means(rows, pooled)), None
+
+    notes = Notes()
+    monkeypatch.setattr(Evaluator, "evaluate_clients", evaluate_clients)
+    settings = tiny.settings(folder, federation={"rounds": len(rounds), "early_stopping": early_stopping})
+    fedspan.run(settings, out, listener=notes)
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()], notes.notes
+
+
+def test_the_logged_means_decide(monkeypatch: pytest.MonkeyPatch, tiny_folder: Path, tmp_path: Path) -> None:
+    """A silent client counts with its last metrics, so the mean over the round's own clients would mislead a reader."""
+    rounds = [{"a": 0.8, "b": 0.7, "c": 0.1}, {"a": 0.75, "b": 0.65}, {"a": 0.8, "b": 0.7, "c": 0.6}]
+    rows, notes = run_with_reports(monkeypatch, tiny_folder, tmp_path / "run", *rounds)
+    assert [row["validation_trimmed"]["accuracy"] for row in rows] == pytest.approx([0.7, 0.65, 0.7])
+    assert rows[1]["validation"]["accuracy"] == pytest.approx(0.7)
+    ranks = [(row["validation_trimmed"]["accuracy"], -row["validation_trimmed"]["loss"]) for row in rows]
+    for count, row in enumerate(rows, 1):
+        assert row["best_round"] == 1 + max(range(count), key=lambda index: (*ranks[index], index))
+    assert not any("nodes sent validation metrics" in note for note in notes)
+
+
+def test_a_note_counts_the_measured_clients(monkeypatch: pytest.MonkeyPatch, tiny_folder: Path, tmp_path: Path) -> None:
+    rounds = [{"a": 0.8, "b": 0.7}, {"a": 0.5, "b": 0.4}, {"a": 0.4, "b": 0.3, "c": 0.3}, {"a": 0.2, "b": 0.1}]
+    rows, notes = run_with_reports(monkeypatch, tiny_folder, tmp_path / "run", *rounds)
+    assert [row.get("best_round") for row in rows] == [None, None, 3, 3]  # too few clients select none
+    assert ["validation_trimmed" in row for row in rows] == [False, False, True, True]
+    (note,) = [note for note in notes if "nodes sent validation metrics" in note]
+    assert re.match(r"only 2 of \d+ nodes sent", note)
+    rows, notes = run_with_reports(monkeypatch, tiny_folder, tmp_path / "none", {}, {}, {}, early_stopping=1)
+    assert len(rows) == 3
+    assert len([note for note in notes if note.startswith("only 0 of ")]) == 1
+
+
+@pytest.fixture
+def scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the rounds of every run the scores above."""
+
+    def rate(metric: str, number: int, validation: Any) -> Best:
+        return Best(SCORES[number], 0.0, number)
+
+    monkeypatch.setattr(selection, "rate_round", rate)
+
+
+def values(folder: Path, **changes: Any) -> dict[str, Any]:
+    federation = {"rounds": 6, "early_stopping": 2, **changes.pop("federation", {})}
+    return tiny.settings(folder, federation=federation, **changes)
+
+
+def config(folder: Path, every: int) -> RunConfig:
+    return parse_config(values(folder, federation={"early_stopping": 3}, evaluation={"every": every}))
+
+
+def test_a_run_has_stalled_after_as_many_evaluated_rounds_without_a_better_one(tiny_folder: Path) -> None:
+    each, third, second = config(tiny_folder, 1), config(tiny_folder, 2), Best(0.5, 0.0, 2)
+    stalled = [has_stalled(each, number, second) for number in (2, 3, 4, 5, 6)]
+    assert stalled == [False, False, False, True, True]
+    stalled = [has_stalled(third, number, second) for number in (4, 5, 6)]
+    assert stalled == [False, False, True]  # round 5 is not evaluated
+    assert not has_stalled(each, 9, None)
+    assert not has_stalled(parse_config(tiny.settings(tiny_folder)), 9, Best(0.5, 0.0, 1))
+
+
+@pytest.mark.usefixtures("scored")
+def test_a_run_stops_and_exports_its_best_round(tiny_folder: Path, tmp_path: Path) -> None:
+    listener = Notes()
+    report = fedspan.run(values(tiny_folder), tmp_path / "run", listener=listener)
+    assert (report.rounds, report.best_round) == (4, 2)
+    expected = "the validation score has not improved since round 2 (federation.early_stopping)"
+    assert listener.notes[-1] == f"stopped after round 4: {expected}"
+    patient = fedspan.run(values(tiny_folder, federation={"early_stopping": 4}), tmp_path / "patient")
+    assert (patient.rounds, patient.best_round) == (6, 6)
+
+
+@pytest.mark.usefixtures("scored")
+def test_the_note_names_the_loss_where_it_decides(tiny_folder: Path, tmp_path: Path) -> None:
+    listener = Notes()
+    fedspan.run(values(tiny_folder, evaluation={"best_by": "loss"}), tmp_path / "run", listener=listener)
+    expected = "the validation loss has not fallen since round 2 (federation.early_stopping)"
+    assert f"stopped after round 4: {expected}" in listener.notes
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("scored")
+@pytest.mark.parametrize("stop", [1, 3, 4])
+def test_an_interrupted_run_stops_at_the_same_round(stop: int, tiny_folder: Path, tmp_path: Path) -> None:
+    whole = fedspan.run(values(tiny_folder), tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        fedspan.run(values(tiny_folder), tmp_path / "cut", listener=Notes(stop))
+    resumed = fedspan.resume(tmp_path / "cut")
+    assert (resumed.rounds, resumed.best_round, resumed.scores) == (whole.rounds, whole.best_round, whole.scores)
+    assert fedspan.resume(tmp_path / "cut") == resumed
+
+
+def test_it_needs_validation_parts(tiny_folder: Path) -> None:
+    partition = {**values(tiny_folder)["partition"], "validation": 0.0}
+    with refused("federation.early_stopping"):
+        parse_config({**values(tiny_folder), "partition": partition})
+
+
+@pytest.mark.slow
+def test_rounds_can_be_compared_by_the_validation_loss(tiny_folder: Path, tmp_path: Path) -> None:
+    def run(name: str, **evaluation: Any) -> tuple[int, list[dict[str, Any]]]:
+        given = tiny.settings(tiny_folder, federation={"rounds": 8}, training={"lr": 0.3}, evaluation=evaluation)
+        report = fedspan.run(given, tmp_path / name)
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        return report.best_round, [json.loads(line) for line in lines]
+
+    best, rows = run("loss", best_by="loss")
+    assert best == max((-row["validation"]["loss"], row["round"]) for row in rows)[1]
+    by_accuracy, rows = run("metric")
+    assert (
+        by_accuracy == max((row["validation"]["accuracy"], -row["validation"]["loss"], row["round"]) for row in rows)[2]
+    )
+    config = parse_config(tiny.settings(tiny_folder, evaluation={"best_by": "loss"}))
+    assert config.evaluation.get_selection_metric("accuracy") == "loss"
+    assert parse_config(tiny.settings(tiny_folder)).evaluation.get_selection_metric("accuracy") == "accuracy"

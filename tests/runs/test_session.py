@@ -78,8 +78,6 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
     server = subprocess.Popen(
         [sys.executable, str(SCRIPT)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
     )
-    assert server.stdin is not None
-    assert server.stdout is not None
     with server:
         reached: list[int] = []
         # On a busy machine a process may be killed many times before it gets anywhere.
@@ -132,7 +130,6 @@ class Interruption:
 def test_killed_at_every_change_of_the_file_system(
     finished: int, least: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a round, and in two of them."""
     end = uninterrupted(tmp_path / "reference", 7)
     uninterrupted(tmp_path / "begun", finished)
     changes = 0

@@ -1,18 +1,48 @@
-"""The construction of a run from its config: the parts of the held-out examples, and what data and partition refuse."""
+"""The setup of a run: what is built from its config, and what is refused before anything is written."""
 
 from __future__ import annotations
 
 import tracemalloc
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from datasets import Dataset
+from torch import nn
+from transformers import AutoTokenizer
 
-from fedspan import FedspanError
+import fedspan
 from fedspan.config import parse_config
-from fedspan.runs.setup import _find_test_parts, prepare
+from fedspan.config.run import RunConfig
+from fedspan.data.partition import ClientPart, Partition
+from fedspan.errors import FedspanError
+from fedspan.federation.aggregation.plaintext import PlaintextAggregation
+from fedspan.federation.evaluation import Evaluator
+from fedspan.federation.progress import Progress
+from fedspan.federation.settings import SecureSettings
+from fedspan.models.adapted import AdaptedModel
+from fedspan.planning import calibration
+from fedspan.runs import aggregation_setup, devices, remote, start, trainer_setup
+from fedspan.runs.aggregation_setup import build_aggregation
+from fedspan.runs.cluster import build_simulated_host, get_resources
+from fedspan.runs.devices import set_algorithms
+from fedspan.runs.engine_setup import describe_refusal, keep_stacking_plan
+from fedspan.runs.folder import RunFolder
+from fedspan.runs.model_setup import ModelObjects
+from fedspan.runs.setup import Objects, Prepared, _find_test_parts, prepare
+from fedspan.runs.start import load_partition, run
+from fedspan.runs.trainer_setup import compute_max_length, require_private_model
+from fedspan.training.batched import BatchedEngine
+from fedspan.training.loop import LoopEngine
+from fedspan.training.stacking import StackingPlan
+from fedspan.training.worker import Worker
+from fedspan.transports.in_process import InProcess
 from helpers import tiny
+from helpers.refusals import refused
 
 
 def test_values_that_differ_in_a_trailing_nul_or_are_long_are_parts_of_their_own() -> None:
@@ -39,5 +69,266 @@ def test_scores_by_value_need_a_held_out_set_with_the_column(tiny_folder: Path) 
     with pytest.raises(FedspanError, match=r"no column named 'siet'.*Did you mean 'site'"):
         prepare(parse_config(settings))
     settings["data"]["test_fraction"] = 0
-    with pytest.raises(FedspanError, match=r"`evaluation\.by`: there is no test set"):
+    with refused("evaluation.by"):
         prepare(parse_config(settings))
+
+
+CONFIG = parse_config({"data": {"train": "train.csv"}})
+
+
+def fail(*_: Any) -> Any:
+    raise AssertionError("nothing may be built")
+
+
+def test_a_new_run_needs_a_config(tmp_path: Path) -> None:
+    with refused("config"):
+        run(None, tmp_path / "run", build=fail)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_with_something_in_it_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(FedspanError, match=r"notes\.txt"):
+        run(CONFIG, tmp_path, build=fail)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_diagnoses_need_clients_in_this_process(tmp_path: Path) -> None:
+    config = parse_config({"data": {"train": "train.csv"}, "evaluation": {"diagnostics": 2}})
+    with pytest.raises(FedspanError, match="diagnostics need engine.name batched or loop".replace(".", r"\.")):
+        run(config, tmp_path / "run", build=fail, host=fail)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_invalid_config_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "resolve_pooling", lambda config: (config, None))  # which loads the model's config
+
+    def refuse(*_: Any) -> Any:
+        raise FedspanError("data.train", "train.csv", "a file")
+
+    with pytest.raises(FedspanError, match=r"data\.train"):
+        run(CONFIG, tmp_path / "run", build=refuse)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_partition_of_an_earlier_start_is_loaded(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    assert load_partition(folder) is None
+    rows = [np.array(values, dtype=np.int64) for values in ([0, 2], [1], [])]
+    stored = Partition((ClientPart("east", *rows),), 3)
+    folder.partition.write_text(stored.to_json())
+    found = load_partition(folder)
+    assert found.fingerprint == stored.fingerprint
+    folder.partition.write_text(stored.to_json()[:-5])
+    with pytest.raises(FedspanError, match=r"partition\.json"):
+        load_partition(folder)
+
+
+def build(clip: float | None = None, **federation: Any) -> Any:
+    return build_aggregation(parse_config({"data": {"train": "train.csv"}, "federation": federation}), clip)
+
+
+def test_replies_are_plain_unless_the_config_says_otherwise() -> None:
+    assert build() is PlaintextAggregation
+    assert build(3.0, reduction="median") is PlaintextAggregation
+
+
+def test_a_secure_sum_has_the_settings_of_the_config_and_its_clip_or_another() -> None:
+    secure = pytest.importorskip("fedspan.federation.aggregation.secure")
+    values = {"secure": {"clip": 7.0, "bits": 64, "neighbors": 4}, "weights": "uniform"}
+    for clip, expected in ((None, 7.0), (3.0, 3.0)):
+        found = build(clip, **values)
+        assert isinstance(found, partial)
+        assert found.func is secure.SecureAggregation
+        assert found.keywords == {"secure": SecureSettings(expected, 64, neighbors=4)}
+
+
+def test_missing_libraries_are_named_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise FedspanError("federation.secure", {}, problem="not installed")
+
+    monkeypatch.setattr(aggregation_setup, "require_packages", refuse)
+    assert build() is PlaintextAggregation
+    with pytest.raises(FedspanError, match="not installed"):
+        build(secure={}, weights="uniform")
+
+
+def config(**changes: Any) -> RunConfig:
+    return parse_config({"data": {"train": "train.csv"}, **changes})
+
+
+class Positions(nn.Module):
+    """Positions, as RoBERTa has them if they have a padding index."""
+
+    def __init__(self, count: int, padding: int | None, limit: int | None = None) -> None:
+        super().__init__()
+        self.position_embeddings = nn.Embedding(count, 4, padding_idx=padding)
+        self.word_embeddings = nn.Embedding(3, 4, padding_idx=0)
+        if limit is not None:
+            self.config = SimpleNamespace(max_position_embeddings=limit)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "model", "expected"),
+    [
+        (None, Positions(600, None), 100),
+        (SimpleNamespace(model_max_length=64), Positions(600, None), 64),
+        (SimpleNamespace(model_max_length=10**30), Positions(600, None, 40), 40),
+        (None, Positions(50, 1, 50), 48),  # positions count from after the padding index
+        (None, Positions(50, None, 50), 50),
+    ],
+)
+def test_the_shortest_of_all_limits_counts(tokenizer: Any, model: nn.Module, expected: int) -> None:
+    assert compute_max_length(config(model={"max_length": 100}), tokenizer, model) == expected
+
+
+def test_running_statistics_are_refused_under_privacy() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    norm = {"1.weight": model[1].weight, "1.bias": model[1].bias}
+    buffers = {"1.running_mean": model[1].running_mean, "1.running_var": model[1].running_var}
+    without, adapted = AdaptedModel(model, {"0": model[0]}, norm), AdaptedModel(model, {"0": model[0]}, norm, buffers)
+    private = config(privacy={"mechanism": "dp-sgd", "noise": 1.0})
+    require_private_model(config(), adapted)
+    require_private_model(private, without)
+    with pytest.raises(FedspanError, match=r"running statistics \(1\.running_mean, \.\.\.\) come from raw") as caught:
+        require_private_model(private, adapted)
+    assert (caught.value.field, caught.value.value) == ("privacy", "dp-sgd")
+    assert torch.equal(model[1].running_mean, torch.zeros(3))
+
+
+def test_an_untrained_head_that_was_passed_from_python_starts_from_statistics(tiny_folder: Path) -> None:
+    def prepared(model: object, **changes: Any) -> Prepared:
+        values = tiny.settings(tiny_folder, model={"head_init": "auto", **changes})
+        objects = Objects(model=ModelObjects(model, AutoTokenizer.from_pretrained(tiny_folder / "bert")))
+        values["model"]["name"] = "python:bert"
+        return prepare(parse_config(values), objects=objects)
+
+    model: Any = tiny.fresh_classifier(tiny_folder / "bert")
+    run = prepared(model)
+    assert run.head.kind == "lda"
+    with torch.no_grad():
+        model.classifier.bias.fill_(0.01)  # as after a step of training
+    trained = prepared(model)
+    assert trained.head is None
+    assert any("starts with the weights of the model that was passed" in note for note in trained.notes)
+    assert prepared(model, head_init="lda").head is not None
+
+
+REASON = "its layers cannot be stacked"
+
+
+class Refusing(BatchedEngine):
+    def __init__(self) -> None:
+        pass
+
+    @property
+    def refusal(self) -> str | None:
+        return REASON
+
+
+def test_a_refusal_is_reported() -> None:
+    note = describe_refusal(Refusing())
+    assert note.endswith(REASON)
+    assert describe_refusal(LoopEngine.__new__(LoopEngine)) is None
+
+
+def test_the_start_of_a_run_is_evaluated_as_before_a_plan_is_known(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by a run that was stopped in its first round, whose folder has a plan."""
+    values = tiny.settings(tiny_folder, engine={"name": "batched", "clients_per_pass": 2, "workers": 2})
+    values["partition"] = {**values["partition"], "validation": 0.2}
+    plans, evaluate = list[StackingPlan | None](), Evaluator.evaluate_clients
+
+    def record(evaluator: Evaluator, progress: Progress) -> Any:
+        engine = evaluator.federation.engine
+        assert isinstance(engine, BatchedEngine)
+        plans.append(engine.stacking)
+        return evaluate(evaluator, progress)
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Worker, "run", stop)
+        with pytest.raises(KeyboardInterrupt):
+            fedspan.run(values, tmp_path / "run", progress=False)
+    assert (tmp_path / "run" / "engine.json").exists()
+    monkeypatch.setattr(Evaluator, "evaluate_clients", record)
+    fedspan.resume(tmp_path / "run", progress=False)
+    assert plans[0] is None
+    assert plans[1:] == [StackingPlan(2, 2)] * (len(plans) - 1)
+    assert len(plans) > 1
+
+
+def test_a_plan_is_restored_and_numbers_of_the_config_replace_its_own(tiny_folder: Path, tmp_path: Path) -> None:
+    """As after an error for too little memory: the next resume has them, too."""
+    run_folder = RunFolder(tmp_path)
+    run_folder.write_json(run_folder.engine, {"clients_per_pass": 8, "workers": 2})
+    for options, expected in (({}, (8, 2)), ({"clients_per_pass": 3}, (3, 2)), ({}, (3, 2)), ({"workers": 1}, (3, 1))):
+        engine = prepare(parse_config(tiny.settings(tiny_folder, engine={"name": "batched", **options}))).engine
+        keep_stacking_plan(run_folder, engine)
+        assert isinstance(engine, BatchedEngine)
+        assert engine.stacking == StackingPlan(*expected)
+    assert run_folder.read_json(run_folder.engine) == {"clients_per_pass": 3, "workers": 1}
+    run_folder.write_json(run_folder.engine, {"clients_per_pass": None})
+    with pytest.raises(FedspanError, match="two numbers, clients_per_pass and workers"):
+        keep_stacking_plan(run_folder, engine)
+
+
+def test_workers_take_what_the_config_says() -> None:
+    team = pytest.importorskip("fedspan.transports.ray.team", reason="the extra fedspan[cluster] is not installed")
+    cluster: dict[str, Any] = {"address": "head:6379", "workers": 3, "threads_per_worker": 2, "gpus_per_worker": 0.5}
+    values = {"data": {"train": "train.csv"}, "engine": {"name": "loop"}, "cluster": {**cluster, "start_timeout": 9.0}}
+    assert get_resources(parse_config(values)) == team.Resources("head:6379", 3, 2, 0.5, 9.0)
+
+
+def test_the_host_of_a_simulation_has_all_of_its_clients(prepared: Prepared) -> None:
+    transport = prepared.federation.transport
+    assert isinstance(transport, InProcess)
+    host = build_simulated_host(prepared.federation)
+    assert host is transport.host
+    assert list(host.clients) == list(prepared.federation.clients)
+
+
+GPU, CPU = torch.device("cuda:0"), torch.device("cpu")
+
+
+@pytest.fixture
+def modes(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """The values passed to ``torch.use_deterministic_algorithms``, in order."""
+    found: list[bool] = []
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", found.append)
+    monkeypatch.setattr(devices, "_restricts_torch", False)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    return found
+
+
+def test_torch_is_restricted_for_runs_that_ask_for_it_alone(modes: list[bool]) -> None:
+    set_algorithms(True, CPU)
+    set_algorithms(False, GPU)  # the user's own setting stays
+    assert modes == []
+    set_algorithms(True, GPU)
+    set_algorithms(True, GPU)
+    set_algorithms(False, GPU)
+    set_algorithms(False, GPU)
+    assert modes == [True, True, False]
+
+
+def test_simulations_servers_and_calibrations_pass_it_on(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+
+    def stop(deterministic: bool, device: torch.device) -> None:
+        asked.append(deterministic)
+        raise InterruptedError
+
+    for module in (trainer_setup, remote, calibration):
+        monkeypatch.setattr(module, "set_algorithms", stop)
+    values = {**tiny.settings(tiny_folder), "deterministic": True}
+    with pytest.raises(InterruptedError):
+        prepare(parse_config(values))
+    with pytest.raises(InterruptedError):
+        calibration.measure_speed(parse_config(values), ("a", "b"), None, base=1000, length=None, clients=2, steps=1)
+    with pytest.raises(InterruptedError):
+        remote.prepare_server(parse_config({**values, "data": {**values["data"], "labels": list(tiny.LABELS)}}))
+    assert asked == [True] * 3

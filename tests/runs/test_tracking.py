@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,39 +10,20 @@ from typing import Any
 
 import pytest
 import yaml
-from click.testing import CliRunner
 
 import fedspan
-from fedspan import FedspanError, Listener
+from fedspan import FedspanError
+from fedspan.runs.trackers import TRACKERS, require_trackers
 from fedspan.runs.tracking import select_numbers
 from helpers import tiny
+from helpers.listeners import Notes
 
 pytest.importorskip("tensorboard", reason="tensorboard is not installed")
 
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-from helpers.command_line import get_program
-
-
-class Stop(BaseException):
-    """Stands for Ctrl-C."""
-
-
-class StopAfter(Listener):
-    """Stops after so many rounds, and counts what it is told."""
-
-    def __init__(self, rounds: int) -> None:
-        self.rounds, self.clients = rounds, 0
-
-    def on_client_finish(self, round: int, client: str, loss: float) -> None:
-        self.clients += 1
-
-    def on_round_finish(self, row: Any) -> None:
-        if row["round"] == self.rounds:
-            raise Stop
-
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     found: dict[str, list[tuple[int, float]]] = {}
     for place in sorted({path.parent for path in (folder / "tensorboard").rglob("*tfevents*")}):
         events = EventAccumulator(str(place))
@@ -53,10 +35,9 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 def test_every_round_stands_there_once_after_a_resume_too(tiny_folder: Path, tmp_path: Path) -> None:
     config, run = tiny.config(tiny_folder, federation={"rounds": 3}), tmp_path / "run"
-    listener = StopAfter(2)
-    with pytest.raises(Stop):
+    listener = Notes(2)
+    with pytest.raises(KeyboardInterrupt):
         fedspan.run(config, run, listener=listener, track=["tensorboard"])
-    assert listener.clients == 6
     fedspan.resume(run, track=["tensorboard"])
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     found = scalars(run)
@@ -70,27 +51,17 @@ def test_every_round_stands_there_once_after_a_resume_too(tiny_folder: Path, tmp
     assert alone.rounds == 3
 
 
-class Noting(Listener):
-    """Keeps what is noted."""
-
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-
-    def on_note(self, text: str) -> None:
-        self.notes.append(text)
-
-
 @pytest.mark.parametrize(
     "call", [pytest.param("start", marks=pytest.mark.slow), "log", pytest.param("finish", marks=pytest.mark.slow)]
 )
-def test_a_tracker_that_fails_does_not_end_the_run(
+def test_a_failing_tracker_is_noted(
     call: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(*_: Any, **__: Any) -> None:
         raise ConnectionError("no way there")
 
     monkeypatch.setattr(f"accelerate.tracking.TensorBoardTracker.{call}", failing)
-    listener = Noting()
+    listener = Notes()
     config = tiny.config(tiny_folder, federation={"rounds": 2})
     report = fedspan.run(config, tmp_path / "run", listener=listener, track=["tensorboard"])
     assert report.rounds == 2
@@ -120,15 +91,19 @@ def test_mistakes(name: str, said: str, tiny_folder: Path, tmp_path: Path, monke
 
 @pytest.mark.parametrize(("track", "there"), [([], True), (["--track", "none"], False)])
 def test_the_command_takes_what_is_installed(
-    track: list[str], there: bool, tiny_folder: Path, tmp_path: Path, invoke: Callable[..., Any]
+    track: list[str], there: bool, tiny_folder: Path, tmp_path: Path, call: Callable[..., Any]
 ) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(tiny.settings(tiny_folder, federation={"rounds": 1})))
-    result = invoke("run", str(path), "--out", str(tmp_path / "run"), *track)
+    result = call("run", str(path), "--out", str(tmp_path / "run"), *track)
     assert result.exit_code == 0, result.output
     assert (tmp_path / "run" / "tensorboard").is_dir() is there
 
 
-@pytest.fixture
-def invoke() -> Callable[..., Any]:
-    return lambda *arguments: CliRunner().invoke(get_program(), arguments)
+@pytest.mark.parametrize("name", TRACKERS)
+def test_a_missing_one_is_named_with_its_remedy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda asked: None if asked == name else object())
+    others = [other for other in TRACKERS if other != name]
+    require_trackers(others)
+    with pytest.raises(FedspanError, match=f"the package {name} is missing. Run: pip install {name}"):
+        require_trackers([*others, name])

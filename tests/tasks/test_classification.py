@@ -1,21 +1,33 @@
-"""Sequence classification: what is encoded, padded, lost and measured."""
+"""Sequence classification: encoding, class weights, label smoothing, losses and metrics."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import datasets
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from sklearn.utils.class_weight import compute_class_weight
+from torch import nn
 
+from fedspan.config import parse_config
+from fedspan.config.rates import get_training_defaults
 from fedspan.errors import FedspanError
 from fedspan.runs.setup import Prepared, prepare
-from fedspan.tasks.classification import SequenceClassification
-from fedspan.tasks.encoding import EncodedText
-from fedspan.tasks.single_label import compute_class_offsets
-from helpers import tiny
+from fedspan.tasks import causal, encoding, registry
+from fedspan.tasks.causal import CausalLM
+from fedspan.tasks.classification import SEQUENCE_CLASSIFICATION, SequenceClassification
+from fedspan.tasks.encoding import EncodedText, Ragged
+from fedspan.tasks.losses import CLASS_WEIGHTS, SMOOTHING
+from fedspan.tasks.single_label import compute_class_offsets, compute_class_weights
+from fedspan.tasks.task import get_labels
+from helpers import tiny, tiny_decoders
 from helpers.fixed_logits import Fixed
 
 CPU = torch.device("cpu")
@@ -68,16 +80,6 @@ def test_pairs_are_encoded_together(task: SequenceClassification) -> None:
     assert len(ids[1]) == 5
 
 
-def test_a_batch_is_padded_to_its_longest_text(task: SequenceClassification, encoded: EncodedText) -> None:
-    batch = task.collate(encoded, [2, 0, 2], CPU)
-    assert batch["input_ids"].shape == (3, 4)
-    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 1, 0]]
-    assert batch["input_ids"][0, 3] == task.tokenizer.pad_token_id
-    assert torch.equal(batch["input_ids"][0], batch["input_ids"][2])
-    assert batch["labels"].tolist() == [3, 2, 3]
-    assert batch["labels"].dtype == torch.int64
-
-
 def test_the_loss_is_the_mean_cross_entropy_in_float32(task: SequenceClassification, encoded: EncodedText) -> None:
     logits = torch.tensor([[0.1, 0.2, 3.0, -1.0], [2.0, 0.0, 0.5, 0.25]], dtype=torch.bfloat16)
     model = Fixed(logits)
@@ -87,17 +89,6 @@ def test_the_loss_is_the_mean_cross_entropy_in_float32(task: SequenceClassificat
     assert loss.dtype == torch.float32
     assert float(loss) == pytest.approx(float(expected), rel=1e-6)
     assert set(model.asked) == {"input_ids", "attention_mask"}  # the model is not shown the labels
-
-
-def test_metrics_are_those_of_the_given_examples(task: SequenceClassification) -> None:
-    """Labels 0 1 1 3, predicted 0 1 0 0: F1 of 0 is 2/4, of 1 is 2/3, of 3 is 0; label 2 does not occur."""
-    labels = np.array([3, 9, 0, 1, 1])
-    examples = EncodedText({}, labels, np.ones(5, dtype=np.int64))
-    logits = torch.tensor([[4.0, 1, 0, 0], [0, 5, 0, 1], [2, 1, 0, 0], [3, 0, 1, 0]])
-    found = task.compute_metrics(logits, examples, [2, 3, 4, 0])
-    assert found["accuracy"] == 0.5
-    assert found["macro_f1"] == pytest.approx((2 / 4 + 2 / 3 + 0) / 3)
-    assert found["loss"] == pytest.approx(float(F.cross_entropy(logits, torch.tensor([0, 1, 1, 3]))))
 
 
 def test_glue_s_metrics(prepared: Prepared) -> None:
@@ -116,14 +107,230 @@ def test_glue_s_metrics(prepared: Prepared) -> None:
     assert task.decode_targets(examples, [0, 4]) == ["yes", "no"]
 
 
-def test_f1_is_of_two_labels(tiny_folder: Path) -> None:
-    with pytest.raises(FedspanError, match="Expected macro_f1, because there are 4 labels") as caught:
-        prepare(tiny.config(tiny_folder, evaluation={"metric": "f1"}))
-    assert (caught.value.field, caught.value.value) == ("evaluation.metric", "f1")
-
-
 def test_logits_are_adjusted_to_the_classes_of_a_client() -> None:
     offsets = compute_class_offsets(np.array([2, 0, 2, 2]), 4, 0.5)
     assert offsets.tolist() == pytest.approx([0.5 * np.log(0.25), -np.inf, 0.5 * np.log(0.75), -np.inf])
     assert offsets.dtype == torch.float32
     assert compute_class_offsets(np.array([1, 1]), 2, 1.0).tolist() == [-np.inf, 0.0]
+
+
+NONE: Any = None
+
+
+class GivenLogits(SequenceClassification):
+    """A classifier whose batches hold its logits."""
+
+    def predict(self, model: Any, batch: Any, *, generate: bool = False) -> torch.Tensor:
+        return batch["logits"]
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.15])
+def test_losses_with_weights_are_torchs(smoothing: float) -> None:
+    rng = torch.Generator().manual_seed(4)
+    logits, labels = torch.randn(7, 3, generator=rng), torch.tensor([2, 0, 1, 1, 0, 2, 1])
+    weights_CK = torch.tensor([[0.5, 2.0, 1.0], [1.0, 4.0, 0.25]])
+    owners = torch.tensor([0, 0, 0, 1, 1, 1, 1])
+    task = GivenLogits(NONE, ("a", "b", "c"), 8)
+    smoothing_B = torch.full((7,), smoothing, dtype=torch.float64)
+    batch = {"logits": logits, "labels": labels, CLASS_WEIGHTS: weights_CK[owners], SMOOTHING: smoothing_B}
+    mask_CB = (owners == torch.arange(2)[:, None]).float()
+    expected = [
+        nn.CrossEntropyLoss(weight=weights, label_smoothing=smoothing)(logits[owners == at], labels[owners == at])
+        for at, weights in enumerate(weights_CK)
+    ]
+    torch.testing.assert_close(task.compute_client_losses(NONE, batch, mask_CB), torch.stack(expected))
+    own = {name: value[:3] for name, value in batch.items()}
+    torch.testing.assert_close(task.compute_loss(NONE, own), expected[0])
+
+
+def test_balanced_weights_are_scikit_learns() -> None:
+    labels = np.array([0, 2, 2, 2, 3, 0, 2])
+    expected = compute_class_weight("balanced", classes=np.array([0, 2, 3]), y=labels)
+    weights = compute_class_weights(labels, 5)
+    assert weights[[0, 2, 3]].tolist() == pytest.approx(expected.tolist())
+    assert weights[[1, 4]].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("engine", [{"name": "loop"}, {"name": "batched", "clients_per_pass": 2, "workers": 1}])
+def test_balanced_weights_are_not_computed_again_for_each_batch(
+    engine: dict[str, Any], tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+
+    def count(labels: np.ndarray, classes: int) -> torch.Tensor:
+        calls.append(len(labels))
+        return compute_class_weights(labels, classes)
+
+    monkeypatch.setattr("fedspan.training.services.compute_class_weights", count)
+    counts: list[int] = []
+    for epochs in (1, 3):
+        calls.clear()
+        training = {"class_weights": "balanced", "local_epochs": epochs}
+        values = tiny.settings(tiny_folder, federation={"rounds": 1}, training=training)
+        tiny.final_tensors(prepare(parse_config({**values, "engine": engine})))
+        counts.append(len(calls))
+    assert counts[0] == counts[1] > 0
+
+
+def test_what_does_not_apply_is_refused(tiny_folder: Path) -> None:
+    with pytest.raises(FedspanError, match=r"`training\.class_weights\.labs`: no label is named 'labs'\. Did you"):
+        prepare(parse_config(tiny.settings(tiny_folder, training={"class_weights": {"labs": 2.0}})))
+    for task, more, reason in (
+        ("regression", {}, "regression has no classes"),
+        ("text-embedding", {}, "text-embedding has no classes"),
+        ("sequence-classification", {"logit_adjustment": 1.0}, r"training\.logit_adjustment corrects for shares"),
+    ):
+        training = {"label_smoothing": 0.1, **more}
+        with pytest.raises(FedspanError, match=rf"`training\.label_smoothing`: {reason}"):
+            parse_config(tiny.settings(tiny_folder, training=training) | {"task": task})
+    privacy = {"mechanism": "dp-sgd", "noise": 1.0, "clip": 0.5}
+    for training in ({"label_smoothing": 0.1}, {"class_weights": "balanced"}):
+        with pytest.raises(FedspanError, match="dp-sgd computes each example's loss without it"):
+            parse_config(tiny.settings(tiny_folder, training=training, privacy=privacy))
+
+
+class Squared(SequenceClassification):
+    """A task of a user's own that computes another loss, and says so."""
+
+    loss_options = ()
+
+    def compute_loss(self, model: Any, batch: Any) -> torch.Tensor:
+        probabilities = self.predict(model, batch).softmax(1)
+        return (probabilities - nn.functional.one_hot(batch["labels"], len(self.labels))).square().mean()
+
+
+OPTIONS = [("logit_adjustment", 1.0), ("class_weights", "balanced"), ("label_smoothing", 0.9)]
+
+
+@pytest.mark.parametrize(("option", "value"), OPTIONS)
+@pytest.mark.parametrize("declared", [(), SEQUENCE_CLASSIFICATION.loss_options])
+def test_a_task_whose_loss_does_not_take_an_option_refuses_it_before_training(
+    declared: tuple[Any, ...], option: str, value: Any, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if its definition was copied from one that takes them."""
+    definition = replace(
+        SEQUENCE_CLASSIFICATION,
+        name="squared",
+        loss_options=declared,
+        build=lambda tokenizer, settings, data: Squared(tokenizer, settings.labels, settings.max_length),
+    )
+    monkeypatch.setitem(registry._tasks, "squared", definition)
+    values = tiny.settings(tiny_folder, training={option: value}) | {"task": "squared"}
+    with pytest.raises(FedspanError, match="does not take it") as caught:
+        prepare(parse_config(values))
+    assert caught.value.field == f"training.{option}"
+    prepare(parse_config(tiny.settings(tiny_folder) | {"task": "squared"}))
+    assert get_training_defaults("squared", "fedit").logit_adjustment == (1.0 if declared else 0.0)
+
+
+@dataclass(frozen=True)
+class Unlabeled:
+    """Examples of a user's own that name their labels otherwise."""
+
+    text: Any
+
+    def __len__(self) -> int:
+        return len(self.text)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return self.text.lengths
+
+
+class Renamed(SequenceClassification):
+    """A task of a user's own whose examples have no ``labels``."""
+
+    def encode(self, dataset: Any) -> Any:
+        return Unlabeled(super().encode(dataset))
+
+    def collate(self, examples: Any, indices: Any, device: torch.device) -> dict[str, torch.Tensor]:
+        return super().collate(examples.text, indices, device)
+
+
+def test_examples_without_labels_are_named(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    definition = replace(
+        SEQUENCE_CLASSIFICATION,
+        name="renamed",
+        build=lambda tokenizer, settings, data: Renamed(tokenizer, settings.labels, settings.max_length),
+    )
+    monkeypatch.setitem(registry._tasks, "renamed", definition)
+    values = tiny.settings(tiny_folder, training={"class_weights": "balanced"}) | {"task": "renamed"}
+    with pytest.raises(FedspanError, match="Unlabeled, the encoded examples of this task, has no array `labels`"):
+        tiny.final_tensors(prepare(parse_config(values)))
+    flipped = {
+        **tiny.settings(tiny_folder),
+        "task": "renamed",
+        "simulation": {"faults": {"kind": "label-flip", "share": 0.5}},
+    }
+    with pytest.raises(FedspanError, match="has no array `labels`"):
+        prepare(parse_config(flipped))
+
+
+ROWS = st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=5), max_size=6)
+
+
+@given(st.lists(ROWS, max_size=4))
+def test_rows_come_back(parts: list[list[list[int]]]) -> None:
+    made, rows = Ragged.join([Ragged(part) for part in parts]), [row for part in parts for row in part]
+    assert list(made) == rows
+    assert made.lengths.tolist() == [len(row) for row in rows]
+    assert made[1:-1] == rows[1:-1]
+    with pytest.raises(IndexError):
+        made[len(rows)]
+
+
+def test_ids_beyond_32_bits_are_refused() -> None:
+    with pytest.raises(OverflowError):
+        Ragged([[2**31]])
+
+
+def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch, prepared: Prepared) -> None:
+    task = SequenceClassification(prepared.task.tokenizer, prepared.labels, 5)
+    texts = [f"lab{number % 8} " * (number % 4) + "word1" for number in range(9)]
+    data = datasets.Dataset.from_dict({"text": texts, "text_pair": texts[::-1], "label": [0] * 9})
+    whole = task.encode(data)
+    monkeypatch.setattr(encoding, "_CHUNK", 4)
+    parts = task.encode(data)
+    assert {key: list(rows) for key, rows in parts.encodings.items()} == {
+        key: list(rows) for key, rows in whole.encodings.items()
+    }
+    assert parts.lengths.tolist() == whole.lengths.tolist()
+
+
+def test_chunks_of_prompts_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = CausalLM(tiny_decoders.tokenizer(pads=True), 6)
+    texts = ["Q: " + "b0 " * number for number in range(1, 8)]
+    data = datasets.Dataset.from_dict({"text": texts, "answer": [text[::-1] for text in texts]})
+    whole = task.encode(data)
+    monkeypatch.setattr(causal, "_CHUNK", 3)
+    parts = task.encode(data)
+    assert list(parts.ids) == list(whole.ids)
+    assert parts.starts.tolist() == whole.starts.tolist()
+    assert (parts.answers, parts.truncated_prompts, parts.truncated_answers) == (
+        whole.answers, whole.truncated_prompts, whole.truncated_answers,
+    )  # fmt: skip
+    assert parts.truncated_prompts > 0
+    strict = CausalLM(tiny_decoders.tokenizer(pads=True), 6, refuse_long=True)
+    with pytest.raises(FedspanError, match="the answer of example 5 has 6 tokens"):
+        strict.encode(datasets.Dataset.from_dict({"text": texts, "answer": ["c0 " * at for at in range(1, 8)]}))
+
+
+def test_ids_take_no_more_bytes_than_they_need() -> None:
+    rows = [[0] * 1000, [255], [70_000], [-100, 3]]
+    made = Ragged.join([Ragged([row]) for row in rows])
+    assert [made[at] for at in range(4)] == rows
+    assert made.pad([1, 3], -1).tolist() == [[255, -1], [-100, 3]]
+    assert Ragged([[0] * 1000])._ids.nbytes == 1000
+
+
+@pytest.mark.parametrize("labels", [np.array([2, 0, 1]), np.array([0.5, -1.0, 3.0])], ids=["labels", "numbers"])
+def test_labels_are_those_of_the_given_examples_in_their_order(labels: np.ndarray) -> None:
+    found = get_labels(SimpleNamespace(labels=labels), np.array([2, 0]))
+    assert found.dtype == labels.dtype
+    assert found.tolist() == [labels[2], labels[0]]
+
+
+@pytest.mark.parametrize("examples", [SimpleNamespace(), SimpleNamespace(labels=[2, 0, 1])], ids=["none", "a list"])
+def test_examples_of_a_users_own_task_without_an_array_of_labels_are_refused(examples: SimpleNamespace) -> None:
+    with pytest.raises(FedspanError, match="SimpleNamespace, the encoded examples of this task, has no array `labels`"):
+        get_labels(examples, np.array([0]))

@@ -21,7 +21,6 @@ from fedspan.data.config import DataConfig
 from fedspan.data.loading import load
 from fedspan.deployment.node import NodeService
 from fedspan.runs.load import load_served
-from fedspan.runs.setup import prepare
 from fedspan.tasks.encoding import EncodedText, Ragged
 from fedspan.tasks.losses import CLASS_WEIGHTS, SMOOTHING
 from fedspan.tasks.multi_label import LabeledTexts, MultiLabelClassification
@@ -163,19 +162,6 @@ def test_balanced_weights_are_examples_without_a_label_over_those_with_it() -> N
     examples = LabeledTexts(EncodedText({}, np.zeros(5), np.zeros(5)), Ragged([[0], [0, 1], [0], [], [1, 0, 2]]))
     weights = Fixed(NONE, ("a", "b", "c", "d"), 8).compute_balanced_weights(examples, np.array([0, 1, 2, 3]))
     assert weights.tolist() == pytest.approx([1 / 3, 3.0, 1.0, 1.0])
-
-
-def test_engines_train_alike_with_weights_and_other_than_without(tiny_folder: Path, tmp_path: Path) -> None:
-    def train(engine: str, **changes: Any) -> Any:
-        training = {"optimizer": "sgd", "lr": 0.3, **changes}
-        values = tiny_topics.settings(tiny_folder, tmp_path, federation={"rounds": 1}, training=training)
-        return tiny.final_tensors(prepare(parse_config({**values, "engine": {"name": engine}})))
-
-    options = {"class_weights": "balanced", "label_smoothing": 0.1}
-    loop, batched, plain = train("loop", **options), train("batched", **options), train("loop")
-    for name, value in loop.items():
-        torch.testing.assert_close(batched[name], value, rtol=1e-4, atol=2e-5)
-    assert any(not torch.allclose(value, plain[name], atol=1e-3) for name, value in loop.items())
 
 
 def test_metrics_are_scikit_learns() -> None:

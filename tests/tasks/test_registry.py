@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import fedspan
 from fedspan import FedspanError
@@ -16,6 +17,7 @@ from fedspan.tasks import registry
 from fedspan.tasks.classification import SequenceClassification
 from fedspan.tasks.metrics import METRICS, Metric
 from fedspan.tasks.registry import TASKS, get_task, register_task
+from fedspan.tasks.trainer import TrainerExamples, TrainerTask
 from helpers import tiny
 from helpers.sharpened_task import OWN
 
@@ -148,3 +150,21 @@ def test_a_task_of_one_s_own_is_replaced_when_it_is_registered_again() -> None:
     changed = replace(OWN, lr=0.5)
     register_task(changed)
     assert TASKS["sharpened"] is changed
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("collate", (TrainerExamples(1), [0], torch.device("cpu"))),
+        ("compute_loss", (torch.nn.Identity(), {})),
+        ("compute_client_losses", (torch.nn.Identity(), {}, torch.ones(1, 1))),
+        ("predict", (torch.nn.Identity(), {})),
+        ("compute_metrics", (torch.zeros(1), TrainerExamples(1), [0])),
+        ("encode", (None,)),
+        ("decode_predictions", (torch.zeros(1),)),
+        ("decode_targets", (TrainerExamples(1), [0])),
+    ],
+)
+def test_what_needs_examples_is_refused_with_the_way_out(name: str, arguments: tuple[Any, ...]) -> None:
+    with pytest.raises(FedspanError, match=r"are its owners' trainers' own\. Load the adapter with PEFT"):
+        getattr(TrainerTask("loss"), name)(*arguments)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import csv
 import random
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import datasets
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
 
 import fedspan
 from fedspan.config import parse_config
@@ -22,17 +20,9 @@ from fedspan.errors import FedspanError
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.tasks.regression import Regression
 from helpers import tiny
+from helpers.fixed_logits import Fixed
 
 CPU = torch.device("cpu")
-
-
-class Fixed(nn.Module):
-    def __init__(self, values: list[float]) -> None:
-        super().__init__()
-        self.values = torch.tensor(values)[:, None]
-
-    def forward(self, **batch: Tensor) -> SimpleNamespace:
-        return SimpleNamespace(logits=self.values)
 
 
 @pytest.fixture
@@ -43,7 +33,7 @@ def task(prepared: Prepared) -> Regression:
 def test_the_loss_is_the_mean_squared_error_and_correlations_are_the_textbook_s(task: Regression) -> None:
     truth, guess = [1.0, 2.0, 4.0, 3.5], [0.5, 2.5, 3.0, 9.0]
     examples = task.encode(datasets.Dataset.from_dict({"text": ["lab1"] * 4, "target": truth}))
-    loss = task.compute_loss(Fixed(guess), task.collate(examples, [0, 1, 2, 3], CPU))
+    loss = task.compute_loss(Fixed(torch.tensor(guess)[:, None]), task.collate(examples, [0, 1, 2, 3], CPU))
     x, y = np.array(guess), np.array(truth)
     assert float(loss) == pytest.approx(np.mean((x - y) ** 2))
     metrics = task.compute_metrics(torch.tensor(guess)[:, None], examples, [0, 1, 2, 3])
@@ -119,8 +109,7 @@ def test_numbers_are_divided_by_ranges(partitioner: str) -> None:
     assert found.fingerprint == classes.fingerprint
     tied = datasets.Dataset.from_dict({"target": [1.0] * 300 + [2.0] * 100})
     with pytest.raises(
-        FedspanError,
-        match=r"^`partition.bins`: 5 is not accepted\. Expected at most 2, the number of distinct numbers",
+        FedspanError, match=r"^`partition.bins`: 5 is not accepted\. Expected at most 2, the number of distinct numbers"
     ):
         partition(tied, config, 7)
 
@@ -136,14 +125,6 @@ def test_what_is_no_regression_is_refused(tiny_folder: Path, tmp_path: Path) -> 
         FedspanError, match=r"^`partition\.bins`: these examples have labels, not numbers\. Leave it out"
     ):
         prepare(parse_config(labeled))
-    with pytest.raises(FedspanError, match=r"row 2 of .* has 'site0' in column '.*', which is not a number") as caught:
-        prepare(parse_config({**values, "data": {**values["data"], "label": "site"}}))
-    assert caught.value.field == "data.label"
-    with pytest.raises(FedspanError, match="these examples have no classes"):
-        prepare(parse_config({**values, "data": {**values["data"], "labels": ["1", "2"]}}))
     (tmp_path / "pairs.tsv").write_text("one\tother\tscore\tsite\na\tb\t3,500\tx\n")
     with pytest.raises(FedspanError, match="has '3,500' in column 'score': a decimal comma, or one between thousands"):
-        prepare(parse_config({**values, "data": {**values["data"], "train": str(tmp_path / "pairs.tsv")}}))
-    (tmp_path / "pairs.tsv").write_text("one\tother\tscore\tsite\na\tb\tnan\tx\n")
-    with pytest.raises(FedspanError, match=r"row 2 of .* has no number in column 'score'"):
         prepare(parse_config({**values, "data": {**values["data"], "train": str(tmp_path / "pairs.tsv")}}))

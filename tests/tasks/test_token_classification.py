@@ -22,11 +22,9 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 import fedspan
 from fedspan import FedspanError
-from fedspan.config import parse_config
 from fedspan.config.starter import write_starter_config
 from fedspan.data.config import DataConfig
 from fedspan.data.loading import load
-from fedspan.runs.setup import prepare
 from fedspan.tasks.losses import CLASS_WEIGHTS, SMOOTHING
 from fedspan.tasks.registry import get_task
 from fedspan.tasks.settings import TaskSettings
@@ -169,14 +167,6 @@ def test_mistakes_in_rows_are_named(row: dict[str, Any], field: str, expected: s
     assert error.value.field == field
 
 
-def test_rows_without_tags_are_skipped_on_request(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    records = [{"tokens": ["a"], "tags": ["B-Drug"]}, {"tokens": [], "tags": []}, {"tokens": ["b"], "tags": ["O"]}]
-    path.write_text("\n".join(map(json.dumps, records)))
-    data = load(DataConfig(train=str(path), invalid="skip", test_fraction=0), task=TASK)
-    assert (len(data.train), data.dropped) == (2, 1)
-
-
 def test_init_infers_words_and_tags(tmp_path: Path) -> None:
     path = tmp_path / "reports.jsonl"
     sentences = [{"words": ["take", "aspirin"], "ner": ["O", "B-Drug"], "clinic": f"c{at % 3}"} for at in range(30)]
@@ -316,25 +306,3 @@ def test_classes_are_those_of_the_words_that_the_loss_counts(tokenizer: Any) -> 
     counted = batch["labels"][batch["labels"] != -100].tolist()
     assert len(counted) < 6  # a word is cut
     assert task.list_classes(examples, np.array([2, 1, 0])).tolist() == counted
-
-
-@pytest.mark.parametrize(
-    "training",
-    [
-        pytest.param({"class_weights": "balanced"}, marks=pytest.mark.slow),
-        {"class_weights": {"O": 0.1}, "label_smoothing": 0.1},
-    ],
-)
-def test_engines_train_alike_with_weights_of_tags_and_other_than_without(
-    training: dict[str, Any], tiny_folder: Path, tmp_path: Path
-) -> None:
-    def train(engine: str, **changes: Any) -> Any:
-        values = tiny_tags.settings(
-            tiny_folder, tmp_path, federation={"rounds": 2}, training={"optimizer": "sgd", "lr": 0.3, **changes}
-        )
-        return tiny.final_tensors(prepare(parse_config({**values, "engine": {"name": engine}})))
-
-    loop, batched, plain = train("loop", **training), train("batched", **training), train("loop")
-    for name, value in loop.items():
-        torch.testing.assert_close(batched[name], value, rtol=1e-4, atol=2e-5)
-    assert any(not torch.allclose(value, plain[name], atol=1e-3) for name, value in loop.items())

@@ -32,10 +32,7 @@ from helpers.device_runs import ENGINES, RUNS, WAITS, inner_waits, result, save_
 from helpers.trainer_clients import with_trainers
 from helpers.watched_rounds import OPTIONS
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA GPU"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA GPU")]
 CUDA = "cuda:0"
 CLOSE, NARROW = 1e-3, 0.05
 """Relative distance from the CPU's results after two rounds in float32, and with a base in bfloat16."""

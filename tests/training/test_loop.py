@@ -1,19 +1,41 @@
-"""The loop engine on toy problems: probes, gradients, moments and bases."""
+"""The loop engine: probes, gradients, moments, bases, renewed projectors, the reference and rows of the head."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import datasets
+import numpy as np
+import pytest
 import torch
+import transformers
+from torch import Tensor
 
+from fedspan import FedspanError
+from fedspan.config import parse_config
 from fedspan.core.base import BaseUpdate, Increment
-from fedspan.core.tensors import join_tensor_name
-from fedspan.core.values import Job, OptimizerState, Trained
+from fedspan.core.lowrank import LowRank
+from fedspan.core.parametrization import Projected
+from fedspan.core.projectors import compute_svd_projector, draw_projector
+from fedspan.core.tensors import is_extra, join_extra_name, join_tensor_name
+from fedspan.core.values import Job, OptimizerState, Refresh, Trained
 from fedspan.methods.fedit import FedIT
 from fedspan.methods.fedloru import FedLoRU
+from fedspan.models.adapted import AdaptedModel
+from fedspan.models.head import NoOutputLayer, OutputLayer
+from fedspan.runs.setup import Prepared, prepare
+from fedspan.tasks.causal import CausalLM
+from fedspan.tasks.preference import PreferenceTuning
 from fedspan.training.jobs import Assignment, TrainingSettings
 from fedspan.training.loop import LoopEngine
+from fedspan.training.projector_refresh import build_untrained_tensors, close_segment, refresh_due, refresh_projectors
+from fedspan.training.references import References, fill_reference, has_reference
+from fedspan.training.stages import Stages
 from fedspan.wrappers.fedprox import FedProx
+from helpers import tiny, tiny_decoders, tiny_preferences
+from helpers.families import others_slow
 from helpers.toys.oracle import pair_gradients
 from helpers.toys.problem import HEAD, LAYERS, Problem
 from helpers.toys.rounds import Federation, adamw, close, sgd, with_extras
@@ -117,3 +139,292 @@ def test_a_float64_base_may_shrink() -> None:
     expected = problem.loss("client-0", {**weights, **{layer: 0.5 * weights[layer] for layer in LAYERS}})
     loss = problem.task.compute_metrics(predictions, problem.examples, indices.tolist())["loss"]
     assert abs(loss - float(expected)) < 1e-6
+
+
+RANK = 2
+SIDES = {"fc1": "right", "fc2": "left"}
+"""fc1 is 8 x 5, fc2 6 x 8."""
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def tensors() -> dict[str, Tensor]:
+    torch.manual_seed(3)
+    shapes = {"fc1/acc": (8, RANK), "fc1/P": (RANK, 5), "fc2/acc": (RANK, 8), "fc2/P": (6, RANK)}
+    return {name: drawn(*shape) for name, shape in shapes.items()}
+
+
+def weight(live: dict[str, Tensor], layer: str) -> Tensor:
+    """What a layer's tensors add to its weight."""
+    slots = {name.partition("/")[2]: value for name, value in live.items() if name.startswith(f"{layer}/")}
+    pair = Projected(SIDES[layer]).compute_effective(slots).pair
+    assert isinstance(pair, LowRank)
+    return pair.to_dense()
+
+
+@pytest.mark.parametrize(
+    ("refresh", "due"),
+    [
+        (Refresh(3), [0, 3, 6]),
+        (Refresh(3, at_start=False), [3, 6]),
+        (Refresh(None), [0]),
+        (Refresh(None, at_start=False), []),
+        (Refresh(1), [*range(8)]),
+    ],
+)
+def test_refreshes_are_due_at_multiples_of_the_period(refresh: Refresh, due: list[int]) -> None:
+    assert [step for step in range(8) if refresh_due(refresh, step)] == due
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_closed_segment_keeps_the_weight_and_restarts_the_accumulator(layer: str) -> None:
+    live = tensors()
+    before = weight(live, layer)
+    close_segment(live, layer, Projected(SIDES[layer]))
+    assert torch.equal(live[f"{layer}/acc"], torch.zeros_like(live[f"{layer}/acc"]))
+    assert torch.allclose(weight(live, layer), before, rtol=1e-12)
+    live[f"{layer}/acc"] += 1.0
+    second = weight(live, layer)
+    close_segment(live, layer, Projected(SIDES[layer]))
+    assert torch.allclose(weight(live, layer), second, rtol=1e-12)
+    assert (live[f"{layer}/done_B"].shape[1], live[f"{layer}/done_A"].shape[0]) == (2 * RANK, 2 * RANK)
+
+
+class Recorded:
+    """Moments of the accumulators."""
+
+    def __init__(self, live: dict[str, Tensor]) -> None:
+        accumulators = [name for name in live if name.endswith("/acc")]
+        self.moments = {
+            (kind, name): torch.rand_like(live[name]) for kind in ("exp_avg", "exp_avg_sq") for name in accumulators
+        }
+
+    def get_moment(self, kind: str, name: str) -> Tensor:
+        return self.moments[kind, name]
+
+
+def refreshed(refresh: Refresh, step: int) -> tuple[dict[str, Tensor], dict[str, Tensor], Recorded, Any]:
+    problem = Problem(clients=2)
+    services = LoopEngine(problem.adapted(), problem.task, sgd(), seed=7)
+    parametrization = {layer: Projected(side) for layer, side in SIDES.items()}
+    before = tensors()
+    live = {name: value.clone() for name, value in before.items()}
+    job = Job(parametrization, before, (), refresh=refresh)
+    for name, value in live.items():
+        value.requires_grad_(name.endswith("/acc"))
+    services.adapted.bind(parametrization, live)
+    moments = Recorded(live)
+    refresh_projectors(services, job, live, moments, step, problem.examples, problem.indices["client-0"])
+    return before, live, moments, problem
+
+
+@pytest.mark.parametrize("step", [0, 4])
+def test_seeded_projectors_advance_with_each_refresh(step: int) -> None:
+    """The server draws the same ones; the weight does not jump, except that the first step has no segment to finish."""
+    before, live, _, _ = refreshed(Refresh(2, "random", seed=11), step)
+    for layer, shape in (("fc1", (8, 5)), ("fc2", (6, 8))):
+        drawn_again = draw_projector(layer, shape, RANK, SIDES[layer], 11 + step // 2).double()
+        assert torch.equal(live[f"{layer}/P"], drawn_again)
+        if step:
+            assert torch.allclose(weight(live, layer), weight(before, layer), rtol=1e-12)
+        else:
+            assert f"{layer}/done_B" not in live
+            assert torch.equal(live[f"{layer}/acc"], before[f"{layer}/acc"])
+
+
+def test_between_refreshes_nothing_changes() -> None:
+    before, live, _, _ = refreshed(Refresh(2, "random"), 3)
+    assert live.keys() == before.keys()
+    assert all(torch.equal(live[name], before[name]) for name in before)
+
+
+def test_after_the_last_measured_one_refreshes_are_random() -> None:
+    _, live, _, _ = refreshed(Refresh(2, "svd", until=1, seed=5), 2)
+    assert torch.equal(live["fc1/P"], draw_projector("fc1", (8, 5), RANK, "right", 6).double())
+
+
+def test_measured_projectors_are_the_leading_directions_of_the_gradient() -> None:
+    before, live, _, problem = refreshed(Refresh(2, "svd"), 0)
+    dense = problem.to_dense()
+    dense |= {layer: dense[layer] + weight(before, layer) for layer in LAYERS}
+    gradients = problem.gradients("client-0", dense)
+    for layer, side in SIDES.items():
+        gradient = gradients[layer]
+        whole = LowRank(gradient, torch.eye(gradient.shape[1], dtype=torch.float64))
+        P, found = compute_svd_projector(whole, RANK, side).double(), live[f"{layer}/P"]
+        expected, projection = (P.T @ P, found.T @ found) if side == "right" else (P @ P.T, found @ found.T)
+        assert torch.allclose(projection, expected, atol=1e-5)
+    assert all(value.grad is None for value in live.values())
+
+
+@pytest.mark.parametrize(("rule", "kept"), [("keep", True), ("reset", False)])
+def test_moments_follow_their_rule(rule: Any, kept: bool) -> None:
+    _, _, moments, _ = refreshed(Refresh(2, "random", moments=rule), 2)
+    assert all(bool(value.any()) is kept for value in moments.moments.values())
+
+
+def test_an_untrained_job_has_the_segments_that_its_refreshes_finish() -> None:
+    parametrization = {layer: Projected(side) for layer, side in SIDES.items()}
+    job = Job(parametrization, tensors(), (), steps=7, refresh=Refresh(3))
+    found = build_untrained_tensors(job)
+    for layer in LAYERS:
+        assert torch.allclose(weight(found, layer), weight(dict(job.tensors), layer), rtol=1e-12)
+        assert found[f"{layer}/done_B"].shape[1] == 2 * RANK  # before steps 3 and 6
+        assert bool(job.tensors[f"{layer}/acc"].any())
+    for unchanged in (replace(job, refresh=None), replace(job, refresh=Refresh(None)), replace(job, steps=None)):
+        assert build_untrained_tensors(unchanged) == dict(job.tensors)
+    assert build_untrained_tensors(replace(job, steps=3)).keys() == job.tensors.keys()
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("method", others_slow(["flora", "fedloru", "fedit", "fedavg"], ["flora"]))
+@pytest.mark.parametrize("engine", ["loop", "batched"])
+def test_the_reference_is_the_start_of_the_federation(method: str, engine: str, decoders: Path, tmp_path: Path) -> None:
+    values = tiny_preferences.settings(decoders, tmp_path, method={"name": method}, engine={"name": engine})
+    prepared = prepare(parse_config(values))
+    examples, test = prepared.train, prepared.test
+    assert test is not None
+    assert np.isnan(examples.reference).all()  # pyright: ignore
+    progress = prepared.federation.begin()
+    for _ in range(2):
+        progress = prepared.federation.run_round(progress).progress
+    prepared.evaluator.evaluate_heldout(progress, test)  # for the first time now
+    assert prepared.engine.adapted.base is progress.state.base
+    pretrained = transformers.AutoModelForCausalLM.from_pretrained(decoders / "llama-lm").eval()
+    for own in (examples, test):
+        filled = ~np.isnan(own.reference).any(1)  # pyright: ignore
+        assert filled.any()
+        batch = prepared.task.collate(own, np.flatnonzero(filled).tolist(), CPU)
+        expected = prepared.task.compute_reference(pretrained, batch)  # pyright: ignore
+        np.testing.assert_allclose(own.reference[filled], expected.numpy(), rtol=1e-5, atol=1e-5)  # pyright: ignore
+
+
+def test_examples_are_computed_once_and_in_parts(decoders: Path, tmp_path: Path) -> None:
+    prepared = prepare(parse_config(tiny_preferences.settings(decoders, tmp_path)))
+    task, examples = prepared.task, prepared.train
+    seen: list[tuple[int, int | None]] = []
+    stages = Stages(lambda stage: seen.append((stage.done, stage.total)) if stage and stage.done else None)
+    references = References(prepared.engine.adapted, task, stages, 4)
+    references.ensure(examples, [np.arange(5), np.arange(5, 9)])
+    assert seen[-1] == (9, 9)
+    before = examples.reference.copy()  # pyright: ignore
+    references.ensure(examples, [np.arange(9), np.arange(3, 11)])
+    assert seen[-1] == (2, 2)
+    np.testing.assert_array_equal(examples.reference[:9], before[:9])  # pyright: ignore
+
+
+def test_other_tasks_have_no_reference(tiny_folder: Path) -> None:
+    prepared = prepare(tiny.config(tiny_folder))
+    assert not has_reference(prepared.task)
+    References(prepared.engine.adapted, prepared.task, Stages(), 4).ensure(prepared.train, [np.arange(3)])
+
+
+def test_a_model_that_computes_nan_is_named(decoders: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(decoders / "llama-lm")
+    model.lm_head.weight.data[:] = float("nan")
+    task = PreferenceTuning(CausalLM(tiny_decoders.tokenizer(pads=True), 16))
+    rows = tiny_preferences.make_rows()[:3]
+    examples = task.encode(datasets.Dataset.from_list(rows).rename_column("prompt", "text"))
+    with pytest.raises(FedspanError, match="the pretrained model computes NaN"):
+        fill_reference(task, model, examples, np.arange(3), CPU, 2)
+
+
+KINDS = {"partitioner": "pathological", "classes_per_client": 2, "clients": 3, "column": None}
+
+
+def settings(folder: Path, engine: str, updates: str, **changes: Any) -> dict[str, Any]:
+    """Three clients with two of the four classes each, and weight decay, which moves rows without a gradient."""
+    training = {"head_updates": updates, "weight_decay": 0.1, "local_steps": 3}
+    made = tiny.settings(folder, **{"partition": KINDS, "training": training, **changes})
+    made["federation"]["clients_per_round"] = None
+    made["engine"] = {"name": engine, **({"clients_per_pass": 3, "workers": 2} if engine == "batched" else {})}
+    return made
+
+
+def train(prepared: Prepared) -> list[tuple[Assignment, Trained, set[int]]]:
+    """Run a round; return every client's job, its result, and the classes that the client has."""
+    jobs: list[tuple[Assignment, Trained]] = []
+    federation = prepared.federation
+    federation.run_round(federation.begin(), on_trained=lambda assignment, trained: jobs.append((assignment, trained)))
+    labels: np.ndarray = prepared.train.labels  # type: ignore[attr-defined]
+    return [(assignment, trained, set(labels[assignment.indices].tolist())) for assignment, trained in jobs]
+
+
+def moved_rows(assignment: Assignment, trained: Trained) -> dict[str, set[int]]:
+    """Rows that differ after training, by tensor of the head."""
+
+    def rows(name: str, value: Tensor) -> set[int]:
+        differs = value != assignment.job.tensors[name]
+        return set(differs.reshape(len(value), -1).any(1).nonzero().flatten().tolist())
+
+    return {name: rows(name, value) for name, value in trained.tensors.items() if is_extra(name)}
+
+
+@pytest.mark.parametrize("engine", ["loop", "batched"])
+@pytest.mark.parametrize("updates", ["all", "own-classes"])
+def test_a_client_moves_the_rows_of_its_own_classes(engine: str, updates: str, tiny_folder: Path) -> None:
+    jobs = train(prepare(parse_config(settings(tiny_folder, engine, updates))))
+    assert len(jobs) == 3
+    assert all(len(classes) == 2 for _, _, classes in jobs)
+    for assignment, trained, classes in jobs:
+        expected = classes if updates == "own-classes" else set(range(len(tiny.LABELS)))
+        assert moved_rows(assignment, trained) == dict.fromkeys(
+            map(join_extra_name, ("classifier.weight", "classifier.bias")), expected
+        )
+
+
+def test_without_weight_decay_the_adjustment_of_logits_moves_the_same_rows(tiny_folder: Path) -> None:
+    training = {"logit_adjustment": 1.0, "weight_decay": 0.0, "local_steps": 3}
+    adjusted = settings(tiny_folder, "loop", "all", training=training)
+    restricted = settings(tiny_folder, "loop", "all", training={**training, "head_updates": "own-classes"})
+    first, second = (tiny.final_tensors(prepare(parse_config(made))) for made in (adjusted, restricted))
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+@pytest.mark.parametrize(("method", "secure"), [("lora-a2", None), ("fedit", {})])
+def test_methods_with_masks_of_their_own_and_secure_sums(method: str, secure: Any, tiny_folder: Path) -> None:
+    """LoRA-A2 sends the slots that its masks select; a secure sum is that in plaintext to its rounding."""
+    made = settings(tiny_folder, "batched", "own-classes", method={"name": method}, federation={"rounds": 2})
+    if secure is not None:
+        pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not installed")
+        made["federation"]["clip_ratio"] = None
+    plain = tiny.final_tensors(prepare(parse_config(made)))
+    made["federation"]["secure"] = secure
+    made["engine"] = {"name": "loop"}
+    other = tiny.final_tensors(prepare(parse_config(made)))
+    for name, value in plain.items():
+        torch.testing.assert_close(other[name], value, atol=2e-3 if secure is not None else 1e-5, rtol=1e-4)
+
+
+def test_a_head_without_a_row_for_each_class(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def find(adapted: AdaptedModel) -> OutputLayer:
+        raise NoOutputLayer("2 linear layers of its head have 4 outputs")
+
+    monkeypatch.setattr("fedspan.training.services.find_output_layer", find)
+    with pytest.raises(FedspanError, match="no row for each class: 2 linear layers") as caught:
+        prepare(parse_config(settings(tiny_folder, "loop", "own-classes")))
+    assert caught.value.field == "training.head_updates"
+    prepare(parse_config(settings(tiny_folder, "loop", "all")))
+
+
+def test_where_it_cannot_apply(tiny_folder: Path) -> None:
+    cases = {
+        "regression has no classes": {"task": "regression"},
+        "dp-sgd does not protect which classes a client has": {"privacy": {"mechanism": "dp-sgd", "noise": 1.0}},
+        "model.extras: frozen trains no row of the head": {"model": {"extras": "frozen"}},
+        "scaffold would count": {
+            "method": {"name": "fedit", "wrappers": [{"name": "scaffold", "variate": "gradient"}]},
+            "training": {"head_updates": "own-classes", "max_grad_norm": 0.0},
+        },
+    }
+    for reason, changes in cases.items():
+        made = {**tiny.settings(tiny_folder, training={"head_updates": "own-classes"}), **changes}
+        with pytest.raises(FedspanError, match=reason) as caught:
+            parse_config(made)
+        assert (caught.value.field, caught.value.value) == ("training.head_updates", "own-classes")

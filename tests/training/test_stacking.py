@@ -19,7 +19,7 @@ from fedspan.models.stacked import Unstackable
 from fedspan.runs.baselines import BASELINES
 from fedspan.runs.engine_setup import keep_stacking_plan, make_engine
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.setup import prepare
+from fedspan.runs.setup import Prepared, prepare
 from fedspan.training import stacking
 from fedspan.training.batched import BatchedEngine
 from fedspan.training.stacking import (
@@ -49,6 +49,13 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[StackingPl
     return seconds
 
 
+def prepare_batched(folder: Path) -> tuple[Prepared, BatchedEngine]:
+    """A run with all clients in every round, and its engine."""
+    prepared = prepare(tiny.config(folder, engine={"name": "batched"}, federation={"clients_per_round": None}))
+    assert isinstance(prepared.engine, BatchedEngine)
+    return prepared, prepared.engine
+
+
 @pytest.mark.parametrize(
     ("seconds", "expected"),
     [
@@ -66,9 +73,7 @@ def test_as_many_at_once_as_is_fastest(
     tiny_folder: Path,
 ) -> None:
     measured.update({StackingPlan(*key): value for key, value in seconds.items()})
-    prepared = prepare(tiny.config(tiny_folder, engine={"name": "batched"}, federation={"clients_per_round": None}))
-    engine = prepared.engine
-    assert isinstance(engine, BatchedEngine)
+    prepared, engine = prepare_batched(tiny_folder)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -202,10 +207,9 @@ def test_measuring_takes_its_allowance_and_the_first_pass_of_a_trial_at_most(
 
     monkeypatch.setattr(Worker, "advance", train)
     monkeypatch.setattr(stacking, "_measure_token_seconds", try_plan)
-    prepared = prepare(tiny.config(tiny_folder, engine={"name": "batched"}, federation={"clients_per_round": None}))
-    assert isinstance(prepared.engine, BatchedEngine)
+    prepared, engine = prepare_batched(tiny_folder)
     ended = list[float]()
-    prepared.engine.on_plan = lambda _: ended.append(now[0])
+    engine.on_plan = lambda _: ended.append(now[0])
     prepared.federation.run_round(prepared.federation.begin())
     assert by_trial[0] == passes
     assert len(by_trial) == 1 or seconds < 10.0
@@ -235,19 +239,6 @@ def test_passes_that_do_not_fit_into_memory_are_not_chosen(
     assert len(tried) <= 7
 
 
-def test_a_plan_that_memory_forbids_is_not_remembered(
-    tiny_folder: Path, measured: dict[StackingPlan, float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stacking.torch, "get_num_threads", lambda: 1)
-    measured.update({StackingPlan(size, 1): math.inf for size in (1, 2, 4, 8)})
-    prepared = prepare(tiny.config(tiny_folder, engine={"name": "batched"}, federation={"clients_per_round": None}))
-    engine = prepared.engine
-    assert isinstance(engine, BatchedEngine)
-    prepared.federation.run_round(prepared.federation.begin())
-    assert engine.stacking == StackingPlan(1, 1)
-    assert not get_cache_file().exists()
-
-
 def test_clients_that_do_not_fit_into_memory_beside_each_other_are_no_plan(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,53 +255,42 @@ def test_clients_that_do_not_fit_into_memory_beside_each_other_are_no_plan(
         return open_slots(worker, assignments, number, clients_per_pass, examples)
 
     monkeypatch.setattr(stacking, "_open_slots", open_few)
-    prepared = prepare(tiny.config(tiny_folder, engine={"name": "batched"}, federation={"clients_per_round": None}))
+    prepared, engine = prepare_batched(tiny_folder)
     prepared.federation.run_round(prepared.federation.begin())
-    assert isinstance(prepared.engine, BatchedEngine)
-    assert prepared.engine.stacking is not None
-    assert prepared.engine.stacking.clients_per_pass in (1, 2)
+    assert engine.stacking is not None
+    assert engine.stacking.clients_per_pass in (1, 2)
     assert opened == [4, 2, 1]
 
 
-def test_a_plan_that_was_cut_short_is_not_remembered(
-    tiny_folder: Path, measured: dict[StackingPlan, float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first plans were measured, and no time was left for the others."""
-    monkeypatch.setattr(stacking.torch, "get_num_threads", lambda: 1)
-    measured.update({StackingPlan(4, 1): 9e6, StackingPlan(2, 1): 1e7, StackingPlan(1, 1): 1e7})
-    prepared = prepare(tiny.config(tiny_folder, engine={"name": "batched"}, federation={"clients_per_round": None}))
-    engine = prepared.engine
-    assert isinstance(engine, BatchedEngine)
-    engine.measuring.left = 1.0
-    prepared.federation.run_round(prepared.federation.begin())
-    assert engine.stacking == StackingPlan(4, 1)
-    assert not get_cache_file().exists()
-
-
-def test_a_model_that_cannot_be_stacked_has_the_default_plan(
-    tiny_folder: Path, measured: dict[StackingPlan, float], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("paces", "left", "expected"),
+    [
+        pytest.param(dict.fromkeys((1, 2, 4, 8), math.inf), None, 1, id="memory forbids every plan"),
+        pytest.param({4: 9e6, 2: 1e7, 1: 1e7}, 1.0, 4, id="cut short after the first plans"),
+        pytest.param({}, 0.0, DEFAULT.clients_per_pass, id="without time"),
+        pytest.param(None, None, DEFAULT.clients_per_pass, id="a model that cannot be stacked"),
+    ],
+)
+def test_a_plan_that_was_not_measured_to_the_end_is_not_remembered(
+    paces: dict[int, float] | None,
+    left: float | None,
+    expected: int,
+    tiny_folder: Path,
+    measured: dict[StackingPlan, float],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(*_: object) -> float:
         raise Unstackable("it mixes examples")
 
-    monkeypatch.setattr(stacking, "_measure_token_seconds", refuse)
-    prepared = prepare(tiny.config(tiny_folder, engine={"name": "batched"}, federation={"clients_per_round": None}))
-    engine = prepared.engine
-    assert isinstance(engine, BatchedEngine)
+    monkeypatch.setattr(stacking.torch, "get_num_threads", lambda: 1)
+    if paces is None:
+        monkeypatch.setattr(stacking, "_measure_token_seconds", refuse)
+    measured.update({StackingPlan(size, 1): pace for size, pace in (paces or {}).items()})
+    prepared, engine = prepare_batched(tiny_folder)
+    if left is not None:
+        engine.measuring.left = left
     prepared.federation.run_round(prepared.federation.begin())
-    assert engine.stacking == StackingPlan(DEFAULT.clients_per_pass, min(DEFAULT.workers, torch.get_num_threads()))
-    assert not get_cache_file().exists()
-
-
-def test_a_plan_that_was_not_measured_for_want_of_time_is_not_remembered(
-    tiny_folder: Path, measured: dict[StackingPlan, float]
-) -> None:
-    prepared = prepare(tiny.config(tiny_folder, engine={"name": "batched"}, federation={"clients_per_round": None}))
-    engine = prepared.engine
-    assert isinstance(engine, BatchedEngine)
-    engine.measuring.left = 0.0
-    prepared.federation.run_round(prepared.federation.begin())
-    assert engine.stacking == StackingPlan(DEFAULT.clients_per_pass, min(DEFAULT.workers, torch.get_num_threads()))
+    assert engine.stacking == StackingPlan(expected, 1)
     assert not get_cache_file().exists()
 
 
@@ -359,9 +339,8 @@ def test_a_run_takes_the_plan_of_its_own_size(
     tiny_folder: Path, measured: dict[StackingPlan, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A short run has the same plan before and after a longer one has measured, and so the same bits."""
-    prepared = prepare(tiny.config(tiny_folder, engine={"name": "batched"}, federation={"clients_per_round": None}))
-    engine, federation = prepared.engine, prepared.federation
-    assert isinstance(engine, BatchedEngine)
+    prepared, engine = prepare_batched(tiny_folder)
+    federation = prepared.federation
     measured.update({StackingPlan(4, 1): 5, StackingPlan(2, 1): 3, StackingPlan(1, 1): 2})
     monkeypatch.setattr(stacking.torch, "get_num_threads", lambda: 1)
 

@@ -14,16 +14,16 @@ from helpers.families import others_slow
 
 HERE = Path(__file__).parent
 TABLES = {
-    "ray/test_worker.py": "EACH_FAMILY",
-    "flower/test_simulation.py": "EACH_FAMILY",
-    "flower/test_supernode_methods.py": "FAMILIES",
+    "ray/test_worker.py": "UNLIKE_CASES",
+    "flower/test_simulation.py": "UNLIKE_CASES",
+    "flower/test_supernode_methods.py": "UNLIKE",
 }
 """Workers of a cluster, Flower's simulation and a deployment, which are compared with runs in process, and the names of
 their quick cases."""
 
 
 @pytest.mark.parametrize(("file", "quick"), TABLES.items())
-def test_a_transport_runs_all_cases_and_one_of_each_family_in_every_run_of_the_tests(file: str, quick: str) -> None:
+def test_a_transport_runs_all_cases_and_its_quick_ones_in_every_run_of_the_tests(file: str, quick: str) -> None:
     tree = ast.parse((HERE / file).read_text(encoding="utf-8"))
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     decorator = f"pytest.mark.parametrize('case', others_slow(list_cases(), {quick}))"
@@ -33,11 +33,11 @@ def test_a_transport_runs_all_cases_and_one_of_each_family_in_every_run_of_the_t
 
 
 def test_a_method_or_wrapper_is_a_case_as_soon_as_it_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(methods._methods, "newest", methods.METHODS["fedit"])  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setitem(methods._methods, "newest", methods.METHODS["fedit"])
     monkeypatch.setattr(conformance, "WRAPPERS", {**wrappers.WRAPPERS, "newest": wrappers.WRAPPERS["fedprox"]})
     cases = conformance.list_cases()
     assert len(cases) == len(set(cases)) == len(methods.METHODS) + len(wrappers.WRAPPERS) + 1
     assert {"newest", "fedit+newest", *methods.METHODS} <= {*cases}
-    for quick in (conformance.EACH_FAMILY, conformance.FAMILIES):
+    for quick in (conformance.UNLIKE_CASES, conformance.UNLIKE):
         assert {*quick} < {*cases}
         assert {str(one.values[0]) for one in others_slow(cases, quick) if one.marks} == {*cases} - {*quick}

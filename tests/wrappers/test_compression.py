@@ -1,7 +1,8 @@
-"""What compressing wrappers share, on one that sends whole quarters: changes, their prefixes, memory and refusals."""
+"""What compressing wrappers share, FedPAQ against replies that are quantized by hand, and masked sums."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -10,16 +11,27 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedspan.core.method import Memory
-from fedspan.core.tensors import Tensors, join_tensor_name
+from fedspan.core.method import Claims, Memory, Method
+from fedspan.core.tensors import Tensors, create_generator, join_tensor_name
 from fedspan.core.values import Client, Job, Message, Reduced, Trained
 from fedspan.errors import FedspanError
+from fedspan.federation.serialization import compute_payload_size, encode
 from fedspan.methods.fedit import FedIT
 from fedspan.methods.flora import FLoRA
 from fedspan.methods.local_only import LocalOnly
 from fedspan.methods.lora_a2 import LoRAA2
+from fedspan.methods.pfedloru import PFedLoRU
+from fedspan.methods.rolora import RoLoRA
 from fedspan.wrappers.compression import Compression
-from helpers.toys.problem import LAYERS, Problem
+from fedspan.wrappers.extras import WithExtras
+from fedspan.wrappers.fedavgm import FedAvgM
+from fedspan.wrappers.fedpaq import FedPAQ
+from fedspan.wrappers.scaffold import Scaffold
+from fedspan.wrappers.wrapper import Wrapper
+from helpers.toys.oracle import copied, descend
+from helpers.toys.problem import HEAD, LAYERS, Problem
+from helpers.toys.rounds import Double, Federation, close, sgd
+from helpers.toys.secure_sum import MODULUS, WEIGHT, SecureSum
 
 CLIENT = Client("client-0", 2, 2.0, 6, 6.0)
 NAMES = {join_tensor_name(layer, slot) for layer in LAYERS for slot in "AB"}
@@ -114,3 +126,201 @@ def test_claims_and_refusals() -> None:
     for method, words in ((FLoRA(spec=spec), "needs single replies"), (LocalOnly(spec=spec), "replies hold nothing")):
         assert words in str(Quarters(inner=inner).explain_refusal(method.declare_claims()))
     assert Quarters(inner=inner).explain_refusal(inner.declare_claims()) is None
+
+
+LR, SCALING, STEPS, SEED, BITS = 0.3, 2.0, 2, 9, 4
+CHANGE = "fedpaq/"
+FINE = 16
+"""Bits at which a change is rounded to 3e-5 of its norm."""
+
+
+def _by_hand(value: Tensor, bits: int, draws: Tensor) -> Tensor:
+    """Example 1 of the paper, entry by entry, under a norm of 32 bits that no entry exceeds."""
+    norm = torch.tensor(math.sqrt(sum(float(x) ** 2 for x in value.flatten())), dtype=torch.float64)
+    rounded = norm.float()
+    if rounded.double() < norm:
+        rounded = torch.nextafter(rounded, torch.tensor(math.inf))
+    s, result = 2 ** (bits - 1) - 1, []
+    for x, draw in zip(value.flatten().tolist(), draws.flatten().tolist(), strict=True):
+        scaled = s * abs(x) / float(rounded)
+        level = math.floor(scaled)
+        result.append(math.copysign(level + 1 if draw < scaled - level else level, x))
+    # The server's arithmetic is float32: level * (norm / s).
+    return (torch.tensor(result) * (rounded / s)).double().reshape(value.shape)
+
+
+def _federation(problem: Problem, inner: Method, bits: int = BITS) -> Federation:
+    method = FedPAQ(inner=WithExtras(inner=inner, policy="average"), bits=bits, seed=SEED)
+    return Federation(Double(inner=method), problem, sgd(LR, steps=STEPS))
+
+
+@pytest.mark.parametrize("name", ["fedit", "rolora"])
+def test_rounds_match_quantized_changes_by_hand(name: str) -> None:
+    problem = Problem()
+    cls = {"fedit": FedIT, "rolora": RoLoRA}[name]
+    federation = _federation(problem, cls(spec=problem.adapted().spec, r=2, lora_alpha=4.0))
+    W, head = problem.to_dense(*LAYERS), problem.to_dense(*HEAD)
+    server = {one: {s: federation.state.tensors[join_tensor_name(one, s)].double() for s in "AB"} for one in LAYERS}
+    for number, positions in enumerate([(0, 1, 2, 3), (1, 3), (0, 1, 2), (0, 1, 2, 3)]):
+        train = "AB" if name == "fedit" else "BA"[number % 2]
+        cohort = [problem.client_ids[position] for position in positions]
+        federation.round(cohort)
+        shares = problem.shares(cohort)
+        after, head_after = copied(server), dict(head)
+        for id in cohort:
+            mine, own_head = copied(server), dict(head)
+            descend(problem, id, W, own_head, mine, SCALING, LR, STEPS, train=train)
+
+            def estimate(key: str, change: Tensor, id: str = id, number: int = number) -> Tensor:
+                rng = create_generator(SEED, "fedpaq", number, id, key)
+                return _by_hand(change, BITS, torch.rand(change.shape, generator=rng, dtype=torch.float64))
+
+            for one in LAYERS:
+                for s in train:
+                    change = mine[one][s] - server[one][s]
+                    after[one][s] = after[one][s] + shares[id] * estimate(join_tensor_name(one, s), change)
+            for parameter in HEAD:
+                change = own_head[parameter] - head[parameter]
+                head_after[parameter] = head_after[parameter] + shares[id] * estimate(f"extras/{parameter}", change)
+            expected = {join_tensor_name(one, s) for one in LAYERS for s in train} | {f"extras/{p}" for p in HEAD}
+            assert set(federation.replies[id].tensors) == {CHANGE + key for key in expected}
+        server, head = after, head_after
+        for one in LAYERS:
+            for s in "AB":
+                assert close(federation.state.tensors[join_tensor_name(one, s)], server[one][s], 1e-7)
+        for parameter in HEAD:
+            assert close(federation.state.tensors[f"extras/{parameter}"], head[parameter], 1e-7)
+
+
+def _follows(inner: Method, cohorts: list[tuple[str, ...]], problem: Problem) -> tuple[Federation, Federation]:
+    """The method with fine quantization beside the method alone; the states differ by what rounding explains."""
+    fine = _federation(problem, inner, FINE)
+    plain = Federation(Double(inner=WithExtras(inner=inner, policy="average")), problem, sgd(LR, steps=STEPS))
+    begun = plain.state.tensors
+    for cohort in cohorts:
+        fine.round(cohort)
+        plain.round(cohort)
+    for key, value in plain.state.tensors.items():
+        moved = float((value - begun[key]).norm())
+        assert moved > 1e-3
+        assert float((fine.state.tensors[key] - value).norm()) < 1e-3 * moved
+    return fine, plain
+
+
+def test_a_client_that_was_absent_still_changes_the_common_start() -> None:
+    """RoLoRA sends only what a client misses; its change is of the same tensors nevertheless."""
+    problem = Problem(clients=2)
+    cohorts = [("client-0", "client-1"), ("client-0",), ("client-0",), ("client-0", "client-1")]
+    _follows(RoLoRA(spec=problem.adapted().spec, r=2), cohorts, problem)
+
+
+def test_two_phases_send_the_change_since_the_rounds_start() -> None:
+    """The head trains in both of pFedLoRU's phases; its change is that of both."""
+    problem = Problem(clients=2)
+    inner = PFedLoRU(spec=problem.adapted().spec, r=2, tau=9)
+    fine, plain = _follows(inner, [("client-0", "client-1")] * 3, problem)
+    assert set(fine.parties["client-0"].memory) == set(plain.parties["client-0"].memory)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 8, 16])
+def test_bytes_on_the_wire_are_the_packed_ones(bits: int) -> None:
+    problem = Problem(clients=1, dtype=torch.float32)
+    inner = FedIT(spec=problem.adapted().spec, r=2)
+    federation = Federation(FedPAQ(inner=inner, bits=bits), problem, sgd(LR))
+    federation.round()
+    reply = federation.replies["client-0"]
+    sizes = {
+        join_tensor_name(one, s): 2 * width for one, s, width in [("fc1", "A", 5), ("fc1", "B", 8), ("fc2", "A", 8)]
+    }
+    sizes[join_tensor_name("fc2", "B")] = 12
+    assert {name: len(value) for name, value in reply.tensors.items()} == {
+        CHANGE + name: 4 + math.ceil(size * bits / 8) for name, size in sizes.items()
+    }
+    assert compute_payload_size(reply) == sum(len(value) for value in reply.tensors.values())
+    empty = Message({name: value[:0] for name, value in reply.tensors.items()}, reply.scalars)
+    assert len(encode(reply)) - len(encode(empty)) <= compute_payload_size(reply) + 64  # the header's longer numbers
+
+
+def test_refused_where_a_change_is_not_what_is_transmitted() -> None:
+    spec = Problem(clients=1).adapted().spec
+    cases = {
+        "this method's server needs single replies": FLoRA(spec=spec),
+        "hold other values, too": Scaffold(inner=FedIT(spec=spec)),
+        "as control variates": LoRAA2(spec=spec),
+        "hold nothing": LocalOnly(spec=spec),
+    }
+    for words, method in cases.items():
+        refusal = FedPAQ(inner=method).explain_refusal(method.declare_claims())
+        assert refusal is not None
+        assert words in refusal
+    optimized = FedAvgM(inner=FedIT(spec=spec))
+    assert FedPAQ(inner=optimized).explain_refusal(optimized.declare_claims()) is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ClaimsValues(Wrapper):
+    def declare_claims(self) -> Claims:
+        return replace(self.inner.declare_claims(), sends="values")
+
+
+def test_a_reply_of_changes_that_were_claimed_to_be_values_is_an_error() -> None:
+    """LoRA-A2's replies are changes, whatever its claims say."""
+    problem = Problem(clients=1)
+    inner = _ClaimsValues(inner=LoRAA2(spec=problem.adapted().spec, r=2))
+    federation = Federation(Double(inner=FedPAQ(inner=inner)), problem, sgd(LR))
+    with pytest.raises(FedspanError, match="the reply has a tensor that was not sent"):
+        federation.round()
+
+
+FRACTION_BITS = 16
+
+
+def _pair(problem: Problem, inner: Method) -> tuple[Federation, Federation]:
+    with_head = WithExtras(inner=inner, policy="average")
+    secure = SecureSum(inner=with_head, cohort=problem.client_ids, fraction_bits=FRACTION_BITS)
+    training = sgd(0.3, steps=2)
+    return Federation(Double(inner=secure), problem, training), Federation(Double(inner=with_head), problem, training)
+
+
+@pytest.mark.parametrize("two_phases", [False, True])
+def test_masks_cancel_up_to_fixed_point_rounding(two_phases: bool) -> None:
+    problem = Problem()
+    spec = problem.adapted().spec
+    secure, plain = _pair(problem, PFedLoRU(spec=spec, r=2, tau=5) if two_phases else FedIT(spec=spec, r=2))
+    secure.round()
+    plain.round()
+    # Each of the clients rounds w_i x_i to 2^-f; the weights are integers.
+    total = sum(party.client.weight for party in plain.parties.values())
+    bound = len(problem.client_ids) * 0.5 / 2**FRACTION_BITS / total
+    for name, value in plain.state.tensors.items():
+        error = (secure.state.tensors[name] - value).abs().max()
+        assert 0 < error <= bound + 1e-12
+    for _ in range(2):
+        secure.round()
+        plain.round()
+    for name, value in plain.state.tensors.items():
+        assert torch.allclose(secure.state.tensors[name], value, atol=1e-3)
+
+
+def test_a_single_reply_is_uniform_noise() -> None:
+    problem = Problem()
+    secure, plain = _pair(problem, FedIT(spec=problem.adapted().spec, r=2))
+    secure.round()
+    plain.round()
+    masked = torch.cat([value.flatten() for value in secure.replies["client-0"].tensors.values()]).double() / MODULUS
+    # 75 draws from U(0, 1): mean 1/2, standard error 1/sqrt(12 n); values spread over the whole range.
+    assert abs(float(masked.mean()) - 0.5) < 4 / (12 * len(masked)) ** 0.5
+    assert masked.min() < 0.1
+    assert masked.max() > 0.9
+    assert set(secure.replies["client-0"].tensors) == {*plain.replies["client-0"].tensors, WEIGHT}
+    first = dict(secure.replies["client-0"].tensors)
+    secure.round()
+    # Other masks in every round, or two replies would give away their difference.
+    for name, value in secure.replies["client-0"].tensors.items():
+        difference = (value - first[name]) % MODULUS / MODULUS
+        assert ((difference > 1e-3) & (difference < 1 - 1e-3)).double().mean() > 0.9
+
+
+def test_a_secure_sum_is_refused_where_replies_stack() -> None:
+    with pytest.raises(FedspanError, match="secure_aggregation"):
+        SecureSum(inner=FLoRA(spec=Problem(clients=1).adapted().spec), cohort=("client-0",))

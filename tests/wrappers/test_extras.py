@@ -268,10 +268,7 @@ def test_a_checkpoint_keeps_them(resnet: Prepared, tmp_path: Path) -> None:
         federation = under(resnet, policy)
         progress = federation.run_round(federation.begin()).progress
         with RunFolder.create(tmp_path / policy, "x: 1\n") as place:
-            checkpoints.save(
-                place,
-                Checkpoint(progress.state, progress.states, progress.last_rounds),
-            )
+            checkpoints.save(place, Checkpoint(progress.state, progress.states, progress.last_rounds))
             back = checkpoints.resume(place)
         assert back is not None
         assert not differing(progress.state.tensors, back.progress.state.tensors)

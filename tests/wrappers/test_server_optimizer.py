@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from fedspan.core.tensors import join_tensor_name
 from fedspan.errors import FedspanError
@@ -18,6 +20,7 @@ from fedspan.methods.local_only import LocalOnly
 from fedspan.methods.lora_a2 import LoRAA2
 from fedspan.methods.registry import METHODS
 from fedspan.methods.rolora import RoLoRA
+from fedspan.wrappers.adaptive import Adaptive
 from fedspan.wrappers.extras import WithExtras
 from fedspan.wrappers.fedadagrad import FedAdagrad
 from fedspan.wrappers.fedadam import FedAdam
@@ -48,7 +51,7 @@ def adagrad_v(v: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
     return v + delta * delta
 
 
-class Adaptive:
+class AdaptiveOracle:
     """Algorithm 2 for one tensor; ``rule`` is the line in which the three differ."""
 
     def __init__(self, rule: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
@@ -75,9 +78,9 @@ class Momentum:
 
 
 OPTIMIZERS: dict[str, tuple[type[ServerOptimizer], dict[str, Any], Callable[[], Any]]] = {
-    "fedadam": (FedAdam, {**ADAPTIVE, "beta2": BETAS[1]}, lambda: Adaptive(adam_v)),
-    "fedyogi": (FedYogi, {**ADAPTIVE, "beta2": BETAS[1]}, lambda: Adaptive(yogi_v)),
-    "fedadagrad": (FedAdagrad, ADAPTIVE, lambda: Adaptive(adagrad_v)),
+    "fedadam": (FedAdam, {**ADAPTIVE, "beta2": BETAS[1]}, lambda: AdaptiveOracle(adam_v)),
+    "fedyogi": (FedYogi, {**ADAPTIVE, "beta2": BETAS[1]}, lambda: AdaptiveOracle(yogi_v)),
+    "fedadagrad": (FedAdagrad, ADAPTIVE, lambda: AdaptiveOracle(adagrad_v)),
     "fedavgm": (FedAvgM, {"lr": 0.05, "momentum": 0.8}, Momentum),
 }
 
@@ -170,3 +173,73 @@ def test_a_reply_that_is_not_what_was_claimed_is_an_error() -> None:
     federation = Federation(Double(inner=method), problem, sgd(LR))
     with pytest.raises(FedspanError, match="clients do not start from the tensor fc1/dB"):
         federation.round()
+
+
+ROWS, COLUMNS = 3, 2
+RULES: dict[type[ServerOptimizer], Callable[[float, float], float]] = {
+    FedAdam: lambda v, square: 0.75 * v + 0.25 * square,
+    FedYogi: lambda v, square: v + (0.25 * square if v < square else -0.25 * square),
+    FedAdagrad: lambda v, square: v + square,
+}
+
+
+@pytest.mark.parametrize("cls", RULES)
+def test_adaptive_steps_are_those_of_a_loop_over_entries(cls: type[Adaptive]) -> None:
+    """From v = tau^2 and without bias correction; FedAdagrad has no momentum unless the user asks for it."""
+    beta1, options = (0.0, {}) if cls is FedAdagrad else (0.6, {"beta1": 0.6, "beta2": 0.75})
+    optimizer = cls(inner=FedIT(spec=Problem(clients=2).adapted().spec), lr=0.5, tau=0.1, **options)
+    changes = torch.randn(5, ROWS, COLUMNS, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    moments = {
+        kind: torch.full((ROWS, COLUMNS), optimizer.get_initial(kind), dtype=torch.float64)
+        for kind in optimizer.moments
+    }
+    first, second = ([[start] * COLUMNS for _ in range(ROWS)] for start in (0.0, 0.1**2))
+    for change in changes:
+        step, moments = optimizer.step(change, moments)
+        for row, values in enumerate(change.tolist()):
+            for column, value in enumerate(values):
+                first[row][column] = beta1 * first[row][column] + (1 - beta1) * value
+                second[row][column] = RULES[cls](second[row][column], value**2)
+                expected = 0.5 * first[row][column] / (math.sqrt(second[row][column]) + 0.1)
+                assert float(step[row, column]) == pytest.approx(expected, rel=1e-12)
+
+
+def test_momentum_of_fedadagrad_may_be_requested() -> None:
+    optimizer = FedAdagrad(inner=FedIT(spec=Problem(clients=2).adapted().spec), lr=2.0, beta1=0.5, tau=1.0)
+    step, moments = optimizer.step(torch.tensor([4.0]), {"m": torch.tensor([2.0]), "v": torch.tensor([9.0])})
+    assert moments["m"].tolist() == [3.0]  # 0.5 * 2 + 0.5 * 4
+    assert moments["v"].tolist() == [25.0]  # 9 + 4^2
+    assert step.tolist() == [1.0]  # 2 * 3 / (5 + 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded(Adaptive):
+    """A second moment that shows what it is given: ``v + 3 D^2``."""
+
+    def compute_second(self, v: Tensor, squared: Tensor) -> Tensor:
+        return v + 3 * squared
+
+
+def test_a_step_divides_the_first_moment_by_the_root_of_the_new_second_one() -> None:
+    """The second moment is updated first, and tau is added to its root, not under it."""
+    optimizer = Recorded(inner=FedIT(spec=Problem(clients=2).adapted().spec), lr=6.0, beta1=0.75, tau=1.0)
+    change = torch.tensor([[1.0, -2.0]])
+    before = {"m": torch.tensor([[1.0, 2.0]]), "v": torch.tensor([[1.0, 4.0]])}
+    step, after = optimizer.step(change, before)
+    assert after["m"].tolist() == [[1.0, 1.0]]  # 0.75 m + 0.25 D
+    assert after["v"].tolist() == [[4.0, 16.0]]
+    assert step.tolist() == [[2.0, pytest.approx(1.2)]]  # 6 m / (sqrt(v) + 1)
+    assert before["v"].tolist() == [[1.0, 4.0]]
+
+
+def test_fedavgm_without_momentum_is_the_method() -> None:
+    """x + 1 (mean - x), to a rounding."""
+    problem = Problem(clients=2)
+    inner = WithExtras(inner=FedIT(spec=problem.adapted().spec, r=2), policy="average")
+    plain = Federation(Double(inner=inner), problem, sgd(LR))
+    wrapped = Federation(Double(inner=FedAvgM(inner=inner, momentum=0.0)), problem, sgd(LR))
+    for _ in range(3):
+        plain.round()
+        wrapped.round()
+    for name, value in plain.state.tensors.items():
+        assert close(wrapped.state.tensors[name], value, 1e-12)

@@ -1,4 +1,4 @@
-"""What every wrapper of the registry keeps, around three methods on a real transformer."""
+"""What every wrapper of the registry keeps, around three methods on a real transformer, and how a config names it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,15 @@ from fedspan.federation.serialization import decode_state, encode, encode_state
 from fedspan.methods.registry import METHODS
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.transports.in_process import simulate
+from fedspan.wrappers.describe import list_wrappers
 from fedspan.wrappers.extras import WithExtras
+from fedspan.wrappers.fedadam import FedAdam
+from fedspan.wrappers.fedpaq import FedPAQ
+from fedspan.wrappers.fedprox import FedProx
 from fedspan.wrappers.registry import WRAPPERS
 from helpers import tiny
-from helpers.counted_traffic import count_layers
+from helpers.claim_measures import count_layers
+from helpers.valid_config import SPEC, VALID
 from helpers.watched_rounds import differences
 from helpers.wrapped_configs import RunWrapped, wrapped_config
 
@@ -191,3 +196,31 @@ def test_variates_of_a_tensor_are_transmitted_as_often_as_it_changes(run_wrapped
         for transfer in round.result.transfers:
             once = head if transfer.direction == "down" and number == 0 else 0
             assert transfer.payload == getattr(counted[number][3], transfer.direction) + 4 * once
+
+
+def test_wrappers_are_written_as_keys_or_with_their_options() -> None:
+    wrappers = ["fedprox", {"name": "fedadam", "lr": 0.1, "beta1": 0.5}, {"name": "fedpaq", "bits": 4}]
+    config = parse_config({**VALID, "method": {"name": "fedit", "r": 4, "wrappers": wrappers}})
+    assert config.method.options == {"r": 4}
+    assert config.method.title == "fedit+fedprox+fedadam+fedpaq"
+    method = config.wrap_method(config.build_method(SPEC))
+    assert isinstance(method, FedPAQ)
+    assert isinstance(method.inner, FedAdam)
+    assert isinstance(method.inner.inner, FedProx)
+    assert isinstance(method.inner.inner.inner, WithExtras)
+    assert (method.bits, method.seed) == (4, 3)
+    assert (method.inner.lr, method.inner.beta1, method.inner.tau) == (0.1, 0.5, 1e-3)
+    assert parse_config(config.model_dump(mode="json")) == config
+
+
+PAGES = Path(__file__).parents[2] / "docs" / "methods"
+PAGE = {"fedadagrad": "fedadam", "fedyogi": "fedadam", "fedavgm": "fedadam"}
+"""Of wrappers that share one."""
+
+
+@pytest.mark.parametrize("row", list_wrappers(), ids=lambda row: row.key)
+def test_every_option_and_its_default_is_on_the_page(row: object) -> None:
+    page = (PAGES / f"{PAGE.get(row.key, row.key)}.md").read_text(encoding="utf-8")  # type: ignore[attr-defined]
+    lines = {line.split(" | ")[0].strip("| `"): line for line in page.splitlines() if line.startswith("| `")}
+    for option in row.options:  # type: ignore[attr-defined]
+        assert str(option.default) in lines[option.name].replace("fedavgm 1 ", "1.0 ").replace("fedadagrad 0 ", "0.0 ")

@@ -90,10 +90,21 @@ def compute_inner_product(left: LowRank, right: LowRank) -> Tensor:
     return ((left.B.T @ right.B) * (left.A @ right.A.T)).sum() * (left.scale * right.scale)
 
 
+_TIE = 1e-4
+"""Relative distance from a vector's largest entry within which another counts as equally large: wider than what
+rounding in float32 moves either."""
+
+
 def fix_signs(U_OQ: Tensor, Vt_QI: Tensor) -> tuple[Tensor, Tensor]:
-    """Make the largest entry (by magnitude) of every left singular vector positive, flipping its partner with it."""
-    largest = U_OQ.abs().argmax(0)
-    signs = torch.where(U_OQ.gather(0, largest[None]).squeeze(0) < 0, -1.0, 1.0).to(U_OQ.dtype)
+    """Make the largest entry (by magnitude) of every left singular vector positive, flipping its partner with it.
+
+    Of entries that are equally large to a relative 1e-4, the first decides: signs of a gradient give vectors with exact
+    ties, where rounding would choose. No convention is continuous, so other machines may still choose another sign;
+    the product of the pair is the same.
+    """
+    magnitudes = U_OQ.abs()
+    first = (magnitudes >= magnitudes.amax(0) * (1 - _TIE)).to(torch.uint8).argmax(0)
+    signs = torch.where(U_OQ.gather(0, first[None]).squeeze(0) < 0, -1.0, 1.0).to(U_OQ.dtype)
     return U_OQ * signs, Vt_QI * signs[:, None]
 
 

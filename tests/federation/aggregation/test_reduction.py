@@ -1,18 +1,34 @@
-"""The reducer: independent of the order of arrival, and equal to the weighted mean written out."""
+"""Reducers: independent of the order of arrival, and equal to means and robust reductions written out."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
+import numpy as np
 import pytest
+import scipy.optimize
+import scipy.stats
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from fedspan.core.values import Client, Contribution, Reduced
-from fedspan.federation.aggregation.reduction import Reducer
+from fedspan.federation.aggregation.reducers import create_reducer
+from fedspan.federation.aggregation.reduction import PrivateReducer, Reducer
+from fedspan.federation.aggregation.robust import (
+    CoordinateReducer,
+    FlameReducer,
+    GeometricMedianReducer,
+    MultiKrumReducer,
+    compute_geometric_median,
+    find_largest_cluster,
+    select_by_multi_krum,
+)
+from fedspan.federation.settings import RoundSettings
+from fedspan.training.jobs import Privacy
 
 IDS = ("a", "b", "c", "d")
 
@@ -154,3 +170,230 @@ def test_integers_are_not_averaged_silently() -> None:
     for id, value in (("a", 2), ("b", 3)):
         reducer.add(id, Contribution(sum={"l/n": torch.tensor([value])}))
     assert reducer.compute_result().mean["l/n"].item() == 2.5
+
+
+RULES = ("median", "trimmed-mean", "multi-krum", "geometric-median", "flame")
+WEIGHTLESS = ("median", "trimmed-mean", "multi-krum", "flame")
+
+
+def reducer_of(clients: list[Client], origin: torch.Tensor | None = None, **settings: Any) -> Reducer:
+    return create_reducer(
+        RoundSettings(1, **settings),
+        clients,
+        len(clients),
+        0,
+        lambda: {"layer/A": torch.zeros(2) if origin is None else origin},
+    )
+
+
+def reduced(
+    values: list[torch.Tensor], order: list[int] | None = None, origin: torch.Tensor | None = None, **settings: Any
+) -> Reduced:
+    clients = [Client(f"c{number:03}", 2, 1.0, 5, float(number + 1)) for number in range(len(values))]
+    reducer = reducer_of(clients, torch.zeros_like(values[0]) if origin is None else origin, **settings)
+    for number in order or range(len(values)):
+        reducer.add(clients[number].id, Contribution(sum={"layer/A": values[number]}))
+    return reducer.compute_result()
+
+
+def drawn(rng: Any, count: int, *shape: int) -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(rng.randrange(2**30))
+    return [torch.randn(shape, generator=draw) for _ in range(count)]
+
+
+@given(st.integers(1, 9), st.floats(0.01, 0.49), st.randoms(use_true_random=False))
+def test_coordinates_are_reduced_one_by_one_in_any_order(count: int, trim: float, rng: Any) -> None:
+    values = drawn(rng, count, 3, 2)
+    order = list(range(count))
+    rng.shuffle(order)
+    stacked = torch.stack(values).double().numpy()
+    median = reduced(values, order, reduction="median")
+    assert median.count == count
+    assert np.allclose(median.mean["layer/A"].numpy(), np.median(stacked, axis=0), atol=1e-6)
+    dropped = min(int(np.ceil(trim * count)), (count - 1) // 2)
+    expected = scipy.stats.trim_mean(stacked, dropped / count + 1e-9, axis=0)
+    found = reduced(values, order, reduction="trimmed-mean", trim=trim).mean["layer/A"]
+    assert found.dtype == torch.float32
+    assert np.allclose(found.numpy(), expected, atol=1e-6)
+
+
+@given(st.integers(1, 9), st.integers(0, 4), st.randoms(use_true_random=False))
+def test_multi_krum_selects_by_the_definition(count: int, hostile: int, rng: Any) -> None:
+    rows = torch.stack(drawn(rng, count, 4)).double()
+    known = min(hostile, (count - 3) // 2)
+    expected = list(range(count))
+    if known > 0:
+        scores = [
+            sum(sorted(float((rows[i] - rows[j]).square().sum()) for j in range(count) if j != i)[: count - known - 2])
+            for i in range(count)
+        ]
+        expected = sorted(sorted(range(count), key=scores.__getitem__)[: count - known])
+    assert select_by_multi_krum(rows, hostile) == expected
+
+
+@given(st.integers(1, 7), st.randoms(use_true_random=False))
+@settings(max_examples=8, deadline=None)
+def test_the_geometric_median_minimizes_the_weighted_distances(count: int, rng: Any) -> None:
+    rows = torch.stack(drawn(rng, count, 3)).double()
+    weights = torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(rng.randrange(2**30)))
+    weights = weights / weights.sum()
+
+    def cost(at: Any) -> float:
+        return float(weights @ (rows - torch.as_tensor(at)).norm(dim=1))
+
+    starts = [rows.mean(0).numpy(), *rows.numpy()]
+    best = min(scipy.optimize.minimize(cost, start, method="Nelder-Mead", tol=1e-9).fun for start in starts)
+    assert cost(compute_geometric_median(rows, weights)) <= best * (1 + 1e-3) + 1e-9
+
+
+def test_the_geometric_median_of_two_is_the_heavier_one_however_little_heavier() -> None:
+    rows = torch.tensor([[1.5410, -0.2934, -2.1788], [0.5684, -1.0845, -1.3986]], dtype=torch.float64)
+    assert torch.equal(compute_geometric_median(rows, torch.tensor([0.4973, 0.5027], dtype=torch.float64)), rows[1])
+
+
+def test_the_geometric_median_of_a_line_is_the_weighted_median() -> None:
+    rows = torch.tensor([[0.0], [1.0], [10.0], [1e9]], dtype=torch.float64)
+    weights = torch.tensor([0.2, 0.4, 0.2, 0.2], dtype=torch.float64)
+    assert float(compute_geometric_median(rows, weights)) == pytest.approx(1.0, abs=1e-4)
+    same = torch.ones(3, 2, dtype=torch.float64)
+    assert torch.equal(compute_geometric_median(same, torch.full((3,), 1 / 3, dtype=torch.float64)), same[0])
+
+
+def test_flame_keeps_the_majority_by_direction_clips_to_the_median_norm_and_adds_little_noise() -> None:
+    rng = torch.Generator().manual_seed(0)
+    main, origin = torch.randn(200, generator=rng), torch.randn(200, generator=rng)
+    honest = [main + 0.1 * torch.randn(200, generator=rng) for _ in range(6)]
+    honest[0] = 50 * honest[0]  # a long one in the same direction
+    hostile = [-honest[1], -honest[2]]
+    rows = torch.stack([*honest, *hostile]).double()
+    kept = find_largest_cluster(rows)
+    assert set(kept) <= set(range(6))
+    assert len(kept) >= 5
+    norms = sorted(rows.norm(dim=1).tolist())
+    limit = (norms[3] + norms[4]) / 2
+    clipped = [honest[at] * min(1.0, limit / float(honest[at].norm())) for at in kept]
+    found = reduced([origin + change for change in (*honest, *hostile)], origin=origin, reduction="flame")
+    difference = found.mean["layer/A"] - origin - torch.stack(clipped).mean(0)
+    assert float(difference.std()) == pytest.approx(0.001 * limit, rel=0.3)
+    assert find_largest_cluster(rows[:2]) == [0, 1]  # too few to compare
+
+
+def test_a_seed_decides_the_noise_of_flame() -> None:
+    values = [torch.ones(50) + number / 100 for number in range(5)]
+    one, again, other = (reduced(values, reduction="flame", seed=seed).mean["layer/A"] for seed in (1, 1, 2))
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_hostile_minority_cannot_move_them_far(rule: str) -> None:
+    rng = torch.Generator().manual_seed(1)
+    good = [torch.ones(30) + 0.1 * torch.randn(30, generator=rng) for _ in range(8)]
+    bad = [torch.full((30,), -1e6), torch.full((30,), 1e6)]
+    found = reduced([*good, *bad], reduction=rule, trim=0.2).mean["layer/A"]
+    assert float((found - 1).abs().max()) < 0.3
+    assert float((reduced([*good, *bad]).mean["layer/A"] - 1).abs().max()) > 1e4
+
+
+@given(rule=st.sampled_from(RULES), rng=st.randoms(use_true_random=False))
+@settings(max_examples=25, deadline=None)
+def test_moving_all_replies_moves_the_result_alike(rule: str, rng: Any) -> None:
+    values, step = drawn(rng, 7, 4), drawn(rng, 1, 4)[0]
+    here = reduced(values, origin=torch.zeros(4), reduction=rule, trim=0.2).mean["layer/A"]
+    there = reduced([value + step for value in values], origin=step, reduction=rule, trim=0.2).mean["layer/A"]
+    assert torch.allclose(there - step, here, atol=1e-4)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_order_of_arrival_changes_no_bit(rule: str) -> None:
+    values = [torch.randn(4, generator=torch.Generator().manual_seed(number)) for number in range(4)]
+    first = reduced(values, reduction=rule).mean["layer/A"]
+    for order in itertools.permutations(range(4)):
+        assert torch.equal(first, reduced(values, list(order), reduction=rule).mean["layer/A"])
+
+
+@pytest.mark.parametrize("rule", WEIGHTLESS)
+def test_weights_do_not_count(rule: str) -> None:
+    values = [torch.randn(4, generator=torch.Generator().manual_seed(number)) for number in range(5)]
+    found: list[torch.Tensor] = []
+    for heavy in (1.0, 1e6):
+        clients = [Client(f"c{number}", 2, 1.0, 5, heavy if not number else 1.0) for number in range(5)]
+        reducer = reducer_of(clients, torch.zeros(4), reduction=rule)
+        for client, value in zip(clients, values, strict=True):
+            reducer.add(client.id, Contribution(sum={"layer/A": value}))
+        found.append(reducer.compute_result().mean["layer/A"])
+    assert torch.equal(*found)
+
+
+def test_a_tensor_that_a_client_leaves_out_counts_as_zero_and_a_stack_is_refused() -> None:
+    clients = [Client(id, 2, 1.0, 5, 1.0) for id in "abc"]
+    reducer = reducer_of(clients, reduction="median")
+    for id, value in (("a", 4.0), ("b", 2.0)):
+        reducer.add(id, Contribution(sum={"x": torch.tensor([value])}))
+    with pytest.raises(ValueError, match="no contribution yet of client 'c'"):
+        reducer.compute_result()
+    reducer.add("c", Contribution(sum={"y": torch.ones(1)}))
+    assert reducer.compute_result().mean["x"].tolist() == [2.0]
+    assert reducer.compute_result().mean["y"].tolist() == [0.0]
+    for rule in RULES:
+        other = reducer_of(clients[:1], reduction=rule)
+        with pytest.raises(ValueError, match="not summed"):
+            other.add("a", Contribution(stack={"x": torch.ones(1)}))
+        other.add("a", None)
+        with pytest.raises(ValueError, match="no reply in this round"):
+            other.compute_result()
+    assert type(reducer_of(clients)) is Reducer
+
+
+CLIENTS = [Client(f"c{number}", 2, 1.0, 5, 1.0 + (number == 0)) for number in range(5)]
+VALUES = (0.0, 1.0, 2.0, 5.0, 100.0)
+
+
+def reduce(*, round: int = 0, **settings: Any) -> torch.Tensor:
+    reducer = create_reducer(
+        RoundSettings(1, **settings), CLIENTS, len(CLIENTS), round, lambda: {"fc/A": torch.zeros(1, 2)}
+    )
+    for client, value in zip(CLIENTS, VALUES, strict=True):
+        reducer.add(client.id, Contribution(sum={"fc/A": torch.tensor([[value, -value]])}))
+    return reducer.compute_result().mean["fc/A"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [
+        ({}, Reducer),
+        ({"reduction": "median"}, CoordinateReducer),
+        ({"reduction": "trimmed-mean"}, CoordinateReducer),
+        ({"reduction": "multi-krum"}, MultiKrumReducer),
+        ({"reduction": "geometric-median"}, GeometricMedianReducer),
+        ({"reduction": "flame"}, FlameReducer),
+    ],
+)
+def test_every_rule_has_a_reducer(settings: dict[str, Any], kind: type[Reducer]) -> None:
+    reducer = create_reducer(RoundSettings(1, **settings), CLIENTS, 5, 0, lambda: {"fc/A": torch.zeros(1, 2)})
+    assert type(reducer) is kind
+
+
+def test_rules_and_their_trim_decide_the_result() -> None:
+    assert reduce() == pytest.approx(torch.tensor([[108 / 6, -108 / 6]]))  # the first client counts twice
+    assert reduce(reduction="median").tolist() == [[2.0, -2.0]]
+    assert reduce(reduction="trimmed-mean", trim=0.2) == pytest.approx(torch.tensor([[8 / 3, -8 / 3]]))
+    assert reduce(reduction="trimmed-mean", trim=0.4).tolist() == [[2.0, -2.0]]
+    assert float(reduce(reduction="multi-krum", trim=0.2)[0, 0]) < 5
+
+
+def test_the_noise_of_flame_is_of_the_seed_and_the_round() -> None:
+    first = reduce(reduction="flame", seed=1)
+    assert torch.equal(reduce(reduction="flame", seed=1), first)
+    assert not torch.equal(reduce(reduction="flame", seed=2), first)
+    assert not torch.equal(reduce(reduction="flame", seed=1, round=1), first)
+
+
+def test_central_privacy_surrounds_the_mean() -> None:
+    """Clipped to 1 about an untrained reply of zeros, the last reply moves the sum by 1 and not by 141."""
+    privacy = Privacy("central", clip=1.0, noise=1e-6)
+    settings = RoundSettings(1, privacy=privacy)
+    reducer = create_reducer(settings, CLIENTS, 5, 0, lambda: {"fc/A": torch.zeros(1, 2)})
+    assert isinstance(reducer, PrivateReducer)
+    half = 0.5**0.5
+    assert reduce(privacy=privacy) == pytest.approx(torch.tensor([[4 * half / 5, -4 * half / 5]]), abs=1e-4)

@@ -1,4 +1,4 @@
-"""Rounds under secure aggregation: what the server learns, who may be missing when, and what it takes to go on."""
+"""Masked sums, with central privacy and without: the mean is that of replies in plaintext."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ import torch
 
 pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not installed")
 pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
+pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
 
-from fedspan.core.values import Client, Contribution, Message
+from fedspan.config import parse_config
+from fedspan.core.tensors import compute_norm as norm_of
+from fedspan.core.values import Client, Contribution, Message, Reduced
 from fedspan.crypto.keys import SessionKeys, draw_secret
 from fedspan.crypto.masks import Ring
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
 from fedspan.federation.federation import Federation
+from fedspan.federation.progress import Progress, RoundResult
 from fedspan.federation.protocol import Envelope, Order, decode_reply
 from fedspan.federation.secagg.messages import MASKED, KeysReply, Phase, PublicKeys, SharesReply, UnmaskReply
 from fedspan.federation.settings import SecureSettings
@@ -42,8 +46,18 @@ def built(prepared: Prepared, tiny_folder: Path) -> Prepared:
 
 def reduced(federation: Federation) -> Any:
     method = federation.method
-    assert isinstance(method, secure_rounds.Noted)
     return method.reduced[-1]
+
+
+def run_round(federation: Any) -> tuple[Progress, RoundResult, Reduced]:
+    begin = federation.begin()
+    return begin, federation.run_round(begin), reduced(federation)
+
+
+def require_mean(built: Prepared, federation: Any, begin: Progress, hidden: Reduced, asked: Any, replied: Any) -> None:
+    """Require that the mean of a secure round is that of the replies in plaintext."""
+    secure_rounds.among(built.federation, *replied).run_round(begin)
+    secure_rounds.require_close(hidden.mean, reduced(federation).mean, secure_rounds.bound(federation, asked, replied))
 
 
 @pytest.mark.parametrize("bits", [32, 64])
@@ -51,9 +65,7 @@ def reduced(federation: Federation) -> Any:
 def test_a_round_s_mean_is_the_plain_one(bits: Any, neighbors: int | None, built: Prepared, tmp_path: Path) -> None:
     settings = SecureSettings(bits=bits, neighbors=neighbors)
     federation, stage = secure_rounds.secured(built, tmp_path, settings=settings)
-    begin = federation.begin()
-    result = federation.run_round(begin)
-    hidden = reduced(federation)
+    begin, result, hidden = run_round(federation)
     plain = secure_rounds.among(built.federation, *ALL).run_round(begin)
     assert not result.failures
     secure_rounds.require_same_round(result, plain)
@@ -67,9 +79,7 @@ def test_a_round_s_mean_is_the_plain_one(bits: Any, neighbors: int | None, built
 @pytest.mark.parametrize("phase", PHASES)
 def test_who_is_gone_before_it_sent_its_vector_leaves_no_trace(phase: str, built: Prepared, tmp_path: Path) -> None:
     federation, _ = secure_rounds.secured(built, tmp_path, lose=secure_rounds.gone_at(phase, "south"))
-    begin = federation.begin()
-    result = federation.run_round(begin)
-    hidden = reduced(federation)
+    begin, result, hidden = run_round(federation)
     (failure,) = result.failures
     assert (failure.client, failure.attempt) == ("south", 0)
     assert secure_rounds.GONE in failure.reason
@@ -82,9 +92,7 @@ def test_who_is_gone_before_it_sent_its_vector_leaves_no_trace(phase: str, built
 
 def test_who_is_gone_after_it_sent_its_vector_is_in_the_sum(built: Prepared, tmp_path: Path) -> None:
     federation, _ = secure_rounds.secured(built, tmp_path, lose=secure_rounds.gone_at("unmask", "south"))
-    begin = federation.begin()
-    result = federation.run_round(begin)
-    hidden = reduced(federation)
+    begin, result, hidden = run_round(federation)
     assert not result.failures
     plain = secure_rounds.among(built.federation, *ALL).run_round(begin)
     secure_rounds.require_same_round(result, plain)
@@ -117,9 +125,7 @@ def test_an_attempt_that_failed_is_followed_by_one_that_does_not(phase: str, bui
     federation, stage = secure_rounds.secured(
         built, tmp_path, lose=secure_rounds.gone_at(phase, "south", "west", attempts=1)
     )
-    begin = federation.begin()
-    result = federation.run_round(begin)
-    hidden = reduced(federation)
+    begin, result, hidden = run_round(federation)
     assert {failure.attempt for failure in result.failures} == {0}
     assert {"south", "west"} <= {failure.client for failure in result.failures}
     plain = secure_rounds.among(built.federation, *ALL).run_round(begin)
@@ -197,14 +203,11 @@ def vector_of(message: Message) -> torch.Tensor:
 )
 def test_a_vector_that_does_not_fit_is_left_out(change: Any, why: str, built: Prepared, tmp_path: Path) -> None:
     federation, _ = secure_rounds.secured(built, tmp_path, spoil=changed(change))
-    begin = federation.begin()
-    result = federation.run_round(begin)
-    hidden = reduced(federation)
+    begin, result, hidden = run_round(federation)
     (failure,) = result.failures
     assert failure.client == "south"
     assert why in failure.reason
-    secure_rounds.among(built.federation, *OTHERS).run_round(begin)
-    secure_rounds.require_close(hidden.mean, reduced(federation).mean, secure_rounds.bound(federation, ALL, OTHERS))
+    require_mean(built, federation, begin, hidden, ALL, OTHERS)
 
 
 def test_a_sum_beyond_the_bound_is_refused(built: Prepared, tmp_path: Path) -> None:
@@ -244,16 +247,13 @@ def test_shares_that_do_not_fit_end_the_attempt(built: Prepared, tmp_path: Path)
 def test_wrong_shares_of_one_client_are_left_out(built: Prepared, tmp_path: Path) -> None:
     """It replies to train, and then gives shares that are not those it was sent."""
     federation, stage = secure_rounds.secured(built, tmp_path, spoil=wrong_shares("east"))
-    begin = federation.begin()
-    result = federation.run_round(begin)
-    hidden = reduced(federation)
+    begin, result, hidden = run_round(federation)
     (failure,) = result.failures
     assert failure.client == "east"
     assert "is not the one that" in failure.reason
     assert "it was not needed" in failure.reason
     assert max(attempt for _, attempt, _ in stage.asked) == 0
-    secure_rounds.among(built.federation, *ALL).run_round(begin)
-    secure_rounds.require_close(hidden.mean, reduced(federation).mean, secure_rounds.bound(federation, ALL, ALL))
+    require_mean(built, federation, begin, hidden, ALL, ALL)
 
 
 def test_two_clients_cannot_have_a_third_left_out(built: Prepared, tmp_path: Path) -> None:
@@ -277,14 +277,11 @@ def test_a_client_whose_secrets_nobody_can_open_is_left_out_of_the_retry(built: 
         return answer.model_copy(update={"sealed": dict.fromkeys(answer.sealed, bytes(100))}).to_envelope()
 
     federation, stage = secure_rounds.secured(built, tmp_path, spoil=spoil)
-    begin = federation.begin()
-    result = federation.run_round(begin)
-    hidden = reduced(federation)
+    begin, result, hidden = run_round(federation)
     assert {failure.client for failure in result.failures if failure.attempt == 0} == {"south"}
     assert {id for _, attempt, id in stage.asked if attempt == 1} == set(OTHERS)
     assert set(result.progress.last_rounds) == set(OTHERS)
-    secure_rounds.among(built.federation, *OTHERS).run_round(begin)
-    secure_rounds.require_close(hidden.mean, reduced(federation).mean, secure_rounds.bound(federation, OTHERS, OTHERS))
+    require_mean(built, federation, begin, hidden, OTHERS, OTHERS)
 
 
 LOW_ORDER = (bytes(32), b"\1" + bytes(31), (2**255 - 19).to_bytes(32, "little"), (2**255 - 20).to_bytes(32, "little"))
@@ -292,13 +289,11 @@ LOW_ORDER = (bytes(32), b"\1" + bytes(31), (2**255 - 19).to_bytes(32, "little"),
 
 
 def spoil_keys(change: Callable[[PublicKeys], Mapping[str, Any]]) -> secure_rounds.Spoil:
-    """South sends other keys than its own."""
 
     def spoil(asked: Order | Phase, back: Envelope) -> Envelope:
         if asked.task != "keys" or asked.to != "south":
             return back
         answer = KeysReply.model_validate_json(back.header)
-        assert answer.keys is not None
         return answer.model_copy(
             update={"keys": answer.keys.model_copy(update=dict(change(answer.keys)))}
         ).to_envelope()
@@ -320,17 +315,14 @@ def test_keys_that_others_refuse_fail_their_sender_alone(
     change: Any, reason: str, built: Prepared, tmp_path: Path
 ) -> None:
     federation, stage = secure_rounds.secured(built, tmp_path, spoil=spoil_keys(change))
-    begin = federation.begin()
-    result = federation.run_round(begin)
-    hidden = reduced(federation)
+    begin, result, hidden = run_round(federation)
     (failure,) = result.failures
     assert (failure.client, failure.attempt) == ("south", 0)
     assert failure.reason.startswith("keys: ")
     assert reason in failure.reason
     assert max(attempt for _, attempt, _ in stage.asked) == 0
     assert {id for task, _, id in stage.asked if task != "keys"} == set(OTHERS)
-    secure_rounds.among(built.federation, *OTHERS).run_round(begin)
-    secure_rounds.require_close(hidden.mean, reduced(federation).mean, secure_rounds.bound(federation, OTHERS, OTHERS))
+    require_mean(built, federation, begin, hidden, OTHERS, OTHERS)
 
 
 def test_two_clients_with_one_key_end_no_round(built: Prepared, tmp_path: Path) -> None:
@@ -341,7 +333,6 @@ def test_two_clients_with_one_key_end_no_round(built: Prepared, tmp_path: Path) 
         if asked.task != "keys" or asked.to not in ("south", "east"):
             return back
         answer = KeysReply.model_validate_json(back.header)
-        assert answer.keys is not None
         return answer.model_copy(update={"keys": answer.keys.model_copy(update={"masking": shared})}).to_envelope()
 
     federation, _ = secure_rounds.secured(built, tmp_path, spoil=spoil, min_replies=2)
@@ -387,19 +378,16 @@ def without_first(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor
         (lambda one: replace(one, stack={"more": torch.zeros(1)}), "contribution to a sum"),
     ],
 )
-def test_a_client_whose_reply_has_no_place_in_the_sum_says_so_and_drops_out(
+def test_a_client_whose_reply_has_no_place_in_the_sum_drops_out(
     change: Any, why: str, built: Prepared, tmp_path: Path
 ) -> None:
     spoilt = Spoilt(inner=built.federation.method, change=change)
     federation, _ = secure_rounds.secured(built, tmp_path, method=spoilt)
-    begin = federation.begin()
-    result = federation.run_round(begin)
-    hidden = reduced(federation)
+    begin, result, hidden = run_round(federation)
     (failure,) = result.failures
     assert failure.client == "south"
     assert why in failure.reason
-    secure_rounds.among(built.federation, *OTHERS).run_round(begin)
-    secure_rounds.require_close(hidden.mean, reduced(federation).mean, secure_rounds.bound(federation, ALL, OTHERS))
+    require_mean(built, federation, begin, hidden, ALL, OTHERS)
 
 
 def test_replies_that_do_not_sum_stop_the_run_before_anything_is_sent(built: Prepared, tmp_path: Path) -> None:
@@ -440,7 +428,7 @@ def test_a_client_may_ask_for_more_company(built: Prepared, tmp_path: Path) -> N
     assert given == [{}, {}, {}]
 
 
-def test_a_client_that_lost_what_it_kept_is_sent_everything(
+def test_a_client_that_lost_its_states_is_sent_everything(
     prepared: Prepared, tiny_folder: Path, tmp_path: Path
 ) -> None:
     config = tiny.config(tiny_folder, method={"name": "fedloru"}, federation={"clients_per_round": None})
@@ -457,9 +445,7 @@ def test_a_client_that_lost_what_it_kept_is_sent_everything(
     assert set(after.progress.last_rounds.values()) == {2}
 
 
-def test_plain_orders_are_refused_in_a_run_that_is_secure_and_secure_ones_elsewhere(
-    built: Prepared, tmp_path: Path
-) -> None:
+def test_plain_orders_are_refused_in_a_secure_run_and_secure_ones_elsewhere(built: Prepared, tmp_path: Path) -> None:
     federation, stage = secure_rounds.secured(built, tmp_path)
     progress = federation.run_round(federation.begin()).progress
     order = next(asked for asked, _ in stage.sent if isinstance(asked, Order))
@@ -477,3 +463,64 @@ def test_plain_orders_are_refused_in_a_run_that_is_secure_and_secure_ones_elsewh
 def test_a_ring_of_many_clients_has_room_for_them(built: Prepared) -> None:
     assert Ring(32, 100.0, 1000).bound_error(1000) / 1000 == pytest.approx(100 * 1000 / 2**31, rel=1e-3)
     assert built.federation.clients
+
+
+CLIP = 0.05
+
+
+def run_of(prepared: Prepared, folder: Path, noise: float) -> tuple[Prepared, list[Reduced]]:
+    config = tiny.config(
+        folder,
+        privacy={"mechanism": "central", "noise": noise, "clip": CLIP},
+        federation={"clients_per_round": None, "weights": "uniform", "rounds": 2},
+    )
+    run = tiny.variant(prepared, config, watch=lambda one: secure_rounds.Noted(inner=one))
+    known = run.federation.clients.items()  # made with the weights of another config
+    tiny.use_clients(run.federation, {id: replace(one, client=replace(one.client, weight=1.0)) for id, one in known})
+    method = run.federation.method
+    return run, method.reduced
+
+
+@pytest.mark.parametrize("noise", [1e-9, 2.0])
+def test_the_mean_is_the_plaintext_mean(noise: float, prepared: Prepared, tiny_folder: Path, tmp_path: Path) -> None:
+    run, seen = run_of(prepared, tiny_folder, noise)
+    there, _ = secure_rounds.secured(run, tmp_path, settings=SecureSettings(clip=1e4, bits=64))
+    progress = run.federation.begin()
+    hidden, plain = there.run_round(progress), run.federation.run_round(progress)
+    assert hidden.charges == plain.charges
+    assert not hidden.failures
+    for name, value in seen[1].mean.items():
+        assert float((seen[0].mean[name] - value).abs().max()) < 1e-6, name
+
+
+def test_a_client_that_is_gone_adds_nothing_to_the_sum(prepared: Prepared, tiny_folder: Path, tmp_path: Path) -> None:
+    run, seen = run_of(prepared, tiny_folder, 1e-9)
+    begun = run.federation.begin()
+    start = run.federation.method.start(
+        run.federation.method.sync(begun.state, None), None, {}, begun.state.round
+    ).tensors
+    whole, _ = secure_rounds.secured(run, tmp_path / "whole", settings=SecureSettings(bits=64))
+    lost = secure_rounds.gone_at("train", "west")
+    less, _ = secure_rounds.secured(run, tmp_path / "less", settings=SecureSettings(bits=64), lose=lost)
+    whole.run_round(begun)
+    result = less.run_round(begun)
+    assert [failure.client for failure in result.failures] == ["west"]
+    apart = {name: (seen[0].mean[name] - value).double() for name, value in seen[1].mean.items()}
+    assert [one.count for one in seen] == [4, 4]  # the number of replies is not protected
+    assert norm_of(apart) == pytest.approx(CLIP / 4, rel=1e-3)  # its own clipped change, of four clients'
+    moved = {name: (value - start[name]).double() for name, value in seen[1].mean.items()}
+    assert norm_of(moved) <= CLIP * 3 / 4 * (1 + 1e-5)
+
+
+def test_a_cohort_that_may_be_too_small_to_hide_in_is_refused(tiny_folder: Path) -> None:
+    given = tiny.settings(
+        tiny_folder,
+        privacy={"mechanism": "central", "noise": 1.0},
+        federation={"weights": "uniform", "secure": {}},
+        engine={"name": "flower-sim"},
+    )
+    with pytest.raises(FedspanError, match=r"with privacy\.mechanism: central and federation\.secure") as refused:
+        parse_config(given)
+    assert refused.value.field == "federation.clients_per_round"
+    given["federation"]["clients_per_round"] = None
+    parse_config(given)

@@ -1,4 +1,4 @@
-"""The server's half of a session: whose keys it accepts."""
+"""The server's half of a session: whose keys it accepts, and headers with mistakes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from fedspan.federation.protocol import Envelope, read_header
+from fedspan.federation.secagg.messages import (
+    Agreement,
+    KeysOrder,
+    KeysReply,
+    PhaseReply,
+    PublicKeys,
+    SharesOrder,
+    SharesReply,
+    UnmaskOrder,
+    UnmaskReply,
+    decode_phase,
+)
+from helpers.fuzzed_headers import fuzzed
 
 pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not installed")
 pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
@@ -17,8 +32,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from fedspan.clients.refusals import refuse_any
 from fedspan.clients.secagg import MemorySessionStore, SecureClient
 from fedspan.crypto.identity import Identity, compute_fingerprint, load_identity
-from fedspan.federation.protocol import Envelope, read_header
-from fedspan.federation.secagg.messages import Agreement, KeysReply, PublicKeys, build_session_context, decode_phase
+from fedspan.federation.secagg.messages import build_session_context
 from fedspan.federation.secagg.session import SecureSession
 from fedspan.federation.settings import SecureSettings
 
@@ -103,3 +117,36 @@ def test_keys_that_the_admitted_key_did_not_sign_fail_their_sender_alone(
     assert set(session.present) == {*HONEST, *([HOSTILE] if reason is None else [])}
     assert [failure.client for failure in session.failures] == ([] if reason is None else [HOSTILE])
     assert all((reason or "") in failure.reason for failure in session.failures)
+
+
+def answer_of(kind: type[PhaseReply]) -> Callable[[Envelope], PhaseReply]:
+    return lambda envelope: read_header(kind, envelope)
+
+
+def test_headers_with_mistakes_raise_nothing_but_a_value_error() -> None:
+    fuzzed(phases(), 2_000, (decode_phase, *map(answer_of, (KeysReply, SharesReply, UnmaskReply))))
+
+
+def phases() -> list[str]:
+    session: dict[str, Any] = {"round": 0, "attempt": 0, "to": "a", "session": 7}
+    keys = PublicKeys(
+        sealing=bytes(range(32)),
+        masking=bytes(range(100, 132)),
+        own=bytes(range(60, 92)),
+        identity="a b",
+        signature=b"signed",
+    )
+    agreement = Agreement(
+        config="", task="train", round=0, lr=0.1, model="0" * 64, clients=3, clip=1.5, bits=32, top=2.0, layout="0" * 64
+    )
+    phases = [
+        KeysOrder(**session),
+        SharesOrder(**session, threshold=2, peers={"a": keys, "b": keys}, agreement=agreement),
+        UnmaskOrder(**session, survivors=("a", "b"), dropped=("c",), sealed={"a": bytes(range(96))}),
+        KeysReply(id="a", session=7, keys=keys),
+        SharesReply(id="a", session=7, sealed={"b": bytes(range(96))}),
+        UnmaskReply(id="a", session=7, shares={"b": bytes(range(34))}),
+    ]
+    for phase in phases:
+        assert read_header(type(phase), phase.to_envelope()) == phase
+    return [phase.to_envelope().header for phase in phases]

@@ -54,210 +54,165 @@ def _conversation(value: object) -> Callable[[World], object]:
     return _load(_lines(value), **CAUSAL, messages="talk", chat=True)
 
 
+def _unreadable(what: str, provoke: Callable[[World], object]) -> Mistake:
+    """A mistake after which a file of training data cannot be read."""
+    return Mistake(what, "data.train", provoke, READING)
+
+
 FILES = [
-    Mistake("missing", "The file is misspelt.", "data.train", _load(train="trian.csv")),
-    Mistake("missing-folder", "The folder does not exist.", "data.train", _load(train="no/such/train.csv")),
-    Mistake("missing-test", "The test file is misspelt.", "data.test", _load(test="tset.csv")),
-    Mistake("no-data-owner", "No file matches the path with braces.", "data.train", _load(train="{site}/train.csv")),
-    Mistake("columns-differ", "The files of two data owners have different columns.", "data.train", _data_owners),
-    Mistake("too-long", "The name is too long for the file system.", "data.train", _load(train=LONG_NAME + ".csv")),
-    Mistake("no-user", "The home folder of an unknown user.", "data.train", _load(train="~nobodyx/train.csv")),
-    Mistake("suffix", "A file format that is not supported.", "data.train", _load("x", name="train.docx")),
-    Mistake("empty", "The file is empty.", "data.train", _load("")),
-    Mistake("header-only", "The file has only a header.", "data.train", _load("text,label\n")),
-    Mistake("no-rows", "The list is empty.", "data.train", _load("[]", name="t.json")),
-    Mistake("ragged", "A row lacks a field.", "data.train", _load("text,label\none,a\ntwo\n"), READING),
+    Mistake("The file is misspelt.", "data.train", _load(train="trian.csv")),
+    Mistake("The folder does not exist.", "data.train", _load(train="no/such/train.csv")),
+    Mistake("The test file is misspelt.", "data.test", _load(test="tset.csv")),
+    Mistake("No file matches the path with braces.", "data.train", _load(train="{site}/train.csv")),
+    Mistake("The files of two data owners have different columns.", "data.train", _data_owners),
+    Mistake("The name is too long for the file system.", "data.train", _load(train=LONG_NAME + ".csv")),
+    Mistake("The home folder of an unknown user.", "data.train", _load(train="~nobodyx/train.csv")),
+    Mistake("A file format that is not supported.", "data.train", _load("x", name="train.docx")),
+    Mistake("The file is empty.", "data.train", _load("")),
+    Mistake("The file has only a header.", "data.train", _load("text,label\n")),
+    Mistake("The list is empty.", "data.train", _load("[]", name="t.json")),
+    _unreadable("A row lacks a field.", _load("text,label\none,a\ntwo\n")),
     Mistake(
-        "encoding",
         "The file has another encoding than data.encoding.",
         "data.train",
         _load("text,label\né,a\n".encode("latin-1"), encoding="utf-8"),
     ),
-    Mistake("no-encoding", "An unknown encoding.", "data.train", _load(encoding="utf-9")),
+    Mistake("An unknown encoding.", "data.train", _load(encoding="utf-9")),
     Mistake(
-        "no-header",
         "The first line is an example, and the columns have no names.",
         "data.text",
         _load("great,yes\nbad,no\nfine,yes\nawful,no\nlovely,yes\n"),
     ),
-    Mistake("excel", "The .xlsx file is not a workbook.", "data.train", _load("x", name="train.xlsx"), READING),
-    Mistake("zip", "The .zip file is not an archive.", "data.train", _load("x", name="train.zip"), READING),
-    Mistake("twice", "Two columns have the same name.", "data.train", _load("text,label,text\none,a,b\n")),
-    Mistake("not-gzip", "The .gz file is not compressed.", "data.train", _load("text", name="t.csv.gz"), READING),
+    _unreadable("The .xlsx file is not a workbook.", _load("x", name="train.xlsx")),
+    _unreadable("The .zip file is not an archive.", _load("x", name="train.zip")),
+    Mistake("Two columns have the same name.", "data.train", _load("text,label,text\none,a,b\n")),
+    _unreadable("The .gz file is not compressed.", _load("text", name="t.csv.gz")),
+    _unreadable("The .gz file is truncated.", _load(gzip.compress(GOOD.encode())[:-12], name="t.csv.gz")),
+    Mistake("A line is not valid JSON.", "data.train", _load('{"text": "a"\n', name="t.jsonl"), "jsonl: row 1: "),
+    Mistake("A line is a list.", "data.train", _load(_lines(["one", "a"]), name="t.jsonl")),
+    Mistake("The .json file holds a single object.", "data.train", _load('{"text": 1}', name="t.json")),
+    _unreadable("Brackets are nested too deeply.", _load("[" * 99999, name="t.json")),
+    _unreadable("Half of a surrogate pair in JSON.", _load('{"text":"\\ud800"}', name="t.jsonl")),
+    _unreadable("The .parquet file has another format.", _load(b"PAR1 no", name="t.parquet")),
+    _unreadable("The .parquet file is truncated.", _load(_parquet(text=["a"])[:-9], name="t.parquet")),
     Mistake(
-        "gzip-cut",
-        "The .gz file is truncated.",
-        "data.train",
-        _load(gzip.compress(GOOD.encode())[:-12], name="t.csv.gz"),
-        READING,
-    ),
-    Mistake(
-        "jsonl", "A line is not valid JSON.", "data.train", _load('{"text": "a"\n', name="t.jsonl"), "jsonl: row 1: "
-    ),
-    Mistake("jsonl-list", "A line is a list.", "data.train", _load(_lines(["one", "a"]), name="t.jsonl")),
-    Mistake("json-object", "The .json file holds a single object.", "data.train", _load('{"text": 1}', name="t.json")),
-    Mistake("json-deep", "Brackets are nested too deeply.", "data.train", _load("[" * 99999, name="t.json"), READING),
-    Mistake(
-        "json-half",
-        "Half of a surrogate pair in JSON.",
-        "data.train",
-        _load('{"text":"\\ud800"}', name="t.jsonl"),
-        READING,
-    ),
-    Mistake(
-        "parquet", "The .parquet file has another format.", "data.train", _load(b"PAR1 no", name="t.parquet"), READING
-    ),
-    Mistake(
-        "parquet-cut",
-        "The .parquet file is truncated.",
-        "data.train",
-        _load(_parquet(text=["a"])[:-9], name="t.parquet"),
-        READING,
-    ),
-    Mistake(
-        "parquet-notes",
         "The .parquet file has damaged metadata on its types.",
         "data.train",
         _load(_parquet({b"huggingface": b"{"}, text=["a", "b"], label=["x", "y"]), name="t.parquet"),
         "cannot hold: ",
     ),
-    Mistake("columns", "Names for columns that already have names.", "data.columns", _load(columns=["text", "label"])),
+    Mistake("Names for columns that already have names.", "data.columns", _load(columns=["text", "label"])),
     Mistake(
-        "columns-json",
         "Names for the columns of a .jsonl file.",
         "data.columns",
         _load(_lines({"text": "a"}), name="t.jsonl", columns=["text", "label"]),
     ),
-    Mistake("builtin", "An unknown built-in corpus.", "data.train", _load(train="builtin:patients")),
+    Mistake("An unknown built-in corpus.", "data.train", _load(train="builtin:patients")),
     Mistake(
-        "builtin-split",
         "An unknown split of a built-in corpus.",
         "data.train_split",
         _load(train="builtin:patient-messages", train_split="dev"),
     ),
     Mistake(
-        "not-on-hub",
         "A data set that is not on the hub, without a file.",
         "data.train",
         _load(train=None, dataset="blitzer_sentiment"),
     ),
 ]
 ROWS = [
-    Mistake("no-text", "There is no column of texts.", "data.text", _load(text="sentence")),
-    Mistake("no-pair", "There is no column of second texts.", "data.text_pair", _load(text_pair="answer")),
-    Mistake("no-label", "There is no column of labels.", "data.label", _load(label="topic")),
-    Mistake("empty-text", "A text is empty.", "data.train", _load("text,label\none,a\n ,b\n")),
-    Mistake("empty-label", "A label is missing.", "data.train", _load("text,label\none,a\ntwo,\n")),
-    Mistake("text-number", "Texts are numbers.", "data.text", _load(_lines({"text": 1, "label": "a"}), name="t.jsonl")),
+    Mistake("There is no column of texts.", "data.text", _load(text="sentence")),
+    Mistake("There is no column of second texts.", "data.text_pair", _load(text_pair="answer")),
+    Mistake("There is no column of labels.", "data.label", _load(label="topic")),
+    Mistake("A text is empty.", "data.train", _load("text,label\none,a\n ,b\n")),
+    Mistake("A label is missing.", "data.train", _load("text,label\none,a\ntwo,\n")),
+    Mistake("Texts are numbers.", "data.text", _load(_lines({"text": 1, "label": "a"}), name="t.jsonl")),
     Mistake(
-        "label-list",
         "A row has two labels.",
         "data.label",
         _load(_lines({"text": "a", "label": ["x", "y"]}), name="t.jsonl"),
     ),
     Mistake(
-        "label-fraction",
         "Labels are numbers with a fraction.",
         "data.label",
         _load(_lines({"text": "a", "label": 1.5}, {"text": "b", "label": 2.0}), name="t.jsonl"),
     ),
-    Mistake("one-label", "All rows have one label.", "data.label", _load("text,label\none,a\ntwo,a\n")),
+    Mistake("All rows have one label.", "data.label", _load("text,label\none,a\ntwo,a\n")),
     Mistake(
-        "unknown-label",
         "The test set has a label that the training set lacks.",
         "data.test",
         _test("text,label\none,z\n"),
     ),
-    Mistake("foreign-label", "A label is not in data.labels.", "data.train", _load(labels=["a", "c"])),
+    Mistake("A label is not in data.labels.", "data.train", _load(labels=["a", "c"])),
     Mistake(
-        "absent-label",
         "keep_only with a label that no row has.",
         "data.labels",
         _load(labels=["a", "c"], keep_only=True),
     ),
-    Mistake("first-labels", "first_labels exceeds the number of labels.", "data.first_labels", _load(first_labels=3)),
-    Mistake("too-few", "Too few rows for a test set.", "data.train", _load("text,label\none,a\ntwo,b\n")),
+    Mistake("first_labels exceeds the number of labels.", "data.first_labels", _load(first_labels=3)),
+    Mistake("Too few rows for a test set.", "data.train", _load("text,label\none,a\ntwo,b\n")),
+    Mistake("invalid: skip leaves no rows.", "data.train", _load("text,label\n,a\ntwo,\n", invalid="skip")),
     Mistake(
-        "all-blank", "invalid: skip leaves no rows.", "data.train", _load("text,label\n,a\ntwo,\n", invalid="skip")
-    ),
-    Mistake(
-        "no-number",
         "A label is a word in a regression.",
         "data.label",
         _load("text,label\none,1\ntwo,b\n", task="regression"),
     ),
+    Mistake("A label is NaN in a regression.", "data.train", _load("text,label\none,1\ntwo,nan\n", task="regression")),
     Mistake(
-        "nan", "A label is NaN in a regression.", "data.train", _load("text,label\none,1\ntwo,nan\n", task="regression")
-    ),
-    Mistake(
-        "labels-of-numbers",
         "data.labels is set for a regression.",
         "data.labels",
         _load("text,label\none,1\ntwo,2\n", task="regression", labels=["1", "2"]),
     ),
 ]
 PROMPTS = [
-    Mistake("no-prompt", "causal-lm has no prompt.", "data.prompt", _load(QUESTIONS, **CAUSAL)),
+    Mistake("causal-lm has no prompt.", "data.prompt", _load(QUESTIONS, **CAUSAL)),
     Mistake(
-        "prompt-column",
         "The prompt names an unknown column.",
         "data.prompt",
         _load(QUESTIONS, **CAUSAL, prompt="{topic}"),
     ),
-    Mistake("prompt-plain", "A prompt without a column.", "data.prompt", _load(QUESTIONS, **CAUSAL, prompt="Answer!")),
+    Mistake("A prompt without a column.", "data.prompt", _load(QUESTIONS, **CAUSAL, prompt="Answer!")),
     Mistake(
-        "prompt-brace",
         "A brace is not closed.",
         "data.prompt",
         _load(QUESTIONS, **CAUSAL, prompt="{question"),
         "itself (",
     ),
+    Mistake("A number format in braces.", "data.prompt", _load(QUESTIONS, **CAUSAL, prompt="{question:>9}")),
+    Mistake("The braces are empty.", "data.prompt", _load(QUESTIONS, **CAUSAL, prompt="{}")),
     Mistake(
-        "prompt-format", "A number format in braces.", "data.prompt", _load(QUESTIONS, **CAUSAL, prompt="{question:>9}")
-    ),
-    Mistake("prompt-empty", "The braces are empty.", "data.prompt", _load(QUESTIONS, **CAUSAL, prompt="{}")),
-    Mistake(
-        "no-answer",
         "There is no column of answers.",
         "data.answer",
         _load(QUESTIONS, **CAUSAL, prompt="{question}", answer="reply"),
     ),
     Mistake(
-        "empty-answer",
         "An answer is empty.",
         "data.train",
         _load(_lines({"question": "a", "answer": ""}), **CAUSAL, prompt="{question}"),
     ),
-    Mistake("no-talk", "There is no column of conversations.", "data.messages", _conversation({"chat": []})),
-    Mistake("talk-user", "A conversation ends with the user.", "data.messages", _conversation(_talk("user"))),
-    Mistake("talk-text", "A conversation is a string.", "data.messages", _conversation({"talk": "hello"})),
-    Mistake("talk-role", "Messages without a role.", "data.messages", _conversation({"talk": [{"content": "a1"}]})),
+    Mistake("There is no column of conversations.", "data.messages", _conversation({"chat": []})),
+    Mistake("A conversation ends with the user.", "data.messages", _conversation(_talk("user"))),
+    Mistake("A conversation is a string.", "data.messages", _conversation({"talk": "hello"})),
+    Mistake("Messages without a role.", "data.messages", _conversation({"talk": [{"content": "a1"}]})),
 ]
 PARTITION = [
-    Mistake("clients", "More clients than examples.", "partition.clients", _partition(clients=500)),
+    Mistake("More clients than examples.", "partition.clients", _partition(clients=500)),
+    Mistake("A client gets too few examples.", "partition.min_examples", _partition(clients=4, min_examples=5)),
     Mistake(
-        "too-small", "A client gets too few examples.", "partition.min_examples", _partition(clients=4, min_examples=5)
-    ),
-    Mistake(
-        "no-column",
         "The column of clients does not exist.",
         "partition.column",
         _partition(partitioner="natural", column="site"),
     ),
     Mistake(
-        "uneven-clients",
         "Three clients cannot be divided evenly between two sites.",
         "partition.clients",
         _partition(SITES, data={"test_fraction": 0}, clients=3, column="site"),
     ),
     Mistake(
-        "small-site",
         "A site has fewer examples than clients.",
         "partition.clients",
         _partition(SITES, data={"test_fraction": 0}, clients=4, column="site"),
     ),
     Mistake(
-        "no-value",
         "A row names no client.",
         "partition.column",
         _partition(
@@ -268,7 +223,6 @@ PARTITION = [
         ),
     ),
     Mistake(
-        "small-natural",
         "A client of the file has only one row.",
         "partition.min_examples",
         _partition(
@@ -279,30 +233,23 @@ PARTITION = [
         ),
     ),
     Mistake(
-        "alpha",
         "The clients' shares are too unequal.",
         "partition.alpha",
         _partition(partitioner="dirichlet", alpha=0.001, clients=3),
     ),
     Mistake(
-        "classes",
         "classes_per_client exceeds the number of labels.",
         "partition.classes_per_client",
         _partition(partitioner="pathological", classes_per_client=3, clients=2),
     ),
     Mistake(
-        "no-classes",
         "A partition by labels of data without labels.",
         "partition.partitioner",
         _partition(
-            "text,label\none,1\ntwo,2\nthree,3\nfour,4\n",
-            task="regression",
-            partitioner="dirichlet",
-            clients=2,
+            "text,label\none,1\ntwo,2\nthree,3\nfour,4\n", task="regression", partitioner="dirichlet", clients=2
         ),
     ),
     Mistake(
-        "exponential",
         "The clients' sizes grow too steeply.",
         "partition.min_examples",
         _partition(partitioner="quantity", quantity="exponential", clients=4),

@@ -91,242 +91,146 @@ def _other_labels(world: World) -> None:
     world.prepare(model={"adapter": os.path.relpath(folder)}, data={"first_labels": 3})
 
 
+def _unloadable(what: str, provoke: Callable[[World], object]) -> Mistake:
+    """A mistake after which a model cannot be loaded."""
+    return Mistake(what, "model.name", provoke, "cannot be loaded (")
+
+
+def _no_adapter(what: str, provoke: Callable[[World], object]) -> Mistake:
+    """A mistake after which there is no adapter to start from."""
+    return Mistake(what, "model.adapter", provoke, WEIGHTS + " (")
+
+
 NAMES = [
-    Mistake(
-        "unknown",
-        "A hub id that is neither cached nor reachable.",
-        "model.name",
-        _model(name="nobody/nothing"),
-        "cannot be loaded (",
-    ),
-    Mistake("no-id", "A name that cannot be a hub id.", "model.name", _model(name="my model"), "cannot be loaded ("),
-    Mistake(
-        "too-long",
-        "A name that is too long for the file system.",
-        "model.name",
-        _model(name=LONG_NAME),
-        "cannot be loaded (",
-    ),
-    Mistake(
-        "no-user",
-        "The home folder of an unknown user.",
-        "model.name",
-        _model(name="~nobodyx/m"),
-        "cannot be loaded (",
-    ),
-    Mistake("builtin", "An unknown built-in model.", "model.name", lambda world: resolve_model("builtin:minilm")),
-    Mistake("no-package", "The built-in model's package is missing.", "model.name", _without_package),
-    Mistake("no-bitsandbytes", "bitsandbytes is missing.", "model.quantization", _without_library),
+    _unloadable("A hub id that is neither cached nor reachable.", _model(name="nobody/nothing")),
+    _unloadable("A name that cannot be a hub id.", _model(name="my model")),
+    _unloadable("A name that is too long for the file system.", _model(name=LONG_NAME)),
+    _unloadable("The home folder of an unknown user.", _model(name="~nobodyx/m")),
+    Mistake("An unknown built-in model.", "model.name", lambda world: resolve_model("builtin:minilm")),
+    Mistake("The built-in model's package is missing.", "model.name", _without_package),
+    Mistake("bitsandbytes is missing.", "model.quantization", _without_library),
 ]
 FOLDERS = [
-    Mistake(
-        "empty-folder",
-        "The folder is empty.",
-        "model.name",
-        lambda world: world.prepare(model={"name": "."}),
-        "cannot be loaded (",
-    ),
-    Mistake("no-config", "There is no config.json.", "model.name", _without("config.json"), "cannot be loaded ("),
-    Mistake("config-cut", "config.json is truncated.", "model.name", _write("config.json", "{"), "cannot be loaded ("),
-    Mistake(
-        "config-null", "config.json holds null.", "model.name", _write("config.json", "null"), "cannot be loaded ("
-    ),
-    Mistake(
-        "config-type", "A size in config.json is a word.", "model.name", _config(hidden_size="x"), "cannot be loaded ("
-    ),
-    Mistake(
-        "config-heads",
-        "The number of attention heads is 0.",
-        "model.name",
-        _config(num_attention_heads=0),
-        "cannot be loaded (",
-    ),
-    Mistake(
-        "config-kind",
-        "An unknown architecture.",
-        "model.name",
-        _config(model_type="x"),
-        "cannot be loaded (",
-    ),
-    Mistake(
-        "config-shape", "The layers have other shapes than in config.json.", "model.name", _config(intermediate_size=32)
-    ),
-    Mistake("config-layers", "The weights of one layer are missing.", "model.name", _config(num_hidden_layers=2)),
-    Mistake("no-weights", "There are no weights.", "model.name", _without("model.safetensors"), "cannot be loaded ("),
-    Mistake(
-        "no-tensors",
-        "The weights are not a safetensors file.",
-        "model.name",
-        _write("model.safetensors", "x" * 99),
-        "cannot be loaded (",
-    ),
-    Mistake(
-        "weights-cut",
+    _unloadable("The folder is empty.", lambda world: world.prepare(model={"name": "."})),
+    _unloadable("There is no config.json.", _without("config.json")),
+    _unloadable("config.json is truncated.", _write("config.json", "{")),
+    _unloadable("config.json holds null.", _write("config.json", "null")),
+    _unloadable("A size in config.json is a word.", _config(hidden_size="x")),
+    _unloadable("The number of attention heads is 0.", _config(num_attention_heads=0)),
+    _unloadable("An unknown architecture.", _config(model_type="x")),
+    Mistake("The layers have other shapes than in config.json.", "model.name", _config(intermediate_size=32)),
+    Mistake("The weights of one layer are missing.", "model.name", _config(num_hidden_layers=2)),
+    _unloadable("There are no weights.", _without("model.safetensors")),
+    _unloadable("The weights are not a safetensors file.", _write("model.safetensors", "x" * 99)),
+    _unloadable(
         "The file of weights is truncated.",
-        "model.name",
         lambda world: world.model(lambda folder: cut(folder / "model.safetensors")),
-        "cannot be loaded (",
     ),
+    Mistake("There is no tokenizer.", "model.name", _without("tokenizer.json", "tokenizer_config.json")),
+    _unloadable("tokenizer.json is truncated.", _write("tokenizer.json", '{"a')),
+    _unloadable("tokenizer.json is a list.", _write("tokenizer.json", "[]")),
     Mistake(
-        "no-tokenizer", "There is no tokenizer.", "model.name", _without("tokenizer.json", "tokenizer_config.json")
-    ),
-    Mistake(
-        "tokenizer-cut",
-        "tokenizer.json is truncated.",
-        "model.name",
-        _write("tokenizer.json", '{"a'),
-        "cannot be loaded (",
-    ),
-    Mistake(
-        "tokenizer-list",
-        "tokenizer.json is a list.",
-        "model.name",
-        _write("tokenizer.json", "[]"),
-        "cannot be loaded (",
-    ),
-    Mistake(
-        "encoder-answers",
         "An encoder is used for causal-lm.",
         "model.name",
         lambda world: world.decoder(model={"name": str(world.tiny / "bert"), "target_modules": ["query"]}),
     ),
 ]
 LAYERS = [
-    Mistake("no-target", "A target module is misspelt.", "model.target_modules", _model(target_modules=["quary"])),
+    Mistake("A target module is misspelt.", "model.target_modules", _model(target_modules=["quary"])),
+    Mistake("A target is not a linear layer.", "model.target_modules", _model(target_modules=["LayerNorm"])),
     Mistake(
-        "target-kind", "A target is not a linear layer.", "model.target_modules", _model(target_modules=["LayerNorm"])
-    ),
-    Mistake(
-        "target-regex",
         "The targets are not a regular expression.",
         "model.target_modules",
         _model(target_modules="(query"),
         "names of layers (",
     ),
     Mistake(
-        "target-huge",
         "The targets' pattern has too large a repetition.",
         "model.target_modules",
         _model(target_modules="a{99999999999999999999}"),
         "names of layers (",
     ),
-    Mistake("layer", "A layer that the model does not have.", "model.target_modules", _model(layers_to_transform=[9])),
-    Mistake("save", "A module to save is misspelt.", "model.modules_to_save", _model(modules_to_save=["poler"])),
-    Mistake("rank", "The rank is larger than a layer.", "method.r", lambda world: world.prepare(method={"r": 17})),
+    Mistake("A layer that the model does not have.", "model.target_modules", _model(layers_to_transform=[9])),
+    Mistake("A module to save is misspelt.", "model.modules_to_save", _model(modules_to_save=["poler"])),
+    Mistake("The rank is larger than a layer.", "method.r", lambda world: world.prepare(method={"r": 17})),
     Mistake(
-        "ranks-client",
         "A rank for an unknown client.",
         "federation.ranks.weast",
         lambda world: world.prepare(federation={"ranks": {"weast": 2}}),
     ),
     Mistake(
-        "ranks-large",
         "A client's rank is too large.",
         "federation.ranks.west",
         lambda world: world.prepare(federation={"ranks": {"west": 99}}),
     ),
     Mistake(
-        "ranks-method",
         "Different ranks with a method that takes one.",
         "federation.ranks.west",
         lambda world: world.prepare(federation={"ranks": {"west": 1}}),
     ),
     Mistake(
-        "cohort",
         "More clients per round than there are.",
         "federation.clients_per_round",
         lambda world: world.prepare(federation={"clients_per_round": 9}),
     ),
+    Mistake("F1 with four labels.", "evaluation.metric", lambda world: world.prepare(evaluation={"metric": "f1"})),
+    Mistake("chat with a model that has no chat template.", "data.chat", _no_template),
     Mistake(
-        "f1", "F1 with four labels.", "evaluation.metric", lambda world: world.prepare(evaluation={"metric": "f1"})
-    ),
-    Mistake("no-template", "chat with a model that has no chat template.", "data.chat", _no_template),
-    Mistake(
-        "packing",
         "packing with an OPT model.",
         "data.packing",
         lambda world: world.decoder("opt", data={"packing": True}),
     ),
     Mistake(
-        "long-answer",
         "An answer is too long, and long answers are refused.",
         "model.max_length",
         lambda world: world.decoder(model={"max_length": 4}, data={"long_answers": "refuse"}),
     ),
 ]
 STARTS = [
+    _no_adapter("The folder does not exist.", _model(adapter="no/such")),
+    _no_adapter("The home folder of an unknown user.", _model(adapter="~nobodyx/a")),
+    _no_adapter("The file of weights is truncated.", _adapter(lambda folder: cut(folder / WEIGHTS))),
+    _no_adapter("Its config is truncated.", _adapter(lambda folder: cut(folder / ADAPTER))),
     Mistake(
-        "adapter-missing", "The folder does not exist.", "model.adapter", _model(adapter="no/such"), WEIGHTS + " ("
-    ),
-    Mistake(
-        "adapter-user",
-        "The home folder of an unknown user.",
-        "model.adapter",
-        _model(adapter="~nobodyx/a"),
-        WEIGHTS + " (",
-    ),
-    Mistake(
-        "adapter-cut",
-        "The file of weights is truncated.",
-        "model.adapter",
-        _adapter(lambda folder: cut(folder / WEIGHTS)),
-        WEIGHTS + " (",
-    ),
-    Mistake(
-        "adapter-config",
-        "Its config is truncated.",
-        "model.adapter",
-        _adapter(lambda folder: cut(folder / ADAPTER)),
-        WEIGHTS + " (",
-    ),
-    Mistake(
-        "adapter-kind",
         "It is not a LoRA adapter.",
         "model.adapter",
         _adapter(lambda folder: (folder / ADAPTER).write_text('{"peft_type": "IA3"}')),
     ),
     Mistake(
-        "adapter-dora",
         "It is a DoRA adapter.",
         "model.adapter",
         _adapter(lambda folder: edit_json(folder / ADAPTER, use_dora=True)),
     ),
     Mistake(
-        "adapter-zero",
         "Its rank is 0.",
         "model.adapter",
         _adapter(lambda folder: edit_json(folder / ADAPTER, rank_pattern={".*": 0})),
         "lora_alpha (",
     ),
     Mistake(
-        "adapter-alpha",
         "Its alpha is not a number.",
         "model.adapter",
         _adapter(lambda folder: edit_json(folder / ADAPTER, lora_alpha="x")),
         "lora_alpha (",
     ),
-    Mistake("adapter-layer", "It adapts a layer that is not a target.", "model.adapter", _other_targets),
-    Mistake("adapter-labels", "Its head has other labels.", "model.adapter", _other_labels),
+    Mistake("It adapts a layer that is not a target.", "model.adapter", _other_targets),
+    Mistake("Its head has other labels.", "model.adapter", _other_labels),
     Mistake(
-        "adapter-shape",
         "Its factors belong to another model.",
         "model.adapter",
         _tensors(lambda name, value: {name: value[:, :1].clone() if "lora_A" in name else value}),
     ),
     Mistake(
-        "adapter-ranks",
         "A and B have different ranks.",
         "model.adapter",
         _tensors(lambda name, value: {name: value[:1].clone() if "lora_A" in name else value}),
     ),
     Mistake(
-        "adapter-half",
         "It has A without B.",
         "model.adapter",
         _tensors(lambda name, value: {} if "lora_B" in name else {name: value}),
     ),
     Mistake(
-        "adapter-extra",
         "It saves a module that this run does not train.",
         "model.adapter",
         _tensors(lambda name, value: {name: value, "base_model.model.bert.pooler.x": value.clone()}),

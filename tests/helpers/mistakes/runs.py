@@ -144,132 +144,103 @@ def _offline_data(world: World) -> None:
 
 
 FOLDERS = [
-    Mistake("taken", "The folder holds other files.", "run folder", _taken),
-    Mistake("is-file", "The folder is a file.", "run folder", _run_into("train.csv")),
-    Mistake("holds-run", "The folder holds a run.", "run folder", _holds_run),
-    Mistake("name-too-long", "The name is too long for the file system.", "run folder", _run_into(LONG_NAME)),
-    Mistake("no-run", "A folder without a run to resume.", "run folder", lambda world: fedspan.resume("nothing")),
+    Mistake("The folder holds other files.", "run folder", _taken),
+    Mistake("The folder is a file.", "run folder", _run_into("train.csv")),
+    Mistake("The folder holds a run.", "run folder", _holds_run),
+    Mistake("The name is too long for the file system.", "run folder", _run_into(LONG_NAME)),
+    Mistake("A folder without a run to resume.", "run folder", lambda world: fedspan.resume("nothing")),
     Mistake(
-        "long-resume",
         "The name of the folder to read is too long.",
         "run folder",
         lambda world: fedspan.resume(LONG_NAME),
     ),
-    Mistake("locked", "Another process is working on the run.", "run folder", _locked),
-    Mistake("other-config", "The config differs from the run's.", "training.lr", _other_config),
-    Mistake("extended-seed", "A run resumed with another seed.", "seed", _extended("seed=1")),
+    Mistake("Another process is working on the run.", "run folder", _locked),
+    Mistake("The config differs from the run's.", "training.lr", _other_config),
+    Mistake("A run resumed with another seed.", "seed", _extended("seed=1")),
+    Mistake("Fewer rounds than are already finished.", "federation.rounds", _extended("federation.rounds=1")),
+    Mistake("More rounds under a schedule that spans all rounds.", "federation.rounds", _extended_cosine),
+    Mistake("config.yaml is no longer valid YAML.", "config", _config("seed: 3", "seed: ["), "valid YAML ("),
+    Mistake("config.yaml was emptied.", "config", _resume(lambda run: run.config.write_text(""))),
+    Mistake("The seed in config.yaml was changed to a word.", "seed", _config("seed: 3", "seed: three")),
     Mistake(
-        "fewer-rounds", "Fewer rounds than are already finished.", "federation.rounds", _extended("federation.rounds=1")
-    ),
-    Mistake(
-        "extended-cosine", "More rounds under a schedule that spans all rounds.", "federation.rounds", _extended_cosine
-    ),
-    Mistake(
-        "config-yaml", "config.yaml is no longer valid YAML.", "config", _config("seed: 3", "seed: ["), "valid YAML ("
-    ),
-    Mistake("config-list", "config.yaml was emptied.", "config", _resume(lambda run: run.config.write_text(""))),
-    Mistake(
-        "config-nonsense", "The seed in config.yaml was changed to a word.", "seed", _config("seed: 3", "seed: three")
-    ),
-    Mistake(
-        "config-latin-1",
         "config.yaml is not UTF-8.",
         "FOLDER/stopped/config.yaml",
         _resume(lambda run: run.config.write_bytes(b"\xff")),
     ),
     Mistake(
-        "config-method",
         "The method in config.yaml was changed.",
         f"{CONFIG}, method.name",
         _config("name: fedit", "name: rolora"),
     ),
-    Mistake("config-rank", "The rank in config.yaml was changed.", f"{CONFIG}, method.r", _config("r: 2", "r: 4")),
+    Mistake("The rank in config.yaml was changed.", f"{CONFIG}, method.r", _config("r: 2", "r: 4")),
     Mistake(
-        "config-rate",
         "The learning rate in config.yaml was changed.",
         f"{CONFIG}, training.lr",
         _config("\n  lr: ", "\n  lr: 1"),
     ),
     Mistake(
-        "config-end",
         "config.yaml is truncated.",
         "FOLDER/stopped/config.yaml",
         _resume(lambda run: cut(run.config, 25)),
     ),
+    Mistake("checkpoints/ is a link to another folder.", "FOLDER/stopped/checkpoints", _resume(_link_checkpoints)),
     Mistake(
-        "linked",
-        "checkpoints/ is a link to another folder.",
-        "FOLDER/stopped/checkpoints",
-        _resume(_link_checkpoints),
-    ),
-    Mistake(
-        "damaged",
         "A bit of a checkpoint is flipped.",
         "FOLDER/stopped/checkpoints/round-00001/state.safetensors",
         _resume(lambda run: flip(run.path / CHECKPOINT / "state.safetensors")),
     ),
     Mistake(
-        "index-cut",
         "checkpoint.json is truncated.",
         "FOLDER/stopped/checkpoints/round-00001/checkpoint.json",
         _resume(lambda run: cut(run.path / CHECKPOINT / "checkpoint.json")),
         "is damaged (",
     ),
     Mistake(
-        "index-edited",
         "checkpoint.json was edited.",
         "FOLDER/stopped/checkpoints/round-00001/checkpoint.json",
         _resume(lambda run: edit_json(run.path / CHECKPOINT / "checkpoint.json", round=7)),
     ),
     Mistake(
-        "metrics-cut",
         "metrics.jsonl is truncated.",
         "FOLDER/stopped/metrics.jsonl",
         _resume(lambda run: run.metrics.write_bytes(b"")),
         "ended at byte ",
     ),
     Mistake(
-        "ledger-line",
         "A line of ledger.jsonl was edited.",
         "FOLDER/stopped/ledger.jsonl, line 1",
         _resume(lambda run: run.ledger.write_bytes(b"x" + run.ledger.read_bytes()[1:])),
     ),
     Mistake(
-        "metrics-bit",
         "A digit in metrics.jsonl was changed.",
         "FOLDER/stopped/metrics.jsonl, line 1",
         _resume(lambda run: run.metrics.write_bytes(run.metrics.read_bytes().replace(b"1", b"3", 1))),
     ),
     Mistake(
-        "partition-edited",
         "partition.json was edited.",
         "FOLDER/stopped/partition.json",
         _resume(lambda run: edit_json(run.partition, examples=7)),
         "stopped/partition.json`: ",
     ),
     Mistake(
-        "partition-cut",
         "partition.json is truncated.",
         "FOLDER/stopped/partition.json",
         _resume(lambda run: cut(run.partition)),
         "stopped/partition.json`: ",
     ),
     Mistake(
-        "partition-latin-1",
         "partition.json is not UTF-8.",
         "FOLDER/stopped/partition.json",
         _resume(lambda run: run.partition.write_bytes(b"\xff")),
     ),
     Mistake(
-        "partition-huge",
         "partition.json holds a number of more than 64 bits.",
         "FOLDER/stopped/partition.json",
         _resume(lambda run: edit_json(run.partition, rows=[10**30])),
         "stopped/partition.json`: ",
     ),
-    Mistake("data-changed", "The data file lost rows.", "data.train", _other_data),
+    Mistake("The data file lost rows.", "data.train", _other_data),
     Mistake(
-        "environment",
         "environment.json is truncated.",
         "FOLDER/stopped/environment.json",
         _resume(lambda run: cut(run.environment)),
@@ -277,21 +248,18 @@ FOLDERS = [
     ),
 ]
 DISK = [
-    Mistake("full-at-once", "The disk is full at the start.", "run folder", _full(0)),
-    Mistake("full-later", "The disk is full after the first files.", "run folder", _full(3)),
-    Mistake("full-at-export", "The disk is full when the adapter is written.", "run folder", _full_at_export),
-    Mistake("full-copy", "The disk is full in `fedspan export`.", "out", _full_copy),
-    Mistake("full-merge", "The disk is full when weights are merged.", "out", _full_merge),
-    Mistake("read-only", "The file system is read-only.", "run folder", _read_only),
-    Mistake("below-file", "A part of the path is a file.", "run folder", _below_file),
-    Mistake("picture", "A picture in a folder that does not exist.", "--png", _picture),
+    Mistake("The disk is full at the start.", "run folder", _full(0)),
+    Mistake("The disk is full after the first files.", "run folder", _full(3)),
+    Mistake("The disk is full when the adapter is written.", "run folder", _full_at_export),
+    Mistake("The disk is full in `fedspan export`.", "out", _full_copy),
+    Mistake("The disk is full when weights are merged.", "out", _full_merge),
+    Mistake("The file system is read-only.", "run folder", _read_only),
+    Mistake("A part of the path is a file.", "run folder", _below_file),
+    Mistake("A picture in a folder that does not exist.", "--png", _picture),
 ]
 NETWORK = [
+    Mistake("A data set on the hub without a network.", "data.train", _offline_data, "read from the hub: "),
     Mistake(
-        "data-offline", "A data set on the hub without a network.", "data.train", _offline_data, "read from the hub: "
-    ),
-    Mistake(
-        "dataset-offline",
         "data.dataset without a network.",
         "data.train",
         lambda world: world.load(train=None, dataset="sst2"),

@@ -34,14 +34,12 @@ class Mistake:
     """Something that a user does wrong.
 
     Args:
-        id: Id of the table's row.
         what: Description of the mistake.
         field: Field of the expected error.
         provoke: Function that makes the mistake in a fresh folder of the world.
         until: Text after which the message is a library's and differs between its versions.
     """
 
-    id: str
     what: str
     field: str
     provoke: Callable[[World], object]
@@ -74,7 +72,7 @@ class World:
                 mistake.provoke(self)
             except FedspanError as error:
                 return self._plain(error.field), self._plain(str(error), mistake.until)
-        raise AssertionError(f"{mistake.id}: no error was raised")
+        raise AssertionError(f"{mistake.what}: no error was raised")
 
     def _plain(self, text: str, until: str | None = None) -> str:
         for folder in (self.folder, self.root):

@@ -32,10 +32,7 @@ def pair_gradients(
     """Gradients by B (s G A^T), A (s B^T G) and the head, G being the gradient by the dense weight."""
     dense = problem.gradients(client, {**effective(W, pairs, scaling), **head})
     by_pair = {
-        layer: {
-            "B": scaling * dense[layer] @ pairs[layer]["A"].T,
-            "A": scaling * pairs[layer]["B"].T @ dense[layer],
-        }
+        layer: {"B": scaling * dense[layer] @ pairs[layer]["A"].T, "A": scaling * pairs[layer]["B"].T @ dense[layer]}
         for layer in LAYERS
     }
     return by_pair, {name: dense[name] for name in HEAD}

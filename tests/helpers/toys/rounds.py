@@ -16,10 +16,10 @@ from fedspan.core.base import BaseUpdate, apply_patch, materialize
 from fedspan.core.method import Memory, Method, compute_scaling
 from fedspan.core.parametrization import compute_dense_change
 from fedspan.core.tensors import Tensors, count, select_slots, split_extras
-from fedspan.core.values import Client, Job, Message, OptimizerSpec, Reduced, ServerState, Spec, Trained
+from fedspan.core.values import Client, Job, LayerSpec, Message, OptimizerSpec, Reduced, ServerState, Spec, Trained
 from fedspan.federation.aggregation.reduction import Reducer
 from fedspan.federation.serialization import decode, decode_state, encode, encode_state
-from fedspan.planning.shape_inference import ShapeInference, rewrap_method, unwrap_method
+from fedspan.planning.shape_inference import ClientExchange, ShapeInference, rewrap_method, unwrap_method
 from fedspan.training.jobs import Assignment, TrainingSettings
 from fedspan.training.loop import LoopEngine
 from fedspan.wrappers.extras import ExtrasPolicy, WithExtras
@@ -121,6 +121,7 @@ class Federation:
         self.replies: dict[str, Message] = {}
         self.trained: dict[str, Tensors] = {}
         self.reduced = Reduced()
+        self._inferred: dict[str, tuple[ShapeInference, list[Mapping[int, ClientExchange]]]] = {}
 
     def round(self, cohort: Sequence[str] | None = None, *, lost: Collection[str] = ()) -> None:
         """One round; replies of the clients in ``lost`` never arrive."""
@@ -203,20 +204,27 @@ class Federation:
 
         The method's own estimate, of 4 bytes an element, or else what its functions give on shapes.
         """
-        rank = self.parties[client].client.rank
-        cohort, bare = [party.client.rank for party in self.parties.values()], unwrap_method(self.method)
+        rank, bare = self.parties[client].client.rank, unwrap_method(self.method)
         down = up = 0
         for layer in bare.spec.layers:
             if (estimate := self.method.estimate_messages(layer, rank, round)) is not None:
                 down, up = (total + _elements(one) for total, one in zip((down, up), estimate, strict=True))
                 continue
-            single = replace(bare, spec=Spec((layer,), clients=bare.spec.clients))
-            inference = ShapeInference(rewrap_method(self.method, single), cohort)
-            *_, last = (inference.run_round(cohort) for _ in range(round + 1))
-            exchange = last[rank]
+            exchange = self._infer_exchanges(bare, layer, round)[rank]
             for sent, received in ((exchange.down, exchange.up), exchange.second or (Message(), Message())):
                 down, up = down + _elements(sent), up + _elements(received)
         return down, up
+
+    def _infer_exchanges(self, bare: Method, layer: LayerSpec, round: int) -> Mapping[int, ClientExchange]:
+        """Messages by rank in a round in which everybody participates; rounds are inferred once."""
+        cohort = [party.client.rank for party in self.parties.values()]
+        if layer.name not in self._inferred:
+            single = rewrap_method(self.method, replace(bare, spec=Spec((layer,), clients=bare.spec.clients)))
+            self._inferred[layer.name] = ShapeInference(single, cohort), []
+        inference, rounds = self._inferred[layer.name]
+        while len(rounds) <= round:
+            rounds.append(inference.run_round(cohort))
+        return rounds[round]
 
 
 def _elements(message: Message) -> int:

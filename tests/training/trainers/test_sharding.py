@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,8 @@ from transformers import PreTrainedModel, Trainer
 import fedspan
 from fedspan.runs.own_trainers import adopt_trainer
 from helpers.trainer_clients import make_trainer
+
+PLUGIN = "accelerator.state.fsdp_plugin"
 
 
 @pytest.fixture
@@ -39,41 +42,27 @@ def test_fsdp2_is_accepted(trainer: Trainer) -> None:
     adopt_trainer(trainer)
 
 
-def test_deepspeed_is_refused(trainer: Trainer) -> None:
-    trainer.is_deepspeed_enabled = True
-    refuse(trainer, "DeepSpeed takes model and optimizer into an engine of its own")
-
-
-def test_fsdp1_is_refused(trainer: Trainer) -> None:
-    trainer.accelerator.state.fsdp_plugin.fsdp_version = 1  # pyright: ignore[reportOptionalMemberAccess]
-    refuse(trainer, r"FSDP1 flattens parameters into one.*fsdp_config=\{'version': 2\}")
-
-
-def test_fsdp_of_xla_is_refused(trainer: Trainer) -> None:
-    trainer.is_fsdp_xla_enabled = True
-    refuse(trainer, "FSDP on XLA")
-
-
-@pytest.mark.skipif(
-    not hasattr(PreTrainedModel, "is_distributed_loading_by_transformers"), reason="this Transformers shards no model"
-)
-def test_a_model_that_was_sharded_when_it_was_loaded_is_refused(trainer: Trainer) -> None:
-    trainer.model._is_distributed_loading_by_transformers = True  # pyright: ignore
-    refuse(trainer, r"from_pretrained\(distributed_config=\.\.\.\) has sharded its model")
-
-
 @pytest.mark.parametrize(
-    ("field", "value", "match"),
+    ("path", "value", "match"),
     [
-        ("activation_checkpointing", True, "activation_checkpointing renames modules"),
-        ("cpu_ram_efficient_loading", True, "leaves the other processes without weights"),
-        ("cpu_offload", CPUOffloadPolicy(), "cpu_offload stores weights on another device"),
+        ("is_deepspeed_enabled", True, "DeepSpeed takes model and optimizer into an engine of its own"),
+        ("is_fsdp_xla_enabled", True, "FSDP on XLA"),
+        (f"{PLUGIN}.fsdp_version", 1, r"FSDP1 flattens parameters into one.*fsdp_config=\{'version': 2\}"),
+        (f"{PLUGIN}.activation_checkpointing", True, "activation_checkpointing renames modules"),
+        (f"{PLUGIN}.cpu_ram_efficient_loading", True, "leaves the other processes without weights"),
+        (f"{PLUGIN}.cpu_offload", CPUOffloadPolicy(), "cpu_offload stores weights on another device"),
+        pytest.param(
+            *("model._is_distributed_loading_by_transformers", True, r"\(distributed_config=\.\.\.\) has sharded its"),
+            marks=pytest.mark.skipif(
+                not hasattr(PreTrainedModel, "is_distributed_loading_by_transformers"),
+                reason="this Transformers shards no model when it loads it",
+            ),
+        ),
     ],
 )
-def test_settings_of_fsdp_that_a_round_cannot_honor_are_refused(
-    field: str, value: object, match: str, trainer: Trainer
-) -> None:
-    setattr(trainer.accelerator.state.fsdp_plugin, field, value)
+def test_what_a_round_cannot_honor_is_refused(path: str, value: object, match: str, trainer: Trainer) -> None:
+    *parents, name = path.split(".")
+    setattr(functools.reduce(getattr, parents, trainer), name, value)
     refuse(trainer, match)
 
 

@@ -1,17 +1,32 @@
-"""Plain PyTorch loops: the batches of a round, its mean loss, and loops that do not do what was planned."""
+"""Plain PyTorch loops: jobs, steps, batches and optimizers of a round, and loops that do not do what was planned."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from fedspan.core.base import BaseUpdate
+from fedspan.core.lowrank import LowRank
+from fedspan.core.parametrization import LoRA
+from fedspan.core.tensors import join_extra_name, join_tensor_name
+from fedspan.core.values import Group, Job, OptimizerSpec
 from fedspan.errors import FedspanError
-from fedspan.training.trainers.local import RoundPlan
+from fedspan.models.adapted import AdaptedModel
+from fedspan.training.jobs import Assignment, TrainingSettings
+from fedspan.training.loop import LoopEngine
+from fedspan.training.trainers.frozen import FrozenBase, checksum_frozen
+from fedspan.training.trainers.install import install_job
+from fedspan.training.trainers.local import RoundPlan, plan_round
+from fedspan.training.trainers.optimizer import JobOptimizer
 from fedspan.training.trainers.torch_loop import TorchTrainer, TrainingRound
+from helpers.toys.problem import Problem
+from helpers.toys.rounds import sgd
 
 
 class Counted:
@@ -164,8 +179,223 @@ def test_an_evaluation_runs_in_evaluation_mode_and_knows_its_metrics() -> None:
     assert trainer(stepping(1)).evaluate() == {}
 
 
-def test_batches_that_are_left_are_noticed() -> None:
-    round, _ = begin()
-    batches: Iterator[Any] = round.batches("abc")
-    next(batches)
-    assert round.is_cut is True
+def assignment(**changes: Any) -> Assignment:
+    return Assignment("east", 4, Job({}, {}, (), **changes), np.arange(3), 0.25)
+
+
+@pytest.mark.parametrize(
+    ("settings", "job", "epochs", "steps"),
+    [
+        ({"epochs": 3}, {}, 3, None),
+        ({"epochs": 3, "steps": 7}, {}, 3, 7),
+        ({"epochs": 3, "steps": 7}, {"steps": 2}, 3, 2),
+        ({"epochs": 3, "steps": 7}, {"epochs": 2}, 2, None),  # a job's epochs replace the run's steps
+        ({"epochs": 3, "steps": 7}, {"steps": 0}, 1, None),  # a probe sees each example once
+    ],
+)
+def test_a_job_s_own_steps_and_epochs_come_first(
+    settings: dict[str, int], job: dict[str, int], epochs: int, steps: int | None
+) -> None:
+    plan = plan_round(TrainingSettings(OptimizerSpec(), **settings), 1, assignment(**job))  # type: ignore[arg-type]
+    assert (plan.epochs, plan.steps) == (epochs, steps)
+    assert (plan.client, plan.round, plan.phase, plan.lr) == ("east", 4, "train", 0.25)
+
+
+def test_every_round_client_and_phase_has_a_seed_of_its_own() -> None:
+    settings, first = TrainingSettings(OptimizerSpec()), assignment()
+    others = [
+        (1, replace(first, round=5)),
+        (1, replace(first, client="west")),
+        (1, assignment(phase="second")),
+        (2, first),
+    ]
+    seeds = [plan_round(settings, seed, one).seed for seed, one in [(1, first), *others]]
+    assert len(set(seeds)) == 5
+    assert all(0 <= seed < 2**31 for seed in seeds)
+    assert plan_round(settings, 1, replace(first, lr=9.0)).seed == seeds[0]
+
+
+LR = 0.25
+
+
+def build_optimizer(**changes: Any) -> tuple[JobOptimizer, dict[str, torch.Tensor]]:
+    """SGD on the B of both layers; fc1's at half the learning rate."""
+    torch.manual_seed(2)
+    problem = Problem(clients=1)
+    shapes = {"fc1/A": (2, 5), "fc1/B": (8, 2), "fc2/A": (2, 8), "fc2/B": (6, 2)}
+    tensors = {name: torch.randn(*shape, dtype=torch.float64) for name, shape in shapes.items()}
+    groups = (Group(("fc1/B",), lr_scale=0.5), Group(("fc2/B",)), Group(()))
+    job = replace(Job({"fc1": LoRA(1.0), "fc2": LoRA(1.0)}, tensors, groups), **changes)
+    engine = LoopEngine(problem.adapted(), problem.task, sgd(LR), seed=7)
+    live = {name: value.clone().requires_grad_(name.endswith("B")) for name, value in tensors.items()}
+    return JobOptimizer(engine, Assignment("client-0", 0, job, problem.indices["client-0"], LR), live), live
+
+
+def test_steps_are_those_of_gradient_descent_with_each_group_s_rate() -> None:
+    optimizer, live = build_optimizer()
+    assert [group["lr"] for group in optimizer.param_groups] == [LR / 2, LR]
+    expected = {name: value.detach().clone() for name, value in live.items()}
+    for number in range(3):
+        (live["fc1/B"].square().sum() + number * live["fc2/B"].sum()).backward()
+        optimizer.count_examples(4)
+        optimizer.step()
+        expected["fc1/B"] -= LR / 2 * 2 * expected["fc1/B"]
+        expected["fc2/B"] -= LR * number
+        assert all(value.grad is None for value in live.values())
+    for name, value in live.items():
+        assert torch.allclose(value, expected[name], rtol=1e-12)
+    assert (optimizer.steps, optimizer.examples, optimizer.decay) == (3, 12, 1.0)
+    assert optimizer.compute_mean_gradient() == {}
+
+
+def test_a_step_without_any_gradient_or_with_a_closure_is_refused() -> None:
+    optimizer, live = build_optimizer()
+    with pytest.raises(FedspanError, match="no gradient reached the tensors that train in this round"):
+        optimizer.step()
+    with pytest.raises(FedspanError, match="the optimizer of a round takes no closure"):
+        optimizer.step(lambda: 1.0)
+    live["fc1/B"].sum().backward()
+    before = live["fc2/B"].detach().clone()
+    optimizer.step()  # one layer's gradient is enough, and the other's is zero
+    assert torch.equal(live["fc2/B"], before)
+    assert optimizer.steps == 1
+
+
+def test_a_probe_averages_gradients_over_examples_and_moves_nothing() -> None:
+    optimizer, live = build_optimizer(steps=0, want_gradient=True)
+    assert optimizer.is_probe
+    before = live["fc1/B"].detach().clone()
+    for factor, examples in ((1.0, 1), (5.0, 3)):
+        (factor * live["fc1/B"].sum()).backward()
+        optimizer.count_examples(examples)
+        optimizer.step()
+    assert torch.equal(live["fc1/B"], before)
+    found = optimizer.compute_mean_gradient()
+    assert torch.equal(found["fc1/B"], torch.full((8, 2), (1.0 + 3 * 5.0) / 4, dtype=torch.float64))
+
+
+def test_a_job_that_wants_gradients_gets_their_mean_over_steps() -> None:
+    optimizer, live = build_optimizer(want_gradient=True)
+    for factor, examples in ((1.0, 1), (5.0, 3)):
+        (factor * live["fc1/B"].sum()).backward()
+        optimizer.count_examples(examples)
+        optimizer.step()
+    assert torch.equal(optimizer.compute_mean_gradient()["fc1/B"], torch.full((8, 2), 3.0, dtype=torch.float64))
+
+
+def build_job(*, statistics: bool) -> tuple[nn.Sequential, AdaptedModel, Job]:
+    """A wide layer with LoRA of which B trains, and a norm whose parameters train, with its statistics or not."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3))
+    extras = {name: model.get_parameter(name) for name in ("1.weight", "1.bias")}
+    buffers = {name: model.get_buffer(name) for name in ("1.running_mean", "1.running_var")} if statistics else {}
+    adapted = AdaptedModel(model, {"0": model[0]}, extras, buffers)
+    values = {join_extra_name(path): torch.randn(3) for path in extras}
+    values |= {join_extra_name(path): torch.full((3,), 2.0) for path in buffers}
+    values |= {join_tensor_name("0", "A"): torch.randn(2, 5), join_tensor_name("0", "B"): torch.randn(3, 2)}
+    trainable = Group((join_tensor_name("0", "B"), *(join_extra_name(path) for path in extras)))
+    names = frozenset(join_extra_name(path) for path in buffers)
+    return model, adapted, Job({"0": LoRA(0.5)}, values, (trainable,), buffers=names)
+
+
+def test_a_walk_over_the_parameters_sees_what_trains_under_the_slots_names() -> None:
+    model, adapted, job = build_job(statistics=False)
+    before = {name: value.detach().clone() for name, value in model.named_parameters()}
+    with install_job(model, adapted, job) as live:
+        parameters = dict(model.named_parameters())
+        assert parameters.keys() == {*before, "0.fedspan_A", "0.fedspan_B"}
+        assert parameters["0.fedspan_B"] is live["0/B"]
+        training = {name for name, value in parameters.items() if value.requires_grad}
+        assert training == {"0.fedspan_B", "1.weight", "1.bias"}
+        assert torch.equal(live["0/A"], job.tensors["0/A"])
+        with torch.no_grad():
+            live["0/B"] += 1
+        x = torch.randn(4, 5)
+        weight = before["0.weight"] + 0.5 * (job.tensors["0/B"] + 1) @ job.tensors["0/A"]
+        assert torch.allclose(model[0](x), x @ weight.T + before["0.bias"], atol=1e-6)
+    assert {name for name, _ in model.named_parameters()} == before.keys()
+    assert not any(value.requires_grad for value in model.parameters())
+    assert torch.allclose(model[0](x), x @ before["0.weight"].T + before["0.bias"], atol=1e-6)
+    assert not model[1]._forward_pre_hooks
+
+
+@pytest.mark.parametrize("statistics", [False, True])
+def test_a_norm_measures_its_batches_only_where_its_statistics_are_the_job_s(statistics: bool) -> None:
+    """Though a trainer sets the whole model to training mode before every pass."""
+    model, adapted, job = build_job(statistics=statistics)
+    with install_job(model, adapted, job) as live:
+        model.train()
+        before = model[1].running_mean.clone()
+        model(torch.randn(4, 5))
+        assert torch.equal(model[1].running_mean, before) is not statistics
+        assert model[1].training is statistics
+        if statistics:
+            assert not torch.equal(live["extras/1.running_mean"], job.tensors["extras/1.running_mean"])
+
+
+def test_an_error_of_the_trainer_leaves_nothing_behind() -> None:
+    model, adapted, job = build_job(statistics=False)
+
+    def fail() -> None:
+        with install_job(model, adapted, job):
+            raise ValueError("the trainer's own")
+
+    with pytest.raises(ValueError, match="the trainer's own"):
+        fail()
+    assert {name for name, _ in model.named_parameters()} == {"0.weight", "0.bias", "1.weight", "1.bias"}
+
+
+def model() -> tuple[nn.Sequential, AdaptedModel]:
+    torch.manual_seed(0)
+    root = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    return root, AdaptedModel(root, {"0": root[0]}, {})
+
+
+def moved(seed: int) -> BaseUpdate:
+    generator = torch.Generator().manual_seed(seed)
+    pair = LowRank(torch.randn(3, 1, generator=generator), torch.randn(1, 4, generator=generator))
+    return BaseUpdate(total={"0": pair})
+
+
+def test_the_order_of_values_counts() -> None:
+    first = nn.ParameterDict({"weight": nn.Parameter(torch.arange(6.0))})
+    other = nn.ParameterDict({"weight": nn.Parameter(torch.arange(6.0).flip(0))})
+    assert checksum_frozen(first, {}) != checksum_frozen(other, {})
+
+
+def test_long_tensors_are_compared_across_chunks() -> None:
+    value = torch.arange(2**21 + 8, dtype=torch.int32)
+    found = checksum_frozen(nn.ParameterDict({"a": nn.Parameter(value, requires_grad=False)}), {})
+    swapped = torch.cat([value[2**20 : 2**21], value[: 2**20], value[2**21 :]])
+    assert found != checksum_frozen(nn.ParameterDict({"a": nn.Parameter(swapped, requires_grad=False)}), {})
+
+
+def test_a_new_base_is_no_change_and_a_change_under_it_is() -> None:
+    root, adapted = model()
+    frozen = FrozenBase(root, adapted)
+    for base in (moved(1), moved(2), BaseUpdate()):
+        adapted.set_base(base)
+        assert frozen.list_changed(checksum_frozen(root, {})) == []
+    adapted.set_base(moved(3))
+    assert frozen.list_changed(checksum_frozen(root, {})) == []
+    with torch.no_grad():
+        root[0].weight[0, 0] += 1  # pyright: ignore
+    assert frozen.list_changed(checksum_frozen(root, {})) == ["0.weight"]
+
+
+def test_a_change_outside_of_the_target_layers_is_found_under_every_base() -> None:
+    root, adapted = model()
+    frozen = FrozenBase(root, adapted)
+    with torch.no_grad():
+        root[1].bias[0] += 1  # pyright: ignore
+    adapted.set_base(moved(1))
+    assert frozen.list_changed(checksum_frozen(root, {})) == ["1.bias"]
+
+
+def test_a_target_layer_that_changed_before_the_first_base_is_found() -> None:
+    root, adapted = model()
+    frozen = FrozenBase(root, adapted)
+    with torch.no_grad():
+        root[0].weight[0, 0] += 1  # pyright: ignore
+    adapted.set_base(moved(1))
+    assert "0.weight" in frozen.list_changed(checksum_frozen(root, {}))

@@ -21,7 +21,6 @@ from helpers.wrapped_configs import TRAINING
 
 TRAINABLE = [key for key in METHODS if key != "fedgalore"]
 """Methods without projectors that are renewed within a round."""
-FAMILIES = ("fedit", "rolora", "florg", "fed-sb", "slora", "pfedloru")
 SGD: Mapping[str, Any] = {"optimizer": "sgd", "lr": 0.02, "local_steps": 2, "group_by_length": False}
 ADAMW: Mapping[str, Any] = {"optimizer": "adamw", "lr": 0.005, "local_steps": 2, "group_by_length": False}
 QUICK: Mapping[str, Any] = {"federation": {"rounds": 2, "clients_per_round": 2}}
@@ -48,7 +47,7 @@ def require_equal(prepared: Prepared, config: RunConfig, folder: Path, limit: fl
     assert gap(expected, found) < limit
 
 
-@pytest.mark.slow  # those below run one method of each family, under AdamW
+@pytest.mark.slow  # those below run some methods under AdamW
 @pytest.mark.parametrize("key", TRAINABLE)
 def test_every_method_ends_as_with_the_loop_engine_under_sgd(
     key: str, prepared: Prepared, tiny_folder: Path, tmp_path: Path
@@ -57,17 +56,8 @@ def test_every_method_ends_as_with_the_loop_engine_under_sgd(
     require_equal(prepared, tiny.config(tiny_folder, **QUICK, method=method, training=SGD), tmp_path, 1e-5)
 
 
-@pytest.mark.parametrize("key", others_slow(FAMILIES, ["fedit", "florg", "pfedloru"]))
-def test_a_method_of_each_family_ends_as_with_the_loop_engine_under_adamw(
-    key: str, prepared: Prepared, tiny_folder: Path, tmp_path: Path
-) -> None:
-    method = {"name": key, **OPTIONS.get(key, {})}
-    require_equal(prepared, tiny.config(tiny_folder, **QUICK, method=method, training=ADAMW), tmp_path, 1e-3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("key", [key for key in TRAINABLE if key not in FAMILIES])
-def test_every_other_method_ends_as_with_the_loop_engine_under_adamw(
+@pytest.mark.parametrize("key", others_slow(TRAINABLE, ["fedit", "florg", "pfedloru"]))
+def test_every_method_ends_as_with_the_loop_engine_under_adamw(
     key: str, prepared: Prepared, tiny_folder: Path, tmp_path: Path
 ) -> None:
     method = {"name": key, **OPTIONS.get(key, {})}

@@ -1,4 +1,4 @@
-"""Numbers of examples of a Transformers trainer: of its data sets, and of the batches of a step."""
+"""What a Transformers trainer is set to in a round: numbers of examples, names of measures, and how it is undone."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from transformers import TrainerCallback
 
 from fedspan.errors import FedspanError
 from fedspan.training.trainers.transformers_examples import count_examples, get_length
+from fedspan.training.trainers.transformers_metrics import translate_metrics
+from fedspan.training.trainers.transformers_round import restore_losses
 
 
 class Unsized:
@@ -102,3 +104,23 @@ def test_a_collator_s_examples_count_whatever_rows_its_tensors_have() -> None:
         assert batch.keys() == {"ids"}
     assert counter.counted == [3]
     assert loader.collate_fn is collate
+
+
+def test_a_metric_of_several_evaluators_is_none_of_fedspan_s() -> None:
+    several = {"dev_spearman_cosine": 0.2, "test_spearman_cosine": 0.4}
+    values = {**several, "cosine_ndcg@10": 0.5, "search_cosine_recall@10": 0.6, "rewards/accuracies": 0.7}
+    expected = {**several, "ndcg_at_10": 0.5, "recall_at_10": 0.6, "reward_accuracy": 0.7}
+    assert translate_metrics(values) == expected
+    own = {"spearman": 0.1, "dev_spearman_cosine": 0.2, "rewards/margins": 1.0, "reward_margin": 2.0}
+    assert translate_metrics(own) == own
+
+
+def test_losses_in_a_dict_and_in_other_losses_hold_the_model_again() -> None:
+    model, wrapper = torch.nn.Linear(3, 2), torch.nn.Sequential()
+    inner, outer = torch.nn.Module(), torch.nn.Module()
+    inner.model = outer.model = model
+    outer.loss = inner
+    with restore_losses(SimpleNamespace(loss={"pairs": outer}), model):  # pyright: ignore[reportArgumentType]
+        inner.model = outer.model = wrapper
+    assert inner.model is outer.model is model
+    assert outer.loss is inner

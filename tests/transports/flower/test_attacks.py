@@ -30,6 +30,22 @@ from helpers.hostile_node import HostileNode, connect, id_of, make_strange_keys,
 from helpers.reply_transport import exchanged
 
 pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
+
+from flwr.app import ConfigRecord
+
+from fedspan.federation.transport import Orders
+from fedspan.transports.flower.admissions import admit_node, open_audit_log, read_admissions, revoke_node
+from fedspan.transports.flower.connections import ConnectionLimits
+from fedspan.transports.flower.grid import attach
+from fedspan.transports.flower.keys import load_node_key, make_node_key
+from fedspan.transports.flower.messages import draw_salt, to_records
+from fedspan.transports.flower.server import WORK, prepare_folder, read_link
+from fedspan.transports.flower.signing import ServerSigner, UnsignedSigner
+from fedspan.transports.flower.superlink import supervise
+from fedspan.transports.flower.transport import GridTransport, Message
+from fedspan.transports.flower.wire import WORK_HEADER, NodeWork
+from fedspan.transports.flower.work import read_works
+
 pytestmark = pytest.mark.slow
 
 ECHO = """
@@ -43,17 +59,7 @@ serve(Link(sys.argv[1], Path(sys.argv[2]), keys, 2**24), lambda envelope: envelo
 
 
 class Scene(NamedTuple):
-    """A server at work, an honest node and a hostile one.
-
-    Args:
-        address: Address of the server.
-        authority: File of its authority.
-        log: File of its log.
-        transport: Transport to both nodes.
-        hostile: The hostile node, which is online.
-        honest: Flower's id of the honest node.
-        server: The thread that supervises the server's process.
-    """
+    """A server at work, an honest node and a hostile one."""
 
     address: str
     authority: Path
@@ -72,14 +78,6 @@ class Scene(NamedTuple):
 
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    from fedspan.transports.flower.admissions import admit_node, read_admissions
-    from fedspan.transports.flower.grid import attach
-    from fedspan.transports.flower.keys import load_node_key, make_node_key
-    from fedspan.transports.flower.server import prepare_folder
-    from fedspan.transports.flower.signing import ServerSigner
-    from fedspan.transports.flower.superlink import supervise
-    from fedspan.transports.flower.transport import GridTransport
-
     folder = tmp_path_factory.mktemp("attacked")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -119,9 +117,6 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 
 def received_order(scene: Scene) -> Any:
     """Send the hostile node an order, which it receives: the message without its content, and its objects' tree."""
-    from fedspan.transports.flower.messages import draw_salt, to_records
-    from fedspan.transports.flower.transport import Message
-
     sealed = scene.transport.signer.seal(Envelope("{}", b"order"), scene.hostile.node)
     sent = Message(to_records(sealed, draw_salt()), dst_node_id=scene.hostile.node, message_type="train", ttl=600)
     (id,) = scene.transport.grid.push_messages([sent])
@@ -146,10 +141,6 @@ def ids_in(tree: Any) -> list[str]:
 
 
 def test_what_a_node_says_that_it_does_is_kept_as_words_for_the_page(scene: Scene) -> None:
-    from fedspan.transports.flower.server import WORK
-    from fedspan.transports.flower.wire import WORK_HEADER, NodeWork
-    from fedspan.transports.flower.work import read_works
-
     path, until = scene.log.with_name(WORK), time.monotonic() + 60
     make_heartbeat = name_of("flwr.proto.heartbeat_pb2", "SendNodeHeartbeatRequest")
     heartbeat = make_heartbeat(node=scene.hostile.own(), heartbeat_interval=600.0)
@@ -170,8 +161,6 @@ def test_no_claim_about_an_object_that_others_send_stops_them(scene: Scene, orde
 
 def claim_children(scene: Scene, message: Any, tree: Any) -> None:
     """Announce the constant object of an empty body, and every object of an order, with a child."""
-    from flwr.app import ConfigRecord
-
     empty = ConfigRecord({"body": b""}).object_id
     child = tree_of(id_of(b"child"))
     for number, id in enumerate((empty, *ids_in(tree)[1:])):
@@ -221,7 +210,6 @@ def test_a_withheld_object_delays_nobody_else(scene: Scene) -> None:
         until = time.monotonic() + 60
         while (pulled := scene.hostile.pull()) is None and time.monotonic() < until:
             time.sleep(0.1)
-        assert pulled is not None
         status, content = scene.hostile.reply(pulled[0], tree_of(id_of(os.urandom(8)), [tree_of(id_of(b"late"))]))
         assert status == 200, content
 
@@ -231,8 +219,6 @@ def test_a_withheld_object_delays_nobody_else(scene: Scene) -> None:
     def received(id: str, envelope: Any) -> bool:
         back[id], arrived[id] = envelope, time.monotonic() - began
         return False
-
-    from fedspan.federation.transport import Orders
 
     envelopes = {id: Envelope("{}", id.encode()) for id in ("hostile", "honest")}
     scene.transport.exchange(Orders("train", envelopes, envelopes.__getitem__), received, 15.0)
@@ -272,8 +258,6 @@ def test_strangers_write_little_into_the_log_whatever_they_send(scene: Scene) ->
 
 
 def test_objects_without_a_reply_are_not_stored(scene: Scene) -> None:
-    from helpers.hostile_node import name_of
-
     request = name_of("flwr.proto.message_pb2", "PushObjectRequest")
     for size in (10, 5 * 2**20, 5 * 2**20 + 2**18, 40 * 2**20):
         body = request(node=scene.hostile.own(), run_id=1, object_id="0" * 64, object_content=bytes(size))
@@ -286,8 +270,6 @@ def test_objects_without_a_reply_are_not_stored(scene: Scene) -> None:
 
 
 def test_half_sent_requests_are_few_and_closed_soon(scene: Scene) -> None:
-    from fedspan.transports.flower.connections import ConnectionLimits
-
     limits, began = ConnectionLimits(), time.monotonic()
     lines: list[Any] = []
     refused = 0
@@ -313,8 +295,6 @@ def test_half_sent_requests_are_few_and_closed_soon(scene: Scene) -> None:
 
 
 def test_connections_that_never_speak_tls_are_few_and_closed_soon(scene: Scene) -> None:
-    from fedspan.transports.flower.connections import ConnectionLimits
-
     limits, (host, _, port) = ConnectionLimits(), scene.address.rpartition(":")
     lines = [socket.create_connection((host, int(port)), 30) for _ in range(limits.per_address + 40)]
     began = time.monotonic()
@@ -327,8 +307,6 @@ def test_connections_that_never_speak_tls_are_few_and_closed_soon(scene: Scene) 
 
 
 def test_refused_upgrades_take_no_place_for_good(scene: Scene) -> None:
-    from fedspan.transports.flower.connections import ConnectionLimits
-
     request = b"GET /v1/fleet/pull-messages HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
     request += b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nSec-WebSocket-Version: 13\r\n\r\n"
     for _ in range(ConnectionLimits().per_address + 8):
@@ -360,9 +338,6 @@ for header in ({}, {"x-forwarded-for": "127.0.0.1:" + sys.argv[2]}):
 
 def test_a_message_that_the_server_did_not_sign_is_not_carried_out(scene: Scene) -> None:
     """Even one that was stored on the SuperLink past the door."""
-    from fedspan.transports.flower.signing import UnsignedSigner
-    from fedspan.transports.flower.transport import GridTransport
-
     unsigned = GridTransport(scene.transport.grid, scene.transport.nodes, signer=UnsignedSigner())
     back = exchanged(unsigned, {"honest": Envelope('{"serial": 9007199254740991}')}, 60.0)
     assert "ValueError" in str(back["honest"])
@@ -371,10 +346,6 @@ def test_a_message_that_the_server_did_not_sign_is_not_carried_out(scene: Scene)
 
 def test_a_revoked_node_is_out_while_the_server_runs(scene: Scene, tmp_path: Path) -> None:
     """No restart: its key is refused at the door within seconds, stays refused, and the others go on."""
-    from fedspan.transports.flower.admissions import admit_node, open_audit_log, read_admissions, revoke_node
-    from fedspan.transports.flower.keys import load_node_key, make_node_key
-    from fedspan.transports.flower.server import read_link
-
     link = read_link(scene.log.parent)
     public = make_node_key(tmp_path / "stolen.key")
     admit_node(link, public, "stolen")
@@ -424,9 +395,6 @@ def suppressed(send: Any) -> None:
 
 
 def test_nobody_takes_the_order_of_another_or_claims_to_have_received_it(scene: Scene, order: Any) -> None:
-    from fedspan.transports.flower.messages import draw_salt, to_records
-    from fedspan.transports.flower.transport import Message
-
     status, _ = scene.hostile.post_own("take-order", str(scene.honest).encode(), b"")
     assert status == 403
     sealed = scene.transport.signer.seal(Envelope("{}", b"for the honest node"), scene.honest)
@@ -468,9 +436,6 @@ def test_a_reply_whose_times_are_no_numbers_is_not_stored(scene: Scene, order: A
 
 def test_a_reply_to_the_order_of_another_node_deletes_nothing(scene: Scene, order: Any) -> None:
     """A confirmation in the name of another: the order stays, and its own node answers it."""
-    from fedspan.transports.flower.messages import draw_salt, to_records
-    from fedspan.transports.flower.transport import Message
-
     message, _ = order
     large = Envelope("{}", os.urandom(3 * 2**20))
     sealed = scene.transport.signer.seal(large, scene.honest)
@@ -494,8 +459,6 @@ def test_the_requests_of_a_run_are_not_for_nodes(scene: Scene) -> None:
 
 def test_a_replayed_reply_counts_once(scene: Scene) -> None:
     """The same announcement again, before and after the reply was fetched: nothing is stored twice."""
-    from flwr.app import ConfigRecord
-
     message, _ = received_order(scene)
     id, until = message.metadata.message_id, time.monotonic() + 60
     content = ConfigRecord({"a": 1}).deflate()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -17,7 +18,7 @@ from safetensors.torch import load_file
 
 pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
 
-from stage import Deployment, build_command, build_environment, find_child
+from stage import Deployment, build_command, build_environment, find_child, free_port
 
 import fedspan
 from fedspan.runs.checkpoint import load_latest
@@ -52,7 +53,6 @@ def config(tiny_folder: Path, folder: Path, **changes: Any) -> Path:
 
 
 def wait_for_event(run: Path, event: str, process: subprocess.Popen[str]) -> None:
-    """Wait for a round before which a node has joined or left."""
     until = time.monotonic() + 240
     while not any(event in row for row in rounds(run)):
         assert process.poll() is None, process.communicate()
@@ -61,7 +61,6 @@ def wait_for_event(run: Path, event: str, process: subprocess.Popen[str]) -> Non
 
 
 def wait_for_training(made: Deployment, run: Path, process: subprocess.Popen[str], site: str) -> None:
-    """Wait until a node trains in the second round."""
     wait_for_round(run, 1, process)
     made.wait_for_training(site, TRAINED)
 
@@ -257,6 +256,53 @@ def test_asynchronous_rounds_wait_for_no_node_and_their_record_repeats_them(tiny
     assert [row["arrivals"] for row in rounds(tmp_path / "again")] == [row["arrivals"] for row in rows]
     assert same(run, tmp_path / "again")
     ours, theirs = (load_latest(RunFolder(path)) for path in (run, tmp_path / "again"))
-    assert ours is not None
-    assert theirs is not None
     assert differences(ours.state, theirs.state) == []
+
+
+def wait_for_page(page: Any, expression: str) -> None:
+    """Wait until an expression is true; the page's policy forbids Playwright's own wait, which evaluates text."""
+    for _ in range(2400):
+        if page.evaluate(expression):
+            return
+        page.wait_for_timeout(50)
+    raise AssertionError((expression, page.inner_text("body")))
+
+
+CHROMIUM = next(
+    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
+)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium or Chrome on this machine")
+def test_nodes_and_the_rounds_of_a_run_appear_without_a_reload(tiny_folder: Path, tmp_path: Path) -> None:
+    """The web page of a server in a real browser, while nodes connect and a run is submitted."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    files = site_files(tiny_folder / "corpus.csv", tmp_path)
+    plan = tmp_path / "config.yaml"
+    plan.write_text(yaml.safe_dump(run_values(tiny_folder, {"name": "fedit", "r": 2}, federation={"rounds": 3})))
+    web = ["--web-port", str(free_port())]
+    with Deployment(tmp_path / "deployment", options=web) as made, sync_api.sync_playwright() as playing:
+        made.wait_for("server", "web page: ")
+        (url,) = (line.split()[-1] for line in made.log("server").splitlines() if line.startswith("web page: "))
+        browser = playing.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page, wrong = browser.new_page(), list[str]()
+        page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
+        page.goto(url)
+        wait_for_page(page, "document.getElementById('title').textContent === 'No run yet'")
+        page.evaluate("window.unchanged = true")
+        for site in SITES:
+            made.join(site, made.node_file(site, files[site]))
+        wait_for_page(page, f"document.getElementById('facts').textContent.includes('{len(SITES)} of {len(SITES)}')")
+        assert page.locator("#rows td.online").count() == len(SITES)
+        made.call("submit", str(plan), "--out", str(tmp_path / "run"), "--server", str(made.server))
+        wait_for_page(page, "document.getElementById('state').textContent === 'finished'")
+        assert page.evaluate("window.unchanged")
+        assert page.locator("#loss circle").count() == 3
+        shown = {row.split("\t")[0]: row.split("\t") for row in page.inner_text("#rows").splitlines()}
+        assert {site: (shown[site][1], shown[site][3]) for site in SITES} == dict.fromkeys(SITES, ("online", "3"))
+        report = json.loads((tmp_path / "run" / "report.json").read_text())
+        moved = sum(report["bytes"].values())
+        assert moved > 0
+        assert page.evaluate("formatSize(" + str(moved) + ")") in page.inner_text("#facts")
+        assert wrong == []
+        browser.close()

@@ -26,6 +26,11 @@ from fedspan.federation.protocol import Envelope, Order, decode_reply, read_head
 from fedspan.federation.secagg.messages import UnmaskReply, decode_request
 from fedspan.federation.transport import OnReply, Orders, Transport
 from fedspan.runs.remote import build_server_clients, connect, prepare_server
+from fedspan.transports.flower.admissions import read_admissions
+from fedspan.transports.flower.grid import attach
+from fedspan.transports.flower.server import read_link
+from fedspan.transports.flower.signing import ServerSigner, UnsignedSigner
+from fedspan.transports.flower.transport import GridTransport, invite
 from helpers.reply_transport import exchanged
 from helpers.sites import SITES, run_values, site_files
 
@@ -36,14 +41,7 @@ ROUNDS = 3
 
 
 class Scene(NamedTuple):
-    """A server and three nodes at work.
-
-    Args:
-        made: Their processes.
-        grid: The messages of a run whose server this process is.
-        signer: Signs as the server does.
-        values: A run's config.
-    """
+    """A server and three nodes at work."""
 
     made: Deployment
     grid: Any
@@ -52,8 +50,6 @@ class Scene(NamedTuple):
 
     def invite(self, run: str, values: Mapping[str, Any]) -> dict[str, tuple[int, Introduction]]:
         """Invite all nodes to a run; their replies by id."""
-        from fedspan.transports.flower.transport import invite
-
         invitation = Invitation(run=run, version=__version__, config=json.dumps(values))
         found: dict[str, tuple[int, Introduction]] = {}
         for node, back in invite(self.grid, invitation.to_envelope(), 120.0, self.signer):
@@ -66,8 +62,6 @@ class Scene(NamedTuple):
 
     def joined(self, run: str, lie: Callable[[str, Any], Any] = lambda id, asked: asked, **federation: Any) -> Any:
         """Begin a run that all nodes join, over a transport that changes what it sends."""
-        from fedspan.transports.flower.transport import GridTransport
-
         values = {**self.values, "federation": {**self.values["federation"], **federation}}
         met = self.invite(run, values)
         assert {introduction.refused for _, introduction in met.values()} == {None}
@@ -108,11 +102,6 @@ class Lying(Transport):
 
 @pytest.fixture(scope="module")
 def scene(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    from fedspan.transports.flower.admissions import read_admissions
-    from fedspan.transports.flower.grid import attach
-    from fedspan.transports.flower.server import read_link
-    from fedspan.transports.flower.signing import ServerSigner
-
     folder = tmp_path_factory.mktemp("hostile-server")
     files = site_files(tiny_folder / "corpus.csv", folder)
     values = run_values(tiny_folder, {"name": "fedit", "r": 2}, federation={"retries": 0, "deadline": 120.0})
@@ -150,9 +139,6 @@ def test_configs_beyond_the_limits_are_refused(scene: Scene) -> None:
 
 def test_a_forged_order_with_the_largest_serial_does_not_stop_the_server_s_own_orders(scene: Scene) -> None:
     """It was stored on the SuperLink past the door. The node refuses it, and its serial counts for nothing."""
-    from fedspan.transports.flower.signing import UnsignedSigner
-    from fedspan.transports.flower.transport import GridTransport
-
     _, transport = scene.joined("forged")
     order = Order("train", 0, 0, 0.0, VICTIM, None, b"", run="forged", serial=2**53 - 1)
     forged = GridTransport(scene.grid, transport.inner.nodes, signer=UnsignedSigner())
@@ -179,7 +165,6 @@ def test_orders_that_differ_from_the_config_are_refused_and_totals_end(scene: Sc
     first = federation.run_round(federation.begin())
     assert not first.failures, scene.made.logs()
     order = next(asked for asked in transport.sent if asked.to == VICTIM)
-    assert order.client is not None
     weightless = replace(order.client, weight=0.0)
     for change, why in (
         ({"round": 49}, "an order for round 50 of a run with 2 rounds"),

@@ -1,4 +1,4 @@
-"""Certificates and keys: what they are good for, who may read them, and that ssh-keygen's do as well."""
+"""Certificates, keys and signatures: what they are good for, and who may read them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,23 @@ import socket
 import ssl
 import subprocess
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
+from threading import Thread
+from typing import Any
 
 import pytest
 
 from fedspan.errors import FedspanError
+from fedspan.federation.protocol import Envelope
+from fedspan.transports.flower.keys import CERTIFICATE, KEY, ensure_authority
+from fedspan.transports.flower.reachability import check_server
 
-keys = pytest.importorskip("fedspan.transports.flower.keys", reason="the extra fedspan[flower] is not installed")
+pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
+
+from fedspan.transports.flower import keys, signing
 
 
 def handshake(folder: Path, authority: Path, name: str) -> None:
@@ -91,3 +101,243 @@ def test_ssh_keygen_s_keys_do_as_well_but_no_others_of_its_kinds(tmp_path: Path)
     assert keys.load_node_key(tmp_path / "ecdsa")
     with pytest.raises(FedspanError, match="elliptic-curve"):
         keys.load_node_key(tmp_path / "ed25519")
+
+
+ORDER = Envelope('{"task":"train"}', b"weights")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
+    """A server's folder, the server's signer and the one of node 7."""
+    folder = tmp_path_factory.mktemp("signing")
+    keys.make_authority(folder / "server", [])
+    public = keys.make_node_key(folder / "node.key")
+    private, _ = keys.load_node_key(folder / "node.key")
+    server = signing.ServerSigner(folder / "server", lambda: {7: public.read_bytes()})
+    return folder, server, signing.NodeSigner(private, folder / "server" / keys.AUTHORITY)
+
+
+def test_an_order_and_its_reply_are_opened(made: tuple[Path, Any, Any]) -> None:
+    _, server, node = made
+    order = server.seal(ORDER, 7)
+    assert node.open(order, 7) == ORDER
+    reply = node.seal(Envelope("{}", b"reply"), 7, order.nonce)
+    assert server.open(reply, 7, order.nonce) == Envelope("{}", b"reply")
+
+
+def forged(sealed: Any) -> dict[str, Any]:
+    nonce, signature = bytearray(sealed.nonce), bytearray(sealed.signature)
+    nonce[0] ^= 1
+    signature[-1] ^= 1
+    envelope = sealed.envelope
+    return {
+        "header": replace(sealed, envelope=Envelope(envelope.header + " ", envelope.body)),
+        "body": replace(sealed, envelope=Envelope(envelope.header, envelope.body + b"\0")),
+        "moved": replace(sealed, envelope=Envelope(envelope.header + "w", envelope.body[1:])),
+        "nonce": replace(sealed, nonce=bytes(nonce)),
+        "short nonce": replace(sealed, nonce=sealed.nonce[:8]),
+        "signature": replace(sealed, signature=bytes(signature)),
+        "none": replace(sealed, signature=b""),
+    }
+
+
+def test_whatever_is_changed_is_noticed(made: tuple[Path, Any, Any]) -> None:
+    _, server, node = made
+    order = server.seal(ORDER, 7)
+    for changed in forged(order).values():
+        with pytest.raises(ValueError, match=r"nonce|signature"):
+            node.open(changed, 7)
+    reply = node.seal(ORDER, 7, order.nonce)
+    for changed in forged(reply).values():
+        with pytest.raises(ValueError, match=r"nonce|signature"):
+            server.open(changed, 7, order.nonce)
+
+
+def test_an_order_to_another_node_and_a_reply_to_another_order_are_refused(made: tuple[Path, Any, Any]) -> None:
+    _, server, node = made
+    order, second = server.seal(ORDER, 7), server.seal(ORDER, 7)
+    reply = node.seal(ORDER, 7, order.nonce)
+    with pytest.raises(ValueError, match="not valid"):
+        node.open(order, 8)
+    with pytest.raises(ValueError, match="not valid"):
+        server.open(reply, 7, second.nonce)
+    with pytest.raises(ValueError, match="not valid"):
+        node.open(reply, 7)  # a reply is no order
+    with pytest.raises(ValueError, match="not admitted"):
+        server.open(reply, 8, order.nonce)
+
+
+def test_the_key_of_one_node_signs_for_no_other(made: tuple[Path, Any, Any], tmp_path: Path) -> None:
+    folder, server, _ = made
+    keys.make_node_key(tmp_path / "other.key")
+    private, _ = keys.load_node_key(tmp_path / "other.key")
+    other = signing.NodeSigner(private, folder / "server" / keys.AUTHORITY)
+    order = server.seal(ORDER, 7)
+    with pytest.raises(ValueError, match="not valid"):
+        server.open(other.seal(ORDER, 7, order.nonce), 7, order.nonce)
+
+
+def test_the_authority_s_file_must_certify_the_order_key(made: tuple[Path, Any, Any], tmp_path: Path) -> None:
+    folder, *_ = made
+    private, _ = keys.load_node_key(folder / "node.key")
+    keys.make_authority(tmp_path / "other", [])
+    own, other = ((place / keys.AUTHORITY).read_text() for place in (folder / "server", tmp_path / "other"))
+    begin = "-----BEGIN CERTIFICATE-----"
+    parts = [f"{begin}{part}" for text in (own, other) for part in text.split(begin)[1:]]
+    for name, content in (
+        ("missing", None),
+        ("authority only", parts[0]),
+        ("another authority's", parts[0] + parts[3]),
+        ("no certificates", "abc"),
+        ("empty", ""),
+    ):
+        path = tmp_path / name.replace(" ", "-")
+        if content is not None:
+            path.write_text(content)
+        with pytest.raises(FedspanError, match=r"ca\.crt that fedspan server wrote"):
+            signing.NodeSigner(private, path)
+
+
+@pytest.mark.parametrize("content", [None, b"abc"])
+def test_a_server_without_its_order_key_does_not_start(content: bytes | None, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / keys.ORDER_KEY).write_bytes(content)
+    with pytest.raises(FedspanError, match="order key"):
+        signing.ServerSigner(tmp_path, dict)
+
+
+def test_certificates_are_renewed_without_cutting_a_node_off(tmp_path: Path) -> None:
+    """The old file and the new one accept the old server, and the new one accepts the new server, too."""
+    folder = tmp_path / "server"
+    keys.make_authority(folder, ["fl.example.org"])
+    public = keys.make_node_key(tmp_path / "node.key")
+    private, _ = keys.load_node_key(tmp_path / "node.key")
+
+    def node(authority: bytes) -> Any:
+        (tmp_path / "given").write_bytes(authority)
+        return signing.NodeSigner(private, tmp_path / "given")
+
+    def server() -> Any:
+        return signing.ServerSigner(folder, lambda: {7: public.read_bytes()})
+
+    given = (folder / keys.AUTHORITY).read_bytes()
+    old, renewed = node(given), keys.renew_authority(folder, ["new.example.org"]).read_bytes()
+    new = node(renewed)
+    for one in (old, new):
+        assert one.open(server().seal(ORDER, 7), 7) == ORDER
+    with pytest.raises(FedspanError, match="not in use yet"):
+        keys.renew_authority(folder, [])
+    keys.activate_authority(folder)
+    assert keys.list_certified_hosts(folder)[:2] == ["fl.example.org", "localhost"]
+    assert "new.example.org" in keys.list_certified_hosts(folder)
+    assert new.open(server().seal(ORDER, 7), 7) == ORDER
+    with pytest.raises(ValueError, match="not valid"):
+        old.open(server().seal(ORDER, 7), 7)
+    with pytest.raises(FedspanError, match="there are no renewed certificates"):
+        keys.activate_authority(folder)
+    third = node(keys.renew_authority(folder, []).read_bytes())  # trusts the second and the third, not the first
+    assert len(third._server) == 2
+    assert (folder / "next" / keys.ORDER_KEY).stat().st_mode & 0o777 == 0o600
+
+
+def test_expired_certificates_open_no_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    private, _ = keys.load_node_key(Path(str(keys.make_node_key(tmp_path / "node.key")).removesuffix(".pub")))
+    monkeypatch.setattr(keys, "_DAYS", 20)
+    keys.make_authority(tmp_path / "soon", [])
+    assert 19 < keys.compute_days_left(tmp_path / "soon" / keys.AUTHORITY) < 20 < keys.SOON
+    monkeypatch.setattr(keys, "_DAYS", 0)
+    keys.make_authority(tmp_path / "over", [])
+    assert keys.compute_days_left(tmp_path / "over" / keys.CERTIFICATE) <= 0
+    with pytest.raises(FedspanError, match=r"have expired\. Ask the server's operator"):
+        signing.NodeSigner(private, tmp_path / "over" / keys.AUTHORITY)
+
+
+def test_a_revoked_node_s_reply_counts_no_longer(tmp_path: Path) -> None:
+    keys.make_authority(tmp_path, [])
+    admitted = {7: keys.make_node_key(tmp_path / "node.key").read_bytes()}
+    private, _ = keys.load_node_key(tmp_path / "node.key")
+    server = signing.ServerSigner(tmp_path, lambda: admitted)
+    order = server.seal(ORDER, 7)
+    reply = signing.NodeSigner(private, tmp_path / keys.AUTHORITY).seal(ORDER, 7, order.nonce)
+    assert server.open(reply, 7, order.nonce) == ORDER
+    admitted.clear()
+    with pytest.raises(ValueError, match="revoked"):
+        server.open(reply, 7, order.nonce)
+
+
+@contextmanager
+def listening(folder: Path | None) -> Iterator[int]:
+    """A server that completes one TLS handshake with the certificate of a folder, or (None) accepts a connection."""
+    with socket.create_server(("0.0.0.0", 0)) as server:
+
+        def accept() -> None:
+            connection, _ = server.accept()
+            with connection:
+                if folder is None:
+                    return
+                context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+                context.load_cert_chain(folder / CERTIFICATE, folder / KEY)
+                with suppress(ssl.SSLError):
+                    context.wrap_socket(connection, server_side=True).close()
+
+        thread = Thread(target=accept, daemon=True)
+        thread.start()
+        yield server.getsockname()[1]
+        thread.join(5)
+
+
+def make_authority(folder: Path, host: str = "127.0.0.1") -> Path:
+    folder.mkdir()
+    ensure_authority(folder, [host])
+    return folder
+
+
+def test_the_certificate_of_the_authority_is_accepted(tmp_path: Path) -> None:
+    folder = make_authority(tmp_path / "a")
+    with listening(folder) as port:
+        assert "is reached, with a certificate of" in check_server(f"127.0.0.1:{port}", str(folder / "ca.crt"))
+
+
+def test_the_certificate_of_another_authority_is_refused(tmp_path: Path) -> None:
+    folder, other = make_authority(tmp_path / "a"), make_authority(tmp_path / "b")
+    with listening(folder) as port, pytest.raises(FedspanError, match="the server's certificate is not one of"):
+        check_server(f"127.0.0.1:{port}", str(other / "ca.crt"))
+
+
+def test_a_certificate_for_another_address_is_refused(tmp_path: Path) -> None:
+    folder = make_authority(tmp_path / "a", "fl.example.org")
+    with listening(folder) as port, pytest.raises(FedspanError, match="for this address"):
+        check_server(f"127.0.0.2:{port}", str(folder / "ca.crt"))
+
+
+def test_certificates_hold_under_strict_rules(tmp_path: Path) -> None:
+    """Python 3.13 sets this flag for every default context."""
+    folder = make_authority(tmp_path / "a")
+    context = ssl.create_default_context(cafile=str(folder / "ca.crt"))
+    context.verify_flags |= ssl.VERIFY_X509_STRICT
+    with (
+        listening(folder) as port,
+        socket.create_connection(("127.0.0.1", port), 5) as connection,
+        context.wrap_socket(connection, server_hostname="127.0.0.1") as encrypted,
+    ):
+        assert encrypted.getpeercert()
+
+
+def test_a_damaged_authority_is_named(tmp_path: Path) -> None:
+    (tmp_path / "ca.crt").write_text("no certificate")
+    for path in (tmp_path / "ca.crt", tmp_path / "missing.crt"):
+        with pytest.raises(FedspanError, match="authority"):
+            check_server("127.0.0.1:1", str(path))
+
+
+def test_an_insecure_server_is_reached_without_encryption() -> None:
+    with listening(None) as port:
+        assert "without encryption" in check_server(f"127.0.0.1:{port}", None)
+
+
+@pytest.mark.parametrize(
+    "address", ["localhost", ":9092", "localhost:port", "localhost:99999", "no-such-host.invalid:1"]
+)
+def test_what_is_not_reached_is_named(address: str) -> None:
+    with pytest.raises(FedspanError, match="server"):
+        check_server(address, None)

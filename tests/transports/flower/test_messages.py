@@ -18,11 +18,12 @@ from fedspan.federation import serialization
 from fedspan.federation.protocol import Envelope, Masking, decode_order, decode_reply
 from helpers.fuzzed_headers import fuzzed
 
-app = pytest.importorskip("flwr.app", reason="the extra fedspan[flower] is not installed")
-codec = pytest.importorskip("fedspan.transports.flower.messages")
-adapter = pytest.importorskip("fedspan.transports.flower.adapter")
-messages = pytest.importorskip("fedspan.transports.flower.messages")
-signing = pytest.importorskip("fedspan.transports.flower.signing")
+pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
+
+from flwr import app
+
+from fedspan.transports.flower import adapter, messages, signing
+from fedspan.transports.flower import messages as codec
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.bool)
 
@@ -176,9 +177,7 @@ def test_a_message_is_as_large_as_its_array_however_little_was_transmitted() -> 
 
 @pytest.mark.usefixtures("identity")
 @pytest.mark.parametrize("small", [codec.SMALL, 0])
-def test_sets_of_objects_with_mistakes_raise_nothing_but_a_value_error(
-    small: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_sets_of_objects_raise_nothing_but_a_value_error(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codec, "SMALL", small)
     draw = random.Random(0)
     id, good = _objects(records_of(Envelope('{"a": 1}', bytes(range(200)))))

@@ -44,7 +44,7 @@ def files(tiny_folder: Path, tmp_path: Path) -> dict[str, Path]:
 
 @pytest.mark.parametrize("method", ["rolora", "fedsa-lora", "florg"])
 @pytest.mark.usefixtures("kept_worker")
-def test_flower_s_simulation_gives_the_plain_adapter(
+def test_the_simulation_gives_the_plain_adapter(
     method: str, files: dict[str, Path], tiny_folder: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("ray", reason="the extra fedspan[flower-sim] is not installed")

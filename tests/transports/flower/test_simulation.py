@@ -26,7 +26,7 @@ import fedspan
 from fedspan.deployment.deploy import submit
 from fedspan.methods.registry import METHODS
 from fedspan.transports.flower.server import read_link
-from helpers.conformance import EACH_FAMILY, describe_case, list_cases, require_same_model
+from helpers.conformance import UNLIKE_CASES, describe_case, list_cases, require_same_model
 from helpers.families import others_slow
 from helpers.sites import SITES, local_values, run_values, site_files
 
@@ -37,7 +37,6 @@ BOUND = {"fedgalore": 1e-3}
 
 
 def weights(folder: Path) -> dict[str, dict[str, Tensor]]:
-    """Exported tensors by file."""
     found = {str(path.relative_to(folder)): load_file(path) for path in sorted(folder.rglob("*.safetensors"))}
     assert found
     return found
@@ -69,11 +68,10 @@ def references(tiny_folder: Path, tmp_path: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def data(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The corpus of all sites."""
     return site_files(tiny_folder / "corpus.csv", tmp_path_factory.mktemp("sites"))["all"]
 
 
-@pytest.mark.parametrize("case", others_slow(list_cases(), EACH_FAMILY))
+@pytest.mark.parametrize("case", others_slow(list_cases(), UNLIKE_CASES))
 @pytest.mark.usefixtures("kept_worker")
 def test_every_method_and_wrapper_has_the_bits_of_the_loop_engine(
     case: str, data: Path, tiny_folder: Path, tmp_path: Path

@@ -1,23 +1,47 @@
-"""The SuperLink's process: what is wrong with an address is said before it starts."""
+"""The SuperLink's process, its addresses, and a message on its whole way."""
 
 from __future__ import annotations
 
 import socket
 import ssl
 import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
+import httpx
 import pytest
 
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
+from helpers.flower_names import broken
 from helpers.reply_transport import exchanged
 
-servers = pytest.importorskip("fedspan.transports.flower.server", reason="the extra fedspan[flower] is not installed")
-superlink_process = pytest.importorskip("fedspan.transports.flower.superlink")
+pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
+
+from fedspan.transports.flower import adapter, grid, keys, signing, supernode, transport
+from fedspan.transports.flower import server as servers
+from fedspan.transports.flower import superlink as superlink_process
+
+
+@contextmanager
+def run_server(folder: Path, *, insecure: bool = True) -> Iterator[Any]:
+    """Run a server at a free port; yields its link."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    link, stop, ready = servers.prepare_folder(folder, port, [], insecure=insecure), Event(), Event()
+    server = Thread(target=superlink_process.supervise, args=(folder, link, "127.0.0.1", stop, ready.set))
+    server.start()
+    try:
+        assert ready.wait(120), (folder / "superlink.log").read_text()
+        yield link
+    finally:
+        stop.set()
+        server.join()
 
 
 @pytest.mark.parametrize("insecure", [True, False])
@@ -53,16 +77,9 @@ def test_a_large_log_is_moved_while_the_superlink_has_it_open(tmp_path: Path, mo
 @pytest.mark.slow
 def test_a_running_server_takes_renewed_certificates(tmp_path: Path) -> None:
     """A node that trusts the new authority alone is let in some seconds later; the old one is not presented again."""
-    keys = pytest.importorskip("fedspan.transports.flower.keys")
     folder = tmp_path / "server"
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    link = servers.prepare_folder(folder, port, [], insecure=False)
-    stop, ready = Event(), Event()
-    server = Thread(target=superlink_process.supervise, args=(folder, link, "127.0.0.1", stop, ready.set))
-    server.start()
-    try:
-        assert ready.wait(120), (folder / "superlink.log").read_text()
+    with run_server(folder, insecure=False) as link:
+        port = int(link.address.rpartition(":")[2])
         end = "-----END CERTIFICATE-----\n"
         new = tmp_path / "new.crt"
         new.write_text(keys.renew_authority(folder, []).read_text().partition(end)[0] + end)
@@ -77,21 +94,13 @@ def test_a_running_server_takes_renewed_certificates(tmp_path: Path) -> None:
             except OSError:
                 assert time.monotonic() < until
                 time.sleep(0.5)
-    finally:
-        stop.set()
-        server.join()
 
 
 @pytest.mark.slow
-def test_an_order_that_was_on_its_way_when_the_superlink_was_killed_is_sent_again(
+def test_an_order_that_a_killed_superlink_was_sending_is_sent_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The SuperLink counts it as sent, and its node did not receive it; the exchange's deadline is far away."""
-    adapter = pytest.importorskip("fedspan.transports.flower.adapter")
-    supernode = pytest.importorskip("fedspan.transports.flower.supernode")
-    transports = pytest.importorskip("fedspan.transports.flower.transport")
-    grids = pytest.importorskip("fedspan.transports.flower.grid")
-    signing = pytest.importorskip("fedspan.transports.flower.signing")
     processes = list[subprocess.Popen[Any]]()
     start = subprocess.Popen
 
@@ -100,38 +109,92 @@ def test_an_order_that_was_on_its_way_when_the_superlink_was_killed_is_sent_agai
         return processes[-1]
 
     monkeypatch.setattr(superlink_process.subprocess, "Popen", started)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    link = servers.prepare_folder(tmp_path / "server", port, [], insecure=True)
-    stop, ready = Event(), Event()
-    server = Thread(target=superlink_process.supervise, args=(tmp_path / "server", link, "127.0.0.1", stop, ready.set))
-    server.start()
     order, back = Envelope("{}", b"weights"), dict[str, Any]()
-    try:
-        assert ready.wait(120), (tmp_path / "server" / "superlink.log").read_text()
-        with grids.attach(link, 2**20) as grid, adapter.connect_node(link.address, None, None, 10) as node:
-            transport = transports.GridTransport(grid, {"a": node.node_id})
-            round = Thread(target=lambda: back.update(exchanged(transport, {"a": order}, 600.0, wait_for_offline=True)))
-            round.start()
-            lost = node.take_order("")
-            assert lost is not None
-            processes[0].kill()
-            processes[0].wait()
-            until = time.monotonic() + 60
-            while (again := node.take_order("")) is None:
-                assert time.monotonic() < until
-            assert again.message.metadata.message_id == lost.message.metadata.message_id
-            received = supernode._Received()
-            supernode._process_order(node, again, 2**20, signing.UnsignedSigner(), lambda envelope: envelope, received)
-            round.join(60)
-            assert back == {"a": order}
-            assert received.id == again.message.metadata.message_id
-    finally:
-        stop.set()
-        server.join()
+    with (
+        run_server(tmp_path / "server") as link,
+        grid.attach(link, 2**20) as messages,
+        adapter.connect_node(link.address, None, None, 10) as node,
+    ):
+        nodes = transport.GridTransport(messages, {"a": node.node_id})
+        round = Thread(target=lambda: back.update(exchanged(nodes, {"a": order}, 600.0, wait_for_offline=True)))
+        round.start()
+        lost = node.take_order("")
+        processes[0].kill()
+        processes[0].wait()
+        until = time.monotonic() + 60
+        while (again := node.take_order("")) is None:
+            assert time.monotonic() < until
+        assert again.message.metadata.message_id == lost.message.metadata.message_id
+        received = supernode._Received()
+        supernode._process_order(node, again, 2**20, signing.UnsignedSigner(), lambda envelope: envelope, received)
+        round.join(60)
+        assert back == {"a": order}
+        assert received.id == again.message.metadata.message_id
 
 
 def greeted(port: int, authority: Path) -> None:
     """Shake hands as a node that trusts an authority."""
     with socket.create_connection(("127.0.0.1", port), 10) as plain:
         ssl.create_default_context(cafile=str(authority)).wrap_socket(plain, server_hostname="localhost").close()
+
+
+def test_a_node_without_a_server_raises_and_does_not_end() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with pytest.raises(httpx.ConnectError), adapter.connect_node(f"127.0.0.1:{port}", None, None, 0):
+        broken("a server where there is none", "reconnecting instead of ending")
+
+
+NODE = """
+import sys, threading
+from fedspan.transports.flower.supernode import Link, serve
+serve(Link(sys.argv[1], None, None, 2**22), lambda envelope: envelope, threading.Event())
+"""
+
+
+@pytest.mark.slow  # processes of Flower's own
+def test_a_message_goes_to_a_node_and_back_through_a_superlink(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The SuperLink's arguments, Flower's commands, the run that is taken over, both ends of the messages."""
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as in the kernel of a notebook
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    link = servers.prepare_folder(tmp_path / "server", port, [], insecure=True)
+    stop, ready = Event(), Event()
+    server = Thread(target=superlink_process.supervise, args=(tmp_path / "server", link, "127.0.0.1", stop, ready.set))
+    server.start()
+    node = subprocess.Popen([sys.executable, "-c", NODE, link.address])  # it tries until there is a server
+    try:
+        assert ready.wait(60), (tmp_path / "server" / "superlink.log").read_text()
+        written = {path.name: path.stat().st_mode & 0o077 for path in (tmp_path / "server").iterdir()}
+        assert {name: mode for name, mode in written.items() if name != "server.json"} == dict.fromkeys(
+            written.keys() - {"server.json"}, 0
+        )
+        assert {"flower.db", "superlink.log"} <= written.keys()
+        with grid.attach(link, 2**23) as messages:
+            [(id, reply)] = [next(transport.invite(messages, Envelope("hello"), 60.0))]
+            assert reply == Envelope("hello")
+            assert [one.status for one in servers.list_nodes(link, {})] == ["online"]
+            nodes = transport.GridTransport(messages, {"a": id})
+            for size in (2**10, 3 * 2**20):
+                order = Envelope("{}", bytes(size))
+                assert exchanged(nodes, {"a": order}, 60.0)["a"] == order
+            reply = exchanged(nodes, {"a": Envelope("{}", bytes(2**22))}, 60.0)["a"]
+            assert "exceeds the size limit of this node" in str(reply)
+            messages.limit = 2**10
+            reply = exchanged(nodes, {"a": Envelope("{}", bytes(2**12))}, 60.0)["a"]
+            assert "the reply has more than 0.000976562 MiB, the maximum" in str(reply)
+
+        def send_an_order_of_a_run_that_was_stopped() -> None:
+            with grid.attach(link, 2**23) as messages:
+                for run in servers.call_flower(link, "ls", "@")["runs"]:
+                    if not run["status"].startswith("finished"):
+                        servers.call_flower(link, "stop", str(run["run-id"]), "@")
+                exchanged(transport.GridTransport(messages, {"a": id}), {"a": Envelope("{}", b"1")}, 20.0)
+
+        with pytest.raises(FedspanError, match=r"does not know this run: .* Continue with --resume"):
+            send_an_order_of_a_run_that_was_stopped()
+    finally:
+        stop.set()
+        node.kill()
+        node.wait()
+        server.join()

@@ -1,7 +1,9 @@
-"""A node's loop over orders: those that it can't fetch any more, and those that are sent again."""
+"""A node's loop over orders, and its requests over connections that break."""
 
 from __future__ import annotations
 
+import hashlib
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +20,7 @@ pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
 
 from flwr.app import Message
 
-from fedspan.transports.flower import supernode
+from fedspan.transports.flower import resumable, supernode, transfers, wire
 from fedspan.transports.flower.adapter import (
     ObjectPullError,
     OutgoingReply,
@@ -44,13 +46,7 @@ def lost() -> BaseException:
 
 
 class Connection:
-    """A connection whose server has two orders.
-
-    Args:
-        where: The step that fails the first time.
-        error: Makes the error.
-        along: Number of an order's objects that come along.
-    """
+    """A connection whose server has two orders."""
 
     node_id = 1
     get_work: Callable[[], NodeWork | None]
@@ -102,7 +98,7 @@ def answer(connection: Connection, received: Any = None) -> list[str]:
         return envelope
 
     link, known = supernode.Link("", None, None, 2**20), received or supernode._Received()
-    supernode._serve_connection(connection, link, UnsignedSigner(), answer, stop, known)  # type: ignore[arg-type]
+    supernode._serve_connection(connection, link, UnsignedSigner(), answer, stop, known)
     return answered
 
 
@@ -140,7 +136,7 @@ def test_a_node_that_waits_for_an_order_stops_at_once() -> None:
 
     Timer(0.1, stop.set).start()
     began = time.monotonic()
-    assert supernode._next_order(Silent(), "", stop) is None  # type: ignore[arg-type]
+    assert supernode._next_order(Silent(), "", stop) is None
     assert time.monotonic() - began < 5
     waiting.set()
 
@@ -150,7 +146,7 @@ def test_a_server_that_does_not_wait_is_not_asked_without_a_pause(monkeypatch: p
     connection.messages.clear()
     Timer(0.5, stop.set).start()
     link = supernode.Link("", None, None, 2**20)
-    supernode._serve_connection(connection, link, UnsignedSigner(), lambda e: e, stop, supernode._Received())  # type: ignore
+    supernode._serve_connection(connection, link, UnsignedSigner(), lambda e: e, stop, supernode._Received())
     assert len(connection.received) == 1
 
 
@@ -219,13 +215,11 @@ def test_a_node_waits_for_its_link_while_it_counts_as_online(comes_back: bool, m
 
     link, lost = supernode.Link("", None, None, 2**20), httpx.ReadError("lost")
     received = supernode._Received()
-    assert supernode._wait_for_link(Renewing(), link, Event(), lost, received) is comes_back  # type: ignore[arg-type]
+    assert supernode._wait_for_link(Renewing(), link, Event(), lost, received) is comes_back
     assert len(tries) >= 2
 
 
-def test_a_node_that_is_stopped_waits_for_its_link_no_longer_than_until_it_leaves(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_stopped_node_waits_for_its_link_until_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supernode, "_RECONNECT", (0.1, 0.1))
 
     class Silent(Connection):
@@ -234,14 +228,7 @@ def test_a_node_that_is_stopped_waits_for_its_link_no_longer_than_until_it_leave
 
     link, lost, began = supernode.Link("", None, None, 2**20), httpx.ReadError("lost"), time.monotonic()
     leave_at = began + 0.3
-    assert not supernode._wait_for_link(
-        Silent(),
-        link,
-        Event(),
-        lost,
-        supernode._Received(),
-        leave_at=leave_at,  # type: ignore[arg-type]
-    )
+    assert not supernode._wait_for_link(Silent(), link, Event(), lost, supernode._Received(), leave_at=leave_at)
     assert time.monotonic() - began < 5
 
 
@@ -294,7 +281,7 @@ def test_a_node_that_is_stopped_and_has_no_reply_does_not_wait_for_its_link() ->
     stop = Event()
     stop.set()
     link, lost = supernode.Link("", None, None, 2**20), httpx.ReadError("lost")
-    assert supernode._wait_for_link(Connection(), link, stop, lost, supernode._Received())  # type: ignore[arg-type]
+    assert supernode._wait_for_link(Connection(), link, stop, lost, supernode._Received())
 
 
 def test_an_order_that_arrives_while_the_node_is_stopped_is_carried_out() -> None:
@@ -305,8 +292,7 @@ def test_an_order_that_arrives_while_the_node_is_stopped_is_carried_out() -> Non
 
     stop = Event()
     stop.set()
-    order = supernode._next_order(Slow(), "", stop)  # type: ignore[arg-type]
-    assert order is not None
+    order = supernode._next_order(Slow(), "", stop)
     assert order.message.metadata.dst_node_id == 1
 
 
@@ -319,9 +305,7 @@ def test_an_order_that_arrives_while_the_node_is_stopped_is_carried_out() -> Non
         (-900.0, "the clock of this machine is 900 seconds behind the server's"),
     ],
 )
-def test_a_wrong_clock_is_named_as_the_reason_of_a_refusal(
-    ahead: float, said: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_clock_is_named_as_the_reason(ahead: float, said: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1_790_000_000
     monkeypatch.setattr(supernode.time, "time", lambda: now + ahead)
     response = supernode.httpx.Response(401, headers={"date": formatdate(now, usegmt=True)})
@@ -329,3 +313,149 @@ def test_a_wrong_clock_is_named_as_the_reason_of_a_refusal(
     for date in ("", "yesterday", "Thu, 01 Jan 99999 00:00:00 GMT"):
         assert supernode.explain_clock(supernode.httpx.Response(401, headers={"date": date})) is None
     assert supernode.explain_clock(supernode.httpx.Response(401)) is None
+
+
+LONG = os.urandom(wire.RESUMABLE_BYTES)
+PATH = wire.NODE_PATH + wire.TAKE_ORDER
+Handler = Callable[[Any], Any]
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    made: list[float] = []
+    monkeypatch.setattr(resumable.time, "sleep", made.append)
+    return made
+
+
+def respond(status: int, content: bytes = b"", **options: Any) -> Any:
+    """An answer whose content is still to be read, as over a connection."""
+    return httpx.Response(status, stream=httpx.ByteStream(content), **options)
+
+
+def client(handle: Handler, retries: int = 3) -> Any:
+    """A client of a server that answers with ``handle``; its headers name the path that they are for."""
+    connections = httpx.Client(transport=httpx.MockTransport(handle), base_url="http://server")
+    return resumable.ResumableClient(connections, lambda path: {"signed": path}, retries, transfers.Transfers())
+
+
+def test_a_short_request_is_sent_again_after_longer_and_longer_pauses(pauses: list[float]) -> None:
+    bodies: list[bytes] = []
+
+    def handle(request: Any) -> Any:
+        bodies.append(request.read())
+        assert request.headers["signed"] == request.url.path
+        assert wire.UPLOAD_HEADER not in request.headers
+        if len(bodies) < 4:
+            raise httpx.ConnectError("lost")
+        return respond(200, b"answer")
+
+    assert client(handle).post(PATH, b"short", 100) == b"answer"
+    assert bodies == [b"short"] * 4
+    assert pauses == [1.0, 2.0, 4.0]
+
+
+def test_retries_end(pauses: list[float]) -> None:
+    def handle(request: Any) -> Any:
+        raise httpx.ConnectError("lost")
+
+    with pytest.raises(httpx.ConnectError, match="lost"):
+        client(handle).post(PATH, b"short", 100, retries=1)
+    assert pauses == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("status", "is_sent_again"), [(503, True), (429, True), (408, True), (401, False), (413, False)]
+)
+def test_what_is_refused_for_the_moment_is_sent_again(status: int, is_sent_again: bool, pauses: list[float]) -> None:
+    answers = iter([respond(status), respond(200, b"answer")])
+    made = client(lambda request: next(answers))
+    if is_sent_again:
+        assert made.post(PATH, b"short", 100) == b"answer"
+        return
+    with pytest.raises(httpx.HTTPStatusError):
+        made.post(PATH, b"short", 100)
+    assert pauses == []
+
+
+def test_the_rest_of_a_long_body_is_sent(pauses: list[float]) -> None:
+    digest = hashlib.sha256(LONG).hexdigest()
+    seen: list[tuple[str, int]] = []
+
+    def handle(request: Any) -> Any:
+        content = request.read()
+        if request.url.path.endswith(wire.UPLOAD_OFFSET):
+            assert content == digest.encode()
+            return respond(200, b"1000")
+        part = wire.parse_upload({wire.UPLOAD_HEADER.encode(): request.headers[wire.UPLOAD_HEADER].encode()})
+        assert (part.digest, part.total, int(request.headers["content-length"])) == (digest, len(LONG), len(content))
+        seen.append((part.digest, part.offset))
+        assert content == LONG[part.offset :]
+        if len(seen) == 1:
+            raise httpx.ReadError("lost")
+        return respond(200, b"stored")
+
+    made = client(handle)
+    assert made.post(PATH, LONG, 100) == b"stored"
+    assert seen == [(digest, 0), (digest, 1000)]
+    assert not made._transfers.interrupted
+
+
+def test_a_body_that_has_arrived_is_not_sent_again(pauses: list[float]) -> None:
+    """Its answer was lost: the server has kept it. A short reply counts as a long body."""
+    sent: list[bytes] = []
+
+    def handle(request: Any) -> Any:
+        if request.url.path.endswith(wire.UPLOAD_OFFSET):
+            return respond(200, wire.TAKEN + b"stored")
+        sent.append(request.read())
+        raise httpx.ReadError("lost")
+
+    assert client(handle).post(wire.NODE_PATH + wire.SEND_REPLY, b"reply", 100) == b"stored"
+    assert sent == [b"reply"]
+
+
+@pytest.mark.parametrize("offset", [b"", b"-1", b"99999999999", b"%d" % (len(LONG) + 1)])
+def test_an_answer_that_is_no_offset_of_the_body_is_an_error(offset: bytes, pauses: list[float]) -> None:
+    def handle(request: Any) -> Any:
+        request.read()
+        if request.url.path.endswith(wire.UPLOAD_OFFSET):
+            return respond(200, offset)
+        raise httpx.ReadError("lost")
+
+    with pytest.raises(httpx.RemoteProtocolError, match="an answer that is not an offset"):
+        client(handle, retries=1).post(PATH, LONG, 100)
+
+
+def test_an_answer_of_more_than_was_asked_for_is_an_error(pauses: list[float]) -> None:
+    made = client(lambda request: respond(200, b"x" * 101), retries=0)
+    assert made.post(PATH, b"short", 101) == b"x" * 101
+    with pytest.raises(httpx.RemoteProtocolError, match="an answer of more than 100 bytes"):
+        made.post(PATH, b"short", 100)
+
+
+def test_the_rest_of_a_long_answer_is_requested_by_its_tag(pauses: list[float]) -> None:
+    class Breaking(httpx.SyncByteStream):
+        def __iter__(self) -> Any:
+            yield LONG[:5000]
+            raise httpx.ReadError("lost")
+
+    ranges: list[str | None] = []
+
+    def handle(request: Any) -> Any:
+        ranges.append(request.headers.get("range"))
+        if len(ranges) == 1:
+            return httpx.Response(200, headers={"etag": '"a"'}, stream=Breaking())
+        assert request.headers["if-range"] == '"a"'
+        return respond(206, LONG[5000:], headers={"etag": '"a"'})
+
+    made = client(handle)
+    assert made.post(PATH, b"short", len(LONG)) == LONG
+    assert ranges == [None, "bytes=5000-"]
+    assert pauses == [pytest.approx(0.1)]
+    assert made._transfers.find_download(PATH, b"short") is None
+
+
+def test_a_part_of_another_answer_is_an_error(pauses: list[float]) -> None:
+    made = client(lambda request: respond(206, b"rest", headers={"etag": '"b"'}), retries=0)
+    with pytest.raises(httpx.RemoteProtocolError, match="a part of another answer"):
+        made.post(PATH, b"short", 100)

@@ -1,8 +1,9 @@
-"""A node's transfers: over a link that breaks the rest is sent; bandwidth is limited, and progress is shown."""
+"""A node's transfers: over a link that breaks the rest is sent; bandwidth is limited; progress and work are shown."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import re
@@ -11,7 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +28,7 @@ import httpx
 import uvicorn
 from flwr.app import Message
 
-from fedspan.transports.flower import door, progress, senders, transfers, wire
+from fedspan.transports.flower import door, progress, senders, transfers, wire, work
 from fedspan.transports.flower.adapter import (
     NodeConnection,
     ObjectPushError,
@@ -38,9 +39,11 @@ from fedspan.transports.flower.adapter import (
     node,
     set_identity,
 )
+from fedspan.transports.flower.adapter import node as adapter_node
 from fedspan.transports.flower.messages import draw_salt, to_records
 from fedspan.transports.flower.signing import UnsignedSigner
-from fedspan.transports.flower.wire import INLINE_BYTES, pack, select_fitting
+from fedspan.transports.flower.wire import INLINE_BYTES, NodeWork, pack, select_fitting
+from fedspan.transports.flower.work import FRESH_SECONDS, WorkBook, read_works
 
 NODE = 7
 SIZE, RATE, CUT_AFTER = 1_500_000, 1_500_000, 0.4
@@ -93,7 +96,13 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Server, int]]:
     monkeypatch.setattr(senders, "find_node_id", lambda app, key: NODE)
     monkeypatch.setattr(door, "find_reply_limit", lambda app, node, order: None)
     made = Server()
-    doorkeeper = door.Door(made.pull_object, exchange=made)  # type: ignore[arg-type]
+    with serve(door.Door(made.pull_object, exchange=made)) as port:
+        yield made, port
+
+
+@contextmanager
+def serve(doorkeeper: door.Door) -> Iterator[int]:
+    """Serve behind a door; yields the port."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await doorkeeper({**scope, "app": SimpleNamespace()}, receive, send)
@@ -107,7 +116,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Server, int]]:
         while not served.started:
             assert time.monotonic() < until
             time.sleep(0.01)
-        yield made, bound.getsockname()[1]
+        yield bound.getsockname()[1]
         served.should_exit = True
         thread.join(20)
 
@@ -154,7 +163,6 @@ def test_a_reply_whose_object_the_server_cannot_store_waits_and_is_announced_aga
 def test_an_order_over_a_link_that_breaks_is_received_once(server: tuple[Server, int]) -> None:
     with SlowLink(server[1], RATE, CUT_AFTER) as link, connect(link.port) as connection:
         order = connection.take_order("")
-        assert order is not None
         assert order.contents == server[0].contents
         assert link.cuts >= 2
         assert link.received < MOST * SIZE
@@ -261,7 +269,7 @@ def test_a_pause_is_not_made_up_for() -> None:
     assert time.monotonic() - began >= 0.1
 
 
-def test_progress_is_logged_after_some_seconds_and_then_now_and_then(
+def test_a_node_logs_progress_after_some_seconds(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     now = [100.0]
@@ -286,11 +294,7 @@ def test_an_order_on_its_way_is_logged_on_both_sides(
     monkeypatch.setattr(transfers, "_SHOWN_EVERY", 0.0)
     monkeypatch.setattr(progress, "SHOWN_EVERY", 0.0)
     monkeypatch.setattr(transfers, "_FIRST_SHOWN", 0.0)
-    with (
-        caplog.at_level(logging.INFO),
-        SlowLink(server[1], RATE, CUT_AFTER) as link,
-        connect(link.port) as connection,
-    ):
+    with caplog.at_level(logging.INFO), SlowLink(server[1], RATE, CUT_AFTER) as link, connect(link.port) as connection:
         connection.transfers.received.begin(len(server[0].order))
         connection.take_order("")
         assert link.cuts >= 2
@@ -317,7 +321,7 @@ def test_the_server_logs_the_progress_of_a_message_over_all_answers_with_parts_o
             connection.pull_object(1, id)
     size = len(server[0].contents[id])
     (line,) = [record.getMessage() for record in caplog.records if record.name == "fedspan.server"]
-    done = float(re.fullmatch(rf"node {NODE}: order sent: ([\d.]+) of 40.0 MB", line)[1])  # type: ignore[index]
+    done = float(re.fullmatch(rf"node {NODE}: order sent: ([\d.]+) of 40.0 MB", line)[1])
     assert 4 * size <= done * 1e6 + 1e5
     assert done * 1e6 - 1e5 <= 5 * size
 
@@ -341,22 +345,115 @@ def test_a_message_crosses_a_superlink_over_a_link_that_breaks(tmp_path: Path) -
     assert max(row["order"], row["reply"]) < MOST
 
 
-def test_a_body_whose_answer_was_lost_is_not_sent_again(server: tuple[Server, int]) -> None:
-    """The server has taken it, and repeats its answer."""
-    with connect(server[1]) as connection:
-        reply = make_reply(server[0].message)
-        reply.prepare()
-        send, lost = connection._requests._post_once, [True]
+@pytest.fixture(autouse=True)
+def prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work, "_DELAY", 0.05)
 
-        def send_and_lose(*arguments: Any) -> bytes:
-            answer = send(*arguments)
-            if lost and len(arguments[1]) > SIZE:
-                lost.clear()
-                raise httpx.ReadError("lost")
-            return answer
 
-        connection._requests._post_once = send_and_lose  # type: ignore[method-assign]
-        connection.send_reply(reply)
-    assert server[0].stored == set(reply.contents.values())
-    assert server[0].received < MOST * SIZE
-    assert not reply.missing
+async def settle(book: WorkBook) -> None:
+    if book._writing is not None:
+        await book._writing
+
+
+async def test_the_file_says_what_each_node_said_last(tmp_path: Path) -> None:
+    book = WorkBook(tmp_path / "work.json")
+    book.note(1, NodeWork("training", 3))
+    book.note(2**64 - 1, NodeWork("hidden states", None))
+    book.note(1, NodeWork("training", 50))
+    await settle(book)
+    assert read_works(tmp_path / "work.json") == {
+        "1": NodeWork("training", 50),
+        str(2**64 - 1): NodeWork("hidden states", None),
+    }
+    book.note(1, None)
+    await settle(book)
+    assert list(read_works(tmp_path / "work.json")) == [str(2**64 - 1)]
+    assert (tmp_path / "work.json").stat().st_mode & 0o777 == 0o600
+
+
+async def test_what_is_noted_while_the_file_is_written_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_writing, may_end = Event(), Event()
+    write = work.write_atomic
+
+    def write_slowly(*arguments: Any) -> None:
+        is_writing.set()
+        may_end.wait(20)
+        write(*arguments)
+
+    monkeypatch.setattr(work, "write_atomic", write_slowly)
+    book = WorkBook(tmp_path / "work.json")
+    book.note(1, NodeWork("training", 97))
+    while not is_writing.is_set():
+        await asyncio.sleep(0.01)
+    book.note(1, None)
+    may_end.set()
+    await settle(book)
+    assert read_works(tmp_path / "work.json") == {}
+
+
+async def test_a_node_without_work_writes_nothing(tmp_path: Path) -> None:
+    book = WorkBook(tmp_path / "work.json")
+    book.note(1, None)
+    await settle(book)
+    WorkBook(None).note(1, NodeWork("training", 3))
+    assert not (tmp_path / "work.json").exists()
+
+
+async def test_a_disk_that_is_full_stops_no_heartbeat(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    book = WorkBook(tmp_path / "missing" / "work.json")
+    for _ in range(2):
+        book.note(1, NodeWork("training", 3))
+        await settle(book)
+    assert caplog.text.count("cannot be written") == 2
+
+
+async def test_old_words_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, now = tmp_path / "work.json", time.time()
+    path.write_text(json.dumps({"1": [now, "training", 3], "2": [now - FRESH_SECONDS - 1, "training", 4]}))
+    assert read_works(path) == {"1": NodeWork("training", 3)}
+    book = WorkBook(path)
+    book.note(1, NodeWork("training", 3))
+    await settle(book)
+    monkeypatch.setattr(work.time, "time", lambda: now + FRESH_SECONDS + 60)
+    book.note(2, NodeWork("training", 4))
+    await settle(book)
+    assert list(json.loads(path.read_text())) == ["2"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff",
+        b"[" * 100_000,
+        b"3",
+        b'{"1": 3, "2": ["a", "b", 1], "3": [1e12, 5, 1], "4": [1e12, "training"], "5": [1e12, "x", "y"]}',
+    ],
+    ids=("empty", "not UTF-8", "nested", "a number", "other values"),
+)
+def test_a_damaged_file_says_nothing(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "work.json").write_bytes(content)
+    assert read_works(tmp_path / "work.json") == {}
+    assert read_works(tmp_path / "missing.json") == {}
+
+
+def test_a_heartbeat_over_http_says_what_its_node_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "is_node_key_required", lambda app: True)
+    monkeypatch.setattr(senders, "find_node_id", lambda app, key: 7)
+
+    class Exchange:
+        async def acknowledge_heartbeat(self, body: bytes, node: int | None) -> bytes:
+            return adapter_node.SendNodeHeartbeatResponse(success=True).SerializeToString()
+
+    path, until = tmp_path / "work.json", time.monotonic() + 20
+    with serve(door.Door(None, exchange=Exchange(), work=path)) as port, connect(port) as connection:
+        for said, known in (
+            (NodeWork("training", 37), {"7": NodeWork("training", 37)}),
+            (NodeWork("evaluation", None), {"7": NodeWork("evaluation", None)}),
+            (None, {}),
+        ):
+            connection.get_work = lambda said=said: said
+            assert connection.renew()
+            while read_works(path) != known:
+                assert time.monotonic() < until
+                time.sleep(0.01)

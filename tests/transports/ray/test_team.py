@@ -1,4 +1,4 @@
-"""Workers, machines and drivers that die in mid-round."""
+"""Workers, machines and drivers that die in mid-round, runs of a series, and who reaches a local Ray."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from fedspan.errors import FedspanError
 from fedspan.federation.progress import RoundResult
 from fedspan.runs.cluster import build_host, connect_workers, get_resources
 from fedspan.runs.setup import Prepared, prepare
+from fedspan.transports.ray.sharing import share_teams
 from fedspan.transports.ray.team import Piece, Resources, Team, WorkerHandle, open_team
 from fedspan.transports.ray.worker import BaseVersion
 from helpers import tiny
@@ -34,13 +35,10 @@ from helpers.plain_data import plain
 from helpers.run_content import content
 
 pytestmark = pytest.mark.slow
-
-
 BATCHED = {"name": "batched", "clients_per_pass": 2, "workers": 1}
 
 
 def undisturbed(prepared: Prepared) -> list[RoundResult]:
-    """Two rounds in this process, or on workers if the clients are connected to them."""
     results = [prepared.federation.run_round(prepared.federation.begin())]
     return [*results, prepared.federation.run_round(results[0].progress)]
 
@@ -79,13 +77,11 @@ def test_workers_that_die_are_started_again_in_this_run_and_the_next(tiny_folder
 
 
 def end_process(handle: WorkerHandle) -> Any:
-    """Begin work during which the process of the worker ends."""
     return handle.actor.build.remote(os._exit, 1)
 
 
 @pytest.fixture
 def ready_team(tiny_folder: Path) -> Iterator[Team]:
-    """Four workers whose hosts are built."""
     prepared = prepare(config(tiny_folder, workers=4))
     with open_team(get_resources(prepared.config)) as team:
         connect_workers(prepared, team)
@@ -135,9 +131,7 @@ def test_a_piece_of_which_three_workers_die_fails_and_the_others_are_done(ready_
     assert sorted(results) == ["a", "b"]
 
 
-def test_a_stack_that_ends_three_workers_costs_its_clients_only(
-    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stack_that_ends_three_workers_costs_its_clients(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They count as failed, like clients that do not reply; the round continues with the others."""
     prepared = prepare(config(tiny_folder))
     with open_team(get_resources(prepared.config)) as team:
@@ -212,9 +206,7 @@ def machines() -> Iterator[Cluster]:
 
 
 @pytest.mark.parametrize("engine", [{}, BATCHED], ids=["loop", "batched"])
-def test_a_machine_that_dies_costs_its_workers_stacks(
-    engine: dict[str, Any], machines: Cluster, tiny_folder: Path
-) -> None:
+def test_a_machine_that_dies_costs_its_stacks(engine: dict[str, Any], machines: Cluster, tiny_folder: Path) -> None:
     prepared = prepare(config(tiny_folder, engine, address=machines.address))
     with open_team(get_resources(prepared.config)) as team:
         connected = connect_workers(prepared, team, build=build_host)
@@ -225,9 +217,7 @@ def test_a_machine_that_dies_costs_its_workers_stacks(
 
 
 @pytest.mark.parametrize("engine", [{}, BATCHED], ids=["loop", "batched"])
-def test_a_driver_that_is_killed_continues_to_the_same_bits(
-    engine: dict[str, Any], tiny_folder: Path, tmp_path: Path
-) -> None:
+def test_a_killed_driver_continues_to_the_same_bits(engine: dict[str, Any], tiny_folder: Path, tmp_path: Path) -> None:
     settings = tiny.settings(tiny_folder, training={"local_steps": 60}, engine=engine, cluster={"workers": 2})
     uninterrupted = settings if engine else {key: value for key, value in settings.items() if key != "cluster"}
     fedspan.run(uninterrupted, tmp_path / "whole", progress=False)
@@ -251,3 +241,24 @@ def test_a_driver_that_is_killed_continues_to_the_same_bits(
         return {name: value for name, value in content(folder).items() if not name.endswith("config.yaml")}
 
     assert files(tmp_path / "killed") == files(tmp_path / "whole")
+
+
+def test_runs_of_a_series_may_differ_in_their_workers(tiny_folder: Path) -> None:
+    with share_teams():
+        for workers in (1, 2):
+            prepared = prepare(config(tiny_folder, workers=workers))
+            with open_team(get_resources(prepared.config)) as team:
+                connected = connect_workers(prepared, team).federation
+                assert connected.run_round(connected.begin()).failures == ()
+
+
+def test_a_process_without_the_token_is_not_let_in(tiny_folder: Path) -> None:
+    code = "import sys, ray; ray.init(address=sys.argv[1], logging_level='error')"
+    with open_team(get_resources(config(tiny_folder))):
+        address = ray.get_runtime_context().gcs_address
+        stranger = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+        for variables, admitted in ((stranger, False), (dict(os.environ), True)):
+            command = [sys.executable, "-c", code, address]
+            found = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)
+            assert (found.returncode == 0) == admitted, found.stderr
+    assert "RAY_AUTH_TOKEN" not in os.environ

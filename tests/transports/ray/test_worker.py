@@ -1,8 +1,9 @@
-"""Runs on two workers of a local Ray against the same runs in one process."""
+"""Runs and evaluations on two workers of a local Ray against the same in one process, and how workers share them."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 import subprocess
@@ -12,8 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import fedspan
 from fedspan.config import parse_config
@@ -28,11 +32,21 @@ from fedspan.runs.start import run
 from fedspan.transports.ray.sharing import share_teams
 from fedspan.transports.ray.worker import BaseVersion, ClusterWorker
 from helpers import tiny, tiny_decoders, tiny_images, tiny_preferences, tiny_seq2seq
-from helpers.conformance import EACH_FAMILY, describe_case, list_cases
+from helpers.conformance import UNLIKE_CASES, describe_case, list_cases
 from helpers.families import others_slow
 from helpers.run_content import content
 
 pytest.importorskip("ray", reason="the extra fedspan[cluster] is not installed")
+
+import ray
+
+from fedspan.federation.progress import Progress
+from fedspan.runs.cluster import connect_workers, get_resources
+from fedspan.runs.setup import Prepared
+from fedspan.training.stages import Stage, Stages
+from fedspan.transports.ray.predictor import ClusterPredictor
+from fedspan.transports.ray.team import Piece, Queues, Team, open_team
+from fedspan.transports.ray.transport import cut_stacks
 
 WORKERS = {"cluster": {"workers": 2}}
 
@@ -56,7 +70,7 @@ def require_same(settings: dict[str, Any], folder: Path) -> None:
     assert files(folder / "there") == files(folder / "here")
 
 
-@pytest.mark.parametrize("case", others_slow(list_cases(), EACH_FAMILY))
+@pytest.mark.parametrize("case", others_slow(list_cases(), UNLIKE_CASES))
 def test_every_method_and_wrapper_has_the_bits_of_one_process(case: str, tiny_folder: Path, tmp_path: Path) -> None:
     require_same(tiny.settings(tiny_folder, **describe_case(case)), tmp_path)
 
@@ -112,7 +126,6 @@ def test_other_models_and_tasks(kind: str, decoders: Path, images: Path, tmp_pat
 @pytest.mark.slow
 def test_secure_sums_have_the_same_model(tiny_folder: Path, tmp_path: Path) -> None:
     """Keys are random, and so are the masked vectors; their sum is not."""
-    pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not installed")
     settings = tiny.settings(tiny_folder, federation={"secure": {}, "clients_per_round": None})
     for name, more in (("here", {}), ("there", WORKERS)):
         fedspan.run({**settings, **more}, tmp_path / name, progress=False)
@@ -143,9 +156,7 @@ print(*sorted({"datasets", "peft"} & set(sys.modules)))
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors of the last checkpoint."""
     found = checkpoint.resume(RunFolder(folder))
-    assert found is not None
     return dict(found.progress.state.tensors)
 
 
@@ -171,9 +182,7 @@ def test_a_stacking_plan_is_measured_by_a_worker_and_stored(tiny_folder: Path, t
 
 
 @pytest.mark.slow
-def test_the_batched_engine_starts_the_head_from_the_statistics_of_the_loop_engine(
-    tiny_folder: Path, tmp_path: Path
-) -> None:
+def test_the_batched_engine_starts_the_head_from_the_loop_s_statistics(tiny_folder: Path, tmp_path: Path) -> None:
     settings = tiny.settings(tiny_folder, model={"head_init": "lda"}, federation={"rounds": 1})
     starts = [
         fedspan.run({**settings, **WORKERS, "engine": {"name": name}}, tmp_path / name, progress=False).start
@@ -186,7 +195,7 @@ def test_the_batched_engine_starts_the_head_from_the_statistics_of_the_loop_engi
 
 def test_hidden_states_are_stored_before_a_plan_is_measured(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    host = prepare(tiny.config(tiny_folder, engine={"name": "batched"})).federation.transport.host  # pyright: ignore
+    host = prepare(tiny.config(tiny_folder, engine={"name": "batched"})).federation.transport.host
     monkeypatch.setattr(host, "prepare", lambda ids: calls.append(f"prepare {[*ids]}"))
     monkeypatch.setattr(host.engine, "choose_plan", lambda *arguments: calls.append("choose_plan"))
     monkeypatch.setattr(host, "make_first_assignments", lambda orders: [])
@@ -207,11 +216,9 @@ def test_data_may_be_passed_and_a_model_may_not(tiny_folder: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("ranks", [[2], [1, 2]], ids=["one-rank", "two-ranks"])
-def test_a_message_enters_the_object_store_once(
+def test_a_message_is_stored_once(
     ranks: list[int], tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import ray
-
     put, made, orders = ray.put, Counter[bytes](), Counter[str]()
 
     def count(value: Any) -> Any:
@@ -267,3 +274,160 @@ class Notes(Listener):
 
     def on_note(self, text: str) -> None:
         self.notes.append(text)
+
+
+WORK = st.dictionaries(st.text(max_size=3), st.integers(0, 10_000), max_size=60)
+
+
+@given(work=WORK, most=st.integers(1, 40), workers=st.integers(1, 8))
+def test_stacks_hold_every_client_once_and_the_largest_first(work: dict[str, int], most: int, workers: int) -> None:
+    stacks = cut_stacks(work, most, workers)
+    clients = [id for stack in stacks for id in stack]
+    assert sorted(clients) == sorted(work)
+    assert [work[id] for id in clients] == sorted(work.values(), reverse=True)
+    assert all(1 <= len(stack) <= min(most, math.ceil(len(work) / workers)) for stack in stacks)
+    assert cut_stacks(dict(reversed(work.items())), most, workers) == stacks  # from the data alone
+
+
+@given(count=st.integers(1, 100), most=st.integers(1, 40), workers=st.integers(1, 8))
+def test_equal_clients_occupy_all_workers_equally(count: int, most: int, workers: int) -> None:
+    stacks = cut_stacks({f"{number:03}": 7 for number in range(count)}, most, workers)
+    sizes = [len(stack) for stack in stacks]
+    assert max(sizes) - min(sizes) <= 1
+    assert len(stacks) % workers == 0 or max(sizes) == 1
+
+
+def test_a_client_with_half_of_the_work_has_a_stack_of_its_own() -> None:
+    work = {"large": 800, **{f"small-{number}": 100 for number in range(8)}}
+    stacks = cut_stacks(work, 8, 2)
+    assert stacks[0] == ["large"]
+    assert {len(stack) for stack in stacks[1:]} <= {3, 4, 5}
+
+
+def test_an_idle_worker_takes_the_last_piece_of_the_busiest() -> None:
+    pieces = [Piece(str(number), load) for number, load in enumerate([9, 5, 4, 8, 1])]
+    queues = Queues([pieces[:3], pieces[3:], []])
+    assert queues.take(1) is pieces[3]
+    assert queues.take(2) is pieces[2]  # nothing of its own
+    queues.put_back(pieces[3])
+    assert queues.take(0) is pieces[3]  # a lost piece goes first
+    last = [queues.take(1) for _ in range(4)]
+    assert [piece.content for piece in last if piece is not None] == ["4", "1", "0"]
+    assert last[-1] is None
+    assert not queues
+
+
+def test_pieces_that_cannot_move_wait_for_their_worker() -> None:
+    """As the hidden states that a worker computes for the clients that it will train."""
+    pieces, lost = [Piece(number, 1) for number in range(3)], set[int]()
+    queues = Queues([pieces[:1], pieces[1:], []], lost.__contains__)
+    assert queues.take(2) is None
+    assert queues.take(0) is pieces[0]
+    assert queues.take(0) is None
+    queues.put_back(pieces[0])
+    assert queues.take(2) is pieces[0]  # its worker died
+    lost.add(1)
+    assert queues.take(2) is pieces[2]
+    assert queues.take(1) is pieces[1]
+    assert not queues
+
+
+METHODS = ("fedit", "fedsa-lora", "fedgalore")
+"""One model for all clients, one for each client, and a base that changes."""
+ENGINES = {"loop": {"name": "loop"}, "batched": {"name": "batched", "clients_per_pass": 3, "workers": 1}}
+EVALUATED = [f"{method} {engine}" for method in METHODS for engine in ENGINES]
+
+
+def config(folder: Path, method: str, engine: dict[str, Any], **changes: Any) -> Any:
+    changes = {"federation": {"clients_per_round": None}, "evaluation": {"batch_size": 3}, **changes}
+    return tiny.config(folder, method={"name": method, "r": 2}, engine=engine, **WORKERS, **changes)
+
+
+@pytest.fixture(scope="module")
+def team(tiny_folder: Path) -> Iterator[Team]:
+    with open_team(get_resources(config(tiny_folder, "fedit", {}))) as made:
+        yield made
+
+
+def evaluate(prepared: Prepared, progress: Progress) -> tuple[Any, ...]:
+    evaluator = prepared.evaluator
+    assert prepared.test is not None
+    parts = [np.arange(len(prepared.test)), np.arange(2)]
+    return *evaluator.evaluate_clients(progress), evaluator.evaluate_parts(progress, prepared.test, parts)
+
+
+@pytest.mark.parametrize("case", others_slow(EVALUATED, ["fedit batched", "fedsa-lora loop", "fedgalore batched"]))
+def test_workers_evaluate_like_the_driver(case: str, tiny_folder: Path, team: Team) -> None:
+    """Also after later rounds: an earlier base is set again."""
+    method, engine = case.split()
+    prepared = prepare(config(tiny_folder, method, ENGINES[engine], model={"layers_to_transform": [0]}))
+    connected = connect_workers(prepared, team)
+    assert isinstance(connected.evaluator.predictor, ClusterPredictor)
+    states = [connected.federation.begin()]
+    for _ in range(2):
+        states.append(connected.federation.run_round(states[-1]).progress)
+    expected = [evaluate(prepared, progress) for progress in states]
+    assert expected[0] != expected[2]
+    for number in (2, 0, 1, 2):
+        assert evaluate(connected, states[number]) == expected[number]
+
+
+def test_progress_counts_each_example_once(tiny_folder: Path, team: Team) -> None:
+    counts = list[tuple[int, int | None]]()
+
+    def follow(stage: Stage | None) -> None:
+        if stage is not None and stage.name == "evaluation":
+            counts.append((stage.done, stage.total))
+
+    connected = connect_workers(
+        prepare(config(tiny_folder, "fedsa-lora", ENGINES["batched"]), stages=Stages(follow)), team
+    )
+    connected.evaluator.evaluate_clients(connected.federation.begin())
+    assert counts[-1][0] == counts[-1][1]
+    assert counts == sorted(counts)
+
+
+def test_workers_cache_hidden_states_and_measure_as_steps_of_their_own(tiny_folder: Path, team: Team) -> None:
+    seen = list[tuple[str, int, int | None]]()
+
+    def follow(stage: Stage | None) -> None:
+        if stage is not None:
+            seen.append((stage.name, stage.done, stage.total))
+
+    settings = config(tiny_folder, "fedit", {"name": "batched"}, kind="deep-bert", model={"layers_to_transform": [1]})
+    federation = connect_workers(prepare(settings, stages=Stages(follow)), team).federation
+    examples = sum(len(data.train) for data in federation.clients.values())
+    first = federation.run_round(federation.begin())
+    names = list(dict.fromkeys(name for name, _, _ in seen))
+    assert names[-3:] == ["training", "stacking", "hidden states"]  # within the round, and before its first batch
+    counts = [(done, total) for name, done, total in seen if name == "hidden states"]
+    assert counts[0] == (0, examples)  # of the worker that measures
+    assert (examples, examples) in counts
+    ends = [total for done, total in counts if done == total]
+    assert len(ends) == 2
+    assert ends[1] is not None
+    assert 0 < ends[1] < examples  # those of the other worker's clients, which it caches itself
+    seen.clear()
+    federation.run_round(first.progress)
+    assert "hidden states" not in {name for name, _, _ in seen}
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_costs_its_piece_and_too_many_deaths_end_the_evaluation(
+    tiny_folder: Path, team: Team, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared = prepare(config(tiny_folder, "fedit", ENGINES["loop"]))
+    connected = connect_workers(prepared, team)
+    progress, expected = connected.federation.begin(), evaluate(prepared, prepared.federation.begin())
+    ray.kill(team.handles[0].actor)
+    assert evaluate(connected, progress) == expected
+    assert [handle.deaths for handle in team.handles] == [1, 0]
+    get_base = team.get_base
+
+    def kill(handle: Any) -> Any:
+        ray.kill(handle.actor)
+        return get_base(handle)
+
+    monkeypatch.setattr(team, "get_base", kill)
+    with pytest.raises(FedspanError, match="died"):
+        evaluate(connected, progress)

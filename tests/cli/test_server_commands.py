@@ -1,0 +1,235 @@
+"""The commands on a server: nodes are admitted, revoked and shown, certificates renewed, runs submitted."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from click.testing import CliRunner
+
+from fedspan.cli.admission import warn_of_expiry
+from fedspan.config import load_config
+from fedspan.deployment.status import store_named_run
+from fedspan.federation.protocol import Envelope, decode_order, decode_reply
+from fedspan.logs import JsonLines, read_lines
+from fedspan.runs import start
+from fedspan.runs.folder import RunFolder
+from fedspan.runs.model_card import RunReport
+from fedspan.runs.remote import build_server_clients, connect, get_nodes_folder, reply_as
+from fedspan.runs.results import read_report
+from fedspan.runs.setup import Prepared
+from helpers import tiny
+from helpers.command_line import get_program
+from helpers.reply_transport import Replies, ReplyingTransport
+
+admissions = pytest.importorskip(
+    "fedspan.transports.flower.admissions", reason="the extra fedspan[flower] is not installed"
+)
+keys = pytest.importorskip("fedspan.transports.flower.keys")
+servers = pytest.importorskip("fedspan.transports.flower.server")
+
+
+@pytest.fixture
+def link(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    found = SimpleNamespace(folder=tmp_path, authority=tmp_path / "ca.crt")
+    monkeypatch.setattr(servers, "read_link", lambda folder: found)
+    return found
+
+
+def test_an_admission_gets_its_options(call: Callable[..., Any], link: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    def admit(link: Any, key: Path, name: str, **options: Any) -> Any:
+        calls.append((key, name, options))
+        return SimpleNamespace(max_examples=options["max_examples"])
+
+    monkeypatch.setattr(admissions, "admit_node", admit)
+    assert call("admit", "a.key.pub").output == "admitted a.key.pub\n"
+    options = ("--as", "clinic-a", "--days", 3, "--replace", "--max-examples", 50)
+    assert call("admit", "a.key.pub", *options).output == (
+        "admitted a.key.pub, which must use the id clinic-a, with the weight of at most 50 examples\n"
+    )
+    assert calls == [
+        (Path("a.key.pub"), "", {"days": 730, "replace": False, "max_examples": None}),
+        (Path("a.key.pub"), "clinic-a", {"days": 3, "replace": True, "max_examples": 50}),
+    ]
+
+
+def test_every_revoked_key_is_named(call: Callable[..., Any], link: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admissions, "revoke_node", lambda link, node, reason: [7, 9] if reason == "stolen" else [])
+    result = call("revoke", "clinic-a", "--reason", "stolen")
+    assert result.output == "revoked the key of clinic-a (node 7)\nrevoked the key of clinic-a (node 9)\n"
+
+
+def test_certificates_are_renewed_in_two_steps(
+    call: Callable[..., Any], link: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    events: list[Any] = []
+    monkeypatch.setattr(keys, "renew_authority", lambda folder, names: events.append(names) or tmp_path / "new.crt")
+    monkeypatch.setattr(keys, "activate_authority", lambda folder: events.append("activated"))
+    monkeypatch.setattr(admissions, "open_audit_log", lambda link: SimpleNamespace(write=events.append))
+    first = call("renew", "--name", "fl.example.org")
+    assert f"{tmp_path / 'new.crt'}\nthen run here: fedspan renew --activate" in first.output
+    assert "the renewed certificates are in use" in call("renew", "--activate").output
+    assert events == [["fl.example.org"], "certificates renewed", "activated", "certificates activated"]
+
+
+def test_what_expires_soon_is_named_with_the_command(
+    link: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    days = {"certificates": keys.SOON - 0.5}
+    monkeypatch.setattr(keys, "compute_days_left", lambda *paths: days["certificates"])
+    admitted = {
+        7: SimpleNamespace(name="clinic-a", days_left=2.5),
+        8: SimpleNamespace(name="", days_left=-1.0),
+        9: SimpleNamespace(name="clinic-b", days_left=keys.SOON),
+    }
+    monkeypatch.setattr(admissions, "read_admissions", lambda link: admitted)
+    warn_of_expiry(link)
+    assert capsys.readouterr().err.splitlines() == [
+        f"warning: the server's certificates expire in {int(keys.SOON - 0.5)} days: fedspan renew",
+        "warning: the admission of clinic-a expires in 2 days: fedspan admit KEY.pub --replace",
+        "warning: the admission of node 8 expires in 0 days: fedspan admit KEY.pub --replace",
+    ]
+    days["certificates"] = keys.SOON
+    admitted.clear()
+    warn_of_expiry(link)
+    assert capsys.readouterr().err == ""
+
+
+SAID = [
+    {"node-id": "11", "status": "online", "online-elapsed": 75.4, "offline-at": "N/A"},
+    {"node-id": "12", "status": "offline", "online-elapsed": 9.0, "offline-at": "2026-01-02 03:04:05Z"},
+    {"node-id": "13", "status": "registered", "online-elapsed": 0.0, "offline-at": "N/A"},
+    {"node-id": "14", "status": "unregistered", "online-elapsed": 0.0, "offline-at": "N/A"},
+]
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "server"
+    servers.prepare_folder(folder, 9092, [], insecure=True)
+
+    def flower(link: Any, *arguments: str) -> dict[str, Any]:
+        return {"nodes": SAID}
+
+    monkeypatch.setattr(servers, "call_flower", flower)
+    return folder
+
+
+def test_status_shows_nodes_and_the_run(server: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoints" / "round-00002").mkdir(parents=True)
+    (run / "config.yaml").write_text("federation: {rounds: 5}\n")
+    failure = {"client": "south", "attempt": 0, "reason": "no reply within 5 s"}
+    rows = [{"round": 1}, {"round": 2, "failures": [failure]}]
+    with JsonLines(run / "metrics.jsonl") as lines:
+        for row in rows:
+            lines.append(row)
+        lines.commit()
+    runner = CliRunner(env={"COLUMNS": "140", "TERM": "dumb"})
+    shown = runner.invoke(get_program(), ["status", "--server", str(server)])
+    assert shown.exit_code == 0, shown.output
+    assert "round" not in shown.output
+    store_named_run(server, run, {"north": 11, "south": 12})
+    shown = runner.invoke(get_program(), ["status", "--server", str(server)])
+    assert shown.exit_code == 0, shown.output
+    for words in ("north", "now, for 1:15", "round 2: no reply within 5 s", "2 of 5, stopped", "--resume", "never"):
+        assert words in shown.output
+    printed = json.loads(runner.invoke(get_program(), ["status", "--server", str(server), "--json"]).stdout)
+    assert [node["client"] for node in printed["nodes"]] == ["north", "south", None]
+    assert printed["run"]["round"] == 2
+    done = runner.invoke(get_program(), ["status", "--server", str(server), "--run", str(tmp_path)])
+    assert done.exit_code == 2
+
+
+LIAR = "south"
+
+
+class Lying(ReplyingTransport):
+    """A transport to clients in this process, one of whom reports what it likes after the first round."""
+
+    def __init__(self, run: Path, ids: list[str], lies: Mapping[str, float] | None) -> None:
+        self.run, self.ids, self.lies = str(run), ids, lies
+
+    def replies(self, envelopes: Mapping[str, Envelope], seconds: float, *, wait_for_offline: bool = False) -> Replies:
+        for id, envelope in envelopes.items():
+            order = decode_order(envelope)
+            if id == LIAR and order.task == "evaluate" and order.round == 1:
+                if self.lies is None:
+                    yield id, "it is offline"
+                    continue
+                reply = decode_reply(reply_as(self.run, torch.get_num_threads(), self.ids.index(id), envelope))
+                scores = {part: {**row, **self.lies} for part, row in reply.scores.items()}
+                yield id, replace(reply, scores=scores).to_envelope()
+            else:
+                yield id, reply_as(self.run, torch.get_num_threads(), self.ids.index(id), envelope)
+
+
+def submitted(
+    monkeypatch: pytest.MonkeyPatch, config: Path, folder: Path, lies: Mapping[str, float] | None, known: bool = True
+) -> tuple[str, RunReport]:
+    """Print of ``fedspan submit`` and ``fedspan report``, and the run's report; the nodes are in this process."""
+    monkeypatch.chdir(folder.parent)  # where report.html is written
+    servers.prepare_folder(folder.with_suffix(".server"), 1, [], insecure=True)
+
+    def host(place: RunFolder, prepared: Prepared, run_rounds: Any) -> RunReport:
+        transport = Lying(place.path.resolve(), list(prepared.federation.clients), lies)
+        rules = prepared.config.federation.build_reply_rules()
+        counts = {id: data.client.examples for id, data in prepared.federation.clients.items()}
+        clients = None if known else build_server_clients(prepared.config, prepared.engine.adapted.spec, counts)
+        return run_rounds(connect(prepared, transport, rules, nodes=get_nodes_folder(place.path), clients=clients))
+
+    def submit(config: Path, folder: Path, *_: Any, listener: Any, **__: Any) -> RunReport:
+        return start.run(load_config(config), folder, listener=listener, host=host)
+
+    monkeypatch.setattr("fedspan.deployment.deploy.submit", submit)
+    server = str(folder.with_suffix(".server"))
+    result = CliRunner().invoke(get_program(), ["submit", str(config), "--out", str(folder), "--server", server])
+    assert result.exit_code == 0, result.output
+    shown = CliRunner().invoke(get_program(), ["report", str(folder)])
+    assert shown.exit_code == 0, shown.output
+    return result.output + shown.output, read_report(folder)
+
+
+@pytest.mark.parametrize(("clients", "selection"), [(2, "last round"), (3, "best by validation")])
+def test_the_summary_says_what_selected_the_round(
+    clients: int, selection: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = tiny.settings(tiny_folder, federation={"clients_per_round": None, "rounds": 2})
+    values["partition"] = {"partitioner": "iid", "clients": clients, "validation": 0.2, "test": 0.2}
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(values))
+    printed, report = submitted(monkeypatch, config, tmp_path / "run", {}, known=False)
+    assert f"{report.best_round}, {selection}\n" in printed
+    assert report.selected == (clients == 3)
+
+
+def test_an_impossible_metric_is_neither_printed_as_a_score_nor_decides_between_rounds(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = tiny.settings(tiny_folder, federation={"clients_per_round": None, "rounds": 3})
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(values))
+    lies = {"accuracy": 1e308, "loss": 1e308, "perplexity": 1e308}
+    printed, lied = submitted(monkeypatch, config, tmp_path / "lied", lies)
+    _, offline = submitted(monkeypatch, config, tmp_path / "offline", None)
+    assert not re.search(r"(?i)\binf\b|\bnan\b|\d{20}|e\+?308 *%", printed), printed
+    assert f"{LIAR} " in printed
+    assert "not measured: no accuracy" in printed
+    assert lied.best_round == offline.best_round
+    assert lied.failures.keys() == {LIAR}
+    assert {name: lied.failures[LIAR][name] for name in ("count", "round")} == {"count": 2, "round": 1}, (
+        "one of each part"
+    )
+    rows = [list(read_lines(tmp_path / name / "metrics.jsonl")) for name in ("lied", "offline")]
+    for mine, theirs in zip(*rows, strict=True):
+        assert mine["validation"] == theirs["validation"]

@@ -1,0 +1,213 @@
+"""Pages of the documentation: what scripts write is current; links, options, tables and named tests are right."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.main import get_command
+
+from fedspan.cli.app import app
+from fedspan.core.noise import derive_seed_key
+from fedspan.federation.privacy import compute_round_charges
+from fedspan.federation.settings import RoundSettings
+from fedspan.training.jobs import Privacy
+from helpers.code_blocks import PAGES, ROOT, blocks_of
+from helpers.scripts import load_script
+
+DOCS = ROOT / "docs"
+TESTS = {
+    name
+    for path in (ROOT / "tests").rglob("test_*.py")
+    for name in re.findall(r"^(?:async )?def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+}
+"""Names of all tests."""
+
+
+def test_the_pages_of_the_config_and_of_a_node_s_file_are_current() -> None:
+    module = load_script("docs/generate_config.py")
+    for page, written in (("config.md", module.page()), ("node.md", module.format_node_page())):
+        assert (DOCS / page).read_text(encoding="utf-8") == written, "run: python docs/generate_config.py"
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    listed = Counter(re.findall(r"[\w/.-]+\.md", str(nav)))
+    assert listed == Counter(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
+
+
+@pytest.mark.parametrize("front", ["README.md", "docs/index.md"])
+def test_the_front_pages_count_the_families_of_the_page_of_models(front: str) -> None:
+    page, text = ((ROOT / name).read_text(encoding="utf-8") for name in ("docs/models.md", front))
+    rows = page[page.index("| family |") :].split("\n\n", 1)[0].splitlines()[2:]
+    trained = {row.split("|")[1] for row in rows if not row.endswith("| refused |")}  # some with several tasks
+    assert f"[{len(trained)} tested model families](" in " ".join(text.split())
+
+
+@pytest.mark.slow
+def test_the_page_of_models_is_what_the_families_do() -> None:
+    module = load_script("docs/generate_models.py")
+    written = (DOCS / "models.md").read_text(encoding="utf-8")
+    assert written == module.page(), "run: python docs/generate_models.py"
+
+
+OUTDATED = {page for page in PAGES if "\n**Outdated" in (ROOT / page).read_text(encoding="utf-8")}
+"""The pages that say that their results are outdated."""
+
+
+def find_unmarked_links(page: Path, text: str) -> list[str]:
+    """Find links to outdated pages without the mark after them."""
+    links = re.finditer(r"\]\(([^)#:]+\.md)[^)]*\)(?!\s\(outdated\))", text)
+    return [link[1] for link in links if (ROOT / page).parent.joinpath(link[1]).resolve().relative_to(ROOT) in OUTDATED]
+
+
+def test_the_scan_finds_an_unmarked_link() -> None:
+    name = min(OUTDATED).name
+    assert find_unmarked_links(Path("docs/page.md"), f"[a](claims/{name}), [b](claims/{name}) (outdated)") == [
+        f"claims/{name}"
+    ]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name != "claims"], ids=str)
+def test_links_to_outdated_results_are_marked(page: Path) -> None:
+    """The pages of claims name the state of each in a column or a sentence of their own."""
+    assert find_unmarked_links(page, (ROOT / page).read_text(encoding="utf-8")) == []
+
+
+COMMANDS = get_command(app).commands
+OPTIONS = {
+    name: {"--help", *(option for part in command.params for option in (*part.opts, *part.secondary_opts))}
+    for name, command in COMMANDS.items()
+}
+OF_SCRIPTS = {
+    Path("docs/methods/fedloru.md"): {"--accumulate"},
+    Path("docs/published-code.md"): {"--accumulate"},
+    Path("docs/results/named-entities.md"): {"--optimizer-state", "--trainings"},
+    Path("docs/results/text-embedding.md"): {"--lr", "--seed"},
+    Path("docs/security.md"): {"--coverage", "--number", "--seed"},
+}
+"""Options of benchmarks and of published code, by the page that names them."""
+
+
+def find_unknown_options(text: str) -> set[str]:
+    """Find options that their command lacks, in inline code that starts with fedspan, a command or an option."""
+    unknown: set[str] = set()
+    for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", re.sub(r"(?ms)^```.*?^```", "", text)):
+        words = span.removeprefix("fedspan ").split()
+        if words and (span.startswith(("fedspan ", "--")) or words[0] in COMMANDS):
+            known = OPTIONS.get(words[0], set().union(*OPTIONS.values()))
+            unknown |= set(re.findall(r"(?<![\w-])--[a-z][\w-]*", span)) - known
+    return unknown
+
+
+@pytest.mark.parametrize(
+    ("text", "unknown"),
+    [
+        ("`fedspan plan --utilization 0.2`, `--utilization`, `plan --mbit 3`", set()),
+        ("`--occupation`", {"--occupation"}),
+        ("`fedspan run a.yaml --mbit 3`", {"--mbit"}),
+        ("`python script.py --other`\n\n```bash\nother --option\n```\n", set()),
+    ],
+)
+def test_the_scan_finds_an_option_that_its_command_lacks(text: str, unknown: set[str]) -> None:
+    assert find_unknown_options(text) == unknown
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=str)
+def test_every_option_of_a_page_exists(page: Path) -> None:
+    unknown = find_unknown_options((ROOT / page).read_text(encoding="utf-8"))
+    assert unknown == OF_SCRIPTS.get(page, set())
+
+
+def test_the_page_of_commands_has_an_example_of_each() -> None:
+    examples = [block.text for block in blocks_of(Path("docs/commands.md")) if block.language == "bash"]
+    assert set(re.findall(r"(?m)^fedspan (\S+)", "".join(examples))) == COMMANDS.keys()
+
+
+LONGEST = 120
+"""Number of visible characters of the longest cell."""
+QUOTING = {Path("docs/published-code.md"), Path("docs/results/faults.md")}
+"""Pages whose cells list names of tests, or quote what a run printed."""
+
+
+def find_long_cells(text: str) -> list[str]:
+    """Find the cells of a page's tables that are too long, without the addresses of their links."""
+    text = re.sub(r"(?ms)^```.*?^```", "", text)
+    rows = [line.strip().strip("|") for line in text.splitlines() if line.startswith("|")]
+    cells = [re.sub(r"\]\([^)]*\)", "]", cell.strip()) for row in rows for cell in re.split(r"(?<!\\)\|", row)]
+    return [cell for cell in cells if len(re.sub(r"[\[\]]", "", cell)) > LONGEST]
+
+
+def test_the_scan_measures_what_is_visible() -> None:
+    fits, long = "x" * LONGEST, "y" * (LONGEST + 1)
+    table = f"| [{fits}](page.md) | {long} |\n"
+    assert find_long_cells(table) == [long]
+    assert find_long_cells(f"```text\n{table}```\n") == []
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.parent.name != "claims" and p not in QUOTING], ids=str)
+def test_no_cell_of_a_table_is_long(page: Path) -> None:
+    """Scripts write the pages of claims, with the papers' statements."""
+    assert find_long_cells((ROOT / page).read_text(encoding="utf-8")) == []
+
+
+def read_attacks() -> tuple[list[str], list[str]]:
+    """Return the rows of the table of attacks, and the entries of the list of their tests."""
+    page = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
+    rows = page[page.index("| no. | attack |") :].split("\n\n", 1)[0].splitlines()[2:]
+    entries = page[page.index("\n1. `test_") + 1 :].split("\n\n", 1)[0].splitlines()
+    return rows, entries
+
+
+def test_every_attack_has_a_test_that_is_there() -> None:
+    rows, entries = read_attacks()
+    assert len(rows) > 30
+    assert [row.split(" | ")[0] for row in rows] == [f"| {number}" for number in range(1, len(rows) + 1)]
+    assert [entry.partition(". ")[0] for entry in entries] == [str(number) for number in range(1, len(rows) + 1)]
+    for entry in entries:
+        named = re.findall(r"`(test_[^`]*)`", entry)
+        assert named, entry
+        assert set(named) <= TESTS, set(named) - TESTS
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_front_pages_count_the_attacks_of_the_table(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert re.findall(r"(\d+)\s+attacks", text) == [str(len(read_attacks()[0]))]
+
+
+def test_every_replayed_attack_is_in_the_table() -> None:
+    text = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
+    attacks = (ROOT / "tests" / "transports" / "flower" / "test_attacks.py").read_text(encoding="utf-8")
+    for name in re.findall(r"^(?:async )?def (test_\w+)", attacks, re.MULTILINE):
+        assert f"`{name}`" in text, name
+
+
+def test_every_trap_has_a_test_that_is_there() -> None:
+    text = (ROOT / "docs" / "published-code.md").read_text(encoding="utf-8")
+    rows = [line for line in text.splitlines() if line.startswith("|") and not line.startswith(("| trap", "|---"))]
+    assert len(rows) > 40
+    for row in rows:
+        named = re.findall(r"`(test_[^`]*)`", row.rstrip("| ").rpartition(" | ")[2])
+        assert named, row
+        assert set(named) <= TESTS, set(named) - TESTS
+
+
+def test_the_page_says_that_central_epsilon_needs_secret_cohorts() -> None:
+    text = (ROOT / "docs" / "privacy.md").read_text(encoding="utf-8")
+    limits = text[text.index("## What it does not protect") :]
+    (item,) = [line for line in limits.splitlines() if line.startswith("- **Participation")]
+    for part in ("Under `central` with `federation.clients_per_round` it does", "do not know the cohorts"):
+        assert part in item
+    for name in ("metrics.jsonl", "ledger.jsonl", "report.json"):
+        assert f"`{name}`" in item, "where cohorts are written"
+    assert "with `clients_per_round` unset" in item
+    # The accounting that the page describes: the sampling rate lowers the cost, and without sampling it is 1.
+    privacy = Privacy("central", 1.0, 1.0, key=derive_seed_key(1))
+    rates = [
+        compute_round_charges(RoundSettings(4, cohort=size, privacy=privacy), 8)[0].mechanism.rate for size in (2, None)
+    ]
+    assert rates == [0.25, 1.0]

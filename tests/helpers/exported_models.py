@@ -1,0 +1,40 @@
+"""What a run's model and the models that are written of it predict of the run's test set."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from peft import PeftModel
+from torch import Tensor, nn
+
+from fedspan.federation.progress import Progress
+from fedspan.runs.setup import Prepared
+from helpers import tiny
+
+
+def predict_with_peft(made: Prepared, adapter: Path) -> Tensor:
+    """Logits of whoever has the adapter, PEFT and the published model, or the whole model that was written."""
+    images = made.config.task == "image-classification"
+    auto: Any = (
+        transformers.AutoModelForImageClassification if images else transformers.AutoModelForSequenceClassification
+    )
+    if not (adapter / "adapter_config.json").is_file():
+        model: nn.Module = auto.from_pretrained(adapter)
+    else:
+        base = made.config.model.name
+        fresh = auto.from_pretrained(base) if images else tiny.fresh_classifier(base)
+        model = PeftModel.from_pretrained(fresh, str(adapter))
+    assert made.test is not None
+    batch = made.task.collate(made.test, range(len(made.test)), torch.device("cpu"))
+    with torch.no_grad():
+        return made.task.predict(model.eval(), batch)
+
+
+def predict_with_engine(made: Prepared, progress: Progress, client: str | None = None) -> Tensor:
+    """Logits of the engine under the model of a client, or the global one."""
+    assert made.test is not None
+    return made.engine.predict(made.evaluator.build_job(progress, client), made.test, np.arange(len(made.test)), 50)

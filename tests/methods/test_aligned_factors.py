@@ -1,0 +1,227 @@
+"""FedRot-LoRA and LoRA-FAIR against rotations and objectives found by brute force."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedspan.core.tensors import create_generator, join_tensor_name
+from fedspan.core.values import Client, LayerSpec, Reduced, ServerState, Spec, StackItem
+from fedspan.methods.fedrot_lora import FedRotLoRA
+from fedspan.methods.lora_fair import LoRAFAIR
+from helpers.dense_rounds import PairOracle, Pairs, factor_mean, federation, follow, get_pairs, product_mean
+from helpers.families import others_slow
+from helpers.toys.problem import LAYERS, Problem
+from helpers.toys.rounds import Federation, close
+from helpers.watched_rounds import RunMethod, differences
+
+
+def rotation(angle: Tensor) -> Tensor:
+    """Rank 2: SO(2) is an angle."""
+    return torch.stack([torch.stack([angle.cos(), -angle.sin()]), torch.stack([angle.sin(), angle.cos()])])
+
+
+def best_angle(target: Tensor, source: Tensor) -> Tensor:
+    """The angle of the rotation of ``source`` (2, N) that is nearest to ``target``: a root of the derivative."""
+    cross = target @ source.T
+    return torch.atan2(cross[1, 0] - cross[0, 1], cross[0, 0] + cross[1, 1])
+
+
+class RotationOracle(PairOracle):
+    """Rank 2. The nearest rotation to (1 - lambda) I + lambda R(angle) is by an angle again."""
+
+    def __init__(self, made: Federation, strength: float) -> None:
+        super().__init__(made)
+        self.strength, self.round = strength, 0
+
+    def finish(self, trained: Mapping[str, Pairs], shares: Mapping[str, float]) -> None:
+        turned: dict[str, Pairs] = {id: {} for id in trained}
+        for id, pairs in trained.items():
+            for one, pair in pairs.items():
+                if self.round % 2:
+                    angle = best_angle(self.pairs[one]["A"], pair["A"])
+                else:
+                    angle = best_angle(self.pairs[one]["B"].T, pair["B"].T)
+                sine, cosine = self.strength * angle.sin(), 1 - self.strength + self.strength * angle.cos()
+                R = rotation(torch.atan2(sine, cosine) if self.round else torch.zeros((), dtype=torch.float64))
+                turned[id][one] = {"A": R @ pair["A"], "B": pair["B"] @ R.T}
+        self.pairs, self.round = factor_mean(turned, shares), self.round + 1
+
+
+@pytest.mark.parametrize("strength", [0.0, 0.4, 1.0])
+def test_rounds_match_rotations_by_an_angle(strength: float) -> None:
+    problem = Problem()
+    method = FedRotLoRA(spec=problem.adapted().spec, r=2, lora_alpha=4, strength=strength)
+    made = federation(method)
+    follow(made, RotationOracle(made, strength))
+
+
+def test_what_is_sent_is_what_was_trained_rotated_towards_the_global_factor(run_method: RunMethod) -> None:
+    """The product stays, the factor of the round's turn comes nearer, and no reflection is among the rotations."""
+    run = run_method("fedrot-lora", method={"strength": 1.0})
+    for number, round in enumerate(run.rounds):
+        uploads = {call.args[2].id: call.result[0].tensors for call in round.of("finish")}
+        moved = 0.0
+        for local in round.trained:
+            for layer in run.layers:
+                a, b = join_tensor_name(layer.name, "A"), join_tensor_name(layer.name, "B")
+                before, after, sent = local.job.tensors, local.trained.tensors, uploads[local.client]
+                product = after[b].double() @ after[a].double()
+                assert close(sent[b].double() @ sent[a].double(), product, 1e-6)
+                turn = torch.linalg.lstsq(after[a].double().T, sent[a].double().T).solution
+                assert torch.linalg.det(turn) > 0
+                chosen = a if number % 2 else b
+                assert (sent[chosen] - before[chosen]).norm() <= (after[chosen] - before[chosen]).norm() * (1 + 1e-6)
+                moved = max(moved, float((sent[a] - after[a]).norm()))
+        assert (moved > 1e-3) == (number > 0)
+
+
+def test_moments_of_another_frame_are_dropped(run_method: RunMethod) -> None:
+    """Two steps a round are all that a factor's moments have seen, though moments are kept."""
+    run = run_method("fedrot-lora")
+    name = join_tensor_name(run.layers[0].name, "A")
+    for round in run.rounds:
+        assert {local.trained.optimizer_state.steps[name] for local in round.trained} == {2}
+
+
+def test_strength_0_is_fedit(run_method: RunMethod) -> None:
+    """Weights to rounding; the first round bit for bit. FedIT keeps its moments, so both runs reset them."""
+    reset = {"optimizer_state": "reset"}
+    ours = run_method("fedrot-lora", method={"strength": 0.0}, training=reset)
+    theirs = run_method("fedit", training=reset)
+    assert differences(ours.rounds[0].after.state.tensors, theirs.rounds[0].after.state.tensors) == []
+    for name, value in theirs.rounds[-1].after.state.tensors.items():
+        assert torch.allclose(ours.rounds[-1].after.state.tensors[name], value, atol=1e-5)
+
+
+def test_averaging_aligned_factors_loses_less_than_averaging_rotated_ones() -> None:
+    """Clients that agree up to a rotation: FedIT's average is wrong, the aligned one is not."""
+    method = FedRotLoRA(spec=Problem().adapted().spec, r=2, lora_alpha=4, strength=1.0)
+    made = federation(method)
+    made.round()
+    for one in LAYERS:
+        pair = get_pairs(made)[one]
+        angles = [torch.tensor(angle, dtype=torch.float64) for angle in (0.0, 1.0, 2.0, -2.5)]
+        rotated = [(pair["B"] @ rotation(angle).T, rotation(angle) @ pair["A"]) for angle in angles]
+        naive = sum(B for B, _ in rotated) @ sum(A for _, A in rotated) / len(angles) ** 2
+        ideal = pair["B"] @ pair["A"]
+        assert float((naive - ideal).norm() / ideal.norm()) > 0.5
+        found = [rotation(best_angle(pair["A"], A)) for _, A in rotated]
+        aligned = [(B @ R.T, R @ A) for (B, A), R in zip(rotated, found, strict=True)]
+        mean = sum(B for B, _ in aligned) @ sum(A for _, A in aligned) / len(angles) ** 2
+        assert close(mean, ideal)
+    assert math.isfinite(made.loss("client-0"))
+
+
+def objective(B: Tensor, mean: Tensor, A: Tensor, D: Tensor, lam: float, exponent: int) -> Tensor:
+    """On O x I matrices."""
+    product = B @ A
+    cosine = (D * product).sum() / (D.norm() * product.norm())
+    away = (B - mean).square().sum()
+    return 1 - cosine + lam * (away if exponent == 2 else (away + 1e-300).sqrt())
+
+
+def descended(mean: Tensor, A: Tensor, D: Tensor, method: LoRAFAIR) -> Tensor:
+    """Gradient descent with halving, gradients by autograd."""
+    exponent = 1 if method.penalty == "norm" else 2
+    B, rate = mean.clone(), method.server_lr * mean.norm() ** 2
+    for _ in range(method.server_steps):
+        leaf = B.clone().requires_grad_()
+        value = objective(leaf, mean, A, D, method.lam, exponent)
+        (gradient,) = torch.autograd.grad(value, leaf)
+        while objective(B - rate * gradient, mean, A, D, method.lam, exponent) > value:
+            rate = rate / 2
+        B = B - rate * gradient
+    return B
+
+
+class FairOracle(PairOracle):
+    def __init__(self, made: Federation, method: LoRAFAIR) -> None:
+        super().__init__(made)
+        self.method = method
+
+    def finish(self, trained: Mapping[str, Pairs], shares: Mapping[str, float]) -> None:
+        self.pairs = factor_mean(trained, shares)
+        for one, D in product_mean(trained, shares, None).items():
+            mean, A = self.pairs[one]["B"], self.pairs[one]["A"]
+            if self.method.objective == "cosine":
+                self.pairs[one]["B"] = descended(mean, A, D / 2.0, self.method)
+                continue
+            # least squares for every row of dB: [A^T; sqrt(lambda) I] dB^T = [(D - B A)^T; 0]
+            left = torch.cat([A.T, self.method.lam**0.5 * torch.eye(2, dtype=A.dtype)])
+            right = torch.cat([(D / 2.0 - mean @ A).T, torch.zeros(2, len(mean), dtype=A.dtype)])
+            self.pairs[one]["B"] = mean + torch.linalg.lstsq(left, right).solution.T
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"objective": "frobenius", "lam": 0.01},
+        {"objective": "frobenius", "lam": 3.0},
+        {"penalty": "norm", "server_steps": 8},
+        {"penalty": "squared", "server_steps": 8, "lam": 0.5},
+    ],
+    ids=str,
+)
+def test_rounds_match_the_dense_objective(options: dict[str, object]) -> None:
+    problem = Problem()
+    method = LoRAFAIR(spec=problem.adapted().spec, r=2, lora_alpha=4, **options)  # type: ignore[arg-type]
+    made = federation(method)
+    follow(made, FairOracle(made, method), tolerance=1e-8)
+
+
+def replies(seed: int, zero: bool = False) -> tuple[Reduced, Tensor]:
+    """Three replies that differ by as much as they agree, and their exact average without the scaling."""
+    rng = create_generator(seed, "test")
+    common = torch.randn((9, 2), generator=rng, dtype=torch.float64), torch.randn((2, 5), generator=rng).double()
+    items, D = [], torch.zeros(9, 5, dtype=torch.float64)
+    for k, weight in enumerate((0.2, 0.3, 0.5)):
+        B = common[0] + torch.randn((9, 2), generator=rng) * 0.7
+        A = common[1] + torch.randn((2, 5), generator=rng) * 0.7
+        B = torch.zeros_like(B) if zero else B
+        items.append(StackItem(Client(f"c{k}", 2, 2.0, 1, 1.0), weight, {"one/A": A, "one/B": B}))
+        D += weight * B @ A
+    return Reduced(stack=tuple(items), count=3), D
+
+
+@pytest.mark.parametrize("seed", others_slow(range(5), [0]))
+@pytest.mark.parametrize("penalty", ["norm", "squared"])
+def test_the_correction_turns_the_product_towards_the_exact_average(penalty: str, seed: int) -> None:
+    """The cosine rises, whatever the first step's length; without the penalty it reaches the best there is."""
+    reduced, D = replies(seed)
+    spec = Spec((LayerSpec("one", 9, 5),))
+
+    def cosine(**options: object) -> float:
+        after = LoRAFAIR(spec=spec, r=2, lora_alpha=4, penalty=penalty, **options).update(ServerState(), reduced)  # type: ignore[arg-type]
+        product = after.tensors["one/B"] @ after.tensors["one/A"]
+        return float((product * D).sum() / product.norm() / D.norm())
+
+    plain = cosine(lam=1e9)  # leaves B where the average put it
+    assert cosine() > plain + 1e-4
+    assert cosine(server_lr=100.0) > plain
+    assert cosine(lam=1e-9, server_steps=2000) == pytest.approx(best_cosine(reduced, D), abs=1e-6)
+
+
+def best_cosine(reduced: Reduced, D: Tensor) -> float:
+    """What any B reaches with the averaged A: the share of D in A's row space."""
+    A = torch.stack([one.weight * one.tensors["one/A"] for one in reduced.stack]).sum(0)
+    return float((D @ torch.linalg.pinv(A) @ A).norm() / D.norm())
+
+
+@pytest.mark.parametrize("objective", ["cosine", "frobenius"])
+def test_replies_of_zeros_need_no_correction(objective: str) -> None:
+    reduced, _ = replies(0, zero=True)
+    method = LoRAFAIR(spec=Spec((LayerSpec("one", 9, 5),)), r=2, lora_alpha=4, objective=objective)
+    assert not method.update(ServerState(), reduced).tensors[join_tensor_name("one", "B")].any()
+
+
+def test_the_averages_themselves_are_fedit_s() -> None:
+    made = federation(LoRAFAIR(spec=Problem().adapted().spec, r=2, lora_alpha=4))
+    made.round()
+    sent = [made.replies[id].tensors["fc1/A"] for id in made.replies]
+    shares = made.problem.shares(list(made.replies)).values()
+    assert close(made.state.tensors["fc1/A"], sum(s * A for s, A in zip(shares, sent, strict=True)))

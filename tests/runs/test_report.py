@@ -1,0 +1,329 @@
+"""What a finished run leaves: its report and curve, the files that the report names, and how they are read again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fedspan
+from fedspan.data.partition import ClientPart, Partition
+from fedspan.errors import FedspanError
+from fedspan.federation.progress import Failure
+from fedspan.files import compute_sha256
+from fedspan.logs import Position, read_lines
+from fedspan.runs.callbacks import compute_final_scores
+from fedspan.runs.curves import read_curve
+from fedspan.runs.environment import record_environment
+from fedspan.runs.failures import count_failures
+from fedspan.runs.folder import RunFolder
+from fedspan.runs.model_card import RunReport
+from fedspan.runs.records import Records, compute_result_digests, read_records, require_intact_model, require_same_files
+from fedspan.runs.results import is_run, read_partition, read_report
+from fedspan.runs.setup import Prepared, prepare
+from fedspan.runs.suspects import find_limited
+from helpers import tiny
+from helpers.refusals import refused
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    fedspan.run(tiny.settings(tiny_folder, evaluation={"best_by": "loss"}), folder)
+    return folder
+
+
+def test_the_report_is_of_the_best_round_and_counts_all_messages(finished: Path) -> None:
+    report, run = read_report(finished), RunFolder(finished)
+    rows = {row["round"]: row for row in read_lines(run.metrics)}
+    losses = {round: row["validation"]["loss"] for round, row in rows.items() if round}
+    assert report.rounds == max(losses) == 2
+    assert report.best_round == min(losses, key=losses.__getitem__)
+    assert report.scores["test"]["loss"] == pytest.approx(rows[report.best_round]["test"]["loss"])
+    for direction in ("down", "up"):
+        sent = [row["bytes"] for row in read_lines(run.ledger) if row["direction"] == direction]
+        assert report.bytes[direction] == sum(sent)
+    assert set(report.by_client) == set(tiny.SITES)
+    assert report.adapters == {"global": "adapter"}
+
+
+def test_the_report_names_every_result_and_the_ends_of_the_logs(finished: Path) -> None:
+    run = RunFolder(finished)
+    records = read_records(run)
+    digests = compute_result_digests(run)
+    assert len(digests) > 2
+    assert {name: records.files.get(name) for name in digests} == digests
+    ends = {name: position.length for name, position in records.positions.items()}
+    assert ends == {path.name: path.stat().st_size for path in (run.metrics, run.ledger)}
+
+
+def test_the_exported_files_are_on_the_disk_before_the_report_that_names_them(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    RunFolder(folder).report.unlink()
+    flushed: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: flushed.append(os.fstat(descriptor).st_ino))
+    fedspan.resume(folder)
+    before = flushed[: flushed.index((folder / "report.json").stat().st_ino)]
+    adapter = folder / "adapter"
+    assert {path.stat().st_ino for path in (adapter, *adapter.rglob("*"))} <= set(before)
+    assert read_report(folder).scores == read_report(finished).scores
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> RunFolder:
+    """A finished run with a global adapter, whose report names its files."""
+    folder = RunFolder(tmp_path / "run")
+    (folder.adapter / "east").mkdir(parents=True)
+    for path in ("config.yaml", "environment.json", "adapter/weights", "adapter/README.md", "adapter/east/weights"):
+        (folder.path / path).write_text(f"content of {path}")
+    write_report(folder)
+    return folder
+
+
+def write_report(recorded: RunFolder, **changes: Any) -> None:
+    logs = {"metrics.jsonl": [12, "ab"]}
+    files = compute_result_digests(recorded)
+    recorded.write_sealed(recorded.report, {"config": "digest", "files": files, "logs": logs, **changes})
+
+
+def test_exported_files_have_digests_except_for_cards(recorded: RunFolder) -> None:
+    assert compute_result_digests(recorded) == {
+        name: compute_sha256(recorded.path / name)
+        for name in ("environment.json", "adapter/east/weights", "adapter/weights")
+    }
+
+
+def test_records_come_back_as_they_were_written(recorded: RunFolder) -> None:
+    assert read_records(recorded) == Records(
+        "digest", compute_result_digests(recorded), {"metrics.jsonl": Position(12, "ab")}
+    )
+
+
+@pytest.mark.parametrize("changes", [{"files": None}, {"logs": {"metrics.jsonl": [12]}}, {"logs": [1]}])
+def test_a_report_without_them_is_refused(recorded: RunFolder, changes: dict[str, Any]) -> None:
+    write_report(recorded, **changes)
+    with pytest.raises(FedspanError, match="a report with config, files, logs"):
+        read_records(recorded)
+
+
+def test_files_that_are_missing_or_changed_are_named_with_their_source(recorded: RunFolder) -> None:
+    digests = compute_result_digests(recorded)
+    require_same_files(recorded, digests)
+    (recorded.path / "another").write_text("is not checked")
+    require_same_files(recorded, digests)
+    (recorded.adapter / "weights").write_text("other weights")
+    with refused(str(recorded.adapter / "weights")):
+        require_same_files(recorded, digests)
+    (recorded.adapter / "weights").unlink()
+    with pytest.raises(FedspanError, match=r"the file is missing, and report\.json names it\. Restore the file\.?$"):
+        require_same_files(recorded, digests, "report.json")
+
+
+def test_a_model_is_checked_without_the_others_of_its_run(recorded: RunFolder, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(recorded.adapter / "east")
+    require_intact_model(recorded.adapter)
+    (recorded.adapter / "weights").write_text("other weights")
+    for folder in (recorded.adapter / "east", tmp_path / "link"):
+        require_intact_model(folder)
+    with pytest.raises(FedspanError, match="the file was changed"):
+        require_intact_model(recorded.adapter)
+    (recorded.adapter / "east" / "weights").write_text("other weights")
+    for folder in (recorded.adapter / "east", tmp_path / "link"):
+        with pytest.raises(FedspanError, match=r"east/weights.*the file was changed"):
+            require_intact_model(folder)
+
+
+def test_a_model_outside_of_a_run_has_nothing_to_compare_with(tmp_path: Path) -> None:
+    (tmp_path / "adapter").mkdir()
+    require_intact_model(tmp_path / "adapter")
+    require_intact_model(tmp_path / "missing")
+
+
+REPORT = RunReport(
+    method="fedit",
+    task="sequence-classification",
+    metric="accuracy",
+    rounds=3,
+    best_round=2,
+    scores={"test": {"accuracy": 0.5}},
+    by_client={},
+    bytes={"down": 4, "up": 3},
+    seconds=1.5,
+    examples=({"text": "a", "prediction": "b"},),
+    warnings=("diverged",),
+)
+RECORDED: dict[str, Any] = {"config": "digest", "files": {}, "logs": {}}
+
+
+def write_run(folder: Path, **changes: Any) -> Path:
+    """A run's folder with its report and the partition of two clients."""
+    folder.mkdir()
+    files = RunFolder(folder)
+    files.config.write_text("seed: 0")
+    files.write_sealed(files.report, {**asdict(REPORT), **RECORDED, **changes})
+    parts = [
+        ClientPart(id, *(np.array(rows, dtype=np.int64) for rows in split))
+        for id, split in {"east": ([0, 2], [1], []), "west": ([3], [], [4])}.items()
+    ]
+    files.partition.write_text(Partition(tuple(parts), 5).to_json() + "\n")
+    return folder
+
+
+def test_a_report_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    assert is_run(folder)
+    assert is_run(str(folder))
+    assert read_report(folder) == REPORT
+
+
+def test_a_report_with_other_fields_or_of_other_content_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FedspanError, match=r"a report with .*best_round"):
+        read_report(write_run(tmp_path / "more", accuracy=1.0))
+    folder = write_run(tmp_path / "changed")
+    path = RunFolder(folder).report
+    path.write_text(path.read_text().replace('"rounds": 3', '"rounds": 4'))
+    with pytest.raises(FedspanError, match="the file was changed after the run wrote it"):
+        read_report(folder)
+
+
+def test_the_partition_has_the_examples_of_each_client(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    found = read_partition(folder)
+    assert found.examples == 5
+    assert {part.id: part.train.tolist() for part in found.clients} == {"east": [0, 2], "west": [3]}
+    RunFolder(folder).partition.write_bytes(b"{\xff")
+    with pytest.raises(FedspanError, match="partition"):
+        read_partition(folder)
+
+
+def test_failures_are_counted_by_client_with_the_last_one() -> None:
+    """Sorted by client, whatever the order of the rounds' failures; those of the end are the last."""
+    rows = [
+        {"round": 1, "failures": [{"client": "b", "reason": "late"}, {"client": "a", "reason": "offline"}]},
+        {"round": 2},
+        {"round": 3, "failures": [{"client": "b", "reason": "offline"}, {"client": "b", "reason": "late"}]},
+    ]
+    found = count_failures(rows, 2, [Failure("c", 0, "full disk"), Failure("a", 0, "no adapter")])
+    assert list(found) == ["a", "b", "c"]
+    assert found == {
+        "a": {"count": 2, "round": 2, "reason": "no adapter"},
+        "b": {"count": 3, "round": 3, "reason": "late"},
+        "c": {"count": 1, "round": 2, "reason": "full disk"},
+    }
+
+
+@pytest.mark.parametrize(
+    "failures",
+    [None, "late", 5, {"client": "a", "reason": "late"}, [None, "a", {"client": "a"}, {"client": 1, "reason": "x"}]],
+)
+def test_what_a_run_does_not_write_is_ignored(failures: object) -> None:
+    assert count_failures([{"round": 1, "failures": failures}]) == {}
+
+
+def test_a_client_that_was_limited_in_most_of_its_rounds_is_named() -> None:
+    rows = [
+        {"round": number, "cohort": ["a", "b", "c"], "clipped": {"a": 0.5, **({"b": 0.9} if number < 3 else {})}}
+        for number in range(1, 7)
+    ]
+    (warning,) = find_limited([{"round": 0}, *rows])
+    assert warning.startswith(
+        "The changes of a were scaled down in 6 of its 6 rounds, to 50% on average (federation.clip_ratio)"
+    )
+
+
+def test_a_client_that_was_limited_twice_is_not_named() -> None:
+    assert find_limited([{"cohort": ["a"], "clipped": {"a": 0.5}}] * 2) == ()
+    assert find_limited([{"cohort": ["a"]}] * 9) == ()
+
+
+def test_a_client_whose_weight_was_lowered_is_named_at_once() -> None:
+    (warning,) = find_limited([{"cohort": ["a", "b"], "lowered_weights": {"b": 0.1}}, {"cohort": ["a"]}])
+    assert warning.startswith(
+        "The weight of b was lowered in 1 of its 1 rounds: it declares more examples than it was admitted with"
+    )
+
+
+def test_a_run_s_curve_is_its_metrics_and_its_ledger(tiny_folder: Path, tmp_path: Path) -> None:
+    report = fedspan.run(tiny.config(tiny_folder, evaluation={"every": 2}, federation={"rounds": 3}), tmp_path / "run")
+    curve = read_curve(RunFolder(tmp_path / "run"), report.metric)
+    assert [point.round for point in curve] == [2, 3]
+    assert curve[-1].bytes == report.bytes["down"] + report.bytes["up"]
+    assert 0 < curve[0].bytes < curve[-1].bytes
+    assert 0 < curve[0].seconds < curve[1].seconds
+
+
+CONFIG = "seed: 1  # ключ\n"
+
+
+def test_the_environment_is_recorded_once_and_compared_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with RunFolder.create(tmp_path, CONFIG) as run:
+        assert record_environment(run, 3, ["fedspan", "run"]) == {}
+        first = run.environment.read_bytes()
+        recorded = run.read_json(run.environment)
+        assert isinstance(recorded, dict)
+        assert recorded["fedspan"] == fedspan.__version__
+        assert recorded["torch"] == torch.__version__
+        assert recorded["command"] == ["fedspan", "run"]
+        assert record_environment(run, 3, ["fedspan", "run", "--resume"]) == {}
+        monkeypatch.setattr(fedspan, "__version__", "9")
+        assert record_environment(run, 4, ["fedspan"]) == {"fedspan": (recorded["fedspan"], "9"), "seed": (3, 4)}
+        assert run.environment.read_bytes() == first
+
+
+def test_threads_are_those_that_the_config_asks_for(tmp_path: Path) -> None:
+    """A resumed run is compared before its model is built, which sets them."""
+    now = torch.get_num_threads()
+    with RunFolder.create(tmp_path, CONFIG) as run:
+        record_environment(run, 3, [])
+        assert record_environment(run, 3, [], now + 1) == {"threads": (now, now + 1)}
+        assert record_environment(run, 3, [], now) == {}
+
+
+def test_scores_by_value_are_those_of_the_value_s_examples(tiny_folder: Path) -> None:
+    made = prepare(tiny.config(tiny_folder, evaluation={"by": "site"}))
+    assert made.test is not None
+    progress = made.federation.begin()
+    final = compute_final_scores(made, progress)
+    assert list(final.by_value) == sorted(final.by_value)
+    assert set(final.by_value) <= set(tiny.SITES)
+    assert len(final.by_value) > 1
+    assert np.array_equal(np.sort(np.concatenate([*made.test_parts.values()])), np.arange(len(made.test)))
+    predictions = made.engine.predict(made.evaluator.build_job(progress, None), made.test, np.arange(len(made.test)), 3)
+    for value, rows in made.test_parts.items():
+        expected = made.task.compute_metrics(predictions[rows], made.test, rows.tolist())
+        assert final.by_value[value]["accuracy"] == expected["accuracy"]
+        assert final.by_value[value]["loss"] == pytest.approx(expected["loss"], rel=1e-4)
+        assert final.by_value[value]["examples"] == len(rows)
+    right = sum(row["accuracy"] * row["examples"] for row in final.by_value.values())
+    assert right / len(made.test) == pytest.approx(final.scores["test"]["accuracy"])
+
+
+def test_scores_by_value_of_personal_models_are_means_over_the_clients(tiny_folder: Path) -> None:
+    made = prepare(tiny.config(tiny_folder, evaluation={"by": "site"}, method={"name": "local-only"}))
+    final = compute_final_scores(made, made.federation.begin())
+    assert len(final.by_value) > 1
+    for row in final.by_value.values():
+        assert set(row["worst"]) == {"client", "accuracy"}
+        assert row["worst"]["accuracy"] <= row["accuracy"]
+
+
+def test_a_report_has_the_scores_by_value(tiny_folder: Path, tmp_path: Path) -> None:
+    settings = tiny.settings(tiny_folder, evaluation={"by": "site"}, federation={"rounds": 1})
+    report = fedspan.run({**settings, "baselines": ["centralized"]}, tmp_path / "run", progress=False)
+    assert report.by_value
+    assert set(report.by_value) <= set(tiny.SITES)
+    assert set(report.baselines["centralized"]["by_value"]) == set(report.by_value)
+    assert fedspan.read_report(tmp_path / "run").by_value == report.by_value
+
+
+def test_without_the_option_there_are_no_scores_by_value(prepared: Prepared) -> None:
+    assert compute_final_scores(prepared, prepared.federation.begin()).by_value == {}
