@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from fedspan.config.node import NodeLimits
 from fedspan.deployment.node import NodeService
 from helpers.node_service import introduced, node, values
 
+SIZES = {name: getattr(NodeLimits(), name) for name in ("min_batch", "train_examples")}
 SLOW = "(([a-z0-9.]+)+)+!"
 
 
@@ -27,7 +29,7 @@ SLOW = "(([a-z0-9.]+)+)+!"
 def test_a_server_s_pattern_is_refused_before_it_is_matched(
     model: dict[str, Any], tiny_folder: Path, tmp_path: Path
 ) -> None:
-    service = NodeService(node(tiny_folder, tmp_path, limits={"approve": "auto", "min_batch": 1, "train_examples": 1}))
+    service = NodeService(node(tiny_folder, tmp_path))
     started = time.monotonic()
     refused = introduced(service, values(tiny_folder, model=model)).refused or ""
     assert time.monotonic() - started < 5
@@ -46,7 +48,7 @@ def test_a_server_s_pattern_is_refused_before_it_is_matched(
 def test_a_reply_is_no_single_example_s_gradient(
     training: dict[str, int], reason: str, tiny_folder: Path, tmp_path: Path
 ) -> None:
-    service = NodeService(node(tiny_folder, tmp_path, limits={"approve": "auto"}))
+    service = NodeService(node(tiny_folder, tmp_path, limits=SIZES))
     assert reason in (introduced(service, values(tiny_folder, training=training)).refused or "")
 
 
@@ -54,7 +56,7 @@ def test_a_reply_is_no_single_example_s_gradient(
     "training", [{"batch_size": 8, "local_steps": 2}, {"batch_size": 1, "gradient_accumulation_steps": 8}, {}]
 )
 def test_ordinary_steps_are_allowed(training: dict[str, int], tiny_folder: Path, tmp_path: Path) -> None:
-    service = NodeService(node(tiny_folder, tmp_path, limits={"approve": "auto"}))
+    service = NodeService(node(tiny_folder, tmp_path, limits=SIZES))
     config = values(tiny_folder)
     config["training"] = {"lr": 0.1, **training}
     assert introduced(service, config).refused is None

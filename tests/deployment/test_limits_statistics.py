@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fedspan.config.node import NodeConfig
+from fedspan.config.node import NodeConfig, NodeLimits
 from fedspan.deployment.handshake import build_server_config
 from fedspan.deployment.node import NodeService
 from fedspan.errors import FedspanError
@@ -36,7 +36,9 @@ def test_a_deployment_starts_without_statistics_unless_it_asks_for_them(tiny_fol
 
 
 def test_nodes_send_no_statistics_by_default_and_the_run_starts_at_random(tiny_folder: Path, tmp_path: Path) -> None:
-    service = NodeService(node(tiny_folder, tmp_path / "node", limits={"approve": "auto"}))
+    service = NodeService(
+        node(tiny_folder, tmp_path / "node", limits={"head_statistics": NodeLimits().head_statistics})
+    )
 
     def build(config: Any, partition: Any, key: bytes | None, callbacks: Any) -> Prepared:
         return served(tiny_folder, service, model=LDA)[0]

@@ -41,7 +41,7 @@ def test_refusals_cost_invitations(tiny_folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_waiting_job_costs_one_invitation(tiny_folder: Path, tmp_path: Path) -> None:
-    service = NodeService(node(tiny_folder, tmp_path, limits={"invitations": 1}))
+    service = NodeService(node(tiny_folder, tmp_path, limits={"approve": "ask", "invitations": 1}))
     for _ in range(3):
-        assert introduced(service, values(tiny_folder)).waiting, "by default, a node's operator is asked"
+        assert introduced(service, values(tiny_folder)).waiting
     assert not introduced(service, values(tiny_folder), run="another").waiting

@@ -130,6 +130,8 @@ class JobRequest:
         try:
             values = parse_config({**self.config, "data": {**(self.config.get("data") or {}), "train": NOWHERE}})
             config = values.model_dump(mode="json")  # with the defaults of what the server left out
+            if values.training.local_steps is not None:
+                del config["training"]["local_epochs"]  # steps replace epochs
         except FedspanError:
             config = self.config
         offer = f"{self.base_bytes / 2**20:.1f} MiB, SHA-256 of its files {self.base_sha256}"
