@@ -109,7 +109,7 @@ def test_what_a_run_may_cost_is_bounded(
     if "local_epochs" not in config.get("training", {}) and "personal_epochs" not in config.get("method", {}):
         monkeypatch.setattr("fedspan.deployment.node.prepare", reached)
     models = [str(tiny_folder / "bert")]
-    told = introduced(NodeService(node(tiny_folder, tmp_path, limits={"rounds": 40, "models": models})), given)
+    told = introduced(NodeService(node(tiny_folder, tmp_path, limits={"run_rounds": 40, "models": models})), given)
     assert why in (told.refused or ""), told.refused
     assert {path.name for path in tmp_path.iterdir()} <= {"audit.jsonl", "audit.jsonl.lock", "budget.json", "heartbeat"}
 
