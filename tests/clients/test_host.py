@@ -245,7 +245,7 @@ def test_limits_of_a_data_owner(prepared: Prepared) -> None:
     assert prepared.head is not None
     small = start_of(replace(run, head=prepared.head))
     assert not torch.equal(small[HEAD[0]], start_of(prepared)[HEAD[0]])
-    host.limits = StatisticsLimits(allowed=False)
+    host.limits = StatisticsLimits(FedspanError("limits.head_statistics", "off", problem="none leave"))
     with pytest.raises(FedspanError, match=r"limits\.head_statistics"):
         begin(run.federation, prepared.head)
 
