@@ -152,10 +152,8 @@ def test_the_node_selects_and_splits_its_examples(tiny_folder: Path, tmp_path: P
 
 
 def test_a_node_with_few_examples_stays_away(tiny_folder: Path, tmp_path: Path) -> None:
-    told = introduced(
-        NodeService(node(tiny_folder, tmp_path, limits={"train_examples": 97})),
-        values(tiny_folder, training={"local_steps": None}),
-    )
+    service = NodeService(node(tiny_folder, tmp_path, limits={"train_examples": 97}))
+    told = introduced(service, values(tiny_folder, training={"local_steps": None}))
     assert "`limits.train_examples`: this node has fewer training examples" in (told.refused or "")
     assert "96" not in (told.refused or "").replace("97", "")
 

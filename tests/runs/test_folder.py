@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +18,7 @@ import fedspan
 from fedspan.deployment.status import read_status
 from fedspan.errors import FedspanError
 from fedspan.reports.run_data import read_runs
-from fedspan.runs.folder import RunFolder, describe_missing_run, read_process_start, suggest_folder
+from fedspan.runs.folder import RunFolder, describe_missing_run, suggest_folder
 from fedspan.runs.results import read_report
 
 CONFIG = "seed: 1  # ключ\n"
@@ -31,21 +30,6 @@ def test_a_new_folder_is_made_with_its_parents_and_found_again(tmp_path: Path) -
         assert run.read_config_text() == CONFIG
     with RunFolder.resume(path) as again:
         assert again.read_config_text() == CONFIG
-
-
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="there is no /proc on this machine")
-def test_the_start_of_a_process_is_its_own() -> None:
-    start = read_process_start(os.getpid())
-    assert start is not None
-    process = subprocess.Popen(["sleep", "60"])
-    try:
-        child = read_process_start(process.pid)
-        assert child is not None
-        assert start < child <= time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK")
-    finally:
-        process.kill()
-        process.wait()
-    assert read_process_start(process.pid) is None
 
 
 def test_an_empty_folder_will_do(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ from fedspan.deployment.limits import (
     require_config,
     require_workload,
 )
-from fedspan.deployment.node_folder import LAST_ORDER, TRAINING, get_run_folder
+from fedspan.deployment.node_folder import LAST_ORDER, STATE, TRAINING, get_run_folder, remove_old_states
 from fedspan.deployment.usage import UsageBook
 from fedspan.errors import FedspanError, escape_controls
 from fedspan.federation.protocol import Envelope, Order, ScoredPart, read_header
@@ -226,6 +226,8 @@ class NodeService:
         with convert_disk_errors(self.folder, "free some space on the node"):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             write_atomic(folder / _INVITATION, invitation.model_dump_json().encode())
+        if removed := remove_old_states(self.folder):
+            log.info("removed the state of %d runs that had no order for a month", removed)
         self._loaded = (invitation.run, joined)
         examples = joined.terms.client.examples
         log.info("joined %s with %d examples", invitation.run, examples)
@@ -312,7 +314,7 @@ class NodeService:
         data = replace(data, client=replace(data.client, id=self.node.id, examples=declared, weight=weight))
         whole = prepared.federation.method
         require_workload(config, data.client.examples, self.node.limits, whole, prepared.count_passes)
-        store = DiskClientStore(folder / "kept")
+        store = DiskClientStore(folder / STATE)
         server_config = parse_config({**invitation.read_values(), "data": config.data.model_dump(mode="json")})
         plain = build_method(server_config, prepared.engine.adapted.spec)
         method = config.wrap_method(plain)
@@ -326,7 +328,7 @@ class NodeService:
         owner = dict[str, Any]()
         if config.federation.secure is not None:
             owner = {"identity": self._load_identity(), "known": self.node.peers, "check": terms.require_agreement}
-        secure = secure_client(config, self.node.id, folder / "kept", self.node.limits.secure_clients, **owner)
+        secure = secure_client(config, self.node.id, folder / STATE, self.node.limits.secure_clients, **owner)
         limits, kind = self.node.limits, config.head_kind[0]
         announced: tuple[HeadKind, ...] = () if kind is None else (kind,)
         statistics = StatisticsLimits(
