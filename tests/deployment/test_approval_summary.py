@@ -54,8 +54,7 @@ def test_the_summary_names_what_a_hostile_config_hides(tiny_folder: Path, tmp_pa
         evaluation={"every": 4},
     )
     config["model"] |= {
-        "pretrained": False,
-        "head_init": "random",
+        "head_init": "lda",
         "modules_to_save": ["pooler"],
         "target_modules": ["query"],
     }

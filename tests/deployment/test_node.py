@@ -258,11 +258,10 @@ def test_an_order_of_a_run_to_which_it_was_not_invited_is_refused(tiny_folder: P
         ({}, {"method": {"name": "no such"}}, "method.name"),
         ({}, {"task": "os.system:run"}, "`task`: no task is named 'os.system:run'"),
         ({}, {"task_options": {"code": "1"}}, "`task_options.code`: sequence-classification has no such option"),
-        ({}, {"data": {"labels": ["admin", "billing"], "prompt": "{symptom}"}}, "limits.columns"),
         ({}, {"unknown": 1}, "unknown"),
     ],
 )
-def test_limits_and_labels_are_the_node_s_to_keep(
+def test_limits_are_the_node_s_to_keep(
     limits: dict[str, Any], config: dict[str, Any], why: str, tiny_folder: Path, tmp_path: Path
 ) -> None:
     told = introduced(NodeService(node(tiny_folder, tmp_path, limits=limits)), {**values(tiny_folder), **config})
