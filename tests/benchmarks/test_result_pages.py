@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 import head_updates
@@ -66,19 +67,15 @@ def make_config(folder: Path, rounds: int) -> RunConfig:
 
 
 def test_a_rule_decides_by_what_nodes_report(tiny_folder: Path) -> None:
-    """Losses fall slowly and then rise; with 20 examples, the step is 2 ln 2 * 10 / 40 = 0.35, or half of it."""
+    """Losses fall slowly and then rise; the noise of 20 examples is larger than what they fall."""
     means = [0.66, 0.65, 0.64, 0.63, 0.62, 0.60, 0.58, 0.57, 0.56, 0.66, 0.66, 0.66, 0.66, 0.9, 0.9, 0.9, 0.9, 0.9]
     losses = [{f"c{client}": [mean] * 20 for client in range(5)} for mean in means]
     config = make_config(tiny_folder, 17)
-    outcomes = {rule.name: reported_losses.replay(losses, rule, 2, config) for rule in reported_losses.RULES}
-    assert outcomes == {
-        "exact": (8, 12),
-        "bounded": (8, 12),
-        "rounded": (12, 16),
-        "rounded, equal ones stall": (4, 4),
-        "half the bound": (8, 12),
-        "half the bound, equal ones stall": (4, 4),
-    }
+    exact, bounded, noisy, _ = reported_losses.RULES
+    silent = replace(noisy, epsilon=1e9)
+    for rule in (exact, bounded, silent):
+        assert reported_losses.replay(losses, rule, 2, config) == (8, 12), rule.name
+    assert len({reported_losses.replay(losses, noisy, 2, config) for _ in range(20)}) > 1
 
 
 @pytest.mark.slow
@@ -96,7 +93,7 @@ def test_the_page_has_test_accuracies(monkeypatch: pytest.MonkeyPatch, tiny_fold
         losses = [loss for own in line["losses"].values() for loss in own]
         assert row["validation"]["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
     together, section = page.read_text().split("\n## ")
-    assert "test accuracy, % (1 of 1 runs)" in together
+    assert "test accuracy, % (1 of 1 runs, 20 draws of noise)" in together
     assert section.startswith("SST-2, 1,800 training examples\n\n18 validation examples of each client;")
     assert f"| *all rounds* | {100 * rows[-1]['test']['accuracy']:.1f} | 2 | 2 |" in section
 

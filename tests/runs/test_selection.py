@@ -14,14 +14,12 @@ import numpy as np
 import pytest
 
 import fedspan
-from fedspan.clients.coarsening import coarsen_metrics
 from fedspan.config import RunConfig, parse_config
 from fedspan.federation.evaluation import ClientScores, Evaluator
 from fedspan.federation.progress import Progress
 from fedspan.federation.trimmed_scores import compute_trimmed_means
 from fedspan.runs import selection
 from fedspan.runs.selection import Best, ClientLoss, Selection, compute_gain, has_stalled, rate_round
-from fedspan.tasks.bounded_losses import compute_guess_bound
 from fedspan.tasks.registry import TASKS
 from helpers import tiny
 from helpers.listeners import Notes
@@ -252,14 +250,14 @@ def test_without_scores_the_last_round_is_selected() -> None:
     assert Selection.from_json(json.loads(json.dumps(selection.to_json()))) == selection
 
 
-def rounded(*losses: float) -> ClientScores:
-    """Scores of nodes with these losses, each rounded as by a node with 16 validation examples of two classes."""
-    bound = compute_guess_bound(2)
-    rows = {
-        f"n{number}": coarsen_metrics({"loss": loss, "examples": 16.0}, 10, bound) for number, loss in enumerate(losses)
-    }
+STEP = 0.43
+
+
+def stepped(*losses: float) -> ClientScores:
+    """Scores of nodes that report these losses in steps, as they do where noise is cut to the range of a metric."""
+    rows = {f"n{number}": {"loss": STEP * round(loss / STEP), "examples": 16.0} for number, loss in enumerate(losses)}
     means = compute_trimmed_means(rows, ["loss"])
-    return ClientScores(means, rows, means, rounded=True)
+    return ClientScores(means, rows, means, noisy=True)
 
 
 def get_rounds(selection: Selection) -> tuple[int, int]:
@@ -267,27 +265,26 @@ def get_rounds(selection: Selection) -> tuple[int, int]:
     return selection.best.round, selection.improved.round
 
 
-def test_a_falling_loss_that_rounding_hides_postpones_early_stopping() -> None:
+def test_a_falling_loss_that_steps_hide_postpones_early_stopping() -> None:
     """The loss falls by less than a step of 0.43 in each round, and then rises by more."""
-    hidden = [rounded(*[0.6 - 0.03 * number] * 5) for number in range(6)]
+    hidden = [stepped(*[0.6 - 0.03 * number] * 5) for number in range(6)]
     assert len({scores.pooled["loss"] for scores in hidden}) == 1
     assert get_rounds(select_reported(*hidden, metric="loss")) == (6, 6)
-    risen = [rounded(*[0.9] * 5)] * 2
+    risen = [stepped(*[0.9] * 5)] * 2
     assert get_rounds(select_reported(*hidden, *risen, metric="loss")) == (6, 6)
-    exact = [replace(scores, rounded=False) for scores in hidden]  # equal exact losses: the model does not change
+    exact = [replace(scores, noisy=False) for scores in hidden]  # equal exact losses: the model does not change
     assert get_rounds(select_reported(*exact, metric="loss")) == (6, 1)
 
 
-def test_a_round_that_equals_the_start_by_rounded_losses_replaces_it() -> None:
-    rounds = [rounded(0.5, 0.6, 0.5, 0.3, 0.3), rounded(0.4, 0.5, 0.5, 0.3, 0.3), rounded(0.4, 0.4, 0.4, 0.3, 0.3)]
+def test_a_round_that_equals_the_start_by_reported_losses_replaces_it() -> None:
+    rounds = [stepped(0.5, 0.6, 0.5, 0.3, 0.3), stepped(0.4, 0.5, 0.5, 0.3, 0.3), stepped(0.4, 0.4, 0.4, 0.3, 0.3)]
     assert get_rounds(select(*rounds)) == (2, 2)
-    assert get_rounds(select(*rounds, rounded(*[0.9] * 5))) == (2, 2)
+    assert get_rounds(select(*rounds, stepped(*[0.9] * 5))) == (2, 2)
 
 
-def test_equal_means_of_rounded_losses_are_equal_whichever_node_has_which_loss() -> None:
+def test_equal_means_of_reported_losses_are_equal_whichever_node_has_which_loss() -> None:
     """Sums of floats depend on the order of their terms."""
-    step = compute_guess_bound(2) * 10 / (2 * 16)
-    rounds = [rounded(0.0, *row, 3 * step) for row in ((step, 3 * step, 3 * step), (3 * step, 3 * step, step))]
+    rounds = [stepped(0.0, *row, 3 * STEP) for row in ((STEP, 3 * STEP, 3 * STEP), (3 * STEP, 3 * STEP, STEP))]
     means = [scores.pooled["loss"] for scores in rounds]
     assert means[0] != means[1] == pytest.approx(means[0], rel=1e-15)
     for order in (rounds, rounds[::-1]):

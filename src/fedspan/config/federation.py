@@ -126,7 +126,7 @@ class FederationConfig(Section):
         ge=1,
         description="Stop after this many rounds without a better metric on the clients' validation parts (a lower "
         "loss if evaluation.best_by is loss); default: run all rounds. Baselines stop by the same rule. In a "
-        "deployment, whose nodes round their metrics, a round with equal ones restarts the count.",
+        "deployment, whose nodes add noise to their metrics, a round with equal ones restarts the count.",
     )
     clients_per_round: int | None = Field(
         default=None, ge=1, description="Number of clients selected per round; default: all."

@@ -24,6 +24,7 @@ from fedspan.core.values import OptimizerSpec
 from fedspan.data.columns import LABELED_TEXTS, TaskColumns
 from fedspan.data.config import DataConfig, PartitionConfig
 from fedspan.errors import FedspanError
+from fedspan.methods.registry import get_method_class
 from fedspan.tasks.definition import TaskDefinition
 from fedspan.tasks.registry import get_task
 from fedspan.training.jobs import Privacy, TrainingSettings
@@ -178,7 +179,7 @@ class RunSections(Section):
         training = self.build_training_settings()
         policy, lr_scale = self.model.extras, self.model.extras_lr_scale
         wrapped = self.method.wrap(method, policy, lr_scale, training.optimizer, training.max_grad_norm)
-        if head is None or (policy or method.claims.extras) != "average":
+        if head is None or (policy or method.claims.extras) != "average":  # a baseline's method may have its own
             return wrapped
         # Three epochs without a backward pass through the model take no longer than one with it. The planned charges of
         # privacy are those of the run's own epochs.
@@ -192,5 +193,7 @@ class RunSections(Section):
         if requested != "auto":
             return requested
         if self.task_definition.target_type != "label" or model.is_from_scratch or model.head_init != "auto":
+            return 0
+        if (model.extras or get_method_class(self.method.name).claims.extras) != "average":
             return 0
         return 0 if self.privacy or self.federation.buffered else min(5, self.federation.rounds // 5)

@@ -114,9 +114,12 @@ class Session:
             return progress
         try:
             progress = start_head(prepared.federation, prepared.federation.begin(), prepared.head)
-            row = {"round": 0, "head_init": prepared.head.kind, **self._measure_progress(progress)}
+            row = {
+                **{"round": 0, "head_init": prepared.head.kind, "simulated": prepared.partition is not None},
+                **self._measure_progress(progress),
+            }
         except TooFewReplies as error:
-            if prepared.config.model.head_init != "auto":
+            if prepared.partition is not None and prepared.config.model.head_init != "auto":
                 remedy = "Fix the cause and resume, or start a run with model.head_init: auto"
                 raise error.relocate("model.head_init", note=remedy) from None
             reason = f"{error.problem}"
