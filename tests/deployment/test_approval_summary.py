@@ -70,7 +70,7 @@ def test_the_summary_names_what_a_hostile_config_hides(tiny_folder: Path, tmp_pa
     assert '"clip": 7.0' in summary["secure aggregation"]
     assert "clients_per_round 1" in summary["federation"]
     assert "every 4" in summary["evaluation"]
-    assert summary["head"] == "head_init lda"
+    assert summary["head"] == "head_init lda, head_rounds auto"
     assert summary["privacy"] == "none: updates are sent without noise"
     assert "(--settings shows all)" in summary["problem"]
     assert "\x1b" not in "".join(summary.values())

@@ -57,7 +57,7 @@ SHOWN: Mapping[str, tuple[str, ...]] = {
     "privacy": ("privacy.*",),
     "secure aggregation": ("federation.secure",),
     "evaluation": ("evaluation.*",),
-    "head": ("model.head_init",),
+    "head": ("model.head_init", "model.head_rounds"),
 }
 """The fields of a config that decide what leaves a node, by the lines of a summary; `*`: all of a section."""
 
