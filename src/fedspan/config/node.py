@@ -72,7 +72,7 @@ class NodeLimits(Section):
     invitations: int = Field(
         default=100,
         ge=1,
-        description="Maximum number of different invitations of this server on this data set, accepted or refused, "
+        description="Maximum number of distinct invitations of this server on this data set, accepted or refused, "
         "since every answer tells something about this node. A repeated one counts once.",
     )
     evaluation_epsilon: float | None = Field(
