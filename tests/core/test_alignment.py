@@ -235,6 +235,7 @@ def test_directions_without_variation_have_no_vote() -> None:
     assert torch.allclose(default @ default.T, given_rank @ given_rank.T, rtol=0, atol=1e-9)
     silent = compute_ajive([*views, torch.zeros(8, 2)], 1).basis
     assert torch.allclose(silent @ silent.T, default @ default.T, rtol=0, atol=1e-9)
+    assert compute_ajive([*views, torch.zeros(8, 2)], 1).thresholds[-1] == 0.0
     nothing = compute_ajive([torch.zeros(8, 2)] * 2, 2, identifiable=True)
     assert nothing.basis.shape == (8, 0)
     assert not nothing.compute_joint(0).any()
