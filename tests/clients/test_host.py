@@ -26,6 +26,7 @@ from fedspan.core.values import Client, Job, OptimizerState
 from fedspan.errors import FedspanError
 from fedspan.federation.progress import ClientData, ClientState
 from fedspan.federation.protocol import Order, Part
+from fedspan.federation.secagg.messages import KeysOrder
 from fedspan.runs.head_setup import begin
 from fedspan.runs.setup import Prepared, prepare
 from helpers import tiny
@@ -121,6 +122,14 @@ def test_a_secret_sample_serves_one_stored_state(fedex: Prepared, tmp_path: Path
         host.store.store("west", 0, state, frozenset())
         samples.append(draw_samples(host, order))
     assert samples[0] == samples[2] != samples[1]
+
+
+def test_only_training_costs_privacy(fedex: Prepared, tmp_path: Path) -> None:
+    host, order = make_host(fedex, tmp_path), make_order(fedex)
+    assert host.compute_charges(order)
+    assert host.compute_charges(replace(order, task="evaluate")) == ()
+    assert host.compute_charges(replace(order, task="statistics")) == ()
+    assert host.compute_charges(KeysOrder(round=0, attempt=0, to="west", session=7)) == ()
 
 
 def test_the_digest_of_a_state_depends_on_all_of_it_and_survives_the_disk(tmp_path: Path) -> None:

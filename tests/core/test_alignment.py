@@ -207,6 +207,16 @@ def test_views_without_a_rest_share_nothing_unless_a_rank_is_given() -> None:
     assert compute_ajive(views, 3, 3).basis.shape[1] == 3
 
 
+def test_draws_without_a_generator_are_those_of_seed_0() -> None:
+    """Two seeds find different joint ranks of these views, from one draw for each bound."""
+    rng = torch.Generator().manual_seed(1)
+    joint = torch.linalg.qr(_randn(rng, 12, 2))[0]
+    views = [joint @ _randn(rng, 2, 6) + 1.5 * _randn(rng, 12, 6) for _ in range(3)]
+    seeded = [compute_ajive(views, None, 3, samples=1, rng=torch.Generator().manual_seed(seed)) for seed in (0, 1)]
+    assert [found.basis.shape[1] for found in seeded] == [0, 1]
+    assert compute_ajive(views, None, 3, samples=1).basis.shape[1] == 0
+
+
 def test_joint_and_individual_parts_and_the_rest_make_up_the_view() -> None:
     rng = torch.Generator().manual_seed(6)
     joint = _joint(rng, 20, 2)

@@ -534,7 +534,9 @@ def test_liars_that_are_half_of_all_clients_weigh_no_more_than_the_limit(
 
 
 def test_a_client_that_declares_more_than_it_was_admitted_with_weighs_as_much_as_that(tiny_folder: Path) -> None:
-    def state(weight: float, most: float, ratio: float | None = None) -> tuple[dict[str, torch.Tensor], dict[str, float], str | None]:
+    def state(
+        weight: float, most: float, ratio: float | None = None
+    ) -> tuple[dict[str, torch.Tensor], dict[str, float], str | None]:
         config = tiny.config(tiny_folder, federation={"clients_per_round": None, "max_weight_ratio": ratio})
         federation = prepare(config).federation
         tiny.reweight(federation, {id: weight if id == "west" else 1.0 for id in federation.clients})

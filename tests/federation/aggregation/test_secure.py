@@ -355,6 +355,25 @@ def test_the_clip_holds_where_the_reply_is_made(built: Prepared, tmp_path: Path)
 
 
 @dataclass(frozen=True, kw_only=True)
+class Agreed(Wrapper):
+    """A method all of whose clients contribute the same."""
+
+    def contribute(self, message: Message, client: Client) -> Contribution:
+        contribution = self.inner.contribute(message, client)
+        return replace(contribution, sum={name: torch.ones_like(value) for name, value in contribution.sum.items()})
+
+
+def test_clients_that_agree_reach_the_clip_together(built: Prepared, tmp_path: Path) -> None:
+    """Rounding to integers may even lengthen their mean."""
+    clip, method = 1e-3, Agreed(inner=built.federation.method)
+    federation, _ = secure_rounds.secured(built, tmp_path, settings=SecureSettings(clip=clip), method=method)
+    begin, result, hidden = run_round(federation)
+    assert not result.failures
+    moved = {name: value.double() - begin.state.tensors[name].double() for name, value in hidden.mean.items()}
+    assert norm_of(moved) == pytest.approx(clip, rel=1e-4)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Spoilt(Wrapper):
     """A method one of whose clients contributes something else."""
 
