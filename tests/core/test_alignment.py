@@ -117,8 +117,10 @@ def test_ajive_finds_a_common_space_exactly(rank: int, seed: int) -> None:
     assert torch.allclose(U @ U.T, joint @ joint.T, rtol=0, atol=1e-9)
 
 
-def _by_definition(views: list[Tensor], joint_rank: int, view_rank: int, identifiable: bool) -> list[Tensor]:
-    """J_i, from sums of dense projections: center, top directions of each view, top of their sum, check, project."""
+def _by_definition(
+    views: list[Tensor], joint_rank: int, view_rank: int, identifiable: bool
+) -> tuple[list[Tensor], list[float]]:
+    """J_i and tau_i, from dense projections: center, top directions of each view, top of their sum, check, project."""
     size, centered, taus = len(views[0]), [], []
     total = torch.zeros(size, size, dtype=torch.float64)
     for view in views:
@@ -132,7 +134,7 @@ def _by_definition(views: list[Tensor], joint_rank: int, view_rank: int, identif
     if identifiable:
         keep = [all(float((X.T @ u).norm()) >= tau for X, tau in zip(centered, taus, strict=True)) for u in top.T]
         top = top[:, keep]
-    return [top @ top.T @ X for X in centered]
+    return [top @ top.T @ X for X in centered], taus
 
 
 @few
@@ -141,7 +143,9 @@ def test_ajive_is_its_definition_step_by_step(joint_rank: int, view_rank: int, i
     rng = torch.Generator().manual_seed(seed)
     views = [_randn(rng, 9, columns) + 2 for columns in (5, 6, 4)]
     found = compute_ajive(views, joint_rank, view_rank, identifiable=identifiable)
-    for number, expected in enumerate(_by_definition(views, joint_rank, view_rank, identifiable)):
+    joint, thresholds = _by_definition(views, joint_rank, view_rank, identifiable)
+    assert found.thresholds == pytest.approx(thresholds, rel=1e-9)
+    for number, expected in enumerate(joint):
         assert torch.allclose(found.compute_joint(number), expected, rtol=0, atol=1e-8)
     if found.basis.numel():
         assert (found.basis.gather(0, found.basis.abs().argmax(0)[None]) > 0).all()

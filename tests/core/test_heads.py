@@ -106,7 +106,8 @@ def test_a_head_s_length_is_that_of_its_formula_in_any_unit(shrinkage: float, ap
     signal = max(p @ (v**2 - spread / counts).clamp(min=0), length / 10)
     along = sum(share * one @ W @ one for share, one in zip(p, d, strict=True)) / length
     k = min(20 / (spread + signal) ** 0.5, signal / length**0.5 / (g**2 * along))
-    torch.testing.assert_close(head.weight.double(), k * d / v[:, None], rtol=1e-5, atol=0)
+    expected = k * d / v[:, None]  # up to 1e-6 of the variance that is added to S
+    torch.testing.assert_close(head.weight.double(), expected, rtol=5e-4, atol=0)
 
 
 def test_class_means_need_no_products() -> None:

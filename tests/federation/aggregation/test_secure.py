@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not ins
 pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
 pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
 
+from fedspan.clients.host import Host
 from fedspan.config import parse_config
 from fedspan.core.tensors import compute_norm as norm_of
 from fedspan.core.values import Client, Contribution, Message, Reduced
@@ -352,6 +354,22 @@ def test_the_clip_holds_where_the_reply_is_made(built: Prepared, tmp_path: Path)
     mean = reduced(federation).mean
     moved = torch.cat([(value.double() - begin.state.tensors[name].double()).flatten() for name, value in mean.items()])
     assert clip / 5 < float(moved.norm()) <= clip * 1.01
+
+
+def test_no_loss_leaves_a_client_that_reports_nothing_of_single_examples(built: Prepared, tmp_path: Path) -> None:
+    federation, stage = secure_rounds.secured(built, tmp_path)
+    assert math.isfinite(federation.run_round(federation.begin()).loss)
+    make = stage.make
+
+    def make_careful(id: str) -> Host:
+        host = make(id)
+        host.reported_examples = 2
+        return host
+
+    stage.make = make_careful
+    stage.came.clear()
+    federation.run_round(federation.begin())
+    assert [decode_reply(back).parts for asked, back in stage.came if isinstance(asked, Order)] == [()] * len(ALL)
 
 
 @dataclass(frozen=True, kw_only=True)
