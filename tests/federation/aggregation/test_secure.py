@@ -376,19 +376,24 @@ def test_no_loss_leaves_a_client_that_reports_nothing_of_single_examples(built: 
 class Agreed(Wrapper):
     """A method all of whose clients contribute the same."""
 
+    agreed: Mapping[str, torch.Tensor]
+
     def contribute(self, message: Message, client: Client) -> Contribution:
-        contribution = self.inner.contribute(message, client)
-        return replace(contribution, sum={name: torch.ones_like(value) for name, value in contribution.sum.items()})
+        return replace(self.inner.contribute(message, client), sum=self.agreed)
 
 
-def test_clients_that_agree_reach_the_clip_together(built: Prepared, tmp_path: Path) -> None:
-    """Rounding to integers may even lengthen their mean."""
-    clip, method = 1e-3, Agreed(inner=built.federation.method)
-    federation, _ = secure_rounds.secured(built, tmp_path, settings=SecureSettings(clip=clip), method=method)
-    begin, result, hidden = run_round(federation)
-    assert not result.failures
-    moved = {name: value.double() - begin.state.tensors[name].double() for name, value in hidden.mean.items()}
-    assert norm_of(moved) == pytest.approx(clip, rel=1e-4)
+def test_rounding_may_lengthen_a_mean_beyond_the_clip(built: Prepared, tmp_path: Path) -> None:
+    """Each of four entries is half a step above an integer, and these four are rounded up: by a step of the norm."""
+    tiny.reweight(built.federation, dict.fromkeys(ALL, 1.0))
+    begin, clip = built.federation.begin(), 2.0**-10
+    agreed = {name: value.clone() for name, value in begin.state.tensors.items()}
+    agreed["bert.encoder.layer.0.attention.self.query/B"].view(-1)[5:9] = 1.0
+    method, settings = Agreed(inner=built.federation.method, agreed=agreed), SecureSettings(clip=clip)
+    federation, _ = secure_rounds.secured(built, tmp_path, settings=settings, method=method)
+    assert not federation.run_round(begin).failures
+    mean = reduced(federation).mean
+    moved = {name: value.double() - begin.state.tensors[name].double() for name, value in mean.items()}
+    assert norm_of(moved) == pytest.approx(clip, rel=1e-6)
 
 
 @dataclass(frozen=True, kw_only=True)
