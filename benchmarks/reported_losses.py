@@ -1,10 +1,11 @@
-"""What the rounding of nodes' losses costs: the round that is exported, by exact and by rounded losses.
+"""What the noise of nodes' losses costs: the round that is exported, by exact and by noisy losses.
 
     python benchmarks/reported_losses.py --data PATH/data --page docs/results/reported-losses.md
 
 Every run has the config that ``fedspan init`` writes, but all its rounds. The losses of the clients' validation
 examples are stored after each round, and a deployment's own functions replay from them what nodes report, which round
-is selected, and where early stopping ends the run. Finished runs are not run again; ``--no-run`` reads finished ones.
+is selected, and where early stopping ends the run; noisy losses are drawn several times. Finished runs are not run
+again; ``--no-run`` reads finished ones.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import platform
 import time
@@ -25,7 +27,7 @@ from typing import Any
 import torch
 from defaults import SEEDS, Cell, config_of
 
-from fedspan.clients.coarsening import coarsen_metrics
+from fedspan.clients.metric_noise import add_noise
 from fedspan.config import RunConfig, load_config
 from fedspan.config.node import NodeLimits
 from fedspan.federation.evaluation import ClientScores, Evaluator
@@ -34,7 +36,7 @@ from fedspan.federation.trimmed_scores import compute_trimmed_means
 from fedspan.runs.selection import Selection, has_stalled
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.runs.start import run
-from fedspan.tasks.bounded_losses import bound_loss, compute_guess_entropy
+from fedspan.tasks.bounded_losses import bound_loss, compute_guess_bound
 
 
 @dataclass(frozen=True)
@@ -70,25 +72,24 @@ class Rule:
 
     Args:
         name: Name on the page.
-        guesses: Bound of an example's loss as a multiple of the cross-entropy of a guess; None: no bound.
-        examples: ``limits.evaluation_examples``, which decides the steps of the rounded loss; 1: not rounded.
-        rounded: Whether the selection knows that losses may be rounded, so that equal ones do not count as stalled.
+        is_bounded: Whether an example's loss is at most twice the cross-entropy of a guess.
+        epsilon: Epsilon of an evaluation of the loss alone; None: no noise.
     """
 
     name: str
-    guesses: int | None
-    examples: int
-    rounded: bool
+    is_bounded: bool
+    epsilon: float | None = None
 
 
-EXAMPLES = NodeLimits().evaluation_examples
+DRAWS = 20
+"""Number of times that each run is replayed with noisy losses."""
+EPSILON = NodeLimits().evaluation_epsilon
+assert EPSILON is not None
 RULES = (
-    Rule("exact", None, 1, rounded=False),
-    Rule("bounded", 2, 1, rounded=False),
-    Rule("rounded", 2, EXAMPLES, rounded=True),
-    Rule("rounded, equal ones stall", 2, EXAMPLES, rounded=False),
-    Rule("half the bound", 1, EXAMPLES, rounded=True),
-    Rule("half the bound, equal ones stall", 1, EXAMPLES, rounded=False),
+    Rule("exact", is_bounded=False),
+    Rule("bounded", is_bounded=True),
+    Rule("noisy", is_bounded=True, epsilon=EPSILON / 2),  # the other half is the accuracy's
+    Rule("a quarter of the noise", is_bounded=True, epsilon=2 * EPSILON),
 )
 
 
@@ -144,12 +145,13 @@ def train(subset: Subset, seed: int, args: argparse.Namespace) -> None:
 def report(losses: Sequence[float], rule: Rule, classes: int) -> dict[str, float]:
     """Return what a node reports of the losses of its validation examples."""
     metrics = {"loss": mean(losses), "examples": float(len(losses))}
-    if rule.guesses is None:
+    if not rule.is_bounded:
         return metrics
-    losses_B, bound = torch.tensor(losses), rule.guesses * compute_guess_entropy(classes)
+    losses_B, bound = torch.tensor(losses), compute_guess_bound(classes)
     terms = losses_B, torch.ones_like(losses_B)
-    task: Any = SimpleNamespace(loss_bound=bound, compute_example_losses=lambda *_: terms)
-    return coarsen_metrics(bound_loss(task, metrics, losses_B, None, ()), rule.examples, bound)
+    task: Any = SimpleNamespace(metric="loss", loss_bound=bound, compute_example_losses=lambda *_: terms)
+    bounded = bound_loss(task, metrics, losses_B, None, ())
+    return bounded if rule.epsilon is None else add_noise(bounded, len(losses), len(losses), rule.epsilon, task)
 
 
 def replay(
@@ -170,7 +172,7 @@ def replay(
     for number, by_client in enumerate(losses):
         rows = {id: report(own, rule, classes) for id, own in by_client.items()}
         means = compute_trimmed_means(rows, ["loss"])
-        selection = selection.add("loss", number, ClientScores(means, rows, means, rounded=rule.rounded))
+        selection = selection.add("loss", number, ClientScores(means, rows, means, noisy=rule.epsilon is not None))
         if number and has_stalled(config, number, selection.improved):
             break
     assert selection.best is not None
@@ -185,7 +187,7 @@ def read_rounds(path: Path) -> list[dict[str, Any]]:
 
 
 Results = dict[str, list[tuple[float, int, int]]]
-"""By rule: test accuracy in %, exported round and last round of each run."""
+"""By rule: test accuracy in %, exported round and last round of each run, with noise of each draw."""
 
 
 def read_results(subset: Subset, seeds: Sequence[int], args: argparse.Namespace) -> tuple[Results, int]:
@@ -197,9 +199,14 @@ def read_results(subset: Subset, seeds: Sequence[int], args: argparse.Namespace)
         losses = [line["losses"] for line in read_rounds(folder.with_suffix(".jsonl"))]
         examples |= {len(own) for own in losses[0].values()}
         config, last = get_config(subset, seed, args), len(losses) - 1
-        chosen = {rule.name: replay(losses, rule, subset.classes, config) for rule in RULES}
-        for name, rounds in {**chosen, "*start*": (0, 0), "*all rounds*": (last, last)}.items():
-            results.setdefault(name, []).append((tested[rounds[0]], *rounds))
+        chosen = {
+            rule.name: [
+                replay(losses, rule, subset.classes, config) for _ in range(1 if rule.epsilon is None else DRAWS)
+            ]
+            for rule in RULES
+        }
+        for name, replays in {**chosen, "*start*": [(0, 0)], "*all rounds*": [(last, last)]}.items():
+            results.setdefault(name, []).extend((tested[rounds[0]], *rounds) for rounds in replays)
     return results, min(examples)
 
 
@@ -211,20 +218,20 @@ def format_tables(args: argparse.Namespace) -> str:
         if not seeds:
             continue
         results, examples = read_results(subset, seeds, args)
-        step = 2 * compute_guess_entropy(subset.classes) * EXAMPLES / (2 * examples)
+        deviation = math.sqrt(2) * compute_guess_bound(subset.classes) * 2 / EPSILON / examples
         sections.append(
             f"## {subset.name}, {subset.train:,} training examples\n\n{examples} validation examples of each client; "
-            f"rounded losses are multiples of {step:.2f}. {'Seed' if len(seeds) == 1 else 'Seeds'} "
-            f"{', '.join(map(str, seeds))}.\n\n"
+            f"the noise of each loss has a standard deviation of {deviation:.2f}. "
+            f"{'Seed' if len(seeds) == 1 else 'Seeds'} {', '.join(map(str, seeds))}.\n\n"
             "| losses | test accuracy, % | exported round | last round |\n|---|---|---|---|\n"
         )
         for name, runs in results.items():
             accuracies, *rounds = zip(*runs, strict=True)
-            cells = [f"{mean(accuracies):.1f}", *(", ".join(map(str, numbers)) for numbers in rounds)]
+            cells = [f"{mean(accuracies):.1f}", *(f"{mean(numbers):.0f}" for numbers in rounds)]
             sections[-1] += f"| {name} | {' | '.join(cells)} |\n"
             together.setdefault(name, []).extend(runs)
     exact = [run[0] for run in together["exact"]]
-    count = f"{len(exact)} of {len(SUBSETS) * len(args.seeds)} runs"
+    count = f"{len(exact)} of {len(SUBSETS) * len(args.seeds)} runs, {DRAWS} draws of noise"
     table = f"| losses | test accuracy, % ({count}) | difference to exact | last round |\n|---|---|---|---|\n"
     for name, runs in together.items():
         accuracies, _, lasts = zip(*runs, strict=True)
@@ -237,20 +244,20 @@ def format_page(tables: str, args: argparse.Namespace) -> str:
     """Format the page, with the command, the machine and the date."""
     config = get_config(SUBSETS[0], args.seeds[0], args)
     return (
-        "# Rounds selected by rounded losses\n\n"
-        "This page measures the cost of [rounding validation losses](../deployment.md#limits-of-a-node) on the nodes. "
+        "# Rounds selected by noisy losses\n\n"
+        "This page measures the cost of [noise in validation losses](../privacy.md#metrics) on the nodes. "
         "The server selects a round and stops a run by these losses.\n\n"
         f"{config.partition.clients} clients of equal distribution train with the config of `fedspan init`, in "
         "simulation and for all its rounds. What a deployment would have exported, and where early stopping (after "
         f"{config.federation.early_stopping} rounds) would have ended it, is replayed from the losses of the clients' "
         "validation examples:\n\n"
-        "- **exact**: nodes send exact losses (`limits.evaluation_examples: 1`).\n"
+        "- **exact**: nodes send exact losses (`limits.evaluation_epsilon: null`).\n"
         "- **bounded**: an example counts at most 2 ln C, for C classes. The mean is exact.\n"
-        f"- **rounded**: the defaults. The mean of n examples is also rounded to multiples of {EXAMPLES} / 2n of the "
-        "bound, and a round that only equals the best one does not count as stalled.\n"
-        "- **rounded, equal ones stall**: the same, but such a round counts as stalled, as with exact losses.\n"
-        "- **half the bound**: an example counts at most ln C, so the steps are half as large.\n\n"
-        "Test accuracies are means over seeds, rounds are by seed; round 0 is the start, whose [head comes from "
+        f"- **noisy**: the default, an epsilon of {EPSILON:g} for the loss and the accuracy together. Nodes with fewer "
+        "than `limits.evaluation_examples` validation examples, as most of these, would send nothing and export the "
+        "last round (*all rounds*).\n"
+        "- **a quarter of the noise**: as with four times the epsilon, or of four times the examples.\n\n"
+        "All numbers are means over seeds and draws; round 0 is the start, whose [head comes from "
         "statistics](../head-start.md).\n\n"
         "Command: `python benchmarks/reported_losses.py --data PATH/data`  \n"
         f"Date: {time.strftime('%Y-%m-%d')}. Machine: {platform.machine()}, {os.cpu_count()} cores, torch "

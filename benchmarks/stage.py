@@ -20,6 +20,13 @@ from click.testing import CliRunner
 
 from fedspan.cli import app
 
+OPEN = {
+    **{"models": ["*"], "approve": "auto", "head_statistics": "exact", "statistics_max_length": 2},
+    **{"statistics_examples": 1, "class_examples": 1, "min_batch": 1, "train_examples": 1},
+    **{"evaluation_examples": 1, "evaluation_epsilon": None},
+    **{"runs": 10**6, "run_rounds": 10**6, "rounds": 10**6, "run_evaluations": 10**6, "evaluations": 10**6},
+}
+"""Limits of a node for runs on made-up data: all that a server asks for, as measured."""
 BUSY = 0.2
 """Seconds of a processor after which a node is taken to be in the middle of its training."""
 
@@ -179,7 +186,7 @@ class Deployment:
             "validation": 0.0,
             "test": 0.0,
             **changes,
-            "limits": {"models": ["*"], "evaluation_examples": 1, **changes.get("limits", {})},  # the data are small
+            "limits": {**OPEN, **changes.get("limits", {})},
         }
         path = self.folder / f"{id}.yaml"
         path.write_text(yaml.safe_dump(values))

@@ -22,7 +22,8 @@ requests beyond the limits are refused. `python docs/generate_config.py` writes 
 """
 INTRO = """# Configuration
 
-This page lists all fields of a run's YAML file. Only `data.train` or `data.dataset` is required.
+This page lists all fields of a run's YAML file, which has no aliases (`*name`). Only `data.train` or `data.dataset` is
+required.
 `--set section.field=value` overrides a field on the command line.
 
 A method's options are in the section `method` next to `name`; a wrapper's are next to its `name` in `method.wrappers`

@@ -29,6 +29,7 @@ __all__ = [
     "fsync_tree",
     "is_temporary",
     "make_private_folder",
+    "neutralize_formula",
     "read_bytes",
     "read_checkpoint_file",
     "remove",
@@ -274,6 +275,17 @@ def from_json(data: bytes) -> object:
         return json.loads(data.decode())
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
+
+
+def neutralize_formula(cell: str) -> str:
+    """Put an apostrophe before a cell of a table that spreadsheets would run as a formula; numbers stay as they are."""
+    if not cell.startswith(("=", "+", "-", "@", "\t", "\r")):
+        return cell
+    try:
+        float(cell)
+    except ValueError:
+        return f"'{cell}"
+    return cell
 
 
 def build_folder_name(client: str) -> str:

@@ -95,24 +95,6 @@ def test_the_goal_is_a_share_of_centralized_training_and_no_less_than_the_start(
     assert lines[3] == f"| {NAME} | Dirichlet 0.3 | 1 | 79.0 | 78.5 | 80.0 | 98.1 | 7 | 3 | missed |"
 
 
-def test_rows_that_miss_the_goal_show_how_their_rounds_were_chosen(args: Namespace) -> None:
-    finish(args, defaults.Cell(NAME, "IID", 0), 0.7, 0.78)
-    assert defaults.missed_table(args) == ""
-    cell = defaults.Cell(NAME, "Dirichlet 0.3", 1)
-    finish(args, cell, 0.79, 0.785)
-    folder = defaults.folder_of(cell, args)
-    report = json.loads((folder / "report.json").read_text())
-    (folder / "report.json").write_text(json.dumps({**report, "best_round": 2}))
-    rows = [
-        {"validation": {"loss": 0.5 - 0.125 * number, "accuracy": 0.75}, "test": {"accuracy": 0.79 - 0.002 * number}}
-        | ({"loss": 0.25 / number} if number else {})
-        for number in range(4)
-    ]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (line,) = defaults.missed_table(args).splitlines()[2:]
-    assert line == f"| {NAME} | Dirichlet 0.3 | 1 | 2 | 0.250 | 0.500 to 0.250 | 75.0 to 75.0 | 79.0 to 78.6 |"
-
-
 def test_settings_are_chosen_on_the_other_sets(args: Namespace) -> None:
     args.only = [NAME, "SST-2", "PACS"]
     scores = {"as init writes it": (0.8, 0.8, 0.8), "rate x 4": (0.5, 0.9, 0.9)}
@@ -155,22 +137,3 @@ def test_a_clip_that_clipped_nothing_has_the_result_of_wider_ones(args: Namespac
     assert not defaults.is_finished(none, args)
     (line,) = defaults.clipping_table(args).splitlines()[2:]
     assert "| 80.0 | -10.0 (-10.0 to -10.0) | +0.0 (+0.0 to +0.0) |" in line
-
-
-def test_the_config_of_init_is_the_run_with_the_default_clip(args: Namespace) -> None:
-    args.partitions, args.seeds = ["Dirichlet 0.3"], [0]
-    costs = defaults.with_default_clip(args)
-    own = defaults.Cell(NAME, "Dirichlet 0.3", 0)
-    first, last = defaults.list_clip_cells(costs, NAME, "Dirichlet 0.3", 0)
-    assert (first.setting, last.setting) == (f"clip {costs.clips[0]:g}", defaults.UNCLIPPED)
-    assert defaults.config_of(own, args).federation.clip_ratio == costs.clips[0]
-    finish_clip(args, own, 0.8, 2)
-    finish_clip(args, last, 0.83, 0)
-    assert defaults.list_clip_cells(costs, NAME, "Dirichlet 0.3", 0)[0] == own
-    (line,) = defaults.clipping_table(costs).splitlines()[2:]
-    assert line == f"| {NAME} | Dirichlet 0.3 | 1 | 83.0 | -3.0 (-3.0 to -3.0) | 2 of 7 |"
-
-
-def test_the_page_states_the_sizes_of_the_sets(args: Namespace) -> None:
-    """This small set is used whole; of its test examples, there are more than a subset needs."""
-    assert defaults.size_table(args).splitlines()[2:] == [f"| {NAME} | 2000 | 800 |"]

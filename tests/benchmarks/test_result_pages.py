@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
-import compression
 import head_updates
 import privacy
 import pytest
 import reported_losses
 
-import fedspan
 from fedspan.config import RunConfig, load_config
 from helpers import tiny
 
@@ -59,21 +58,6 @@ def test_every_way_differs_from_init_in_how_the_head_trains(tmp_path: Path) -> N
         assert differing == {change.partition(".")[0] for change in changes}
 
 
-def test_the_command_trains_every_way_on_a_subset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, configs = "Banking77", list[RunConfig]()
-    folder = tmp_path / "data" / "banking77"
-    folder.mkdir(parents=True)
-    for part in ("train", "test"):
-        lines = [f"{part} query {number},intent-{number % 20:02}" for number in range(2000)]
-        (folder / f"{part}.csv").write_text("\n".join(["text,category", *lines]) + "\n")
-    monkeypatch.setattr(fedspan, "run", lambda config, *_, **__: configs.append(config))
-    options = {"--data": tmp_path / "data", "--models": tmp_path, "--out": tmp_path / "out", "--only": name}
-    monkeypatch.setattr(sys, "argv", ["head_updates.py", *(str(part) for pair in options.items() for part in pair)])
-    head_updates.main()
-    assert [config.partition.alpha for config in configs] == [0.3] * 5 + [0.1] * 5
-    assert len(Path(str(configs[0].data.train)).read_text().splitlines()) == 1 + head_updates.SETS[name].train
-
-
 def make_config(folder: Path, rounds: int) -> RunConfig:
     """Three clients with 18 validation examples each."""
     partition = {"partitioner": "iid", "clients": 3, "column": None, "validation": 0.5}
@@ -83,19 +67,15 @@ def make_config(folder: Path, rounds: int) -> RunConfig:
 
 
 def test_a_rule_decides_by_what_nodes_report(tiny_folder: Path) -> None:
-    """Losses fall slowly and then rise; with 20 examples, the step is 2 ln 2 * 10 / 40 = 0.35, or half of it."""
+    """Losses fall slowly and then rise; the noise of 20 examples is larger than what they fall."""
     means = [0.66, 0.65, 0.64, 0.63, 0.62, 0.60, 0.58, 0.57, 0.56, 0.66, 0.66, 0.66, 0.66, 0.9, 0.9, 0.9, 0.9, 0.9]
     losses = [{f"c{client}": [mean] * 20 for client in range(5)} for mean in means]
     config = make_config(tiny_folder, 17)
-    outcomes = {rule.name: reported_losses.replay(losses, rule, 2, config) for rule in reported_losses.RULES}
-    assert outcomes == {
-        "exact": (8, 12),
-        "bounded": (8, 12),
-        "rounded": (12, 16),
-        "rounded, equal ones stall": (4, 4),
-        "half the bound": (8, 12),
-        "half the bound, equal ones stall": (4, 4),
-    }
+    exact, bounded, noisy, _ = reported_losses.RULES
+    silent = replace(noisy, epsilon=1e9)
+    for rule in (exact, bounded, silent):
+        assert reported_losses.replay(losses, rule, 2, config) == (8, 12), rule.name
+    assert len({reported_losses.replay(losses, noisy, 2, config) for _ in range(20)}) > 1
 
 
 @pytest.mark.slow
@@ -113,7 +93,7 @@ def test_the_page_has_test_accuracies(monkeypatch: pytest.MonkeyPatch, tiny_fold
         losses = [loss for own in line["losses"].values() for loss in own]
         assert row["validation"]["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
     together, section = page.read_text().split("\n## ")
-    assert "test accuracy, % (1 of 1 runs)" in together
+    assert "test accuracy, % (1 of 1 runs, 20 draws of noise)" in together
     assert section.startswith("SST-2, 1,800 training examples\n\n18 validation examples of each client;")
     assert f"| *all rounds* | {100 * rows[-1]['test']['accuracy']:.1f} | 2 | 2 |" in section
 
@@ -139,13 +119,3 @@ def test_the_page_of_two_tasks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert "| rolora | 60.0 (0.008) | 3.50 |" in first
     assert second.startswith("Banking77's first 20 intents\n\n20 rounds.\n")
     assert "| fedask | 40.0 (0.002 ↓) | 3.50 |" in second
-
-
-def test_a_section_that_is_not_written_again_stays_as_it_was() -> None:
-    sections = {name: f"## {title}\n\nold {name}\n" for name, title in compression.TITLES.items()}
-    page = compression.join_page(sections, "")
-    assert page.startswith("# What compressed transfer costs and saves\n\nThis page")
-    assert [page.index(section) for section in sections.values()] == sorted(map(page.index, sections.values()))
-    assert compression.join_page({}, page) == page
-    new = {"new-values": sections["new-values"].replace("old new-values", "new new-values")}
-    assert compression.join_page(new, page) == page.replace("old new-values", "new new-values")

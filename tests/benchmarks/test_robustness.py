@@ -63,17 +63,6 @@ def test_cells_of_other_settings_are_others(args: Namespace) -> None:
     assert robustness.settings_digest(args) != robustness.settings_digest(Namespace(**{**vars(args), "alpha": 0.1}))
 
 
-def test_only_the_attacks_that_are_named_are_run(args: Namespace) -> None:
-    keys = robustness.grid(args)
-    assert {key.attack for key in keys if not key.epochs} == {"none", "1 of 10, boosted"}
-    alone = Namespace(**{**vars(args), "attacks": ["none"]})
-    assert [key for key in keys if key.attack == "none"] == robustness.grid(alone)
-    assert robustness.settings_digest(args) == robustness.settings_digest(alone)
-    honest = Namespace(**{**vars(alone), "passes": ["epochs"]})
-    assert {key.epochs for key in robustness.grid(honest)} == {1}
-    assert robustness.settings_digest(args) == robustness.settings_digest(honest)
-
-
 @pytest.mark.slow
 def test_wider_clips_than_one_that_scaled_nothing_are_not_run(args: Namespace) -> None:
     key = robustness.Key("fedit", 0, 0, "mean", "none")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from statistics import stdev
 from types import SimpleNamespace
@@ -55,16 +53,6 @@ def save_page(
     (folder / f"{name}.md").write_text(f"# {title}\n\n## Setting\n\n{setting}", encoding="utf-8")
 
 
-def test_the_index_names_what_was_not_run(tmp_path: Path) -> None:
-    assert "| `python claims/reproduced.py rolora-table1 --data FOLDER` |" in indexing.index(tmp_path)["experiments.md"]
-    save_page(tmp_path, "rolora-table1", "RoLoRA, Table 1: Accuracy", [])
-    page = indexing.index(tmp_path)["experiments.md"]
-    assert "reproduced.py rolora-table1 " not in page
-    assert "| FedLoRU, Table 1: FedLoRU, FedLoRA and FedHM on three image sets" in page
-    assert "| matched | `python claims/reproduced.py fedgalore-table3 --protocol matched --data FOLDER` |" in page
-    assert "fedloru-figure1" not in page  # its statement is claims/fedloru_stable_rank.py's
-
-
 @pytest.mark.parametrize("id", ["rolora-table1", "fedloru-table1", "florg-table1", "fedgalore-table3"])
 def test_the_page_of_a_preset(id: str, tmp_path: Path) -> None:
     found = reproduce_preset(id, tmp_path)
@@ -79,20 +67,6 @@ def test_the_page_of_a_preset(id: str, tmp_path: Path) -> None:
     assert ("training.lr 0.001, the smallest: " in page) == (len(grid) > 1 and min(grid) == 0.001)
     assert all(" ".join(note.split()) in page for note in load_preset(id).notes)
     assert "<svg" in (tmp_path / f"{id}.svg").read_text()
-
-
-def test_the_index_names_natural_partitions_and_a_single_seed(tmp_path: Path) -> None:
-    found = reproduce_preset("fedgalore-pacs", tmp_path)
-    scales: list[str] = []
-    for seeds in ((0, 1, 2), (0,)):
-        reproduced.page(replace(found, seeds=seeds), load_preset("fedgalore-pacs"), tmp_path)
-        (row,) = [
-            row for row in indexing.index(tmp_path)["experiments.md"].splitlines() if "(fedgalore-pacs.md)" in row
-        ]
-        scales.append(row.split(" | ")[-1].removesuffix(" |"))
-    model, clients, rounds = scales[0].split("; ")
-    assert (clients, rounds) == ("12 clients or one for each value of a column", "6 rounds")
-    assert scales[1] == f"{model}; {clients}; {rounds}; one seed"
 
 
 def test_what_is_looked_into_is_a_cell_of_its_preset() -> None:
@@ -111,16 +85,6 @@ def test_what_is_looked_into_is_a_cell_of_its_preset() -> None:
         ]
         assert len({config.model_dump_json() for config in configs}) == len({row.name for row in hypothesis.rows}) > 1
         assert all(config.seed == configs[0].seed for config in configs)
-
-
-def test_what_was_looked_into_is_in_the_index_and_not_counted(tmp_path: Path) -> None:
-    finding = {"statement": "After 80 rounds", "measured": "by +1.0 ± 0.1", "verdict": "holds"}
-    for name in ("reasons", "fedloru-table1"):
-        save_page(tmp_path, name, name.title(), [finding])
-    written = indexing.index(tmp_path)
-    assert "| all | 1 | 1 | 0 | 0 | 0 | 0 | 0 | 0 |" in written["experiments.md"]
-    row = "| [Reasons](reasons.md), 2026-11-22 | After 80 rounds | by +1.0 ± 0.1 | **holds** |"
-    assert row in written["statements.md"]
 
 
 def test_the_headlines_count_comparisons_of_the_paper_s_system(tmp_path: Path) -> None:
@@ -145,37 +109,6 @@ def test_the_headlines_count_comparisons_of_the_paper_s_system(tmp_path: Path) -
     fared, scale = "4 hold, 1 contradicted, 1 not runnable", "resnet-8; 5 to 20 clients; 10 to 40 rounds"
     assert f"| [Table 1: Accuracy](rolora-table1.md) | It is ahead (0) | {fared} | {scale} |" in page
     assert f"| [Table 2: Loss](rolora-table2.md) | It is ahead (0) | {fared} (outdated) |  |" in page
-
-
-def test_a_page_compares_its_two_protocols(tmp_path: Path) -> None:
-    """In any order of the runs; a page of the other protocol that is missing is named with its command."""
-    preset, best = load_preset("fedgalore-table3"), reproduce_preset("fedgalore-table3", tmp_path)
-    path = tmp_path / "fedgalore-table3.md"
-    reproduced.page(best, preset, tmp_path)
-    alone = path.read_text()
-    command = "`python claims/reproduced.py fedgalore-table3 --protocol matched --data FOLDER`"
-    assert f"`training.lr` = 0.00025 for all. It was not run: {command}." in alone
-    assert alone.count("| not run |") == len(best.verdicts)
-    pages.complete(tmp_path, preset)
-    assert path.read_text() == alone
-
-    scores = tuple(replace(score, scores=tuple(1 - value for value in score.scores)) for score in best.scores)
-    verdicts = judge(preset.claims, list_cells(preset, "small", str(tmp_path), None), scores)
-    reproduced.page(replace(best, scores=scores, verdicts=verdicts, protocol="matched"), preset, tmp_path)
-    both = path.read_text()
-    assert "[Its page](fedgalore-table3-matched.md) has the scores." in both
-    assert "| not run |" not in both
-    saved = json.loads((tmp_path / "fedgalore-table3-matched.json").read_text())
-    assert saved["title"].endswith(", all rows at one learning rate")
-    for one, other in zip(
-        json.loads(path.with_suffix(".json").read_text())["findings"], saved["findings"], strict=True
-    ):
-        row = (one["statement"], *(f"{each['measured']}: **{each['verdict']}**" for each in (one, other)))
-        assert f"| {' | '.join(row)} |" in both
-    reproduced.page(best, preset, tmp_path)
-    assert path.read_text() == both
-    pages.complete(tmp_path, load_preset("rolora-table1"))  # it has one protocol, and no page here
-    assert not (tmp_path / "rolora-table1.md").exists()
 
 
 def test_an_outdated_page_names_every_change_once_and_is_counted_apart(tmp_path: Path) -> None:
@@ -223,19 +156,6 @@ def test_rows_that_learned_nothing_have_no_verdict(tmp_path: Path) -> None:
         assert findings[0]["measured"] == "by -14.7 ± 0.3 points of accuracy; FedIT learned nothing in iid"
         for one in findings:
             assert f"| {one['statement']} | {one['measured']} | **{one['verdict']}** |" in text
-
-
-def test_a_statement_whose_cells_were_not_run_is_named_with_its_command(tmp_path: Path) -> None:
-    """A page of before 200 clients had a cell at the small scale; a statement that takes something else stays."""
-    preset = load_preset("fedloru-table7")
-    statement = "From 200 clients FedLoRA outperforms FedAvg: FedLoRA against FedAvg"
-    finding = {"statement": statement, "measured": "no cell", "verdict": "not runnable here"}
-    save_page(tmp_path, preset.id, "FedLoRU, Table 7: Clients", [finding])
-    page = tmp_path / f"{preset.id}.md"
-    page.write_text(f"| {statement} | no cell | **not runnable here** |\n", encoding="utf-8")
-    pages.complete(tmp_path, preset)
-    command = "its cells were not run: `python claims/reproduced.py fedloru-table7 --data FOLDER`"
-    assert page.read_text() == f"| {statement} | {command} | **not run** |\n"
 
 
 def test_statements_on_the_same_runs_are_counted_once(tmp_path: Path) -> None:
@@ -316,24 +236,6 @@ def test_results_in_bfloat16_are_outdated() -> None:
         assert "outdated" in saved or "bfloat16" not in " ".join(saved.get("noted", ())), path.name
 
 
-def test_the_index_begins_with_the_papers_headlines(tmp_path: Path) -> None:
-    """Every headline is a statement of its preset; those that have a page are listed."""
-    for id, statement in indexing.HEADLINES:
-        assert statement in {claim.statement for claim in load_preset(id).claims}
-    statement = "Alignment makes FLoRG better"
-    finding = {"statement": f"{statement}: FLoRG against without alignment", "measured": "by +1.0", "verdict": "holds"}
-    save_page(tmp_path, "florg-procrustes", "FLoRG, Procrustes ablation: Title", [finding], outdated=["another rule"])
-    page = indexing.index(tmp_path)["index.md"]
-    (table,) = re.findall(r"(?m)(?:^\|.*\n)+", page)  # one table
-    assert table.splitlines()[2:] == [
-        f"| FLoRG | {statement} | holds against the method without alignment (outdated) |  "
-        "| [Procrustes ablation](florg-procrustes.md) |"
-    ]
-    assert page.index(table) < page.index("\n## ")
-    sentence = "Here, this holds against the method without alignment (+1.0). The results are outdated."
-    assert f"- **{statement}.** {sentence}\n" in page
-
-
 def test_every_script_and_preset_has_its_place() -> None:
     pages = [job.page for job in every.JOBS]
     assert len(set(pages)) == len(pages)
@@ -346,39 +248,9 @@ def test_every_script_and_preset_has_its_place() -> None:
     for job in every.JOBS:
         assert (CLAIMS / job.words[0]).is_file()
     made = {job.page: job for job in every.JOBS}
-    assert (made["rolora-table1"].data, made["rolora-table1"].model) == (("glue",), None)
-    assert (made["rolora-table12"].data, made["rolora-table12"].model) == (("alpaca",), "{model}")
-    assert (made["fedgalore-pacs"].data, made["fedgalore-pacs"].model) == (("pacs",), "{image_model}")
-    assert "fedloru-figure1" not in made  # fedloru_stable_rank measures it
     assert {page.partition("-")[0] for page in every.QUICK} == {"rolora", "fedloru", "fedgalore", "florg"}
     assert set(every.QUICK) <= {page for page, _ in indexing.HEADLINES}
     for page in every.QUICK:
         assert made[page].quick == ("--seeds", "0", "--set", *every.SHORT)
         for cell in list_cells(load_preset(page), "small", "DATA", "MODEL", every.SHORT):
             assert {parse_config(config).training.lr for config in cell.configs.values()} == {0.01}
-
-
-@pytest.mark.slow
-def test_a_page_is_made_once_and_one_without_data_left_out(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "work").mkdir()
-    (tmp_path / "pages").mkdir()
-    folders = {"data": tmp_path, "work": tmp_path / "work", "out": tmp_path / "pages"}
-    args = argparse.Namespace(**folders, model=None, image_model=None, one_seed=True)
-    quick = ("--size", "12", "--sizes", "12", "--clients", "2", "--drifts", "1", "--noises", "0.1", "--seeds", "0")
-    good = every.Job("fedgalore_ajive", ("fedgalore_ajive.py",), quick=quick)
-    bad = every.Job("broken", ("absent.py",))
-    absent = every.Job("rolora_mnist", ("rolora_mnist.py",), ("mnist",))
-    wordless = every.Job("rolora-table12", ("reproduced.py",), model="{model}")
-    sightless = every.Job("fedgalore-pacs", ("reproduced.py",), model="{image_model}")
-    assert every.run_jobs([good, bad, absent, wordless, sightless], args) == ["broken"]
-    said = capfd.readouterr().out
-    assert "left out, no mnist in" in said
-    assert "left out, no --model" in said
-    assert "left out, no --image-model" in said
-    assert {path.name for path in (tmp_path / "pages").iterdir()} == {
-        f"fedgalore_ajive.{end}" for end in ("md", "json", "svg")
-    }
-    (tmp_path / "pages" / "fedgalore_ajive.md").unlink()
-    assert every.run_jobs([good], args) == []
-    assert "fedgalore_ajive: done before" in capfd.readouterr().out
-    assert (tmp_path / "pages" / "fedgalore_ajive.md").is_file()

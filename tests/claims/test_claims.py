@@ -8,7 +8,6 @@ import importlib
 import json
 import re
 import runpy
-import shutil
 import struct
 import sys
 from collections.abc import Callable
@@ -149,26 +148,6 @@ def test_bytes_are_of_every_method() -> None:
         assert runpy.run_path(str(CLAIMS / "bytes.py"))["ALL"].keys() == METHODS.keys()
 
 
-def test_the_index_lists_every_finding(make_page: MakePage, tmp_path: Path) -> None:
-    made = {script: make_page(script) for script in QUICK}
-    for page, _ in made.values():
-        for file in page.parent.glob(f"{page.stem}.*"):
-            shutil.copy(file, tmp_path)
-    run("index", "--folder", str(tmp_path))
-    index, experiments, statements = (
-        (tmp_path / f"{name}.md").read_text() for name in ("index", "experiments", "statements")
-    )
-    count = 0
-    for script, (_, saved) in made.items():
-        assert f"[{saved['title']}]({script}.md)" in statements
-        assert f"]({script}.md)" in index
-        assert f"]({script}.md) |" in experiments
-        for finding in saved["findings"]:
-            count += 1
-            assert f"| {finding['statement']} | {finding['measured']} | **{finding['verdict']}** |" in statements
-    assert f"| all | {count} |" in experiments
-
-
 def test_the_pages_in_the_docs_are_indexed(tmp_path: Path) -> None:
     """The three pages are what the command writes from the results beside them."""
     docs, written = CLAIMS.parent / "docs" / "claims", ("index.md", "experiments.md", "statements.md")
@@ -178,39 +157,6 @@ def test_the_pages_in_the_docs_are_indexed(tmp_path: Path) -> None:
     run("index", "--folder", str(tmp_path))
     for name in written:
         assert (docs / name).read_text() == (tmp_path / name).read_text()
-
-
-@pytest.mark.slow
-def test_the_page_of_what_was_looked_into(questions: Path, tmp_path: Path) -> None:
-    """At a size that takes seconds; a second call runs nothing, and its page keeps what it says of other hypotheses."""
-    model = (f"model.name={questions / 'bert'}", "model.layers_to_transform=null")
-    small = ("data.max_examples=null", "federation.rounds=2", "partition.clients=2", "training.local_steps=1")
-    words = ("--hypotheses", "rolora-77-classes", "--seeds", "0", "1", "--set", *model, *small)
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "banking77").symlink_to(questions)
-    places = ("--data", str(tmp_path / "data"), "--runs", str(tmp_path / "runs"), "--out", str(tmp_path))
-    run("reasons", *places, *words)
-    page, saved = (tmp_path / "reasons.md").read_text(), json.loads((tmp_path / "reasons.json").read_text())
-    assert "| statement under the change | measured | verdict |" in page
-    assert "(rolora-figure6.md), banking77-p3." in page
-    assert "| RoLoRA at a quarter of the rate | training.lr=0.004, federation.rounds=60 |" in page
-    assert [one["statement"].partition(": ")[2] for one in saved["findings"]] == [
-        "RoLoRA at a quarter of the rate against FFA-LoRA",
-        "RoLoRA at a quarter of the rate against RoLoRA at the page's rate",
-    ]
-    reports = sorted((tmp_path / "runs").rglob("report.json"))
-    before = [path.stat().st_mtime_ns for path in reports]
-    earlier = {"statement": "Earlier", "measured": "by +1.0", "verdict": "holds"}
-    saved["sections"]["rolora-budgets"] = {"text": "## Of another day", "findings": [earlier]}
-    (tmp_path / "reasons.json").write_text(json.dumps(saved))
-    run("reasons", *places, *words)
-    assert len(reports) == 2 * 3
-    assert [path.stat().st_mtime_ns for path in reports] == before
-    assert json.loads((tmp_path / "reasons.json").read_text())["findings"] == [earlier, *saved["findings"]]
-    page = (tmp_path / "reasons.md").read_text()
-    assert (
-        page.index("| Earlier | by +1.0 | **holds** |") < page.index("## Of another day") < page.index("banking77-p3.")
-    )
 
 
 def test_the_exact_statements_of_the_linear_model_hold_at_any_size(make_page: MakePage) -> None:

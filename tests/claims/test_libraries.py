@@ -22,7 +22,7 @@ from linear_model import (
     run_fedit_round,
     run_rolora_round,
 )
-from planted_views import draw_second_moments, draw_views, time_shortest
+from planted_views import draw_second_moments, draw_views
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -248,10 +248,3 @@ def test_more_clients_are_the_same_ones_and_others() -> None:
     few, many = draw_second_moments(8, 2, 0.5, 0.1, seed=3), draw_second_moments(8, 4, 0.5, 0.1, seed=3)
     assert torch.equal(few[0], many[0])
     assert all(torch.equal(one, other) for one, other in zip(few[1], many[1][:2], strict=True))
-
-
-def test_shortest_calls_as_often_as_asked_and_returns_the_last_result() -> None:
-    calls: list[int] = []
-    seconds, result = time_shortest(lambda: calls.append(len(calls)) or len(calls), 3)
-    assert (result, len(calls)) == (3, 3)
-    assert 0 <= seconds < 1

@@ -49,17 +49,19 @@ def test_an_admission_gets_its_options(call: Callable[..., Any], link: Any, monk
 
     def admit(link: Any, key: Path, name: str, **options: Any) -> Any:
         calls.append((key, name, options))
-        return SimpleNamespace(max_examples=options["max_examples"])
+        return SimpleNamespace(key="ecdsa-sha2-nistp384 AAAA", max_examples=options["max_examples"])
 
     monkeypatch.setattr(admissions, "admit_node", admit)
-    assert call("admit", "a.key.pub").output == "admitted a.key.pub\n"
-    options = ("--as", "clinic-a", "--days", 3, "--replace", "--max-examples", 50)
+    told, _, shown = call("admit", "a.key.pub").output.partition("\n")
+    assert told == "admitted a.key.pub"
+    assert shown.startswith("compare its fingerprint with the data owner's, by telephone: SHA256:")
+    options = ("--as", "clinic-a", "--days", 3, "--replace", "--max-examples", 50, "--fingerprint", "SHA256:a")
     assert call("admit", "a.key.pub", *options).output == (
         "admitted a.key.pub, which must use the id clinic-a, with the weight of at most 50 examples\n"
     )
     assert calls == [
-        (Path("a.key.pub"), "", {"days": 730, "replace": False, "max_examples": None}),
-        (Path("a.key.pub"), "clinic-a", {"days": 3, "replace": True, "max_examples": 50}),
+        (Path("a.key.pub"), "", {"days": 730, "replace": False, "max_examples": None, "fingerprint": None}),
+        (Path("a.key.pub"), "clinic-a", {"days": 3, "replace": True, "max_examples": 50, "fingerprint": "SHA256:a"}),
     ]
 
 

@@ -18,9 +18,9 @@ from torch import Tensor
 pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not installed")
 pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
 
-from fedspan.clients.secagg import DiskSessionStore, MemorySessionStore, SecureClient, SessionStore
+from fedspan.clients.secagg import SecureClient
+from fedspan.clients.secagg_store import DiskSessionStore, MemorySessionStore, SessionStore
 from fedspan.core.values import Client, Contribution
-from fedspan.crypto.graph import compute_threshold, select_neighborhoods
 from fedspan.crypto.identity import Identity, compute_fingerprint, load_identity
 from fedspan.crypto.keys import SessionKeys
 from fedspan.crypto.masks import Ring, add_mask
@@ -31,6 +31,8 @@ from fedspan.federation.protocol import Masking, Order
 from fedspan.federation.secagg.messages import (
     MASKED,
     Agreement,
+    ConfirmOrder,
+    ConfirmReply,
     KeysOrder,
     PublicKeys,
     SharesOrder,
@@ -42,7 +44,8 @@ from fedspan.federation.secagg.messages import (
     create_initial_values,
     unflatten_change,
 )
-from fedspan.federation.secagg.session import Masked, SharesError, unmask
+from fedspan.federation.secagg.session import Masked, SharesError, require_openable, unmask
+from fedspan.federation.settings import SecureSettings
 
 IDS = ("a", "b", "c", "d")
 ZEROS = hashlib.sha256(b"zeros").hexdigest()
@@ -62,13 +65,12 @@ class Sums:
     ) -> None:
         self.sessions, self.weights, self.start, self.session = session_store, weights, start, session
         self.clip, self.bits = options.get("clip", 10.0), options.get("bits", 32)
-        self.neighbors = options.get("neighbors")
         self.keys: dict[str, PublicKeys] = {}
         self.sealed: dict[str, Mapping[str, bytes]] = {}
         self.agreements: dict[str, Agreement] = {}
-        self.around: dict[str, tuple[str, ...]] = {}
+        self.confirmed: dict[str, ConfirmReply] = {}
 
-    def client(self, id: str, least: int = 2, **owner: Any) -> SecureClient:
+    def client(self, id: str, least: int = 3, **owner: Any) -> SecureClient:
         return SecureClient(id, self.sessions, least, **owner)
 
     def agreement(self, **changes: Any) -> Agreement:
@@ -79,6 +81,7 @@ class Sums:
             "lr": 0.1,
             "model": hashlib.sha256(b"").hexdigest(),
             "clients": len(self.keys),
+            "threshold": self.threshold(),
             "clip": self.clip,
             "bits": self.bits,
             "top": max(self.weights[id] for id in self.keys),
@@ -93,30 +96,28 @@ class Sums:
         for id in ids:
             answer = self.client(id).answer(KeysOrder(**self.common(id)))
             self.keys[id] = answer.keys
-        self.around = select_neighborhoods(sorted(self.keys), self.neighbors)
 
     def shares_order(self, id: str, **changes: Any) -> SharesOrder:
-        peers = {peer: self.keys[peer] for peer in self.around[id]}
-        given = {"threshold": self.threshold(id), "peers": peers, "agreement": self.agreed(id), **changes}
+        given = {"peers": self.keys, "agreement": self.agreed(id), **changes}
         return SharesOrder(**self.common(id), **given)
 
     def agreed(self, id: str) -> Agreement:
         """What a client is told to agree to."""
         return self.agreements.get(id, self.agreement())
 
-    def threshold(self, id: str) -> int:
-        return compute_threshold(len(self.around[id]), 2 / 3)
+    def threshold(self) -> int:
+        return SecureSettings().compute_threshold(len(self.keys))
 
     def give_shares(self, *ids: str) -> None:
         for id in ids:
             answer = self.client(id).answer(self.shares_order(id))
             self.sealed[id] = answer.sealed
 
-    def present(self, id: str) -> tuple[str, ...]:
-        return tuple(peer for peer in self.around[id] if peer in self.sealed)
+    def present(self) -> tuple[str, ...]:
+        return tuple(sorted(self.sealed))
 
     def order(self, id: str, **changes: Any) -> tuple[Order, Masking]:
-        masking = Masking(session=self.session, peers=changes.pop("peers", self.present(id)))
+        masking = Masking(session=self.session, peers=changes.pop("peers", self.present()))
         client = Client(id, 2, 1.0, 1, self.weights[id], None)
         order = Order("train", 0, 0, self.agreed(id).lr, id, client, b"", run="run", secure=masking)
         return replace(order, **changes), masking
@@ -126,17 +127,28 @@ class Sums:
         message, _ = self.client(id).mask(order, masking, Contribution(sum=values), self.start)
         return message.tensors[MASKED].numpy()
 
-    def unmask_order(self, id: str, stayed: Any, **changes: Any) -> UnmaskOrder:
-        present = self.present(id)
+    def confirm_order(self, id: str, stayed: Any, **changes: Any) -> ConfirmOrder:
+        present = self.present()
         given: dict[str, Any] = {
             "survivors": tuple(peer for peer in present if peer in stayed),
             "dropped": tuple(peer for peer in present if peer not in stayed),
             "sealed": {peer: self.sealed[peer][id] for peer in present},
         }
-        return UnmaskOrder(**self.common(id), **{**given, **changes})
+        return ConfirmOrder(**self.common(id), **{**given, **changes})
+
+    def confirm(self, survivors: Any, *ids: str) -> None:
+        for id in ids:
+            self.confirmed[id] = self.client(id).answer(self.confirm_order(id, survivors))
+
+    def unmask_order(self, id: str) -> UnmaskOrder:
+        return UnmaskOrder(
+            **self.common(id), signatures={peer: answer.signature for peer, answer in self.confirmed.items()}
+        )
 
     def opened(self, id: str, survivors: Any) -> Mapping[str, bytes]:
-        answer = self.client(id).answer(self.unmask_order(id, survivors))
+        if not self.confirmed:
+            self.confirm(survivors, *survivors)
+        answer = self.client(id).answer(self.unmask_order(id))
         return answer.shares
 
     def mean(self, vectors: Mapping[str, np.ndarray[Any, Any]], opening: Any) -> tuple[dict[str, Tensor], float]:
@@ -152,10 +164,10 @@ class Sums:
         total = np.zeros(sum(value.numel() for value in self.start.values()), ring.dtype)
         for vector in vectors.values():
             total += vector.view(ring.dtype)
-        present = {id: self.present(id) for id in self.sealed}
-        needed = {id: self.threshold(id) for id in self.around}
-        transcript = self.agreement().build_transcript(build_session_context("run", self.session))
-        masked = Masked(transcript, present, needed, self.keys, self.sealed, set(vectors))
+        transcript = self.agreement().build_transcript(build_session_context("run", self.session), self.keys)
+        unopened = {id: answer.unopened for id, answer in self.confirmed.items()}
+        needed = self.threshold()
+        masked = Masked(transcript, self.present(), needed, self.keys, self.sealed, set(vectors), unopened)
         return ring, total, unmask(total, masked, opened)
 
 
@@ -182,23 +194,22 @@ shapes = st.lists(st.lists(st.integers(1, 6), max_size=3), min_size=1, max_size=
 @given(
     shapes,
     st.integers(3, 9),
-    st.sampled_from([None, 2, 4]),
     st.sampled_from([32, 64]),
     st.floats(0.01, 1000.0),
     st.integers(0, 2**32),
 )
 def test_the_mean_is_that_of_the_survivors_within_the_bound(
-    layout: list[list[int]], clients: int, neighbors: int | None, bits: int, clip: float, seed: int
+    layout: list[list[int]], clients: int, bits: int, clip: float, seed: int
 ) -> None:
-    """Any shapes and weights, any neighbors; some are gone before the shares, some after, some in the end."""
+    """Any shapes and weights; some are gone before the shares, some after, some in the end."""
     rng = np.random.default_rng(seed)
     torch_rng = torch.Generator().manual_seed(seed)
     start = {f"layer-{n}/A": torch.randn(shape, generator=torch_rng) for n, shape in enumerate(layout)}
     ids = tuple(f"client-{number}" for number in range(clients))
     weights = {id: float(weight) for id, weight in zip(ids, rng.choice([0.5, 1, 3, 100], clients), strict=True)}
-    made = Sums(MemorySessionStore(), weights, start, clip=clip, bits=bits, neighbors=neighbors)
+    made = Sums(MemorySessionStore(), weights, start, clip=clip, bits=bits)
     made.give_keys(*ids)
-    spare = min(len(neighbors) - made.threshold(id) for id, neighbors in made.around.items())
+    spare = clients - made.threshold()
     gone = list(rng.permutation(ids))[: rng.integers(0, spare + 1)]
     early, middle, late = (set(gone[at::3]) for at in range(3))
     made.give_shares(*(id for id in ids if id not in early))
@@ -235,16 +246,18 @@ def test_phases_come_in_their_order_each_once(session_store: SessionStore) -> No
     for id in IDS:
         made.sealed[id] = dict.fromkeys(IDS, bytes(92))
     require_refused("phases must come in order", made.client("a").require_maskable, *made.order("a"))
-    require_refused("phases must come in order", made.client("a").answer, made.unmask_order("a", IDS))
+    require_refused("phases must come in order", made.client("a").answer, made.confirm_order("a", IDS))
     made.give_shares(*IDS)
     require_refused("phases must come in order", made.client("a").answer, made.shares_order("a"))
-    require_refused("phases must come in order", made.client("a").answer, made.unmask_order("a", IDS))
+    require_refused("phases must come in order", made.client("a").answer, made.confirm_order("a", IDS))
     vectors = {id: made.vector(id, START) for id in IDS}
     require_refused("phases must come in order", made.vector, "a", START)
+    require_refused("phases must come in order", made.client("a").answer, made.unmask_order("a"))
     mean, _ = made.mean(vectors, IDS)
     assert all(float(value.abs().max()) < 1e-6 for value in mean.values())
     for survivors in (IDS, IDS[:3]):  # again, and with another set of survivors
-        require_refused("phases must come in order", made.client("a").answer, made.unmask_order("a", survivors))
+        require_refused("phases must come in order", made.client("a").answer, made.confirm_order("a", survivors))
+    require_refused("phases must come in order", made.client("a").answer, made.unmask_order("a"))
     require_refused("a number above 1,", made.client("a").answer, KeysOrder(**made.common("a")))
 
 
@@ -256,16 +269,18 @@ def test_a_new_session_ends_the_last_one_whatever_phase_it_was_in(session_store:
     later = sums(session_store, session=2)
     later.give_keys(*IDS)
     assert later.keys["a"] != made.keys["a"]
-    require_refused("the client's last session", made.client("a").answer, made.unmask_order("a", IDS))
+    require_refused("the client's last session", made.client("a").answer, made.confirm_order("a", IDS))
     require_refused("a number above 2,", made.client("a").answer, KeysOrder(**made.common("a")))
     unknown = sums(session_store, session=3)
-    unknown.keys, unknown.around = later.keys, later.around
+    unknown.keys = later.keys
     require_refused("the client's last session", unknown.client("a").answer, unknown.shares_order("a"))
 
 
-def test_neighbors_that_are_not_what_they_seem_are_refused() -> None:
+def test_clients_that_are_not_what_they_seem_are_refused() -> None:
     made = sums_of_keys()
     others = {id: made.keys[id] for id in IDS[1:]}
+    fewer = made.shares_order("a", peers={id: made.keys[id] for id in IDS[:3]})
+    require_refused("the number of keys, 3", made.client("a").answer, fewer)
     client = made.client("a")
     require_refused("this client's own keys", client.answer, made.shares_order("a", peers=others))
     swapped = {**made.keys, "a": made.keys["b"]}
@@ -273,7 +288,8 @@ def test_neighbors_that_are_not_what_they_seem_are_refused() -> None:
     doubled = {**made.keys, "c": made.keys["b"]}
     require_refused("different keys", client.answer, made.shares_order("a", peers=doubled))
     for threshold in (2, 5):
-        require_refused("more than half", client.answer, made.shares_order("a", threshold=threshold))
+        order = made.shares_order("a", agreement=made.agreement(threshold=threshold))
+        require_refused("can open a sum, which does not withstand 1 that", client.answer, order)
     require_refused(
         r"`limits\.secure_clients`: a sum of 4 clients is too small\. Expected at least 5 clients",
         made.client("a", 5).answer,
@@ -290,7 +306,7 @@ def test_a_vector_is_masked_with_enough_of_those_who_got_shares_or_not_at_all() 
     for peers in (("b", "c", "d"), (*IDS, "e"), ("a", "a", "b", "c")):
         require_refused("this client, and clients to which", client.require_maskable, *made.order("a", peers=peers))
     require_refused(
-        r"`limits\.secure_clients`: a sum of 2 clients is too small\. Expected at least 2 clients, and at least 3 to",
+        r"`limits\.secure_clients`: a sum of 2 clients is too small\. Expected at least 3 clients, and at least 3 to",
         client.require_maskable,
         *made.order("a", peers=("a", "b")),
     )
@@ -314,9 +330,9 @@ def test_no_client_learns_both_shares_of_another() -> None:
         ((*IDS, "e"), ()),
     ]
     for survivors, dropped in wrong:
-        order = made.unmask_order("a", IDS, survivors=survivors, dropped=dropped)
+        order = made.confirm_order("a", IDS, survivors=survivors, dropped=dropped)
         require_refused(r"message\.survivors", client.answer, order)
-    order = made.unmask_order("a", IDS[:2])
+    order = made.confirm_order("a", IDS[:2])
     require_refused(r"`limits\.secure_clients`: a sum of 2 clients is too small", client.answer, order)
     shares = made.opened("a", IDS[:3])
     assert set(shares) == set(IDS)
@@ -326,14 +342,16 @@ def test_no_client_learns_both_shares_of_another() -> None:
 
 
 def test_whose_shares_were_not_what_they_should_be_is_passed_over() -> None:
-    """One neighbor sealed for somebody else; if a second one sealed noise, too few are left."""
+    """One client sealed for somebody else; if a second one sealed noise, too few are left."""
     made = sums_of_shares()
     vectors = {id: made.vector(id, START) for id in IDS}
     sealed = {**{peer: made.sealed[peer]["a"] for peer in IDS}, "c": made.sealed["c"]["d"]}
-    too_few = made.unmask_order("a", IDS, sealed={**sealed, "b": bytes(200)})
+    too_few = made.confirm_order("a", IDS, sealed={**sealed, "b": bytes(200)})
     require_refused("only the shares of 2 of 4 clients can be opened", made.client("a").answer, too_few)
-    answer = made.client("a").answer(made.unmask_order("a", IDS, sealed=sealed))
-    assert set(answer.shares) == {"a", "b", "d"}
+    answer = made.confirmed["a"] = made.client("a").answer(made.confirm_order("a", IDS, sealed=sealed))
+    assert answer.unopened == ("c",)
+    made.confirm(IDS, *IDS[1:])
+    assert set(made.opened("a", IDS)) == {"a", "b", "d"}
     assert set(vectors) == set(IDS)
 
 
@@ -371,7 +389,7 @@ def test_clients_that_reveal_wrong_shares_of_another_convict_themselves(
         id: {**shares, ids[victim]: shares[ids[victim]][:2] + bytes(32)} if id in hostile else shares
         for id, shares in opened.items()
     }
-    if len(vectors) - len(hostile) >= made.threshold(ids[0]):
+    if len(vectors) - len(hostile) >= made.threshold():
         assert opens or stays
         assert unmask_with(made, vectors, spoilt).keys() == hostile
         return
@@ -384,16 +402,34 @@ def test_clients_that_reveal_wrong_shares_of_another_convict_themselves(
 
 @pytest.mark.parametrize(("silent", "convicted"), [(2, False), (3, True)])
 def test_shares_that_are_said_not_to_open_convict_their_owner_by_a_majority_only(silent: int, convicted: bool) -> None:
-    made, vectors, opened = revealed(IDS, IDS)
     hostile = IDS[:silent]
-    without = {
-        id: {peer: share for peer, share in shares.items() if peer != "d" or id not in hostile}
-        for id, shares in opened.items()
-    }
+    unopened = {id: ("d",) if id in hostile else () for id in IDS}
     with pytest.raises(SharesError, match=r"do(es)? not open") as raised:
-        unmask_with(made, vectors, without)
+        require_openable(IDS, 3, unopened)
     assert raised.value.faults.keys() == ({"d"} if convicted else set())
     assert raised.value.disputes.keys() == (set() if convicted else {"d", *hostile})
+    require_openable(IDS, 3, {**dict.fromkeys(IDS, ()), "a": ("d",)})  # three others can open them
+
+
+def test_a_client_that_withholds_a_share_that_it_can_open_is_named() -> None:
+    made, vectors, opened = revealed(IDS, IDS)
+    opened["a"] = {id: share for id, share in opened["a"].items() if id != "d"}
+    assert unmask_with(made, vectors, opened) == {"a": "it withholds its share of 'd', which it can open"}
+
+
+def test_shares_are_revealed_after_enough_signatures_of_the_same_survivors_alone() -> None:
+    """The server names other survivors to two of four clients, or signs itself, or uses signatures twice."""
+    made = sums_of_shares()
+    for id in IDS:
+        made.vector(id, START)
+    made.confirm(IDS, "a", "b")
+    made.confirm(IDS[1:], "c", "d")
+    for id in IDS:
+        require_refused("2 clients have signed", made.client(id).answer, made.unmask_order(id))
+    signatures = made.unmask_order("a").signatures
+    for forged in ({**signatures, "c": signatures["a"]}, {**signatures, "e": signatures["a"], "c": bytes(64)}):
+        order = made.unmask_order("a").model_copy(update={"signatures": forged})
+        require_refused("2 clients have signed", made.client("a").answer, order)
 
 
 def revealed(
@@ -455,9 +491,7 @@ def test_an_order_is_the_one_that_was_agreed_on() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "lie", [{"lr": 0.0}, {"top": 1e300}, {"clients": 2**20}, {"clip": 1e-9}, {"model": ZEROS}, {"config": "other"}]
-)
+@pytest.mark.parametrize("lie", [{"lr": 0.0}, {"top": 1e300}, {"clip": 1e-9}, {"model": ZEROS}, {"config": "other"}])
 def test_a_victim_among_clients_that_were_told_otherwise_stays_hidden(lie: dict[str, Any]) -> None:
     """Their contributions vanish, so the sum would be the victim's vector: instead it is noise, and nobody unmasks."""
     made = sums_of_keys()
@@ -467,7 +501,8 @@ def test_a_victim_among_clients_that_were_told_otherwise_stays_hidden(lie: dict[
     values = {"a": {name: value + 1.0 for name, value in START.items()}}
     vectors = {id: made.vector(id, values.get(id, START), body=bodies.get(id, b"")) for id in IDS}
     refused = made.client("a")
-    require_refused("the other clients have another agreement", refused.answer, made.unmask_order("a", IDS))
+    require_refused("the other clients have another agreement", refused.answer, made.confirm_order("a", IDS))
+    made.confirm(IDS, *IDS[1:])
     given = {id: made.opened(id, set(IDS)) for id in IDS[1:]}
     assert all("a" not in shares for shares in given.values())
     # Even with the victim's own mask, which nobody gave away, its masks with the others would remain.
@@ -478,7 +513,7 @@ def test_a_victim_among_clients_that_were_told_otherwise_stays_hidden(lie: dict[
     session = made.sessions.load("a")
     add_mask(total, SessionKeys.derive(session.secret, build_session_context("run", 1)).own, -1)
     for id in IDS[1:]:
-        add_mask(total, combine([shares[id] for shares in given.values()], made.threshold(id)), -1)
+        add_mask(total, combine([shares[id] for shares in given.values()], made.threshold()), -1)
     assert float(np.abs(ring.decode(total) - 1.0).max()) > 1.0
 
 
@@ -490,7 +525,6 @@ def test_only_clients_that_the_owner_knows_share_a_sum(tmp_path: Path) -> None:
     for id in IDS:
         answer = made.client(id, identity=owners[id]).answer(KeysOrder(**made.common(id)))
         made.keys[id] = answer.keys
-    made.around = {id: IDS for id in IDS}
     client = made.client("a", identity=owners["a"], known=known)
     other = sums(session=2)
     later = other.client("b", identity=owners["b"]).answer(KeysOrder(**other.common("b")))
@@ -503,7 +537,8 @@ def test_only_clients_that_the_owner_knows_share_a_sum(tmp_path: Path) -> None:
         ({**made.keys, "b": made.keys["b"].model_copy(update={"signature": b""})}, "the signature is not valid"),
     ]
     for peers, why in lies:
-        require_refused(why, client.answer, made.shares_order("a", peers=peers, threshold=len(peers)))
+        agreement = made.agreement(clients=len(peers), threshold=len(peers))
+        require_refused(why, client.answer, made.shares_order("a", peers=peers, agreement=agreement))
     assert isinstance(client.answer(made.shares_order("a")), SharesReply)
 
 

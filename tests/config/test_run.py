@@ -44,6 +44,10 @@ def test_the_head_starts_by_task_and_model(changes: dict[str, Any], kind: str | 
 def test_auto_names_the_reason_if_it_does_without_statistics() -> None:
     found, reason = config(federation={"reduction": "median"}).head_kind
     assert (found, reason) == (None, "federation.reduction: median does not apply to statistics")
+    secure = {"secure": {}, "clients_per_round": 10}
+    assert config(federation=secure, partition={"clients": 128}).head_kind == ("lda", None)
+    found, reason = config(federation=secure, partition={"clients": 129}).head_kind
+    assert (found, reason) == (None, "all clients send statistics, and a secure sum has at most 128")
     asked = config(model={"head_init": "class-means"}).head_kind
     assert asked == ("class-means", None)
 

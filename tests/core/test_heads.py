@@ -37,7 +37,7 @@ def pooled(parts: list[HeadStatistics], sizes: list[int]) -> HeadStatistics:
     total = sum(sizes)
     named = [{name: value.float().double() for name, value in part.to_tensors().items()} for part in parts]
     return HeadStatistics.from_tensors(
-        {name: sum(size / total * one[name] for size, one in zip(sizes, named, strict=True)) for name in named[0]}  # type: ignore[misc]
+        {name: sum(size / total * one[name] for size, one in zip(sizes, named, strict=True)) for name in named[0]}
     )
 
 

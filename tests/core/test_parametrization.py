@@ -83,7 +83,7 @@ CASES: dict[str, tuple[Parametrization, dict[str, tuple[int, int]], Callable[[Te
 def _case(name: str) -> tuple[Parametrization, Slots, Callable[[Tensor, Slots], Tensor], Tensor]:
     parametrization, shapes, formula = CASES[name]
     rng = torch.Generator().manual_seed(0)
-    names: tuple[str, ...] = parametrization.slots  # type: ignore[attr-defined]
+    names: tuple[str, ...] = parametrization.slots
     slots = {
         slot: torch.randn({**SHAPES, **shapes}[slot], generator=rng, dtype=torch.float64, requires_grad=True)
         for slot in names
@@ -168,7 +168,6 @@ def test_a_pair_of_the_rectangle_is_two_convolutions(kernel: tuple[int, int]) ->
     U = torch.randn((rows * k1, rank), generator=rng, dtype=torch.float64)
     V = torch.randn((rank, channels * k2), generator=rng, dtype=torch.float64)
     effective = FactorizedConv(kernel).compute_effective({"U": U, "V": V})
-    assert effective.weight is not None
     assert not effective.base
     x = torch.randn((2, channels, 7, 8), generator=rng, dtype=torch.float64)
     whole = F.conv2d(x, effective.weight.view(rows, channels, k1, k2))

@@ -153,14 +153,12 @@ def test_prompts_and_patterns_parse(entry: DatasetEntry) -> None:
 )
 def test_what_counts_of_an_answer(key: str, answer: str, counts: str) -> None:
     found = re.search(ENTRIES[key].answer_pattern or "", answer)
-    assert found is not None
     assert found.group(found.re.groups) == counts
 
 
 @pytest.mark.parametrize("entry", [e for e in TEXTS.values() if e.files], ids=[k for k, e in TEXTS.items() if e.files])
 def test_original_files_load(entry: DatasetEntry, tmp_path: Path) -> None:
     files = entry.files
-    assert files is not None
     columns = entry.file_columns.model_dump(exclude_none=True)
     options: dict[str, object] = {}
     for part, name in (("train", files.train), ("test", files.test)):
@@ -168,7 +166,6 @@ def test_original_files_load(entry: DatasetEntry, tmp_path: Path) -> None:
             rows = rows_of(entry, columns, 12 if part == "train" else 6)
             options[part] = write(tmp_path / name, rows, header=files.header, quotes=files.quoting == "double")
     data = loaded(entry, dataset_config(entry.key, **options))
-    assert data.test is not None
     assert (len(data.train), len(data.test)) == ((12, 6) if files.test else (10, 2))
     if "text" in columns:
         assert data.train["text"][0] == 'some "text", row 0'
@@ -199,8 +196,6 @@ def test_from_the_hub_the_right_part_is_asked_for(key: str, monkeypatch: pytest.
 
     monkeypatch.setattr(datasets, "load_dataset", answer)
     data = loaded(entry, dataset_config(key))
-    assert data.test is not None
-    assert entry.hub is not None
     if key in CORPORA:
         assert (len(data.train), len(data.test), asked) == (entry.rows.train, entry.rows.test, [])
         return
@@ -286,8 +281,6 @@ def test_python_lists_them_too() -> None:
 def test_the_page_about_them_is_current() -> None:
     docs = Path(__file__).parents[2] / "docs"
     spec = importlib.util.spec_from_file_location("generate_data", docs / "generate_data.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert (docs / "data.md").read_text(encoding="utf-8") == module.page(), "run: python docs/generate_data.py"
@@ -350,7 +343,6 @@ def test_the_built_in_corpus_is_named_and_has_a_test_split(tmp_path: Path, monke
         written(folder, f"{split}.csv", f"text,label\n{split} one,a\n{split} two,b\n")
     data = load(config_for("builtin:patient-messages"))
     assert data.train["text"][0] == "train one"
-    assert data.test is not None
     assert data.test["text"][0] == "test one"
 
 
@@ -358,7 +350,6 @@ def test_the_built_in_corpus_is_named_and_has_a_test_split(tmp_path: Path, monke
 def test_the_corpora_that_come_with_the_package_are_whole(name: str) -> None:
     data = load(config_for(f"builtin:{name}"))
     assert len(data.labels) == 20
-    assert data.test is not None
     assert set(data.train["label"]) == set(data.test["label"]) == set(range(len(data.labels)))
 
 

@@ -145,7 +145,6 @@ def test_duplicates_of_a_file_are_counted_and_can_be_kept_together(tmp_path: Pat
 
     config = DataConfig(train=path, text="note", group="note")
     data = load(config)
-    assert data.test is not None
     assert not set(data.train["text"]) & set(data.test["text"])
     assert 15 <= len(data.test) <= 33  # a fifth of 120, in whole groups of 3
     assert data.notes == ()
@@ -188,7 +187,6 @@ def test_images_are_equal_if_their_files_are(tmp_path: Path) -> None:
     data = load(
         DataConfig(train=str(tmp_path), test_fraction=0, group="image"), task=get_task("image-classification").columns
     )
-    assert data.groups is not None
     first = data.groups[0]
     assert (data.groups == first).tolist() == [True, False, True, True, False, False]
     assert len(set(data.groups.tolist())) == 4
@@ -223,7 +221,6 @@ def test_groups_of_a_column_and_rows_without_one(tmp_path: Path, refused: Refuse
     path = table(tmp_path / "t.csv", rows, "text", "label", "patient", "site")
     config = DataConfig(train=path, group="patient", test_fraction=0)
     data = load(config)
-    assert data.groups is not None
     assert len(set(data.groups[:3].tolist())) == 1
     assert len(set(data.groups.tolist())) == 6
     natural = PartitionConfig(partitioner="natural", column="site")
@@ -241,8 +238,7 @@ def test_groups_of_a_column_and_rows_without_one(tmp_path: Path, refused: Refuse
 def test_a_label_can_be_a_group(tmp_path: Path) -> None:
     config = DataConfig(train=table(tmp_path / "t.csv", REPEATED, "text", "kind"), label="kind", group="kind")
     data = load(config.model_copy(update={"test_fraction": 0.0}))
-    assert data.groups is not None
-    assert encode_groups(data.train, config, "data").tolist() == data.groups.tolist()  # pyright: ignore
+    assert encode_groups(data.train, config, "data").tolist() == data.groups.tolist()
     assert len(set(data.groups.tolist())) == 2
 
 

@@ -15,6 +15,7 @@ from fedspan.data.config import DataConfig
 from fedspan.data.dialects import detect_dialect, has_header
 from fedspan.data.loading import load
 from fedspan.errors import FedspanError
+from helpers.refusals import refused
 
 REVIEWS = ["Great film, really", "Too long; too slow", "I liked it | mostly", 'He said "no"', "Fine", "A\tB test, ok"]
 LABELS = ["pos", "neg", "pos", "neg", "pos", "neg"]
@@ -152,7 +153,6 @@ def test_a_header_in_one_of_two_files(tmp_path: Path, headed: str, kind: str) ->
     columns = {"text": "remark", "label": "verdict"} if headed == "train" else {"text": "column_1", "label": "column_2"}
     config = DataConfig(train=str(tmp_path / f"train.{kind}"), test=str(tmp_path / f"test.{kind}"), **columns)
     data = load(config)
-    assert data.test is not None
     assert data.test["text"][:] == data.train["text"][:] == [row.partition(",")[0] for row in _ROWS]
     (note,) = [one for one in data.notes if one.startswith(str(tmp_path / "test")) and "by position" in one]
     assert f"of {tmp_path / 'train'}.{kind} by position" in note
@@ -167,9 +167,8 @@ def test_a_header_that_would_be_read_as_an_example_is_refused(tmp_path: Path, pa
         (tmp_path / f"{one}.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
     columns: dict[str, Any] = {"text": "column_1", "label": "column_2", "header": False}
     config = DataConfig(train=str(tmp_path / "train.csv"), test=str(tmp_path / "test.csv"), **columns)
-    with pytest.raises(FedspanError, match=f"{part}.csv names the columns: text, label. Leave this field out") as error:
+    with refused("data.header", f"{part}.csv names the columns: text, label. Leave this field out"):
         load(config)
-    assert error.value.field == "data.header"
 
 
 def test_other_numbers_of_columns_are_not_matched_by_position(tmp_path: Path) -> None:

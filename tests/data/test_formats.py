@@ -43,7 +43,7 @@ def packed(path: Path, files: Mapping[str, bytes]) -> Path:
                 archive.writestr(name, content)
         return path
     kind = {".tar": "", ".gz": "gz", ".tgz": "gz", ".bz2": "bz2", ".xz": "xz"}[path.suffix]
-    with tarfile.open(path, f"w:{kind}") as archive:  # pyright: ignore[reportCallIssue, reportArgumentType]
+    with tarfile.open(path, f"w:{kind}") as archive:
         for name, content in files.items():
             info = tarfile.TarInfo(name)
             info.size = len(content)
@@ -263,7 +263,6 @@ def test_title_rows_above_the_column_names(tmp_path: Path, refused: Refused) -> 
 
 TASK = get_task("token-classification").columns
 
-assert TASK is not None
 
 SENTENCES = "-DOCSTART- O\n\nAspirin\tB-Drug\nhelps\tO\n\nThe\tO\nTP53\tB-Gene\ngene\tI-Gene\n\n\nRest\tO\n"
 

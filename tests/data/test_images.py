@@ -148,7 +148,6 @@ def test_cifar_10(tmp_path: Path) -> None:
     write(folder / "test_batch.bin", content)
     write(folder / "batches.meta.txt", "\n".join([*CIFAR_NAMES, ""]).encode())
     data = read(folder, test=str(folder / "test_batch.bin"), labels=CIFAR_NAMES)
-    assert data.test is not None
     assert same(decoded(data.train), np.concatenate([images for _, images, _ in parts]))
     assert data.train["label"] == np.concatenate([labels[:, 0] for _, _, labels in parts]).tolist()
     assert same(decoded(data.test), test_images)
@@ -380,7 +379,6 @@ def test_data_sets_in_their_original_layout(key: str, tmp_path: Path) -> None:
     config = parse_config({"data": {"dataset": key, **options}})
     assert (config.task, config.evaluation.metric) == ("image-classification", "accuracy")
     data = load(config.data, task=config.task_columns)
-    assert data.test is not None
     assert (len(data.train), len(data.test)) == ((rows, 4) if "test" in options else (10, 2))
     assert len(data.labels) == (4 if "mnist" in key else 2)
     assert "domain" in data.train.column_names or key not in ("domainnet", "pacs")
@@ -425,7 +423,6 @@ def test_the_real_files(key: str, real_data: Path) -> None:
         parse_config({"data": {"dataset": key, "max_examples": 2000, **options}}).data,
         task=get_task("image-classification").columns,
     )
-    assert data.test is not None
     assert (len(data.train), len(data.test)) == (2000, 2000)
     assert data.labels == tuple("0123456789")
     mean = np.mean([image.mean() for image in decoded(data.train)]) / 255

@@ -52,12 +52,11 @@ def test_a_new_job_waits_for_its_operator(
     (request,) = approvals.list_requests()
     assert caplog.messages == [f"job {request.job[:12]} waits for approval: fedspan approve shows it and approves it"]
     summary = request.summarize(own)
-    request = replace(request, config={**request.config, "training": {"local_steps": 2, "local_epochs": 1, "lr": 0.5}})
-    assert request.summarize(own)["training"] == "local_steps 2, lr 0.5", "steps replace epochs"
-    by_epochs = {**request.config, "training": {"local_steps": None, "local_epochs": 2, "lr": 0.5}}
-    assert replace(request, config=by_epochs).summarize(own)["training"] == "local_epochs 2, lr 0.5"
-    facts = {"method": "fedit", "columns": "text, label", "decision": "waits for fedspan approve"}
+    facts = {"columns": "text, label", "decision": "waits for fedspan approve"}
     assert {name: summary[name] for name in facts} == facts
+    assert summary["method"].startswith("name fedit")
+    assert "local_steps 2" in summary["training"]
+    assert "local_epochs" not in summary["training"], "steps replace epochs"
     approvals.decide(request.job[:8], "approved")
     introduction = introduced(service, values(tiny_folder))
     assert (introduction.refused, introduction.waiting) == (None, False)

@@ -28,7 +28,8 @@ from fedspan.federation.progress import ClientData
 from fedspan.federation.protocol import Envelope
 from fedspan.federation.validation import ReplyRules
 from fedspan.logs import JsonLines
-from fedspan.runs.folder import RunFolder, read_process_start
+from fedspan.processes import read_process_start
+from fedspan.runs.folder import RunFolder
 from helpers import node_service
 from helpers.node_service import values
 from helpers.sites import SITES, local_values, run_values, site_files

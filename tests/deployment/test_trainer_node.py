@@ -12,6 +12,7 @@ from torch.nn import functional
 from transformers import AutoTokenizer, BertForSequenceClassification, TrainerCallback
 
 import fedspan
+from fedspan.config.node import NodeConfig
 from fedspan.deployment import deploy
 from fedspan.deployment.handshake import Introduction, build_server_config, compute_base_digest, compute_extras_digest
 from fedspan.deployment.node import NodeService
@@ -146,9 +147,8 @@ def test_fields_that_bind_no_trainer_are_named(
 ) -> None:
     trainer = make_trainer(tiny_folder, "east")
     limits = {"tokens": 128, "batch": 4, "steps": 10}
-    TrainerNode(
-        node(tiny_folder, tmp_path / "node", data={}, device="cpu", split_seed=2, limits=limits), trainer
-    ).close()
+    given = {"id": "clinic", "server": "localhost:1", "folder": str(tmp_path / "node"), "limits": limits}
+    TrainerNode(NodeConfig.model_validate({**given, "device": "cpu", "split_seed": 2}), trainer).close()
     assert caplog.messages == [
         "these fields of the node's file do not bind the trainer: split_seed, device, limits.batch, limits.tokens"
     ]

@@ -317,7 +317,7 @@ def test_a_new_key_that_meets_the_book_of_another_one_is_told_the_command(tmp_pa
         stale = CliRunner().invoke(get_program(), ["budget", str(file), "--replaces", str(tmp_path / "other.key")])
         assert (stale.exit_code, "other.key.budget" in stale.output) == (2, True)
         continued = CliRunner().invoke(get_program(), ["budget", str(file), "--replaces", str(before)])
-        assert (continued.exit_code, "rounds 1 of 1000" in continued.output) == (0, True), continued.output
+        assert (continued.exit_code, "rounds 1 of 200" in continued.output) == (0, True), continued.output
         keyed.begin()
         assert keyed.get_account().rounds == 1
     events = [row["event"] for row in AuditLog(tmp_path / "state" / AUDIT).read()]
@@ -350,10 +350,10 @@ def test_the_operator_sees_the_budget_and_starts_a_new_one_deliberately(tmp_path
     book(tmp_path).record_order(ORDER, (), "job")
     call = partial(CliRunner().invoke, get_program())
     shown = call(["budget", str(file)])
-    expected = "rounds 1 of 1000, runs 1 of 7, evaluations 0 of 2000, epsilon 0 of no limit"
+    expected = "invitations 0 of 100, runs 1 of 7, rounds 1 of 200, evaluations 0 of 200, epsilon 0 of no limit"
     assert (shown.exit_code, shown.output) == (0, f"fl.example.org, data set data: {expected}\n")
     (row,) = json.loads(call(["budget", str(file), "--json"]).output)
-    assert row["rounds"] == [1, 1000]
+    assert row["rounds"] == [1, 200]
     (tmp_path / "state" / "budget.json").unlink()
     lost = call(["budget", str(file)])
     assert (lost.exit_code, "is missing" in lost.output) == (2, True)
@@ -391,7 +391,7 @@ def test_the_same_data_for_a_server_of_another_name_are_in_the_audit_log(tiny_fo
 
 def test_by_default_every_total_ends(tmp_path: Path) -> None:
     limits = NodeLimits()
-    assert None not in (limits.rounds, limits.runs, limits.evaluations, limits.epsilon)
+    assert limits.epsilon is not None
     assert limits.secure_clients == 3
     assert not limits.is_private_only
     assert NodeLimits.model_validate({"epsilon": 3.0}).is_private_only
@@ -399,8 +399,8 @@ def test_by_default_every_total_ends(tmp_path: Path) -> None:
     assert not NodeLimits.model_validate({"epsilon": None}).is_private_only
     assert NodeLimits.model_validate({"private_only": True}).is_private_only
     with refused("limits.rounds"):
-        book(tmp_path).require_run("long", 1001)
-    book(tmp_path, rounds=None).require_run("long", 10**6)
+        book(tmp_path).require_run("long", limits.rounds + 1)
+    book(tmp_path).require_run("long", limits.rounds)
 
 
 def test_a_node_whose_book_is_lost_refuses_orders_and_tells_no_path(tiny_folder: Path, tmp_path: Path) -> None:
@@ -459,7 +459,7 @@ def test_a_run_with_an_epsilon_of_its_own_or_a_selection_of_nodes_is_not_refused
     tiny_folder: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
-    service = NodeService(node(tiny_folder, tmp_path, limits={"epsilon": 5.0}))
+    service = NodeService(node(tiny_folder, tmp_path, limits={"epsilon": 5.0, "run_rounds": 60}))
     privacy = {"mechanism": "local", "noise": 4.0, "randomness": "secret"}
 
     def refused(run: str, federation: dict[str, Any], **changes: Any) -> str | None:

@@ -25,27 +25,6 @@ def test_the_notebooks_are_current(generator: ModuleType) -> None:
         assert (ROOT / path).read_text(encoding="utf-8") == text, "run docs/generate_notebooks.py"
 
 
-def test_a_cell_has_the_definitions_of_a_script(generator: ModuleType) -> None:
-    before, settings, code, after = generator.convert_page(
-        "# Title\n\n```python parameters\nrounds = 1\n```\n\n"
-        "```python three_machines.py\nOWNERS\nrun_command\n```\n\nThe end.\n"
-    )
-    assert (before.source, settings.source, after.source) == ("# Title", "rounds = 1", "The end.")
-    assert settings.metadata["tags"] == [generator.PARAMETERS]
-    constant, function = code.source.split("\n\n\n")
-    assert constant.startswith("OWNERS = (")
-    assert function.startswith("@contextmanager\ndef run_command(")
-    assert function in (ROOT / "examples" / "three_machines.py").read_text(encoding="utf-8")
-
-
-def test_every_cell_of_a_tutorial_has_an_explanation_nearby(generator: ModuleType) -> None:
-    """No notebook is a script in cells: of its cells, a third or more are text, and it reads no command line."""
-    for path in generator.PAGES:
-        cells = nbformat.read(ROOT / path, as_version=4).cells
-        assert 3 * sum(cell.cell_type == "markdown" for cell in cells) >= len(cells), path
-        assert not any("argparse" in cell.source or "sys.argv" in cell.source for cell in cells), path
-
-
 def test_every_notebook_shows_what_it_prints(generator: ModuleType) -> None:
     for path in generator.PAGES:
         cells = nbformat.read(ROOT / path, as_version=4).cells
@@ -53,29 +32,6 @@ def test_every_notebook_shows_what_it_prints(generator: ModuleType) -> None:
         assert outputs, f"run docs/generate_notebooks.py --run {path}"
         assert not any(output.get("name") == "stderr" or output.output_type == "error" for output in outputs), path
         assert not re.search(r"/(tmp|home|root|var)/", str(outputs)), path
-
-
-def test_outputs_stay_with_the_code(generator: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generator, "ROOT", tmp_path)
-    monkeypatch.setattr(generator, "PAGES", {"page.ipynb": "page.md"})
-    page, notebook = tmp_path / "page.md", tmp_path / "page.ipynb"
-
-    def written(text: str) -> list[Any]:
-        page.write_text(text, encoding="utf-8")
-        notebook.write_text(generator.build_notebooks()[Path("page.ipynb")], encoding="utf-8")
-        return [cell.get("outputs") for cell in nbformat.read(notebook, as_version=4).cells]
-
-    settings = "```python parameters\ncount = 2\n```\n"
-    assert written(f"# Title\n\n{settings}```python\nprint(count)\n```\n") == [None, [], []]
-    with pytest.raises(KeyError, match="other"):
-        generator.store_outputs(Path("page.ipynb"), other="1")
-    generator.store_outputs(Path("page.ipynb"), count="3")
-    kept = written(f"# Another title\n\n{settings}```python\nprint(count)\n```\n")
-    said, printed = [output["text"] for outputs in kept[1:] for output in outputs]
-    assert re.fullmatch(r"Outputs of [-\d]{10}, \w+, \d+ cores, count = '3' \(python .* --run page.ipynb\)\n", said)
-    assert printed == "3\n"
-    assert nbformat.read(notebook, as_version=4).cells[1].source == "count = 2"
-    assert written(f"# Title\n\n{settings}```python\nprint(count + 1)\n```\n") == [None, [], []]
 
 
 def run_notebook(generator: ModuleType, path: Path, folder: Path, **settings: Any) -> str:

@@ -47,6 +47,7 @@ from fedspan.experiments.tables import (
 from fedspan.experiments.verdict import compare_pairs, compare_to
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.integrity import format_config
+from helpers.refusals import refused
 
 
 def config(**changes: Any) -> RunConfig:
@@ -63,9 +64,8 @@ def test_seeds_are_different_whole_numbers() -> None:
         ([0.5], "a whole number from 0"),
         ([3, 4, 3], "the seed 3 is given twice"),
     ):
-        with pytest.raises(FedspanError, match=why) as caught:
+        with refused("--seeds", why):
             validate_seeds(seeds)
-        assert caught.value.field == "--seeds"
 
 
 def test_all_seeds_share_the_partition_of_the_first_unless_the_config_has_one() -> None:

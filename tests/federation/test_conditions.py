@@ -236,7 +236,7 @@ def test_the_simulated_clock_waits_for_who_stops_replying_in_any_exchange(
     else:
         assert 0 < training < 1
     assert {failure.client for failure in result.failures} <= {IDS[0]}
-    assert (IDS[0] in result.progress.last_rounds) == (phase == "unmask")
+    assert (IDS[0] in result.progress.last_rounds) == (phase in ("confirm", "unmask"))
 
 
 def test_replies_that_wait_for_the_clock_lie_in_a_file(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

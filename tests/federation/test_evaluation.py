@@ -162,15 +162,15 @@ def test_a_single_client_and_one_whose_examples_are_known_here_are_not_trimmed(p
     single, pair = (reported(prepared, [HONEST] * count)[0] for count in (1, 2))
     assert single.trimmed is None
     assert pair.trimmed is not None
-    assert single.rounded
-    assert pair.rounded
+    assert single.noisy
+    assert pair.noisy
     old = prepared.federation
     rows = dict.fromkeys(old.clients, HONEST)
     federation = Federation(old.method, old.engine, old.clients, old.examples, old.settings, Reporting(rows))
     scores, _ = RemoteEvaluator(federation, 32).evaluate_clients(federation.begin())
     assert len(scores.by_client) >= 3
     assert scores.trimmed is None
-    assert not scores.rounded
+    assert not scores.noisy
 
 
 def test_a_client_that_was_admitted_with_a_number_counts_up_to_it(tiny_folder: Path) -> None:

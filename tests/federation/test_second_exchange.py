@@ -432,6 +432,22 @@ def test_a_secure_round_of_three_needs_all_of_them_for_its_second_sum(tiny_folde
     assert set(result.progress.last_rounds) == set(cohort)
 
 
+@pytest.mark.parametrize("attempts", [1, 2])
+def test_both_secure_sums_of_a_round_have_the_same_clients(attempts: int, tiny_folder: Path, tmp_path: Path) -> None:
+    """Of four, three would be enough for a sum; but the difference of both would show the sketch of the fourth."""
+    prepared = prepare(make_config(tiny_folder, federation={"clients_per_round": None, "max_weight_ratio": None}))
+    settings = SecureSettings(clip=1e4, bits=64)
+    made, stage = secure_rounds.secured(prepared, tmp_path, settings=settings, retries=1)
+    stage.lose = lambda asked: asked.task == "second" and asked.to == LOST and asked.attempt < attempts
+    if attempts == 2:
+        with pytest.raises(FedspanError, match="needs good replies of at least 4 of 4 clients"):
+            made.run_round(made.begin())
+        return
+    result = made.run_round(made.begin())
+    assert {one.client for one in result.failures} == {LOST}
+    assert len(result.progress.last_rounds) == 4
+
+
 def test_a_clipped_change_of_a_secure_sum_has_one_factor_in_both_exchanges(tiny_folder: Path, tmp_path: Path) -> None:
     """Sketches Y are longer than P, so a limit between both clips Y alone."""
     training = {"local_steps": None, "batch_size": 12}

@@ -41,7 +41,6 @@ def blocks_of(page: Path) -> list[Block]:
     parser = MarkdownIt().disable("inline")  # what is within a paragraph is no block, and takes most of the time
     for token in parser.parse((ROOT / page).read_text(encoding="utf-8")):
         if token.type in ("fence", "code_block"):
-            assert token.map is not None
             language = token.info.strip() if token.type == "fence" else "indented"
             found.append(Block(page, token.map[0] + 1, language, token.content))
     return found

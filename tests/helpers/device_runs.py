@@ -144,7 +144,6 @@ def result(settings: dict[str, Any], device: str) -> dict[str, Any]:
         progress = start_head(prepared.federation, progress, prepared.head)
     while progress.state.round < prepared.federation.settings.rounds:
         progress = prepared.federation.run_round(progress).progress
-    assert prepared.test is not None
     evaluator = prepared.evaluator
     scores = evaluator.evaluate_clients(progress), evaluator.evaluate_heldout(progress, prepared.test, generate=True)
     return flat([progress, scores])

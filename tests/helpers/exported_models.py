@@ -28,7 +28,6 @@ def predict_with_peft(made: Prepared, adapter: Path) -> Tensor:
         base = made.config.model.name
         fresh = auto.from_pretrained(base) if images else tiny.fresh_classifier(base)
         model = PeftModel.from_pretrained(fresh, str(adapter))
-    assert made.test is not None
     batch = made.task.collate(made.test, range(len(made.test)), torch.device("cpu"))
     with torch.no_grad():
         return made.task.predict(model.eval(), batch)
@@ -36,5 +35,4 @@ def predict_with_peft(made: Prepared, adapter: Path) -> Tensor:
 
 def predict_with_engine(made: Prepared, progress: Progress, client: str | None = None) -> Tensor:
     """Logits of the engine under the model of a client, or the global one."""
-    assert made.test is not None
     return made.engine.predict(made.evaluator.build_job(progress, client), made.test, np.arange(len(made.test)), 50)

@@ -37,6 +37,8 @@ from fedspan.federation import serialization
 from fedspan.federation.protocol import Envelope, Masking, Order, Part, Reply, decode_reply, read_header
 from fedspan.federation.secagg.messages import (
     Agreement,
+    ConfirmOrder,
+    ConfirmReply,
     KeysOrder,
     KeysReply,
     PublicKeys,
@@ -247,13 +249,16 @@ _AGREEMENT = Agreement(
     lr=0.1,
     model="0" * 64,
     clients=3,
+    threshold=3,
     clip=1.0,
     bits=32,
     top=1.0,
     layout="0" * 64,
 )
 _CLIENT = Client("a", 2, 1.0, 5, 1.0, None)
-_KEYS = PublicKeys(sealing=bytes(32), masking=bytes(32), own=bytes(32), identity="ecdsa", signature=bytes(90))
+_KEYS = PublicKeys(
+    sealing=bytes(32), masking=bytes(32), own=bytes(32), signing=bytes(32), identity="ecdsa", signature=bytes(90)
+)
 _FACTS: dict[str, Any] = {"run": "run", "serial": 5, "round": 1, "attempt": 0, "to": "a", "session": 1}
 
 
@@ -267,8 +272,9 @@ class Orders(_Json):
             Order("train", 0, 0, 0.1, "a", _CLIENT, b"", 0, "run", 7, _MASKING).to_envelope(),
             Order("evaluate", 3, 1, 0.0, "a", None, b"", run="run", serial=8).to_envelope(),
             KeysOrder(**_FACTS).to_envelope(),
-            SharesOrder(**_FACTS, threshold=2, peers={"a": _KEYS, "b": _KEYS}, agreement=_AGREEMENT).to_envelope(),
-            UnmaskOrder(**_FACTS, survivors=("a",), dropped=("b",), sealed={"a": bytes(100)}).to_envelope(),
+            SharesOrder(**_FACTS, peers={"a": _KEYS, "b": _KEYS}, agreement=_AGREEMENT).to_envelope(),
+            ConfirmOrder(**_FACTS, survivors=("a",), dropped=("b",), sealed={"a": bytes(100)}).to_envelope(),
+            UnmaskOrder(**_FACTS, signatures={"a": bytes(64)}).to_envelope(),
             Invitation(run="run", version=__version__, config=json.dumps(_CONFIG)).to_envelope(),
         )
         self.seeds = tuple(envelope.header.encode() for envelope in envelopes)
@@ -294,6 +300,7 @@ class Answers(_Json):
             Reply("train", 1, 0, "a", failed="no memory", lost=True).to_envelope(),
             KeysReply(id="a", session=1, keys=_KEYS).to_envelope(),
             SharesReply(id="a", session=1, sealed={"b": bytes(100)}).to_envelope(),
+            ConfirmReply(id="a", session=1, signature=bytes(64), unopened=("b",)).to_envelope(),
             UnmaskReply(id="a", session=1, shares={"b": bytes(34)}, failed="no").to_envelope(),
             Introduction(id="a", version=__version__, examples=5, base="0" * 64, extras="0" * 64).to_envelope(),
         )
@@ -304,7 +311,10 @@ class Answers(_Json):
         envelope, refusals = Envelope(data.decode(errors="surrogateescape")), 0
         kinds: tuple[Callable[[], Any], ...] = (
             lambda: decode_reply(envelope).failed,
-            *((lambda kind=kind: read_header(kind, envelope).failed) for kind in (KeysReply, SharesReply, UnmaskReply)),
+            *(
+                (lambda kind=kind: read_header(kind, envelope).failed)
+                for kind in (KeysReply, SharesReply, ConfirmReply, UnmaskReply)
+            ),
             lambda: read_header(Introduction, envelope).refused,
         )
         if len(data) > 2**17:  # a server reads a reply as the one kind that it waits for
@@ -458,7 +468,7 @@ class Door(Target):
         }
 
         async def request() -> list[int]:
-            made = door.Door(app, exchange=exchange, offers=Path(self._folder.name))  # type: ignore[arg-type]
+            made = door.Door(app, exchange=exchange, offers=Path(self._folder.name))
             statuses = list[int]()
             for _ in range(2 if wire.UPLOAD_HEADER.encode() in dict(headers) else 1):
                 events, sent = [{"type": "http.request", "body": body, "more_body": False}], list[Any]()

@@ -21,7 +21,6 @@ def run_rounds(config: RunConfig, rounds: int = 2) -> tuple[Prepared, Progress]:
 
 def theirs(made: Prepared, model: nn.Module) -> Tensor:
     """What a model predicts of the run's test set."""
-    assert made.test is not None
     batch = made.task.collate(made.test, range(len(made.test)), torch.device("cpu"))
     with torch.no_grad():
         return made.task.predict(model.eval(), batch)

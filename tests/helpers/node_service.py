@@ -17,6 +17,11 @@ from helpers import tiny
 from helpers.reply_transport import ReplyingTransport
 
 CLIENT = "clinic"
+OPEN = {
+    **{"approve": "auto", "min_batch": 1, "train_examples": 1, "evaluation_examples": 1, "evaluation_epsilon": None},
+    **{"head_statistics": "exact", "statistics_max_length": 2, "statistics_examples": 1, "class_examples": 2},
+}
+"""Limits of a node with few examples that sends what a server asks for, as measured."""
 
 
 def values(tiny_folder: Path, **changes: Any) -> dict[str, Any]:
@@ -31,7 +36,7 @@ def values(tiny_folder: Path, **changes: Any) -> dict[str, Any]:
 def node(tiny_folder: Path, folder: Path, **changes: Any) -> NodeConfig:
     """A node's config, whose limits allow the tiny model and few examples."""
     given = {"id": CLIENT, "server": "localhost:1", "data": {"train": str(tiny_folder / "corpus.csv")}, **changes}
-    limits = {"models": [f"{tiny_folder}/*"], "evaluation_examples": 1, **given.pop("limits", {})}
+    limits = {"models": [f"{tiny_folder}/*"], **OPEN, **given.pop("limits", {})}
     return NodeConfig.model_validate({"folder": str(folder), "limits": limits, **given})
 
 

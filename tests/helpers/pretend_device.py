@@ -110,7 +110,7 @@ class Pretend(Tensor):
 
     @data.setter
     def data(self, value: Pretend) -> None:
-        Tensor.data.__set__(self, value)  # pyright: ignore[reportAttributeAccessIssue]
+        Tensor.data.__set__(self, value)
         self.raw = value.raw
 
     def tolist(self) -> Any:
@@ -201,11 +201,11 @@ def _reads_back(
 def _pin_memory(tensor: Tensor) -> Tensor:
     """``Tensor.pin_memory``: a marked copy."""
     pinned = tensor.clone()
-    pinned.pinned = True  # pyright: ignore[reportAttributeAccessIssue]
+    pinned.pinned = True
     return pinned
 
 
-Tensor.pin_memory = _pin_memory  # pyright: ignore[reportAttributeAccessIssue]
+Tensor.pin_memory = _pin_memory
 _LIBRARY = torch.library.Library("_", "IMPL")
 
 

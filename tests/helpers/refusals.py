@@ -11,8 +11,8 @@ from fedspan.errors import FedspanError
 
 
 @contextmanager
-def refused(field: str) -> Iterator[pytest.ExceptionInfo[FedspanError]]:
-    """Expect a ``FedspanError`` of a field."""
-    with pytest.raises(FedspanError) as caught:
+def refused(field: str, match: str | None = None) -> Iterator[pytest.ExceptionInfo[FedspanError]]:
+    """Expect a ``FedspanError`` of a field, and a pattern in its message where the field alone says too little."""
+    with pytest.raises(FedspanError, match=match) as caught:
         yield caught
     assert caught.value.field == field

@@ -12,7 +12,6 @@ from fedspan.clients.store import DiskClientStore
 from fedspan.errors import FedspanError
 from fedspan.federation.federation import Federation
 from fedspan.federation.protocol import Envelope, decode_order
-from fedspan.federation.transport import Orders
 from fedspan.federation.validation import ReplyRules
 from fedspan.runs.setup import Prepared
 from fedspan.training.loop import LoopEngine
@@ -34,9 +33,7 @@ class LocalTraining(ReplyingTransport):
                 answer = self.hosts[id].answer(order)
             except FedspanError as error:
                 answer = refuse(order, error)
-            assert isinstance(envelopes, Orders)
             limit = envelopes.compute_reply_bytes(id)
-            assert limit is not None
             assert len(answer.body) <= limit  # derived from the job, and no client sends more
             yield id, answer.to_envelope()
 

@@ -17,6 +17,7 @@ from fedspan.federation.secagg.messages import decode_request
 from fedspan.runs.remote import build_server_clients, connect, prepare_server
 from fedspan.runs.setup import Prepared
 from helpers import tiny
+from helpers.node_service import OPEN
 from helpers.reply_transport import Replies, ReplyingTransport
 
 CLINICS = ("clinic-a", "clinic-b", "clinic-c")
@@ -34,7 +35,7 @@ def values(tiny_folder: Path, **federation: Any) -> dict[str, Any]:
 def node(id: str, tiny_folder: Path, folder: Path, **limits: Any) -> NodeConfig:
     """The config of a data owner, whose limits allow the tiny model."""
     given = {"id": id, "server": "localhost:1", "data": {"train": str(tiny_folder / "corpus.csv")}}
-    limits = {"models": [f"{tiny_folder}/*"], "evaluation_examples": 1, **limits}
+    limits = {"models": [f"{tiny_folder}/*"], **OPEN, **limits}
     return NodeConfig.model_validate({"folder": str(folder / id), "limits": limits, **given})
 
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from fedspan.clients.host import Host
 from fedspan.clients.refusals import refuse_any
-from fedspan.clients.secagg import DiskSessionStore, SecureClient
+from fedspan.clients.secagg import SecureClient
+from fedspan.clients.secagg_store import DiskSessionStore
 from fedspan.clients.store import DiskClientStore
 from fedspan.core.values import Reduced, ServerState
 from fedspan.crypto.masks import Ring
@@ -47,7 +48,7 @@ def good(_: Order | Phase, back: Envelope) -> Envelope:
 
 def gone_at(phase: str, *ids: str, attempts: int = 99) -> Lose:
     """Clients that do not answer a phase, nor what comes after it, in the first attempts."""
-    order = ("keys", "shares", "train", "second", "unmask")
+    order = ("keys", "shares", "train", "second", "confirm", "unmask")
 
     def lose(asked: Order | Phase) -> bool:
         return asked.to in ids and asked.attempt < attempts and order.index(asked.task) >= order.index(phase)
@@ -105,7 +106,7 @@ def secured(
     lose: Lose = nobody,
     spoil: Spoil = good,
     settings: SecureSettings | None = None,
-    least: int = 2,
+    least: int = 3,
     method: Any = None,
     **rules: Any,
 ) -> tuple[Federation, Stage]:

@@ -181,8 +181,6 @@ def _load_own_task() -> TaskDefinition:
     """Return the definition of examples/own_task.py."""
     path = Path(__file__).parents[2] / "examples" / "own_task.py"
     spec = spec_from_file_location("own_task", path)
-    assert spec is not None
-    assert spec.loader is not None
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.MEDIAN_REGRESSION

@@ -18,7 +18,6 @@ from torch import nn
 from fedspan.config import parse_config
 from fedspan.federation.progress import Progress
 from fedspan.runs.setup import Prepared, prepare
-from fedspan.training.batched import BatchedEngine
 from helpers import tiny, tiny_decoders, tiny_images, tiny_seq2seq
 
 _TEXT: dict[str, Any] = {"vocab_size": tiny.VOCABULARY_SIZE, "initializer_range": 0.3, "pad_token_id": 0}
@@ -232,7 +231,6 @@ def compare(folder: Path, key: str, method: str = "fedit", targets: list[str] | 
         if value.is_floating_point() and value.any()
     ]
     engine = batched.engine
-    assert isinstance(engine, BatchedEngine)
     changed = {name.partition("/")[0] for name, value in tensors.items() if not torch.equal(value, start[name])}
     layers = list(loop.engine.adapted.layers)
     suffixes = sorted({name.rpartition(".")[2] for name in layers})

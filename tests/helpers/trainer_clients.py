@@ -78,7 +78,7 @@ class _Planned(TransformersTrainer):
     """Tells the trainer which round it trains."""
 
     def train(self, plan: RoundPlan, optimizer: JobOptimizer) -> float:
-        self.trainer.plan = plan  # pyright: ignore[reportAttributeAccessIssue]
+        self.trainer.plan = plan
         return super().train(plan, optimizer)
 
 
@@ -203,7 +203,6 @@ def torch_trainer(folder: Path, owner: str, processor: Any = None) -> fedspan.To
     """The same owner's plain PyTorch loop, with the batches of ``make_trainer`` in their order."""
     trainer = make_trainer(folder, owner)
     model = trainer.model
-    assert model is not None
     loader = DataLoader(trainer.train_dataset, batch_size=4, collate_fn=trainer.data_collator)
     held_out = trainer.data_collator(list(trainer.eval_dataset))
 

@@ -55,7 +55,6 @@ class Interrupts(TrainerCallback):
 
 def record_draws(trainer: Trainer, draws: dict[str, torch.Tensor]) -> None:
     """Record the examples of each pass in training, and which values its first dropout keeps, flattened."""
-    assert trainer.model is not None
 
     def record_inputs(module: nn.Module, args: object, inputs: dict[str, torch.Tensor]) -> None:
         if module.training:
@@ -66,7 +65,7 @@ def record_draws(trainer: Trainer, draws: dict[str, torch.Tensor]) -> None:
             draws[f"mask/{len(draws) // 2}"] = (output != 0).flatten()
 
     trainer.model.register_forward_pre_hook(record_inputs, with_kwargs=True)
-    trainer.model.bert.embeddings.dropout.register_forward_hook(record_mask)  # pyright: ignore
+    trainer.model.bert.embeddings.dropout.register_forward_hook(record_mask)
 
 
 def enable_fsdp(trainer: Trainer) -> None:
@@ -74,7 +73,7 @@ def enable_fsdp(trainer: Trainer) -> None:
     state = trainer.accelerator.state
     assert state.distributed_type == DistributedType.MULTI_CPU
     state.distributed_type = DistributedType.FSDP
-    state.fsdp_plugin = FullyShardedDataParallelPlugin(**trainer.args.fsdp_plugin_args)  # pyright: ignore[reportCallIssue]
+    state.fsdp_plugin = FullyShardedDataParallelPlugin(**trainer.args.fsdp_plugin_args)
     trainer.is_fsdp_enabled = True
 
 
@@ -119,7 +118,7 @@ def serve(
     if fsdp:
         enable_fsdp(made)
     if fewer and args.process_index == 1:
-        made.train_dataset = made.train_dataset.select(range(5))  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+        made.train_dataset = made.train_dataset.select(range(5))
     draws: dict[str, torch.Tensor] = {}
     if dropout:
         record_draws(made, draws)
@@ -153,7 +152,6 @@ def run_rounds(prepared: Prepared, file: Path) -> None:
             return
         progress = result.progress
         validation, _ = prepared.evaluator.evaluate_clients(progress)
-        assert validation is not None
         losses += [result.loss, validation.pooled["loss"]]
     tensors = {name: value.clone().contiguous() for name, value in progress.state.tensors.items()}
     base = {f"base/{name}": to_dense(value) for name, value in progress.state.base.total.items()}

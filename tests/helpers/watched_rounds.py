@@ -284,7 +284,6 @@ def run_watched(prepared: Prepared, config: RunConfig) -> MethodRun:
 
     made = tiny.variant(prepared, config, watch=watch, engine=WatchedEngine)
     method, engine, written = watched[0], made.engine, list[str]()
-    assert isinstance(engine, WatchedEngine)
     rounds: list[Round] = []
     progress = made.federation.begin()
     while progress.state.round < made.federation.settings.rounds:

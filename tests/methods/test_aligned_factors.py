@@ -170,7 +170,7 @@ class FairOracle(PairOracle):
 )
 def test_rounds_match_the_dense_objective(options: dict[str, object]) -> None:
     problem = Problem()
-    method = LoRAFAIR(spec=problem.adapted().spec, r=2, lora_alpha=4, **options)  # type: ignore[arg-type]
+    method = LoRAFAIR(spec=problem.adapted().spec, r=2, lora_alpha=4, **options)
     made = federation(method)
     follow(made, FairOracle(made, method), tolerance=1e-8)
 
@@ -197,7 +197,7 @@ def test_the_correction_turns_the_product_towards_the_exact_average(penalty: str
     spec = Spec((LayerSpec("one", 9, 5),))
 
     def cosine(**options: object) -> float:
-        after = LoRAFAIR(spec=spec, r=2, lora_alpha=4, penalty=penalty, **options).update(ServerState(), reduced)  # type: ignore[arg-type]
+        after = LoRAFAIR(spec=spec, r=2, lora_alpha=4, penalty=penalty, **options).update(ServerState(), reduced)
         product = after.tensors["one/B"] @ after.tensors["one/A"]
         return float((product * D).sum() / product.norm() / D.norm())
 

@@ -61,7 +61,7 @@ def _sketch(pairs: list[tuple[float, Tensor, Tensor]], oversampling: int, shape:
     """B A after the two exchanges of clients that are given as weight, B and A."""
     method = FedASK(spec=Spec((LayerSpec("layer", *shape),)), r=r, oversampling=oversampling, train_A=True)
     client, state = Client("client", r, 1.0, 1, 1.0), ServerState(round=3)
-    job = method.start(Message(method.init(None).tensors, {"generation": 0}), client, {}, 3)  # type: ignore[arg-type]
+    job = method.start(Message(method.init(None).tensors, {"generation": 0}), client, {}, 3)
     means: dict[str, Tensor] = {}
     trained = [{"layer/B": B, "layer/A": A} for _, B, A in pairs]
     first = [method.finish(job, Trained(tensors), client, {}, 3)[0].tensors["layer/Y"] for tensors in trained]
@@ -153,7 +153,7 @@ def test_an_order_with_other_matrices_is_refused(Q: Tensor | None) -> None:
 )
 def test_hostile_replies_of_the_second_exchange_are_refused(reply: dict[str, Tensor], reason: str) -> None:
     inner = FedASK(spec=Spec((LayerSpec("layer", 6, 4),)), r=2, oversampling=1)
-    state = inner.init(None)  # type: ignore[arg-type]
+    state = inner.init(None)
     order = inner.build_second_order(state, Reduced({"layer/Y": torch.randn(6, 3)}))
     method, client = SecondExchange(inner=inner, order=order, state=state), Client("a", 2, 1.0, 1, 1.0)
     expected = build_untrained_reply(method, order, client, 0)

@@ -95,7 +95,7 @@ def test_pruning_padding_and_weights_match_the_oracle(weighting: str) -> None:
                 A[: ranks[id]] += sizes[id] / sum(sizes.values()) * updates[id][one]["A"]
                 B[:, : ranks[id]] += sizes[id] / sum(sizes.values()) * updates[id][one]["B"]
             server[one] = {"A": A, "B": B}
-        head = {name: sum(shares[id] * heads[id][name] for id in ids) for name in HEAD}  # type: ignore[misc]
+        head = {name: sum(shares[id] * heads[id][name] for id in ids) for name in HEAD}
         for id, rank in ranks.items():
             assert federation.job(id).tensors[join_tensor_name("fc1", "A")].shape == (rank, 5)
             cut = server["fc1"]["B"][:, :rank] @ server["fc1"]["A"][:rank]
@@ -136,7 +136,7 @@ def _reduced(method: HetLoRA, replies: list[tuple[Client, dict[str, Tensor]]]) -
 
 
 def _method(**options: object) -> tuple[HetLoRA, ServerState]:
-    method = HetLoRA(spec=Spec((LayerSpec("layer", 6, 4),)), r=3, lora_alpha=6.0, **options)  # type: ignore[arg-type]
+    method = HetLoRA(spec=Spec((LayerSpec("layer", 6, 4),)), r=3, lora_alpha=6.0, **options)
     rng = torch.Generator().manual_seed(5)
     return method, ServerState(round=1, tensors=_reply(rng, 3))
 
@@ -181,7 +181,6 @@ def test_cutting_slots_does_not_rescale_the_rest() -> None:
         client = _client(0, rank, 1.0)
         job = method.start(method.sync(state, client), client, {}, state.round)
         pair = job.parametrization["layer"].compute_effective(select_slots(job.tensors, "layer")).pair
-        assert pair is not None
         assert pair.rank == rank
         assert close(pair.to_dense(), 2.0 * B[:, :rank] @ A[:rank], 1e-6)
     assert len({tuple(method.sync(state, _client(k, 5, 1.0)).tensors["layer/A"][4].tolist()) for k in range(3)}) == 1

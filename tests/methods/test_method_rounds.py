@@ -93,8 +93,7 @@ def test_a_resumed_run_ends_as_one_that_never_stopped(
     for expected in reference_rounds(key)[1][1:]:
         one_round_in_a_new_process(tmp_path)
         kept = checkpoint.load_latest(run)
-        assert kept is not None
-        resumed = Progress(kept.state, kept.states, kept.last_rounds)  # type: ignore[arg-type]
+        resumed = Progress(kept.state, kept.states, kept.last_rounds)
         assert differences(resumed, expected) == []
 
 
@@ -216,7 +215,6 @@ def test_one_node_cannot_hide_or_outweigh_a_metric(tiny_folder: Path, prepared: 
         nothing = np.empty(0, np.int64)
         federation.clients = {**federation.clients, id: replace(client_data, validation=nothing)}
     scores = evaluator._pool("validation", rows)
-    assert scores is not None
     assert silent not in scores.by_client
     assert [failure.client for failure in federation.pop_events().failures] == [silent]
     weight = min(float(federation.clients[liar].client.examples), 4 * 4.0)  # federation.max_weight_ratio
@@ -298,7 +296,6 @@ def test_peft_gives_the_engine_s_logits(
 
 
 def diagnosed(prepared: Prepared, before: Progress, *, pairs: int, examples: int = 500) -> Diagnosis:
-    assert prepared.test is not None
     return diagnose_round(
         prepared.federation, before, prepared.test, title="one", seed=0, batch_size=64, pairs=pairs, examples=examples
     )
@@ -330,7 +327,6 @@ def test_of_every_method_the_numbers_are_those_of_dense_weights(key: str, run_me
         lost = one.updates.aggregation_error * float(step.norm())
         assert lost == pytest.approx(oracle[layer] * float(whole.norm()), rel=1e-3, abs=1e-6 * float(whole.norm()))
         change = run.global_change(layer, round.after)
-        assert one.accumulated is not None
         assert one.accumulated.norm == pytest.approx(float(change.norm()), rel=1e-4)
         values = torch.linalg.svdvals(change)
         wanted = float((values.norm() / values[0]) ** 2)
@@ -349,7 +345,6 @@ def test_a_barrier_ends_at_the_losses_of_the_clients_models(key: str, run_method
         (round.result.cohort[0], other) for other in round.result.cohort[1:]
     ]
     engine, held = run.prepared.engine, run.prepared.test
-    assert held is not None
     for one in found.barriers:
         assert len(one.losses) == len(STEPS)
         for id, loss in zip(one.clients, (one.losses[0], one.losses[-1]), strict=True):

@@ -37,7 +37,6 @@ from fedspan.models.fast_paths import BlockedFastPaths
 from fedspan.models.layout import TokenLayout
 from fedspan.models.metering import Meter, meter_pass
 from fedspan.runs.setup import prepare
-from fedspan.training.batched import BatchedEngine
 from fedspan.training.trainers import trainer_engine
 from fedspan.training.trainers.trainer_engine import TrainerEngine
 from helpers import tiny
@@ -98,9 +97,9 @@ def test_what_is_no_chain(model: nn.Module) -> None:
 def test_hidden_states_that_change_between_two_blocks_end_a_chain() -> None:
     model = Reader(Block(), Block())
     first, second = model.blocks
-    with replace_forward(first, lambda hidden: Block.forward(first, hidden)):  # type: ignore[arg-type]
+    with replace_forward(first, lambda hidden: Block.forward(first, hidden)):
         assert chains(model) == [[first, second]]
-    model.forward = lambda input_ids: second(first(model.embedding(input_ids)) * 2)  # type: ignore[method-assign]
+    model.forward = lambda input_ids: second(first(model.embedding(input_ids)) * 2)
     assert chains(model) == []
 
 
@@ -171,7 +170,6 @@ def rounds(folder: Path, kind: str, **engine: Any) -> list[RoundResult]:
     """Two rounds of four clients, of whom three share a pass."""
     made = {"training": {"optimizer": "sgd", "lr": 0.02}, "federation": {"clients_per_round": 4}}
     prepared = prepare(tiny.config(folder, kind, engine={"name": "batched", **engine}, **made))
-    assert isinstance(prepared.engine, BatchedEngine)
     first = prepared.federation.run_round(prepared.federation.begin())
     assert prepared.engine.refusal is None
     return [first, prepared.federation.run_round(first.progress)]

@@ -50,7 +50,6 @@ def save_adapter(folder: Path, tiny_folder: Path, kind: str = "bert", **options:
 
 
 def logits(prepared: Prepared, model: torch.nn.Module) -> Tensor:
-    assert prepared.test is not None
     batch = prepared.task.collate(prepared.test, range(len(prepared.test)), torch.device("cpu"))
     with torch.no_grad():
         return prepared.task.predict(model, batch)
@@ -132,7 +131,6 @@ def test_an_export_is_a_plain_lora_of_one_rank(prepared: Prepared, tmp_path: Pat
     """Alpha equals r, so that a reader with or without the scaling sees the same update; names are PEFT's."""
     folder = write_adapters(prepared, prepared.federation.begin(), RunFolder(tmp_path))["global"]
     config = PeftConfig.from_pretrained(str(folder))
-    assert isinstance(config, LoraConfig)
     tensors = load_file(folder / "adapter_model.safetensors")
     A = {value.shape[0] for name, value in tensors.items() if name.endswith("lora_A.weight")}
     assert A == {config.r} == {config.lora_alpha} == {1}  # nothing is trained yet: rank 1, of zeros

@@ -145,12 +145,9 @@ def test_every_parametrization_is_the_module_with_that_weight(kind: str, name: s
     assert close(out.detach(), expected.detach())
     (expected * direction).sum().backward()
     gradient = plain.get_parameter("weight").grad
-    assert gradient is not None
     W_OI.backward(adapted.layers["layer"].operator.to_matrix(gradient))
     for name, leaf in leaves.items():
         found, wanted = live[name].grad, leaf.grad
-        assert found is not None
-        assert wanted is not None
         assert close(found, wanted), name
         assert float(wanted.abs().max()) > 0.001, name
 
@@ -171,7 +168,6 @@ def test_captured_gradients_are_autograd_s(kind: str) -> None:
             (adapted.model(x) * direction).sum().backward()
         (plain(x) * direction).sum().backward()
     expected = plain.get_parameter("weight").grad
-    assert expected is not None
     assert {factor.dtype for gradient in found for factor in (gradient.A, gradient.B)} == {torch.float32}
     assert close(concatenate(found).to_dense().double(), adapted.layers["layer"].operator.to_matrix(expected), 1e-5)
 
@@ -188,7 +184,6 @@ def test_a_base_update_moves_the_weight_and_leaves_w0(kind: str, form: str) -> N
     base = BaseUpdate().add(Increment(0, {"layer": delta}, decay=0.5))
     tensors = {name: value.float() for name, value in drawn(adapted, "LoRA").items()}
     pair = LoRA(0.7).compute_effective(by_slot(tensors)).pair
-    assert pair is not None
     adapted.set_base(base)
     adapted.install({"layer": LoRA(0.7)}, tensors, frozenset())
     expected = with_weight(plain, adapted, 0.5 * W_OI + dense + pair.to_dense())(x)
@@ -231,7 +226,6 @@ def test_decay_within_a_job_shrinks_the_base_and_not_the_bias(kind: str) -> None
     adapted.install({"layer": LoRA(0.7)}, tensors, frozenset())
     layer.shrink = 0.25
     pair = LoRA(0.7).compute_effective(by_slot(tensors)).pair
-    assert pair is not None
     expected = with_weight(plain, adapted, 0.25 * layer.get_original() + pair.to_dense())(x)
     assert close(adapted.model(x), expected)
 

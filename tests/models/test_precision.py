@@ -37,6 +37,7 @@ from fedspan.runs.setup import Prepared, prepare
 from fedspan.training.jobs import Assignment
 from helpers import tiny, tiny_decoders, tiny_images
 from helpers.image_rounds import close, run_rounds, theirs
+from helpers.refusals import refused
 
 
 def first_job(prepared: Prepared) -> Job:
@@ -98,7 +99,6 @@ def test_tied_weights_stay_tied_and_every_owner_is_cast(dtype: torch.dtype) -> N
     assert logits.shape == (1, 3, 7)
     assert logits.dtype == dtype
     logits.float().square().sum().backward()
-    assert weight.grad is not None
     assert weight.grad.dtype == torch.float32
 
 
@@ -305,9 +305,8 @@ def test_files_go_with_the_model(tiny_folder: Path, tmp_path: Path, monkeypatch:
     ],
 )
 def test_what_cannot_be_combined_with_it(changes: dict[str, Any], why: str, tiny_folder: Path) -> None:
-    with pytest.raises(FedspanError) as caught:
+    with refused("model.device_map") as caught:
         parse_config(offloaded(tiny.settings(tiny_folder, **changes)))
-    assert caught.value.field == "model.device_map"
     assert why in str(caught.value)
 
 
@@ -355,7 +354,6 @@ def test_what_is_no_change_of_the_base_is_written_whole(kind: str, what: str, im
     assert is_merging_required(job, base)
     adapted = made.engine.adapted
     adapted.set_base(base)
-    assert made.test is not None
     expected = made.engine.predict(job, made.test, np.arange(len(made.test)), 50)
     notes = {"base_model": made.config.model.name}
     export_merged(tmp_path, adapted, job, base, made.model.processor, notes)

@@ -117,7 +117,6 @@ def test_int8_layers_log_nothing(tiny_folder: Path, caplog: pytest.LogCaptureFix
 
     made = prepare(tiny.config(tiny_folder, model={"quantization": "int8"}))
     progress = made.federation.run_round(made.federation.begin()).progress
-    assert made.test is not None
 
     def logged() -> bool:
         caplog.clear()

@@ -15,6 +15,7 @@ from fedspan.runs.folder import RunFolder
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.runs.trained_models import write_adapters
 from helpers import tiny
+from helpers.refusals import refused
 
 HEADS = ["classifier", "score"]  # what PEFT takes out of a sequence classifier without being asked
 CASES: list[tuple[str, dict[str, Any], int]] = [
@@ -86,12 +87,8 @@ def test_extras_are_the_parameters_of_the_named_modules(tiny_folder: Path) -> No
 
 def test_a_name_that_matches_nothing_gets_the_nearest(tiny_folder: Path) -> None:
     model = tiny.fresh_classifier(tiny_folder / "deep-bert")
-    kinds = "is a LayerNorm, which cannot be a target. Targets are nn.Linear, Conv1D"
     cases: list[tuple[dict[str, Any], object, str]] = [
-        ({"target_modules": ["qurey"]}, "qurey", "query"),
         ({"target_modules": ".*valeu"}, ".*valeu", "value"),
-        ({"target_modules": ["query"], "layers_to_transform": [7]}, "query", "among layers_to_transform=[7]"),
-        ({"target_modules": ["LayerNorm"]}, "bert.embeddings.LayerNorm", kinds),
         ({"target_modules": ["attention"]}, "bert.encoder.layer.0.attention", "is a BertAttention"),
     ]
     for options, value, words in cases:
@@ -99,9 +96,6 @@ def test_a_name_that_matches_nothing_gets_the_nearest(tiny_folder: Path) -> None
             find_targets(model, config(**options))
         assert (caught.value.field, caught.value.value) == ("model.target_modules", value)
         assert words in str(caught.value)
-    with pytest.raises(FedspanError, match=r"matches no module. Did you mean 'classifier'") as caught:
-        find_extras(model, ["clasifier"])
-    assert (caught.value.field, caught.value.value) == ("model.modules_to_save", "clasifier")
 
 
 def test_the_head_is_not_suggested_as_a_target(tiny_folder: Path) -> None:
@@ -134,9 +128,8 @@ def test_what_peft_refuses_is_the_user_s_mistake(
     options: dict[str, object], tiny_folder: Path, prepared: Prepared
 ) -> None:
     """No traceback for a broken pattern, nor for options of LoraConfig that exclude each other."""
-    with pytest.raises(FedspanError) as caught:
+    with refused("model.target_modules"):
         prepare(tiny.config(tiny_folder, model=options), prepared.partition)
-    assert caught.value.field == "model.target_modules"
 
 
 def test_what_peft_takes_for_a_head_is_no_target(tiny_folder: Path, tmp_path: Path) -> None:

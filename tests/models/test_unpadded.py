@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fedspan.config import parse_config
-from fedspan.core.values import Job
 from fedspan.models import unpadded
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.layout import Move, Padded, TokenLayout, pack_bins, round_up
@@ -65,7 +64,6 @@ def trained(prepared: Prepared, padding_free: bool) -> tuple[Mapping[str, Tensor
     state = federation.begin().state
     client = federation.get_client(id, federation.begin())
     job = federation.method.start(federation.method.sync(state, client), client, {}, state.round)
-    assert isinstance(job, Job)
     made = engine.train(Assignment(id, 0, job, client_data.train, 0.02), prepared.train)
     return {**made.tensors, "loss": torch.tensor(made.metrics["loss"])}, engine
 
@@ -234,7 +232,6 @@ def test_where_batches_stay_padded(
     kind: str, changes: dict[str, Any], reason: str, tiny_folder: Path, decoders: Path
 ) -> None:
     refusal = verified_padding(built(kind, tiny_folder, decoders, **changes)).refusal
-    assert refusal is not None
     assert reason in refusal
 
 

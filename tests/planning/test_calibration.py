@@ -65,8 +65,6 @@ def test_a_run_takes_the_time_that_was_planned(
     examples, length = known(values)
     monkeypatch.setenv("FEDSPAN_CACHE", str(tmp_path / "planned"))
     found = fedspan.plan(values, labels=20, examples=examples, length=length, device="here").time
-    assert found.simulated is not None
-    assert found.client is not None
     monkeypatch.setenv("FEDSPAN_CACHE", str(tmp_path / "run"))  # a run that has yet to find how many at once are best
     fedspan.run(values, folder=tmp_path / "run")
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()

@@ -131,9 +131,7 @@ def test_frozen_lower_blocks_are_computed_once_and_have_no_backward(short: Plan)
     assert kept.compute.example == pytest.approx(2 * 2 * blocks, rel=0.1)
     own = 32  # 40 examples less the validation and test parts
     assert kept.client.cache == own * 512 * 4096 * 2
-    assert kept.compute.client is not None
     # At most all clients are drawn in the end, and each computes its own examples' hidden states once.
-    assert kept.compute.run is not None
     assert 0 < kept.compute.run - 1000 * kept.compute.client <= 1000 * own * kept.compute.once
     for change in ({"prefix_cache": False}, {"prefix_memory": 0.01}):
         again = fedspan.plan(llama(model=upper, engine=change), architecture=SHORT, examples=40_000)

@@ -50,13 +50,11 @@ def text(series: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 def figures(text: str) -> list[dict[str, Any]]:
     """The figures of a page, as their JSON in it."""
     found = re.search(r"const figures = (\[.*?\]);\n\n", text, re.DOTALL)
-    assert found is not None
     return json.loads(found[1])
 
 
 def compare_run(run: RunData, test: float, *, start: float, local: float, centralized: float) -> RunData:
     """A run with these scores on held-out examples, whose best round was the last of three."""
-    assert run.report is not None
     scores = {name: {"test": {"accuracy": value}} for name, value in (("local", local), ("centralized", centralized))}
     baselines = {name: {"scores": score, "by_client": {"north": score["test"]}} for name, score in scores.items()}
     final = {"test": {"accuracy": test}}
@@ -100,9 +98,6 @@ def test_mistakes(series: Path, tiny_folder: Path, tmp_path: Path, refused: Call
         fedspan.report(series, blocked / "page.html", data=False)
 
 
-pytest.importorskip("plotly", reason="the extra fedspan[report] is not installed")
-
-
 def test_a_run_at_work_and_data_that_are_gone(series: Path, tmp_path: Path) -> None:
     run = tmp_path / "<b>run"
     run.mkdir()
@@ -119,9 +114,6 @@ def test_a_run_at_work_and_data_that_are_gone(series: Path, tmp_path: Path) -> N
     text = fedspan.report(run, tmp_path / "page.html").read_text()
     assert "after round 0" in text
     assert "nan" not in re.findall(r"\w+", body(text))
-
-
-pytest.importorskip("plotly", reason="the extra fedspan[report] is not installed")
 
 
 def test_baselines_are_level_lines_rows_and_marks_of_every_client(series: Path) -> None:
@@ -216,12 +208,8 @@ def test_diagnostics_are_drawn_by_layer_with_a_menu_of_those_that_have_values() 
     assert matrices.draw_rounds(run({"round": 1})) is None
 
 
-pytest.importorskip("plotly", reason="the extra fedspan[report] is not installed")
-
-
 def test_the_table_tells_held_out_scores_from_those_of_the_clients_own_tests(series: Path) -> None:
     (run,) = read_runs([series / "fedit-seed0"])
-    assert run.report is not None
     worst = {"client": "north", "accuracy": 0.5}
     both = {"test": {"accuracy": 0.6}, "clients": {"accuracy": 0.8, "worst": worst}}
     for parts, heads, cells in (
@@ -240,13 +228,9 @@ def test_the_table_tells_held_out_scores_from_those_of_the_clients_own_tests(ser
         assert f"<td>0</td>{''.join(f'<td>{cell}</td>' for cell in cells)}" in text
 
 
-pytest.importorskip("plotly", reason="the extra fedspan[report] is not installed")
-
-
 def with_scores(runs: tuple[RunData, ...], scores: dict[str, list[float]]) -> tuple[RunData, ...]:
     made: list[RunData] = []
     for run in runs:
-        assert run.report is not None
         value = scores[run.config.method.name][run.config.seed]
         report = replace(run.report, scores={"test": {"accuracy": value}}, best_round=2)
         made.append(replace(run, report=report))
@@ -265,13 +249,11 @@ def test_the_verdict_is_computed(series: Path) -> None:
     assert "The accuracy of fedit is 80.0 % (one seed), at the best of 3 rounds by validation." in alone
     assert "Before the first round" not in alone
     (last,) = with_scores(runs[:1], {"fedit": [0.8]})
-    assert last.report is not None
     last = replace(last, report=replace(last.report, selected=False))
     assert "The accuracy of fedit is 80.0 % (one seed), after 3 rounds." in " ".join(
         write_sentences(group_runs([last]))
     )
     failing = with_scores(runs[:1], {"fedit": [0.8]})
-    assert failing[0].report is not None
     failures = {"north": {"count": 3}, "west": {"count": 1}}
     failing = (replace(failing[0], report=replace(failing[0].report, failures=failures)),)
     assert "4 replies did not count, 3 of them north's." in " ".join(write_sentences(group_runs(failing)))
@@ -316,7 +298,6 @@ def test_the_verdict_names_the_clients_own_tests_beside_held_out_examples(series
 
 def test_the_worst_client_is_that_of_the_metric(series: Path) -> None:
     (run,) = read_runs([series / "fedit-seed0"])
-    assert run.report is not None
 
     def said(metric: str, values: list[float]) -> str:
         own = {f"c{number}": {metric: value} for number, value in enumerate(values)}
@@ -333,3 +314,22 @@ def test_the_worst_client_is_that_of_the_metric(series: Path) -> None:
 def test_scores() -> None:
     assert format_score_with_unit("loss", 0.5, 0.01) == "0.5000 ± 0.0100"
     assert format_score_with_unit("accuracy", None) == "-"
+
+
+LINK = '<a href="https://example.org/">look</a>'
+
+
+def test_no_text_of_others_is_a_link(series: Path) -> None:
+    run = read_runs([series])[0]
+    assert run.report is not None
+    report = replace(run.report, by_client={LINK: {"accuracy": 0.5}, "b": {"accuracy": 0.25}})
+    rows = tuple({**row, "cohort": [LINK], "failures": [{"client": LINK, "reason": LINK}]} for row in run.rows)
+    group = RunGroup(LINK, (replace(run, name=LINK, report=report, rows=rows),))
+    content = PageContent((LINK, [ClientRow(LINK, (1, 0), 1, 0, 0)], (LINK, "b")), (LINK, {LINK: [2.0, 1.0]}))
+    page = render_page([group], content, LINK, LINK)
+    before, _, after = page.partition("<script>")
+    assert "<a href" not in before
+    assert "<a href" not in after.rpartition("</script>")[2]
+    drawn = json.dumps(figures(page))
+    assert set(re.findall(r"<[^>]*>", drawn)) == {"<extra>", "</extra>"}
+    assert drawn.count("&lt;a href") >= 6  # clients, participants, labels, layers, legends

@@ -57,8 +57,6 @@ def recorded(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 def require_same_end(folder: Path, expected: Path) -> None:
     ours, theirs = (load_latest(RunFolder(path)) for path in (folder, expected))
-    assert ours is not None
-    assert theirs is not None
     for part in ("state", "states", "last_rounds"):
         assert differences(dict(vars(ours))[part], dict(vars(theirs))[part]) == []
     adapter = Path("adapter", "adapter_model.safetensors")

@@ -138,19 +138,17 @@ def test_an_older_one_keeps_what_was_the_best_round_then(run: RunFolder) -> None
     assert rounds_of(run) == ["round-00005", "round-00006"]
 
 
-def test_a_format_of_the_future_is_refused(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedspan.runs.checkpoint_format.FORMAT", 8)
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [("runs.checkpoint_format.FORMAT", 8, "reads format 7"), ("federation.serialization.FORMAT", 2, "format 2")],
+)
+def test_a_format_of_the_future_is_refused(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch, name: str, value: int, words: str
+) -> None:
+    monkeypatch.setattr(f"fedspan.{name}", value)
     save(run, checkpoint_of(1))
     monkeypatch.undo()
-    with pytest.raises(FedspanError, match="reads format 7"):
-        load_latest(run)
-
-
-def test_wire_of_the_future_is_refused(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedspan.federation.serialization.FORMAT", 2)
-    save(run, checkpoint_of(1))
-    monkeypatch.undo()
-    with pytest.raises(FedspanError, match="format 2"):
+    with pytest.raises(FedspanError, match=words):
         load_latest(run)
 
 

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +18,7 @@ import fedspan
 from fedspan.deployment.status import read_status
 from fedspan.errors import FedspanError
 from fedspan.reports.run_data import read_runs
-from fedspan.runs.folder import RunFolder, describe_missing_run, read_process_start, suggest_folder
+from fedspan.runs.folder import RunFolder, describe_missing_run, suggest_folder
 from fedspan.runs.results import read_report
 
 CONFIG = "seed: 1  # ключ\n"
@@ -31,26 +30,6 @@ def test_a_new_folder_is_made_with_its_parents_and_found_again(tmp_path: Path) -
         assert run.read_config_text() == CONFIG
     with RunFolder.resume(path) as again:
         assert again.read_config_text() == CONFIG
-
-
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="there is no /proc on this machine")
-def test_the_start_of_a_process_is_its_own() -> None:
-    start = read_process_start(os.getpid())
-    assert start is not None
-    process = subprocess.Popen(["sleep", "60"])
-    try:
-        child = read_process_start(process.pid)
-        assert child is not None
-        assert start < child <= time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK")
-    finally:
-        process.kill()
-        process.wait()
-    assert read_process_start(process.pid) is None
-
-
-def test_an_empty_folder_will_do(tmp_path: Path) -> None:
-    with RunFolder.create(tmp_path, CONFIG) as run:
-        assert run.read_config_text() == CONFIG
 
 
 def test_what_a_killed_creation_leaves_is_no_hindrance(tmp_path: Path) -> None:
@@ -76,14 +55,6 @@ def test_a_folder_with_other_things_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(FedspanError, match="Leave --resume out"):
         RunFolder.resume(tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["thesis.tex"]
-
-
-def test_a_file_in_the_place_of_the_folder(tmp_path: Path) -> None:
-    (tmp_path / "run").write_text("x")
-    with pytest.raises(FedspanError, match=r"is a file. Choose another name"):
-        RunFolder.create(tmp_path / "run", CONFIG)
-    with pytest.raises(FedspanError, match="Choose another folder"):
-        RunFolder.create(tmp_path / "run" / "inner", CONFIG)
 
 
 def test_a_similar_folder_is_suggested(tmp_path: Path) -> None:

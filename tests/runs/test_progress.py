@@ -23,7 +23,7 @@ from fedspan.runs.formatting import format_duration, format_number, format_runs,
 from fedspan.runs.progress_bar import ProgressBar, has_bar
 from fedspan.runs.progress_file import INTERVAL, ProgressFile
 from fedspan.runs.remaining_time import Effort, describe_stage, get_unrepeated_name
-from fedspan.runs.setup import Prepared, prepare
+from fedspan.runs.setup import Prepared
 from fedspan.training.stages import Stage
 from helpers import tiny
 from helpers.clock import Clock
@@ -91,7 +91,7 @@ def test_every_stage_has_its_bar(prepared: Prepared, clock: Clock, bar: Progress
 
 def test_baselines_and_the_end(prepared: Prepared, clock: Clock, bar: ProgressBar) -> None:
     config = prepared.config.model_copy(update={"baselines": ["centralized"]})
-    bar.on_start(fields(prepared, config), 3, True)
+    bar.on_start(replace(prepared, config=config), 3, True)
     bar.on_baseline_start("centralized", 3)
     bar.on_baseline_round("centralized", 1, 0.75)
     bar.on_stage_change(Stage("training", 40, 96))
@@ -105,12 +105,6 @@ def test_baselines_and_the_end(prepared: Prepared, clock: Clock, bar: ProgressBa
     with bar:
         pass
     assert shown(bar) == "3 rounds in 1:15\n"
-
-
-def fields(prepared: Prepared, config: Any) -> Prepared:
-    from dataclasses import replace
-
-    return replace(prepared, config=config)
 
 
 def test_fifty_clients_are_as_calm_as_four(prepared: Prepared, bar: ProgressBar) -> None:
@@ -261,7 +255,6 @@ def test_what_only_the_first_round_waits_for_stops_the_clock(prepared: Prepared)
     clock.now = 10.0
     effort.stage(Stage("training", 12, 24))
     expected = effort.estimate_left()
-    assert expected is not None
     effort.stage(Stage("hidden states", 0, 100, outer=training))
     clock.now = 20.0
     effort.stage(Stage("hidden states", 25, 100, outer=training))
@@ -292,40 +285,14 @@ def test_stages_in_words() -> None:
     assert describe_stage(Stage("training", 9, 9)) == "finishing the round"
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (None, "-"),
-        (0.123456, "0.1235"),
-        (-2.0, "-2.0000"),
-        (999.99, "999.9900"),
-        (1000.0, "1e+03"),
-        (-123456.0, "-1.23e+05"),
-        (float("nan"), "nan"),
-    ],
-)
-def test_losses(value: float | None, text: str) -> None:
-    assert format_number(value) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.4, "0:00"),
-        (59.6, "1:00"),
-        (75, "1:15"),
-        (3599.4, "59:59"),
-        (3600, "1:00:00"),
-        (3675, "1:01:15"),
-        (1e6, "277:46:40"),
-    ],
-)
-def test_durations(seconds: float, text: str) -> None:
-    assert format_duration(seconds) == text
-
-
-def test_numbers_of_runs() -> None:
+def test_numbers_in_words() -> None:
+    losses = (None, 0.123456, -2.0, 999.99, 1000.0, -123456.0, float("nan"))
+    texts = ["-", "0.1235", "-2.0000", "999.9900", "1e+03", "-1.23e+05", "nan"]
+    assert [format_number(loss) for loss in losses] == texts
+    seconds, texts = (0.4, 59.6, 75, 3599.4, 3600, 3675, 1e6), ["0:00", "1:00", "1:15", "59:59"]
+    assert [format_duration(one) for one in seconds] == [*texts, "1:00:00", "1:01:15", "277:46:40"]
     assert [format_runs(count) for count in (0, 1, 2)] == ["0 runs", "1 run", "2 runs"]
+    assert [get_title(name) for name in ("local", "centralized", "mine")] == ["local only", "centralized", "mine"]
 
 
 def test_texts_become_one_short_line() -> None:
@@ -333,10 +300,6 @@ def test_texts_become_one_short_line() -> None:
     assert shorten("abcdef", 5) == "abcd…"
     assert len(shorten("ab " * 99, 20)) == 20
     assert shorten("ab", 0) == "…"
-
-
-def test_titles_of_baselines() -> None:
-    assert [get_title(name) for name in ("local", "centralized", "mine")] == ["local only", "centralized", "mine"]
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -404,20 +367,6 @@ def test_clients_with_an_order_are_those_of_an_asynchronous_round(tiny_folder: P
         assert set(arrived) <= set(seen[-1][1])
 
 
-def test_a_reply_to_an_order_of_an_earlier_round_adds_its_client_alone(tiny_folder: Path, tmp_path: Path) -> None:
-    federation = {"rounds": 2, "clients_per_round": 2, "buffered": {"concurrency": 2}}
-    with ProgressFile(tmp_path / "progress.json") as file:
-        file.on_start(prepare(tiny.config(tiny_folder, federation=federation)), 0, False)
-        file.on_round_start(1)
-        file.on_client_order(1, "west")
-        file.on_client_finish(1, "west", 0.5)
-        file.on_round_finish({"round": 1})
-        file.on_round_start(2)
-        file.on_client_order(2, "east")
-        file.on_client_finish(2, "north", 0.25)
-        wait_for(tmp_path / "progress.json", round=2, cohort=["east", "north"], losses={"north": 0.25})
-
-
 def test_many_changes_are_few_writes(prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, written, began = tmp_path / "progress.json", list[Path](), time.monotonic()
     replace = Path.replace
@@ -455,14 +404,6 @@ def test_a_hanging_disk_does_not_stop_training(
         may_write.set()
         wait_for(path, notes=["one"], rounds=3)
     assert not path.exists()
-
-
-def test_a_change_soon_after_a_write_is_written_a_little_later(tmp_path: Path) -> None:
-    path = tmp_path / "progress.json"
-    with ProgressFile(path) as file:
-        file.on_note("one")
-        file.on_note("two")
-        wait_for(path, notes=["one", "two"])
 
 
 @pytest.mark.parametrize(

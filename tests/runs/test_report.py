@@ -17,16 +17,16 @@ from fedspan.data.partition import ClientPart, Partition
 from fedspan.errors import FedspanError
 from fedspan.federation.progress import Failure
 from fedspan.files import compute_sha256
-from fedspan.logs import Position, read_lines
+from fedspan.logs import read_lines
 from fedspan.runs.callbacks import compute_final_scores
 from fedspan.runs.curves import read_curve
 from fedspan.runs.environment import record_environment
 from fedspan.runs.failures import count_failures
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.model_card import RunReport
-from fedspan.runs.records import Records, compute_result_digests, read_records, require_intact_model, require_same_files
-from fedspan.runs.results import is_run, read_partition, read_report
-from fedspan.runs.setup import Prepared, prepare
+from fedspan.runs.records import compute_result_digests, read_records, require_intact_model, require_same_files
+from fedspan.runs.results import read_partition, read_report
+from fedspan.runs.setup import prepare
 from fedspan.runs.suspects import find_limited
 from helpers import tiny
 from helpers.refusals import refused
@@ -102,12 +102,6 @@ def test_exported_files_have_digests_except_for_cards(recorded: RunFolder) -> No
     }
 
 
-def test_records_come_back_as_they_were_written(recorded: RunFolder) -> None:
-    assert read_records(recorded) == Records(
-        "digest", compute_result_digests(recorded), {"metrics.jsonl": Position(12, "ab")}
-    )
-
-
 @pytest.mark.parametrize("changes", [{"files": None}, {"logs": {"metrics.jsonl": [12]}}, {"logs": [1]}])
 def test_a_report_without_them_is_refused(recorded: RunFolder, changes: dict[str, Any]) -> None:
     write_report(recorded, **changes)
@@ -176,13 +170,6 @@ def write_run(folder: Path, **changes: Any) -> Path:
     ]
     files.partition.write_text(Partition(tuple(parts), 5).to_json() + "\n")
     return folder
-
-
-def test_a_report_comes_back_as_it_was_written(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run")
-    assert is_run(folder)
-    assert is_run(str(folder))
-    assert read_report(folder) == REPORT
 
 
 def test_a_report_with_other_fields_or_of_other_content_is_refused(tmp_path: Path) -> None:
@@ -269,7 +256,6 @@ def test_the_environment_is_recorded_once_and_compared_later(tmp_path: Path, mon
         assert record_environment(run, 3, ["fedspan", "run"]) == {}
         first = run.environment.read_bytes()
         recorded = run.read_json(run.environment)
-        assert isinstance(recorded, dict)
         assert recorded["fedspan"] == fedspan.__version__
         assert recorded["torch"] == torch.__version__
         assert recorded["command"] == ["fedspan", "run"]
@@ -290,7 +276,6 @@ def test_threads_are_those_that_the_config_asks_for(tmp_path: Path) -> None:
 
 def test_scores_by_value_are_those_of_the_value_s_examples(tiny_folder: Path) -> None:
     made = prepare(tiny.config(tiny_folder, evaluation={"by": "site"}))
-    assert made.test is not None
     progress = made.federation.begin()
     final = compute_final_scores(made, progress)
     assert list(final.by_value) == sorted(final.by_value)
@@ -323,7 +308,3 @@ def test_a_report_has_the_scores_by_value(tiny_folder: Path, tmp_path: Path) -> 
     assert set(report.by_value) <= set(tiny.SITES)
     assert set(report.baselines["centralized"]["by_value"]) == set(report.by_value)
     assert fedspan.read_report(tmp_path / "run").by_value == report.by_value
-
-
-def test_without_the_option_there_are_no_scores_by_value(prepared: Prepared) -> None:
-    assert compute_final_scores(prepared, prepared.federation.begin()).by_value == {}

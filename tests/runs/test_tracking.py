@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,6 @@ import yaml
 
 import fedspan
 from fedspan import FedspanError
-from fedspan.runs.trackers import TRACKERS, require_trackers
 from fedspan.runs.tracking import select_numbers
 from helpers import tiny
 from helpers.listeners import Notes
@@ -98,12 +96,3 @@ def test_the_command_takes_what_is_installed(
     result = call("run", str(path), "--out", str(tmp_path / "run"), *track)
     assert result.exit_code == 0, result.output
     assert (tmp_path / "run" / "tensorboard").is_dir() is there
-
-
-@pytest.mark.parametrize("name", TRACKERS)
-def test_a_missing_one_is_named_with_its_remedy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda asked: None if asked == name else object())
-    others = [other for other in TRACKERS if other != name]
-    require_trackers(others)
-    with pytest.raises(FedspanError, match=f"the package {name} is missing. Run: pip install {name}"):
-        require_trackers([*others, name])

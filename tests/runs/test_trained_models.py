@@ -143,14 +143,6 @@ def test_notes_come_back_as_they_were_written(tmp_path: Path) -> None:
     assert parse_task_settings(tmp_path, read_notes(tmp_path)) == settings()
 
 
-@pytest.mark.parametrize("text", [None, "", "{", "\xff", "[" * 99999])
-def test_a_file_that_cannot_be_read_is_named(text: str | None, tmp_path: Path) -> None:
-    if text is not None:
-        (tmp_path / "fedspan.json").write_bytes(text.encode("latin-1"))
-    with refused(str(tmp_path / "fedspan.json")):
-        read_notes(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [("base_model", ""), ("base_model", 3), ("revision", 3), ("client", 3), ("kept", "classifier"), ("kept", [1])],

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedspan.runs.setup import Prepared
-from fedspan.tasks.bounded_losses import LOSS_BOUND, bound_loss, compute_guess_bound, get_loss_bound
+from fedspan.tasks.bounded_losses import bound_loss, compute_guess_bound, get_loss_bound
 from fedspan.tasks.classification import SequenceClassification
 from fedspan.tasks.losses import OFFSETS
 from fedspan.tasks.multi_label import MultiLabelClassification
@@ -38,7 +38,6 @@ def test_a_batch_s_offsets_enter_the_loss_but_no_prediction(prepared: Prepared, 
     assert float(loss.detach()) == pytest.approx(float(expected.mean().detach()))
     assert torch.equal(task.predict(model, batch), logits)
     loss.backward()
-    assert logits.grad is not None
     assert (logits.grad[:, [0, 3]] == 0).all()  # classes that the client lacks
     assert (logits.grad[:, [1, 2]] != 0).all()
 
@@ -57,7 +56,7 @@ class Labeled:
         return np.ones(len(self), np.int64)
 
 
-TASK = SequenceClassification(None, ("a", "b", "c"), 16)  # type: ignore[arg-type]
+TASK = SequenceClassification(None, ("a", "b", "c"), 16)
 BOUND = 2 * math.log(3)
 
 
@@ -95,17 +94,16 @@ def test_biases_of_different_sizes_write_no_counts_into_a_loss() -> None:
     assert len(values) == count + 1  # the number of examples with the first label, which loses nothing
 
 
-def test_a_mean_is_bounded_where_single_losses_are_unknown() -> None:
-    task = TrainerTask("loss")
-    for loss, expected in ((1.5, 1.5), (1e30, LOSS_BOUND), (float("inf"), LOSS_BOUND), (-3.0, 0.0)):
-        assert bound_loss(task, {"loss": loss}, None, TrainerExamples(20), range(20)) == {"loss": expected}
-    assert bound_loss(task, {"accuracy": 0.5}, None, TrainerExamples(20), range(20)) == {"accuracy": 0.5}
+def test_a_mean_is_left_out_where_single_losses_are_unknown() -> None:
+    """One example may change it by as much as the whole range, which no noise would hide."""
+    metrics = {"loss": 1.5, "accuracy": 0.5}
+    assert bound_loss(TrainerTask("loss"), metrics, None, TrainerExamples(20), range(20)) == {"accuracy": 0.5}
 
 
 @pytest.mark.parametrize(("loss", "bound"), [("sigmoid", 2 * math.log(2)), ("hinge", 2.0), ("ipo", 50.0)])
 def test_preferences_count_up_to_twice_the_loss_of_the_reference(loss: str, bound: float) -> None:
-    options = PreferenceOptions(loss=loss)  # type: ignore[arg-type]
-    task = PreferenceTuning(None, options)  # type: ignore[arg-type]
+    options = PreferenceOptions(loss=loss)
+    task = PreferenceTuning(None, options)
     assert get_loss_bound(task) == pytest.approx(bound)
 
 

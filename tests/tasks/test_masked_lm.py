@@ -12,13 +12,11 @@ import peft
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
 from transformers.trainer_pt_utils import LabelSmoother
 
 import fedspan
 from fedspan import FedspanError
 from fedspan.config import parse_config
-from fedspan.runs.callbacks import Listener
 from fedspan.runs.setup import prepare
 from fedspan.tasks.losses import SMOOTHING
 from fedspan.tasks.masked_lm import MaskedLanguageModel
@@ -27,13 +25,6 @@ from helpers import tiny_masked
 
 CPU = torch.device("cpu")
 TEXTS = ["red0 red1 red2 red3 red4 red5 red0 red1", "blue0 blue1", "[UNK]", "red0 blue1 red2 blue3 red4"]
-
-
-class Stop(Listener):
-    """Interrupts a run after its first round."""
-
-    def on_round_finish(self, row: Any) -> None:
-        raise KeyboardInterrupt
 
 
 def make(texts: list[str] = TEXTS, share: float = 0.4) -> tuple[MaskedLanguageModel, Any]:
@@ -101,22 +92,6 @@ def test_the_loss_is_transformers_own_and_predictions_add_up_to_it(tmp_path: Pat
         for row, places in zip(guesses, is_masked, strict=True)
     ]
     assert task.decode_predictions(predictions) == names
-
-
-@pytest.mark.slow
-def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
-    values = tiny_masked.settings(tmp_path, federation={"rounds": 3})
-    report = fedspan.run(values, tmp_path / "whole")
-    assert report.metric == "loss"
-
-    with pytest.raises(KeyboardInterrupt):
-        fedspan.run(values, tmp_path / "stopped", listener=Stop())
-    fedspan.resume(tmp_path / "stopped")
-    whole, resumed = (
-        load_file(tmp_path / name / "adapter" / "adapter_model.safetensors") for name in ("whole", "stopped")
-    )
-    assert whole.keys() == resumed.keys()
-    assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
 
 
 def test_masks_are_filled_as_transformers_and_peft_fill_them(tmp_path: Path) -> None:

@@ -70,23 +70,17 @@ def test_other_processes_do_not_know_a_task_of_this_one(
     assert not (tmp_path / "run").exists()
 
 
-def test_an_unknown_task_is_refused_with_the_nearest(tiny_folder: Path) -> None:
-    with pytest.raises(FedspanError, match=r"`task`: no task is named 'regressio'\. Did you mean 'regression'"):
-        parse_config(tiny.settings(tiny_folder) | {"task": "regressio"})
-
-
 @pytest.mark.parametrize(
-    ("name", "meant"), [("text-classification", "sequence-classification"), ("translation", "seq2seq")]
+    ("name", "hint"),
+    [
+        ("regressio", ". Did you mean 'regression'"),
+        ("text-classification", ". Did you mean 'sequence-classification'"),
+        ("trainr", r"(?!.*'trainer')"),  # the task of trainers is not suggested
+    ],
 )
-def test_names_of_pipelines_are_translated(name: str, meant: str, tiny_folder: Path) -> None:
-    with pytest.raises(FedspanError, match=f"no task is named '{name}'. Did you mean '{meant}'"):
+def test_an_unknown_task_is_refused_with_the_nearest(name: str, hint: str, tiny_folder: Path) -> None:
+    with pytest.raises(FedspanError, match=f"`task`: no task is named '{name}'{hint}"):
         parse_config(tiny.settings(tiny_folder) | {"task": name})
-
-
-def test_the_task_of_trainers_is_not_suggested(tiny_folder: Path) -> None:
-    with pytest.raises(FedspanError, match="no task is named 'trainr'") as caught:
-        parse_config(tiny.settings(tiny_folder) | {"task": "trainr"})
-    assert "'trainer'" not in str(caught.value)
 
 
 def test_options_are_validated(tiny_folder: Path) -> None:

@@ -65,8 +65,8 @@ def test_rdp_is_opacus_own_or_tighter(rate: float, noise: float, count: int) -> 
 def test_calibrated_noise_spends_the_target_and_no_more(
     rate: float, count: int, epsilon: float, accounting: str
 ) -> None:
-    noise = calibrate_noise(rate, count, epsilon, 1e-5, accounting)  # pyright: ignore[reportArgumentType]
-    spent = compute_epsilon({Mechanism(rate, noise): count}, 1e-5, accounting)  # pyright: ignore[reportArgumentType]
+    noise = calibrate_noise(rate, count, epsilon, 1e-5, accounting)
+    spent = compute_epsilon({Mechanism(rate, noise): count}, 1e-5, accounting)
     assert 0.98 * epsilon <= spent <= epsilon
 
 
@@ -105,4 +105,4 @@ def test_clients_spend_each_their_own() -> None:
     assert other.compute_worst() == spend.compute_worst()
     for wrong in (3, {"a": 3}, {"a": [[1, 2]]}, {"a": [["x", 1, 2]]}):
         with pytest.raises(ValueError, match=r"."):
-            other.restore(wrong)  # pyright: ignore[reportArgumentType]
+            other.restore(wrong)

@@ -113,9 +113,6 @@ def test_it_is_the_paper_s_algorithm(key: str, accumulate: int, prepared: Prepar
     changes = {"training": {"gradient_accumulation_steps": accumulate}, "method": {"name": key}}
     run = run_of(prepared, tiny_folder, **changes)
     engine, work, privacy = run.engine, work_of(run), run.engine.settings.privacy
-    assert isinstance(engine, LoopEngine)
-    assert engine.private is not None
-    assert privacy is not None
     found = engine.train(work, run.train)
     assert engine.private.refusal is None
     assert found.steps == compute_private_steps(engine.settings, work.job, len(work.indices)) > 2
@@ -139,8 +136,6 @@ def test_dropout_of_an_example_is_the_same_in_every_pass(
         run = run_of(prepared, tiny_folder, training=training)
         work, settings = work_of(run), run.engine.settings
         engine = LoopEngine(run.engine.adapted, run.task, settings, 0, padding_free=padding_free)
-        assert engine.private is not None
-        assert settings.privacy is not None
         sizes = {len(sample) for sample in draw_poisson_batches(settings.privacy, settings, work)}
         assert max(sizes) > 2, "one pass takes all examples, the other does not"
         found.append(engine.train(work, run.train))
@@ -151,15 +146,12 @@ def test_dropout_of_an_example_is_the_same_in_every_pass(
         assert relative(found[-2], found[-1].tensors, work.job.tensors) < 1e-4
     assert relative(found[0], found[2].tensors, work.job.tensors) < 1e-4
     plain = run_of(prepared, tiny_folder, training={"batch_size": 6}).engine
-    assert isinstance(plain, LoopEngine)
     assert relative(plain.train(work, prepared.train), found[0].tensors, work.job.tensors) > 1e-2
 
 
 def test_dropout_in_several_passes_of_a_batch_is_drawn_example_by_example(tmp_path: Path) -> None:
     made = tiny_seq2seq.settings(tmp_path, "t5", privacy=PRIVACY, training={"lora_dropout": 0.4})
     run = prepare(parse_config(made))
-    assert isinstance(run.engine, LoopEngine)
-    assert run.engine.private is not None
     trained = run.engine.train(work_of(run), run.train)
     assert "dropout masks are drawn for one pass" in str(run.engine.private.refusal)
     assert all(bool(torch.isfinite(value).all()) for value in trained.tensors.values())
@@ -172,10 +164,8 @@ def test_an_example_that_is_alone_in_the_first_pass_verifies_nothing(
     """A model that mixes examples is detected by the first two that share a pass."""
     run = run_of(prepared, tiny_folder)
     work, engine = work_of(run), run.engine
-    assert isinstance(engine, LoopEngine)
-    assert engine.private is not None
     verified: list[int] = []
-    verify = PrivateTraining._verify  # pyright: ignore[reportPrivateUsage]
+    verify = PrivateTraining._verify
 
     def count(self: PrivateTraining, *args: Any) -> None:
         verified.append(len(args[4]))
@@ -210,11 +200,9 @@ def test_examples_have_the_gradients_that_opacus_finds(prepared: Prepared, tiny_
     work = work_of(run)
     indices = work.indices[:5]
     engine = run.engine
-    assert isinstance(engine, LoopEngine)
-    assert engine.private is not None
     names = work.job.trainable_names
     live = engine.adapted.install(work.job.parametrization, work.job.tensors, frozenset(names))
-    _, ours = engine.private._compute_stacked_gradients(work, live, names, run.train, indices, 0)  # pyright: ignore[reportPrivateUsage]
+    _, ours = engine.private._compute_stacked_gradients(work, live, names, run.train, indices, 0)
 
     base = tiny.fresh_classifier(tiny_folder / "bert")
     base.load_state_dict(engine.adapted.model.state_dict())
@@ -313,10 +301,8 @@ def test_a_secret_sample_serves_one_model() -> None:
 def test_a_client_trains_on_though_a_sample_is_empty(prepared: Prepared, tiny_folder: Path) -> None:
     run = run_of(prepared, tiny_folder, {**PRIVACY, "noise": 1.0}, training={"batch_size": 1, "local_steps": 12})
     work, settings = work_of(run, 1.0), run.engine.settings
-    assert settings.privacy is not None
     sizes = [len(sample) for sample in draw_poisson_batches(settings.privacy, settings, work)]
     assert 0 in sizes
-    assert isinstance(run.engine, LoopEngine)
     found = run.engine.train(work, run.train)
     assert found.steps == 12
     assert all(bool(torch.isfinite(value).all()) for value in found.tensors.values())
@@ -326,7 +312,6 @@ def test_a_client_trains_on_though_a_sample_is_empty(prepared: Prepared, tiny_fo
 def test_noise_for_a_budget_depends_on_the_client_s_own_examples(prepared: Prepared, tiny_folder: Path) -> None:
     run = run_of(prepared, tiny_folder, {"mechanism": "dp-sgd", "epsilon": 4.0})
     settings, privacy = run.engine.settings, run.engine.settings.privacy
-    assert privacy is not None
     jobs = [work_of(run).job]
     assert compute_noise(privacy, settings, jobs, 10) > compute_noise(privacy, settings, jobs, 200)
     assert compute_noise(privacy, settings, jobs, 0) == 0
@@ -350,7 +335,6 @@ def test_what_would_release_more_is_refused(
 ) -> None:
     run = run_of(prepared, tiny_folder)
     work = work_of(run)
-    assert isinstance(run.engine, LoopEngine)
     assert isinstance(run.engine.private, PrivateTraining)
     with pytest.raises(FedspanError, match=why):
         run.engine.train(replace(work, job=replace(work.job, **change)), run.train)
@@ -359,7 +343,6 @@ def test_what_would_release_more_is_refused(
 def test_a_task_that_draws_its_inputs_is_refused(tmp_path: Path) -> None:
     values = tiny_masked.settings(tmp_path, partition={"validation": 0.0})
     run = prepare(parse_config({**values, "privacy": {"mechanism": "dp-sgd", "clip": 1.0, "noise": 1.0}}))
-    assert isinstance(run.engine, LoopEngine)
     with pytest.raises(FedspanError, match="dp-sgd cannot train this method or model: its inputs are drawn anew"):
         run.engine.train(work_of(run), run.train)
 

@@ -173,8 +173,7 @@ def test_each_example_is_computed_once(folders: Mapping[str, Path]) -> None:
     prepared = built("deep-bert", folders, training={"local_steps": None, "local_epochs": 3})
     adapted, part = prepared.engine.adapted, prepared.federation.clients["south"].train
     engine = engine_of(prepared, MEMORY)
-    cache = engine.prefixes.get_cache(prepared.train)
-    assert cache is not None
+    assert engine.prefixes.get_cache(prepared.train) is not None
     job = job_of(prepared, "south", torch.float32)
     with uses(adapted) as seen:
         trained(engine, prepared, job, "south")
@@ -233,7 +232,6 @@ def test_the_budget_is_for_all_data_sets_together(folders: Mapping[str, Path]) -
     cache, reason = PrefixCache.make(adapted, task, prepared.train, budget=1 << 20)
     assert cache is not None, reason
     assert cache.nbytes == (1 + int(prepared.train.lengths.sum())) * 16 * 4
-    assert prepared.test is not None
     engine = engine_of(prepared, PrefixSettings(budget=cache.nbytes))
     assert engine.prefixes.explain_refusal(prepared.train) is None
     assert str(engine.prefixes.explain_refusal(prepared.test)).endswith("exceed the budget of 0, and there is no file")
@@ -374,11 +372,10 @@ def test_interrupted_and_taken_up_again(folders: Mapping[str, Path]) -> None:
     whole, reason = PrefixCache.make(adapted, prepared.task, prepared.train, budget=1 << 20)
     cache, _ = PrefixCache.make(adapted, prepared.task, prepared.train, budget=1 << 20)
     assert whole is not None, reason
-    assert cache is not None
     indices = np.arange(40)
     whole.ensure(indices, 8)
     own = [vars(module).get("forward") for module in adapted.model.modules()]
-    cache.task = Interrupting(prepared.task, 3)  # pyright: ignore[reportAttributeAccessIssue]
+    cache.task = Interrupting(prepared.task, 3)
     adapted.train_mode(frozenset())
     with pytest.raises(KeyboardInterrupt):
         cache.ensure(indices, 8)
@@ -409,8 +406,7 @@ def test_replicas_in_threads_share_what_is_computed(folders: Mapping[str, Path])
     prepared = built("deep-bert", folders)
     adapted = prepared.engine.adapted
     first = engine_of(prepared, MEMORY).prefixes
-    cache = first.get_cache(prepared.train)
-    assert cache is not None
+    assert first.get_cache(prepared.train) is not None
     others = [first.create_replica(adapted.create_replica()) for _ in range(3)]
     indices = np.arange(len(prepared.train))
     errors: list[BaseException] = []
@@ -471,7 +467,6 @@ def cache_of(prepared: Prepared, settings: PrefixSettings = SETTINGS) -> PrefixC
         settings,
     )
     cache = engine.prefixes.get_cache(prepared.train)
-    assert cache is not None
     return cache
 
 
@@ -556,7 +551,6 @@ def test_what_is_computed_is_known_by_all_that_it_depends_on(tiny_folder: Path) 
     with torch.no_grad():
         adapted.model.get_parameter("classifier.weight").add_(1)  # trained: no part of it
     assert key() == first
-    assert prepared.test is not None
     assert key(examples=prepared.test) != first
     weight = adapted.model.get_parameter("bert.embeddings.word_embeddings.weight")
     with torch.no_grad():

@@ -52,7 +52,6 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[StackingPl
 def prepare_batched(folder: Path) -> tuple[Prepared, BatchedEngine]:
     """A run with all clients in every round, and its engine."""
     prepared = prepare(tiny.config(folder, engine={"name": "batched"}, federation={"clients_per_round": None}))
-    assert isinstance(prepared.engine, BatchedEngine)
     return prepared, prepared.engine
 
 
@@ -107,8 +106,6 @@ def test_measuring_leaves_the_run_as_it_was(tiny_folder: Path, monkeypatch: pyte
     prepared = prepare(tiny.config(tiny_folder, engine={"name": "batched"}, federation=federation))
     found = tiny.final_tensors(prepared)
     engine = prepared.engine
-    assert isinstance(engine, BatchedEngine)
-    assert engine.stacking is not None
     stacking_request = StackingRequest(engine.stacking.clients_per_pass, engine.stacking.workers)
     tiny.use_engine(
         prepared.federation, BatchedEngine(engine.adapted, engine.task, engine.settings, engine.seed, stacking_request)
@@ -121,7 +118,6 @@ def test_short_runs_are_not_worth_measuring(tiny_folder: Path, monkeypatch: pyte
     monkeypatch.setattr(stacking, "_measure_token_seconds", None)
     prepared = prepare(tiny.config(tiny_folder, engine={"name": "batched"}))
     prepared.federation.run_round(prepared.federation.begin())
-    assert isinstance(prepared.engine, BatchedEngine)
     workers = min(DEFAULT.workers, torch.get_num_threads())
     assert prepared.engine.stacking == StackingPlan(DEFAULT.clients_per_pass, workers)
 
@@ -257,7 +253,6 @@ def test_clients_that_do_not_fit_into_memory_beside_each_other_are_no_plan(
     monkeypatch.setattr(stacking, "_open_slots", open_few)
     prepared, engine = prepare_batched(tiny_folder)
     prepared.federation.run_round(prepared.federation.begin())
-    assert engine.stacking is not None
     assert engine.stacking.clients_per_pass in (1, 2)
     assert opened == [4, 2, 1]
 
@@ -298,8 +293,6 @@ def test_engines_of_a_run_share_the_time_for_measuring(tiny_folder: Path, measur
     prepared = prepare(tiny.config(tiny_folder, engine={"name": "batched"}, federation={"rounds": 1000}))
     main, settings = prepared.engine, prepared.federation.training
     other = make_engine(prepared.config, main.adapted, prepared.task, settings, shared_with=main)
-    assert isinstance(main, BatchedEngine)
-    assert isinstance(other, BatchedEngine)
     assert other.measuring is main.measuring
     before = main.measuring.left
     prepared.federation.run_round(prepared.federation.begin())
@@ -331,7 +324,6 @@ def test_a_range_test_and_baselines_store_their_plans_before_they_use_them(
     prepared = prepare(parse_config(values))
     variant = BASELINES["local"](prepared)
     keep_stacking_plan(RunFolder(plans[1].parent), variant.engine)
-    assert isinstance(variant.engine, BatchedEngine)
     assert variant.engine.stacking == StackingPlan(3, 1)
 
 
@@ -369,7 +361,6 @@ def test_a_run_keeps_what_was_chosen(tiny_folder: Path, tmp_path: Path) -> None:
     place.write_text('{"clients_per_pass": 7, "workers": 3}')
     prepared = prepare(parse_config(config))
     keep_stacking_plan(RunFolder(tmp_path / "run"), prepared.engine)
-    assert isinstance(prepared.engine, BatchedEngine)
     assert prepared.engine.stacking == StackingPlan(7, 3)
     place.write_text('{"clients_per_pass": "many"}')
     with pytest.raises(

@@ -63,7 +63,6 @@ def begin() -> tuple[Quarters, Job, Mapping[str, Tensor]]:
 
 def finish(wrapped: Quarters, job: Job, tensors: Tensors, memory: Memory | None = None) -> tuple[Message, Memory]:
     reply, memory = wrapped.finish(job, Trained(tensors, 6.0, 0.5), CLIENT, memory or {}, 0)
-    assert isinstance(reply, Message)
     return reply, memory
 
 
@@ -251,7 +250,6 @@ def test_refused_where_a_change_is_not_what_is_transmitted() -> None:
     }
     for words, method in cases.items():
         refusal = FedPAQ(inner=method).explain_refusal(method.declare_claims())
-        assert refusal is not None
         assert words in refusal
     optimized = FedAvgM(inner=FedIT(spec=spec))
     assert FedPAQ(inner=optimized).explain_refusal(optimized.declare_claims()) is None

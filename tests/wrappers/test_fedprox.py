@@ -85,7 +85,7 @@ def test_a_later_phase_is_held_near_the_start_of_the_round() -> None:
         jobs.append(work.job)
         return train(work, examples)
 
-    federation.engine.train = watched  # type: ignore[method-assign]
+    federation.engine.train = watched
     federation.round()
     first, second = jobs
     for name in HEAD:
@@ -112,7 +112,7 @@ def test_finished_segments_of_fedgalore_are_held_too(adaptive: int) -> None:
         seen.append((work.job, train(work, examples)))
         return seen[-1][1]
 
-    federation.engine.train = watched  # type: ignore[method-assign]
+    federation.engine.train = watched
     federation.round()
     job, trained = seen[0]
     changes = {
@@ -140,5 +140,4 @@ def changes_of(federation: Federation) -> dict[str, Tensor]:
 def test_refused_where_nothing_is_shared() -> None:
     method = LocalOnly(spec=Problem(clients=1).adapted().spec)
     refusal = FedProx(inner=method).explain_refusal(method.declare_claims())
-    assert refusal is not None
     assert "this method has none" in refusal

@@ -57,7 +57,7 @@ def _rounded(name: str, value: Tensor, format: Format, rng: torch.Generator | No
 
 def _federation(problem: Problem, **options: object) -> Federation:
     inner = WithExtras(inner=FedIT(spec=problem.adapted().spec, r=2, lora_alpha=4.0), policy="average")
-    return Federation(Double(inner=LowPrecision(inner=inner, seed=SEED, **options)), problem, sgd(LR, steps=STEPS))  # type: ignore[arg-type]
+    return Federation(Double(inner=LowPrecision(inner=inner, seed=SEED, **options)), problem, sgd(LR, steps=STEPS))
 
 
 @pytest.mark.parametrize("error_feedback", [False, True], ids=["plain", "error feedback"])
@@ -308,7 +308,6 @@ class _SendsChanges(Wrapper):
         self, job: Job, trained: Trained, client: Client, memory: Memory, round: int
     ) -> tuple[Job | Message, Memory]:
         result, memory = self.inner.finish(job, trained, client, memory, round)
-        assert isinstance(result, Message)
         changes = {name.replace("/", "/d"): value - job.tensors[name] for name, value in result.tensors.items()}
         return replace(result, tensors=changes), memory
 
@@ -381,6 +380,6 @@ def test_values_that_float16_cannot_hold_name_the_option() -> None:
         LowPrecision(inner=FedIT(spec=problem.adapted().spec, r=2), downlink="float16"), problem, sgd(LR)
     )
     name = join_tensor_name("fc1", "A")
-    federation.state.tensors[name].fill_(1e5)  # type: ignore[index]
+    federation.state.tensors[name].fill_(1e5)
     with pytest.raises(FedspanError, match=r"method\.wrappers.*above float16's largest"):
         federation.round()

@@ -45,7 +45,7 @@ def _spec(problem: Problem) -> Spec:
 def _federation(
     problem: Problem, method: Method, variate: str = "option-II", uniform: bool = True, steps: int = STEPS
 ) -> Federation:
-    wrapped = Scaffold(inner=WithExtras(inner=method, policy="average"), variate=variate)  # type: ignore[arg-type]
+    wrapped = Scaffold(inner=WithExtras(inner=method, policy="average"), variate=variate)
     return Federation(Double(inner=wrapped), problem, sgd(LR, steps=steps), uniform=uniform)
 
 
@@ -218,7 +218,7 @@ def test_two_phases_make_one_variate(variate: str) -> None:
     """pFedLoRU: A and B train in the second phase only, the head in both, with a learning rate of its own."""
     problem = Problem(clients=1)
     inner = ExtrasInBothPhases(inner=PFedLoRU(spec=_spec(problem), r=2, tau=9))
-    wrapped = Scaffold(inner=WithExtras(inner=inner, policy="average", lr_scale=0.5), variate=variate)  # type: ignore[arg-type]
+    wrapped = Scaffold(inner=WithExtras(inner=inner, policy="average", lr_scale=0.5), variate=variate)
     federation = Federation(Double(inner=wrapped), problem, sgd(LR))
     seen: list[tuple[str, Weights, int]] = []
     train = federation.engine.train
@@ -228,7 +228,7 @@ def test_two_phases_make_one_variate(variate: str) -> None:
         seen.append((work.job.phase, trained.gradient, trained.steps))
         return trained
 
-    federation.engine.train = watched  # type: ignore[method-assign]
+    federation.engine.train = watched
     federation.round()
     own = federation.parties["client-0"].memory
     phases = [phase for phase, _, _ in seen]
@@ -271,7 +271,6 @@ def test_refused_where_a_variate_has_no_meaning() -> None:
     }
     for words, method in cases.items():
         refusal = Scaffold(inner=method).explain_refusal(method.declare_claims())
-        assert refusal is not None
         assert words.strip() in refusal
     plain = FedIT(spec=spec)
     ranks = replace(plain.claims, heterogeneous_ranks=True)
@@ -287,7 +286,7 @@ def test_refused_where_a_variate_has_no_meaning() -> None:
         ("option-I", momentum, 0.0, False),
         ("option-I", plain_sgd, 1.0, True),
     ]:
-        wrapper = Scaffold(inner=plain, variate=variate)  # type: ignore[arg-type]
+        wrapper = Scaffold(inner=plain, variate=variate)
         assert (wrapper.explain_training_refusal(optimizer, clip) is not None) == refused
 
 

@@ -220,7 +220,7 @@ PAGE = {"fedadagrad": "fedadam", "fedyogi": "fedadam", "fedavgm": "fedadam"}
 
 @pytest.mark.parametrize("row", list_wrappers(), ids=lambda row: row.key)
 def test_every_option_and_its_default_is_on_the_page(row: object) -> None:
-    page = (PAGES / f"{PAGE.get(row.key, row.key)}.md").read_text(encoding="utf-8")  # type: ignore[attr-defined]
+    page = (PAGES / f"{PAGE.get(row.key, row.key)}.md").read_text(encoding="utf-8")
     lines = {line.split(" | ")[0].strip("| `"): line for line in page.splitlines() if line.startswith("| `")}
-    for option in row.options:  # type: ignore[attr-defined]
+    for option in row.options:
         assert str(option.default) in lines[option.name].replace("fedavgm 1 ", "1.0 ").replace("fedadagrad 0 ", "0.0 ")

@@ -17,7 +17,7 @@ __all__ = ["admit", "renew", "revoke", "warn_of_expiry"]
 
 @register_command(
     "admit",
-    "fedspan admit clinic-a.key.pub --as clinic-a",
+    "fedspan admit clinic-a.key.pub --as clinic-a --fingerprint SHA256:...",
     "fedspan admit clinic-a.new.pub --as clinic-a --replace",
     "fedspan admit clinic-b.key.pub --as clinic-b --max-examples 5000",
     panel=MACHINES,
@@ -42,18 +42,32 @@ def admit(
             "(of federation); 0: limited only by that ratio. Default: as admitted before.",
         ),
     ] = None,
+    fingerprint: Annotated[
+        str | None,
+        typer.Option(
+            "--fingerprint",
+            metavar="SHA256:...",
+            help="The key's fingerprint, as the data owner reads it out by telephone; another key is refused.",
+        ),
+    ] = None,
     folder: ServerFolder = SERVER,
 ) -> None:
     """Admit a data owner's node to the federation (Flower's own command: flwr supernode register)."""
     from fedspan.transports.flower import require
 
     require()
+    from fedspan.crypto.identity import compute_fingerprint
     from fedspan.transports.flower.admissions import admit_node
     from fedspan.transports.flower.server import read_link
 
-    admission = admit_node(read_link(folder), key, name, days=days, replace=replace, max_examples=max_examples)
+    admission = admit_node(
+        read_link(folder), key, name, days=days, replace=replace, max_examples=max_examples, fingerprint=fingerprint
+    )
     limit = "" if admission.max_examples is None else f", with the weight of at most {admission.max_examples} examples"
     typer.echo(f"admitted {key}" + (f", which must use the id {name}" if name else "") + limit)
+    if fingerprint is None:
+        fingerprint = compute_fingerprint(admission.key)
+        typer.echo(f"compare its fingerprint with the data owner's, by telephone: {fingerprint}")
 
 
 @register_command("revoke", 'fedspan revoke clinic-a --reason "the machine was stolen"', panel=MACHINES)

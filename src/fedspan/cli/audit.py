@@ -28,7 +28,7 @@ def approve(
     reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="Reason, sent to the server.")] = "",
     settings: Annotated[bool, typer.Option("--settings", help="Show all settings of the jobs.")] = False,
 ) -> None:
-    """Show the jobs that servers request from this node; approve or refuse one. Needs `limits.approve: ask`."""
+    """Show the jobs that servers request from this node, with what would leave it; approve or refuse one."""
     from fedspan.config.node import load_node
     from fedspan.deployment.approval import Approvals
     from fedspan.deployment.audit import AUDIT
@@ -103,8 +103,9 @@ def budget(
         {
             "server": account.server,
             "data": account.data,
-            "rounds": [account.rounds, limits.rounds],
+            "invitations": [len(account.invitations), limits.invitations],
             "runs": [len(account.runs), limits.runs],
+            "rounds": [account.rounds, limits.rounds],
             "evaluations": [account.evaluations, limits.evaluations],
             "epsilon": [account.compute_epsilon(limits.delta), limits.epsilon],
         }

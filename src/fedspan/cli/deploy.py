@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["join", "server", "submit"]
 
+_FINGERPRINT = " --fingerprint SHA256:..."
+
 
 @register_command(
     "server",
@@ -112,7 +114,8 @@ def server(
         typer.echo("each data owner runs, on its own machine:")
         typer.echo("  fedspan join --new-key node.key     # and sends you node.key.pub")
         if not insecure:
-            typer.echo("then run here:\n  fedspan admit node.key.pub --as NAME" + _format_server_option(folder))
+            options = f"{_format_server_option(folder)}{_FINGERPRINT}"
+            typer.echo(f"then run here:\n  fedspan admit node.key.pub --as NAME{options}")
         typer.echo(f"then the data owner runs, with `server: {address}` in the node's file:\n  fedspan join node.yaml")
         typer.echo(f"and run here:\n  fedspan submit config.yaml{_format_server_option(folder)}")
 
@@ -175,7 +178,8 @@ def _write_bundles(folder: Path, ids: Sequence[str], names: Sequence[str], port:
     typer.echo(f"send the SHA-256 of ca.crt over another channel: {compute_digest(authority)}")
     typer.echo("when its node.key.pub arrives, run here:")
     for id in ids:
-        typer.echo(f"  fedspan admit node.key.pub --as {shlex.quote(id)}{_format_server_option(link.folder)}")
+        options = f"{_format_server_option(link.folder)}{_FINGERPRINT}"
+        typer.echo(f"  fedspan admit node.key.pub --as {shlex.quote(id)}{options}")
 
 
 @register_command(
@@ -222,7 +226,8 @@ def join(
         else:
             continue_book(new_key, replaces)
         typer.echo(f"send this file, and only this, to the server's operator: {public}")
-        typer.echo(f"its fingerprint, for `peers` in other nodes' files: {compute_fingerprint(public.read_text())}")
+        fingerprint = compute_fingerprint(public.read_text())
+        typer.echo(f"read its fingerprint to the operator by telephone; it is for `peers`, too: {fingerprint}")
         return
     if replaces is not None:
         raise FedspanError("--replaces", str(replaces), "--new-key FILE beside it")

@@ -15,7 +15,7 @@ from rich.text import Text
 from fedspan.cli.formatting import create_table, format_duration, format_score, get_title, shorten
 from fedspan.experiments.tables import format_size
 from fedspan.models.names import get_architecture, resolve_model
-from fedspan.runs.model_card import RunReport
+from fedspan.runs.model_card import STATISTICS_NOTE, RunReport
 from fedspan.tasks.definition import TargetType
 from fedspan.tasks.metrics import METRICS
 from fedspan.tasks.registry import get_task
@@ -197,6 +197,7 @@ def _describe_start(report: RunReport) -> str:
         f"The head is initialized from statistics of all clients' examples ({kind})"
         + "".join(f", {description}" for description in others)
         + "."
+        + (f" {STATISTICS_NOTE}" if report.start.get("simulated") else "")
     )
 
 

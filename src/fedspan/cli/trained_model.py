@@ -11,6 +11,7 @@ import typer
 
 from fedspan.cli.commands import Json, Overrides, register_command
 from fedspan.errors import FedspanError
+from fedspan.files import neutralize_formula
 
 __all__ = ["ClientOption", "evaluate", "predict"]
 
@@ -38,7 +39,10 @@ def predict(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Predict the labels or numbers of texts, or answer prompts; the output is tab-separated outside of a terminal."""
+    """Predict the labels or numbers of texts, or answer prompts; the output is tab-separated outside of a terminal.
+
+    There, texts that a spreadsheet would run as formulas begin with an apostrophe. --json prints all texts unchanged.
+    """
     lines: list[str] = [*(texts or ()), *(_read_lines(file) if file is not None else ())]
     if not lines:
         raise FedspanError("TEXT", None, "texts to label, or --file FILE")
@@ -60,7 +64,7 @@ def predict(
         elif screen:
             typer.echo("  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=True)), shown]))
         else:
-            typer.echo("\t".join([*(" ".join(cell.split()) for cell in row), shown]))
+            typer.echo("\t".join(neutralize_formula(" ".join(cell.split())) for cell in (*row, text)))
 
 
 def _name_parts(answer: object) -> dict[str, object]:

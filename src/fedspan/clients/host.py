@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from fedspan.clients.coarsening import coarsen_losses, coarsen_metrics
 from fedspan.clients.job_checkpoints import JobCheckpoints
+from fedspan.clients.metric_noise import MetricLimits, add_noise
 from fedspan.clients.open_training import OpenTraining
 from fedspan.clients.refusals import refuse
 from fedspan.clients.second_exchange import FirstExchange, build_second_reply
@@ -38,7 +38,7 @@ from fedspan.federation.privacy import (
 from fedspan.federation.progress import ClientData, ClientState
 from fedspan.federation.protocol import Envelope, Order, Part, Reply, ScoredPart, Scores
 from fedspan.federation.secagg.messages import Phase
-from fedspan.tasks.bounded_losses import get_loss_bound
+from fedspan.models.head import find_output_layer
 from fedspan.tasks.task import Examples
 from fedspan.training.accounting import Charge
 from fedspan.training.engine import Engine
@@ -69,8 +69,8 @@ class Host:
         limits: The data owner's limits on statistics for the head's initialization; None: no limits.
         checkpoints: Stores the progress of a client's training within a round; None: an interrupted round starts over.
         agreed: Digest of the config to which the clients agreed; empty: the host belongs to the server's process.
-        reported_examples: Minimum number of examples of metrics and losses, which are rounded so that smaller groups do
-            not show (``coarsening``); then no training loss leaves a secure sum's client. 1: reported as measured.
+        metric_limits: The data owner's limits on metrics and losses; None: they are reported as measured.
+        train_examples: Minimum number of training examples whose labels a client knows.
     """
 
     def __init__(
@@ -88,12 +88,14 @@ class Host:
         limits: StatisticsLimits | None = None,
         checkpoints: JobCheckpoints | None = None,
         agreed: str = "",
-        reported_examples: int = 1,
+        metric_limits: MetricLimits | None = None,
+        train_examples: int = 0,
     ) -> None:
         self.method, self.engine, self.clients = method, engine, clients
         self.examples, self.store, self.batch_size, self.export = examples, store, batch_size, export
         self.secure, self.reveals_losses, self.limits = secure, reveals_losses, limits or StatisticsLimits()
-        self.checkpoints, self.agreed, self.reported_examples = checkpoints, agreed, reported_examples
+        self.checkpoints, self.agreed = checkpoints, agreed
+        self.metric_limits, self.train_examples = metric_limits or MetricLimits(), train_examples
         self.tamper: Callable[[Order, Message, Message], Message] | None = None
         """Simulated fault of clients: function of an order, its decoded message and the honest reply, which returns
         the reply to send."""
@@ -257,6 +259,9 @@ class Host:
         data, client, settings = self._get_data(order), order.client, self.engine.settings
         if client is None or client.id != order.to:
             raise ValueError("an order to train names another client, or none")
+        if len(data.train) < self.train_examples:
+            problem = "this node has fewer training examples with labels of the run than it needs to train"
+            raise FedspanError("limits.train_examples", self.train_examples, problem=problem)
         self._require_secure(order)
         message = self._decode_message(order)
         job, stored = self._start_job(order, message)
@@ -274,9 +279,9 @@ class Host:
         order, privacy = training.order, self.engine.settings.privacy
         if privacy is not None and privacy.mechanism == "local":
             reply = privatize(privacy, training.job.tensors, training.client, reply, order.round)
-        if privacy is not None and privacy.mechanism != "central" and not self.reveals_losses:
+        is_private = privacy is not None and privacy.mechanism != "central" and not self.reveals_losses
+        if is_private or self.metric_limits.epsilon is not None:
             training.parts.clear()  # a loss is computed from the raw data
-        parts = self._coarsen_losses(training)
         if self.tamper is not None:
             reply = self.tamper(order, self._decode_message(order), reply)
         needed = frozenset(round for round in (training.client.last_round, order.best) if round is not None)
@@ -288,18 +293,7 @@ class Host:
             if self.tamper is None:
                 raise
             return refuse(order, error)  # a simulated fault that cannot be masked fails its client, as on a node
-        return Reply("train", order.round, order.attempt, order.to, parts, body=body)
-
-    def _coarsen_losses(self, training: OpenTraining) -> tuple[Part, ...]:
-        """Return the losses of a training that may be reported.
-
-        They are means over batches, in which the loss of one example has no bound. A reply in plaintext shows as much
-        of an example; under masks nothing else does.
-        """
-        if training.order.secure is not None and self.reported_examples > 1:
-            return ()
-        bound, owned = get_loss_bound(self.engine.task), len(training.data.train)
-        return coarsen_losses(training.parts, owned, self.reported_examples, bound)
+        return Reply("train", order.round, order.attempt, order.to, tuple(training.parts), body=body)
 
     def _get_secure_client(self, id: str, value: object) -> SecureClient:
         if self.secure is None:
@@ -405,13 +399,24 @@ class Host:
             return refuse(order, error)
         return Reply("second", order.round, order.attempt, order.to, body=body)
 
+    def require_statistics(self, order: Order) -> None:
+        """Check, before anything is computed, that the owner lets the statistics of an order leave this client.
+
+        Raises:
+            FedspanError: If not.
+            ValueError: If the order is not one for statistics of a local client.
+        """
+        data, layer = self._get_data(order), find_output_layer(self.engine.adapted)
+        kind, _, _ = parse_statistics_order(self._decode_message(order))
+        self.limits.require(kind, order.round, len(data.train), layer.features)
+
     def _compute_statistics(self, order: Order) -> Reply:
         data, client = self._get_data(order), order.client
         if client is None or client.id != order.to:
             raise ValueError("an order for statistics names another client, or none")
         self._require_secure(order)
+        self.require_statistics(order)
         kind, bound, message = parse_statistics_order(self._decode_message(order))
-        self.limits.require(kind, order.round)
         if self.engine.settings.privacy is not None:
             problem = "statistics of features are not privatized"
             raise FedspanError("training.privacy", kind, "model.head_init: random", problem=problem)
@@ -441,15 +446,24 @@ class Host:
         scores: dict[ScoredPart, Scores] = {}
         parts: tuple[tuple[ScoredPart, np.ndarray], ...]
         parts = (("validation", data.validation), ("test", data.test))
+        limits = self.metric_limits
         for name, indices in parts:
-            if len(indices) < self.reported_examples:
+            size = limits.sizes.get(name, len(indices))
+            if size < max(1, limits.examples):
                 continue
-            bounded = self.reported_examples > 1
-            metrics = self.engine.evaluate(order.to, job, self.examples, indices, self.batch_size, bounded=bounded)
-            finite = {key: value for key, value in metrics.items() if math.isfinite(value)}
-            finite["examples"] = float(len(indices))
-            scores[name] = coarsen_metrics(finite, self.reported_examples, get_loss_bound(self.engine.task))
+            metrics = self._measure(order.to, job, indices)
+            if limits.epsilon is not None:
+                scores[name] = add_noise(metrics, len(indices), size, limits.epsilon, self.engine.task)
+            elif len(indices):
+                scores[name] = {**metrics, "examples": float(len(indices))}
         return Reply("evaluate", order.round, order.attempt, order.to, scores=scores)
+
+    def _measure(self, id: str, job: Job, indices: np.ndarray) -> dict[str, float]:
+        if not len(indices):
+            return {}
+        bounded = self.metric_limits.epsilon is not None
+        metrics = self.engine.evaluate(id, job, self.examples, indices, self.batch_size, bounded=bounded)
+        return {key: value for key, value in metrics.items() if math.isfinite(value)}
 
 
 def _normalize(reply: Message) -> Message:

@@ -1,46 +1,71 @@
-"""The client half of secure aggregation: keys, shares, a masked vector, and finally one share of each neighbor.
+"""The client half of secure aggregation: keys, shares, a masked vector, a signature, and one share of each client.
 
     y_i = x_i + PRG(b_i) + sum_{j > i} PRG(s_ij) - sum_{j < i} PRG(s_ij)    (in the ring)
 
-over the neighbors j that are still present; b_i is the client's own seed, s_ij the secret that it shares with j.
+over the clients j that are still present; b_i is the client's own seed, s_ij the secret that it shares with j.
 Everything is derived from one random secret of the session, which is on the client's disk between the phases, so any
 process can continue. Phases only advance, each once a session, and session numbers grow; so a message that is repeated
-or out of order gets no second reply. For each neighbor, a client reveals either the share of its own mask or that of
-its key, never both.
+or out of order gets no second reply.
 
 The seeds s_ij and the sealed shares depend on the transcript of the client's agreement (``Agreement``): with a client
-of another agreement, neither do masks cancel nor can shares be opened.
+of another agreement, or that was sent other keys, neither do masks cancel nor can shares be opened.
 
-The session store of secure aggregation on a client's disk: one file a client, readable by its owner only.
+**One sum a session.** The server decides whose vectors are in the sum. If it named different survivors to different
+clients, it would get shares of both secrets of a client. So every client signs the survivors and the dropped clients,
+and reveals shares only if t clients have signed the same (Bonawitz et al., CCS 2017). Of n clients, c of
+which collude with the server and sign everything, two sets would need 2 (t - c) signatures of n - c honest clients,
+each of which signs once. With 2 t > n + c there are not so many. For each client, an honest client then reveals either
+the share of the own mask or that of the key, and the c colluders lack shares of the other one, since c < t. A sum has
+at least c + 2 clients, hence two honest ones.
 
-``<folder>/<digest of the client's id>/session.json``, next to the client's stored state, is replaced as a whole.
+**One set of clients a model.** Training is deterministic, so the sums of {u, a, b} and of {a, b} over one model differ
+by the vector of u. So a client that has revealed shares in a sum of a model reveals them again only in sums of exactly
+the same clients, with the same clip and the same largest weight, whatever else an order says: session, round, learning
+rate, run. An attempt in which nobody revealed shares gave no sum, and may be followed by one of other clients. The
+second exchange of a round, which is of the same training, counts as a sum of the first one's model.
+
+Why no combination of sums gives a single vector: let S_k be the honest clients of the sums, with different sets, and
+R_k those of them that revealed shares. The R_k are disjoint, and each is more than half of its S_k: at least t - c of
+at most n - c. Suppose that sum_k a_k S_k = {u}, as vectors of 0 and 1. Count the clients other than u: the numbers of
+those that are in R_i and in S_k are a matrix that maps a to 0. In column k, the diagonal is larger than the rest of the
+column, or as large if u is in R_k. So at most that a_k is not 0, and S_k would be {u}; but it has two clients.
+
+A server that changes one bit of the model has another model. Against this, only sums of always the same clients
+(``min_clients`` as large as their number) with equal weights help, or noise.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache
-from pathlib import Path
-from typing import Literal, Protocol
 
 import numpy as np
 import torch
-from pydantic import Field, ValidationError
 
+from fedspan.clients.secagg_store import Session, SessionStore, Sum
 from fedspan.core.tensors import Tensors
 from fedspan.core.values import Contribution, Message
 from fedspan.crypto.identity import Identity, compute_fingerprint, verify_signature
-from fedspan.crypto.keys import SessionKeys, compute_commitment, derive_pair_seed, draw_secret, open_sealed, seal
+from fedspan.crypto.keys import (
+    SessionKeys,
+    compute_commitment,
+    derive_pair_seed,
+    draw_secret,
+    open_sealed,
+    seal,
+    verify_session_signature,
+)
 from fedspan.crypto.masks import Integers, Ring, add_mask
 from fedspan.crypto.shares import SHARE, split
 from fedspan.errors import FedspanError
 from fedspan.federation.changes import clip_change, compute_change
-from fedspan.federation.protocol import Count, Masking, Name, Order
+from fedspan.federation.protocol import Masking, Order
 from fedspan.federation.secagg.messages import (
     MASKED,
     Agreement,
-    BinaryPart,
+    ConfirmOrder,
+    ConfirmReply,
     KeysOrder,
     KeysReply,
     Phase,
@@ -50,70 +75,16 @@ from fedspan.federation.secagg.messages import (
     SharesReply,
     UnmaskOrder,
     UnmaskReply,
+    build_confirmation,
     build_session_context,
     compute_layout_digest,
     compute_share,
     create_initial_values,
     flatten,
 )
-from fedspan.files import convert_disk_errors, read_bytes, write_atomic
+from fedspan.federation.settings import FEWEST_SECURE_CLIENTS
 
-__all__ = ["DiskSessionStore", "MemorySessionStore", "SecureClient", "Session", "SessionStore"]
-
-
-class Session(BinaryPart):
-    """A client's state between the phases of a session.
-
-    Args:
-        run: The run of the session.
-        number: The session's number.
-        phase: The last phase that was answered.
-        secret: The secret that the keys are derived from; empty once the session has ended.
-        peers: Keys of the client's neighborhood, as received in the phase of shares.
-        agreement: The agreement of that phase.
-        threshold: Number of shares that reconstruct a secret.
-        present: The clients with which the vector was masked.
-    """
-
-    run: str
-    number: Count
-    phase: Literal["keys", "shares", "masked", "unmasked"]
-    secret: bytes
-    peers: dict[Name, PublicKeys] = Field(default_factory=dict)
-    agreement: Agreement | None = None
-    threshold: Count = 0
-    present: tuple[Name, ...] = ()
-
-
-class SessionStore(Protocol):
-    """Store of the clients' sessions."""
-
-    def load(self, client: str) -> Session | None:
-        """Load a client's last session."""
-        ...
-
-    def store(self, client: str, session: Session) -> None:
-        """Replace the last session by a new one, which is durable on return.
-
-        Raises:
-            FedspanError: If the disk is full or refuses to write.
-        """
-        ...
-
-
-class MemorySessionStore:
-    """Sessions in this process."""
-
-    def __init__(self) -> None:
-        self._sessions: dict[str, Session] = {}
-
-    def load(self, client: str) -> Session | None:
-        """``SessionStore.load``."""
-        return self._sessions.get(client)
-
-    def store(self, client: str, session: Session) -> None:
-        """``SessionStore.store``."""
-        self._sessions[client] = session
+__all__ = ["SecureClient"]
 
 
 class SecureClient:
@@ -122,24 +93,27 @@ class SecureClient:
     Args:
         id: Id of the client.
         sessions: The store of its session.
-        min_clients: Smallest number of clients of its neighborhood, itself included, that must be present in a sum.
+        min_clients: Smallest number of clients in a sum, itself included.
+        colluders: Largest number of clients that may collude with the server; sums that they could open are refused.
         identity: Long-term key that signs the session keys; None: they are not signed.
         known: Fingerprints of the long-term keys of the other clients of a sum; None: the server is trusted with the
             keys.
-        check: Function that raises ``FedspanError`` for an agreement, and a number of clients in the neighborhood,
-            that differ from the run's config; None: all agreements are accepted.
+        check: Function that raises ``FedspanError`` for an agreement that differs from the run's config; None: all
+            agreements are accepted.
     """
 
     def __init__(
         self,
         id: str,
         sessions: SessionStore,
-        min_clients: int = 2,
+        min_clients: int = FEWEST_SECURE_CLIENTS,
+        colluders: int = 1,
         identity: Identity | None = None,
         known: Mapping[str, str] | None = None,
-        check: Callable[[Agreement, int], None] | None = None,
+        check: Callable[[Agreement], None] | None = None,
     ) -> None:
-        self.id, self.sessions, self.min_clients = id, sessions, min_clients
+        self.id, self.sessions, self.colluders = id, sessions, colluders
+        self.min_clients = max(min_clients, colluders + 2)
         self.identity, self.known, self.check = identity, known, check
 
     def answer(self, order: Phase) -> PhaseReply:
@@ -156,6 +130,8 @@ class SecureClient:
                 return self._answer_keys(order)
             case SharesOrder():
                 return self._answer_shares(order)
+            case ConfirmOrder():
+                return self._answer_confirm(order)
             case UnmaskOrder():
                 return self._answer_unmask(order)
 
@@ -178,7 +154,8 @@ class SecureClient:
             raise FedspanError(
                 "message.session", order.session, f"a number above {last.number}, because every session is new"
             )
-        session = Session(run=order.run, number=order.session, phase="keys", secret=draw_secret())
+        trained = None if last is None else last.trained
+        session = Session(run=order.run, number=order.session, phase="keys", secret=draw_secret(), trained=trained)
         self.sessions.store(self.id, session)
         return KeysReply(id=self.id, session=order.session, keys=self._sign_keys(session))
 
@@ -191,7 +168,7 @@ class SecureClient:
         return keys.model_copy(update={"signature": self.identity.sign(statement)})
 
     def _require_known_keys(self, peers: Mapping[str, PublicKeys], context: str) -> None:
-        """Check that the keys of the neighborhood are signed by clients whose fingerprints are known.
+        """Check that the clients' keys are signed by clients whose fingerprints are known.
 
         Raises:
             FedspanError: If a client is unknown, or its keys are not signed by its long-term key.
@@ -212,31 +189,30 @@ class SecureClient:
 
     def _answer_shares(self, order: SharesOrder) -> SharesReply:
         session = self._load_session(order.run, order.session, "keys")
-        keys, peers = _derive_keys(session), order.peers
-        own_keys = peers.get(self.id)
-        if own_keys is None or (own_keys.sealing, own_keys.masking) != (keys.sealing_public, keys.masking_public):
+        keys, peers, agreement = _derive_keys(session), order.peers, order.agreement
+        own_keys, ids = _get_public_keys(keys), sorted(peers)
+        if self.id not in peers or peers[self.id].model_copy(update={"identity": "", "signature": b""}) != own_keys:
             raise FedspanError("message.peers", sorted(peers), "this client's own keys among them")
-        if len({key for peer in peers.values() for key in (peer.sealing, peer.masking)}) < 2 * len(peers):
-            raise FedspanError("message.peers", sorted(peers), "different keys for different clients")
-        if not len(peers) < 2 * order.threshold <= 2 * len(peers):
-            expected = f"more than half of the {len(peers)} clients of the neighborhood, and no more than all"
-            raise FedspanError("message.threshold", order.threshold, expected)
-        self._require_min_clients(len(peers), order.threshold)
-        ids, context = sorted(peers), build_session_context(order.run, order.session)
+        if len({key for peer in peers.values() for key in peer.list_keys()}) < 3 * len(peers):
+            raise FedspanError("message.peers", ids, "different keys for different clients")
+        if agreement.clients != len(peers):
+            raise FedspanError("message.agreement.clients", agreement.clients, f"the number of keys, {len(peers)}")
+        self._require_threshold(agreement)
+        context = build_session_context(order.run, order.session)
         self._require_known_keys(peers, context)
-        if order.agreement.round != order.round:
-            raise FedspanError("message.agreement.round", order.agreement.round, f"the order's, {order.round}")
+        if agreement.round != order.round:
+            raise FedspanError("message.agreement.round", agreement.round, f"the order's, {order.round}")
         if self.check is not None:
-            self.check(order.agreement, len(peers))
-        update = {"phase": "shares", "peers": peers, "threshold": order.threshold, "agreement": order.agreement}
+            self.check(agreement)
+        update = {"phase": "shares", "peers": peers, "agreement": agreement}
         self.sessions.store(self.id, session.model_copy(update=update))
-        transcript = order.agreement.build_transcript(context)
+        transcript = agreement.build_transcript(context, peers)
         shared = zip(
-            split(keys.own, order.threshold, len(ids)), split(keys.masking, order.threshold, len(ids)), strict=True
+            *(split(secret, agreement.threshold, len(ids)) for secret in (keys.own, keys.masking)), strict=True
         )
         sealed = {
-            id: seal(keys.sealing, peers[id].sealing, self.id, id, transcript, own_keys + masking)
-            for id, (own_keys, masking) in zip(ids, shared, strict=True)
+            id: seal(keys.sealing, peers[id].sealing, self.id, id, transcript, own + masking)
+            for id, (own, masking) in zip(ids, shared, strict=True)
         }
         return SharesReply(id=self.id, session=order.session, sealed=sealed)
 
@@ -253,15 +229,24 @@ class SecureClient:
         present = set(masking.peers)
         if self.id not in present or len(present) < len(masking.peers) or not present <= session.peers.keys():
             raise FedspanError("message.peers", masking.peers, "this client, and clients to which it sent shares")
-        self._require_min_clients(len(present), session.threshold)
         agreement = _get_agreement(session)
+        self._require_min_clients(len(present), agreement.threshold)
         if self.check is not None:
-            self.check(agreement, len(session.peers))
+            self.check(agreement)
         ordered = {"task": order.task, "round": order.round, "lr": order.lr, "model": _compute_digest(order.body)}
         for name, value in ordered.items():
             if value != getattr(agreement, name):
                 problem = f"the order's {name} differs from the agreement of the sum's clients"
                 raise FedspanError("message.agreement", name, problem=problem)
+        if order.task != "second":
+            session = session.model_copy(update={"trained": (agreement.round, agreement.model)})
+        elif session.trained is None or session.trained[0] != order.round:
+            raise FedspanError("message.agreement", "second", "a second exchange of the round that was trained last")
+        revealed = self.sessions.load_sum(self.id, _get_model(session))
+        if revealed is not None and present.issuperset(revealed.clients):  # the others may drop out
+            self._require_same_sum(session, revealed.clients)
+        else:
+            self._require_same_sum(session, present)
         return session
 
     def mask(
@@ -309,10 +294,11 @@ class SecureClient:
         except ValueError as error:
             raise FedspanError("reply", self.id, problem=f"the numbers cannot be summed: {error}") from error
 
-    def _answer_unmask(self, order: UnmaskOrder) -> UnmaskReply:
+    def _answer_confirm(self, order: ConfirmOrder) -> ConfirmReply:
         session = self._load_session(order.run, order.session, "masked")
+        agreement = _get_agreement(session)
         if self.check is not None:
-            self.check(_get_agreement(session), len(session.peers))
+            self.check(agreement)
         survivors, dropped = set(order.survivors), set(order.dropped)
         if survivors & dropped or (survivors | dropped) != set(session.present):
             expected = "each client of the mask exactly once, either as a survivor or as dropped"
@@ -321,17 +307,57 @@ class SecureClient:
             )
         if self.id not in survivors:
             raise FedspanError("message.survivors", sorted(survivors), "this client, because it sent its vector")
-        self._require_min_clients(len(survivors), session.threshold)
+        self._require_min_clients(len(survivors), agreement.threshold)
+        self._require_same_sum(session, survivors)
         shares = self._open_shares(session, order.sealed)
-        if len(shares) < session.threshold:
+        if len(shares) < agreement.threshold:
             problem = (
                 f"only the shares of {len(shares)} of {len(session.present)} clients can be opened, so the other "
                 "clients have another agreement than this client"
             )
-            raise FedspanError("message.agreement", len(shares), f"at least {session.threshold}", problem=problem)
-        self.sessions.store(self.id, session.model_copy(update={"phase": "unmasked", "secret": b"", "peers": {}}))
+            raise FedspanError("message.agreement", len(shares), f"at least {agreement.threshold}", problem=problem)
+        update = {"phase": "confirmed", "survivors": order.survivors, "sealed": {id: order.sealed[id] for id in shares}}
+        self.sessions.store(self.id, session.model_copy(update=update))
+        statement = build_confirmation(_get_transcript(session), survivors, dropped)
+        unopened = tuple(id for id in session.present if id not in shares)
+        signature = _derive_keys(session).sign(statement)
+        return ConfirmReply(id=self.id, session=order.session, signature=signature, unopened=unopened)
+
+    def _answer_unmask(self, order: UnmaskOrder) -> UnmaskReply:
+        session = self._load_session(order.run, order.session, "confirmed")
+        agreement, survivors = _get_agreement(session), frozenset(session.survivors)
+        if self.check is not None:
+            self.check(agreement)
+        statement = build_confirmation(_get_transcript(session), survivors, set(session.present) - survivors)
+        signers = [id for id in survivors & order.signatures.keys() if _is_signed(session, id, order, statement)]
+        if len(signers) < agreement.threshold:
+            problem = f"{len(signers)} clients have signed that the sum is of the same clients as this client's"
+            raise FedspanError("message.signatures", sorted(signers), f"{agreement.threshold} clients", problem=problem)
+        self._require_same_sum(session, survivors)
+        shares = self._open_shares(session, session.sealed)
+        self.sessions.store_sum(self.id, _get_model(session), _build_sum(session, survivors))
+        update = {"phase": "unmasked", "secret": b"", "peers": {}, "sealed": {}}
+        self.sessions.store(self.id, session.model_copy(update=update))
         revealed = {id: pair[:SHARE] if id in survivors else pair[SHARE:] for id, pair in shares.items()}
         return UnmaskReply(id=self.id, session=order.session, shares=revealed)
+
+    def _require_same_sum(self, session: Session, survivors: Collection[str]) -> None:
+        """Check that a sum has the clients and weights of the sums of the same model in which shares were revealed.
+
+        Raises:
+            FedspanError: If it has others.
+        """
+        revealed, current = self.sessions.load_sum(self.id, _get_model(session)), _build_sum(session, survivors)
+        if revealed is not None and revealed != current:
+            problem = (
+                "this client has revealed shares in a sum of this model with other clients or weights, and the "
+                "difference of two sums may be a single update"
+            )
+            expected = (
+                f"a sum of {', '.join(revealed.clients)} with clip {revealed.clip:g} and weights up to "
+                f"{revealed.top:g}, or another model (such as by another seed)"
+            )
+            raise FedspanError("message.survivors", current.clients, expected, problem=problem)
 
     def _open_shares(self, session: Session, sealed: Mapping[str, bytes]) -> dict[str, bytes]:
         """Decrypt both shares of every peer; peers whose shares cannot be decrypted are skipped."""
@@ -345,6 +371,22 @@ class SecureClient:
             if len(pair) == 2 * SHARE:
                 decrypted[id] = pair
         return decrypted
+
+    def _require_threshold(self, agreement: Agreement) -> None:
+        """Check that the number of clients that open a secret withstands the colluders.
+
+        Raises:
+            FedspanError: If it does not.
+        """
+        clients, threshold, least = agreement.clients, agreement.threshold, (agreement.clients + self.colluders) / 2
+        if not least < threshold <= clients:
+            problem = (
+                f"{threshold} of {clients} clients can open a sum, which does not withstand {self.colluders} that "
+                "collude with the server"
+            )
+            expected = f"federation.secure.threshold such that more than {least:g} clients, and not more than all, can"
+            raise FedspanError("limits.colluders", self.colluders, expected, problem=problem)
+        self._require_min_clients(clients, threshold)
 
     def _require_min_clients(self, present: int, threshold: int) -> None:
         if present < max(threshold, self.min_clients):
@@ -364,7 +406,26 @@ def _get_agreement(session: Session) -> Agreement:
 
 
 def _get_transcript(session: Session) -> str:
-    return _get_agreement(session).build_transcript(build_session_context(session.run, session.number))
+    return _get_agreement(session).build_transcript(build_session_context(session.run, session.number), session.peers)
+
+
+def _get_model(session: Session) -> str:
+    """Return the model whose training is summed, which is stored since the phase of masks."""
+    assert session.trained is not None
+    return session.trained[1]
+
+
+def _build_sum(session: Session, survivors: Collection[str]) -> Sum:
+    agreement = _get_agreement(session)
+    return Sum(clients=tuple(sorted(survivors)), clip=agreement.clip, top=agreement.top)
+
+
+def _is_signed(session: Session, id: str, order: UnmaskOrder, statement: bytes) -> bool:
+    try:
+        verify_session_signature(session.peers[id].signing, order.signatures[id], statement)
+    except ValueError:
+        return False
+    return True
 
 
 @lru_cache(maxsize=1)
@@ -374,45 +435,14 @@ def _compute_digest(body: bytes) -> str:
 
 
 def _get_public_keys(keys: SessionKeys) -> PublicKeys:
-    return PublicKeys(sealing=keys.sealing_public, masking=keys.masking_public, own=compute_commitment(keys.own))
+    return PublicKeys(
+        sealing=keys.sealing_public,
+        masking=keys.masking_public,
+        own=compute_commitment(keys.own),
+        signing=keys.signing_public,
+    )
 
 
 def _reinterpret_as_signed(total: Integers) -> Integers:
     """Reinterpret the bits in an integer format that every version of torch supports."""
     return total.view(np.int32 if total.itemsize == 4 else np.int64)
-
-
-class DiskSessionStore:
-    """Sessions on a disk.
-
-    Args:
-        folder: The folder of one run, as in ``DiskClientStore``; created when something is stored.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def load(self, client: str) -> Session | None:
-        """``SessionStore.load``.
-
-        Raises:
-            FedspanError: If the file is damaged, so that the phases answered so far are unknown.
-        """
-        path = self._get_path(client)
-        if not path.is_file():
-            return None
-        try:
-            return Session.model_validate_json(read_bytes(path))
-        except ValidationError as error:
-            problem = "the file is damaged. Remove it while no round runs"
-            raise FedspanError(str(path), None, problem=problem) from error
-
-    def store(self, client: str, session: Session) -> None:
-        """``SessionStore.store``."""
-        path = self._get_path(client)
-        with convert_disk_errors(self.folder, "free some space; the round can be run again"):
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            write_atomic(path, session.model_dump_json().encode(), 0o600)
-
-    def _get_path(self, client: str) -> Path:
-        return self.folder / hashlib.sha256(client.encode()).hexdigest()[:32] / "session.json"

@@ -29,27 +29,38 @@ class StatisticsLimits:
     """A data owner's limits on statistics.
 
     Args:
-        allowed: Whether any statistics leave this client.
+        refusal: Why no statistics leave this client; None: they may.
         class_examples: Minimum number of examples of a class; examples of smaller classes are left out. All examples of
             a regression are one class.
         announced: Kinds of statistics that the run's config announced to the owner; None: any.
+        examples_per_feature: Minimum number of examples for each feature.
     """
 
-    allowed: bool = True
+    refusal: FedspanError | None = None
     class_examples: int = 1
     announced: tuple[HeadKind, ...] | None = None
+    examples_per_feature: int = 0
 
-    def require(self, kind: HeadKind, round: int) -> None:
+    def require(self, kind: HeadKind, round: int, examples: int, features: int) -> None:
         """Check that the owner lets statistics of a kind leave this client before a round.
+
+        Args:
+            kind: Kind of statistics.
+            round: Number of the round.
+            examples: Number of the client's training examples.
+            features: Number of features.
 
         Raises:
             FedspanError: If not.
         """
-        if not self.allowed:
-            raise FedspanError("limits.head_statistics", kind, problem="no statistics of examples leave this node")
+        if self.refusal is not None:
+            raise self.refusal
         if round != 0 or (self.announced is not None and kind not in self.announced):
             problem = f"the run's config announced no statistics of this kind before round {round + 1}"
             raise FedspanError("model.head_init", kind, problem=problem)
+        if examples < self.examples_per_feature * features:
+            problem = f"statistics of {features} features need {self.examples_per_feature * features} examples here"
+            raise FedspanError("limits.statistics_examples", self.examples_per_feature, problem=problem)
 
 
 def parse_statistics_order(message: Message) -> tuple[HeadKind, float, Message]:

@@ -10,6 +10,7 @@ from fedspan.config.model import ModelConfig
 from fedspan.config.reading import (
     ConfigLike,
     load_config,
+    load_yaml,
     override,
     parse_config,
     parse_yaml,
@@ -29,6 +30,7 @@ __all__ = [
     "TrainingConfig",
     "WrapperConfig",
     "load_config",
+    "load_yaml",
     "override",
     "parse_config",
     "parse_yaml",

@@ -7,6 +7,8 @@ from fedspan.core.values import LayerSpec, Spec
 from fedspan.data.files import FROM_TRAINERS
 from fedspan.errors import FedspanError, suggest_nearest
 from fedspan.federation.round_dependence import explain_round_dependence
+from fedspan.federation.settings import MOST_SECURE_CLIENTS
+from fedspan.methods.registry import get_method_class
 
 __all__ = ["explain_random_head", "require_combination"]
 
@@ -118,6 +120,9 @@ def explain_random_head(config: RunSections) -> str | None:
         "secure aggregation needs bounded numbers, and those of a regression have no bound": (
             config.task_definition.target_type == "number" and config.federation.secure is not None
         ),
+        f"all clients send statistics, and a secure sum has at most {MOST_SECURE_CLIENTS}": (
+            config.federation.secure is not None and config.partition.clients > MOST_SECURE_CLIENTS
+        ),
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
 
@@ -134,6 +139,8 @@ def _require_head_fit(config: RunSections) -> None:
     if config.model.pooling == "stock" and config.task_definition.is_embedding:
         problem = f"{config.task} has no classifier, and stock is the pooling of the classifier"
         raise FedspanError("model.pooling", "stock", "auto, mean, cls, max or last", problem=problem)
+    if config.model.head_rounds not in ("auto", 0):
+        _require_head_rounds_fit(config)
     requested = config.model.head_init
     if requested in ("auto", "random"):
         return
@@ -146,6 +153,27 @@ def _require_head_fit(config: RunSections) -> None:
         raise FedspanError("model.head_init", requested, "random", problem=problem)
     if reason := explain_random_head(config):
         raise FedspanError("model.head_init", requested, "random", problem=f"the head cannot start: {reason}")
+
+
+def _require_head_rounds_fit(config: RunSections) -> None:
+    """Check that rounds can train the head alone.
+
+    Raises:
+        FedspanError: If they cannot.
+    """
+    extras = config.model.extras or get_method_class(config.method.name).claims.extras
+    reasons = {
+        f"{config.task} has no head for classes": config.task_definition.target_type != "label",
+        "a model from scratch has no features to train it on": config.model.is_from_scratch,
+        f"the heads are not averaged (model.extras is {extras})": extras != "average",
+        "the rounds of federation.buffered are not separate": config.federation.buffered is not None,
+        f"no round remains for the method (federation.rounds is {config.federation.rounds})": (
+            config.head_rounds >= config.federation.rounds
+        ),
+    }
+    if reason := next((reason for reason, applies in reasons.items() if applies), None):
+        problem = f"no round can train the head alone: {reason}"
+        raise FedspanError("model.head_rounds", config.model.head_rounds, "0 or auto", problem=problem)
 
 
 def _require_offload_fit(config: RunSections) -> None:

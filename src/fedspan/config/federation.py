@@ -91,14 +91,9 @@ class SecureConfig(Section):
         default=2 / 3,
         gt=0.5,
         le=1,
-        description="Share of a client and its neighbors that can reconstruct its masks: at least this share "
-        "must remain until the end, and fewer cannot reconstruct them.",
-    )
-    neighbors: int | None = Field(
-        default=None,
-        ge=2,
-        le=1000,
-        description="Number of clients with which each client masks; default: all, up to 100.",
+        description="Share of a round's clients that can open a sum, and that must remain until the end; of n clients, "
+        "more than (n + 1) / 2 can in any case. A larger share withstands more clients that collude with the server, "
+        "and fewer dropouts.",
     )
 
 
@@ -131,7 +126,7 @@ class FederationConfig(Section):
         ge=1,
         description="Stop after this many rounds without a better metric on the clients' validation parts (a lower "
         "loss if evaluation.best_by is loss); default: run all rounds. Baselines stop by the same rule. In a "
-        "deployment, whose nodes round their metrics, a round with equal ones restarts the count.",
+        "deployment, whose nodes add noise to their metrics, a round with equal ones restarts the count.",
     )
     clients_per_round: int | None = Field(
         default=None, ge=1, description="Number of clients selected per round; default: all."

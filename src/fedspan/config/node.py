@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from fedspan.config.reading import read_values
 from fedspan.config.section import Section
@@ -26,6 +26,11 @@ def _require_brackets(address: str) -> str:
     if address.count(":") > 1 and not address.startswith("["):
         raise ValueError("host:port, and an IPv6 address in brackets, as in [2001:db8::1]:9092")
     return address
+
+
+def _read_off(value: object) -> object:
+    """Return the word for what YAML reads as false."""
+    return "off" if value is False else value
 
 
 class NodeLimits(Section):
@@ -50,31 +55,53 @@ class NodeLimits(Section):
         description="Columns of the data that a run's prompt (data.prompt) may name, in addition to those that data "
         "names and those that the task reads without a prompt. A prompt in data replaces the run's.",
     )
-    rounds: int | None = Field(
-        default=1000,
+    run_rounds: int = Field(default=50, ge=1, description="Maximum number of rounds of a run.")
+    rounds: int = Field(
+        default=200,
         ge=1,
-        description="Maximum number of rounds of a run, and of all runs of this server on this data set together; a "
-        "repeated, unchanged order counts once. null: no limit.",
+        description="Maximum number of rounds of all runs of this server on this data set; a repeated, unchanged order "
+        "counts once.",
     )
-    runs: int = Field(default=1000, ge=1, description="Maximum number of runs of this server on this data set.")
+    runs: int = Field(default=20, ge=1, description="Maximum number of runs of this server on this data set.")
+    run_evaluations: int = Field(default=60, ge=0, description="Maximum number of evaluations and exports of a run.")
     evaluations: int = Field(
-        default=2000,
+        default=200,
         ge=0,
-        description="Maximum number of evaluations, exports and head statistics of all runs of this server on "
-        "this data set.",
+        description="Maximum number of evaluations and exports of all runs of this server on this data set.",
+    )
+    invitations: int = Field(
+        default=100,
+        ge=1,
+        description="Maximum number of different invitations of this server on this data set, accepted or refused, "
+        "since every answer tells something about this node. A repeated one counts once.",
+    )
+    evaluation_epsilon: float | None = Field(
+        default=1.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Epsilon of each evaluation: the validation loss and the run's metric leave this node with Laplace "
+        "noise, of n examples with a scale of 2 / n of their range over this number. Metrics that are no means over "
+        "examples are not sent, nor is a training loss. An example that is evaluated k times has k times this epsilon. "
+        "null: metrics and training losses are sent as measured, from which a server can tell single examples.",
     )
     evaluation_examples: int = Field(
-        default=10,
+        default=100,
         ge=1,
-        description="Minimum number of examples of a validation or test part for its metrics to be sent, and of a "
-        "training for its loss. They are bounded and, of n examples, rounded to multiples of half this number over n "
-        "of the bound, so that small groups are not visible in a mean; metrics without a bound are not sent, nor is "
-        "a training loss under secure aggregation. 1: sent as measured.",
+        description="Minimum number of examples of a validation or test part for its metrics to be sent; of fewer, the "
+        "noise is larger than what a run gains. If fewer than three nodes send metrics, the run's last round is its "
+        "result.",
     )
     train_examples: int = Field(
-        default=10,
+        default=16,
         ge=1,
-        description="Minimum number of training examples that this node needs to participate in a run.",
+        description="Minimum number of training examples that this node needs to participate in a run, and of those "
+        "behind a reply: local_steps times batch_size times gradient_accumulation_steps. A change after one step of "
+        "one example is that example's gradient.",
+    )
+    min_batch: int = Field(
+        default=8,
+        ge=1,
+        description="Minimum number of examples of a training step: batch_size times gradient_accumulation_steps.",
     )
     steps: int = Field(
         default=20_000,
@@ -114,25 +141,46 @@ class NodeLimits(Section):
     )
     secure_clients: int = Field(
         default=3,
-        ge=2,
-        description="Minimum number of clients in the sum, among this node and its neighbors, before it reveals "
-        "shares; 2 if a sum of two is private enough.",
+        ge=3,
+        description="Minimum number of nodes in a secure sum, this node included, before it reveals shares. As large "
+        "as the number of all nodes, it makes every sum one of the same nodes, so that the difference of two sums is "
+        "no single update; then a missing node stops the run.",
     )
-    head_statistics: bool = Field(
-        default=True,
-        description="Send statistics for the initialization of a run's head (model.head_init): averages of the "
-        "features of this node's examples, and their number per label. false: the head starts without "
-        "this node.",
+    colluders: int = Field(
+        default=1,
+        ge=1,
+        description="Number of nodes that may collude with the server, such as that of an owner who runs the server: a "
+        "secure sum of n nodes that t nodes can open is refused unless 2 t > n + colluders and at least two others "
+        "remain. Three nodes withstand one, and all three must stay.",
+    )
+    head_statistics: Annotated[Literal["off", "exact"], BeforeValidator(_read_off)] = Field(
+        default="off",
+        description="exact: send, once per data set and server, the statistics that initialize a run's head "
+        "(model.head_init): sums of the features of this node's examples by label, their second moments, and the "
+        "number of examples per label. From them, a server that chooses the model and max_length can compute texts "
+        "with their labels. off: the head starts without this node.",
+    )
+    statistics_max_length: int = Field(
+        default=32,
+        ge=2,
+        description="Smallest model.max_length of a run that receives these statistics: features of one or two tokens "
+        "name them.",
+    )
+    statistics_examples: int = Field(
+        default=10,
+        ge=1,
+        description="Minimum number of training examples for each feature in these statistics: with fewer examples "
+        "than features, they determine the features of each example.",
     )
     class_examples: int = Field(
-        default=2,
+        default=10,
         ge=1,
         description="Minimum number of examples of a label in these statistics; rarer labels are omitted. With 1, "
         "the mean of a label may be the features of a single example. Regression targets count as one "
         "label.",
     )
     approve: Literal["auto", "ask"] = Field(
-        default="auto",
+        default="ask",
         description="ask: a new run, or one with a changed config or offered base model, waits for the approval of "
         "this node's operator (fedspan approve). auto: carry out what the other limits allow.",
     )
@@ -199,7 +247,7 @@ class NodeConfig(Section):
     data: dict[str, Any] = Field(
         default_factory=dict,
         description="The node's data, as in a run's config: train, test, text, label, group, ... Only fields that "
-        "define the problem (labels, label_separator, chat, system, packing, long_answers, and a prompt, whose columns "
+        "define the problem (labels, label_separator, chat, system, packing, and a prompt, whose columns "
         "limits.columns restricts) come from the server. Required unless the node trains with a trainer of its own "
         "(fedspan.join).",
     )
@@ -213,6 +261,12 @@ class NodeConfig(Section):
     validation: float = Field(default=0.1, ge=0, lt=1, description="Share of the node's examples for validation.")
     test: float = Field(default=0.1, ge=0, lt=1, description="Share of the node's examples for its own test.")
     split_seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of this split, independent of the run's seed.")
+    examples: int | None = Field(
+        default=None,
+        ge=1,
+        description="Number of training examples that the node declares, which is also its weight in the average. "
+        "Default: its number, rounded down to two significant digits.",
+    )
     peers: dict[str, Fingerprint] | None = Field(
         default=None,
         description="Nodes with which this node joins secure aggregation, by id, with the fingerprints of their "

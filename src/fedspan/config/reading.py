@@ -12,7 +12,16 @@ from fedspan.config.run import RunConfig
 from fedspan.config.validation_errors import convert_validation_errors
 from fedspan.errors import FedspanError, suggest_nearest
 
-__all__ = ["ConfigLike", "load_config", "override", "parse_config", "parse_yaml", "read_values", "to_plain_values"]
+__all__ = [
+    "ConfigLike",
+    "load_config",
+    "load_yaml",
+    "override",
+    "parse_config",
+    "parse_yaml",
+    "read_values",
+    "to_plain_values",
+]
 
 ConfigLike = RunConfig | Mapping[str, Any] | str | Path
 
@@ -21,18 +30,36 @@ _MAX_DEPTH = 20
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader with a limit on nesting: its time grows with the length of a text times its depth."""
+    """PyYAML's safe loader within bounds: a short text could take forever to parse or to copy.
+
+    Its time grows with a text's length times its depth, and aliases of aliases stand for exponentially many values.
+    """
 
     _depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         """``yaml.composer.Composer.compose_node``."""
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError(f"it has an alias (*{self.peek_event().anchor}). Write the value in each place")
         self._depth += 1
         if self._depth > _MAX_DEPTH:
             raise yaml.YAMLError(f"it is nested more than {_MAX_DEPTH} levels deep")
         node = super().compose_node(parent, index)
         self._depth -= 1
         return node
+
+
+def load_yaml(text: str | bytes) -> Any:
+    """Return the plain values in a YAML text, of any author.
+
+    Raises:
+        ValueError: If it is not valid YAML, or nested too deeply, or has aliases.
+    """
+    try:
+        return yaml.load(text, _Loader)
+    # ValueError: a date with month 13. The parser itself raises the others, on texts such as "? [" and "!!int _".
+    except (yaml.YAMLError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(str(error) or type(error).__name__) from error
 
 
 def parse_config(values: Mapping[str, Any]) -> RunConfig:
@@ -93,9 +120,8 @@ def parse_yaml(text: str, source: str) -> dict[str, Any]:
         FedspanError: If the text is not YAML, or not a mapping.
     """
     try:
-        values = yaml.load(text, _Loader)
-    # ValueError: a date with month 13. The parser itself raises the others, on texts such as "? [" and "!!int _".
-    except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        values = load_yaml(text)
+    except ValueError as error:
         raise FedspanError("config", source, problem=f"{source!r} is not valid YAML ({error})") from None
     if not isinstance(values, dict):
         raise FedspanError(
@@ -115,15 +141,15 @@ def override(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, A
     """
     try:
         changed: dict[str, Any] = _copy_section(values)
-    except RecursionError:  # caused by a YAML anchor
-        raise FedspanError("config", None, problem="a section contains itself, through a YAML anchor") from None
+    except RecursionError:
+        raise FedspanError("config", None, problem="a section contains itself") from None
     for text in overrides:
         path, separator, value_text = text.partition("=")
         if not separator or not path.strip():
             raise FedspanError("--set", text, "section.field=value")
         try:
-            value = yaml.safe_load(value_text)  # YAML 1.1 reads 2e-3 as text; the field converts it
-        except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            value = load_yaml(value_text)  # YAML 1.1 reads 2e-3 as text; the field converts it
+        except ValueError:
             raise FedspanError("--set", text, "a value that is valid YAML") from None
         *sections, last = path.strip().split(".")
         node: Any = changed

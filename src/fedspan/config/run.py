@@ -80,11 +80,12 @@ class RunConfig(RunSections):
         """Seed of the partition."""
         return self.seed if self.partition.seed is None else self.partition.seed
 
-    def load_examples(self, sources: Mapping[str, Source] | None = None) -> LoadedData:
+    def load_examples(self, sources: Mapping[str, Source] | None = None, *, ignores_labels: bool = False) -> LoadedData:
         """Read, check and label the examples that the config names.
 
         Args:
             sources: Sources of ``train`` and ``test`` that were passed from Python; None: they are read.
+            ignores_labels: As in ``data.loading.load``.
 
         Raises:
             FedspanError: As ``data.loading.load``.
@@ -97,6 +98,7 @@ class RunConfig(RunSections):
             task=self.task_columns,
             sources=sources,
             client_column=self.partition.column,
+            ignores_labels=ignores_labels,
         )
 
     def build_round_settings(self, key: bytes | None = None) -> RoundSettings:

@@ -24,9 +24,11 @@ from fedspan.core.values import OptimizerSpec
 from fedspan.data.columns import LABELED_TEXTS, TaskColumns
 from fedspan.data.config import DataConfig, PartitionConfig
 from fedspan.errors import FedspanError
+from fedspan.methods.registry import get_method_class
 from fedspan.tasks.definition import TaskDefinition
 from fedspan.tasks.registry import get_task
 from fedspan.training.jobs import Privacy, TrainingSettings
+from fedspan.wrappers.head_rounds import HeadRounds, NewHead
 
 __all__ = ["RunSections"]
 
@@ -164,12 +166,34 @@ class RunSections(Section):
             privacy=self.build_privacy_settings(key),
         )
 
-    def wrap_method(self, method: RegisteredMethod) -> Method:
+    def wrap_method(self, method: RegisteredMethod, head: NewHead | None = None) -> Method:
         """Wrap a method with the run's policy for the extras (by default the method's own) and the run's wrappers.
+
+        Args:
+            method: The method.
+            head: The model's head, if it is new and rounds may train it alone.
 
         Raises:
             FedspanError: If a wrapper is unknown, or does not fit the method or the training.
         """
         training = self.build_training_settings()
         policy, lr_scale = self.model.extras, self.model.extras_lr_scale
-        return self.method.wrap(method, policy, lr_scale, training.optimizer, training.max_grad_norm)
+        wrapped = self.method.wrap(method, policy, lr_scale, training.optimizer, training.max_grad_norm)
+        if head is None or (policy or method.claims.extras) != "average":  # a baseline's method may have its own
+            return wrapped
+        # Three epochs without a backward pass through the model take no longer than one with it. The planned charges of
+        # privacy are those of the run's own epochs.
+        epochs = None if training.steps or training.privacy else 3 * training.epochs
+        return HeadRounds(inner=wrapped, rounds=self.head_rounds, head=head, epochs=epochs)
+
+    @property
+    def head_rounds(self) -> int:
+        """Number of rounds, the first ones, that train the head alone if it is new and starts at random."""
+        model, requested = self.model, self.model.head_rounds
+        if requested != "auto":
+            return requested
+        if self.task_definition.target_type != "label" or model.is_from_scratch or model.head_init != "auto":
+            return 0
+        if (model.extras or get_method_class(self.method.name).claims.extras) != "average":
+            return 0
+        return 0 if self.privacy or self.federation.buffered else min(5, self.federation.rounds // 5)

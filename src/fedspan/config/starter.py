@@ -8,9 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from fedspan.config import RunConfig, parse_config
+from fedspan.config import RunConfig, load_yaml, parse_config
 from fedspan.config.column_inference import infer_data
 from fedspan.config.starter_template import get_default_model, render_config, suggest_target_modules
 from fedspan.config.validation_errors import convert_validation_errors
@@ -117,7 +115,7 @@ def write_starter_config(
     def render(section: Mapping[str, Any], by: str | None, clients: int) -> tuple[str, RunConfig]:
         selected = replace(inferred, by=by)
         content = render_config(selected, section, clients, name, targets, method, is_small=is_small)
-        return content, parse_config(yaml.safe_load(content))
+        return content, parse_config(load_yaml(content))
 
     content, config = render(section, inferred.by, clients or _CLIENTS)
     try:

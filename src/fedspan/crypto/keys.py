@@ -3,8 +3,8 @@
     secret: 32 random bytes;   every other secret is HKDF-SHA256(secret, purpose, context)
     pair of clients: X25519 of their keys, through HKDF-SHA256 with the purpose
 
-One pair of keys is for sealing shares (AES-256-GCM), one for the pairwise masks. The private key of the second is
-shared out and may become known, which must not open content sealed with the first.
+One pair of keys is for sealing shares (AES-256-GCM), one for the pairwise masks, one for signatures (Ed25519). The
+private key of the masks is shared out and may become known, which must not open content sealed with the first.
 
     sealed: nonce (12 bytes), SHA-256 of either share (2 x 32), AES-256-GCM of both shares with the hashes as its header
 
@@ -19,7 +19,8 @@ import hashlib
 import secrets
 from dataclasses import dataclass
 
-from cryptography.exceptions import InvalidTag
+from cryptography.exceptions import InvalidSignature, InvalidTag
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
@@ -37,6 +38,7 @@ __all__ = [
     "read_commitments",
     "require_public_key",
     "seal",
+    "verify_session_signature",
 ]
 
 SECRET = 32
@@ -77,11 +79,13 @@ class SessionKeys:
         sealing: Private key for sealing shares.
         masking: Private key for pairwise masks; shared, so that a client's masks can be removed when it drops out.
         own: Seed of the client's own mask; shared, so that it can be removed if the client stays.
+        signing: Private key of signatures.
     """
 
     sealing: bytes
     masking: bytes
     own: bytes
+    signing: bytes
 
     @classmethod
     def derive(cls, secret: bytes, context: str) -> SessionKeys:
@@ -91,7 +95,7 @@ class SessionKeys:
             secret: Secret from ``draw_secret``.
             context: Identifier of the run and the session.
         """
-        return cls(*(_derive(secret, purpose, context) for purpose in ("sealing", "masking", "own mask")))
+        return cls(*(_derive(secret, purpose, context) for purpose in ("sealing", "masking", "own mask", "signing")))
 
     @property
     def sealing_public(self) -> bytes:
@@ -102,6 +106,27 @@ class SessionKeys:
     def masking_public(self) -> bytes:
         """Public key for pairwise masks with other clients."""
         return _compute_public_key(self.masking)
+
+    @property
+    def signing_public(self) -> bytes:
+        """Public key with which other clients check signatures."""
+        return Ed25519PrivateKey.from_private_bytes(self.signing).public_key().public_bytes_raw()
+
+    def sign(self, data: bytes) -> bytes:
+        """Sign bytes."""
+        return Ed25519PrivateKey.from_private_bytes(self.signing).sign(data)
+
+
+def verify_session_signature(public: bytes, signature: bytes, data: bytes) -> None:
+    """Check a signature of ``SessionKeys.sign``.
+
+    Raises:
+        ValueError: If it is not valid.
+    """
+    try:
+        Ed25519PublicKey.from_public_bytes(public).verify(signature, data)
+    except InvalidSignature as error:
+        raise ValueError("the signature is not valid") from error
 
 
 def compute_commitment(own: bytes) -> bytes:

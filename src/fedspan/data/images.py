@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "IMAGES",
+    "MAX_PIXELS",
     "PICTURES",
     "decode_image",
     "find_readable_images",
@@ -47,6 +48,8 @@ IMAGES = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 _IDX = re.compile(r"(.*)images([.-]idx3-ubyte(\.gz)?)")
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 """Suffixes of image files."""
+MAX_PIXELS = 50_000_000
+"""Maximum number of pixels of an image: half a megabyte of PNG may decode to a gigabyte."""
 _SIDE = 32  # rows and columns of CIFAR's images
 _PIXELS = 3 * _SIDE * _SIDE
 
@@ -71,18 +74,32 @@ def decode_image(image: Mapping[str, Any]) -> PIL.Image.Image:
         image: The encoded image, under ``bytes``, or its path, under ``path``.
 
     Raises:
-        ValueError: If it cannot be decoded.
+        ValueError: If it cannot be decoded, or has more than `MAX_PIXELS` pixels.
     """
-    import PIL.Image
     import PIL.ImageOps
 
     try:
-        with PIL.Image.open(io.BytesIO(image["bytes"]) if image["bytes"] else image["path"]) as picture:
+        with _open(image) as picture:
             PIL.ImageOps.exif_transpose(picture, in_place=True)
             return (_scale(picture) if picture.mode[0] in "IF" else picture).convert("RGB")
     # Pillow's readers raise many errors on damaged files: SyntaxError, struct.error, IndexError, ...
     except Exception as error:
         raise ValueError(str(error) or type(error).__name__) from None
+
+
+def _open(image: Mapping[str, Any]) -> PIL.Image.Image:
+    """Open an encoded image without decoding it.
+
+    Raises:
+        ValueError: If it has more than `MAX_PIXELS` pixels.
+    """
+    import PIL.Image
+
+    picture = PIL.Image.open(io.BytesIO(image["bytes"]) if image["bytes"] else image["path"])
+    if picture.width * picture.height > MAX_PIXELS:
+        picture.close()
+        raise ValueError(f"{picture.width} x {picture.height} pixels are more than {MAX_PIXELS // 10**6} million")
+    return picture
 
 
 def _scale(image: PIL.Image.Image) -> PIL.Image.Image:
@@ -121,14 +138,12 @@ def find_readable_images(source: Source, column: str, limit: int | None = None) 
 
 
 def _is_readable(image: Mapping[str, Any] | None, *, decode: bool) -> bool:
-    import PIL.Image
-
     if image is None or not (image["bytes"] or (image["path"] and os.path.isfile(image["path"]))):
         return False
     if not decode:
         return True
     try:
-        with PIL.Image.open(io.BytesIO(image["bytes"]) if image["bytes"] else image["path"]) as picture:
+        with _open(image) as picture:
             picture.draft(None, (1, 1))  # JPEG: the whole file, at an eighth of its size
             picture.load()
     except Exception:  # as in decode_image

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
@@ -21,7 +21,7 @@ from fedspan.data.groups import draw_groups
 from fedspan.data.invalid_rows import drop_invalid_rows, drop_rows_without_value
 from fedspan.data.keyed import make_generator
 from fedspan.data.list_columns import unwrap_lists
-from fedspan.data.names import get_arrow_column, make_dataset, sort_names, take_rows
+from fedspan.data.names import get_arrow_column, make_dataset, mark_source_column, sort_names, take_rows
 from fedspan.data.source import Source
 from fedspan.errors import FedspanError, suggest_nearest
 
@@ -48,6 +48,8 @@ class LoadedData:
         notes: What was detected in the files, left out of them, or occurs in several parts; one sentence each.
         is_complete: Whether all rows of the files were read, and not only those at their beginning.
         label_separator: Separator of several labels in a text; None: labels are not texts with several each.
+        ignored: Training rows whose label is not in ``data.labels``, int64; they have the first label instead. Empty
+            without ``load(ignores_labels=True)``.
     """
 
     train: datasets.Dataset
@@ -58,6 +60,11 @@ class LoadedData:
     notes: tuple[str, ...] = ()
     is_complete: bool = True
     label_separator: str | None = None
+    ignored: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+
+
+_IGNORED = mark_source_column("ignored")
+"""Column of the examples while they are loaded: whether the label is unknown."""
 
 
 def load(
@@ -69,6 +76,7 @@ def load(
     limit: int | None = None,
     sources: Mapping[str, Source] | None = None,
     client_column: str | None = None,
+    ignores_labels: bool = False,
 ) -> LoadedData:
     """Read, check and label the examples that `config` names.
 
@@ -81,6 +89,8 @@ def load(
         sources: Sources of ``train`` and ``test`` that were passed from Python; None: they are read.
         client_column: Column that assigns the training examples to clients (``partition.column``), in which
             ``data.invalid: skip`` requires a value; None: there is none.
+        ignores_labels: Whether rows whose label is not in ``data.labels`` stay, as `LoadedData.ignored`. Then neither
+            an error nor the number of rows depends on ``labels``.
 
     Returns:
         `LoadedData`; the order of the rows is that of the files.
@@ -92,6 +102,9 @@ def load(
     config = fill_data_defaults(config, field)
     sources = sources or {}
     train = _read_part(config, task, field, "train", limit, sources.get("train"), client_column)
+    if ignores_labels and config.labels is not None:
+        train = _replace_unknown_labels(train, config.labels)
+        config = config.model_copy(update={"keep_only": False})
     labels = _collect_labels(train.checked, task, config, field)
     labels_in_training = {*(train.checked.names or ()), *chain.from_iterable(train.checked.label_lists or ())}
     data = _encode_labels(train, labels, labels_in_training, config, field, "train")
@@ -102,6 +115,8 @@ def load(
     notes: list[str] = []
     if config.test is not None or (config.test_split is not None and has_own_splits(config.train or "")):
         parts.append(_read_part(config, task, field, "test", limit, sources.get("test"), like=train.checked.source))
+        if ignores_labels:
+            parts[1] = _replace_unknown_labels(parts[1], labels)
         test = _encode_labels(parts[1], labels, labels_in_training, config, field, "test")
         if count := find_shared_with_test(data, test):
             notes.append(f"duplicates: {count:,} of {len(test):,} test examples also occur in {field}.train")
@@ -115,6 +130,10 @@ def load(
     else:
         test = None
     data, test = _limit_examples(data, config, seed, "train"), test and _limit_examples(test, config, seed, "test")
+    ignored = np.empty(0, np.int64)
+    if _IGNORED in data.column_names:
+        ignored = np.flatnonzero(get_arrow_column(data, _IGNORED).to_numpy())
+        data = data.remove_columns(_IGNORED)
     return LoadedData(
         data,
         test,
@@ -124,6 +143,7 @@ def load(
         (*(note for part in parts for note in _describe_part(part, field)), *notes),
         all(part.checked.source.is_complete for part in parts),
         separator,
+        ignored,
     )
 
 
@@ -238,6 +258,27 @@ def _order_labels(names: Sequence[str], config: DataConfig, field: str) -> list[
     available = sort_names(names)
     listed = None if config.dataset is None else get_dataset_entry(config.dataset, f"{field}.dataset").labels
     return [label for label in listed if label in available] if listed and set(available) <= set(listed) else available
+
+
+def _replace_unknown_labels(part: _Part, labels: Sequence[str]) -> _Part:
+    """Return a part in which examples with an unknown label have the first one instead, and are marked."""
+    import datasets
+
+    checked, known = part.checked, set(labels)
+    if checked.names is None and checked.label_lists is None:
+        return part
+    names, lists = checked.names, checked.label_lists
+    rows = [[name] for name in names or ()] if lists is None else lists
+    ignored = [not known.issuperset(row) for row in rows]
+    rows = [[labels[0]] * len(row) if is_ignored else row for row, is_ignored in zip(rows, ignored, strict=True)]
+    marked = replace(
+        checked,
+        names=None if names is None else [name for (name,) in rows],
+        label_lists=None if lists is None else rows,
+        columns={**checked.columns, _IGNORED: pa.array(ignored, pa.bool_())},
+        features={**checked.features, _IGNORED: datasets.Value("bool")},
+    )
+    return replace(part, checked=marked)
 
 
 def _encode_labels(

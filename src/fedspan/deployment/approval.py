@@ -1,4 +1,4 @@
-"""Approval of jobs by a node's operator: with ``limits.approve: ask``, a node does nothing for a run before that.
+"""Approval of jobs by a node's operator: a node does nothing for a run before that, unless ``limits.approve`` is auto.
 
 A job is a run's name with its whole config and the files of the base model that the server offers. If a server changes
 one of them, it is another job, which needs an approval of its own. Requests and decisions are files in ``jobs/`` of the
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,19 +18,66 @@ from typing import Any, Literal
 
 import yaml
 
+from fedspan.config import parse_config
 from fedspan.config.node import NodeConfig
 from fedspan.deployment.base_offers import compute_offer_digest
 from fedspan.deployment.columns import describe_columns
-from fedspan.deployment.handshake import Invitation
+from fedspan.deployment.handshake import NOWHERE, Invitation
 from fedspan.errors import FedspanError, escape_controls
 from fedspan.files import convert_disk_errors, from_json, read_bytes, to_json, write_atomic
 from fedspan.logs import AuditLog
 
-__all__ = ["Approvals", "JobRequest", "NotApprovedError", "compute_job_digest"]
+__all__ = ["SHOWN", "SILENT", "Approvals", "JobRequest", "NotApprovedError", "compute_job_digest"]
 
 _FOLDER = "jobs"
 _WAITING = 32
 """Number of jobs that may wait for a decision; further ones are refused, so that no server fills the disk."""
+
+_LONGEST = 200
+"""Number of characters of a value that a summary shows."""
+
+
+def _list_fields(section: str, names: str) -> tuple[str, ...]:
+    return tuple(f"{section}.{name}" for name in names.split())
+
+
+SHOWN: Mapping[str, tuple[str, ...]] = {
+    "task": ("task", "task_options"),
+    "problem": _list_fields("data", "labels label_separator prompt chat system packing"),
+    "model": _list_fields("model", "name revision adapter pretrained dtype quantization pooling pooling_normalize"),
+    "input": _list_fields("model", "max_length image_size"),
+    "adapted layers": _list_fields("model", "target_modules exclude_modules layers_to_transform layers_pattern"),
+    "trained in full": _list_fields("model", "modules_to_save extras extras_lr_scale"),
+    "method": ("method.*",),
+    "federation": (
+        "partition.clients",
+        *_list_fields("federation", "rounds clients_per_round over_select weights ranks scaling buffered late_joiners"),
+    ),
+    "training": ("training.*",),
+    "privacy": ("privacy.*",),
+    "secure aggregation": ("federation.secure",),
+    "evaluation": ("evaluation.*",),
+    "head": ("model.head_init",),
+}
+"""The fields of a config that decide what leaves a node, by the lines of a summary; `*`: all of a section."""
+
+SILENT = frozenset(
+    {
+        *("seed", "device", "threads", "deterministic", "simulation", "cluster", "baselines", "centralized_lr"),
+        *_list_fields("model", "device_map max_memory attention gradient_checkpointing"),
+        *_list_fields("federation", "early_stopping max_weight_ratio reduction clip_ratio max_norm trim min_replies"),
+        *_list_fields("federation", "deadline max_missed_rounds reconnect_timeout retries require_tags min_examples"),
+        *_list_fields("federation", "message_mib max_norm_ratio"),
+        *("engine.*", "data.*", "partition.*"),
+    }
+)
+"""Fields that do not change what leaves a node: they are about machines or the server, or the node's file has them."""
+
+_NOTHING: Mapping[str, str] = {
+    "adapted layers": "PEFT's default for the model",
+    "privacy": "none: updates are sent without noise",
+    "secure aggregation": "none: the server sees this node's updates",
+}
 
 
 class NotApprovedError(FedspanError):
@@ -80,37 +127,23 @@ class JobRequest:
         Args:
             node: Config of the node, whose data it would read.
         """
-        parts = {name: self.config.get(name) or {} for name in ("model", "method", "federation", "training", "privacy")}
-        model, method, rounds, training, privacy = parts.values()
-        names = [
-            method.get("name"),
-            *(wrapper.get("name") for wrapper in method.get("wrappers") or () if isinstance(wrapper, dict)),
-        ]
-        length = "local_epochs" if training.get("local_steps") is None else "local_steps"  # steps replace epochs
-        work = {name: training.get(name) for name in (length, "batch_size", "lr", "optimizer")}
-        noise = {name: privacy.get(name) for name in ("mechanism", "clip", "noise", "epsilon", "delta")}
-        evaluation = self.config.get("evaluation") or {}
+        try:
+            values = parse_config({**self.config, "data": {**(self.config.get("data") or {}), "train": NOWHERE}})
+            config = values.model_dump(mode="json")  # with the defaults of what the server left out
+            if values.training.local_steps is not None:
+                del config["training"]["local_epochs"]  # steps replace epochs
+        except FedspanError:
+            config = self.config
+        offer = f"{self.base_bytes / 2**20:.1f} MiB, SHA-256 of its files {self.base_sha256}"
         facts = {
             "run": self.run,
             "requested": self.requested_at,
-            "task": self.config.get("task"),
             "columns": describe_columns(node, self.config),
-            "model": model.get("name"),
-            "offered model": f"{self.base_bytes / 2**20:.1f} MiB, SHA-256 of its files {self.base_sha256}"
-            if self.base_sha256
-            else "none: this node loads its own copy",
-            "method": " + ".join(str(name) for name in names if name),
-            "rounds": rounds.get("rounds"),
-            "training": _format_pairs(work),
-            "privacy": _format_pairs(noise) or "none: updates are sent without noise",
-            "secure aggregation": "none: the server sees this node's updates"
-            if rounds.get("secure") is None
-            else _format_pairs(rounds["secure"]) or "yes",
-            "evaluation": f"every {evaluation.get('every', 1)} rounds, of this node's validation and test examples",
-            "head": f"statistics of features: {model.get('head_init', 'auto')}",
+            "offered model": offer if self.base_sha256 else "none: this node loads its own copy",
+            **{title: _format_fields(config, fields) or _NOTHING.get(title, "none") for title, fields in SHOWN.items()},
             "decision": self.decision or "waits for fedspan approve",
         }
-        return {name: escape_controls(str(value))[:300] for name, value in facts.items()}
+        return {name: escape_controls(value) for name, value in facts.items()}
 
     def format_settings(self) -> str:
         """Return the whole config as YAML that a terminal can show."""
@@ -118,10 +151,26 @@ class JobRequest:
         return "\n".join(escape_controls(line) for line in text.splitlines())
 
 
-def _format_pairs(values: object) -> str:
-    if not isinstance(values, Mapping):
-        return ""
-    return ", ".join(f"{name} {value}" for name, value in values.items() if value is not None)
+def _format_fields(config: Mapping[str, Any], fields: Collection[str]) -> str:
+    """Return the fields of a config that are set, each as name and value; a long value is cut."""
+    pairs: list[str] = []
+    for field in fields:
+        section, _, name = field.rpartition(".")
+        values = (config.get(section) or {}) if section else config
+        if name == "*":
+            pairs += [f"{key} {_format_value(value)}" for key, value in values.items() if _is_set(value)]
+        elif _is_set(value := values.get(name)):
+            pairs.append(f"{name} {_format_value(value)}")
+    return ", ".join(pairs)
+
+
+def _is_set(value: object) -> bool:
+    return value not in (None, "", [], {})
+
+
+def _format_value(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... (--settings shows all)"
 
 
 def compute_job_digest(invitation: Invitation) -> str:

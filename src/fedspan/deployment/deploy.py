@@ -19,6 +19,7 @@ from fedspan.deployment.base_files import BaseDownloads, describe_base
 from fedspan.deployment.base_offers import BaseFile, find_local_base, list_base_files, offer_base
 from fedspan.deployment.handshake import NOWHERE, Invitation, build_server_config
 from fedspan.deployment.health import Heartbeat, read_work
+from fedspan.deployment.node_folder import WORKER
 from fedspan.deployment.submission import Submission
 from fedspan.deployment.supervisor import Supervisor
 from fedspan.deployment.usage import UsageBook
@@ -26,6 +27,7 @@ from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
 from fedspan.federation.trimmed_scores import describe_few_nodes
 from fedspan.files import convert_disk_errors, make_private_folder, read_bytes, write_atomic
+from fedspan.processes import hold_folder
 from fedspan.runs import start
 from fedspan.runs.callbacks import Listener, Listeners
 from fedspan.runs.folder import RunFolder
@@ -125,8 +127,9 @@ def join(path: str | Path, *, trainer: Any = None, insecure: bool = False, stop:
         stop: Event that ends the function when set.
 
     Raises:
-        FedspanError: If the file has an error, other users may enter the node's folder, the record of what servers have
-            used is missing or damaged, the server refuses this node, or one of several processes failed.
+        FedspanError: If the file has an error, other users may enter the node's folder, another process works in it,
+            the record of what servers have used is missing or damaged, the server refuses this node, or one of several
+            processes failed.
     """
     require()
     from fedspan.transports.flower.keys import SOON, compute_days_left, load_node_key
@@ -164,9 +167,6 @@ def join(path: str | Path, *, trainer: Any = None, insecure: bool = False, stop:
         worker = Supervisor(Path(path), node.limits.round_seconds, heartbeat.notify_watchdog)
         if node.limits.accept_base:
             downloads = BaseDownloads(Path(node.folder))
-    book = UsageBook(node)
-    book.begin()
-    book.get_account()  # a lost book is reported here, and not only to the first server that asks
 
     def answer(envelope: Envelope) -> Envelope:
         heartbeat.renew("an order")
@@ -176,7 +176,11 @@ def join(path: str | Path, *, trainer: Any = None, insecure: bool = False, stop:
         work = read_work(Path(node.folder))
         return None if work is None else NodeWork(*work)
 
-    with closing(worker):
+    with hold_folder(Path(node.folder), "node", "folder"), closing(worker):
+        with hold_folder(Path(node.folder), WORKER, "folder"):  # the process that a killed node left has ended
+            book = UsageBook(node)
+            book.begin()
+            book.get_account()  # a lost book is reported here, and not only to the first server that asks
         before_order = None if downloads is None else downloads.start
         serve(link, answer, stop, heartbeat.renew, before_order, get_work)
 

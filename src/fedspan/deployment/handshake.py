@@ -35,7 +35,7 @@ __all__ = [
 NOWHERE = "nodes"
 """Value of ``data.train`` on a server: the nodes have the examples."""
 
-_SHARED = ("labels", "label_separator", "chat", "system", "packing", "long_answers", "prompt")
+_SHARED = ("labels", "label_separator", "chat", "system", "packing", "prompt")
 """Fields of ``data`` that belong to the problem. All others select examples or say where they are: a node's own."""
 _ENGINE = ("name", "padding_free", "prefix_cache")
 """Fields of ``engine`` that a node takes from the server; all others are about the machine."""
@@ -162,7 +162,12 @@ def build_server_config(values: Mapping[str, Any]) -> RunConfig:
             expected = "secret, because every node knows the run's seed"
             raise FedspanError("privacy.randomness", privacy["randomness"], expected)
         run_values["privacy"] = {**privacy, "randomness": "secret"}
-    config = parse_config({**run_values, "data": {**data, "train": NOWHERE, "test_fraction": 0.0}})
+    run_values = {**run_values, "data": {**data, "train": NOWHERE, "test_fraction": 0.0}}
+    config = parse_config(run_values)
+    if config.model.head_init == "auto":
+        # No statistics of nodes unless the run's operator asks for them: the first rounds train the head instead.
+        start = {"head_init": "random", "head_rounds": config.head_rounds}
+        config = parse_config({**run_values, "model": {**(values.get("model") or {}), **start}})
     buffered = config.federation.buffered
     if buffered is not None and buffered.replay is not None:
         problem = "a record of arrivals is repeated in the simulator; nodes reply when they have trained"

@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from fedspan.deployment.node_folder import LAST_REPLY
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Count, Envelope
 from fedspan.files import convert_disk_errors, read_bytes, write_atomic
@@ -75,7 +76,7 @@ class LastOrderFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self._reply_path = path, path.with_name(f"{path.name}-reply")
+        self.path, self._reply_path = path, path.with_name(LAST_REPLY)
         self._order: LastOrder | None = None
 
     @property

@@ -7,6 +7,7 @@ compared with what the node computes from that config and from its own examples,
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -18,7 +19,6 @@ from fedspan.config.federation import FractionRanks, RandomRanks
 from fedspan.config.node import NodeConfig, NodeLimits
 from fedspan.core.method import Method, RegisteredMethod
 from fedspan.core.values import Client
-from fedspan.crypto.graph import compute_neighborhood_size
 from fedspan.deployment.columns import require_columns
 from fedspan.deployment.handshake import Invitation
 from fedspan.errors import FedspanError
@@ -28,13 +28,15 @@ from fedspan.models.names import get_architecture
 from fedspan.runs.client_ranks import compute_client_scaling
 from fedspan.runs.head_setup import STATISTICS_CLIP
 
-__all__ = ["OrderTerms", "list_config_ranks", "require_config", "require_workload"]
+__all__ = ["OrderTerms", "list_config_ranks", "refuse_statistics", "require_config", "require_workload"]
 
 _LARGEST_OPTION = 1_000_000
 """Largest whole number that an option of a method or a wrapper may have: they count rounds, ranks or segments."""
 _FEWEST_STEPS = {32: 2**16, 64: 2**40}
 """Fewest steps between 0 and ``clip`` to which a node lets its change be rounded in a secure sum, by bits. With 2^16
 steps, a change of a hundredth of that norm with 100,000 entries has about two steps an entry; 64 bits leave more."""
+_MODULE, _MOST_NAMES = re.compile(r"[\w.-]{1,256}"), 1000
+"""What a server may name modules by, and how many names it may give."""
 _SAME = 1e-9
 """Relative difference up to which two computations of a number agree: a cosine may differ between machines."""
 
@@ -56,7 +58,9 @@ def require_config(node: NodeConfig, invitation: Invitation, config: RunConfig) 
     if limits.methods is not None and method not in limits.methods:
         raise _build_forbidden_error("limits.methods", method, limits.methods)
     _require_model(node, invitation, config)
+    _require_names(config)
     require_columns(node, config)
+    _require_examples_per_reply(limits, config)
     for field, value, limit in _list_sizes(config, invitation, limits):
         if value > limit:
             problem = f"the run's {field} is {value}, and this node allows at most {limit}"
@@ -94,13 +98,45 @@ def _require_model(node: NodeConfig, invitation: Invitation, config: RunConfig) 
         raise FedspanError("limits.from_scratch", False, problem=problem)
 
 
+def _require_names(config: RunConfig) -> None:
+    """Check that modules are named, by few names: PEFT reads a pattern as a regex, which can take forever to match.
+
+    Raises:
+        FedspanError: If a name has other characters than those of modules, or there are too many.
+    """
+    for field in ("target_modules", "exclude_modules", "layers_pattern", "modules_to_save"):
+        value = getattr(config.model, field)
+        names: list[str] = [value] if isinstance(value, str) else value or []
+        if len(names) > _MOST_NAMES or not all(_MODULE.fullmatch(name) for name in names):
+            expected = (
+                f"at most {_MOST_NAMES} names of modules in letters, digits, '_', '-' and '.': no regex on a node"
+            )
+            raise FedspanError("message.model", field, expected)
+
+
+def _require_examples_per_reply(limits: NodeLimits, config: RunConfig) -> None:
+    """Check that a step and a reply are made of enough examples, so that no change is that of a single one.
+
+    Raises:
+        FedspanError: If they are not.
+    """
+    training = config.training
+    batch = training.batch_size * training.gradient_accumulation_steps
+    if batch < limits.min_batch:
+        problem = f"the run's steps are of {batch} examples, and this node requires {limits.min_batch}"
+        raise FedspanError("limits.min_batch", limits.min_batch, problem=problem)
+    if training.local_steps is not None and (total := training.local_steps * batch) < limits.train_examples:
+        problem = f"the run's replies are of {total} examples, and this node requires {limits.train_examples}"
+        raise FedspanError("limits.train_examples", limits.train_examples, problem=problem)
+
+
 def _build_forbidden_error(field: str, value: object, allowed: list[str], subject: str = "") -> FedspanError:
     allows = ", ".join(allowed) or "none"
     return FedspanError(field, value, problem=f"this node does not allow {subject}{value!r}. It allows {allows}")
 
 
 _LIMIT_OF: Mapping[str, str] = {
-    "federation.rounds": "limits.rounds",
+    "federation.rounds": "limits.run_rounds",
     "training.batch_size": "limits.batch",
     "evaluation.batch_size": "limits.batch",
     "training.local_steps": "limits.steps",
@@ -114,8 +150,8 @@ _LIMIT_OF: Mapping[str, str] = {
 
 def _list_sizes(config: RunConfig, invitation: Invitation, limits: NodeLimits) -> Iterator[tuple[str, int, float]]:
     """Yield the fields of a config that decide how much work or memory a run takes, with their limits."""
-    training, rounds = config.training, math.inf if limits.rounds is None else limits.rounds
-    yield "federation.rounds", config.federation.rounds, rounds
+    training = config.training
+    yield "federation.rounds", config.federation.rounds, limits.run_rounds
     yield "training.batch_size", training.batch_size, limits.batch
     yield "evaluation.batch_size", config.evaluation.batch_size, limits.batch
     yield "training.local_steps", (training.local_steps or 1) * training.gradient_accumulation_steps, limits.steps
@@ -203,6 +239,16 @@ def _count_own_passes(config: RunConfig, examples: int) -> Callable[[int, int | 
     return count
 
 
+def refuse_statistics(limits: NodeLimits, config: RunConfig) -> FedspanError | None:
+    """Return why this node sends a run no statistics for its head; None: it may."""
+    if limits.head_statistics == "off":
+        return FedspanError("limits.head_statistics", "off", problem="no statistics of examples leave this node")
+    if (length := config.model.max_length) < (least := limits.statistics_max_length):
+        problem = f"the run's model.max_length is {length}, and this node sends statistics only from {least} on"
+        return FedspanError("limits.statistics_max_length", least, problem=problem)
+    return None
+
+
 def list_config_ranks(config: RunConfig, method: RegisteredMethod, id: str) -> frozenset[int]:
     """Return the ranks that a config can give to a client.
 
@@ -256,7 +302,7 @@ class OrderTerms:
         if order.client is not None:
             self._require_client(order.client, order.task)
 
-    def require_agreement(self, agreement: Agreement, peers: int) -> None:
+    def require_agreement(self, agreement: Agreement) -> None:
         """Check what the clients of a secure sum are to agree on.
 
         Number of clients and largest weight decide the steps to which changes are rounded. A node whose own steps are
@@ -264,7 +310,6 @@ class OrderTerms:
 
         Args:
             agreement: The agreement.
-            peers: Number of clients in the node's neighborhood, itself included.
 
         Raises:
             FedspanError: If it differs from the run's config, or the node's own change would be rounded too coarsely.
@@ -284,9 +329,6 @@ class OrderTerms:
             if getattr(agreement, name) != value:
                 raise FedspanError(f"message.agreement.{name}", getattr(agreement, name), f"the run's, {value}")
         self.require_rate(agreement.lr, agreement.round)
-        if peers != compute_neighborhood_size(clients, secure.neighbors):
-            expected = f"a number of clients of which {peers} are a neighborhood"
-            raise FedspanError("message.agreement.clients", clients, expected)
         share = compute_share(self.get_weight(agreement.task), agreement.top)
         steps = share * Ring(agreement.bits, agreement.clip, clients).levels
         if steps < (fewest := _FEWEST_STEPS[agreement.bits]):

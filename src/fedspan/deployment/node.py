@@ -8,12 +8,14 @@ import secrets
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fedspan import __version__
 from fedspan.clients.host import Host
 from fedspan.clients.job_checkpoints import JobCheckpoints
+from fedspan.clients.metric_noise import MetricLimits, round_count
 from fedspan.clients.refusals import describe_error, refuse_any
 from fedspan.clients.statistics import StatisticsLimits
 from fedspan.clients.store import DiskClientStore
@@ -21,6 +23,7 @@ from fedspan.config import RunConfig, parse_config
 from fedspan.config.node import NodeConfig
 from fedspan.config.tags import explain_missing_tags
 from fedspan.core.base import BaseUpdate
+from fedspan.core.heads import HeadKind
 from fedspan.core.values import Job
 from fedspan.crypto import require_packages
 from fedspan.data.content import compute_content_digest
@@ -44,14 +47,21 @@ from fedspan.deployment.handshake import (
 )
 from fedspan.deployment.health import Heartbeat
 from fedspan.deployment.last_order import LastOrderFile
-from fedspan.deployment.limits import OrderTerms, list_config_ranks, require_config, require_workload
-from fedspan.deployment.node_folder import LAST_ORDER, TRAINING, get_run_folder
+from fedspan.deployment.limits import (
+    OrderTerms,
+    list_config_ranks,
+    refuse_statistics,
+    require_config,
+    require_workload,
+)
+from fedspan.deployment.node_folder import LAST_ORDER, STATE, SUMS, TRAINING, get_run_folder, remove_old_states
 from fedspan.deployment.usage import UsageBook
 from fedspan.errors import FedspanError, escape_controls
-from fedspan.federation.protocol import Envelope, Order, read_header
+from fedspan.federation.protocol import Envelope, Order, ScoredPart, read_header
 from fedspan.federation.secagg.messages import Phase, decode_request
 from fedspan.files import convert_disk_errors, read_bytes, write_atomic
 from fedspan.logs import AuditLog
+from fedspan.runs.head_setup import find_new_head
 from fedspan.runs.privacy_budget import generate_key, has_key, load_noise_key, store_noise_key
 from fedspan.runs.remote import build_method, secure_client
 from fedspan.runs.setup import prepare
@@ -65,6 +75,8 @@ _INVITATION = "invitation.json"
 
 _STAGES: Mapping[str, StageName] = {"statistics": "statistics", "evaluate": "evaluation", "export": "export"}
 """The stage of each kind of order; training and the exchanges of secure aggregation are one."""
+
+_prepare = partial(prepare, ignores_labels=True)  # else a refusal would tell the server which labels occur
 
 log = logging.getLogger("fedspan.node")
 
@@ -101,7 +113,7 @@ class NodeService:
         build: Builds a run on this node.
     """
 
-    def __init__(self, node: NodeConfig, build: Build = prepare) -> None:
+    def __init__(self, node: NodeConfig, build: Build = _prepare) -> None:
         self.node, self._build_run = node, build
         self.folder = Path(node.folder)
         self._usage = UsageBook(node)
@@ -145,6 +157,8 @@ class NodeService:
                 return repeated
             if isinstance(request, Order):
                 run.terms.require(request)
+                if request.task == "statistics":
+                    run.host.require_statistics(request)  # refused ones are not what leaves once
                 if not last.is_recorded:
                     self._usage.record_order(request, run.host.compute_charges(request), run.terms.digest)
                     last.mark_recorded()
@@ -168,6 +182,7 @@ class NodeService:
     def _introduce(self, invitation: Invitation) -> Introduction:
         introduction = Introduction(id=self.node.id, version=__version__, tags=self.node.tags)
         try:
+            self._usage.record_invitation(compute_job_digest(invitation))
             self._require_same_run(invitation)
             self._require_allowed(invitation)
             if self.node.limits.approve == "ask":
@@ -212,6 +227,8 @@ class NodeService:
         with convert_disk_errors(self.folder, "free some space on the node"):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             write_atomic(folder / _INVITATION, invitation.model_dump_json().encode())
+        if removed := remove_old_states(self.folder):
+            log.info("removed the state of %d runs that had no order for a month", removed)
         self._loaded = (invitation.run, joined)
         examples = joined.terms.client.examples
         log.info("joined %s with %d examples", invitation.run, examples)
@@ -284,13 +301,24 @@ class NodeService:
             expected = f"the separator of the labels, such as {prepared.task_settings.label_separator!r}"
             raise FedspanError("data.label_separator", None, expected, problem=problem)
         (data,) = prepared.federation.clients.values()
-        data = replace(data, client=replace(data.client, id=self.node.id))
+        sizes: dict[ScoredPart, int] = {}
+        if prepared.partition is not None:  # with the examples whose labels the run does not have
+            (part,) = prepared.partition.clients
+            sizes = {"validation": len(part.validation), "test": len(part.test)}
+            if ignored := len(part.train) - len(data.train):
+                log.warning(
+                    "%d of %d training examples have labels that %s does not have, and are left out",
+                    *(ignored, len(part.train), invitation.run),
+                )
+        declared = self.node.examples or round_count(data.client.examples)
+        weight = 1.0 if config.federation.weights == "uniform" else float(declared)
+        data = replace(data, client=replace(data.client, id=self.node.id, examples=declared, weight=weight))
         whole = prepared.federation.method
         require_workload(config, data.client.examples, self.node.limits, whole, prepared.count_passes)
-        store = DiskClientStore(folder / "kept")
+        store = DiskClientStore(folder / STATE)
         server_config = parse_config({**invitation.read_values(), "data": config.data.model_dump(mode="json")})
         plain = build_method(server_config, prepared.engine.adapted.spec)
-        method = config.wrap_method(plain)
+        method = config.wrap_method(plain, find_new_head(config, prepared.model))
 
         def export(job: Job, base: BaseUpdate, round: int) -> None:
             write_model(prepared, job, base, folder / "adapter", round, self.node.id)
@@ -299,10 +327,21 @@ class NodeService:
         ranks = list_config_ranks(server_config, plain, self.node.id)
         terms = OrderTerms(server_config, plain, data.client, ranks, invitation.digest)
         owner = dict[str, Any]()
+        sums = self.folder / SUMS / hashlib.sha256(self.node.data_id.encode()).hexdigest()[:32]
         if config.federation.secure is not None:
-            owner = {"identity": self._load_identity(), "known": self.node.peers, "check": terms.require_agreement}
-        secure = secure_client(config, self.node.id, folder / "kept", self.node.limits.secure_clients, **owner)
-        announced = () if config.head_kind[0] is None else (config.head_kind[0],)
+            owner = {
+                "min_clients": self.node.limits.secure_clients,
+                "colluders": self.node.limits.colluders,
+                "identity": self._load_identity(),
+                "known": self.node.peers,
+                "check": terms.require_agreement,
+            }
+        secure = secure_client(config, self.node.id, folder / STATE, sums, **owner)
+        limits, kind = self.node.limits, config.head_kind[0]
+        announced: tuple[HeadKind, ...] = () if kind is None else (kind,)
+        statistics = StatisticsLimits(
+            *(refuse_statistics(limits, config), limits.class_examples, announced, limits.statistics_examples)
+        )
         host = Host(
             method,
             prepared.engine,
@@ -312,10 +351,11 @@ class NodeService:
             config.evaluation.batch_size,
             export,
             None if secure is None else {self.node.id: secure},
-            limits=StatisticsLimits(self.node.limits.head_statistics, self.node.limits.class_examples, announced),
+            limits=statistics,
             checkpoints=_build_checkpoints(folder / TRAINING, config, context),
             agreed=invitation.digest,
-            reported_examples=self.node.limits.evaluation_examples,
+            metric_limits=MetricLimits(limits.evaluation_epsilon, limits.evaluation_examples, sizes),
+            train_examples=limits.train_examples,
         )
         model = prepared.model
         return _Joined(host, compute_base_digest(model), compute_extras_digest(model), terms, context)

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
+from fedspan.config import load_yaml
 from fedspan.errors import FedspanError
 from fedspan.files import from_json, read_bytes, write_atomic
 from fedspan.logs import read_lines
+from fedspan.processes import read_process_start
 from fedspan.runs.failures import count_failures
-from fedspan.runs.folder import RunFolder, describe_missing_run, read_process_start
+from fedspan.runs.folder import RunFolder, describe_missing_run
 
 __all__ = ["NamedRun", "RunStatus", "is_at_work", "load_named_run", "read_status", "store_named_run"]
 
@@ -106,8 +106,8 @@ def read_status(folder: Path) -> RunStatus:
 
 def _read_rounds(run: RunFolder) -> int | None:
     try:
-        return int(yaml.safe_load(run.read_config_text())["federation"]["rounds"])
-    except (yaml.YAMLError, KeyError, TypeError, ValueError):
+        return int(load_yaml(run.read_config_text())["federation"]["rounds"])
+    except (KeyError, TypeError, ValueError):
         return None
 
 

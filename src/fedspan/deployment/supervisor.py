@@ -11,16 +11,21 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fedspan.clients.refusals import refuse_any
 from fedspan.config.node import load_node
 from fedspan.deployment.console import log_to_console
 from fedspan.deployment.last_order import LastOrderFile
-from fedspan.deployment.node_folder import LAST_ORDER, TRAINING, get_run_folder
+from fedspan.deployment.node_folder import LAST_ORDER, TRAINING, WORKER, get_run_folder
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
 from fedspan.federation.secagg.messages import decode_request
 from fedspan.files import remove
+from fedspan.processes import end_with_parent, hold_folder
+
+if TYPE_CHECKING:
+    from fedspan.deployment.node import NodeService
 
 __all__ = ["Supervisor"]
 
@@ -122,10 +127,18 @@ def _serve(path: str, connection: Connection) -> None:
     """Run the node service in the other process: bytes in, bytes out."""
     for ending in (signal.SIGINT, signal.SIGTERM):  # the supervising process ends after the order, and this one then
         signal.signal(ending, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        end_with_parent(parent.join)
     log_to_console()
-    from fedspan.deployment.node import NodeService  # torch, Transformers
+    node = load_node(Path(path))
+    with hold_folder(Path(node.folder), WORKER, "folder"):
+        from fedspan.deployment.node import NodeService  # torch, Transformers
 
-    service = NodeService(load_node(path))
+        _answer_all(NodeService(node), connection)
+
+
+def _answer_all(service: NodeService, connection: Connection) -> None:
     while True:
         try:
             envelope = Envelope(connection.recv_bytes().decode(), connection.recv_bytes())

@@ -32,7 +32,10 @@ __all__ = ["TrainerNode", "adopt_node_trainer", "follow"]
 log = logging.getLogger("fedspan.node")
 
 _UNUSED = ("validation", "test", "split_seed", "device", "threads")
-_UNUSED_LIMITS = ("columns", "batch", "tokens", "image_size", "round_seconds", "head_statistics", "class_examples")
+_UNUSED_LIMITS = (
+    *("columns", "batch", "min_batch", "tokens", "image_size", "round_seconds"),
+    *("head_statistics", "statistics_max_length", "statistics_examples", "class_examples"),
+)
 """Fields of a node's file, and of its ``limits``, that do not bind a trainer: it reads its own examples, in its own
 batches, on its own device and in this process."""
 

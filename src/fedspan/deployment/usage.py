@@ -1,4 +1,4 @@
-"""What servers have used of a node's data: rounds, evaluations, runs and privacy, per data set and server.
+"""What servers have used of a node's data: invitations, runs, rounds, evaluations and privacy, per data set and server.
 
 The book is one file in the node's folder, written before the use that it records. It must not get lost: a node that
 forgot its privacy budget would spend it again. So a second file outside the folder, the marker, holds the digest of the
@@ -57,6 +57,21 @@ class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
+class RunUse(_Part):
+    """What one run has used of a data set.
+
+    Args:
+        orders: Digest of its last training order and, after a space, that of the last order of a second exchange since
+            then; empty: none yet.
+        rounds: Rounds that were trained, and second exchanges of a round beyond its first one.
+        evaluations: Evaluations and exports.
+    """
+
+    orders: str = ""
+    rounds: Count = 0
+    evaluations: Count = 0
+
+
 class Account(_Part):
     """What one server has used of one data set.
 
@@ -64,20 +79,29 @@ class Account(_Part):
         server: Host of the server.
         data: Name of the data set (``data_id`` in the node's file).
         contents: Digests of the training files that the data set had, each once, the first one first.
-        rounds: Rounds that were trained, and second exchanges of a round beyond its first one.
-        evaluations: Evaluations, exports and head statistics.
-        runs: Runs that were joined, by the digest of their names, each with the digest of its last training order and,
-            after a space, that of the last order of a second exchange since then.
+        invitations: Digests of the invitations that were answered.
+        runs: Runs that were joined, by the digest of their names.
+        has_statistics: Whether statistics for a head have left this node.
         releases: Releases under differential privacy: sampling rate, noise and number of each kind.
     """
 
     server: str
     data: str
     contents: tuple[str, ...] = ()
-    rounds: Count = 0
-    evaluations: Count = 0
-    runs: dict[str, str] = Field(default_factory=dict)
+    invitations: tuple[str, ...] = ()
+    runs: dict[str, RunUse] = Field(default_factory=dict)
+    has_statistics: bool = False
     releases: tuple[_Release, ...] = ()
+
+    @property
+    def rounds(self) -> int:
+        """Number of rounds of all runs."""
+        return sum(use.rounds for use in self.runs.values())
+
+    @property
+    def evaluations(self) -> int:
+        """Number of evaluations and exports of all runs."""
+        return sum(use.evaluations for use in self.runs.values())
 
     def compute_epsilon(self, delta: float) -> float:
         """Compute the epsilon of all releases; infinite if one had no noise.
@@ -99,7 +123,7 @@ class _Book(_Part):
         accounts: Accounts by data set and server.
     """
 
-    format: Literal[2] = 2
+    format: Literal[3] = 3
     previous: str
     accounts: dict[str, Account]
 
@@ -230,6 +254,22 @@ class UsageBook:
             )
             raise FedspanError("limits.epsilon", epsilon, problem=problem)
 
+    def record_invitation(self, job: str) -> None:
+        """Record an invitation before it is answered; a repeated one counts once.
+
+        Args:
+            job: Digest of the invitation.
+
+        Raises:
+            FedspanError: If the server may send no other one, or the disk cannot be written.
+        """
+        accounts, digest = self._load()
+        account = accounts.get(self._key, self._new)
+        if job not in account.invitations:
+            _require_left("invitations", len(account.invitations), 1, self.limits.invitations)
+            update = {"invitations": (*account.invitations, job)}
+            self._store({**accounts, self._key: account.model_copy(update=update)}, digest)
+
     def record_run(self, run: str) -> DataUse:
         """Record that the node joins a run, with the content of its data.
 
@@ -252,7 +292,7 @@ class UsageBook:
         update: dict[str, Any] = {}
         if _compute_digest(run) not in account.runs:
             _require_left("runs", len(account.runs), 1, self.limits.runs)
-            update["runs"] = {**account.runs, _compute_digest(run): ""}
+            update["runs"] = {**account.runs, _compute_digest(run): RunUse()}
         if content is not None and content not in account.contents:
             update["contents"] = (*account.contents, content)
         if update:
@@ -276,23 +316,33 @@ class UsageBook:
         accounts, digest = self._load()
         account = accounts.get(self._key, self._new)
         update: dict[str, Any] = {}
-        if order.task in ("train", "second"):
+        run = _compute_digest(order.run)
+        use = account.runs.get(run, RunUse())
+        if order.task == "statistics":
+            if account.has_statistics:
+                problem = "statistics of this data set have left this node for this server, which happens once"
+                raise FedspanError("limits.head_statistics", "exact", problem=problem)
+            update["has_statistics"] = True
+        elif order.task in ("train", "second"):
             session = None if order.secure is None else order.secure.session
-            run = _compute_digest(order.run)
             content = _compute_digest(f"{agreed} {order.key} {session}")
-            trained, _, second = account.runs.get(run, "").partition(" ")
+            trained, _, second = use.orders.partition(" ")
             if content != (trained if order.task == "train" else second):
                 # The first order of a second exchange is part of the round that was trained. Any other one tells
                 # something new of the same training: differences of two sums tell what a single client sent.
                 is_new = order.task == "train" or not trained or bool(second)
                 if is_new:
+                    _require_left("run_rounds", use.rounds, 1, self.limits.run_rounds)
                     _require_left("rounds", account.rounds, 1, self.limits.rounds)
-                    update["rounds"] = account.rounds + 1
                 digests = content if order.task == "train" else f"{trained} {content}"
-                update["runs"] = {**account.runs, run: digests}
+                update["runs"] = {
+                    **account.runs,
+                    run: use.model_copy(update={"orders": digests, "rounds": use.rounds + is_new}),
+                }
         else:
+            _require_left("run_evaluations", use.evaluations, 1, self.limits.run_evaluations)
             _require_left("evaluations", account.evaluations, 1, self.limits.evaluations)
-            update["evaluations"] = account.evaluations + 1
+            update["runs"] = {**account.runs, run: use.model_copy(update={"evaluations": use.evaluations + 1})}
         if charges:
             update["releases"] = _add_releases(account, charges, self.limits)
         if update:
@@ -355,15 +405,16 @@ def _compute_digest(text: str) -> str:
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:32]
 
 
-def _require_left(limit: str, used: int, added: int, maximum: int | None) -> None:
+def _require_left(limit: str, used: int, added: int, maximum: int) -> None:
     """Check that a count stays within its limit.
 
     Raises:
         FedspanError: If it does not.
     """
-    if maximum is not None and used + added > maximum:
+    if used + added > maximum:
+        subject, unit = ("this run", limit[4:]) if limit.startswith("run_") else ("this server", limit)
         problem = (
-            f"this server has used {used} {limit} of this node's data, and {added} more exceed the limit of {maximum}"
+            f"{subject} has used {used} {unit} of this node's data, and {added} more exceed the limit of {maximum}"
         )
         raise FedspanError(f"limits.{limit}", maximum, problem=problem)
 

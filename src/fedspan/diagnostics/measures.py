@@ -186,13 +186,16 @@ class DiagnosticsRecorder:
 
         Returns:
             The result, unaffected by the diagnostics, and the diagnostics for metrics.jsonl: ``layers``, by path and
-            measure, ``alignment`` of all layers as one vector, and ``seconds``; None if the round was not diagnosed.
+            measure, ``alignment`` of all layers as one vector, and ``seconds``; None if the round was not diagnosed, or
+            trained no target layer.
         """
         federation = self.federation
         if (progress.state.round + 1) % self.interval:
             return federation.run_round(progress, on_client, on_charge=on_charge, on_failure=on_failure), None
         record = TrainingRecord()
         result = federation.run_round(progress, on_client, record, on_charge, on_failure)
+        if not record.has_layers:
+            return result, None
         began = time.monotonic()
         with federation.engine.stages.stage("diagnostics"):
             layers = diagnose_layers(federation, record, progress, result)

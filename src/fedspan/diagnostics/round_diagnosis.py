@@ -67,6 +67,12 @@ class TrainingRecord:
             before.first if before else assignment.job, assignment.job, trained
         )
 
+    @property
+    def has_layers(self) -> bool:
+        """Whether any target layer trained; in rounds that train the head alone, none did."""
+        jobs = [job for training in self.by_client.values() for job in (training.first, training.last)]
+        return not all(is_extra(name) for job in jobs for name in job.trainable_names)
+
 
 STEPS = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Positions between one client's model and another's."""
@@ -159,7 +165,8 @@ def diagnose_round(
         examples: Largest number of held-out examples on which the losses are measured.
 
     Raises:
-        FedspanError: If no client participates in the round (a Poisson sample may be empty).
+        FedspanError: If no client participates in the round (a Poisson sample may be empty), or no target layer trains
+            in it.
     """
     federation = copy.copy(federation)
     engine, record = federation.engine, TrainingRecord()
@@ -169,6 +176,9 @@ def diagnose_round(
         problem = f"no client participates in round {round + 1}, because the sample drawn for privacy is empty"
         raise FedspanError("round", round, "another checkpoint", problem=problem)
     result = federation.run_round(progress, on_trained=record)
+    if not record.has_layers:
+        problem = f"round {round + 1} trains the head alone, and target layers are what is measured"
+        raise FedspanError("round", round, "a later checkpoint", problem=problem)
     began = time.monotonic()
     models = _make_round_models(federation, record, progress, result)
     layers = models.diagnose_layers()

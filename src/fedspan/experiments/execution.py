@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import yaml
 
-from fedspan.config import RunConfig, parse_config, parse_yaml
+from fedspan.config import RunConfig, load_yaml, override, parse_config, parse_yaml
 from fedspan.data.images import has_images
 from fedspan.data.path_patterns import has_placeholders, match_paths
 from fedspan.errors import FedspanError
@@ -188,8 +188,8 @@ def read_settings(
         )
     expected = f"the settings {', '.join(kinds)}, as they were written at the beginning"
     try:
-        values = yaml.safe_load(read_bytes(path))
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        values = load_yaml(read_bytes(path))
+    except ValueError as error:
         raise FedspanError(str(path), None, expected, problem=f"the file is not valid YAML ({error})") from None
     if isinstance(values, dict):
         values = {**(later or {}), **values}
@@ -241,7 +241,8 @@ def open_series(folder: Path, name: str, settings: Mapping[str, Any], steps: Seq
         folder.mkdir(parents=True, exist_ok=True)
         delete_temporary_files(folder)
         try:
-            text = yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True)
+            # of a copy, because YAML would write a list that occurs twice as an alias
+            text = yaml.safe_dump(override(settings, ()), sort_keys=False, allow_unicode=True)
         except yaml.YAMLError as error:
             raise FedspanError("config", str(error).splitlines()[0], "plain YAML values") from None
         write_atomic(path, text.encode())

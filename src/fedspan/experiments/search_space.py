@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
+from fedspan.config import load_yaml
 from fedspan.data.keyed import make_generator
 from fedspan.errors import FedspanError
 
@@ -74,8 +73,8 @@ def _parse_values(path: str, candidates: str | Sequence[Any]) -> Range | tuple[A
         if match := _RANGE.fullmatch(candidates):
             return _parse_range(argument, match[1], match[2])
         try:
-            values = yaml.safe_load(f"[{candidates}]")
-        except (yaml.YAMLError, ValueError, RecursionError):
+            values = load_yaml(f"[{candidates}]")
+        except ValueError:
             values = None
     if not isinstance(values, Sequence) or isinstance(values, str) or not values:
         raise FedspanError("--over", argument, "values separated by commas, or a range such as 1e-4..1e-1")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from fedspan.errors import FedspanError
-from fedspan.files import convert_disk_errors, write_atomic
+from fedspan.files import convert_disk_errors, neutralize_formula, write_atomic
 from fedspan.runs.folder import RunFolder
 from fedspan.tasks.metrics import METRICS
 
@@ -125,7 +125,8 @@ def _format_csv(plain: Sequence[Mapping[str, object]]) -> str:
     text = io.StringIO()
     writer = csv.DictWriter(text, list(plain[0]), lineterminator="\n")
     writer.writeheader()
-    writer.writerows(plain)  # None is an empty cell
+    for row in plain:  # None is an empty cell
+        writer.writerow({key: neutralize_formula(cell) if isinstance(cell, str) else cell for key, cell in row.items()})
     return text.getvalue()
 
 

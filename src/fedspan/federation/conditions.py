@@ -20,7 +20,7 @@ __all__ = ["PHASES", "Conditions", "FaultKind", "Faults", "SpeedDistribution", "
 
 FaultKind = Literal["nan", "noise", "sign-flip", "scale", "label-flip"]
 
-PHASES = ("keys", "shares", "train", "unmask")
+PHASES = ("keys", "shares", "train", "confirm", "unmask")
 """Exchanges of a round under secure aggregation, in order; a round in plaintext has only the third."""
 
 

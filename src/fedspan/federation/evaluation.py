@@ -35,13 +35,13 @@ class ClientScores:
         by_client: Metrics of each client.
         trimmed: Metrics without the clients at both ends, where the clients report their own; None: these scores were
             measured on examples that this process assigned, or by the only client.
-        rounded: Whether the clients may have rounded their metrics, as data owners' nodes do (``clients.coarsening``).
+        noisy: Whether the metrics may have noise, as those of data owners' nodes do (``clients.metric_noise``).
     """
 
     pooled: Metrics
     by_client: Mapping[str, Metrics]
     trimmed: Metrics | None = None
-    rounded: bool = False
+    noisy: bool = False
 
     def summarize(self, metric: str) -> dict[str, Any]:
         """Return unweighted client means of every metric, and under ``worst`` the client with the worst ``metric``."""

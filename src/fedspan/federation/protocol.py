@@ -137,7 +137,7 @@ class Masking(HeaderPart):
 
     Args:
         session: Number of the session, whose keys and agreement were exchanged before.
-        peers: The client itself and its remaining neighbors, whose masks its own masks cancel.
+        peers: The client itself and the other remaining clients, whose masks its own masks cancel.
     """
 
     session: Count

@@ -123,7 +123,7 @@ class ReportedEvaluator(Evaluator):
         is_known = all(len(getattr(self.federation.clients[id], part)) for id in rows)
         trimmed = None if is_known or len(self.ids) == 1 else compute_trimmed_means(by_client, pooled)
         pooled["examples"] = sum(weights.values())
-        return ClientScores(pooled, by_client, trimmed, rounded=not is_known)
+        return ClientScores(pooled, by_client, trimmed, noisy=not is_known)
 
     def _compute_weights(self, part: ScoredPart, reported: Mapping[str, float]) -> dict[str, float]:
         """Return the clients' weights: their known numbers of examples, or reported ones up to what is plausible.

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 from fedspan.training.jobs import Privacy
 
-__all__ = ["FEWEST_SECURE_CLIENTS", "Arrivals", "BufferedSettings", "Reduction", "RoundSettings", "SecureSettings"]
+__all__ = [
+    "FEWEST_SECURE_CLIENTS",
+    "MOST_SECURE_CLIENTS",
+    "Arrivals",
+    "BufferedSettings",
+    "Reduction",
+    "RoundSettings",
+    "SecureSettings",
+]
 
 Reduction = Literal["mean", "median", "trimmed-mean", "multi-krum", "geometric-median", "flame"]
 """Rules that combine replies; all but the mean are for replies that sum."""
@@ -83,7 +92,11 @@ class RoundSettings:
 
 
 FEWEST_SECURE_CLIENTS = 3
-"""Minimum cohort of a secure sum: in a cohort of two, each client learns the other's change from the next state."""
+"""Minimum number of clients of a secure sum: of two, each learns the other's change from the next state."""
+
+MOST_SECURE_CLIENTS = 128
+"""Maximum cohort of a secure sum: each client masks with all others, and the cost of their shares grows with the
+square of the cohort for every client."""
 
 
 @dataclass(frozen=True)
@@ -93,11 +106,17 @@ class SecureSettings:
     Args:
         clip: Maximum norm of a client's change.
         bits: Bits of the summed integers, 32 or 64.
-        threshold: Fraction of a neighborhood that can reconstruct a secret of one of its clients.
-        neighbors: Number of neighbors of every client; None: all other clients, up to a sufficient number.
+        threshold: Fraction of the clients that can reconstruct a secret of one of them.
     """
 
     clip: float = 100.0
     bits: Literal[32, 64] = 32
     threshold: float = 2 / 3
-    neighbors: int | None = None
+
+    def compute_threshold(self, clients: int) -> int:
+        """Return the number t of clients that can reconstruct a secret: the fraction, and at least 2 t > clients + 1.
+
+        With a smaller number, a server that colludes with one client could open single vectors
+        (``clients.secagg``).
+        """
+        return min(clients, max((clients + 1) // 2 + 1, math.ceil(self.threshold * clients - 1e-9)))

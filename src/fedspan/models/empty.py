@@ -68,7 +68,7 @@ def load_empty(
         if shape:
             config: Any = SmallResNetConfig(shape["widths"], shape["depths"])
         elif architecture is None:
-            config = AutoConfig.from_pretrained(get_source(name), revision=revision)
+            config = AutoConfig.from_pretrained(get_source(name), revision=revision, trust_remote_code=False)
         else:
             config = AutoConfig.for_model(**architecture)
         prepare_config(config, head, labels)

@@ -52,7 +52,7 @@ NOTES = "fedspan.json"
 """File that fedspan writes beside a model that it trained."""
 BASE_DIGEST = "base_sha256"
 """Entry of that file with the digest of the frozen weights (``digest.hash_frozen``), if the base has no name."""
-_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ def _write(folder: Path, tensors: Mapping[str, Tensor], config: PeftConfig, rank
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(str(folder))
     # Not save_file: a failed write raises OSError here, as everywhere else.
-    (folder / _WEIGHTS).write_bytes(safetensors.torch.save(dict(tensors), metadata={"format": "pt"}))
+    (folder / ADAPTER_WEIGHTS).write_bytes(safetensors.torch.save(dict(tensors), metadata={"format": "pt"}))
 
 
 def require_adapter_base(folder: Path, notes: Mapping[str, object], base: nn.Module) -> None:
@@ -220,7 +220,7 @@ def require_adapter_base(folder: Path, notes: Mapping[str, object], base: nn.Mod
     Raises:
         FedspanError: If its frozen weights are others.
     """
-    digest, path = notes.get(BASE_DIGEST), folder / _WEIGHTS
+    digest, path = notes.get(BASE_DIGEST), folder / ADAPTER_WEIGHTS
     if digest is None or not path.is_file():
         return
     try:
@@ -255,7 +255,7 @@ def truncate_adapter(folder: Path, rank: int) -> None:
     assert isinstance(config, LoraConfig)
     if rank > config.r:
         raise FedspanError("rank", rank, f"at most {config.r}, the rank of this adapter")
-    tensors = safetensors.torch.load_file(str(folder / _WEIGHTS))
+    tensors = safetensors.torch.load_file(str(folder / ADAPTER_WEIGHTS))
     names: dict[str, dict[str, str]] = {}
     for name in tensors:
         if factor := _FACTOR.fullmatch(name):
@@ -302,16 +302,16 @@ def read_adapter(folder: str, operators: Mapping[str, Operator], model: Any = No
     path = Path(os.path.expanduser(folder))
     if not os.path.isdir(path):  # PEFT would look the name up on the hub
         raise FedspanError(
-            "model.adapter", folder, f"a folder with adapter_config.json and {_WEIGHTS} (no such folder)"
+            "model.adapter", folder, f"a folder with adapter_config.json and {ADAPTER_WEIGHTS} (no such folder)"
         )
     try:
         config = PeftConfig.from_pretrained(str(path))
-        tensors = safetensors.torch.load_file(str(path / _WEIGHTS))
+        tensors = safetensors.torch.load_file(str(path / ADAPTER_WEIGHTS))
         head = read_output_layer(path)
     # AttributeError, ArithmeticError: a config whose fields have other types than PEFT expects.
     except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, SafetensorError) as error:
         raise FedspanError(
-            "model.adapter", folder, f"a folder with adapter_config.json and {_WEIGHTS} ({error})"
+            "model.adapter", folder, f"a folder with adapter_config.json and {ADAPTER_WEIGHTS} ({error})"
         ) from None
     if not isinstance(config, LoraConfig) or config.use_dora or config.lora_bias:
         raise FedspanError("model.adapter", folder, "a plain LoRA adapter (no DoRA, no lora_bias, no other PEFT type)")

@@ -10,6 +10,7 @@ import os
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -123,7 +124,7 @@ def load_pretrained(
     config: Any = None
     with _silence_transformers():
         try:
-            config = AutoConfig.from_pretrained(source, revision=revision)
+            config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
             prepare_config(config, head, labels)
             processor = _load_processor(source, head, revision, image_size)
             with torch.random.fork_rng(), _DrawsOnCpu():
@@ -139,6 +140,7 @@ def load_pretrained(
                     attn_implementation=attention,
                     output_loading_info=True,
                     ignore_mismatched_sizes=True,  # a head for other labels is replaced by a new one
+                    trust_remote_code=False,  # else Transformers asks on the terminal whether to run the folder's code
                     use_safetensors=True,  # other files of weights would be unpickled
                     **options,
                     **(get_encoder_options(config) if pooling is not None or head == get_head("encoder") else {}),
@@ -287,7 +289,7 @@ def load_scratch(
             config = (
                 SmallResNetConfig(shape["widths"], shape["depths"])
                 if shape
-                else AutoConfig.from_pretrained(source, revision=revision)
+                else AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
             )
             prepare_config(config, head, labels)
             if head.has_image_inputs:
@@ -324,10 +326,10 @@ def build_from_config(config: Any, head: Head | str, pooling: Pooling | None, **
     head = get_head(head)
     if pooling is None or head.outputs is None:
         encoder_options = get_encoder_options(config) if head == get_head("encoder") else {}
-        return head.load_class().from_config(config, **encoder_options, **options)
-    return PooledClassifier(
-        get_encoder_class(config).from_config(config, **get_encoder_options(config), **options), pooling
-    )
+        return head.load_class().from_config(config, trust_remote_code=False, **encoder_options, **options)
+    encoder_options = get_encoder_options(config)
+    encoder = get_encoder_class(config).from_config(config, trust_remote_code=False, **encoder_options, **options)
+    return PooledClassifier(encoder, pooling)
 
 
 def get_source(name: str) -> str:
@@ -339,16 +341,17 @@ def get_source(name: str) -> str:
 
 def _load_processor(source: str, head: Head, revision: str | None, image_size: int | None) -> Processor:
     if not head.has_image_inputs:
-        return AutoTokenizer.from_pretrained(source, revision=revision)
+        return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
     # Pillow's resizing on every machine: torchvision, if installed, gives other pixels.
-    processor = AutoImageProcessor.from_pretrained(source, revision=revision, backend="pil")
+    load = partial(AutoImageProcessor.from_pretrained, source, revision=revision, trust_remote_code=False)
+    processor = load(backend="pil")
     if image_size is None:
         return processor
     size = {"size": {"height": image_size, "width": image_size}}
     if isinstance(processor, ConvNextImageProcessorPil):  # ResNets use it too; it supports short edges only
         names = ("resample", "do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std")
         return ViTImageProcessorPil(**size, **{name: getattr(processor, name) for name in names})
-    return AutoImageProcessor.from_pretrained(source, revision=revision, backend="pil", do_center_crop=False, **size)
+    return load(backend="pil", do_center_crop=False, **size)
 
 
 def _prepare(model: Any, processor: Processor | None, name: str) -> None:

@@ -134,7 +134,8 @@ def save_model(
         model = model.encoder
     dropout = {key: value for key, value in model.config.to_dict().items() if "drop" in key}
     if not name.startswith(FROM_PYTHON) and get_architecture(name) is None:
-        for key, value in AutoConfig.from_pretrained(get_source(name), revision=revision).to_dict().items():
+        config = AutoConfig.from_pretrained(get_source(name), revision=revision, trust_remote_code=False)
+        for key, value in config.to_dict().items():
             if "drop" in key and isinstance(value, float):
                 setattr(model.config, key, value)
     transformers_logging.disable_progress_bar()

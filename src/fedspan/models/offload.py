@@ -77,7 +77,7 @@ class Offload:
         from transformers.initialization import no_init_weights
 
         with no_init_weights(), torch.device("meta"):
-            empty = kind.from_config(config, dtype=dtype)
+            empty = kind.from_config(config, dtype=dtype, trust_remote_code=False)
         places = self.place(empty, dtype, device or torch.device("cpu"), keep)
         folder = tempfile.mkdtemp(prefix="fedspan-offload-")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)  # if loading fails

@@ -10,8 +10,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-import yaml
-
+from fedspan.config import load_yaml
 from fedspan.deployment.status import is_at_work
 from fedspan.errors import FedspanError, escape_controls
 from fedspan.files import from_json
@@ -223,8 +222,8 @@ class RunMonitor:
         if len(data) > _MAX_FILE:
             return {}
         try:
-            value = yaml.safe_load(data) if path == self._run.config else from_json(data)
-        except (ValueError, yaml.YAMLError, RecursionError):  # deeply nested YAML takes seconds to fail
+            value = load_yaml(data) if path == self._run.config else from_json(data)
+        except ValueError:
             return {}
         return cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}
 

@@ -6,6 +6,7 @@ patterns.
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -163,6 +164,7 @@ def _draw_band(figure: Figure, curve: Curve, color: str, label: str) -> None:
 
 
 def _draw_line(figure: Figure, curve: Curve, label: str, color: str, dash: str, mark: str, percent: bool) -> None:
+    value = f"%{{y{':.1%' if percent else ':.4g'}}}"
     figure.add_scatter(
         x=curve.rounds,
         y=curve.mean,
@@ -170,7 +172,7 @@ def _draw_line(figure: Figure, curve: Curve, label: str, color: str, dash: str, 
         mode="lines+markers" if len(curve.rounds) <= 40 else "lines",
         line={"color": color, "dash": dash, "width": 2},
         marker={"symbol": mark, "size": 7},
-        hovertemplate=f"%{{y{':.1%' if percent else ':.4g'}}} at %{{x}}<extra>{label}</extra>",
+        hovertemplate=f"{value} at %{{x}}<extra>{html.escape(label, quote=False)}</extra>",
     )
 
 

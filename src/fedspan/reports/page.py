@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import plotly.io
 import plotly.utils
@@ -56,7 +57,7 @@ class _Page:
     def add_figure(self, figure: Figure, description: str) -> str:
         """Return the placeholder of a figure; ``description`` is its description for screen readers."""
         number = len(self.figures)
-        self.figures.append(_escape_script(figure.to_json()))
+        self.figures.append(_escape_script(_escape_markup(figure.to_json())))
         return f'<div class="figure" id="figure-{number}" role="img" aria-label="{html.escape(description)}"></div>'
 
 
@@ -211,9 +212,25 @@ def _render_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f'<div class="wide"><table><thead><tr>{titles}</tr></thead><tbody>{lines}</tbody></table></div>'
 
 
-def _escape_script(text: str | None) -> str:
+def _escape_markup(figure: str | None) -> str:
+    """Escape every text in the JSON of a figure: Plotly draws tags in names, such as those of links, as markup.
+
+    Only figures themselves write hover templates, which end with a tag of Plotly's own.
+    """
+
+    def escape(value: Any, key: str = "") -> Any:
+        if isinstance(value, str):
+            return value if key == "hovertemplate" else html.escape(value, quote=False)
+        if isinstance(value, dict):
+            return {name: escape(inner, name) for name, inner in cast("dict[str, Any]", value).items()}
+        return [escape(inner) for inner in cast("list[Any]", value)] if isinstance(value, list) else value
+
+    return json.dumps(escape(json.loads(figure or "{}")))
+
+
+def _escape_script(text: str) -> str:
     """Return JSON that is safe within a script element, whatever names it holds."""
-    return (text or "{}").replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
 _STYLE = """

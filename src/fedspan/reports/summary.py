@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from fedspan.experiments.tables import format_mean, format_size
 from fedspan.experiments.verdict import compare_pairs
 from fedspan.reports.groups import RunGroup
+from fedspan.runs.model_card import STATISTICS_NOTE
 from fedspan.tasks.metrics import METRICS
 
 __all__ = ["format_score_with_unit", "write_sentences"]
@@ -76,7 +77,9 @@ def _compare_start(best: RunGroup, metric: str) -> str:
     change = (
         f"{'raised' if best.mean > start else 'lowered'} it by {gap}" if float(gap.split()[0]) else "did not change it"
     )
-    return f"Before the first round it was {format_score_with_unit(metric, start)}; the rounds {change}."
+    sentence = f"Before the first round it was {format_score_with_unit(metric, start)}; the rounds {change}."
+    is_simulated = any(run.rows and run.rows[0].get("simulated") for run in best.runs)
+    return f"{sentence} {STATISTICS_NOTE}" if is_simulated else sentence
 
 
 def _describe_baselines(best: RunGroup, metric: str) -> str:

@@ -24,7 +24,7 @@ from fedspan.runs.checkpoint_format import Checkpoint
 from fedspan.runs.checkpoint_format import load as load_checkpoint
 from fedspan.runs.engine_setup import keep_stacking_plan, make_engine
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.head_setup import begin, begin_locally, compute_baseline_head
+from fedspan.runs.head_setup import begin, begin_locally, compute_baseline_head, find_new_head
 from fedspan.runs.learning_rate import load_or_choose, read_range_test, run_range_test, set_rate
 from fedspan.runs.selection import Selection, has_stalled
 from fedspan.runs.setup import Prepared
@@ -90,7 +90,13 @@ def _build_variant(
         settings = replace(settings, optimizer=replace(settings.optimizer, lr=lr))
     engine = make_engine(config, prepared.engine.adapted, prepared.task, settings, shared_with=prepared.engine)
     rounds = replace(config.build_round_settings(), cohort=None, buffered=None)
-    federation = simulate(config.wrap_method(method), engine, clients, prepared.train, rounds)
+    federation = simulate(
+        config.wrap_method(method, find_new_head(prepared.config, prepared.model)),
+        engine,
+        clients,
+        prepared.train,
+        rounds,
+    )
     evaluator = _build_evaluator(federation, config)
     head = compute_baseline_head(prepared.head)
     return replace(prepared, config=config, engine=engine, federation=federation, evaluator=evaluator, head=head)

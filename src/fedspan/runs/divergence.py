@@ -10,7 +10,6 @@ from fedspan.tasks.metrics import METRICS, compute_score
 
 __all__ = ["find_divergence"]
 
-_AT_BOUND = 0.8  # rounded to steps of up to half of the bound, a loss at the bound is at most a fifth lower
 _LOSS_NOISE = 0.01  # relative difference of losses that other batches and seeds have, too
 _CLEAR_FALL = 0.1  # relative; the share of right ones among a few examples varies
 _PARTS = {"validation": "validation", "test": "test", "clients": "the clients' test"}
@@ -26,7 +25,6 @@ def find_divergence(
     lr: float,
     guess: float | None = None,
     start: Mapping[str, Mapping[str, Any]] | None = None,
-    bound: float | None = None,
 ) -> tuple[str, ...]:
     """Find signs of divergence in a run's metrics.
 
@@ -41,7 +39,6 @@ def find_divergence(
         lr: Peak learning rate of the run, for the advice.
         guess: Loss of a model that guesses (``compute_guess_loss``); None: unknown.
         start: Scores of the untrained model, where no row has them: ``validation``, ``test`` or ``clients``.
-        bound: Bound of the losses that nodes report, above which no multiple shows; None: losses have no bound.
 
     Returns:
         Sentences for the user; empty if there is no sign.
@@ -56,7 +53,7 @@ def find_divergence(
     notes: list[str] = []
     part = next((part for part in _PARTS if any(row["round"] and row.get(part) for row in rounds)), "validation")
     scored = [(int(row["round"]), _select_finite(row[part])) for row in rounds if row.get(part)]
-    # no loss: the clients keep theirs to themselves, under local privacy
+    # no loss: the clients keep theirs to themselves, as data owners' nodes do
     trained = [row for row in rounds if row.get("cohort") and row.get("loss") is not None]
     losses = [(int(row["round"]), float(row["loss"])) for row in trained]
     if losses:
@@ -66,7 +63,6 @@ def find_divergence(
         untrained = max((loss for loss in (measured, guess) if loss is not None), default=None)
         limit = math.inf if untrained is None else _RISE_OVER_START * untrained
         floor = _SMALL * untrained if untrained is not None and math.isfinite(untrained) else 0.0
-        limit = limit if bound is None else min(limit, _AT_BOUND * bound)
         if not math.isfinite(after) or (after > _RISE * max(before, 0.0) > 0 and after > floor):
             notes.append(
                 f"Training diverged: the training loss rose from {before:.4g} in round {first} to {after:.4g} in round "

@@ -23,6 +23,9 @@ from fedspan.tasks.bounded_losses import compute_guess_loss
 
 __all__ = ["finish"]
 
+_START = ("head_init", "simulated", "reason", "validation", "clients", "test")
+"""Parts of the line of a start in metrics.jsonl that a report has."""
+
 
 def finish(session: Session, progress: Progress) -> RunReport:
     """Evaluate the best round, export its adapters, train the baselines, write the report."""
@@ -78,12 +81,11 @@ def finish(session: Session, progress: Progress) -> RunReport:
                 prepared.federation.training.optimizer.lr,
                 compute_guess_loss(prepared.task),
                 session.start_scores,
-                getattr(prepared.task, "loss_bound", None) if prepared.partition is None else None,
             ),
             *find_limited(read_lines(run_folder.metrics)),
         ),
         by_value=final.by_value,
-        start={key: start[key] for key in ("head_init", "reason", "validation", "clients", "test") if key in start},
+        start={key: value for key, value in start.items() if key in _START},
     )
     with convert_disk_errors(run_folder.path):
         write_cards(prepared, report, run_folder)

@@ -33,13 +33,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-import socket
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-from filelock import FileLock, SoftFileLock, Timeout
+from filelock import FileLock
 
 from fedspan.errors import FedspanError, find_similar
 from fedspan.files import (
@@ -51,8 +49,9 @@ from fedspan.files import (
     to_json,
     write_atomic,
 )
+from fedspan.processes import acquire_lock
 
-__all__ = ["CARD", "RunFolder", "describe_missing_run", "read_process_start", "suggest_folder"]
+__all__ = ["CARD", "RunFolder", "describe_missing_run", "suggest_folder"]
 
 
 CARD = "README.md"
@@ -61,21 +60,6 @@ CARD = "README.md"
 
 def _seal(values: Mapping[str, object]) -> str:
     return hashlib.sha256(to_json(values).encode(errors="surrogatepass")).hexdigest()
-
-
-def read_process_start(pid: int) -> int | None:
-    """Read when a process started, in clock ticks after the start of the machine.
-
-    Returns:
-        The ticks; None if there is no such process, or no ``/proc``.
-
-    Process ids are used again, so that only id and start together name one (``man 5 proc_pid_stat``, field 22).
-    """
-    try:
-        # The name of the process in parentheses before the other fields may have spaces and parentheses.
-        return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19])
-    except (OSError, ValueError, IndexError):
-        return None
 
 
 def describe_missing_run(folder: str | Path) -> str:
@@ -221,29 +205,12 @@ class RunFolder:
             )
 
     def _acquire(self) -> None:
-        owner = self._read_owner()  # read first: older filelocks empty the file when they try
-        try:
-            self._lock.acquire(blocking=False)
-        except Timeout:
+        if (owner := acquire_lock(self._lock)) is not None:
             raise FedspanError(
                 "run folder",
                 str(self.path),
                 problem=f"{owner} is working on this run. Wait until it has finished, or stop it",
-            ) from None
-        # A soft lock (on disks without real ones) names its process itself. Elsewhere the name only helps the process
-        # that is refused, so a failure to write it is ignored.
-        if not isinstance(self._lock, SoftFileLock):
-            with suppress(OSError):
-                lines = (os.getpid(), socket.gethostname(), read_process_start(os.getpid()) or "")
-                self.lock.write_text("".join(f"{line}\n" for line in lines))
-
-    def _read_owner(self) -> str:
-        try:
-            pid, host = self.lock.read_text().split("\n")[:2]
-            int(pid)
-        except (OSError, ValueError):
-            return "another process"
-        return f"process {pid}" if host == socket.gethostname() else f"process {pid} on {host}"
+            )
 
     def close(self) -> None:
         """Release the lock."""

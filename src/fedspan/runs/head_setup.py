@@ -11,7 +11,7 @@ from fedspan.core.tensors import split_extras
 from fedspan.errors import FedspanError
 from fedspan.federation.aggregation.plaintext import PlaintextAggregation
 from fedspan.federation.federation import Federation
-from fedspan.federation.head_start import HeadStart, compute_head_tensors, start_head
+from fedspan.federation.head_start import HeadStart, compute_head_tensors, is_start_pretrained, start_head
 from fedspan.federation.progress import ClientState, Progress
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.calls import build_tiny_batch, enter_evaluation
@@ -20,13 +20,16 @@ from fedspan.models.names import FROM_PYTHON
 from fedspan.models.sentence_encoders import PooledClassifier
 from fedspan.runs.aggregation_setup import build_aggregation
 from fedspan.runs.model_setup import RunModel
+from fedspan.wrappers.head_rounds import HeadRounds, NewHead
 
 __all__ = [
     "STATISTICS_CLIP",
     "begin",
+    "begin_at_random",
     "begin_locally",
     "build_head_start",
     "compute_baseline_head",
+    "find_new_head",
 ]
 
 STATISTICS_CLIP = 2.0
@@ -63,6 +66,18 @@ def build_head_start(config: RunConfig, model: RunModel) -> tuple[HeadStart | No
     ), ()
 
 
+def find_new_head(config: RunConfig, model: RunModel) -> NewHead | None:
+    """Return the head that the run's first rounds may train alone; None: no such rounds, or the head is not new."""
+    if not config.head_rounds:
+        return None
+    try:
+        layer = _find_output_layer(model.adapted)
+    except NoOutputLayer:
+        return None
+    norm = 1.0 if _is_normalized(model.adapted) else layer.features**0.5
+    return NewHead(layer.path, layer.bias, norm) if _is_new(model, layer) else None
+
+
 def _find_output_layer(adapted: AdaptedModel) -> OutputLayer:
     """Find the output layer of a model, and check on a forward pass of a tiny batch that it computes the logits.
 
@@ -89,10 +104,12 @@ def _compute_bound(config: RunConfig, adapted: AdaptedModel, layer: OutputLayer)
     """Return the norm to which features are clipped: secure sums need a bound."""
     if config.federation.secure is None:
         return 0.0
-    pooled = adapted.model
-    if isinstance(pooled, PooledClassifier) and pooled.pooling.normalize:
-        return 1.0
-    return 2.0 * layer.features**0.5
+    return 1.0 if _is_normalized(adapted) else 2.0 * layer.features**0.5
+
+
+def _is_normalized(adapted: AdaptedModel) -> bool:
+    """Return whether features have norm 1."""
+    return isinstance(adapted.model, PooledClassifier) and adapted.model.pooling.normalize
 
 
 def compute_baseline_head(head: HeadStart | None) -> HeadStart | None:
@@ -105,13 +122,24 @@ def begin(federation: Federation, head: HeadStart | None) -> Progress:
 
     Args:
         federation: The federation.
-        head: How the head starts; None: as loaded.
+        head: How the head starts; None: as ``begin_at_random``.
 
     Raises:
         TooFewReplies: If too few clients send statistics.
     """
-    progress = federation.begin()
-    return progress if head is None else start_head(federation, progress, head)
+    return begin_at_random(federation) if head is None else start_head(federation, federation.begin(), head)
+
+
+def begin_at_random(federation: Federation) -> Progress:
+    """Return the progress before the first round, with the head as loaded, which the first rounds may train alone."""
+    progress, method = federation.begin(), federation.method
+    if not isinstance(method, HeadRounds):
+        return progress
+    state, is_personal = progress.state, method.declare_claims().personal
+    is_short = (
+        not is_personal and not state.base.moved and is_start_pretrained(method, state, federation.engine.adapted)
+    )
+    return replace(progress, state=method.request(state, is_short=is_short))
 
 
 def begin_locally(federation: Federation, head: HeadStart | None) -> Progress:

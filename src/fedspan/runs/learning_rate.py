@@ -98,7 +98,9 @@ def run_range_test(prepared: Prepared, default: float) -> RangeTest:
 
 
 def _test_rates(prepared: Prepared, trial: Federation, short: TrainingSettings, default: float) -> RangeTest:
-    first = begin(trial, compute_baseline_head(prepared.head))
+    head = compute_baseline_head(prepared.head)
+    # Rounds that train the head alone have a rate of their own, so the test does without them.
+    first = trial.begin() if head is None else begin(trial, head)
     losses: list[tuple[float, float]] = []
     for exponent in EXPONENTS:
         lr = default * 10 ** (exponent / 2)

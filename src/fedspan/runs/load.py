@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fedspan.data.templates import parse_template
 from fedspan.errors import FedspanError, suggest_nearest
-from fedspan.models.export import NOTES, require_adapter_base
+from fedspan.models.export import ADAPTER_WEIGHTS, NOTES, require_adapter_base
 from fedspan.models.fast_paths import BlockedFastPaths
 from fedspan.models.names import FROM_PYTHON
 from fedspan.models.plain import STATE_DICT, read_state_dict
@@ -214,7 +214,11 @@ def load_served(
     elif (adapter_path / ADAPTER).is_file():
         # PEFT may raise any exception for these files. Errors of the base model are reported separately.
         try:
-            revision = PeftConfig.from_pretrained(str(adapter_path)).revision
+            config = PeftConfig.from_pretrained(str(adapter_path))
+            if config.peft_type != "LORA" or not (adapter_path / ADAPTER_WEIGHTS).is_file():
+                # PEFT would unpickle other files, and import what the configs of other types name
+                raise ValueError(f"it is no LoRA adapter with its weights in {ADAPTER_WEIGHTS}")
+            revision = config.revision
         except Exception as error:
             raise _build_unreadable_error(adapter_path, error) from error
         if is_passed or str(notes["base_model"]).startswith(FROM_PYTHON):

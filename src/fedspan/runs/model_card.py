@@ -28,7 +28,10 @@ from fedspan.tasks.registry import get_task, is_installed
 if TYPE_CHECKING:
     from fedspan.runs.setup import Prepared
 
-__all__ = ["RunReport", "convert_card", "cut_card", "write_card", "write_cards"]
+__all__ = ["STATISTICS_NOTE", "RunReport", "convert_card", "cut_card", "write_card", "write_cards"]
+
+STATISTICS_NOTE = "A deployment starts without statistics, unless its config asks for them and its nodes allow them."
+"""What a user of a simulation has to know of a head that starts from statistics."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +61,9 @@ class RunReport:
         learning_rate: Result of the range test: the chosen ``lr``, the loss at the ``start``, and the ``losses`` of the
             candidates, each with its ``lr``; empty unless ``training.lr`` is ``auto``.
         warnings: Sentences about a result that should not be used as it is: training diverged, or made the model worse.
-        start: Scores before the first round, if the head started from statistics: ``head_init`` (the kind), and
-            ``validation``, ``clients`` and ``test`` as in a line of metrics. If too few clients sent statistics for
-            ``model.head_init: auto``: ``head_init`` (random) and the ``reason``.
+        start: Scores before the first round, if the head started from statistics: ``head_init`` (the kind), whether
+            the clients were ``simulated``, and ``validation``, ``clients`` and ``test`` as in a line of metrics. If too
+            few clients sent statistics: ``head_init`` (random) and the ``reason``.
         by_value: Metrics of the best round, and the number of ``examples``, on the held-out examples of each value of
             ``evaluation.by`` (mean over clients for personal methods); empty without it.
         selected: Whether validation scores selected ``best_round``. They do not without validation parts, or where too

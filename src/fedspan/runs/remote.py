@@ -33,7 +33,7 @@ from fedspan.runs.client_ranks import compute_client_ranks, compute_client_scali
 from fedspan.runs.devices import choose_device, set_algorithms
 from fedspan.runs.engine_setup import make_engine
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.head_setup import build_head_start
+from fedspan.runs.head_setup import build_head_start, find_new_head
 from fedspan.runs.integrity import read_resolved_config
 from fedspan.runs.model_card import RunReport
 from fedspan.runs.model_setup import build_model
@@ -101,7 +101,7 @@ def prepare_server(config: RunConfig, key: bytes | None = None, stages: Stages |
         config, labels, compute_max_length(config, model.processor, model.adapted.model), model.pooling
     )
     task = config.task_definition.build(model.processor, task_settings, config.data)
-    method = config.wrap_method(build_method(config, model.adapted.spec))
+    method = config.wrap_method(build_method(config, model.adapted.spec), find_new_head(config, model))
     engine = make_engine(config, model.adapted, task, config.build_training_settings(key), stages)
     head, notes = build_head_start(config, model)
     no_data = Nothing()
@@ -197,15 +197,17 @@ def connect(
     return replace(prepared, federation=federation, evaluator=evaluator)
 
 
-def secure_client(config: RunConfig, id: str, folder: Path, least: int = 2, **owner: Any) -> SecureClient | None:
+def secure_client(
+    config: RunConfig, id: str, folder: Path, sums: Path | None = None, **owner: Any
+) -> SecureClient | None:
     """Build the secure aggregation half of a client, which masks its replies; None: the run has none.
 
     Args:
         config: Config of the run, as the client received it.
         id: Id of the client.
         folder: Folder where the client stores its state of the run.
-        least: Smallest number of clients that must be present in a sum with this client's reply.
-        owner: What the client's owner requires: ``identity``, ``known`` and ``check`` of ``SecureClient``.
+        sums: Folder of the sums of all runs of the client; None: those of this run alone count.
+        owner: What the client's owner requires: the limits, ``identity``, ``known`` and ``check`` of ``SecureClient``.
 
     Raises:
         FedspanError: If the libraries are not installed.
@@ -213,12 +215,10 @@ def secure_client(config: RunConfig, id: str, folder: Path, least: int = 2, **ow
     if config.federation.secure is None:
         return None
     require_packages()
-    from fedspan.clients.secagg import (
-        DiskSessionStore,
-        SecureClient,  # needs fedspan[secagg]
-    )
+    from fedspan.clients.secagg import SecureClient  # needs fedspan[secagg]
+    from fedspan.clients.secagg_store import DiskSessionStore
 
-    return SecureClient(id, DiskSessionStore(folder), least, **owner)
+    return SecureClient(id, DiskSessionStore(folder, sums), **owner)
 
 
 def reply_as(run: str, threads: int, number: int, envelope: Envelope) -> Envelope:

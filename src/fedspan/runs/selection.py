@@ -11,10 +11,10 @@ out of the others' range. A client that is not measured in a round counts with i
 moves nothing. The metrics of two clients select nothing, because neither can be checked: the last round is the best.
 
 Exact losses of two rounds are equal only where the model does not change any more, so a round that merely equals the
-best one counts as stalled. The losses that nodes report are rounded, often to steps larger than what a whole run gains
-(docs/results/reported-losses.md): there, equal losses do not show whether the model still improves, and the mean over
-nodes has finer steps, but stays equal for many rounds. Such a round is the best, and the patience of early stopping
-begins anew. The price is that a converged run continues until its rounded loss rises, or to its last round.
+best one counts as stalled. The metrics that nodes report have noise and are cut to their range
+(``clients.metric_noise``): there, equal ones do not show whether the model still improves. Such a round is the best,
+and the patience of early stopping begins anew. The best of many noisy rounds may be one whose noise was lucky: the mean
+over the nodes' examples makes the noise small, and nodes with too few examples for that send none.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _WORST = -1e308
 _MARGIN = 0.01
 """Share of the start's loss that counts as the standard error of a single client, which has none."""
 _TOLERANCE = 1e-12
-"""Difference, absolute and relative, up to which means of rounded metrics are equal: sums of floats depend on which
+"""Difference, absolute and relative, up to which means of reported metrics are equal: sums of floats depend on which
 client has which value."""
 _LEAST_SPREAD = 1e-9
 """1 - sum_i w_i^2 below which one client's weight is so large that its gain has no standard error either."""
@@ -90,8 +90,8 @@ class Selection:
     Args:
         best: The best round, which has a checkpoint; None: no round has been evaluated.
         improved: The first round with the best metric or, of equal ones, the lowest loss, whether or not it gained more
-            than noise; the last such round, where clients may have rounded their metrics. Early stopping counts from
-            it, so that a run whose rounds improve slowly continues until their gain exceeds its error.
+            than noise; the last such round, where clients report their own metrics. Early stopping counts from it, so
+            that a run whose rounds improve slowly continues until their gain exceeds its error.
         start: Validation losses of the start by client, where rounds are compared with them.
         measured: Whether any round has validation scores that select. Until then the last round is the best; afterwards
             rounds without scores, because no client replied, do not count.
@@ -131,10 +131,10 @@ class Selection:
         best, improved = self.best, self.improved
         if scores is not None and not self.measured:
             best = improved = None  # rated by their numbers, which cannot be compared with scores
-        rounded = scores is not None and scores.rounded
-        if best is None or _compare(rated, best, rounded) >= 0:
+        noisy = scores is not None and scores.noisy
+        if best is None or _compare(rated, best, noisy) >= 0:
             best = rated
-        if improved is None or _compare(plain, improved, rounded) >= (0 if rounded else 1):
+        if improved is None or _compare(plain, improved, noisy) >= (0 if noisy else 1):
             improved = plain
         return Selection(best, improved, start, measured=scores is not None, reported=reported)
 
@@ -238,9 +238,9 @@ def _select_losses(scores: ClientScores) -> dict[str, ClientLoss]:
     }
 
 
-def _compare(first: Best, second: Best, rounded: bool) -> int:
+def _compare(first: Best, second: Best, noisy: bool) -> int:
     """Return 1 if the first round is better, -1 if it is worse, and 0 if both have the same score and loss."""
-    tolerance = _TOLERANCE if rounded else 0.0
+    tolerance = _TOLERANCE if noisy else 0.0
     for one, other in zip(first[:2], second[:2], strict=True):
         if not math.isclose(one, other, rel_tol=tolerance, abs_tol=tolerance):
             return 1 if one > other else -1

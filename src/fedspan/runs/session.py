@@ -22,11 +22,13 @@ from fedspan.runs.checkpoint_format import Checkpoint
 from fedspan.runs.checkpoint_format import load as load_checkpoint
 from fedspan.runs.engine_setup import describe_refusal, without_stacking_plan
 from fedspan.runs.folder import RunFolder
+from fedspan.runs.head_setup import begin_at_random
 from fedspan.runs.integrity import compute_input_digests, describe_config
 from fedspan.runs.ledger import Ledger
 from fedspan.runs.privacy_budget import Budget
 from fedspan.runs.selection import Selection, has_stalled
 from fedspan.runs.setup import Prepared
+from fedspan.wrappers.head_rounds import HeadRounds
 
 __all__ = ["Session"]
 
@@ -105,24 +107,35 @@ class Session:
         prepared, started = self.prepared, time.monotonic()
         prepared.federation.begin_round(0)
         if prepared.head is None:
-            progress = prepared.federation.begin()
+            progress = self._begin_at_random()
             if prepared.evaluator.is_local:
                 self.start_scores, _ = self._evaluate(progress)
                 self.seconds += time.monotonic() - started
             return progress
         try:
             progress = start_head(prepared.federation, prepared.federation.begin(), prepared.head)
-            row = {"round": 0, "head_init": prepared.head.kind, **self._measure_progress(progress)}
+            row = {
+                **{"round": 0, "head_init": prepared.head.kind, "simulated": prepared.partition is not None},
+                **self._measure_progress(progress),
+            }
         except TooFewReplies as error:
-            if prepared.config.model.head_init != "auto":
+            if prepared.partition is not None and prepared.config.model.head_init != "auto":
                 remedy = "Fix the cause and resume, or start a run with model.head_init: auto"
                 raise error.relocate("model.head_init", note=remedy) from None
-            progress, reason = prepared.federation.begin(), f"{error.problem}"
+            reason = f"{error.problem}"
             self.listener.on_note(f"the head starts at random: {reason}")
+            progress = self._begin_at_random()
             row = {"round": 0, "head_init": "random", "reason": reason}
         self.seconds += time.monotonic() - started
         result = RoundResult(progress, transfers=(), cohort=(), lr=0.0, loss=math.nan)
         return self._commit(result, {**row, "seconds": self.seconds})
+
+    def _begin_at_random(self) -> Progress:
+        """Return the progress before the first round, with the head as loaded."""
+        federation = self.prepared.federation
+        if isinstance(federation.method, HeadRounds):
+            self.listener.on_note(f"rounds 1 to {federation.method.rounds} train the head alone (model.head_rounds)")
+        return begin_at_random(federation)
 
     def _is_finished(self, progress: Progress) -> bool:
         """Check whether all rounds are finished, or something ends the run before its last round."""

@@ -116,6 +116,8 @@ def prepare(
     key: bytes | None = None,
     stages: Stages | None = None,
     objects: Objects | None = None,
+    *,
+    ignores_labels: bool = False,
 ) -> Prepared:
     """Build a run.
 
@@ -125,6 +127,8 @@ def prepare(
         key: Secret key of the noise, if it has one.
         stages: Reports the progress of long work; None: it is not reported.
         objects: Data, model and tokenizer that were passed from Python, in place of those that the config names.
+        ignores_labels: Whether clients leave out examples whose label is not in ``data.labels``, which count as theirs
+            in ``partition``; else they are an error.
 
     Raises:
         FedspanError: If anything in the config does not fit the data or the model.
@@ -139,9 +143,12 @@ def prepare(
     # One after another: most of the time is spent on imports, which Python's lock serializes, so threads that read the
     # data or import Transformers meanwhile save nothing.
     with stages.stage("data"):
-        data = config.load_examples(sources)
+        data = config.load_examples(sources, ignores_labels=ignores_labels)
         test_parts = _find_test_parts(data.test, config.evaluation.by)
-        parts = existing_partition or partition(data.train, config.partition, config.data_seed, groups=data.groups)
+        assigned = data.train
+        if ignores_labels:  # so that groups are not drawn by the server's list of labels
+            assigned = assigned.remove_columns([name for name in ("label", "labels") if name in assigned.column_names])
+        parts = existing_partition or partition(assigned, config.partition, config.data_seed, groups=data.groups)
     if parts.examples != len(data.train):
         raise FedspanError("data.train", len(data.train), f"the {parts.examples} examples with which the run began")
     if config.evaluation.metric == "f1" and len(data.labels) != 2:
@@ -158,7 +165,7 @@ def prepare(
         train = task.encode(data.train)
         test = None if data.test is None else task.encode(data.test)
     require_size(config, built.adapted.model, task, train, device)
-    federation = build_simulated_federation(config, trainer, parts, train, key)
+    federation = build_simulated_federation(config, trainer, parts, train, key, data.ignored)
     return Prepared(
         config=config,
         labels=data.labels,

@@ -23,6 +23,7 @@ from fedspan.federation.settings import FEWEST_SECURE_CLIENTS
 from fedspan.runs.aggregation_setup import build_aggregation
 from fedspan.runs.arrivals import read_arrivals
 from fedspan.runs.client_ranks import compute_client_ranks, compute_client_scaling
+from fedspan.runs.head_setup import find_new_head
 from fedspan.runs.trainer_setup import RunTrainer
 from fedspan.tasks.task import Examples, get_labels
 from fedspan.transports.in_process import simulate
@@ -34,7 +35,12 @@ __all__ = ["build_simulated_federation"]
 
 
 def build_simulated_federation(
-    config: RunConfig, trainer: RunTrainer, parts: Partition, train: Examples, key: bytes | None
+    config: RunConfig,
+    trainer: RunTrainer,
+    parts: Partition,
+    train: Examples,
+    key: bytes | None,
+    ignored: np.ndarray | None = None,
 ) -> Federation:
     """Build a run's federation, with all clients in this process.
 
@@ -44,15 +50,17 @@ def build_simulated_federation(
         parts: The clients' examples.
         train: The encoded examples.
         key: Secret key of the noise, if it has one.
+        ignored: Examples that count as their client's and are in none of its parts, int64; None: there are none.
 
     Raises:
         FedspanError: If the config does not fit the clients.
     """
-    clients, conditions = _build_clients(config, trainer.method, parts), None
+    ignored = np.empty(0, np.int64) if ignored is None else ignored
+    clients, conditions = _build_clients(config, trainer.method, parts, ignored), None
     if config.simulation is not None:
         conditions = config.simulation.build_conditions(config.seed)
     return simulate(
-        config.wrap_method(trainer.method),
+        config.wrap_method(trainer.method, find_new_head(config, trainer.model)),
         trainer.engine,
         clients,
         _flip_labels(train, clients, conditions, len(trainer.task_settings.labels)),
@@ -96,7 +104,8 @@ def _secure_clients(config: RunConfig, clients: Mapping[str, ClientData]) -> Map
     if config.federation.secure is None:
         return None
     require_packages()
-    from fedspan.clients.secagg import MemorySessionStore, SecureClient  # needs fedspan[secagg]
+    from fedspan.clients.secagg import SecureClient  # needs fedspan[secagg]
+    from fedspan.clients.secagg_store import MemorySessionStore
 
     ids, sessions = tuple(clients), MemorySessionStore()
     return LazyMapping(ids, lambda index: SecureClient(ids[index], sessions))
@@ -123,7 +132,9 @@ def _flip_labels(
     return replace(train, labels=flipped)
 
 
-def _build_clients(config: RunConfig, method: RegisteredMethod, parts: Partition) -> LazyMapping[ClientData]:
+def _build_clients(
+    config: RunConfig, method: RegisteredMethod, parts: Partition, ignored: np.ndarray
+) -> LazyMapping[ClientData]:
     ids = parts.parts.ids
     cohort = config.federation.clients_per_round
     if cohort is not None and cohort > len(ids):
@@ -134,6 +145,8 @@ def _build_clients(config: RunConfig, method: RegisteredMethod, parts: Partition
         part, rank = parts.parts[index], int(ranks[index])
         weight = 1.0 if config.federation.weights == "uniform" else float(len(part.train))
         client = Client(part.id, rank, compute_client_scaling(config, method, rank), len(part.train), weight)
-        return ClientData(client, part.train, part.validation, part.test)
+        rows = (part.train, part.validation, part.test)
+        train, validation, test = (split[~np.isin(split, ignored)] if len(ignored) else split for split in rows)
+        return ClientData(client, train, validation, test)
 
     return LazyMapping(ids, build_client)

@@ -1,7 +1,7 @@
 """Losses to which no example contributes more than a bound, for owners that report them to others.
 
-The loss of one example has no upper bound: a model that makes the loss of some examples huge on purpose writes their
-number into the mean, however coarsely that is rounded.
+The loss of one example has no upper bound, so no noise would hide it: a model can make the loss of some examples huge
+on purpose.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-import torch
 from torch import Tensor
 
 from fedspan.tasks.task import Task
@@ -48,8 +47,7 @@ def compute_guess_entropy(choices: int) -> float:
 def compute_guess_bound(classes: int) -> float:
     """Return twice the cross-entropy of a uniform guess among some classes, at least two.
 
-    Half of it would hide as many examples, because the steps of the rounded mean are a multiple of what one example
-    counts. It selects rounds about as well (docs/results/reported-losses.md), but no loss above a guess would show.
+    The noise of the mean that hides an example is as large as what it counts; below a guess no bad model would show.
     """
     return 2 * compute_guess_entropy(classes)
 
@@ -68,9 +66,9 @@ def get_loss_bound(task: Task) -> float:
 def bound_loss(
     task: Task, metrics: Mapping[str, float], predictions: Tensor | None, examples: Any, indices: Sequence[int]
 ) -> dict[str, float]:
-    """Return metrics with a loss to which each example contributes from 0 to the task's bound.
+    """Return metrics with a loss that is the plain mean over examples of losses from 0 to the task's bound.
 
-    The mean itself is bounded for tasks that do not have the losses of single examples.
+    Each example counts alike, however many tokens it has. Without losses of single examples there is no such loss.
 
     Args:
         task: The task.
@@ -79,12 +77,9 @@ def bound_loss(
         examples: The data set that the indices point into.
         indices: The examples.
     """
-    if "loss" not in metrics:
-        return dict(metrics)
+    others = {name: value for name, value in metrics.items() if name != "loss"}
+    if predictions is None or not isinstance(task, BoundsExamples) or "loss" not in metrics:
+        return others
     bound = get_loss_bound(task)
-    losses_B, weights_B = torch.tensor([metrics["loss"]]), torch.ones(1)
-    if predictions is not None and isinstance(task, BoundsExamples):
-        losses_B, weights_B = task.compute_example_losses(predictions, examples, indices)
-    bounded_B = losses_B.double().nan_to_num(nan=bound, posinf=bound).clamp(0, bound)
-    total = float((bounded_B * weights_B).sum())
-    return {**metrics, "loss": total / max(1.0, float(weights_B.double().sum()))}
+    losses_B, _ = task.compute_example_losses(predictions, examples, indices)
+    return {"loss": float(losses_B.double().nan_to_num(nan=bound, posinf=bound).clamp(0, bound).mean()), **others}

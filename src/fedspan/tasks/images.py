@@ -7,10 +7,10 @@ bytes; random changes in training (``augmentation``), scaling and normalization 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fedspan.core.tensors import create_example_generators, to_device
 from fedspan.data.columns import ColumnReader, ReadColumns, TaskColumns
 from fedspan.data.config import DataConfig
-from fedspan.data.images import decode_image, find_readable_images
+from fedspan.data.images import MAX_PIXELS, decode_image, find_readable_images
 from fedspan.errors import FedspanError
 from fedspan.tasks.augmentation import ImageOptions, augment
 from fedspan.tasks.definition import TaskDefinition
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 __all__ = ["IMAGE_CLASSIFICATION", "AugmentedImageClassification", "EncodedImages", "ImageClassification"]
 
 _CHUNK = 256
+"""Maximum number of images that are resized together."""
+_CHUNK_PIXELS = MAX_PIXELS
+"""Maximum number of their pixels, unless it is one image."""
 
 
 @dataclass(frozen=True)
@@ -88,11 +91,10 @@ class ImageClassification(SingleLabelClassification):
 
         stored = dataset.select_columns(["image"]).cast_column("image", datasets.Image(decode=False))
         chunks: list[np.ndarray] = []
-        for start in range(0, len(stored), _CHUNK):
-            rows = cast(list[Mapping[str, Any]], stored[start : start + _CHUNK]["image"])
-            images = [self._decode(row, start + position) for position, row in enumerate(rows)]
+        rows = (row for start in range(0, len(stored), _CHUNK) for row in stored[start : start + _CHUNK]["image"])
+        for images in _split(self._decode(row, number) for number, row in enumerate(rows)):
             chunks.append(self._resize(images))
-            if start == 0:
+            if len(chunks) == 1:
                 self._require_equal_scaling(images[0], chunks[0][:1])
         if len({chunk.shape[1:] for chunk in chunks}) != 1:
             raise _build_size_error()
@@ -200,6 +202,20 @@ class AugmentedImageClassification(ImageClassification):
         generators = create_example_generators("changed images", indices, keys)
         changed = augment(self._load(examples, indices, device), self.options, generators)
         return self._scale_batch(changed, examples, indices, device)
+
+
+def _split(images: Iterable[PIL.Image.Image]) -> Generator[list[PIL.Image.Image]]:
+    """Split images into chunks that fit into memory."""
+    chunk, pixels = list["PIL.Image.Image"](), 0
+    for image in images:
+        size = image.width * image.height
+        if chunk and (len(chunk) == _CHUNK or pixels + size > _CHUNK_PIXELS):
+            yield chunk
+            chunk, pixels = [], 0
+        chunk.append(image)
+        pixels += size
+    if chunk:
+        yield chunk
 
 
 @contextmanager

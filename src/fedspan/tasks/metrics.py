@@ -32,6 +32,7 @@ class Metric:
         minimum: Smallest possible value.
         maximum: Largest possible value; for metrics without an upper bound, far above any value of a trained model.
         is_exponential_of_loss: Whether the metric is the exponential of the loss.
+        is_mean: Whether the metric is a mean over examples, each of which contributes a number within the bounds.
     """
 
     title: str
@@ -40,17 +41,12 @@ class Metric:
     minimum: float = 0.0
     maximum: float = 1.0
     is_exponential_of_loss: bool = False
+    is_mean: bool = False
 
     @property
     def is_bounded(self) -> bool:
         """Whether the metric itself has an upper bound."""
         return self.maximum < _UNBOUNDED
-
-    @property
-    def scale(self) -> float:
-        """Largest absolute value; infinite without bounds."""
-        largest = max(abs(self.minimum), abs(self.maximum))
-        return largest if largest < _UNBOUNDED else math.inf
 
     def is_possible(self, value: float) -> bool:
         """Check whether a value is within the bounds, up to rounding; NaN is not."""
@@ -62,13 +58,13 @@ _ROUNDING = 1e-6
 
 
 _metrics: dict[str, Metric] = {
-    "accuracy": Metric("accuracy", True, is_percentage=True),
+    "accuracy": Metric("accuracy", True, is_percentage=True, is_mean=True),
     "macro_f1": Metric("macro-F1", True, is_percentage=True),
     "f1": Metric("F1", True, is_percentage=True),
     "matthews": Metric("Matthews", True, minimum=-1.0),
     "pearson": Metric("Pearson", True, minimum=-1.0),
     "spearman": Metric("Spearman", True, minimum=-1.0),
-    "exact_match": Metric("exact match", True, is_percentage=True),
+    "exact_match": Metric("exact match", True, is_percentage=True, is_mean=True),
     "token_accuracy": Metric("token accuracy", True, is_percentage=True),
     "perplexity": Metric("perplexity", False, minimum=1.0, maximum=_UNBOUNDED, is_exponential_of_loss=True),
     "loss": Metric("loss", False, maximum=_UNBOUNDED),

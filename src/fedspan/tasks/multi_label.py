@@ -329,7 +329,7 @@ MULTI_LABEL_CLASSIFICATION = TaskDefinition(
     loss_options=MultiLabelClassification.loss_options,
     custom_metrics={
         "micro_f1": Metric("micro-F1", True, is_percentage=True),
-        "subset_accuracy": Metric("subset accuracy", True, is_percentage=True),
+        "subset_accuracy": Metric("subset accuracy", True, is_percentage=True, is_mean=True),
     },
     columns=TaskColumns(
         read=_read, get_required_columns=_require, get_label_column=lambda config: None, is_multi_label=True

@@ -316,7 +316,7 @@ PREFERENCE = TaskDefinition(
     build=_build,
     metrics=("loss", "reward_accuracy", "reward_margin"),
     custom_metrics={
-        "reward_accuracy": Metric("reward accuracy", True, is_percentage=True),
+        "reward_accuracy": Metric("reward accuracy", True, is_percentage=True, is_mean=True),
         "reward_margin": Metric("reward margin", True, minimum=-_BOUND, maximum=_BOUND),
     },
     columns=TaskColumns(

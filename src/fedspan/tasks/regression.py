@@ -85,6 +85,13 @@ class Regression:
             {"loss": float(np.mean((predicted - targets) ** 2)), "pearson": pearson, "spearman": spearman}
         )
 
+    def compute_example_losses(
+        self, predictions: Tensor, examples: EncodedText, indices: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """``BoundsExamples.compute_example_losses``: the squared errors, with equal weights."""
+        errors_B = predictions[:, 0].double() - torch.from_numpy(examples.labels[np.asarray(indices, np.int64)])
+        return errors_B.square(), torch.ones(len(errors_B))
+
     def describe_examples(self, examples: EncodedText) -> tuple[str, ...]:
         """Report how many texts fill the maximal length, and so may have been cut."""
         return describe_truncation(examples, self.max_length)

@@ -318,6 +318,7 @@ class BatchedEngine:
             loop = LoopEngine(self.adapted.create_replica(), self.task, self.settings, self.seed, stages=self.stages)
             loop.prefixes = self._workers[0].loop.prefixes.create_replica(loop.adapted)
             loop.padding = self._workers[0].loop.padding.create_replica(loop.adapted)
+            loop.features = self._workers[0].loop.features
             self._workers.append(Worker(loop, self.compiled))
         workers = self._workers[: max(1, count)]
         for worker in workers[1:]:

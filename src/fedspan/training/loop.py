@@ -58,7 +58,7 @@ class LoopEngine(TrainingServices):
             return self.private.train(assignment, examples)
         assignment = self.restrict_head(assignment, examples)
         job, indices = assignment.job, assignment.indices
-        self.prepare(examples, [indices])
+        self.prepare_job(job, examples, indices)
         adapted.train_mode(job.buffers)
         totals, gradients_sum = TrainingTotals(), dict[str, Tensor]()
         checkpoint = None if job.steps == 0 else assignment.checkpoint
@@ -95,7 +95,7 @@ class LoopEngine(TrainingServices):
             batch = {**batch, **{name: value.expand(len(batch_indices), -1) for name, value in terms.items()}}
             with (
                 self.padding.remove_padding(batch, examples.lengths[batch_indices]),
-                self.prefixes.feed(examples, batch_indices.tolist()),
+                self.feed(job, examples, batch_indices.tolist()),
             ):
                 loss = self.task.compute_loss(adapted.model, batch)
             value = float(loss.detach())

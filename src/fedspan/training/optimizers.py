@@ -30,7 +30,8 @@ __all__ = [
 
 def build_optimizer_spec(assignment: Assignment, settings: TrainingSettings) -> OptimizerSpec:
     """Return the optimizer settings of a job."""
-    return replace(settings.optimizer, lr=assignment.lr, **assignment.job.optimizer)  # pyright: ignore[reportArgumentType]
+    changes = {"lr": assignment.lr, **assignment.job.optimizer}
+    return replace(settings.optimizer, **changes)  # pyright: ignore[reportArgumentType]
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from fedspan.tasks.losses import CLASS_OPTIONS, CLASS_WEIGHTS, OFFSETS, SMOOTHIN
 from fedspan.tasks.single_label import compute_class_offsets, compute_class_weights
 from fedspan.tasks.task import Examples, Task, get_labels
 from fedspan.training.batching import Padding, split_evaluation_batches
+from fedspan.training.features import FeatureStore, trains_output_layer
 from fedspan.training.jobs import Assignment, PrefixSettings, TrainingSettings
 from fedspan.training.memory import convert_out_of_memory
 from fedspan.training.optimizers import LocalOptimizer, build_optimizer_spec, clip, join_states
@@ -32,6 +34,8 @@ from fedspan.training.stacked_prediction import ModelInputs
 from fedspan.training.stages import Stages
 
 __all__ = ["TrainingServices", "draw_dropout_mask"]
+
+_FEATURE_BATCH = 64
 
 
 def _find_restricted_layer(adapted: AdaptedModel, settings: TrainingSettings) -> OutputLayer:
@@ -107,6 +111,7 @@ class TrainingServices:
         self._is_checked = False
         self.references = References(adapted, task, self.stages, settings.batch_size)
         self.prefixes = prefix if isinstance(prefix, PrefixCaches) else PrefixCaches(adapted, task, prefix, self.stages)
+        self.features = FeatureStore()
         refusals = {
             "it was not asked for": not padding_free,
             "dropout masks have the shape of padded batches": settings.dropout > 0,
@@ -121,6 +126,21 @@ class TrainingServices:
         self._require_calls(examples, parts)
         self.padding.ensure(examples)
         self.prefixes.ensure(examples, parts)
+
+    def prepare_job(self, job: Job, examples: Examples, indices: np.ndarray) -> None:
+        """Precompute what a job's passes can skip. The model loses its job."""
+        self.prepare(examples, [indices])
+        if not trains_output_layer(job, self.adapted):
+            self.features.clear()
+            return
+        compute = partial(self.compute_features, job, examples, indices, _FEATURE_BATCH)
+        self.features.ensure(examples, indices, compute)
+
+    def feed(self, job: Job, examples: Examples, rows: Sequence[int]) -> AbstractContextManager[None]:
+        """Let forward passes of a batch of a prepared job skip what does not change within this context."""
+        if trains_output_layer(job, self.adapted):
+            return self.features.feed(self.adapted, examples, rows)
+        return self.prefixes.feed(examples, rows)
 
     @torch.no_grad()
     def _require_calls(self, examples: Examples, parts: Sequence[np.ndarray]) -> None:

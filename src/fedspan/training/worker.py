@@ -141,7 +141,7 @@ class Worker:
         self.job_refusal = reason or self.job_refusal
         if layout is None or reason is not None or not len(assignment.indices):
             return None
-        self.loop.prepare(examples, [assignment.indices])
+        self.loop.prepare_job(assignment.job, examples, assignment.indices)
         self._mode = None
         class_terms = self.loop.compute_class_terms(assignment, examples)
         assignment = self.loop.restrict_head(assignment, examples)
@@ -226,7 +226,7 @@ class Worker:
         stacked = self.stacked.hold_tensors(job.parametrization, {**frozen, **leaves}, clients, clients * size)
         padding, compiled = self.loop.padding, self.compiled
         faster = padding.remove_padding(batch, lengths, clients, counted) if compiled is None else compiled.within()
-        with stacked, faster, self.loop.prefixes.feed(examples, rows):
+        with stacked, faster, self.loop.feed(job, examples, rows):
             losses = self.task.compute_client_losses(self.adapted.model, batch, to_device(rows_by_client, device))
             shares = to_device(torch.tensor([slot.share for slot in group], dtype=losses.dtype), device)
             (losses * shares).sum().backward()

@@ -17,6 +17,7 @@ pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed
 pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
 
 from fedspan.clients.host import Host
+from fedspan.clients.metric_noise import MetricLimits
 from fedspan.config import parse_config
 from fedspan.core.tensors import compute_norm as norm_of
 from fedspan.core.values import Client, Contribution, Message, Reduced
@@ -27,7 +28,15 @@ from fedspan.federation import serialization
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import Progress, RoundResult
 from fedspan.federation.protocol import Envelope, Order, decode_reply
-from fedspan.federation.secagg.messages import MASKED, KeysReply, Phase, PublicKeys, SharesReply, UnmaskReply
+from fedspan.federation.secagg.messages import (
+    MASKED,
+    ConfirmReply,
+    KeysReply,
+    Phase,
+    PublicKeys,
+    SharesReply,
+    UnmaskReply,
+)
 from fedspan.federation.settings import SecureSettings
 from fedspan.runs.setup import Prepared
 from fedspan.transports.in_process import simulate
@@ -37,7 +46,7 @@ from helpers.families import others_slow
 
 ALL = tuple(sorted(tiny.SITES))
 OTHERS = tuple(id for id in ALL if id != "south")
-PHASES = ("keys", "shares", "train")
+PHASES, LATE_PHASES = ("keys", "shares", "train"), ("confirm", "unmask")
 
 
 @pytest.fixture
@@ -63,9 +72,8 @@ def require_mean(built: Prepared, federation: Any, begin: Progress, hidden: Redu
 
 
 @pytest.mark.parametrize("bits", [32, 64])
-@pytest.mark.parametrize("neighbors", [None, 2])
-def test_a_round_s_mean_is_the_plain_one(bits: Any, neighbors: int | None, built: Prepared, tmp_path: Path) -> None:
-    settings = SecureSettings(bits=bits, neighbors=neighbors)
+def test_a_round_s_mean_is_the_plain_one(bits: Any, built: Prepared, tmp_path: Path) -> None:
+    settings = SecureSettings(bits=bits)
     federation, stage = secure_rounds.secured(built, tmp_path, settings=settings)
     begin, result, hidden = run_round(federation)
     plain = secure_rounds.among(built.federation, *ALL).run_round(begin)
@@ -75,7 +83,7 @@ def test_a_round_s_mean_is_the_plain_one(bits: Any, neighbors: int | None, built
     limit = secure_rounds.bound(federation, ALL, ALL)
     worst = secure_rounds.require_close(hidden.mean, reduced(federation).mean, limit)
     assert worst > 0 or bits == 64
-    assert [task for task, _, _ in stage.asked] == [phase for phase in (*PHASES, "unmask") for _ in ALL]
+    assert [task for task, _, _ in stage.asked] == [phase for phase in (*PHASES, *LATE_PHASES) for _ in ALL]
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -92,8 +100,9 @@ def test_who_is_gone_before_it_sent_its_vector_leaves_no_trace(phase: str, built
     secure_rounds.require_close(hidden.mean, reduced(federation).mean, secure_rounds.bound(federation, asked, OTHERS))
 
 
-def test_who_is_gone_after_it_sent_its_vector_is_in_the_sum(built: Prepared, tmp_path: Path) -> None:
-    federation, _ = secure_rounds.secured(built, tmp_path, lose=secure_rounds.gone_at("unmask", "south"))
+@pytest.mark.parametrize("phase", LATE_PHASES)
+def test_who_is_gone_after_it_sent_its_vector_is_in_the_sum(phase: str, built: Prepared, tmp_path: Path) -> None:
+    federation, _ = secure_rounds.secured(built, tmp_path, lose=secure_rounds.gone_at(phase, "south"))
     begin, result, hidden = run_round(federation)
     assert not result.failures
     plain = secure_rounds.among(built.federation, *ALL).run_round(begin)
@@ -101,7 +110,7 @@ def test_who_is_gone_after_it_sent_its_vector_is_in_the_sum(built: Prepared, tmp
     secure_rounds.require_close(hidden.mean, reduced(federation).mean, secure_rounds.bound(federation, ALL, ALL))
 
 
-@pytest.mark.parametrize("phase", others_slow([*PHASES, "unmask"], ["train", "unmask"]))
+@pytest.mark.parametrize("phase", others_slow([*PHASES, *LATE_PHASES], ["train", "unmask"]))
 def test_too_few_end_the_attempt_and_the_state_stays(phase: str, built: Prepared, tmp_path: Path) -> None:
     """Two of four are too few for the quorum, or for the shares, of which it takes three."""
     lose = secure_rounds.gone_at(phase, "south", "west")
@@ -122,7 +131,7 @@ def test_too_few_end_the_attempt_and_the_state_stays(phase: str, built: Prepared
     assert again.loss == pytest.approx(plain.loss, rel=1e-12)
 
 
-@pytest.mark.parametrize("phase", [*PHASES, "unmask"])
+@pytest.mark.parametrize("phase", [*PHASES, *LATE_PHASES])
 def test_an_attempt_that_failed_is_followed_by_one_that_does_not(phase: str, built: Prepared, tmp_path: Path) -> None:
     federation, stage = secure_rounds.secured(
         built, tmp_path, lose=secure_rounds.gone_at(phase, "south", "west", attempts=1)
@@ -170,7 +179,7 @@ def test_every_byte_that_is_transmitted_is_counted(built: Prepared, tmp_path: Pa
             ]
             counted = [one.bytes for one in result.transfers if (one.client, one.direction) == (id, direction)]
             assert sorted(counted) == sorted(sizes)
-            assert len(counted) == 4
+            assert len(counted) == 5
     elements = sum(value.numel() for value in reduced(federation).mean.values())
     assert {one.payload for one in result.transfers if one.direction == "up"} == {0, 4 * elements}
     assert f"{elements} masked integers of 32 bits" in (federation.get_note() or "")
@@ -237,13 +246,17 @@ def wrong_shares(*liars: str, of: str | None = None, attempts: int = 1) -> secur
 
 
 def test_shares_that_do_not_fit_end_the_attempt(built: Prepared, tmp_path: Path) -> None:
-    """A client dropped out, so that every share counts: the one that reveals wrong shares is left out of the retry."""
+    """A client dropped out, so that every share counts. The others have revealed theirs, so that they refuse a sum of
+    others, even without the client that revealed wrong shares."""
     lose = secure_rounds.gone_at("train", "south", attempts=1)
-    federation, _ = secure_rounds.secured(built, tmp_path, lose=lose, spoil=wrong_shares("east"))
-    result = federation.run_round(federation.begin())
-    assert {one.client for one in result.failures if one.attempt == 0} == {"south", "east"}
-    assert any("is not the one that" in one.reason for one in result.failures)
-    assert set(result.progress.last_rounds) == set(ALL) - {"east"}
+    federation, stage = secure_rounds.secured(built, tmp_path, lose=lose, spoil=wrong_shares("east"), retries=1)
+    begin = federation.begin()
+    with pytest.raises(FedspanError, match="revealed shares in a sum of this model with other clients"):
+        federation.run_round(begin)
+    assert {id for _, attempt, id in stage.asked if attempt == 1} == set(ALL) - {"east"}
+    stage.lose, stage.spoil = secure_rounds.gone_at("train", "south"), secure_rounds.good
+    again = federation.run_round(begin)  # the same clients, all of them honest
+    assert set(again.progress.last_rounds) == set(ALL) - {"south"}
 
 
 def test_wrong_shares_of_one_client_are_left_out(built: Prepared, tmp_path: Path) -> None:
@@ -259,14 +272,13 @@ def test_wrong_shares_of_one_client_are_left_out(built: Prepared, tmp_path: Path
 
 
 def test_two_clients_cannot_have_a_third_left_out(built: Prepared, tmp_path: Path) -> None:
-    """They reveal wrong shares of its secret: it is they that the retry is without."""
+    """They reveal wrong shares of its secret: it is they that are named, and left out of the retry."""
     liars = ("east", "north")
     spoil = wrong_shares(*liars, of="south", attempts=9)
-    federation, stage = secure_rounds.secured(built, tmp_path, spoil=spoil, min_replies=2)
-    result = federation.run_round(federation.begin())
-    assert {one.client for one in result.failures} == set(liars)
+    federation, stage = secure_rounds.secured(built, tmp_path, spoil=spoil, retries=1)
+    with pytest.raises(FedspanError, match=r"east: unmask: its share of 'south' is not.*north: unmask: its share"):
+        federation.run_round(federation.begin())
     assert {id for _, attempt, id in stage.asked if attempt == 1} == set(ALL) - set(liars)
-    assert set(result.progress.last_rounds) == set(ALL) - set(liars)
 
 
 def test_a_client_whose_secrets_nobody_can_open_is_left_out_of_the_retry(built: Prepared, tmp_path: Path) -> None:
@@ -306,7 +318,8 @@ def spoil_keys(change: Callable[[PublicKeys], Mapping[str, Any]]) -> secure_roun
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda keys: {"masking": keys.sealing}, "its two keys are the same"),
+        (lambda keys: {"masking": keys.sealing}, "two of its keys are the same"),
+        (lambda keys: {"signing": keys.sealing}, "two of its keys are the same"),
         *((lambda _, low=low: {"sealing": low}, "the same secret with every private key") for low in LOW_ORDER),
         *((lambda _, low=low: {"masking": low}, "the same secret with every private key") for low in LOW_ORDER),
         (lambda _: {"identity": "ecdsa-sha2-nistp384 AAAA", "signature": b"x"}, ""),
@@ -327,7 +340,7 @@ def test_keys_that_others_refuse_fail_their_sender_alone(
     require_mean(built, federation, begin, hidden, OTHERS, OTHERS)
 
 
-def test_two_clients_with_one_key_end_no_round(built: Prepared, tmp_path: Path) -> None:
+def test_two_clients_with_one_key_fail_alone(built: Prepared, tmp_path: Path) -> None:
     """They agreed on it before; the one whose keys arrive later fails."""
     shared = SessionKeys.derive(draw_secret(), "of two").masking_public
 
@@ -337,12 +350,10 @@ def test_two_clients_with_one_key_end_no_round(built: Prepared, tmp_path: Path) 
         answer = KeysReply.model_validate_json(back.header)
         return answer.model_copy(update={"keys": answer.keys.model_copy(update={"masking": shared})}).to_envelope()
 
-    federation, _ = secure_rounds.secured(built, tmp_path, spoil=spoil, min_replies=2)
-    result = federation.run_round(federation.begin())
-    assert set(result.progress.last_rounds) == {"north", "west"}
-    reasons = {failure.client: failure.reason for failure in result.failures}
-    assert reasons["east"] == "keys: another client has sent one of its keys"
-    assert set(reasons) == {"east", "south"}  # south does not know the private key of what it sent
+    federation, stage = secure_rounds.secured(built, tmp_path, spoil=spoil, retries=0)
+    with pytest.raises(FedspanError, match=r"east: keys: another client has sent one of its keys; south: shares: "):
+        federation.run_round(federation.begin())  # south does not know the private key of what it sent
+    assert not any(task == "train" for task, _, _ in stage.asked), "two clients are too few"
 
 
 def test_the_clip_holds_where_the_reply_is_made(built: Prepared, tmp_path: Path) -> None:
@@ -356,14 +367,14 @@ def test_the_clip_holds_where_the_reply_is_made(built: Prepared, tmp_path: Path)
     assert clip / 5 < float(moved.norm()) <= clip * 1.01
 
 
-def test_no_loss_leaves_a_client_that_reports_nothing_of_single_examples(built: Prepared, tmp_path: Path) -> None:
+def test_no_training_loss_leaves_a_client_that_adds_noise_to_metrics(built: Prepared, tmp_path: Path) -> None:
     federation, stage = secure_rounds.secured(built, tmp_path)
     assert math.isfinite(federation.run_round(federation.begin()).loss)
     make = stage.make
 
     def make_careful(id: str) -> Host:
         host = make(id)
-        host.reported_examples = 2
+        host.metric_limits = MetricLimits(epsilon=1.0)
         return host
 
     stage.make = make_careful
@@ -465,9 +476,20 @@ def test_a_client_may_ask_for_more_company(built: Prepared, tmp_path: Path) -> N
     with pytest.raises(FedspanError, match=too_small):
         federation.run_round(federation.begin())
     given = [
-        UnmaskReply.model_validate_json(back.header).shares for asked, back in stage.came if asked.task == "unmask"
+        ConfirmReply.model_validate_json(back.header).signature for asked, back in stage.came if asked.task == "confirm"
     ]
-    assert given == [{}, {}, {}]
+    assert given == [b"", b"", b""]
+    assert not any(task == "unmask" for task, _, _ in stage.asked)
+
+
+def test_more_clients_than_a_sum_may_have_are_refused_before_anything_is_sent(
+    built: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedspan.federation.aggregation.secure.MOST_SECURE_CLIENTS", 3)
+    federation, stage = secure_rounds.secured(built, tmp_path)
+    with pytest.raises(FedspanError, match=r"at most 3 clients, .* \(federation\.clients_per_round\)"):
+        federation.run_round(federation.begin())
+    assert not stage.asked
 
 
 def test_a_client_that_lost_its_states_is_sent_everything(

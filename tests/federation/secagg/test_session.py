@@ -12,6 +12,8 @@ from fedspan.federation.progress import TooFew
 from fedspan.federation.protocol import Envelope, read_header
 from fedspan.federation.secagg.messages import (
     Agreement,
+    ConfirmOrder,
+    ConfirmReply,
     KeysOrder,
     KeysReply,
     PhaseReply,
@@ -31,11 +33,11 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from fedspan.clients.refusals import refuse_any
-from fedspan.clients.secagg import MemorySessionStore, SecureClient
+from fedspan.clients.secagg import SecureClient
+from fedspan.clients.secagg_store import MemorySessionStore
 from fedspan.crypto.identity import Identity, compute_fingerprint, load_identity
 from fedspan.federation.secagg.messages import build_session_context
 from fedspan.federation.secagg.session import SecureSession
-from fedspan.federation.settings import SecureSettings
 
 HONEST, HOSTILE = ("a", "b", "c"), "d"
 Change = Callable[[PublicKeys, str, Identity], PublicKeys]
@@ -105,13 +107,13 @@ def test_keys_that_the_admitted_key_did_not_sign_fail_their_sender_alone(
     identities = {id: make_identity(tmp_path / id) for id in (*HONEST, HOSTILE)}
     transport: Any = Clients(identities, change, make_identity(tmp_path / "stranger"))
     admitted = {id: f"{one.public} {id}'s key" for id, one in identities.items()}
-    session = SecureSession(transport, 10.0, SecureSettings(), "run", 0, 0, 3, admitted)
+    session = SecureSession(transport, 10.0, "run", 0, 0, 3, admitted)
 
     def agree(ids: Collection[str]) -> Agreement:
         digest = "0" * 64
         return Agreement(
-            config="", task="train", round=0, lr=0.1, model=digest, clients=len(ids), clip=1.0, bits=32, top=1.0,
-            layout=digest,
+            config="", task="train", round=0, lr=0.1, model=digest, clients=len(ids), threshold=3, clip=1.0, bits=32,
+            top=1.0, layout=digest,
         )  # fmt: skip
 
     session.begin([*HONEST, HOSTILE], agree)
@@ -123,7 +125,7 @@ def test_keys_that_the_admitted_key_did_not_sign_fail_their_sender_alone(
 def test_too_few_keys_end_a_session_before_its_clients_agree(tmp_path: Path) -> None:
     identities = {id: make_identity(tmp_path / id) for id in ("a", "b")}
     transport: Any = Clients(identities, leave, make_identity(tmp_path / "stranger"))
-    session = SecureSession(transport, 10.0, SecureSettings(), "run", 0, 0, 3)
+    session = SecureSession(transport, 10.0, "run", 0, 0, 3)
 
     def agree(ids: Collection[str]) -> Agreement:
         pytest.fail(f"{ids} were to agree")
@@ -137,7 +139,7 @@ def answer_of(kind: type[PhaseReply]) -> Callable[[Envelope], PhaseReply]:
 
 
 def test_headers_with_mistakes_raise_nothing_but_a_value_error() -> None:
-    fuzzed(phases(), 2_000, (decode_phase, *map(answer_of, (KeysReply, SharesReply, UnmaskReply))))
+    fuzzed(phases(), 2_000, (decode_phase, *map(answer_of, (KeysReply, SharesReply, ConfirmReply, UnmaskReply))))
 
 
 def phases() -> list[str]:
@@ -146,18 +148,22 @@ def phases() -> list[str]:
         sealing=bytes(range(32)),
         masking=bytes(range(100, 132)),
         own=bytes(range(60, 92)),
+        signing=bytes(range(150, 182)),
         identity="a b",
         signature=b"signed",
     )
     agreement = Agreement(
-        config="", task="train", round=0, lr=0.1, model="0" * 64, clients=3, clip=1.5, bits=32, top=2.0, layout="0" * 64
-    )
+        config="", task="train", round=0, lr=0.1, model="0" * 64, clients=3, threshold=3, clip=1.5, bits=32, top=2.0,
+        layout="0" * 64,
+    )  # fmt: skip
     phases = [
         KeysOrder(**session),
-        SharesOrder(**session, threshold=2, peers={"a": keys, "b": keys}, agreement=agreement),
-        UnmaskOrder(**session, survivors=("a", "b"), dropped=("c",), sealed={"a": bytes(range(96))}),
+        SharesOrder(**session, peers={"a": keys, "b": keys}, agreement=agreement),
+        ConfirmOrder(**session, survivors=("a", "b"), dropped=("c",), sealed={"a": bytes(range(96))}),
+        UnmaskOrder(**session, signatures={"a": bytes(range(64))}),
         KeysReply(id="a", session=7, keys=keys),
         SharesReply(id="a", session=7, sealed={"b": bytes(range(96))}),
+        ConfirmReply(id="a", session=7, signature=bytes(range(64)), unopened=("c",)),
         UnmaskReply(id="a", session=7, shares={"b": bytes(range(34))}),
     ]
     for phase in phases:

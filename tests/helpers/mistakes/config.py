@@ -172,12 +172,10 @@ FIELDS = [
         _parse(method__name="local-only", federation__secure={}),
     ),
     Mistake(
-        "Secure aggregation in integers of 16 bits.",
-        "federation.secure.bits",
-        _parse(federation__secure={"bits": 16}),
+        "Secure aggregation in integers of 16 bits.", "federation.secure.bits", _parse(federation__secure={"bits": 16})
     ),
     Mistake(
-        "The threshold for opening masks is half of a neighborhood.",
+        "The threshold for opening masks is half of the clients.",
         "federation.secure.threshold",
         _parse(federation__secure={"threshold": 0.5}),
     ),
@@ -192,9 +190,7 @@ FIELDS = [
         _parse(simulation={"dropout": 0.1}, engine__name="flower-sim"),
     ),
     Mistake(
-        "The address of a cluster has no port.",
-        "cluster.address",
-        _parse(cluster={"address": "head", "workers": 2}),
+        "The address of a cluster has no port.", "cluster.address", _parse(cluster={"address": "head", "workers": 2})
     ),
     Mistake(
         "A cluster with Flower's simulation engine.",
@@ -206,11 +202,7 @@ FIELDS = [
         "evaluation.diagnostics",
         _parse(cluster={"workers": 2}, evaluation__diagnostics=1),
     ),
-    Mistake(
-        "A GPU on a cluster whose workers have none.",
-        "device",
-        _parse(cluster={"workers": 2}, device="cuda"),
-    ),
+    Mistake("A GPU on a cluster whose workers have none.", "device", _parse(cluster={"workers": 2}, device="cuda")),
     Mistake(
         "Baselines on a cluster whose workers use the GPUs.",
         "baselines",
@@ -237,11 +229,7 @@ FIELDS = [
     Mistake("An unknown baseline.", "baselines.0", _parse(baselines=["central"])),
     Mistake("An unknown data set.", "data.dataset", _parse(data={"dataset": "sst"})),
     Mistake("`fedspan data sst`", "KEY", _unknown_dataset),
-    Mistake(
-        "An image data set for a text task.",
-        "task",
-        _parse(task="regression", data={"dataset": "cifar10"}),
-    ),
+    Mistake("An image data set for a text task.", "task", _parse(task="regression", data={"dataset": "cifar10"})),
     Mistake(
         "Quantization of a model from scratch.",
         "model.quantization",
@@ -268,11 +256,7 @@ FIELDS = [
         "partition.validation",
         _parse(partition={"validation": 0.5, "test": 0.5}),
     ),
-    Mistake(
-        "The natural partitioner has no column.",
-        "partition.column",
-        _parse(partition__partitioner="natural"),
-    ),
+    Mistake("The natural partitioner has no column.", "partition.column", _parse(partition__partitioner="natural")),
 ]
 DEVICES = [
     _no_device("A device that torch does not know.", lambda world: choose_device("tpu")),

@@ -126,36 +126,20 @@ ROWS = [
     Mistake("A text is empty.", "data.train", _load("text,label\none,a\n ,b\n")),
     Mistake("A label is missing.", "data.train", _load("text,label\none,a\ntwo,\n")),
     Mistake("Texts are numbers.", "data.text", _load(_lines({"text": 1, "label": "a"}), name="t.jsonl")),
-    Mistake(
-        "A row has two labels.",
-        "data.label",
-        _load(_lines({"text": "a", "label": ["x", "y"]}), name="t.jsonl"),
-    ),
+    Mistake("A row has two labels.", "data.label", _load(_lines({"text": "a", "label": ["x", "y"]}), name="t.jsonl")),
     Mistake(
         "Labels are numbers with a fraction.",
         "data.label",
         _load(_lines({"text": "a", "label": 1.5}, {"text": "b", "label": 2.0}), name="t.jsonl"),
     ),
     Mistake("All rows have one label.", "data.label", _load("text,label\none,a\ntwo,a\n")),
-    Mistake(
-        "The test set has a label that the training set lacks.",
-        "data.test",
-        _test("text,label\none,z\n"),
-    ),
+    Mistake("The test set has a label that the training set lacks.", "data.test", _test("text,label\none,z\n")),
     Mistake("A label is not in data.labels.", "data.train", _load(labels=["a", "c"])),
-    Mistake(
-        "keep_only with a label that no row has.",
-        "data.labels",
-        _load(labels=["a", "c"], keep_only=True),
-    ),
+    Mistake("keep_only with a label that no row has.", "data.labels", _load(labels=["a", "c"], keep_only=True)),
     Mistake("first_labels exceeds the number of labels.", "data.first_labels", _load(first_labels=3)),
     Mistake("Too few rows for a test set.", "data.train", _load("text,label\none,a\ntwo,b\n")),
     Mistake("invalid: skip leaves no rows.", "data.train", _load("text,label\n,a\ntwo,\n", invalid="skip")),
-    Mistake(
-        "A label is a word in a regression.",
-        "data.label",
-        _load("text,label\none,1\ntwo,b\n", task="regression"),
-    ),
+    Mistake("A label is a word in a regression.", "data.label", _load("text,label\none,1\ntwo,b\n", task="regression")),
     Mistake("A label is NaN in a regression.", "data.train", _load("text,label\none,1\ntwo,nan\n", task="regression")),
     Mistake(
         "data.labels is set for a regression.",
@@ -165,24 +149,13 @@ ROWS = [
 ]
 PROMPTS = [
     Mistake("causal-lm has no prompt.", "data.prompt", _load(QUESTIONS, **CAUSAL)),
-    Mistake(
-        "The prompt names an unknown column.",
-        "data.prompt",
-        _load(QUESTIONS, **CAUSAL, prompt="{topic}"),
-    ),
+    Mistake("The prompt names an unknown column.", "data.prompt", _load(QUESTIONS, **CAUSAL, prompt="{topic}")),
     Mistake("A prompt without a column.", "data.prompt", _load(QUESTIONS, **CAUSAL, prompt="Answer!")),
-    Mistake(
-        "A brace is not closed.",
-        "data.prompt",
-        _load(QUESTIONS, **CAUSAL, prompt="{question"),
-        "itself (",
-    ),
+    Mistake("A brace is not closed.", "data.prompt", _load(QUESTIONS, **CAUSAL, prompt="{question"), "itself ("),
     Mistake("A number format in braces.", "data.prompt", _load(QUESTIONS, **CAUSAL, prompt="{question:>9}")),
     Mistake("The braces are empty.", "data.prompt", _load(QUESTIONS, **CAUSAL, prompt="{}")),
     Mistake(
-        "There is no column of answers.",
-        "data.answer",
-        _load(QUESTIONS, **CAUSAL, prompt="{question}", answer="reply"),
+        "There is no column of answers.", "data.answer", _load(QUESTIONS, **CAUSAL, prompt="{question}", answer="reply")
     ),
     Mistake(
         "An answer is empty.",
@@ -198,9 +171,7 @@ PARTITION = [
     Mistake("More clients than examples.", "partition.clients", _partition(clients=500)),
     Mistake("A client gets too few examples.", "partition.min_examples", _partition(clients=4, min_examples=5)),
     Mistake(
-        "The column of clients does not exist.",
-        "partition.column",
-        _partition(partitioner="natural", column="site"),
+        "The column of clients does not exist.", "partition.column", _partition(partitioner="natural", column="site")
     ),
     Mistake(
         "Three clients cannot be divided evenly between two sites.",

@@ -135,20 +135,13 @@ IMAGES = [
     Mistake("Only some class folders are in domain folders.", "data.train", _folder("cat/1.png", "photo/dog/2.png")),
     Mistake("A single folder of images.", "data.label", _folder("cat/1.png", "cat/2.png")),
     Mistake("There is no column of images.", "data.image", _list("file,label\n1.png,a\n2.png,b\n")),
-    Mistake(
-        "The column of images holds numbers.",
-        "data.image",
-        _list('{"image": 1, "label": "a"}\n', name="t.jsonl"),
-    ),
+    Mistake("The column of images holds numbers.", "data.image", _list('{"image": 1, "label": "a"}\n', name="t.jsonl")),
     Mistake("A path is missing.", "data.train", _list("image,label\n1.png,a\n,b\n")),
     Mistake("Images for a text task.", "data.text", _texts),
     Mistake("An image is truncated.", "data", _damaged, "Pillow cannot decode "),
     Mistake("Images of different sizes that the processor does not resize.", "model.image_size", _sizes),
     Mistake(
-        "An image size that the ViT does not accept.",
-        "model.image_size",
-        _model("vit", image_size=16),
-        "pixels: ",
+        "An image size that the ViT does not accept.", "model.image_size", _model("vit", image_size=16), "pixels: "
     ),
     Mistake("A batch of one image that shrinks to one pixel.", "model.image_size", _narrow, "(Expected "),
     Mistake("An image processor that does more than resize and normalize.", "model.name", _processor),
@@ -165,26 +158,17 @@ IMAGES = [
         _parse(model={"pretrained": False, "modules_to_save": ["pooler"]}),
     ),
     Mistake(
-        "adapter is set for a model from scratch.",
-        "model.adapter",
-        _parse(model={"pretrained": False, "adapter": "a"}),
+        "adapter is set for a model from scratch.", "model.adapter", _parse(model={"pretrained": False, "adapter": "a"})
     ),
     Mistake(
-        "A target embedding that shares its weight with the head.",
-        "model.target_modules",
-        _decoder("embed_tokens"),
+        "A target embedding that shares its weight with the head.", "model.target_modules", _decoder("embed_tokens")
     ),
     Mistake(
         "A normalization layer as a target.",
         "model.target_modules",
         _model("resnet", target_modules=["normalization"], modules_to_save=[]),
     ),
-    Mistake(
-        "`fedspan predict` on a file that does not exist.",
-        "data",
-        _predict("no.png"),
-        "Pillow cannot decode ",
-    ),
+    Mistake("`fedspan predict` on a file that does not exist.", "data", _predict("no.png"), "Pillow cannot decode "),
     Mistake("A pair of texts for an image model.", "texts", _predict("no.png", ("one", "two"))),
     Mistake("fedspan.json's image_size is negative.", "FOLDER/adapter/fedspan.json.image_size", _notes),
 ]

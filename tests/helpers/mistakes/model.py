@@ -123,8 +123,7 @@ FOLDERS = [
     _unloadable("There are no weights.", _without("model.safetensors")),
     _unloadable("The weights are not a safetensors file.", _write("model.safetensors", "x" * 99)),
     _unloadable(
-        "The file of weights is truncated.",
-        lambda world: world.model(lambda folder: cut(folder / "model.safetensors")),
+        "The file of weights is truncated.", lambda world: world.model(lambda folder: cut(folder / "model.safetensors"))
     ),
     Mistake("There is no tokenizer.", "model.name", _without("tokenizer.json", "tokenizer_config.json")),
     _unloadable("tokenizer.json is truncated.", _write("tokenizer.json", '{"a')),
@@ -175,11 +174,7 @@ LAYERS = [
     ),
     Mistake("F1 with four labels.", "evaluation.metric", lambda world: world.prepare(evaluation={"metric": "f1"})),
     Mistake("chat with a model that has no chat template.", "data.chat", _no_template),
-    Mistake(
-        "packing with an OPT model.",
-        "data.packing",
-        lambda world: world.decoder("opt", data={"packing": True}),
-    ),
+    Mistake("packing with an OPT model.", "data.packing", lambda world: world.decoder("opt", data={"packing": True})),
     Mistake(
         "An answer is too long, and long answers are refused.",
         "model.max_length",
@@ -197,9 +192,7 @@ STARTS = [
         _adapter(lambda folder: (folder / ADAPTER).write_text('{"peft_type": "IA3"}')),
     ),
     Mistake(
-        "It is a DoRA adapter.",
-        "model.adapter",
-        _adapter(lambda folder: edit_json(folder / ADAPTER, use_dora=True)),
+        "It is a DoRA adapter.", "model.adapter", _adapter(lambda folder: edit_json(folder / ADAPTER, use_dora=True))
     ),
     Mistake(
         "Its rank is 0.",
@@ -226,9 +219,7 @@ STARTS = [
         _tensors(lambda name, value: {name: value[:1].clone() if "lora_A" in name else value}),
     ),
     Mistake(
-        "It has A without B.",
-        "model.adapter",
-        _tensors(lambda name, value: {} if "lora_B" in name else {name: value}),
+        "It has A without B.", "model.adapter", _tensors(lambda name, value: {} if "lora_B" in name else {name: value})
     ),
     Mistake(
         "It saves a module that this run does not train.",

@@ -149,11 +149,7 @@ FOLDERS = [
     Mistake("The folder holds a run.", "run folder", _holds_run),
     Mistake("The name is too long for the file system.", "run folder", _run_into(LONG_NAME)),
     Mistake("A folder without a run to resume.", "run folder", lambda world: fedspan.resume("nothing")),
-    Mistake(
-        "The name of the folder to read is too long.",
-        "run folder",
-        lambda world: fedspan.resume(LONG_NAME),
-    ),
+    Mistake("The name of the folder to read is too long.", "run folder", lambda world: fedspan.resume(LONG_NAME)),
     Mistake("Another process is working on the run.", "run folder", _locked),
     Mistake("The config differs from the run's.", "training.lr", _other_config),
     Mistake("A run resumed with another seed.", "seed", _extended("seed=1")),
@@ -163,26 +159,14 @@ FOLDERS = [
     Mistake("config.yaml was emptied.", "config", _resume(lambda run: run.config.write_text(""))),
     Mistake("The seed in config.yaml was changed to a word.", "seed", _config("seed: 3", "seed: three")),
     Mistake(
-        "config.yaml is not UTF-8.",
-        "FOLDER/stopped/config.yaml",
-        _resume(lambda run: run.config.write_bytes(b"\xff")),
+        "config.yaml is not UTF-8.", "FOLDER/stopped/config.yaml", _resume(lambda run: run.config.write_bytes(b"\xff"))
     ),
-    Mistake(
-        "The method in config.yaml was changed.",
-        f"{CONFIG}, method.name",
-        _config("name: fedit", "name: rolora"),
-    ),
+    Mistake("The method in config.yaml was changed.", f"{CONFIG}, method.name", _config("name: fedit", "name: rolora")),
     Mistake("The rank in config.yaml was changed.", f"{CONFIG}, method.r", _config("r: 2", "r: 4")),
     Mistake(
-        "The learning rate in config.yaml was changed.",
-        f"{CONFIG}, training.lr",
-        _config("\n  lr: ", "\n  lr: 1"),
+        "The learning rate in config.yaml was changed.", f"{CONFIG}, training.lr", _config("\n  lr: ", "\n  lr: 1")
     ),
-    Mistake(
-        "config.yaml is truncated.",
-        "FOLDER/stopped/config.yaml",
-        _resume(lambda run: cut(run.config, 25)),
-    ),
+    Mistake("config.yaml is truncated.", "FOLDER/stopped/config.yaml", _resume(lambda run: cut(run.config, 25))),
     Mistake("checkpoints/ is a link to another folder.", "FOLDER/stopped/checkpoints", _resume(_link_checkpoints)),
     Mistake(
         "A bit of a checkpoint is flipped.",

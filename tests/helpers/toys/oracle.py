@@ -92,6 +92,5 @@ class Adam:
         self.v = beta2 * self.v + (1 - beta2) * gradient**2
         m = self.m / (1 - beta1**self.t) if self.correct[0] else self.m
         v = self.v / (1 - beta2**self.t) if self.correct[1] else self.v
-        assert isinstance(v, Tensor)
         assert math.isfinite(float(v.sum()))
         return self.lr * m / (v.sqrt() + self.eps)

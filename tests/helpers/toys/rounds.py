@@ -73,7 +73,7 @@ def adamw(lr: float = 0.05, **changes: object) -> TrainingSettings:
 def settings(optimizer: OptimizerSpec, **changes: object) -> TrainingSettings:
     """Settings for toys: the batch is a client's whole data set."""
     plain = TrainingSettings(optimizer, batch_size=WHOLE, max_grad_norm=0.0, group_by_length=False)
-    return replace(plain, **changes)  # type: ignore[arg-type]
+    return replace(plain, **changes)
 
 
 @dataclass

@@ -229,7 +229,7 @@ def test_jobs_that_the_other_processes_cannot_train_are_refused_before_anything_
     with pytest.raises(fedspan.FedspanError, match=r"decays the frozen base"):
         alone.announce_job("train", Job({}, {}, (), decay_base=True), BaseUpdate())
     with pytest.raises(fedspan.FedspanError, match=r"parametrization of a\.b is a class of your own"):
-        alone.announce_job("train", Job({"a.b": OwnForm()}, {}, ()), BaseUpdate())  # pyright: ignore[reportArgumentType]
+        alone.announce_job("train", Job({"a.b": OwnForm()}, {}, ()), BaseUpdate())
     assert not alone.is_busy
 
 

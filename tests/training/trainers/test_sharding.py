@@ -28,7 +28,7 @@ def trainer(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Trainer:
         fsdp_version=2, activation_checkpointing=False, cpu_ram_efficient_loading=False, cpu_offload=None
     )
     state: Any = SimpleNamespace(fsdp_plugin=plugin)
-    made.accelerator = SimpleNamespace(state=state, mixed_precision="no", torch_device_mesh=None)  # pyright: ignore
+    made.accelerator = SimpleNamespace(state=state, mixed_precision="no", torch_device_mesh=None)
     made.is_fsdp_enabled = True
     return made
 
@@ -67,11 +67,11 @@ def test_what_a_round_cannot_honor_is_refused(path: str, value: object, match: s
 
 
 def test_models_that_fsdp_cannot_shard_are_refused(trainer: Trainer) -> None:
-    trainer.accelerator.torch_device_mesh = object()  # pyright: ignore
+    trainer.accelerator.torch_device_mesh = object()
     refuse(trainer, "together with a parallelism_config")
-    trainer.model.hf_quantizer = object()  # pyright: ignore
+    trainer.model.hf_quantizer = object()
     refuse(trainer, "not supported for a quantized model")
-    trainer.ref_model = nn.Linear(1, 1)  # pyright: ignore
+    trainer.ref_model = nn.Linear(1, 1)
     refuse(trainer, "not supported with a reference model")
 
 

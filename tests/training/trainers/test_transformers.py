@@ -320,7 +320,6 @@ def loading_trainer(loading: Mapping[str, Any] | None, arguments: dict[str, Any]
     kind = transformers.Seq2SeqTrainer if loading is None else LoaderOfOwner
     trainer = kind(model=encoder_decoder(tmp_path), args=args, train_dataset=datasets.Dataset.from_list(table))
     if isinstance(trainer, LoaderOfOwner):
-        assert loading is not None
         trainer.loading = loading
     return trainer
 

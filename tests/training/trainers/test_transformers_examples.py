@@ -120,7 +120,7 @@ def test_losses_in_a_dict_and_in_other_losses_hold_the_model_again() -> None:
     inner, outer = torch.nn.Module(), torch.nn.Module()
     inner.model = outer.model = model
     outer.loss = inner
-    with restore_losses(SimpleNamespace(loss={"pairs": outer}), model):  # pyright: ignore[reportArgumentType]
+    with restore_losses(SimpleNamespace(loss={"pairs": outer}), model):
         inner.model = outer.model = wrapper
     assert inner.model is outer.model is model
     assert outer.loss is inner

@@ -60,7 +60,7 @@ def test_the_simulation_gives_the_plain_adapter(
         assert all(float((value - theirs[name]).norm()) <= limit * float(value.norm()) for name, value in mine.items())
     ledger = [json.loads(line) for line in (found["secure"] / "ledger.jsonl").read_text().splitlines()]
     sent = Counter(line["purpose"] for line in ledger)
-    assert sent["train"] == 2 * 3 * 8  # two rounds, three clients, four exchanges both ways
+    assert sent["train"] == 2 * 3 * 10  # two rounds, three clients, five exchanges both ways
     assert sent["evaluate"] == 3 * 3  # after each round, and of the best round's model; what comes back is a header
     assert sent.total() == sent["train"] + sent["evaluate"]
     assert not any("failures" in row for row in rounds(found["secure"]))
@@ -71,7 +71,7 @@ def test_a_deployment_gives_the_plain_adapter_and_a_node_that_is_killed_costs_no
 ) -> None:
     with Deployment(tmp_path / "deployment") as made:
         for site in SITES:
-            limits = {"secure_only": True, "secure_clients": 2}
+            limits = {"secure_only": True}
             made.join(site, made.node_file(site, files[site], limits=limits))
         values = run_values(
             tiny_folder, {"name": "fedit", "r": 2}, federation={**SECURE, "deadline": 120.0, "rounds": 3}

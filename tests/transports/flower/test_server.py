@@ -295,7 +295,7 @@ def test_a_lost_list_is_read_from_the_audit_log_once(link: Any, monkeypatch: pyt
 
 def test_the_commands_warn_of_expiry_and_say_what_they_did(link: Any, key: Callable[[str], Path]) -> None:
     runner, server = CliRunner(env={"COLUMNS": "140", "TERM": "dumb"}), ["--server", str(link.folder)]
-    done = runner.invoke(get_program(), ["admit", str(key("a")), "--as", "clinic-a", "--days", "3", *server])
+    done = runner.invoke(get_program(), ["admit", str(key("AAAA")), "--as", "clinic-a", "--days", "3", *server])
     assert done.exit_code == 0, done.output
     shown = runner.invoke(get_program(), ["status", *server])
     assert "the admission of clinic-a expires in 2 days" in shown.stderr
@@ -306,7 +306,7 @@ def test_the_commands_warn_of_expiry_and_say_what_they_did(link: Any, key: Calla
     audited = runner.invoke(get_program(), ["audit", str(link.folder)])
     assert "revoked  node=1 name=clinic-a" in audited.output
     assert runner.invoke(get_program(), ["revoke", "clinic-a", *server]).exit_code == 2
-    runner.invoke(get_program(), ["admit", str(key("new")), "--as", "clinic-a", *server])
+    runner.invoke(get_program(), ["admit", str(key("AAAB")), "--as", "clinic-a", *server])
     assert "revoked" not in runner.invoke(get_program(), ["status", *server]).stdout  # the name has another key
 
 

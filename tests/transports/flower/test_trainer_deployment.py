@@ -94,7 +94,7 @@ def test_secure_sums_of_trainers_give_the_plain_adapter(tiny_folder: Path, tmp_p
     kinds = {"plain": {"clip_ratio": None}, "secure": {"secure": {"bits": 64, "clip": 10.0}}}
     for kind, federation in kinds.items():  # new nodes: a trainer's state lasts as long as its process
         with Deployment(tmp_path / f"{kind}-nodes") as made:
-            join_all(made, tiny_folder, secure_clients=2)
+            join_all(made, tiny_folder)
             finish(submitted(made, config(tiny_folder, tmp_path, 7, **federation), tmp_path / kind), made)
             adapters[kind] = load_file(tmp_path / kind / "adapter" / "adapter_model.safetensors")
     assert adapters["plain"].keys() == adapters["secure"].keys()

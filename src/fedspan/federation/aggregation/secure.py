@@ -1,10 +1,12 @@
 """Secure aggregation of a round: the server receives masked vectors and learns only their sum.
 
-An attempt of a round has four exchanges: keys, shares, training, unmasking (``federation.secagg.session``). All clients
-are sent the same complete message, whatever they store, so that they can agree on it before they train. A client
-that drops out before the third is excluded from the sum; one that drops out after it is included. If too few clients
-remain, the attempt ends and the next one starts a new session with the whole cohort, because masks are used once;
-only clients that certainly sealed or revealed wrong shares are left out.
+An attempt of a round has five exchanges: keys, shares, training, confirming, unmasking (``federation.secagg.session``).
+All clients are sent the same complete message, whatever they store, so that they can agree on it before they train. A
+client whose vector does not arrive in the third is excluded from the sum; one that drops out later is included. If too
+few clients remain, the attempt ends and the next one starts a new session with the whole cohort, because masks are used
+once; only clients that certainly sealed or revealed wrong shares are left out. Once clients have revealed shares, they
+accept only an attempt with the same clients (``clients.secagg``). So a second exchange, whose sum is of the same
+training as the first one, needs all clients of the first one.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from fedspan.federation.secagg.messages import (
     unflatten_change,
 )
 from fedspan.federation.secagg.session import SecureSession
-from fedspan.federation.settings import FEWEST_SECURE_CLIENTS, SecureSettings
+from fedspan.federation.settings import FEWEST_SECURE_CLIENTS, MOST_SECURE_CLIENTS, SecureSettings
 from fedspan.federation.validation import compute_origin, require_requested
 
 __all__ = ["SecureAggregation"]
@@ -57,18 +59,23 @@ class SecureAggregation:
         secure: Settings of secure aggregation.
 
     Raises:
-        FedspanError: If too few clients were selected to hide among, or the method's replies cannot be summed.
+        FedspanError: If too few clients were selected to hide among, or too many for their shares, or the method's
+            replies cannot be summed.
     """
 
     def __init__(self, context: RoundContext, tally: Tally, *, secure: SecureSettings) -> None:
         if len(context.ids) < FEWEST_SECURE_CLIENTS:
             expected = f"at least {FEWEST_SECURE_CLIENTS} clients a round, so that no client is alone in a sum"
             raise FedspanError("federation.secure", len(context.ids), expected)
+        if len(context.ids) > MOST_SECURE_CLIENTS:
+            remedy = "model.head_init: random" if context.task == "statistics" else "federation.clients_per_round"
+            expected = f"at most {MOST_SECURE_CLIENTS} clients, because each masks with all others ({remedy})"
+            raise FedspanError("federation.secure", len(context.ids), expected)
         self.context, self.tally, self.secure = context, tally, secure
-        # A second exchange is a sum of its own, of the clients whose replies the first one accepted.
-        has_second = context.task == "train" and context.method.declare_claims().second_exchange
-        fewest = FEWEST_SECURE_CLIENTS if has_second else 2
-        self.quorum = max(fewest, context.rules.compute_quorum(len(context.ids)))
+        self._fewest = len(context.ids)
+        if context.task != "second":
+            self._fewest = max(FEWEST_SECURE_CLIENTS, context.rules.compute_quorum(len(context.ids)))
+        self.quorum = self._fewest
         self.replies: dict[str, Reply] = {}
         self.clipped: Mapping[str, float] = {}  # by the clients themselves, which the server cannot see
         self._origin = self._build_initial_contribution()
@@ -94,16 +101,15 @@ class SecureAggregation:
 
     def open(self, clients: Mapping[str, Client], attempt: int, encoder: OrderEncoder) -> Mapping[str, Masking | None]:
         """``Aggregation.open``: exchange keys and shares."""
-        context, secure = self.context, self.secure
+        context = self.context
         session = self._session = SecureSession(
             *(
                 context.transport,
                 context.rules.deadline,
-                secure,
                 context.run,
                 context.state.round,
                 attempt,
-                self.quorum,
+                self._fewest,
             ),
             {id: context.clients[id].identity for id in clients},
         )
@@ -114,9 +120,10 @@ class SecureAggregation:
                 lambda ids: self._agree([clients[id] for id in ids], encoder),
                 () if attempt else context.absent,
             )
+        self.quorum = session.quorum
         self._clients = {id: clients[id] for id in session.present}
         self._total = np.zeros(sum(value.numel() for value in self._origin.values()), self._ring.dtype)
-        return {id: Masking(session=session.number, peers=session.present[id]) for id in self._clients}
+        return dict.fromkeys(session.present, Masking(session=session.number, peers=session.present))
 
     def _agree(self, clients: Sequence[Client], encoder: OrderEncoder) -> Agreement:
         """Return what clients are to agree on, and set up the sum for them.
@@ -136,6 +143,7 @@ class SecureAggregation:
             lr=context.training.compute_lr(round, context.settings.rounds),
             model=self._compute_model_digest(clients, encoder),
             clients=len(clients),
+            threshold=self.secure.compute_threshold(len(clients)),
             clip=self._clip,
             bits=self.secure.bits,
             top=self._top,

@@ -1,19 +1,20 @@
 """The messages between a server and its clients in a round under secure aggregation, besides the training orders.
 
-    keys:    server -> all: a session begins;                client -> server: its public keys, signed
-    shares:  server -> client: its neighbors' keys and      client -> server: shares of two secrets, sealed for each
+    keys:    server -> all: a session begins;               client -> server: its public keys, signed
+    shares:  server -> all: all clients' keys and           client -> server: shares of two secrets, sealed for each
              the agreement on the round
-    (train:  ``protocol.Order`` with its ``secure`` part;    client -> server: a masked vector)
-    unmask:  server -> client: who replied, who did not,     client -> server: one share of each of them
-             and what the neighbors sealed for it
+    (train:  ``protocol.Order`` with its ``secure`` part;   client -> server: a masked vector)
+    confirm: server -> client: who replied, who did not,    client -> server: its signature of both sets
+             and what the others sealed for it
+    unmask:  server -> client: the others' signatures;      client -> server: one share of each of them
 
 All data is in headers; these envelopes have no bodies.
 
 The agreement holds everything that decides what a client's vector is: config, round, model, learning rate, and how the
-sum is encoded. Its digest, the transcript, is part of every secret that two clients share. So clients that were told
-different things neither cancel each other's masks nor open each other's shares, and the server learns nothing from
-their vectors. A client compares the agreement with the order to train, and refuses to unmask if the others' shares do
-not open.
+sum is encoded; and how many shares open a secret. The transcript is the digest of the agreement and of all clients'
+keys, and part of every secret that two clients share. So clients that were told different things neither cancel each
+other's masks nor open each other's shares, and the server learns nothing from their vectors. A client compares the
+agreement with the order to train, and confirms no sum if the others' shares do not open.
 
 The vectors of a secure sum: tensor changes flattened into one vector, whose layout both sides know.
 
@@ -26,7 +27,8 @@ tensors, and 0 for any other.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import json
+from collections.abc import Collection, Mapping
 from typing import Annotated, Literal, TypeVar, get_args
 
 import numpy as np
@@ -53,6 +55,8 @@ from fedspan.federation.protocol import (
 __all__ = [
     "MASKED",
     "Agreement",
+    "ConfirmOrder",
+    "ConfirmReply",
     "KeysOrder",
     "KeysReply",
     "Phase",
@@ -62,6 +66,7 @@ __all__ = [
     "SharesReply",
     "UnmaskOrder",
     "UnmaskReply",
+    "build_confirmation",
     "build_session_context",
     "compute_layout_digest",
     "compute_share",
@@ -82,7 +87,8 @@ MASKED = "masked"
 _Key = Annotated[bytes, Field(min_length=32, max_length=32)]
 _Sealed = Annotated[bytes, Field(min_length=92, max_length=256)]
 _Share = Annotated[bytes, Field(min_length=34, max_length=34)]
-_Digest = Annotated[str, Field(min_length=64, max_length=64)]
+_Signature = Annotated[bytes, Field(min_length=64, max_length=64)]
+_Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class BinaryPart(HeaderPart):
@@ -98,6 +104,7 @@ class PublicKeys(BinaryPart):
         sealing: Key with which other clients seal shares for this client.
         masking: Key of its pairwise masks.
         own: Commitment to the seed of its own mask, with which shares of it are checked.
+        signing: Key of its signatures in the session.
         identity: The client's lasting public key in OpenSSH's format; empty: it has none.
         signature: Signature by the lasting key (``crypto.identity``).
     """
@@ -105,12 +112,17 @@ class PublicKeys(BinaryPart):
     sealing: _Key
     masking: _Key
     own: _Key
+    signing: _Key
     identity: Annotated[str, Field(max_length=1024)] = ""
     signature: Annotated[bytes, Field(max_length=256)] = b""
 
+    def list_keys(self) -> tuple[bytes, bytes, bytes]:
+        """Return the keys, of which no two clients have one in common."""
+        return self.sealing, self.masking, self.signing
+
     def build_statement(self, context: str, id: str) -> bytes:
         """Return what the signature covers: the keys, the client, and the session in which they are used."""
-        parts = (context.encode(), id.encode(), self.sealing, self.masking, self.own)
+        parts = (context.encode(), id.encode(), self.sealing, self.masking, self.own, self.signing)
         return b"".join(len(part).to_bytes(8, "big") + part for part in (b"fedspan session keys 1", *parts))
 
 
@@ -123,7 +135,8 @@ class Agreement(HeaderPart):
         round: Number of the round, from 0.
         lr: Learning rate of the round.
         model: SHA-256 of the order's message, which is the same for all clients.
-        clients: Largest number of vectors in the sum.
+        clients: Number of clients that sent keys, and largest number of vectors in the sum.
+        threshold: Number of shares that reconstruct a secret.
         clip: Largest norm of a change.
         bits: Bits of the summed integers.
         top: Largest weight that counts in the sum; weights are expressed as fractions of it.
@@ -136,18 +149,23 @@ class Agreement(HeaderPart):
     lr: Annotated[float, Field(ge=0)]
     model: _Digest
     clients: Annotated[int, Field(ge=2, lt=2**24)]
+    threshold: Annotated[int, Field(ge=2, lt=2**16)]
     clip: Annotated[float, Field(gt=0)]
     bits: Literal[32, 64]
     top: Annotated[float, Field(gt=0)]
     layout: _Digest
 
-    def build_transcript(self, context: str) -> str:
-        """Return the text that binds secrets to this agreement and the session.
+    def build_transcript(self, context: str, keys: Mapping[str, PublicKeys]) -> str:
+        """Return the text that binds secrets to this agreement, the session and its clients.
 
         Args:
             context: Text of the session, from ``build_session_context``.
+            keys: Public keys of all clients, by client id.
         """
-        return hashlib.sha256(f"{context}\n{self.model_dump_json()}".encode()).hexdigest()
+        digest = hashlib.sha256(f"{context}\n{self.model_dump_json()}\n".encode())
+        for id, public in sorted(keys.items()):
+            digest.update(public.build_statement(context, id))
+        return digest.hexdigest()
 
 
 class _Order(BinaryPart):
@@ -174,33 +192,42 @@ class SharesOrder(_Order):
     """Requests the shares of a client's secrets.
 
     Args:
-        threshold: Number of shares that reconstruct a secret.
-        peers: Public keys of the client and its neighbors, by client id.
+        peers: Public keys of all clients, by client id.
         agreement: What all clients of the sum agree on.
     """
 
     task: Literal["shares"] = "shares"
-    threshold: Annotated[int, Field(ge=2, lt=2**16)]
     peers: dict[Name, PublicKeys]
     agreement: Agreement
+
+
+class ConfirmOrder(_Order):
+    """Requests a signature of the clients whose vectors are in the sum.
+
+    Args:
+        survivors: The masking partners, the client itself among them, whose vectors are in the sum.
+        dropped: The other masking partners.
+        sealed: Shares that each of them sealed for the client.
+    """
+
+    task: Literal["confirm"] = "confirm"
+    survivors: tuple[Name, ...]
+    dropped: tuple[Name, ...]
+    sealed: dict[Name, _Sealed]
 
 
 class UnmaskOrder(_Order):
     """Requests the shares that remove the masks.
 
     Args:
-        survivors: The client's masking partners, including itself, whose vectors are in the sum.
-        dropped: The other masking partners.
-        sealed: Shares that each of them sealed for the client.
+        signatures: The survivors' signatures of ``build_confirmation``.
     """
 
     task: Literal["unmask"] = "unmask"
-    survivors: tuple[Name, ...]
-    dropped: tuple[Name, ...]
-    sealed: dict[Name, _Sealed]
+    signatures: dict[Name, _Signature]
 
 
-Phase = KeysOrder | SharesOrder | UnmaskOrder
+Phase = KeysOrder | SharesOrder | ConfirmOrder | UnmaskOrder
 
 
 class PhaseReply(BinaryPart):
@@ -230,21 +257,44 @@ class KeysReply(PhaseReply):
 
 
 class SharesReply(PhaseReply):
-    """Shares of a client's two secrets, sealed for every neighbor and for itself."""
+    """Shares of a client's two secrets, sealed for every client, itself included."""
 
     task: Literal["shares"] = "shares"
     sealed: dict[Name, _Sealed] = Field(default_factory=dict)
 
 
+class ConfirmReply(PhaseReply):
+    """A client's signature of the survivors and the dropped clients.
+
+    Args:
+        signature: The signature; empty if the phase failed.
+        unopened: Clients whose sealed shares the client cannot open.
+    """
+
+    task: Literal["confirm"] = "confirm"
+    signature: Annotated[bytes, Field(max_length=64)] = b""
+    unopened: tuple[Name, ...] = ()
+
+
 class UnmaskReply(PhaseReply):
-    """A share for every requested client: of a survivor's own mask, or of a dropped client's key."""
+    """A share of every client whose shares open: of a survivor's own mask, or of a dropped client's key."""
 
     task: Literal["unmask"] = "unmask"
     shares: dict[Name, _Share] = Field(default_factory=dict)
 
 
-_PHASES: dict[str, type[Phase]] = {"keys": KeysOrder, "shares": SharesOrder, "unmask": UnmaskOrder}
-_ANSWERS: dict[str, type[PhaseReply]] = {"keys": KeysReply, "shares": SharesReply, "unmask": UnmaskReply}
+_PHASES: dict[str, type[Phase]] = {
+    "keys": KeysOrder,
+    "shares": SharesOrder,
+    "confirm": ConfirmOrder,
+    "unmask": UnmaskOrder,
+}
+_ANSWERS: dict[str, type[PhaseReply]] = {
+    "keys": KeysReply,
+    "shares": SharesReply,
+    "confirm": ConfirmReply,
+    "unmask": UnmaskReply,
+}
 
 
 def decode_phase(envelope: Envelope) -> Phase:
@@ -283,6 +333,17 @@ def count_envelope_bytes(envelope: Envelope) -> int:
 def build_session_context(run: str, session: int) -> str:
     """Return the text that binds keys to a session of a run."""
     return f"{run}/{session}"
+
+
+def build_confirmation(transcript: str, survivors: Collection[str], dropped: Collection[str]) -> bytes:
+    """Return what a client signs before it reveals shares: whose vectors are in the sum, and whose are not.
+
+    Args:
+        transcript: Text of the session and its agreement, from ``Agreement.build_transcript``.
+        survivors: Clients whose vectors are in the sum.
+        dropped: The other clients of the mask.
+    """
+    return json.dumps(["fedspan survivors 1", transcript, sorted(survivors), sorted(dropped)]).encode()
 
 
 def compute_share(weight: float, top: float) -> float:

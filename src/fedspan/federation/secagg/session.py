@@ -1,4 +1,4 @@
-"""The server half of a secure aggregation session: keys and shares before training, unmasking after it."""
+"""The server half of a secure aggregation session: keys and shares before training, confirming and unmasking after."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from fedspan.crypto.graph import compute_threshold, select_neighborhoods
 from fedspan.crypto.identity import compute_fingerprint, verify_signature
 from fedspan.crypto.keys import (
     compute_commitment,
@@ -15,6 +14,7 @@ from fedspan.crypto.keys import (
     derive_pair_seed,
     read_commitments,
     require_public_key,
+    verify_session_signature,
 )
 from fedspan.crypto.masks import Integers, add_mask
 from fedspan.crypto.shares import combine
@@ -23,6 +23,8 @@ from fedspan.federation.progress import Failure, TooFew, Transfer
 from fedspan.federation.protocol import Envelope, read_header, serial
 from fedspan.federation.secagg.messages import (
     Agreement,
+    ConfirmOrder,
+    ConfirmReply,
     KeysOrder,
     KeysReply,
     Phase,
@@ -32,13 +34,13 @@ from fedspan.federation.secagg.messages import (
     SharesReply,
     UnmaskOrder,
     UnmaskReply,
+    build_confirmation,
     build_session_context,
     count_envelope_bytes,
 )
-from fedspan.federation.settings import SecureSettings
 from fedspan.federation.transport import Orders, Transport
 
-__all__ = ["Masked", "SecureSession", "SharesError", "unmask"]
+__all__ = ["Masked", "SecureSession", "SharesError", "require_openable", "unmask"]
 
 
 @dataclass(frozen=True)
@@ -47,19 +49,21 @@ class Masked:
 
     Args:
         transcript: Digest of the session and the agreement of its clients.
-        present: The masking partners of every client that was ordered to train, including itself.
-        needed: Number of shares that reconstruct a client's secret, by client.
+        present: The clients that were ordered to train.
+        needed: Number of shares that reconstruct a secret.
         keys: Public keys of all clients.
-        sealed: The shares that every client sealed for each neighbor, with commitments to them.
+        sealed: The shares that every client sealed for each other one, with commitments to them.
         survivors: Clients whose vectors are in the sum.
+        unopened: Clients whose shares cannot be opened, by the client that claims so.
     """
 
     transcript: str
-    present: Mapping[str, tuple[str, ...]]
-    needed: Mapping[str, int]
+    present: tuple[str, ...]
+    needed: int
     keys: Mapping[str, PublicKeys]
     sealed: Mapping[str, Mapping[str, bytes]]
     survivors: Collection[str]
+    unopened: Mapping[str, Collection[str]]
 
 
 class SharesError(ValueError):
@@ -75,13 +79,42 @@ class SharesError(ValueError):
         self.faults, self.disputes = faults, disputes
 
 
+def require_openable(present: Collection[str], needed: int, unopened: Mapping[str, Collection[str]]) -> None:
+    """Check that enough clients can open the shares of each other one.
+
+    A client that cannot open the shares of another one claims that their owner sealed wrong ones. That convicts the
+    owner if more than half of the clients claim it.
+
+    Args:
+        present: The masking partners.
+        needed: Number of shares that reconstruct a secret.
+        unopened: The clients whose shares cannot be opened, by the client that claims so.
+
+    Raises:
+        SharesError: If too few can open the shares of a client.
+    """
+    faults, disputes = dict[str, str](), dict[str, str]()
+    for id in present:
+        claiming = sorted(receiver for receiver, owners in unopened.items() if id in owners)
+        if not claiming or len(unopened) - len(claiming) >= needed:
+            continue
+        names = ", ".join(map(repr, claiming))
+        if 2 * len(claiming) > len(present):
+            faults[id] = f"what it sealed for {names} does not open"
+        else:
+            reason = f"{id!r} sealed shares that do not open, or {names} can open them; it takes {needed} shares"
+            disputes.update(dict.fromkeys([id, *claiming], reason))
+    if faults or disputes:
+        raise SharesError(faults, disputes)
+
+
 def unmask(total: Integers, masked: Masked, revealed: Mapping[str, Mapping[str, bytes]]) -> dict[str, str]:
     """Remove all masks from a sum, in place.
 
     A revealed share counts if it is the one that its owner committed itself to when it sealed the shares. Honest
     clients open no other shares, so another one convicts the client that revealed it; shares that count and give
-    another secret than that of the owner's public keys convict the owner. A client that reveals no share of an owner
-    claims that it does not open. That convicts the owner if more than half of its neighborhood claim it.
+    another secret than that of the owner's public keys convict the owner. A client that can open a share and withholds
+    it is convicted, too.
 
     Args:
         total: Sum of the survivors' vectors.
@@ -96,9 +129,8 @@ def unmask(total: Integers, masked: Masked, revealed: Mapping[str, Mapping[str, 
         SharesError: If the shares of a client are too few or not of its secret; the sum is unchanged.
     """
     secrets, faults, disputes = dict[str, bytes | None](), dict[str, str](), dict[str, str]()
-    for id, neighbors in sorted(masked.present.items()):
-        if id in masked.survivors or any(peer in masked.survivors for peer in neighbors):
-            secrets[id] = _open(id, masked, revealed, faults, disputes)
+    for id in masked.present:
+        secrets[id] = _open(id, masked, revealed, faults, disputes)
     if None in secrets.values():
         raise SharesError(faults, disputes)
     for id, secret in secrets.items():
@@ -106,10 +138,9 @@ def unmask(total: Integers, masked: Masked, revealed: Mapping[str, Mapping[str, 
         if id in masked.survivors:
             add_mask(total, secret, -1)
             continue
-        for peer in masked.present[id]:
-            if peer in masked.survivors:
-                seed = derive_pair_seed(secret, masked.keys[peer].masking, masked.transcript)
-                add_mask(total, seed, -1 if peer < id else 1)
+        for peer in masked.survivors:
+            seed = derive_pair_seed(secret, masked.keys[peer].masking, masked.transcript)
+            add_mask(total, seed, -1 if peer < id else 1)
     return faults
 
 
@@ -121,16 +152,18 @@ def _open(
     disputes: dict[str, str],
 ) -> bytes | None:
     """Return a client's secret, or None, and add what is found to ``faults`` and ``disputes``."""
-    stays, needed, neighbors = id in masked.survivors, masked.needed[id], masked.present[id]
-    holders = [holder for holder in neighbors if holder in revealed]
-    shares = {holder: revealed[holder][id] for holder in holders if id in revealed[holder]}
+    stays, needed = id in masked.survivors, masked.needed
+    shares = {receiver: given[id] for receiver, given in sorted(revealed.items()) if id in given}
+    for receiver in revealed.keys() - shares.keys():
+        if id not in masked.unopened[receiver]:
+            faults[receiver] = f"it withholds its share of {id!r}, which it can open"
     right = list[bytes]()
-    for holder, share in shares.items():
-        of_own_mask, of_masking_key = read_commitments(masked.sealed[id][holder])
+    for receiver, share in shares.items():
+        of_own_mask, of_masking_key = read_commitments(masked.sealed[id][receiver])
         if compute_share_commitment(share) == (of_own_mask if stays else of_masking_key):
             right.append(share)
         else:
-            faults[holder] = f"its share of {id!r} is not the one that {id!r} sealed for it"
+            faults[receiver] = f"its share of {id!r} is not the one that {id!r} sealed for it"
     if len(right) >= needed:
         try:
             secret = combine(right, needed)
@@ -141,16 +174,8 @@ def _open(
             return secret
         faults[id] = "the shares that it sealed are not of its secret"
         return None
-    unopened = [holder for holder in holders if holder not in shares]
-    reason = f"{len(right)} right shares of {id!r}; it takes {needed}"
-    if unopened:
-        reason += f". It sealed others that do not open, or {', '.join(map(repr, unopened))} withheld theirs"
-    if 2 * len(unopened) > len(neighbors):
-        faults[id] = f"what it sealed for {', '.join(map(repr, unopened))} does not open"
-    elif unopened:
-        disputes.update(dict.fromkeys([id, *unopened], reason))
-    elif len(right) == len(shares):
-        disputes.update(dict.fromkeys(holders, reason))
+    if len(right) == len(shares):
+        disputes.update(dict.fromkeys(shares, f"{len(right)} right shares of {id!r}; it takes {needed}"))
     return None
 
 
@@ -163,7 +188,6 @@ class SecureSession:
     Args:
         transport: Transport to the clients.
         seconds: Time limit of a phase for the clients, in seconds.
-        settings: Settings of secure aggregation.
         run: Name of the run.
         round: Number of the round, from 0.
         attempt: Attempt of the round, from 0.
@@ -176,14 +200,13 @@ class SecureSession:
         self,
         transport: Transport,
         seconds: float,
-        settings: SecureSettings,
         run: str,
         round: int,
         attempt: int,
         quorum: int,
         identities: Mapping[str, str] | None = None,
     ) -> None:
-        self.transport, self.seconds, self.settings = transport, seconds, settings
+        self.transport, self.seconds = transport, seconds
         self.run, self.round, self.attempt, self.quorum = run, round, attempt, quorum
         self.number = serial()
         self.identities = identities or {}
@@ -191,10 +214,11 @@ class SecureSession:
         self.failures: list[Failure] = []
         self._keys: dict[str, PublicKeys] = {}
         self._sent_keys = set[bytes]()
-        self._needed: dict[str, int] = {}
+        self._needed = 0
         self._sealed: dict[str, Mapping[str, bytes]] = {}
         self._transcript = ""
-        self.present: dict[str, tuple[str, ...]] = {}
+        self.present: tuple[str, ...] = ()
+        """The clients that may train, after ``begin``: the masking partners of each."""
         self.wrong = set[str]()
         """Clients that certainly revealed or sealed wrong shares."""
 
@@ -214,7 +238,7 @@ class SecureSession:
     def begin(
         self, ids: Sequence[str], agree: Callable[[Collection[str]], Agreement], absent: Collection[str] = frozenset()
     ) -> None:
-        """Exchange keys and shares; afterwards ``present`` maps the clients that may train to their masking partners.
+        """Exchange keys and shares.
 
         Args:
             ids: Ids of the clients.
@@ -227,34 +251,22 @@ class SecureSession:
         first = {id: self._order(KeysOrder, id) for id in ids}
         self._exchange(KeysReply, first, absent, wait_for_offline=self.attempt > 0)
         self.require(self._keys)
-        neighbors = select_neighborhoods(sorted(self._keys), self.settings.neighbors)
-        self._needed = {id: compute_threshold(len(neighbors[id]), self.settings.threshold) for id in neighbors}
-        agreement = agree(self._keys)
-        self._transcript = agreement.build_transcript(build_session_context(self.run, self.number))
-        orders = {
-            id: self._order(
-                SharesOrder,
-                id,
-                threshold=self._needed[id],
-                peers={peer: self._keys[peer] for peer in neighbors[id]},
-                agreement=agreement,
-            )
-            for id in neighbors
-        }
+        agreement, peers = agree(self._keys), dict(sorted(self._keys.items()))
+        self._needed, self.quorum = agreement.threshold, max(self.quorum, agreement.threshold)
+        self._transcript = agreement.build_transcript(build_session_context(self.run, self.number), peers)
+        orders = {id: self._order(SharesOrder, id, peers=peers, agreement=agreement) for id in peers}
         for id, reply in self._exchange(SharesReply, orders).items():
-            if reply.sealed.keys() != set(neighbors[id]):
-                self.fail(id, "shares: not one for each neighbor")
+            if reply.sealed.keys() != peers.keys():
+                self.fail(id, "shares: not one for each client")
             else:
                 self._sealed[id] = reply.sealed
         self.require(self._sealed)
-        self.present = {
-            id: tuple(peer for peer in neighbors[id] if peer in self._sealed) for id in sorted(self._sealed)
-        }
+        self.present = tuple(sorted(self._sealed))
 
     def end(self, total: Integers, survivors: Collection[str]) -> None:
-        """Collect the shares that remove the masks and unmask the sum in place.
+        """Have the clients confirm whose vectors are in the sum, collect the shares, and unmask the sum in place.
 
-        A client that does not reply in this phase is still included in the sum.
+        A client that does not reply in these phases is still included in the sum.
 
         Args:
             total: Sum of the survivors' vectors.
@@ -265,20 +277,17 @@ class SecureSession:
 
         Clients that certainly revealed or sealed wrong shares are added to ``wrong``.
         """
-        orders = {
-            id: self._order(
-                UnmaskOrder,
-                id,
-                survivors=tuple(peer for peer in self.present[id] if peer in survivors),
-                dropped=tuple(peer for peer in self.present[id] if peer not in survivors),
-                sealed={peer: self._sealed[peer][id] for peer in self.present[id]},
-            )
-            for id in sorted(survivors)
-        }
         failures_before = len(self.failures)
-        revealed = {id: reply.shares for id, reply in self._exchange(UnmaskReply, orders).items()}
-        masked = Masked(self._transcript, self.present, self._needed, self._keys, self._sealed, survivors)
         try:
+            confirmed = self._confirm(survivors)
+            if len(confirmed) < self._needed:
+                raise TooFew
+            unopened = {id: reply.unopened for id, reply in confirmed.items()}
+            require_openable(self.present, self._needed, unopened)
+            masked = Masked(self._transcript, self.present, self._needed, self._keys, self._sealed, survivors, unopened)
+            signatures = {id: reply.signature for id, reply in confirmed.items()}
+            orders = {id: self._order(UnmaskOrder, id, signatures=signatures) for id in confirmed}
+            revealed = {id: reply.shares for id, reply in self._exchange(UnmaskReply, orders).items()}
             faults = unmask(total, masked, revealed)
         except SharesError as error:
             explained = {failure.client for failure in self.failures[failures_before:]}  # by the clients themselves
@@ -291,6 +300,31 @@ class SecureSession:
         self.wrong |= faults.keys()
         for id, reason in sorted(faults.items()):
             self.fail(id, f"unmask: {reason}; it was not needed")
+
+    def _confirm(self, survivors: Collection[str]) -> dict[str, ConfirmReply]:
+        """Have the survivors sign whose vectors are in the sum, and return the replies with valid signatures."""
+        dropped = tuple(peer for peer in self.present if peer not in survivors)
+        sorted_survivors = tuple(sorted(survivors))
+        orders = {
+            id: self._order(
+                ConfirmOrder,
+                id,
+                survivors=sorted_survivors,
+                dropped=dropped,
+                sealed={peer: self._sealed[peer][id] for peer in self.present},
+            )
+            for id in sorted_survivors
+        }
+        statement = build_confirmation(self._transcript, survivors, dropped)
+        confirmed = dict[str, ConfirmReply]()
+        for id, reply in sorted(self._exchange(ConfirmReply, orders).items()):
+            try:
+                verify_session_signature(self._keys[id].signing, reply.signature, statement)
+            except ValueError as error:
+                self.fail(id, f"confirm: {error}")
+            else:
+                confirmed[id] = reply
+        return confirmed
 
     def _order(self, kind: Callable[..., Phase], to: str, **parts: Any) -> Phase:
         return kind(
@@ -355,12 +389,12 @@ class SecureSession:
         """
         if keys is None:
             raise ValueError("it sent none")
-        pair = {keys.sealing, keys.masking}
-        if len(pair) < 2:
-            raise ValueError("its two keys are the same")
-        if pair & self._sent_keys:
+        sent = set(keys.list_keys())
+        if len(sent) < 3:
+            raise ValueError("two of its keys are the same")
+        if sent & self._sent_keys:
             raise ValueError("another client has sent one of its keys")
-        for key in pair:
+        for key in (keys.sealing, keys.masking):
             require_public_key(key)
         expected = self.identities.get(id, "")
         if expected and (not keys.identity or compute_fingerprint(keys.identity) != compute_fingerprint(expected)):
@@ -368,5 +402,5 @@ class SecureSession:
         if keys.identity or keys.signature:
             context = build_session_context(self.run, self.number)
             verify_signature(keys.identity, keys.signature, keys.build_statement(context, id))
-        self._sent_keys |= pair
+        self._sent_keys |= sent
         self._keys[id] = keys

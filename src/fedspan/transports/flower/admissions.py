@@ -20,6 +20,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from fedspan.crypto.identity import compute_fingerprint
 from fedspan.errors import FedspanError, require_printable, suggest_nearest
 from fedspan.files import convert_disk_errors, write_atomic
 from fedspan.logs import AuditLog
@@ -103,6 +104,7 @@ def admit_node(
     days: int = DAYS,
     replace: bool = False,
     max_examples: int | None = None,
+    fingerprint: str | None = None,
 ) -> Admission:
     """Admit the node that has a public key.
 
@@ -114,13 +116,14 @@ def admit_node(
         replace: Whether the keys that were admitted under this name before are revoked.
         max_examples: Number of training examples up to which the number that the node declares counts; 0: any; None:
             as this name or key was admitted before, otherwise any.
+        fingerprint: The key's fingerprint as the data owner reads it out; None: it is not compared.
 
     Returns:
         The admission.
 
     Raises:
-        FedspanError: If the name has another key already, the key was revoked, or the SuperLink refuses or is
-            unreachable.
+        FedspanError: If the key has another fingerprint or was revoked, the name has another key already, or the
+            SuperLink refuses or is unreachable.
     """
     if not key.is_file():
         raise FedspanError("key", str(key), "a file with a node's public key (KEY.pub)")
@@ -129,6 +132,8 @@ def admit_node(
     except ValueError as error:
         raise FedspanError("--as", name, str(error)) from None
     text = key.read_text(encoding="utf-8").strip()
+    if fingerprint is not None:
+        _require_fingerprint(key, text, fingerprint)
     until = (datetime.now(UTC) + timedelta(days=days)).date().isoformat() if days else ""
     with _hold_lock(link):
         nodes = _read_nodes(link)
@@ -154,6 +159,16 @@ def admit_node(
         for replaced_id in replaced:
             _revoke(link, nodes, replaced_id, f"replaced by node {node}")
     return admission
+
+
+def _require_fingerprint(path: Path, key: str, fingerprint: str) -> None:
+    try:
+        actual = compute_fingerprint(key)
+    except ValueError as error:
+        raise FedspanError("key", str(path), f"a file with a node's public key ({error})") from None
+    if fingerprint != actual:
+        problem = f"{path} has the fingerprint {actual}. Ask the data owner for the right key; nobody was admitted"
+        raise FedspanError("--fingerprint", fingerprint, problem=problem)
 
 
 def _register(link: ServerLink, key: Path, name: str) -> int:

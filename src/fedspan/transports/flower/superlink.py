@@ -1,7 +1,7 @@
 """The SuperLink of a deployment: Flower's behind the door, and its supervision as a process.
 
-Run as a module, this is ``flower-superlink`` with the same arguments, and with the door (``door``) and the bounds on
-connections (``connections``) in front.
+Run as a module by ``supervise``, this is ``flower-superlink`` with the same arguments, and with the door (``door``) and
+the bounds on connections (``connections``) in front.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from threading import Event
 
 from starlette.middleware import Middleware
 
 from fedspan.errors import FedspanError
+from fedspan.processes import end_with_parent, hold_folder
 from fedspan.transports.flower.adapter import run_superlink
 from fedspan.transports.flower.admissions import end_admissions
 from fedspan.transports.flower.connections import BoundedProtocol, BoundedSocket
@@ -35,15 +37,15 @@ __all__ = ["main", "supervise"]
 
 
 def main() -> None:
-    """Run ``flower-superlink`` with the door in front."""
+    """Run ``flower-superlink`` with the door in front, as long as ``supervise`` has the other end of standard input."""
+    end_with_parent(partial(os.read, 0, 1))
     _allow_connections()
     _log_progress()
-    folder, seconds = os.environ.get(_OFFERS), os.environ.get(_RECONNECT)
-    limits = ExchangeLimits() if seconds is None else ExchangeLimits(reconnect=float(seconds))
-    offers = None if folder is None else Path(folder)
-    work = None if (file := os.environ.get(_WORK)) is None else Path(file)
+    folder, limits = Path(os.environ[_FOLDER]), ExchangeLimits(reconnect=float(os.environ[_RECONNECT]))
+    offers, work = folder / "bases", folder / WORK
     door = Middleware(Door, exchange_limits=limits, offers=offers, work=work)  # pyright: ignore[reportArgumentType]
-    run_superlink([door], BoundedProtocol, BoundedSocket.take_over)  # pyright: ignore[reportArgumentType]
+    with hold_folder(folder, _SUPERLINK, "--folder"):
+        run_superlink([door], BoundedProtocol, BoundedSocket.take_over)  # pyright: ignore[reportArgumentType]
 
 
 def _log_progress() -> None:
@@ -70,12 +72,12 @@ def _allow_connections() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
 
 
-_OFFERS = "FEDSPAN_OFFERS"
-"""Variable of the SuperLink's environment with the folder of the offered base models."""
-_WORK = "FEDSPAN_WORK"
-"""Variable of the SuperLink's environment with the file for what nodes do."""
+_FOLDER = "FEDSPAN_SERVER"
+"""Variable of the SuperLink's environment with the server's folder."""
 _RECONNECT = "FEDSPAN_RECONNECT_SECONDS"
 """Variable of the SuperLink's environment with the seconds for which orders wait for nodes that are offline."""
+_SUPERLINK = "superlink"
+"""The role in a server's folder of the SuperLink's process; the one that supervises it has the role ``server``."""
 _LOG = "superlink.log"
 _LOG_BYTES = 1 << 24
 """Size of the log in bytes above which it becomes ``superlink.log.1``, in place of the one before."""
@@ -106,9 +108,18 @@ def supervise(
         reconnect: Seconds for which an order waits for a node that is offline, unless the node was stopped.
 
     Raises:
-        FedspanError: If the SuperLink does not start, or another process listens on its port.
+        FedspanError: If the SuperLink does not start, another server works in the folder, or another process listens on
+            its port.
     """
-    _require_free(host, int(link.address.rpartition(":")[2]))
+    with hold_folder(folder, "server", "--folder"):
+        with hold_folder(folder, _SUPERLINK, "--folder"):  # the SuperLink that a killed server left has ended
+            _require_free(host, int(link.address.rpartition(":")[2]))
+        _supervise(folder, link, host, stop, on_ready, reconnect)
+
+
+def _supervise(
+    folder: Path, link: ServerLink, host: str, stop: Event, on_ready: Callable[[], None], reconnect: float
+) -> None:
     command = [sys.executable, "-m", "fedspan.transports.flower.superlink", "--isolation", "process", "--host", host]
     command += ["--port", link.address.rpartition(":")[2], "--database", str(folder / DATABASE)]
     command += ["--superexec-auth-secret-file", str(link.secret), "--disable-runtime-dependency-installation"]
@@ -117,33 +128,36 @@ def supervise(
     else:
         command += ["--ssl-ca-certfile", str(link.authority), "--ssl-certfile", str(folder / CERTIFICATE)]
         command += ["--ssl-keyfile", str(folder / KEY), "--enable-supernode-auth"]
-    environment = {**os.environ, "FLWR_HOME": str(folder / "flower"), _OFFERS: str(folder / "bases")}
-    environment |= {_RECONNECT: str(reconnect), _WORK: str(folder / WORK)}
+    environment = {**os.environ, "FLWR_HOME": str(folder / "flower")}
+    environment |= {_FOLDER: str(folder), _RECONNECT: str(reconnect)}
     first = True
     while not stop.is_set():
-        with os.fdopen(os.open(folder / _LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, umask=0o077)
-        try:
-            _wait_for_start(link, process, folder)
-            if first:
-                on_ready()
-                first = False
-            else:
-                log.warning("the SuperLink had ended, or its certificate was renewed; it runs again")
-            certificate, checked = _read_certificate(folder), time.monotonic()
-            while process.poll() is None and not stop.is_set() and _read_certificate(folder) == certificate:
-                if link.authority is not None and time.monotonic() - checked >= _CHECK:
-                    checked = time.monotonic()
-                    _end_admissions(link)
-                _rotate_log(folder / _LOG)
-                stop.wait(0.5)
-        finally:
-            process.terminate()
+        with (
+            os.fdopen(os.open(folder / _LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as output,
+            subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=output, stderr=output, env=environment, umask=0o077
+            ) as process,
+        ):
             try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+                _wait_for_start(link, process, folder)
+                if first:
+                    on_ready()
+                    first = False
+                else:
+                    log.warning("the SuperLink had ended, or its certificate was renewed; it runs again")
+                certificate, checked = _read_certificate(folder), time.monotonic()
+                while process.poll() is None and not stop.is_set() and _read_certificate(folder) == certificate:
+                    if link.authority is not None and time.monotonic() - checked >= _CHECK:
+                        checked = time.monotonic()
+                        _end_admissions(link)
+                    _rotate_log(folder / _LOG)
+                    stop.wait(0.5)
+            finally:
+                process.terminate()
+                try:
+                    process.wait(10)
+                except subprocess.TimeoutExpired:
+                    process.kill()
 
 
 def _read_certificate(folder: Path) -> int | None:

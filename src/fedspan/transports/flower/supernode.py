@@ -65,6 +65,13 @@ _RETRIES = 2
 reply may take an hour to compute. After these retries the connection counts as lost."""
 _REFUSED = 150.0
 """Seconds after which a refusal by the SuperLink is final: it detects a lost node connection within 60 s."""
+_UNKNOWN_PAUSE = 60.0
+"""Maximum number of seconds between two connections of a node whose key the server does not accept."""
+_UNKNOWN = (
+    "the server's operator has not admitted this node's key (fedspan admit KEY.pub), or has revoked it, and this node "
+    "needs a new one (fedspan join --new-key)"
+)
+_CONNECTED = "the previous connection of this node's key has not timed out yet"
 _FAILED = 1000
 """Code of an error reply whose reason fedspan provides."""
 
@@ -159,13 +166,14 @@ def serve(
                     connection.is_stopped = stop.is_set() and received.reply is None
                     give_up_at = time.monotonic() + _REFUSED
         except httpx.HTTPStatusError as error:
-            clock = explain_clock(error.response) if error.response.status_code == 401 else None
-            if time.monotonic() > give_up_at and error.response.status_code in (401, 403):
-                expected = "a SuperLink that knows this node's key (fedspan admit KEY.pub, on the server)"
-                raise FedspanError("server", link.address, "" if clock else expected, problem=clock) from error
-            reason = clock or "unknown node key, or the previous connection has not timed out yet"
+            status = error.response.status_code
+            is_unknown = status == httpx.codes.UNAUTHORIZED
+            reason = (explain_clock(error.response) or _UNKNOWN) if is_unknown else _CONNECTED
+            if time.monotonic() > give_up_at and (is_unknown or status == httpx.codes.FORBIDDEN):
+                raise FedspanError("server", link.address, problem=reason) from error
             log.warning("%s refused the connection: %s; next attempt in %g s", link.address, reason, pause)
             stop.wait(_vary_pause(pause))
+            pause = min(2 * pause, _UNKNOWN_PAUSE) if is_unknown else _RECONNECT[0]
         except (httpx.HTTPError, OSError) as error:
             log.warning("no connection to %s (%s); next attempt in %g s", link.address, _describe_error(error), pause)
             stop.wait(_vary_pause(pause))

@@ -29,7 +29,7 @@ from fedspan.training.references import copy_reference
 from fedspan.training.stacking import StackingPlan
 
 if TYPE_CHECKING:
-    from fedspan.clients.secagg import Session
+    from fedspan.clients.secagg_store import Session
 
 __all__ = ["BaseVersion", "ClusterWorker", "Outcome", "StackedOrder"]
 

@@ -1,0 +1,94 @@
+"""Metrics that leave a data owner: means over examples, with noise that hides each of them.
+
+The server chooses the model, so a metric is the answer to a question about the examples, and rounding hides nothing: a
+server moves a bias until the rounded metric changes, and then learns with every further answer about one example. So
+the sums behind the metrics get noise (the Laplace mechanism, Dwork et al., TCC 2006, in its discrete form: Ghosh et
+al., STOC 2009), whose scale is the most that an example may contribute, over epsilon. Metrics that are no means over
+examples have no such bound and stay.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from fedspan.federation.protocol import ScoredPart
+from fedspan.tasks.bounded_losses import BoundsExamples, get_loss_bound
+from fedspan.tasks.metrics import METRICS
+from fedspan.tasks.task import Task
+
+__all__ = ["MetricLimits", "add_noise", "draw_noise", "list_released_metrics", "round_count"]
+
+_STEPS = 1024
+"""Steps between the least and the most that an example contributes. The noise of whole numbers has no low bits, which
+for floats would depend on the sum."""
+
+
+@dataclass(frozen=True)
+class MetricLimits:
+    """A data owner's limits on metrics and losses.
+
+    Args:
+        epsilon: Epsilon of an evaluation of a part; None: metrics and training losses are sent as measured.
+        examples: Minimum number of examples of a part.
+        sizes: Numbers of examples of the parts, with those that no run evaluates (unknown labels); empty: all are.
+    """
+
+    epsilon: float | None = None
+    examples: int = 1
+    sizes: Mapping[ScoredPart, int] = field(default_factory=dict)
+
+
+def draw_noise(scale: float) -> int:
+    """Draw a whole number z with a probability proportional to exp(-abs(z) / scale), from the system's generator."""
+    up, down = (int(-math.log(1.0 - secrets.SystemRandom().random()) * scale) for _ in range(2))
+    return up - down
+
+
+def list_released_metrics(task: Task) -> list[str]:
+    """Return the metrics of a task that an evaluation releases: the run's own and the loss, if they are means.
+
+    Every further one would need more noise in each.
+    """
+    names = ["loss"] if isinstance(task, BoundsExamples) else []
+    metric = getattr(task, "metric", "loss")
+    return names + [metric] * (metric in METRICS and METRICS[metric].is_mean)
+
+
+def round_count(count: int) -> int:
+    """Round a number of examples down to two significant digits."""
+    step = 10 ** max(0, len(str(count)) - 2)
+    return count // step * step
+
+
+def add_noise(
+    metrics: Mapping[str, float], measured: int, examples: int, epsilon: float, task: Task
+) -> dict[str, float]:
+    """Return what an evaluation releases of the metrics of a part, with its rounded number of ``examples``.
+
+    Examples that were not measured count with the worst value, so that nothing depends on how many there are.
+
+    Args:
+        metrics: Means over the measured examples; no example contributes more than the task's bound to the loss.
+        measured: Number of these examples.
+        examples: Number of all examples of the part.
+        epsilon: Epsilon of the release: that of all metrics together, where one example is replaced by another.
+        task: The task.
+    """
+    names, released = list_released_metrics(task), {"examples": float(round_count(examples))}
+    for name in names:
+        metric = METRICS[name]
+        low, high = (0.0, get_loss_bound(task)) if name == "loss" else (metric.minimum, metric.maximum)
+        worst = low if metric.greater_is_better else high
+        mean = (metrics.get(name, worst) * measured + worst * (examples - measured)) / examples
+        total = round((mean - low) / (high - low) * examples * _STEPS)
+        noisy = total + draw_noise((_STEPS + 1) * len(names) / epsilon)  # 1: the sum is rounded to a step
+        share = min(max(noisy, 0), examples * _STEPS) / (examples * _STEPS)
+        released[name] = low + (high - low) * share
+    if "loss" in released:
+        for name in metrics:
+            if name in METRICS and METRICS[name].is_exponential_of_loss:
+                released[name] = math.exp(released["loss"])
+    return released

@@ -1,0 +1,175 @@
+"""What a client of secure aggregation stores: its session between the phases, and the sums that it helped to open."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Literal, Protocol
+
+from pydantic import Field, ValidationError
+
+from fedspan.errors import FedspanError
+from fedspan.federation.protocol import Count, HeaderPart, Name
+from fedspan.federation.secagg.messages import Agreement, BinaryPart, PublicKeys
+from fedspan.files import convert_disk_errors, read_bytes, write_atomic
+
+__all__ = ["DiskSessionStore", "MemorySessionStore", "Session", "SessionStore", "Sum"]
+
+
+class Session(BinaryPart):
+    """A client's state between the phases of a session.
+
+    Args:
+        run: The run of the session.
+        number: The session's number.
+        phase: The last phase that was answered.
+        secret: The secret that the keys are derived from; empty once the session has ended.
+        peers: Keys of all clients, as received in the phase of shares.
+        agreement: The agreement of that phase.
+        present: The clients with which the vector was masked.
+        survivors: The clients whose vectors are in the sum, as signed.
+        sealed: What the clients sealed for this one, as received in the phase of confirmation, if it opens.
+        trained: Round and model (``Agreement.model``) of the last vector that was masked outside a second exchange.
+    """
+
+    run: str
+    number: Count
+    phase: Literal["keys", "shares", "masked", "confirmed", "unmasked"]
+    secret: bytes
+    peers: dict[Name, PublicKeys] = Field(default_factory=dict)
+    agreement: Agreement | None = None
+    present: tuple[Name, ...] = ()
+    survivors: tuple[Name, ...] = ()
+    sealed: dict[Name, bytes] = Field(default_factory=dict)
+    trained: tuple[Count, str] | None = None
+
+
+class Sum(HeaderPart):
+    """What all sums of a model have in common in which a client reveals shares.
+
+    Args:
+        clients: The clients whose vectors are in the sum, sorted.
+        clip: Largest norm of a change (``Agreement.clip``).
+        top: Largest weight that counts (``Agreement.top``).
+    """
+
+    clients: tuple[Name, ...]
+    clip: float
+    top: float
+
+
+class SessionStore(Protocol):
+    """Store of the clients' sessions, and of the sums in which they revealed shares."""
+
+    def load(self, client: str) -> Session | None:
+        """Load a client's last session."""
+        ...
+
+    def store(self, client: str, session: Session) -> None:
+        """Replace the last session by a new one, which is durable on return.
+
+        Raises:
+            FedspanError: If the disk is full or refuses to write.
+        """
+        ...
+
+    def load_sum(self, client: str, model: str) -> Sum | None:
+        """Load the sum of a model in which a client revealed shares; None: there is none."""
+        ...
+
+    def store_sum(self, client: str, model: str, revealed: Sum) -> None:
+        """Store the sum of a model, which is durable on return.
+
+        Raises:
+            FedspanError: If the disk is full or refuses to write.
+        """
+        ...
+
+
+class MemorySessionStore:
+    """Sessions in this process, with each client's last sum: a run does not return to an earlier model."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, Session] = {}
+        self._sums: dict[str, tuple[str, Sum]] = {}
+
+    def load(self, client: str) -> Session | None:
+        """``SessionStore.load``."""
+        return self._sessions.get(client)
+
+    def store(self, client: str, session: Session) -> None:
+        """``SessionStore.store``."""
+        self._sessions[client] = session
+
+    def load_sum(self, client: str, model: str) -> Sum | None:
+        """``SessionStore.load_sum``."""
+        last, revealed = self._sums.get(client, ("", None))
+        return revealed if last == model else None
+
+    def store_sum(self, client: str, model: str, revealed: Sum) -> None:
+        """``SessionStore.store_sum``."""
+        self._sums[client] = model, revealed
+
+
+class DiskSessionStore:
+    """Sessions on a disk, readable by their owner only.
+
+    A client's session is one file next to its stored state, ``<folder>/<digest of the client's id>/session.json``,
+    which is replaced as a whole. The sum of a model in which it revealed shares is one file a model.
+
+    Args:
+        folder: The folder of one run, as in ``DiskClientStore``; created when something is stored.
+        sums: The folder of the sums of all runs of one client; None: next to the session.
+    """
+
+    def __init__(self, folder: Path, sums: Path | None = None) -> None:
+        self.folder, self._sums = folder, sums
+
+    def load(self, client: str) -> Session | None:
+        """``SessionStore.load``.
+
+        Raises:
+            FedspanError: If the file is damaged, so that the phases answered so far are unknown.
+        """
+        path = self._get_folder(client) / "session.json"
+        if not path.is_file():
+            return None
+        try:
+            return Session.model_validate_json(read_bytes(path))
+        except ValidationError as error:
+            problem = "the file is damaged. Remove it while no round runs"
+            raise FedspanError(str(path), None, problem=problem) from error
+
+    def store(self, client: str, session: Session) -> None:
+        """``SessionStore.store``."""
+        self._write(self._get_folder(client) / "session.json", session.model_dump_json())
+
+    def load_sum(self, client: str, model: str) -> Sum | None:
+        """``SessionStore.load_sum``.
+
+        Raises:
+            FedspanError: If the file is damaged.
+        """
+        path = self._get_sum_path(client, model)
+        if not path.is_file():
+            return None
+        try:
+            return Sum.model_validate_json(read_bytes(path))
+        except ValidationError as error:
+            problem = "the file is damaged. Without it, a server may learn this client's update of one model"
+            raise FedspanError(str(path), None, problem=problem) from error
+
+    def store_sum(self, client: str, model: str, revealed: Sum) -> None:
+        """``SessionStore.store_sum``."""
+        self._write(self._get_sum_path(client, model), revealed.model_dump_json())
+
+    def _write(self, path: Path, text: str) -> None:
+        with convert_disk_errors(self.folder, "free some space; the round can be run again"):
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            write_atomic(path, text.encode(), 0o600)
+
+    def _get_folder(self, client: str) -> Path:
+        return self.folder / hashlib.sha256(client.encode()).hexdigest()[:32]
+
+    def _get_sum_path(self, client: str, model: str) -> Path:
+        return (self._sums or self._get_folder(client) / "sums") / f"{model}.json"

@@ -1,0 +1,423 @@
+"""A dishonest server with colluding clients against honest clients of secure aggregation, and what it learns.
+
+The server tells two stories: each honest client is sent one of them. It has the secrets of the colluders, which sign
+whatever it needs. What it learns is computed from what it has: shares are combined, masks removed, and sums subtracted.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from fedspan.clients.secagg import SecureClient
+from fedspan.clients.secagg_store import MemorySessionStore, SessionStore
+from fedspan.core.values import Client, Contribution
+from fedspan.crypto.identity import Identity, compute_fingerprint, load_identity
+from fedspan.crypto.keys import (
+    SessionKeys,
+    compute_commitment,
+    compute_masking_public,
+    derive_pair_seed,
+    draw_secret,
+    open_sealed,
+    seal,
+)
+from fedspan.crypto.masks import Integers, Ring, add_mask
+from fedspan.crypto.shares import SHARE, combine, split
+from fedspan.errors import FedspanError
+from fedspan.federation.protocol import Masking, Order
+from fedspan.federation.secagg.messages import (
+    MASKED,
+    Agreement,
+    ConfirmOrder,
+    ConfirmReply,
+    KeysOrder,
+    KeysReply,
+    PublicKeys,
+    SharesOrder,
+    SharesReply,
+    UnmaskOrder,
+    UnmaskReply,
+    build_confirmation,
+    build_session_context,
+    compute_layout_digest,
+    compute_share,
+    create_initial_values,
+)
+from fedspan.federation.settings import SecureSettings
+
+START = {"layer/A": torch.zeros(2, 3)}
+CLIP = 10.0
+MODEL = b"the model"
+
+
+@dataclass(frozen=True)
+class Story:
+    """What the server tells a client; every part leaves out some of the honest clients.
+
+    Args:
+        unknown: Clients that are said to have sent no keys.
+        silent: Clients that are said to have sent no shares.
+        dropped: Clients that are said to have sent no vector.
+        threshold: Number of shares that reconstruct a secret; None: the default.
+        top: Largest weight that counts.
+        replaced: Client whose keys the server replaces by its own.
+    """
+
+    unknown: tuple[str, ...] = ()
+    silent: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+    threshold: int | None = None
+    top: float = 16.0
+    replaced: str | None = None
+
+
+@dataclass(frozen=True)
+class Play:
+    """What the server does in one session.
+
+    Args:
+        story: What it tells the honest clients.
+        other: What it tells those of ``misled`` instead.
+        misled: Clients that are told the other story.
+        unasked: Clients that are not asked to reveal shares.
+        task: Kind of the sum.
+        lr: Learning rate of the order.
+    """
+
+    story: Story = Story()
+    other: Story = Story()
+    misled: tuple[str, ...] = ()
+    unasked: tuple[str, ...] = ()
+    task: str = "train"
+    lr: float = 0.1
+
+
+@dataclass
+class _Session:
+    """What the server holds of one session."""
+
+    context: str
+    keys: dict[str, PublicKeys] = field(default_factory=dict)
+    owned: dict[str, SessionKeys] = field(default_factory=dict)
+    present: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    agreements: dict[str, Agreement] = field(default_factory=dict)
+    transcripts: dict[str, str] = field(default_factory=dict)
+    sealed: dict[str, Mapping[str, bytes]] = field(default_factory=dict)
+    vectors: dict[str, Integers] = field(default_factory=dict)
+    shares: defaultdict[tuple[str, str], set[bytes]] = field(default_factory=lambda: defaultdict(set))
+
+
+class Game:
+    """Honest clients, each with its pinned peers, and a server with some colluders.
+
+    Args:
+        clients: Number of all clients.
+        colluders: Number of those that collude with the server.
+        stated: Number of colluders that the owners state; None: as many as there are, and at least one.
+        min_clients: Smallest sum that the owners allow.
+        stores: Session stores by client; others are in memory.
+    """
+
+    def __init__(
+        self,
+        clients: int,
+        colluders: int,
+        stated: int | None = None,
+        min_clients: int = 3,
+        stores: Mapping[str, SessionStore] | None = None,
+    ) -> None:
+        self.honest = tuple(f"honest-{number:02}" for number in range(clients - colluders))
+        self.colluders = tuple(f"colluder-{number:02}" for number in range(colluders))
+        known = {id: compute_fingerprint(make_identity(id).public) for id in (*self.honest, *self.colluders)}
+        self.clients = {
+            id: SecureClient(
+                id,
+                (stores or {}).get(id) or MemorySessionStore(),
+                min_clients,
+                max(1, colluders) if stated is None else stated,
+                identity=make_identity(id),
+                known=known,
+            )
+            for id in self.honest
+        }
+        self.weights = {id: float(2 + number) for number, id in enumerate(self.honest)}
+        rng = np.random.default_rng(clients)
+        self.values = {id: {"layer/A": torch.from_numpy(rng.uniform(-2, 2, (2, 3))).float()} for id in self.honest}
+        self.reasons = list[str]()
+        """Why clients refused, in their order."""
+        self._opened = list[tuple[dict[str, float], np.ndarray[Any, Any]]]()
+        self._number = 0
+
+    def play(self, play: Play, body: bytes = MODEL) -> None:
+        """Run a session, and keep what the server opens of it."""
+        self._number += 1
+        session = _Session(build_session_context("run", self._number))
+        stories = {id: play.other if id in play.misled else play.story for id in self.honest}
+        self._exchange_keys(session)
+        for id, story in stories.items():
+            self._exchange_shares(session, id, story, play, body)
+        for id in session.sealed:
+            self._train(session, id, stories[id], play, body)
+        self._confirm_and_unmask(session, stories, play.unasked)
+        self._open(session)
+
+    def compute_score(self) -> set[str]:
+        """Return the honest clients of which a combination of opened sums is the vector alone."""
+        if not self._opened:
+            return set()
+        rows = np.array([[shares.get(id, 0.0) for id in self.honest] for shares, _ in self._opened])
+        totals = np.array([total for _, total in self._opened])
+        isolated = set[str]()
+        for number, id in enumerate(self.honest):
+            target = np.eye(len(self.honest))[number]
+            factors = np.linalg.lstsq(rows.T, target, rcond=None)[0]
+            if np.abs(rows.T @ factors - target).max() < 1e-6:
+                exact = self.values[id]["layer/A"].double().flatten().numpy()
+                assert np.abs(factors @ totals - exact).max() < 1e-3, "the server's own arithmetic is wrong"
+                isolated.add(id)
+        return isolated
+
+    def list_sums(self) -> list[set[str]]:
+        """Return the honest clients of the opened sums."""
+        return [set(shares) for shares, _ in self._opened]
+
+    def _common(self, id: str) -> dict[str, Any]:
+        return {"run": "run", "serial": 1, "round": 0, "attempt": 0, "to": id, "session": self._number}
+
+    def _answer(self, id: str, kind: Any, **parts: Any) -> Any:
+        """Send a client an order, and return its reply; None: it refused."""
+        try:
+            return self.clients[id].answer(kind(**self._common(id), **parts))
+        except FedspanError as error:
+            self.reasons.append(str(error))
+            return None
+
+    def _exchange_keys(self, session: _Session) -> None:
+        for id in self.honest:
+            reply = self._answer(id, KeysOrder)
+            assert isinstance(reply, KeysReply)
+            assert reply.keys is not None
+            session.keys[id] = reply.keys
+        for id in self.colluders:
+            session.owned[id] = SessionKeys.derive(draw_secret(), id)
+            session.keys[id] = _sign_keys(session.owned[id], session.context, id, make_identity(id))
+
+    def _exchange_shares(self, session: _Session, id: str, story: Story, play: Play, body: bytes) -> None:
+        ids = sorted(set(session.keys) - set(story.unknown))
+        if len(ids) < 2 or id not in ids:
+            return  # no order says so
+        peers = {peer: session.keys[peer] for peer in ids}
+        if story.replaced in peers:
+            keys = SessionKeys.derive(draw_secret(), "replaced")
+            peers[story.replaced] = _sign_keys(keys, session.context, story.replaced, make_identity("server"))
+        threshold = SecureSettings().compute_threshold(len(ids)) if story.threshold is None else story.threshold
+        agreement = Agreement(
+            config="",
+            task=play.task,  # pyright: ignore[reportArgumentType]
+            round=0,
+            lr=play.lr,
+            model=hashlib.sha256(body).hexdigest(),
+            clients=len(ids),
+            threshold=threshold,
+            clip=CLIP,
+            bits=64,
+            top=story.top,
+            layout=compute_layout_digest(create_initial_values(START, START)),
+        )
+        reply = self._answer(id, SharesOrder, peers=peers, agreement=agreement)
+        if isinstance(reply, SharesReply):
+            session.agreements[id], session.sealed[id] = agreement, reply.sealed
+            session.transcripts[id] = agreement.build_transcript(session.context, peers)
+            session.present[id] = tuple(peer for peer in ids if peer not in story.silent)
+
+    def _train(self, session: _Session, id: str, story: Story, play: Play, body: bytes) -> None:
+        masking = Masking(session=self._number, peers=session.present[id])
+        client = Client(id, 2, 1.0, 1, self.weights[id], None)
+        order = Order(play.task, 0, 0, play.lr, id, client, body, run="run", secure=masking)  # type: ignore[arg-type]
+        try:
+            message, _ = self.clients[id].mask(order, masking, Contribution(sum=self.values[id]), START)
+        except FedspanError as error:
+            self.reasons.append(str(error))
+            return
+        session.vectors[id] = message.tensors[MASKED].numpy().view(np.uint64)
+
+    def _confirm_and_unmask(self, session: _Session, stories: Mapping[str, Story], unasked: Collection[str]) -> None:
+        statements, signatures = dict[str, bytes](), defaultdict[bytes, dict[str, bytes]](dict)
+        for id in session.vectors:
+            dropped = tuple(peer for peer in session.present[id] if peer in stories[id].dropped)
+            survivors = tuple(peer for peer in session.present[id] if peer not in dropped)
+            sealed = {peer: self._seal_for(session, peer, id) for peer in session.present[id]}
+            reply = self._answer(id, ConfirmOrder, survivors=survivors, dropped=dropped, sealed=sealed)
+            if isinstance(reply, ConfirmReply):
+                statements[id] = build_confirmation(session.transcripts[id], survivors, dropped)
+                signatures[statements[id]][id] = reply.signature
+        for id, statement in statements.items():
+            if id in unasked:
+                continue
+            signed = {peer: session.owned[peer].sign(statement) for peer in session.owned}
+            reply = self._answer(id, UnmaskOrder, signatures={**signed, **signatures[statement]})
+            for owner, share in reply.shares.items() if isinstance(reply, UnmaskReply) else ():
+                is_own = owner not in stories[id].dropped
+                session.shares[owner, "own" if is_own else "masking"].add(share)
+
+    def _seal_for(self, session: _Session, owner: str, receiver: str) -> bytes:
+        """Return what a client sealed for another one; a colluder seals what the receiver can open."""
+        if owner in session.sealed:
+            return session.sealed[owner].get(receiver, bytes(92))
+        if owner not in session.owned:
+            return bytes(92)
+        keys, agreement = session.owned[owner], session.agreements[receiver]
+        pair = [split(secret, agreement.threshold, agreement.clients)[0] for secret in (keys.own, keys.masking)]
+        public = session.keys[receiver].sealing
+        return seal(keys.sealing, public, owner, receiver, session.transcripts[receiver], b"".join(pair))
+
+    def _open(self, session: _Session) -> None:
+        """Combine the shares that the server holds, and remove the masks that it knows."""
+        for owner, sealed in session.sealed.items():
+            for colluder in session.owned.keys() & sealed.keys():
+                keys, public = session.owned[colluder], session.keys[owner].sealing
+                pair = open_sealed(keys.sealing, public, owner, colluder, session.transcripts[owner], sealed[colluder])
+                session.shares[owner, "own"].add(pair[:SHARE])
+                session.shares[owner, "masking"].add(pair[SHARE:])
+        own, masking = dict[str, bytes](), {id: keys.masking for id, keys in session.owned.items()}
+        for id in session.sealed:
+            threshold, public = session.agreements[id].threshold, session.keys[id]
+            seed = _combine(session.shares[id, "own"], threshold)
+            if seed is not None and compute_commitment(seed) == public.own:
+                own[id] = seed
+            key = _combine(session.shares[id, "masking"], threshold)
+            if key is not None and compute_masking_public(key) == public.masking:
+                masking[id] = key
+        for component in self._find_components(session, masking):
+            if component <= own.keys():
+                self._opened.append(self._sum(session, component, own, masking))
+
+    def _find_components(self, session: _Session, masking: Collection[str]) -> list[set[str]]:
+        """Return the sets of clients whose vectors have unknown masks among each other alone."""
+        components, blocked = {id: {id} for id in session.vectors}, set[str]()
+        for id in session.vectors:
+            for peer in set(session.present[id]) - {id}:
+                if id in masking or peer in masking:
+                    continue
+                if (
+                    peer in session.vectors
+                    and id in session.present[peer]
+                    and session.transcripts[peer] == session.transcripts[id]
+                ):
+                    merged = components[id] | components[peer]
+                    components.update(dict.fromkeys(merged, merged))
+                else:
+                    blocked.add(id)
+        return [one for id, one in components.items() if id == min(one) and not one & blocked]
+
+    def _sum(
+        self, session: _Session, component: Collection[str], own: Mapping[str, bytes], masking: Mapping[str, bytes]
+    ) -> tuple[dict[str, float], np.ndarray[Any, Any]]:
+        """Return the weights of the clients of a sum, and the sum without the masks, which the server knows."""
+        total = np.zeros(6, np.uint64)
+        for id in component:
+            total += session.vectors[id]
+            add_mask(total, own[id], -1)
+            for peer in set(session.present[id]) - {id}:
+                if id in masking:
+                    seed = derive_pair_seed(masking[id], session.keys[peer].masking, session.transcripts[id])
+                elif peer in masking:
+                    seed = derive_pair_seed(masking[peer], session.keys[id].masking, session.transcripts[id])
+                else:
+                    continue
+                add_mask(total, seed, -1 if id < peer else 1)
+        agreement = session.agreements[min(component)]
+        shares = {id: compute_share(self.weights[id], agreement.top) for id in component}
+        return shares, Ring(64, CLIP, agreement.clients).decode(total)
+
+
+def _combine(shares: Collection[bytes], threshold: int) -> bytes | None:
+    try:
+        return combine(sorted(shares), threshold)
+    except ValueError:
+        return None
+
+
+def _sign_keys(keys: SessionKeys, context: str, id: str, identity: Identity) -> PublicKeys:
+    public = PublicKeys(
+        sealing=keys.sealing_public,
+        masking=keys.masking_public,
+        own=compute_commitment(keys.own),
+        signing=keys.signing_public,
+        identity=identity.public,
+    )
+    return public.model_copy(update={"signature": identity.sign(public.build_statement(context, id))})
+
+
+@functools.cache
+def make_identity(name: str) -> Identity:
+    """Create a lasting key."""
+    key = ec.generate_private_key(ec.SECP384R1())
+    form = serialization.PrivateFormat.OpenSSH
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "key"
+        path.write_bytes(key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption()))
+        return load_identity(path)
+
+
+def list_attacks(honest: Sequence[str], colluders: int) -> dict[str, tuple[Play, ...]]:
+    """Return the attacks on the first honest client, each the sessions that it takes."""
+    victim, others = honest[0], honest[1:]
+    misled, majority = others[: (len(others) + 1) // 2], (len(honest) + colluders) // 2 + 1
+    return {
+        "none": (Play(),),
+        "two stories of who survived": (Play(other=Story(dropped=(victim,)), misled=misled),),
+        "a threshold as small as can be": (Play(Story(threshold=2)),),
+        "a threshold of a bare majority": (
+            Play(Story(threshold=majority), Story(threshold=majority, dropped=(victim,)), misled=misled),
+        ),
+        "colluders all around": (Play(Story(unknown=others[1:], silent=others[:1])),),
+        "the same model without the victim": (Play(), Play(Story(unknown=(victim,)))),
+        "the victim is said to have dropped out in a retry": (Play(), Play(Story(dropped=(victim,)), lr=0.2)),
+        "another largest weight": (Play(), Play(Story(top=len(honest) + 0.5))),
+        "unasked clients are summed again": (
+            Play(unasked=others[-2:]),
+            Play(Story(unknown=(victim,)), unasked=others[:2]),
+        ),
+        "keys of the server's own": (Play(Story(replaced=honest[-1])),),
+    }
+
+
+def list_lies(honest: Sequence[str], colluders: int) -> tuple[Callable[[Play], Play], ...]:
+    """Return changes of a session that the server may combine."""
+    victim, others = tuple(honest[:1]), tuple(honest[1:])
+    half = others[: (len(others) + 1) // 2]
+
+    def tell(**changes: Any) -> Callable[[Play], Play]:
+        return lambda play: replace(play, story=replace(play.story, **changes), other=replace(play.other, **changes))
+
+    def tell_half(**changes: Any) -> Callable[[Play], Play]:
+        return lambda play: replace(play, other=replace(play.other, **changes), misled=half)
+
+    def play_so(**changes: Any) -> Callable[[Play], Play]:
+        return lambda play: replace(play, **changes)
+
+    return (
+        *(tell(**{part: group}) for part in ("unknown", "dropped") for group in (victim, honest[-1:], half)),
+        *(tell_half(**{part: victim}) for part in ("unknown", "silent", "dropped", "dropped")),
+        tell(silent=others[:1]),
+        *(tell(threshold=threshold) for threshold in (2, (len(honest) + colluders) // 2 + 1)),
+        tell(top=len(honest) + 0.5),
+        tell_half(top=len(honest) + 0.5),
+        tell(replaced=honest[-1]),
+        *(play_so(unasked=group) for group in (honest, half, others[-2:])),
+        play_so(task="statistics"),
+        play_so(lr=0.2),
+    )

@@ -1,0 +1,44 @@
+"""Adapters from others: their weights are not unpickled, and their config chooses no other class."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import fedspan
+from fedspan.errors import FedspanError
+from helpers import tiny
+
+
+@pytest.fixture(scope="module")
+def exported(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an adapter."""
+    folder = tmp_path_factory.mktemp("exported")
+    fedspan.run(tiny.settings(tiny_folder, federation={"rounds": 1}), folder / "run")
+    return folder / "run" / "adapter"
+
+
+def refuse(folder: Path) -> None:
+    with pytest.raises(FedspanError, match=r"no LoRA adapter with its weights in adapter_model\.safetensors"):
+        fedspan.predict(folder, ["word1"])
+
+
+def test_weights_in_a_pickle_are_not_read(exported: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(exported, tmp_path / "adapter"))
+    assert fedspan.predict(folder, ["word1"])
+    torch.save(load_file(folder / "adapter_model.safetensors"), folder / "adapter_model.bin")
+    (folder / "adapter_model.safetensors").unlink()
+    refuse(folder)
+
+
+def test_another_kind_of_adapter_is_not_built(exported: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(exported, tmp_path / "adapter"))
+    config = json.loads((folder / "adapter_config.json").read_text())
+    plain = {name: config[name] for name in ("base_model_name_or_path", "task_type", "target_modules")}
+    (folder / "adapter_config.json").write_text(json.dumps({**plain, "peft_type": "IA3", "feedforward_modules": []}))
+    refuse(folder)

@@ -1,0 +1,45 @@
+"""Cells of tables that spreadsheets would run."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedspan.experiments.tables import Table, write_tables
+from fedspan.files import neutralize_formula
+from helpers.command_line import done
+
+FORMULA = '=HYPERLINK("http://192.0.2.1","look")'
+
+
+@pytest.mark.parametrize("cell", [FORMULA, "+1+cmd|' /C calc'!A0", "-a", "@SUM(A1)", "\t=1", "\r=1", "-1-1"])
+def test_formulas_become_text(cell: str) -> None:
+    assert neutralize_formula(cell) == f"'{cell}"
+
+
+@pytest.mark.parametrize("cell", ["", "-0.25", "+3", "-1e-5", "a=b", "label", "'=1"])
+def test_numbers_and_other_texts_stay_as_they_are(cell: str) -> None:
+    assert neutralize_formula(cell) == cell
+
+
+def test_predictions_in_a_table_are_no_formulas(
+    call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import fedspan
+
+    monkeypatch.setattr(fedspan, "predict", lambda *_: [("=1+1", 0.5), ("lab", 0.25)])
+    (tmp_path / "texts.txt").write_text(f"{FORMULA}\n-2\n")
+    lines = done(call("predict", tmp_path, "--file", tmp_path / "texts.txt")).splitlines()
+    assert lines == [f"'=1+1\t0.5000\t'{FORMULA}", "lab\t0.2500\t-2"]
+
+
+def test_the_table_of_a_comparison_has_no_formulas(tmp_path: Path) -> None:
+    table = Table(("method",), (("fedit",),), None, ())
+    write_tables(tmp_path, "title", table, [{"method": FORMULA, "score": -0.5, "note": None}], ["fedspan"], [])
+    with (tmp_path / "table.csv").open(newline=os.linesep) as file:
+        assert list(csv.DictReader(file)) == [{"method": f"'{FORMULA}", "score": "-0.5", "note": ""}]
