@@ -17,13 +17,15 @@ from torch import Tensor
 from fedspan.clients.open_training import OpenTraining
 from fedspan.clients.refusals import describe_error
 from fedspan.clients.second_exchange import FirstExchange
-from fedspan.clients.statistics import StatisticsLimits, compute_client_statistics
+from fedspan.clients.statistics import StatisticsLimits, compute_client_statistics, parse_statistics_order
 from fedspan.clients.store import LostStateError, OverlayClientStore
 from fedspan.core.heads import HeadKind
 from fedspan.core.values import Client, Job, OptimizerState
 from fedspan.errors import FedspanError
+from fedspan.federation.head_start import BOUND, KIND
 from fedspan.federation.progress import ClientData, ClientState
 from fedspan.federation.protocol import Order
+from fedspan.federation.secagg.messages import KeysOrder
 from fedspan.runs.head_setup import begin
 from fedspan.runs.setup import Prepared, prepare
 from helpers import tiny
@@ -119,6 +121,14 @@ def test_a_secret_sample_serves_one_stored_state(fedex: Prepared, tmp_path: Path
         host.store.store("west", 0, state, frozenset())
         samples.append(draw_samples(host, order))
     assert samples[0] == samples[2] != samples[1]
+
+
+def test_only_training_costs_privacy(fedex: Prepared, tmp_path: Path) -> None:
+    host, order = make_host(fedex, tmp_path), make_order(fedex)
+    assert host.compute_charges(order)
+    assert host.compute_charges(replace(order, task="evaluate")) == ()
+    assert host.compute_charges(replace(order, task="statistics")) == ()
+    assert host.compute_charges(KeysOrder(round=0, attempt=0, to="west", session=7)) == ()
 
 
 def test_the_digest_of_a_state_depends_on_all_of_it_and_survives_the_disk(tmp_path: Path) -> None:
@@ -236,6 +246,17 @@ def prepared(tiny_folder: Path) -> Prepared:
     """A run on BERT, whose clients are of different sizes and labels."""
     federation = {"clients_per_round": None}
     return prepare(tiny.config(tiny_folder, "deep-bert", model={"head_init": "lda"}, federation=federation))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{KIND: "means"}, {KIND: 1}, {BOUND: 1}, {BOUND: -1.0}, {BOUND: float("inf")}, {BOUND: float("nan")}],
+)
+def test_an_order_for_statistics_has_a_known_kind_and_a_finite_bound(changes: dict[str, object]) -> None:
+    message = Message({}, {KIND: "lda", BOUND: 0.0, "steps": 3})
+    assert parse_statistics_order(message) == ("lda", 0.0, Message({}, {"steps": 3}))
+    with pytest.raises(ValueError, match="an order for statistics of kind"):
+        parse_statistics_order(replace(message, scalars={**message.scalars, **changes}))
 
 
 def test_limits_of_a_data_owner(prepared: Prepared) -> None:

@@ -354,6 +354,7 @@ def test_a_checkpoint_is_due_after_steps_or_minutes(tmp_path: Path) -> None:
     checkpoint.store(make_progress(4))
     assert not checkpoint.is_due(13)
     assert checkpoint.is_due(14)
+    assert JobCheckpoints(tmp_path / "training", "run", None, 0.5).open(make_order(), 0).seconds == 30.0
 
 
 @pytest.mark.parametrize("name", ["checkpoint_steps", "checkpoint_minutes"])

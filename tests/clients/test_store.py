@@ -175,6 +175,8 @@ def test_a_client_s_own_folder_has_its_base_and_empty_states(tmp_path: Path) -> 
     with pytest.raises(DamagedFileError, match=folder.get_path("a", 2).name):
         folder.load("a", 2)
     assert folder.load("a", 1) == ClientState()
+    folder.discard(set(), [("a", 1), ("a", 9)])  # a version that another process has deleted
+    assert not folder.get_path("a", 1).exists()
 
 
 def test_old_versions_go_when_no_checkpoint_needs_them(run: RunFolder) -> None:

@@ -117,8 +117,10 @@ def test_ajive_finds_a_common_space_exactly(rank: int, seed: int) -> None:
     assert torch.allclose(U @ U.T, joint @ joint.T, rtol=0, atol=1e-9)
 
 
-def _by_definition(views: list[Tensor], joint_rank: int, view_rank: int, identifiable: bool) -> list[Tensor]:
-    """J_i, from sums of dense projections: center, top directions of each view, top of their sum, check, project."""
+def _by_definition(
+    views: list[Tensor], joint_rank: int, view_rank: int, identifiable: bool
+) -> tuple[list[Tensor], list[float]]:
+    """J_i and tau_i, from dense projections: center, top directions of each view, top of their sum, check, project."""
     size, centered, taus = len(views[0]), [], []
     total = torch.zeros(size, size, dtype=torch.float64)
     for view in views:
@@ -132,7 +134,7 @@ def _by_definition(views: list[Tensor], joint_rank: int, view_rank: int, identif
     if identifiable:
         keep = [all(float((X.T @ u).norm()) >= tau for X, tau in zip(centered, taus, strict=True)) for u in top.T]
         top = top[:, keep]
-    return [top @ top.T @ X for X in centered]
+    return [top @ top.T @ X for X in centered], taus
 
 
 @few
@@ -141,7 +143,9 @@ def test_ajive_is_its_definition_step_by_step(joint_rank: int, view_rank: int, i
     rng = torch.Generator().manual_seed(seed)
     views = [_randn(rng, 9, columns) + 2 for columns in (5, 6, 4)]
     found = compute_ajive(views, joint_rank, view_rank, identifiable=identifiable)
-    for number, expected in enumerate(_by_definition(views, joint_rank, view_rank, identifiable)):
+    joint, thresholds = _by_definition(views, joint_rank, view_rank, identifiable)
+    assert found.thresholds == pytest.approx(thresholds, rel=1e-9)
+    for number, expected in enumerate(joint):
         assert torch.allclose(found.compute_joint(number), expected, rtol=0, atol=1e-8)
     if found.basis.numel():
         assert (found.basis.gather(0, found.basis.abs().argmax(0)[None]) > 0).all()
@@ -207,6 +211,16 @@ def test_views_without_a_rest_share_nothing_unless_a_rank_is_given() -> None:
     assert compute_ajive(views, 3, 3).basis.shape[1] == 3
 
 
+def test_draws_without_a_generator_are_those_of_seed_0() -> None:
+    """Two seeds find different joint ranks of these views, from one draw for each bound."""
+    rng = torch.Generator().manual_seed(1)
+    joint = torch.linalg.qr(_randn(rng, 12, 2))[0]
+    views = [joint @ _randn(rng, 2, 6) + 1.5 * _randn(rng, 12, 6) for _ in range(3)]
+    seeded = [compute_ajive(views, None, 3, samples=1, rng=torch.Generator().manual_seed(seed)) for seed in (0, 1)]
+    assert [found.basis.shape[1] for found in seeded] == [0, 1]
+    assert compute_ajive(views, None, 3, samples=1).basis.shape[1] == 0
+
+
 def test_joint_and_individual_parts_and_the_rest_make_up_the_view() -> None:
     rng = torch.Generator().manual_seed(6)
     joint = _joint(rng, 20, 2)
@@ -235,6 +249,7 @@ def test_directions_without_variation_have_no_vote() -> None:
     assert torch.allclose(default @ default.T, given_rank @ given_rank.T, rtol=0, atol=1e-9)
     silent = compute_ajive([*views, torch.zeros(8, 2)], 1).basis
     assert torch.allclose(silent @ silent.T, default @ default.T, rtol=0, atol=1e-9)
+    assert compute_ajive([*views, torch.zeros(8, 2)], 1).thresholds[-1] == 0.0
     nothing = compute_ajive([torch.zeros(8, 2)] * 2, 2, identifiable=True)
     assert nothing.basis.shape == (8, 0)
     assert not nothing.compute_joint(0).any()

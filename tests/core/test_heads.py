@@ -81,6 +81,35 @@ def test_the_heads_directions_are_those_of_lda_and_of_one_length(shrinkage: floa
     torch.testing.assert_close(lengths, lengths[:1].expand(CLASSES), rtol=1e-4, atol=0)
 
 
+@pytest.mark.parametrize("shrinkage", [0.2, 1.0])
+@pytest.mark.parametrize("apart", [0.1, 3.0])
+@pytest.mark.parametrize("unit", [1e-3, 1.0, 20.0])
+def test_a_head_s_length_is_that_of_its_formula_in_any_unit(shrinkage: float, apart: float, unit: float) -> None:
+    """W is estimated with n - C degrees of freedom, and class means use its trace alone."""
+    features, labels = examples(61)
+    features = features.double()
+    noise = features - torch.stack([features[labels == label].mean(0) for label in labels])
+    means = apart * torch.randn(CLASSES, FEATURES, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    features = unit * (means[labels] + noise)
+    head = fit_cosine_discriminant(summarize_features(features, labels, CLASSES, "lda"), 61, shrinkage)
+
+    W, identity = unit**2 * noise.T @ noise / 61, torch.eye(FEATURES, dtype=torch.float64)
+    round = W.trace() / FEATURES * identity
+    S = (1 - shrinkage) * W + shrinkage * round
+    W = (W if shrinkage < 1 else round) * 61 / (61 - CLASSES)
+    d = torch.linalg.solve(S, unit * (means - means.mean(0)).T).T
+    counts = torch.bincount(labels).double()
+    p, v = counts / 61, (d * unit * (means - means.mean(0))).sum(1).sqrt()
+    q = (1 - shrinkage) * torch.linalg.solve(S, W).trace() * (61 - CLASSES) / 61
+    g = 1 / (1 - q / (61 - CLASSES))
+    spread, length = g * torch.linalg.solve(S, W).trace(), p @ v**2
+    signal = max(p @ (v**2 - spread / counts).clamp(min=0), length / 10)
+    along = sum(share * one @ W @ one for share, one in zip(p, d, strict=True)) / length
+    k = min(20 / (spread + signal) ** 0.5, signal / length**0.5 / (g**2 * along))
+    expected = k * d / v[:, None]  # up to 1e-6 of the variance that is added to S
+    torch.testing.assert_close(head.weight.double(), expected, rtol=5e-4, atol=0)
+
+
 def test_class_means_need_no_products() -> None:
     features, labels = examples()
     lean, full = (summarize_features(features, labels, CLASSES, kind) for kind in ("class-means", "lda"))

@@ -157,6 +157,12 @@ def test_splits_of_an_svd_multiply_to_the_matrix(pair: LowRank) -> None:
     assert _equal(even.A[rank:], Vt[rank:])
 
 
+def test_a_randomized_svd_that_would_save_nothing_is_the_full_one() -> None:
+    matrix = torch.randn((40, 12), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    full, found = compute_leading_svd(matrix, 3), compute_leading_svd(matrix, 3, create_generator(1, "leading"))
+    assert all(torch.equal(one, other) for one, other in zip(found, full, strict=True))
+
+
 @pytest.mark.parametrize("shape", [(40, 25), (25, 40), (6, 9)])
 @pytest.mark.parametrize("randomized", [False, True])
 def test_leading_triples_of_a_dense_matrix(shape: tuple[int, int], randomized: bool) -> None:

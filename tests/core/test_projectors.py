@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from fedspan.core.lowrank import LowRank
 from fedspan.core.projectors import (
@@ -84,6 +85,17 @@ def test_a_sketch_of_a_large_gradient_is_nearly_the_best(side: str, tokens: int)
     assert (G - kept).norm() < 1.01 * torch.linalg.svdvals(G)[4:].norm()
     again = compute_sketched_projector(gradient, 4, side, torch.Generator().manual_seed(2))
     assert torch.equal(P, again)
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("tokens", [20, 30])
+def test_a_sketch_multiplies_by_factors_or_the_gradient_whichever_is_cheaper(side: str, tokens: int) -> None:
+    """6 products with 2 + 8 columns: through the factors up to 24 tokens."""
+    with FlopCounterMode(display=False) as counter:
+        compute_sketched_projector(_gradient(40, 30, tokens, 0), 2, side, torch.Generator().manual_seed(0))
+    through, formed = 6 * 10 * tokens * (40 + 30), tokens * 40 * 30 + 6 * 10 * 40 * 30
+    last = 10 * 10 * (40 if side == "left" else 30)  # of the small SVD's left vectors
+    assert counter.get_total_flops() == 2 * (min(through, formed) + last)
 
 
 @pytest.mark.parametrize("side", SIDES)

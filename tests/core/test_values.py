@@ -1,4 +1,4 @@
-"""Shapes, turns of groups, recent values, selected entries, keyed draws, and what methods may claim."""
+"""Shapes, factors, turns of groups, recent values, selected entries, keyed draws, and what methods may claim."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedspan.core.factors import cut_slots, get_alternating_factor, list_alternating_factors
+from fedspan.core.factors import (
+    cut_slots,
+    draw_initial_A,
+    get_alternating_factor,
+    list_alternating_factors,
+    require_rank,
+)
 from fedspan.core.method import Claims
 from fedspan.core.projectors import draw_projector, draw_random_projector
 from fedspan.core.recent import MessageTensors, RecentValues
@@ -191,3 +197,16 @@ def test_cut_slots_copies_the_first_slots() -> None:
     assert all(
         value.is_contiguous() and value.untyped_storage().nbytes() == 4 * value.numel() for value in cut.values()
     )
+
+
+def test_gaussian_factors_are_peft_s_draws() -> None:
+    found = draw_initial_A(LayerSpec("layer", 6, 5), 4, torch.Generator().manual_seed(3), "gaussian")
+    expected = torch.nn.init.normal_(torch.empty(4, 5), std=1 / 4, generator=torch.Generator().manual_seed(3))
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("shape", [(3, 7), (7, 3)])
+def test_a_rank_is_at_most_a_layer_s_shorter_side(shape: tuple[int, int]) -> None:
+    spec = Spec((LayerSpec("large", 9, 8), LayerSpec("small", *shape)))
+    assert require_rank(spec, 3) is None
+    assert require_rank(spec, 4) == f"small is {shape[0]} x {shape[1]}: at most 3"

@@ -534,8 +534,10 @@ def test_liars_that_are_half_of_all_clients_weigh_no_more_than_the_limit(
 
 
 def test_a_client_that_declares_more_than_it_was_admitted_with_weighs_as_much_as_that(tiny_folder: Path) -> None:
-    def state(weight: float, most: float | None) -> tuple[dict[str, torch.Tensor], dict[str, float], str | None]:
-        config = tiny.config(tiny_folder, federation={"clients_per_round": None, "max_weight_ratio": None})
+    def state(
+        weight: float, most: float, ratio: float | None = None
+    ) -> tuple[dict[str, torch.Tensor], dict[str, float], str | None]:
+        config = tiny.config(tiny_folder, federation={"clients_per_round": None, "max_weight_ratio": ratio})
         federation = prepare(config).federation
         tiny.reweight(federation, {id: weight if id == "west" else 1.0 for id in federation.clients})
         west = replace(federation.clients["west"], max_weight=most)
@@ -548,6 +550,7 @@ def test_a_client_that_declares_more_than_it_was_admitted_with_weighs_as_much_as
     assert all(torch.equal(value, expected[name]) for name, value in limited.items())
     assert lowered == {"west": 2.0 / (2.0**53 - 1)}
     assert note.endswith("the weight is lowered. Limits: 2 for west (as it was admitted)")
+    assert state(2.0**53 - 1, 2.0, ratio=4.0)[2] == note  # the common limit lowers no other weight
     assert (unchanged, silent) == ({}, None)
 
 

@@ -236,6 +236,18 @@ def test_only_the_last_training_is_answered_for_and_only_one_message(built: Prep
         host.answer(replace(order, round=1))
 
 
+def test_after_a_training_that_fails_no_earlier_one_is_answered_for(built: Prepared, tmp_path: Path) -> None:
+    made, transport = connect(built, tmp_path)
+    begin, client = made.begin(), made.clients[LOST].client
+    made.run_round(begin)
+    host, sent = transport.hosts[LOST], made.method.sync(begin.state, client)
+    damaged = Message({name: value * float("nan") for name, value in sent.tensors.items()}, sent.scalars)
+    with pytest.raises(FedspanError):
+        host.answer(Order("train", 0, 1, 0.1, LOST, client, serialization.encode(damaged)))
+    with pytest.raises(LostStateError, match="no state of round 1"):
+        host.answer(Order("second", 0, 1, 0.1, LOST, client, serialization.encode(Message())))
+
+
 def test_weights_that_are_limited_are_the_same_in_both_exchanges(tiny_folder: Path, tmp_path: Path) -> None:
     """A client without a first reply moves the median by which the others' weights are limited."""
     made, transport = connect(prepare(make_config(tiny_folder, federation={"max_weight_ratio": 1.0})), tmp_path)

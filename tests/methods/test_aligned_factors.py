@@ -8,11 +8,12 @@ from collections.abc import Mapping
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from fedspan.core.tensors import create_generator, join_tensor_name
 from fedspan.core.values import Client, LayerSpec, Reduced, ServerState, Spec, StackItem
 from fedspan.methods.fedrot_lora import FedRotLoRA
-from fedspan.methods.lora_fair import LoRAFAIR
+from fedspan.methods.lora_fair import LoRAFAIR, descend_to_cosine
 from helpers.dense_rounds import PairOracle, Pairs, factor_mean, federation, follow, get_pairs, product_mean
 from helpers.families import others_slow
 from helpers.toys.problem import LAYERS, Problem
@@ -210,6 +211,15 @@ def best_cosine(reduced: Reduced, D: Tensor) -> float:
     """What any B reaches with the averaged A: the share of D in A's row space."""
     A = torch.stack([one.weight * one.tensors["one/A"] for one in reduced.stack]).sum(0)
     return float((D @ torch.linalg.pinv(A) @ A).norm() / D.norm())
+
+
+def test_a_start_that_no_step_improves_costs_one_step() -> None:
+    """Its objective, a gradient of zeros, and the objective again: three products with G."""
+    B = torch.tensor([[3.0, 0.0], [0.0, 4.0], [0.0, 0.0]], dtype=torch.float64)
+    with FlopCounterMode(display=False) as counter:
+        found = descend_to_cosine(B, B, torch.eye(2, dtype=torch.float64), 5.0, 0.1, 2, steps=8, lr=0.5)
+    assert torch.equal(found, B)
+    assert counter.get_total_flops() == 3 * (2 * 3 * 2 * 2)
 
 
 @pytest.mark.parametrize("objective", ["cosine", "frobenius"])

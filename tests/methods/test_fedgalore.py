@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor
 from fedspan.core import alignment
 from fedspan.core.method import Memory
 from fedspan.core.tensors import join_tensor_name, select_slots
-from fedspan.core.values import Client, Job, Message, Spec, Trained
+from fedspan.core.values import Client, Job, Message, Reduced, Spec, StackItem, Trained
 from fedspan.federation.validation import build_untrained_reply
 from fedspan.methods.fedgalore import FedGaLore
 from fedspan.planning.shape_inference import count_traffic
@@ -317,6 +318,35 @@ def test_a_projector_that_lengthens_a_change_is_refused() -> None:
                 method.contribute(message, client)
 
 
+HONEST = {"decay": 0.5, "steps": 2}
+
+
+def reply_with(method: FedGaLore, problem: Problem, client: Client, **scalars: float) -> Message:
+    start = method.sync(method.init(problem.adapted()), client)
+    return replace(build_untrained_reply(method, start, client, 0), scalars={**HONEST, **scalars})
+
+
+@pytest.mark.parametrize(
+    "scalars", [{"decay": -0.01}, {"decay": 1.01}, {"decay": float("nan")}, {"steps": -1}, {"steps": 5}]
+)
+def test_a_decay_or_number_of_steps_that_no_training_has_is_refused(scalars: dict[str, float]) -> None:
+    problem, client = Problem(clients=2), Client("a", RANK, 1.0, 9, 1.0)
+    method = made(problem, steps=4, period=2)
+    for honest in ({}, {"decay": 0.0}, {"decay": 1.0}, {"steps": 0}, {"steps": 4}):
+        method.contribute(reply_with(method, problem, client, **honest), client)
+    with pytest.raises(ValueError, match=r"a decay of .* after .* steps"):
+        method.contribute(reply_with(method, problem, client, **scalars), client)
+
+
+def test_without_any_step_no_claimed_decay_changes_the_base() -> None:
+    problem, client = Problem(clients=2), Client("a", RANK, 1.0, 9, 1.0)
+    method = made(problem, steps=4, period=2)
+    for steps, rho in ((2, 0.5), (0, 1.0)):
+        stack = method.contribute(reply_with(method, problem, client, steps=steps), client).stack
+        reduced = Reduced(stack=(StackItem(client, 1.0, stack),))
+        assert method.update(method.init(problem.adapted()), reduced).base.rho == rho
+
+
 def test_what_does_not_decay_keeps_the_base() -> None:
     problem = Problem(clients=2)
     training = adamw(LR, steps=2)
@@ -383,6 +413,8 @@ def test_seeds_of_rounds_and_segments() -> None:
     ]
     for number, one in enumerate(different):
         assert all(not torch.equal(one, other) for other in different[:number])
+    seeds = sorted(method.draw_projector_seed(2 * number) for number in range(100))
+    assert all(other - one > 10**6 for one, other in pairwise(seeds))  # no round has another's projectors
 
 
 @pytest.mark.parametrize("moments", ["squared", "linear"])

@@ -39,7 +39,7 @@ def _federation(steps: int, **options: Any) -> Federation:
 
 
 @pytest.mark.parametrize("smoothing", [True, False])
-@pytest.mark.parametrize("steps", [1, 2, 3])
+@pytest.mark.parametrize("steps", [1, 2, 4])
 def test_rounds_match_alternating_steps_by_hand(steps: int, smoothing: bool) -> None:
     problem, scale = Problem(), 3.0
     made = _federation(steps, smoothing=smoothing, b_lr_scale=scale)

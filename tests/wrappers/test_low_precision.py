@@ -263,6 +263,19 @@ def test_clients_remember_what_rounding_removed_from_every_reply(kind: str, form
             assert any(bool(error.any()) for error in after.values())
 
 
+def test_what_rounding_removed_under_earlier_coordinates_is_dropped() -> None:
+    spec, client = Spec((LayerSpec("layer", 6, 4),)), Client("a", 2, 1.0, 1, 1.0)
+    method = LowPrecision(inner=FedIT(spec=spec, r=2), uplink="bfloat16", error_feedback=True)
+    state = method.init(Problem().adapted())
+    jobs = [method.start(method.sync(replace(state, generation=number), client), client, {}, 0) for number in range(2)]
+    changes = {name: torch.full_like(value, 1 / 3) for name, value in jobs[0].tensors.items()}
+    first, memory = method.compress(changes, jobs[0], client, {}, 0)
+    renewed, _ = method.compress(changes, jobs[1], client, memory, 1)
+    continued, _ = method.compress({name: 0.0 * value for name, value in changes.items()}, jobs[0], client, memory, 1)
+    assert all(torch.equal(renewed[name], value) for name, value in first.items())
+    assert all(bool(value.all()) for value in continued.values())  # the errors alone
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_both_messages_of_a_second_exchange_are_rounded(format: Format) -> None:
     inner = FedASK(spec=Spec((LayerSpec("layer", 6, 4),)), r=2, oversampling=1)

@@ -165,6 +165,14 @@ def test_refused_where_a_mean_change_has_no_meaning() -> None:
     assert FedAdam(inner=FedIT(spec=spec)).explain_refusal(FedLoRU(spec=spec, tau=2).declare_claims()) is None
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_along_the_mean_is_not_the_mean(name: str) -> None:
+    cls, options, _ = OPTIMIZERS[name]
+    inner = RoLoRA(spec=Problem(clients=2).adapted().spec)
+    assert inner.declare_claims().exact
+    assert not cls(inner=inner, **options).declare_claims().exact
+
+
 def test_a_reply_that_is_not_what_was_claimed_is_an_error() -> None:
     """LoRA-A2's replies are changes, whatever its claims say."""
     problem = Problem(clients=2)

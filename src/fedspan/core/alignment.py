@@ -151,7 +151,7 @@ def compute_ajive(
         center: Whether to subtract column means.
         identifiable: Whether to drop directions along which some view varies by less than its threshold.
         samples: Number of draws for each bound.
-        rng: Generator of those draws.
+        rng: Generator of those draws; None: one of seed 0.
     """
     views = tuple(View.from_matrix(matrix) for matrix in matrices)
     means = tuple(view.compute_mean() if center else torch.zeros_like(view.compute_mean()) for view in views)

@@ -156,7 +156,8 @@ def compute_leading_svd(
         matrix_OI: Any dense matrix, such as a pretrained weight.
         rank: Number of triples, at most min(O, I).
         rng: None for the full SVD, O(O I min(O, I)); else randomized subspace iteration from this generator (Halko,
-            Martinsson and Tropp, arXiv:0909.4061; 10 vectors more than requested, 8 iterations), O(O I (rank + 10)).
+            Martinsson and Tropp, arXiv:0909.4061; 10 vectors more than requested, 8 iterations), O(O I (rank + 10)),
+            unless these are min(O, I) vectors or more.
 
     Returns:
         ``U`` (O, rank), ``S`` (rank,) descending, ``Vt`` (rank, I).

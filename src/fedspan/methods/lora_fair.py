@@ -38,7 +38,10 @@ __all__ = ["LoRAFAIR", "descend_to_cosine"]
 def descend_to_cosine(
     B: Tensor, C: Tensor, G: Tensor, size: float, lam: float, exponent: int, steps: int, lr: float
 ) -> Tensor:
-    """Find the X that descends ``1 - <C, X> / (size sqrt(<X G, X>)) + lam ||X - B||^exponent`` from X = B."""
+    """Find the X that descends ``1 - <C, X> / (size sqrt(<X G, X>)) + lam ||X - B||^exponent`` from X = B.
+
+    A step that raises it is halved; the first step that does not lower it is the last one.
+    """
     X, rate = B, lr * float(B.square().sum())
 
     def objective(X: Tensor) -> float:

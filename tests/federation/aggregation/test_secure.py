@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,8 @@ pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not ins
 pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
 pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
 
+from fedspan.clients.host import Host
+from fedspan.clients.metric_noise import MetricLimits
 from fedspan.config import parse_config
 from fedspan.core.tensors import compute_norm as norm_of
 from fedspan.core.values import Client, Contribution, Message, Reduced
@@ -362,6 +365,46 @@ def test_the_clip_holds_where_the_reply_is_made(built: Prepared, tmp_path: Path)
     mean = reduced(federation).mean
     moved = torch.cat([(value.double() - begin.state.tensors[name].double()).flatten() for name, value in mean.items()])
     assert clip / 5 < float(moved.norm()) <= clip * 1.01
+
+
+def test_no_training_loss_leaves_a_client_that_adds_noise_to_metrics(built: Prepared, tmp_path: Path) -> None:
+    federation, stage = secure_rounds.secured(built, tmp_path)
+    assert math.isfinite(federation.run_round(federation.begin()).loss)
+    make = stage.make
+
+    def make_careful(id: str) -> Host:
+        host = make(id)
+        host.metric_limits = MetricLimits(epsilon=1.0)
+        return host
+
+    stage.make = make_careful
+    stage.came.clear()
+    federation.run_round(federation.begin())
+    assert [decode_reply(back).parts for asked, back in stage.came if isinstance(asked, Order)] == [()] * len(ALL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreed(Wrapper):
+    """A method all of whose clients contribute the same."""
+
+    agreed: Mapping[str, torch.Tensor]
+
+    def contribute(self, message: Message, client: Client) -> Contribution:
+        return replace(self.inner.contribute(message, client), sum=self.agreed)
+
+
+def test_rounding_may_lengthen_a_mean_beyond_the_clip(built: Prepared, tmp_path: Path) -> None:
+    """Each of four entries is half a step above an integer, and these four are rounded up: by a step of the norm."""
+    tiny.reweight(built.federation, dict.fromkeys(ALL, 1.0))
+    begin, clip = built.federation.begin(), 2.0**-10
+    agreed = {name: value.clone() for name, value in begin.state.tensors.items()}
+    agreed["bert.encoder.layer.0.attention.self.query/B"].view(-1)[5:9] = 1.0
+    method, settings = Agreed(inner=built.federation.method, agreed=agreed), SecureSettings(clip=clip)
+    federation, _ = secure_rounds.secured(built, tmp_path, settings=settings, method=method)
+    assert not federation.run_round(begin).failures
+    mean = reduced(federation).mean
+    moved = {name: value.double() - begin.state.tensors[name].double() for name, value in mean.items()}
+    assert norm_of(moved) == pytest.approx(clip, rel=1e-6)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from fedspan.federation.progress import TooFew
 from fedspan.federation.protocol import Envelope, read_header
 from fedspan.federation.secagg.messages import (
     Agreement,
@@ -119,6 +120,18 @@ def test_keys_that_the_admitted_key_did_not_sign_fail_their_sender_alone(
     assert set(session.present) == {*HONEST, *([HOSTILE] if reason is None else [])}
     assert [failure.client for failure in session.failures] == ([] if reason is None else [HOSTILE])
     assert all((reason or "") in failure.reason for failure in session.failures)
+
+
+def test_too_few_keys_end_a_session_before_its_clients_agree(tmp_path: Path) -> None:
+    identities = {id: make_identity(tmp_path / id) for id in ("a", "b")}
+    transport: Any = Clients(identities, leave, make_identity(tmp_path / "stranger"))
+    session = SecureSession(transport, 10.0, "run", 0, 0, 3)
+
+    def agree(ids: Collection[str]) -> Agreement:
+        pytest.fail(f"{ids} were to agree")
+
+    with pytest.raises(TooFew):
+        session.begin(list(identities), agree)
 
 
 def answer_of(kind: type[PhaseReply]) -> Callable[[Envelope], PhaseReply]:
