@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import hashlib
 import tempfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import sympy
 import torch
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -94,6 +95,7 @@ class Play:
         unasked: Clients that are not asked to reveal shares.
         task: Kind of the sum.
         lr: Learning rate of the order.
+        copied: Whether the colluders sign as their own masking keys those of other clients, in another form.
     """
 
     story: Story = Story()
@@ -102,15 +104,18 @@ class Play:
     unasked: tuple[str, ...] = ()
     task: str = "train"
     lr: float = 0.1
+    copied: bool = False
 
 
 @dataclass
 class _Session:
-    """What the server holds of one session."""
+    """What the server holds of one session, and the secrets of the honest clients, to tell what it can compute."""
 
     context: str
     keys: dict[str, PublicKeys] = field(default_factory=dict)
     owned: dict[str, SessionKeys] = field(default_factory=dict)
+    hidden: dict[str, SessionKeys] = field(default_factory=dict)
+    peers: dict[str, Mapping[str, PublicKeys]] = field(default_factory=dict)
     present: dict[str, tuple[str, ...]] = field(default_factory=dict)
     agreements: dict[str, Agreement] = field(default_factory=dict)
     transcripts: dict[str, str] = field(default_factory=dict)
@@ -165,7 +170,7 @@ class Game:
         self._number += 1
         session = _Session(build_session_context("run", self._number))
         stories = {id: play.other if id in play.misled else play.story for id in self.honest}
-        self._exchange_keys(session)
+        self._exchange_keys(session, play.copied)
         for id, story in stories.items():
             self._exchange_shares(session, id, story, play, body)
         for id in session.sealed:
@@ -204,15 +209,19 @@ class Game:
             self.reasons.append(str(error))
             return None
 
-    def _exchange_keys(self, session: _Session) -> None:
+    def _exchange_keys(self, session: _Session, is_copied: bool) -> None:
         for id in self.honest:
             reply = self._answer(id, KeysOrder)
             assert isinstance(reply, KeysReply)
             assert reply.keys is not None
-            session.keys[id] = reply.keys
-        for id in self.colluders:
-            session.owned[id] = SessionKeys.derive(draw_secret(), id)
-            session.keys[id] = _sign_keys(session.owned[id], session.context, id, make_identity(id))
+            stored = self.clients[id].sessions.load(id)
+            assert stored is not None
+            session.keys[id], session.hidden[id] = reply.keys, SessionKeys.derive(stored.secret, session.context)
+        for number, id in enumerate(self.colluders):
+            keys = session.owned[id] = SessionKeys.derive(draw_secret(), id)
+            victim = session.keys[self.honest[(1 + number) % len(self.honest)]].masking
+            masking = victim[:31] + bytes([victim[31] | 0x80]) if is_copied else keys.masking_public
+            session.keys[id] = _sign_keys(keys, session.context, id, make_identity(id), masking)
 
     def _exchange_shares(self, session: _Session, id: str, story: Story, play: Play, body: bytes) -> None:
         ids = sorted(set(session.keys) - set(story.unknown))
@@ -221,7 +230,9 @@ class Game:
         peers = {peer: session.keys[peer] for peer in ids}
         if story.replaced in peers:
             keys = SessionKeys.derive(draw_secret(), "replaced")
-            peers[story.replaced] = _sign_keys(keys, session.context, story.replaced, make_identity("server"))
+            peers[story.replaced] = _sign_keys(
+                keys, session.context, story.replaced, make_identity("server"), keys.masking_public
+            )
         threshold = SecureSettings().compute_threshold(len(ids)) if story.threshold is None else story.threshold
         agreement = Agreement(
             config="",
@@ -239,6 +250,7 @@ class Game:
         reply = self._answer(id, SharesOrder, peers=peers, agreement=agreement)
         if isinstance(reply, SharesReply):
             session.agreements[id], session.sealed[id] = agreement, reply.sealed
+            session.peers[id] = peers
             session.transcripts[id] = agreement.build_transcript(session.context, peers)
             session.present[id] = tuple(peer for peer in ids if peer not in story.silent)
 
@@ -291,56 +303,57 @@ class Game:
                 pair = open_sealed(keys.sealing, public, owner, colluder, session.transcripts[owner], sealed[colluder])
                 session.shares[owner, "own"].add(pair[:SHARE])
                 session.shares[owner, "masking"].add(pair[SHARE:])
-        own, masking = dict[str, bytes](), {id: keys.masking for id, keys in session.owned.items()}
+        known, private = set[bytes](), {id: keys.masking for id, keys in session.owned.items()}
         for id in session.sealed:
             threshold, public = session.agreements[id].threshold, session.keys[id]
             seed = _combine(session.shares[id, "own"], threshold)
             if seed is not None and compute_commitment(seed) == public.own:
-                own[id] = seed
+                known.add(seed)
             key = _combine(session.shares[id, "masking"], threshold)
             if key is not None and compute_masking_public(key) == public.masking:
-                masking[id] = key
-        for component in self._find_components(session, masking):
-            if component <= own.keys():
-                self._opened.append(self._sum(session, component, own, masking))
-
-    def _find_components(self, session: _Session, masking: Collection[str]) -> list[set[str]]:
-        """Return the sets of clients whose vectors have unknown masks among each other alone."""
-        components, blocked = {id: {id} for id in session.vectors}, set[str]()
+                private[id] = key
         for id in session.vectors:
-            for peer in set(session.present[id]) - {id}:
-                if id in masking or peer in masking:
-                    continue
-                if (
-                    peer in session.vectors
-                    and id in session.present[peer]
-                    and session.transcripts[peer] == session.transcripts[id]
-                ):
-                    merged = components[id] | components[peer]
-                    components.update(dict.fromkeys(merged, merged))
-                else:
-                    blocked.add(id)
-        return [one for id, one in components.items() if id == min(one) and not one & blocked]
+            for owner in private.keys() & set(session.present[id]):
+                for peer in session.present[id] if owner == id else (id,):
+                    if peer != owner:
+                        public = session.peers[id][peer].masking
+                        known.add(derive_pair_seed(private[owner], public, session.transcripts[id], owner, peer))
+        self._cancel_masks(session, known)
 
-    def _sum(
-        self, session: _Session, component: Collection[str], own: Mapping[str, bytes], masking: Mapping[str, bytes]
-    ) -> tuple[dict[str, float], np.ndarray[Any, Any]]:
-        """Return the weights of the clients of a sum, and the sum without the masks, which the server knows."""
-        total = np.zeros(6, np.uint64)
-        for id in component:
-            total += session.vectors[id]
-            add_mask(total, own[id], -1)
-            for peer in set(session.present[id]) - {id}:
-                if id in masking:
-                    seed = derive_pair_seed(masking[id], session.keys[peer].masking, session.transcripts[id])
-                elif peer in masking:
-                    seed = derive_pair_seed(masking[peer], session.keys[id].masking, session.transcripts[id])
-                else:
-                    continue
-                add_mask(total, seed, -1 if id < peer else 1)
-        agreement = session.agreements[min(component)]
-        shares = {id: compute_share(self.weights[id], agreement.top) for id in component}
-        return shares, Ring(64, CLIP, agreement.clients).decode(total)
+    def _cancel_masks(self, session: _Session, known: Collection[bytes]) -> None:
+        """Keep all combinations of the vectors in which no mask remains that the server does not know."""
+        vectors, masks = dict[str, Integers](), {id: self._count_masks(session, id) for id in session.vectors}
+        for id, vector in session.vectors.items():
+            vectors[id] = vector.copy()
+            for seed in masks[id].keys() & known:
+                vectors[id] -= _compute_mask(seed, 6) * np.uint64(masks[id][seed] % 2**64)
+        unknown = sorted(set().union(*masks.values()) - set(known))
+        rows = [[0] * len(masks), *([counts[seed] for counts in masks.values()] for seed in unknown)]
+        for solution in sympy.Matrix(rows).nullspace() if masks else ():
+            whole = [int(factor * sympy.ilcm(1, *(part.q for part in solution))) for factor in solution]
+            factors = {id: factor for id, factor in zip(masks, whole, strict=True) if factor}
+            total = np.zeros(6, np.uint64)
+            for id, factor in factors.items():
+                total += vectors[id] * np.uint64(factor % 2**64)
+            shares = {
+                id: factor * compute_share(self.weights[id], session.agreements[id].top)
+                for id, factor in factors.items()
+            }
+            self._opened.append((shares, Ring(64, CLIP, session.agreements[min(factors)].clients).decode(total)))
+
+    def _count_masks(self, session: _Session, id: str) -> Counter[bytes]:
+        """Return how often each seed's mask was added to a client's vector."""
+        keys, counts = session.hidden[id], Counter({session.hidden[id].own: 1})
+        for peer in set(session.present[id]) - {id}:
+            public, transcript = session.peers[id][peer].masking, session.transcripts[id]
+            counts[derive_pair_seed(keys.masking, public, transcript, id, peer)] += 1 if id < peer else -1
+        return counts
+
+
+def _compute_mask(seed: bytes, length: int) -> Integers:
+    mask = np.zeros(length, np.uint64)
+    add_mask(mask, seed)
+    return mask
 
 
 def _combine(shares: Collection[bytes], threshold: int) -> bytes | None:
@@ -350,10 +363,10 @@ def _combine(shares: Collection[bytes], threshold: int) -> bytes | None:
         return None
 
 
-def _sign_keys(keys: SessionKeys, context: str, id: str, identity: Identity) -> PublicKeys:
+def _sign_keys(keys: SessionKeys, context: str, id: str, identity: Identity, masking: bytes) -> PublicKeys:
     public = PublicKeys(
         sealing=keys.sealing_public,
-        masking=keys.masking_public,
+        masking=masking,
         own=compute_commitment(keys.own),
         signing=keys.signing_public,
         identity=identity.public,
@@ -392,6 +405,7 @@ def list_attacks(honest: Sequence[str], colluders: int) -> dict[str, tuple[Play,
             Play(Story(unknown=(victim,)), unasked=others[:2]),
         ),
         "keys of the server's own": (Play(Story(replaced=honest[-1])),),
+        "masking keys of other clients in another form": (Play(copied=True),),
     }
 
 
@@ -420,4 +434,5 @@ def list_lies(honest: Sequence[str], colluders: int) -> tuple[Callable[[Play], P
         *(play_so(unasked=group) for group in (honest, half, others[-2:])),
         play_so(task="statistics"),
         play_so(lr=0.2),
+        play_so(copied=True),
     )

@@ -7,8 +7,11 @@ Everything is derived from one random secret of the session, which is on the cli
 process can continue. Phases only advance, each once a session, and session numbers grow; so a message that is repeated
 or out of order gets no second reply.
 
-The seeds s_ij and the sealed shares depend on the transcript of the client's agreement (``Agreement``): with a client
-of another agreement, or that was sent other keys, neither do masks cancel nor can shares be opened.
+The seeds s_ij depend on the ids and keys of their two clients, so no two pairs have the same. Otherwise a client that
+signed another one's key in another form, of which it lacks the private half, would get a mask that cancels with the
+other's; such forms are refused, too. The seeds and the sealed shares depend on the transcript of the client's agreement
+(``Agreement``): with a client of another agreement, or that was sent other keys, neither do masks cancel nor can shares
+be opened.
 
 **One sum a session.** The server decides whose vectors are in the sum. If it named different survivors to different
 clients, it would get shares of both secrets of a client. So every client signs the survivors and the dropped clients,
@@ -53,6 +56,7 @@ from fedspan.crypto.keys import (
     derive_pair_seed,
     draw_secret,
     open_sealed,
+    require_public_key,
     seal,
     verify_session_signature,
 )
@@ -195,6 +199,12 @@ class SecureClient:
             raise FedspanError("message.peers", sorted(peers), "this client's own keys among them")
         if len({key for peer in peers.values() for key in peer.list_keys()}) < 3 * len(peers):
             raise FedspanError("message.peers", ids, "different keys for different clients")
+        for id, peer in peers.items():
+            try:
+                require_public_key(peer.sealing)
+                require_public_key(peer.masking)
+            except ValueError as error:
+                raise FedspanError("message.peers", id, problem=f"{id!r} cannot share secrets: {error}") from error
         if agreement.clients != len(peers):
             raise FedspanError("message.agreement.clients", agreement.clients, f"the number of keys, {len(peers)}")
         self._require_threshold(agreement)
@@ -277,7 +287,7 @@ class SecureClient:
         add_mask(total, keys.own)
         for peer in masking.peers:
             if peer != self.id:
-                seed = derive_pair_seed(keys.masking, session.peers[peer].masking, transcript)
+                seed = derive_pair_seed(keys.masking, session.peers[peer].masking, transcript, self.id, peer)
                 add_mask(total, seed, 1 if self.id < peer else -1)
         return Message({MASKED: torch.from_numpy(_reinterpret_as_signed(total))}), clip_factor
 

@@ -139,7 +139,7 @@ def unmask(total: Integers, masked: Masked, revealed: Mapping[str, Mapping[str, 
             add_mask(total, secret, -1)
             continue
         for peer in masked.survivors:
-            seed = derive_pair_seed(secret, masked.keys[peer].masking, masked.transcript)
+            seed = derive_pair_seed(secret, masked.keys[peer].masking, masked.transcript, id, peer)
             add_mask(total, seed, -1 if peer < id else 1)
     return faults
 
