@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedspan.clients.secagg import SecureClient
 from fedspan.clients.secagg_store import MemorySessionStore, SessionStore
-from fedspan.core.values import Client, Contribution
+from fedspan.core.values import Client, Contribution, Message
 from fedspan.crypto.identity import Identity, compute_fingerprint, load_identity
 from fedspan.crypto.keys import (
     SessionKeys,
@@ -37,7 +37,7 @@ from fedspan.crypto.keys import (
 from fedspan.crypto.masks import Integers, Ring, add_mask
 from fedspan.crypto.shares import SHARE, combine, split
 from fedspan.errors import FedspanError
-from fedspan.federation.protocol import Masking, Order
+from fedspan.federation.protocol import ClientFacts, Masking, Order
 from fedspan.federation.secagg.messages import (
     MASKED,
     Agreement,
@@ -52,15 +52,17 @@ from fedspan.federation.secagg.messages import (
     UnmaskReply,
     build_confirmation,
     build_session_context,
+    compute_facts_digest,
     compute_layout_digest,
     compute_share,
     create_initial_values,
 )
+from fedspan.federation.serialization import encode
 from fedspan.federation.settings import SecureSettings
 
 START = {"layer/A": torch.zeros(2, 3)}
 CLIP = 10.0
-MODEL = b"the model"
+MODEL = encode(Message(START))
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,8 @@ class Story:
         dropped: Clients that are said to have sent no vector.
         threshold: Number of shares that reconstruct a secret; None: the default.
         top: Largest weight that counts.
+        weight: Weight of all clients; None: the number of their examples.
+        rank: Rank of the first honest client.
         replaced: Client whose keys the server replaces by its own.
     """
 
@@ -81,6 +85,8 @@ class Story:
     dropped: tuple[str, ...] = ()
     threshold: int | None = None
     top: float = 16.0
+    weight: float | None = None
+    rank: int = 2
     replaced: str | None = None
 
 
@@ -118,6 +124,7 @@ class _Session:
     peers: dict[str, Mapping[str, PublicKeys]] = field(default_factory=dict)
     present: dict[str, tuple[str, ...]] = field(default_factory=dict)
     agreements: dict[str, Agreement] = field(default_factory=dict)
+    clients: dict[str, Client] = field(default_factory=dict)
     transcripts: dict[str, str] = field(default_factory=dict)
     sealed: dict[str, Mapping[str, bytes]] = field(default_factory=dict)
     vectors: dict[str, Integers] = field(default_factory=dict)
@@ -162,7 +169,7 @@ class Game:
         self.values = {id: {"layer/A": torch.from_numpy(rng.uniform(-2, 2, (2, 3))).float()} for id in self.honest}
         self.reasons = list[str]()
         """Why clients refused, in their order."""
-        self._opened = list[tuple[dict[str, float], np.ndarray[Any, Any]]]()
+        self._opened = list[tuple[dict[tuple[str, int], float], np.ndarray[Any, Any]]]()
         self._number = 0
 
     def play(self, play: Play, body: bytes = MODEL) -> None:
@@ -179,24 +186,36 @@ class Game:
         self._open(session)
 
     def compute_score(self) -> set[str]:
-        """Return the honest clients of which a combination of opened sums is the vector alone."""
-        if not self._opened:
-            return set()
-        rows = np.array([[shares.get(id, 0.0) for id in self.honest] for shares, _ in self._opened])
+        """Return the honest clients on whose vectors alone a combination of opened sums depends."""
+        columns = sorted({column for shares, _ in self._opened for column in shares})
+        rows = np.array([[shares.get(column, 0.0) for column in columns] for shares, _ in self._opened])
         totals = np.array([total for _, total in self._opened])
         isolated = set[str]()
-        for number, id in enumerate(self.honest):
-            target = np.eye(len(self.honest))[number]
-            factors = np.linalg.lstsq(rows.T, target, rcond=None)[0]
-            if np.abs(rows.T @ factors - target).max() < 1e-6:
-                exact = self.values[id]["layer/A"].double().flatten().numpy()
-                assert np.abs(factors @ totals - exact).max() < 1e-3, "the server's own arithmetic is wrong"
-                isolated.add(id)
+        for id in self.honest if self._opened else ():
+            is_own = np.array([column[0] == id for column in columns])
+            others = np.vstack([np.zeros(len(rows)), rows[:, ~is_own].T])
+            _, sizes, directions = np.linalg.svd(others)
+            for factors in directions[np.sum(sizes > 1e-9) :]:
+                own = factors @ rows[:, is_own]
+                if np.abs(own).max(initial=0) > 1e-6:
+                    values = torch.stack([self._compute_values(*column) for column in columns if column[0] == id])
+                    exact = own @ values.double().flatten(1).numpy()
+                    assert np.abs(factors @ totals - exact).max() < 1e-3, "the server's own arithmetic is wrong"
+                    isolated.add(id)
         return isolated
 
     def list_sums(self) -> list[set[str]]:
         """Return the honest clients of the opened sums."""
-        return [set(shares) for shares, _ in self._opened]
+        return [{id for id, _ in shares} for shares, _ in self._opened]
+
+    def _compute_values(self, id: str, rank: int) -> torch.Tensor:
+        """Return the change of a client; with a smaller rank, its rows of zeros beyond it are sent, too."""
+        return self.values[id]["layer/A"] * (torch.arange(2)[:, None] < rank)
+
+    def _describe(self, id: str, story: Story) -> Client:
+        """Return the facts about a client in a story."""
+        weight = self.weights.get(id, 1.0) if story.weight is None else story.weight
+        return Client(id, story.rank if id == self.honest[0] else 2, 1.0, 1, weight, None)
 
     def _common(self, id: str) -> dict[str, Any]:
         return {"run": "run", "serial": 1, "round": 0, "attempt": 0, "to": id, "session": self._number}
@@ -234,6 +253,7 @@ class Game:
                 keys, session.context, story.replaced, make_identity("server"), keys.masking_public
             )
         threshold = SecureSettings().compute_threshold(len(ids)) if story.threshold is None else story.threshold
+        facts = tuple(ClientFacts.from_client(self._describe(peer, story)) for peer in ids)
         agreement = Agreement(
             config="",
             task=play.task,  # pyright: ignore[reportArgumentType]
@@ -246,8 +266,9 @@ class Game:
             bits=64,
             top=story.top,
             layout=compute_layout_digest(create_initial_values(START, START)),
+            facts=compute_facts_digest(facts),
         )
-        reply = self._answer(id, SharesOrder, peers=peers, agreement=agreement)
+        reply = self._answer(id, SharesOrder, peers=peers, agreement=agreement, facts=facts)
         if isinstance(reply, SharesReply):
             session.agreements[id], session.sealed[id] = agreement, reply.sealed
             session.peers[id] = peers
@@ -256,10 +277,11 @@ class Game:
 
     def _train(self, session: _Session, id: str, story: Story, play: Play, body: bytes) -> None:
         masking = Masking(session=self._number, peers=session.present[id])
-        client = Client(id, 2, 1.0, 1, self.weights[id], None)
+        client = session.clients[id] = self._describe(id, story)
         order = Order(play.task, 0, 0, play.lr, id, client, body, run="run", secure=masking)  # type: ignore[arg-type]
+        contribution = Contribution(sum={"layer/A": self._compute_values(id, client.rank)})
         try:
-            message, _ = self.clients[id].mask(order, masking, Contribution(sum=self.values[id]), START)
+            message, _ = self.clients[id].mask(order, masking, contribution, START)
         except FedspanError as error:
             self.reasons.append(str(error))
             return
@@ -336,7 +358,8 @@ class Game:
             for id, factor in factors.items():
                 total += vectors[id] * np.uint64(factor % 2**64)
             shares = {
-                id: factor * compute_share(self.weights[id], session.agreements[id].top)
+                (id, session.clients[id].rank): factor
+                * compute_share(session.clients[id].weight, session.agreements[id].top)
                 for id, factor in factors.items()
             }
             self._opened.append((shares, Ring(64, CLIP, session.agreements[min(factors)].clients).decode(total)))
@@ -400,6 +423,8 @@ def list_attacks(honest: Sequence[str], colluders: int) -> dict[str, tuple[Play,
         "the same model without the victim": (Play(), Play(Story(unknown=(victim,)))),
         "the victim is said to have dropped out in a retry": (Play(), Play(Story(dropped=(victim,)), lr=0.2)),
         "another largest weight": (Play(), Play(Story(top=len(honest) + 0.5))),
+        "equal weights instead of the examples": (Play(), Play(Story(weight=1.0))),
+        "another rank of the victim": (Play(), Play(Story(rank=1))),
         "unasked clients are summed again": (
             Play(unasked=others[-2:]),
             Play(Story(unknown=(victim,)), unasked=others[:2]),
@@ -430,6 +455,9 @@ def list_lies(honest: Sequence[str], colluders: int) -> tuple[Callable[[Play], P
         *(tell(threshold=threshold) for threshold in (2, (len(honest) + colluders) // 2 + 1)),
         tell(top=len(honest) + 0.5),
         tell_half(top=len(honest) + 0.5),
+        tell(weight=1.0),
+        tell(rank=1),
+        tell_half(rank=1),
         tell(replaced=honest[-1]),
         *(play_so(unasked=group) for group in (honest, half, others[-2:])),
         play_so(task="statistics"),

@@ -367,6 +367,8 @@ class FederationConfig(Section):
                 claims.reduction != "sum"
             ),
             f"{method} sends nothing": claims.sends == "nothing",
+            "with federation.ranks, clients of smaller ranks send zeros beyond them, so the sum shows parts of the "
+            "largest update alone": self.ranks is not None,
             f"federation.reduction {self.reduction} compares single replies": self.reduction != "mean",
         }
         if reason := next((reason for reason, applies in reasons.items() if applies), None):
