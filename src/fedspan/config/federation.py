@@ -139,7 +139,7 @@ class FederationConfig(Section):
         description="Ranks of the clients, for methods that support different ranks. By client id: {client-00: "
         "4}. Cyclically: [4, 8, 16]. By shares of the shuffled clients: {assign: fractions, of: {4: "
         "0.5, 8: 0.3, 16: 0.2}}. Drawn for every client: {assign: draw, of: [4, 8, 16]}. The last two "
-        "accept a seed; default: the partition's seed. All other clients have method.r.",
+        "accept a seed; default: the partition's seed. All other clients have method.r. Not under secure.",
     )
     scaling: Literal["by-rank", "equal"] = Field(
         default="by-rank",
