@@ -16,7 +16,9 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from fedspan.clients.secagg import SecureClient
 from fedspan.clients.secagg_store import MemorySessionStore
+from fedspan.core.values import Client
 from fedspan.crypto.identity import Identity
+from fedspan.federation.protocol import ClientFacts
 from fedspan.federation.secagg.messages import (
     Agreement,
     ConfirmOrder,
@@ -27,6 +29,7 @@ from fedspan.federation.secagg.messages import (
     SharesReply,
     UnmaskOrder,
     UnmaskReply,
+    compute_facts_digest,
 )
 from fedspan.federation.settings import SecureSettings
 
@@ -49,6 +52,7 @@ def measure(count: int) -> tuple[int, int, float]:
     facts = {"run": "run", "serial": 1, "round": 0, "attempt": 0, "session": 1}
     replies = {id: clients[id].answer(KeysOrder(**facts, to=id)) for id in ids}
     digest, threshold, first = "0" * 64, SecureSettings().compute_threshold(count), ids[0]
+    clients_facts = tuple(ClientFacts.from_client(Client(id, 8, 2.0, 1000, 1000.0, 10)) for id in ids)
     agreement = Agreement(
         config=digest,
         task="train",
@@ -61,9 +65,10 @@ def measure(count: int) -> tuple[int, int, float]:
         bits=32,
         top=1.0,
         layout=digest,
+        facts=compute_facts_digest(clients_facts),
     )
     peers = {id: reply.keys for id, reply in replies.items() if isinstance(reply, KeysReply) and reply.keys is not None}
-    shares_order = SharesOrder(**facts, to=first, peers=peers, agreement=agreement)
+    shares_order = SharesOrder(**facts, to=first, peers=peers, agreement=agreement, facts=clients_facts)
     started = time.process_time()
     shares = clients[first].answer(shares_order)
     seconds = time.process_time() - started

@@ -20,14 +20,15 @@ pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed
 
 from fedspan.clients.secagg import SecureClient
 from fedspan.clients.secagg_store import DiskSessionStore, MemorySessionStore, SessionStore
-from fedspan.core.values import Client, Contribution
+from fedspan.core.values import Client, Contribution, Message
 from fedspan.crypto.identity import Identity, compute_fingerprint, load_identity
 from fedspan.crypto.keys import SessionKeys
 from fedspan.crypto.masks import Ring, add_mask
 from fedspan.crypto.shares import combine
 from fedspan.errors import FedspanError
+from fedspan.federation import serialization
 from fedspan.federation.changes import clip_change, compute_change
-from fedspan.federation.protocol import Masking, Order
+from fedspan.federation.protocol import ClientFacts, Masking, Order
 from fedspan.federation.secagg.messages import (
     MASKED,
     Agreement,
@@ -39,6 +40,7 @@ from fedspan.federation.secagg.messages import (
     SharesReply,
     UnmaskOrder,
     build_session_context,
+    compute_facts_digest,
     compute_layout_digest,
     compute_share,
     create_initial_values,
@@ -48,7 +50,8 @@ from fedspan.federation.secagg.session import Masked, SharesError, require_opena
 from fedspan.federation.settings import SecureSettings
 
 IDS = ("a", "b", "c", "d")
-ZEROS = hashlib.sha256(b"zeros").hexdigest()
+BODY = serialization.encode(Message({}))
+ZEROS = serialization.encode(Message({"layer/A": torch.zeros(2, 3)}))
 START = {"layer/A": torch.arange(6.0).view(2, 3), "layer/B": torch.ones(4)}
 
 
@@ -79,15 +82,22 @@ class Sums:
             "task": "train",
             "round": 0,
             "lr": 0.1,
-            "model": hashlib.sha256(b"").hexdigest(),
+            "model": hashlib.sha256(BODY).hexdigest(),
             "clients": len(self.keys),
             "threshold": self.threshold(),
             "clip": self.clip,
             "bits": self.bits,
             "top": max(self.weights[id] for id in self.keys),
             "layout": compute_layout_digest(create_initial_values(self.start, self.start)),
+            "facts": compute_facts_digest(self.facts()),
         }
         return Agreement(**{**given, **changes})
+
+    def facts(self) -> tuple[ClientFacts, ...]:
+        return tuple(ClientFacts.from_client(self.describe(id)) for id in sorted(self.keys))
+
+    def describe(self, id: str) -> Client:
+        return Client(id, 2, 1.0, 1, self.weights[id], None)
 
     def common(self, id: str) -> dict[str, Any]:
         return {"run": "run", "serial": 1, "round": 0, "attempt": 0, "to": id, "session": self.session}
@@ -98,7 +108,7 @@ class Sums:
             self.keys[id] = answer.keys
 
     def shares_order(self, id: str, **changes: Any) -> SharesOrder:
-        given = {"peers": self.keys, "agreement": self.agreed(id), **changes}
+        given = {"peers": self.keys, "agreement": self.agreed(id), "facts": self.facts(), **changes}
         return SharesOrder(**self.common(id), **given)
 
     def agreed(self, id: str) -> Agreement:
@@ -118,8 +128,7 @@ class Sums:
 
     def order(self, id: str, **changes: Any) -> tuple[Order, Masking]:
         masking = Masking(session=self.session, peers=changes.pop("peers", self.present()))
-        client = Client(id, 2, 1.0, 1, self.weights[id], None)
-        order = Order("train", 0, 0, self.agreed(id).lr, id, client, b"", run="run", secure=masking)
+        order = Order("train", 0, 0, self.agreed(id).lr, id, self.describe(id), BODY, run="run", secure=masking)
         return replace(order, **changes), masking
 
     def vector(self, id: str, values: Mapping[str, Tensor], **changes: Any) -> np.ndarray[Any, Any]:
@@ -310,9 +319,7 @@ def test_a_vector_is_masked_with_enough_of_those_who_got_shares_or_not_at_all() 
         client.require_maskable,
         *made.order("a", peers=("a", "b")),
     )
-    heavy = Client("a", 2, 1.0, 1, 1.5, None)
-    client.require_maskable(*made.order("a", client=heavy))  # it counts as the largest weight that all agreed on
-    assert compute_share(heavy.weight, 1.25) == 1.0
+    assert compute_share(1.5, 1.25) == 1.0, "a larger weight counts as the largest one that all agreed on"
     assert compute_share(0.25, 1.25) == 0.2
     client.require_maskable(*made.order("a"))
     client.require_maskable(*made.order("a"))  # asking is no phase
@@ -485,21 +492,34 @@ def test_an_order_is_the_one_that_was_agreed_on() -> None:
             f"the order's {name} differs from the agreement", client.require_maskable, *made.order("a", **changes)
         )
     require_refused("the order's task differs", client.require_maskable, *made.order("a", task="statistics"))
+    for facts in ({"weight": 2.0}, {"rank": 1}, {"last_round": 0}, {"scaling": 2.0}, {"examples": 2}):
+        changed = replace(made.describe("a"), **facts)
+        require_refused("facts about this client differ", client.require_maskable, *made.order("a", client=changed))
+    require_refused("facts about this client differ", client.require_maskable, *made.order("a", client=None))
     early = sums_of_keys()
+    for shown in (early.facts()[1:], early.facts()[::-1], early.facts()[:1] * 4):
+        agreement = early.agreement(facts=compute_facts_digest(shown))
+        order = early.shares_order("a", agreement=agreement, facts=shown)
+        require_refused("the facts about the clients that sent keys", early.client("a").answer, order)
+    told = early.shares_order("a", agreement=early.agreement(facts="0" * 64))
+    require_refused("the facts about the clients that sent keys", early.client("a").answer, told)
     require_refused(
         "the order's, 0", early.client("a").answer, early.shares_order("a", agreement=early.agreement(round=1))
     )
 
 
-@pytest.mark.parametrize("lie", [{"lr": 0.0}, {"top": 1e300}, {"clip": 1e-9}, {"model": ZEROS}, {"config": "other"}])
+@pytest.mark.parametrize(
+    "lie",
+    [{"lr": 0.0}, {"top": 1e300}, {"clip": 1e-9}, {"model": hashlib.sha256(ZEROS).hexdigest()}, {"config": "other"}],
+)
 def test_a_victim_among_clients_that_were_told_otherwise_stays_hidden(lie: dict[str, Any]) -> None:
     """Their contributions vanish, so the sum would be the victim's vector: instead it is noise, and nobody unmasks."""
     made = sums_of_keys()
     made.agreements = {id: made.agreement(**lie) for id in IDS[1:]}
-    bodies = dict.fromkeys(IDS[1:], b"zeros") if "model" in lie else {}
+    bodies = dict.fromkeys(IDS[1:], ZEROS) if "model" in lie else {}
     made.give_shares(*IDS)
     values = {"a": {name: value + 1.0 for name, value in START.items()}}
-    vectors = {id: made.vector(id, values.get(id, START), body=bodies.get(id, b"")) for id in IDS}
+    vectors = {id: made.vector(id, values.get(id, START), body=bodies.get(id, BODY)) for id in IDS}
     refused = made.client("a")
     require_refused("the other clients have another agreement", refused.answer, made.confirm_order("a", IDS))
     made.confirm(IDS, *IDS[1:])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,10 +13,16 @@ pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not ins
 pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
 
 from fedspan.clients.secagg_store import MemorySessionStore, Sum
+from fedspan.core.values import Message
+from fedspan.federation.serialization import decode, encode
 from fedspan.federation.settings import SecureSettings
-from helpers.secure_game import Game, Play, Story, list_attacks, list_lies
+from helpers.secure_game import MODEL, Game, Play, Story, list_attacks, list_lies
 
 ATTACKS = tuple(list_attacks(("a", "b", "c"), 1))
+
+
+OTHER_MODEL = encode(Message({"layer/A": torch.full((2, 3), 1e-30)}))
+"""A model that trains like the other one."""
 
 
 def compute_bound(clients: int) -> int:
@@ -90,6 +97,7 @@ class ForgetfulStore(MemorySessionStore):
         ("the same model without the victim", 0),
         ("the victim is said to have dropped out in a retry", 0),
         ("another largest weight", -1),
+        ("another rank of the victim", 0),
         ("unasked clients are summed again", 0),
     ],
 )
@@ -102,15 +110,39 @@ def test_another_model_is_another_sum_and_only_a_fixed_set_of_equal_clients_help
     """The update hardly changes with one bit of the model: here not at all. The docs say so."""
     game = Game(5, 0)
     game.play(Play())
-    game.play(Play(Story(unknown=game.honest[:1])), body=b"a model with another last bit")
+    game.play(Play(Story(unknown=game.honest[:1])), body=OTHER_MODEL)
     assert game.compute_score() == {game.honest[0]}
     fixed = Game(5, 0, min_clients=5)
     fixed.play(Play())
-    fixed.play(Play(Story(unknown=fixed.honest[:1])), body=b"a model with another last bit")
+    fixed.play(Play(Story(unknown=fixed.honest[:1])), body=OTHER_MODEL)
     assert not fixed.compute_score()
     assert fixed.list_sums() == [set(fixed.honest)]
-    fixed.play(Play(Story(top=len(fixed.honest) + 0.5)), body=b"a model with another last bit")
+    fixed.play(Play(Story(top=len(fixed.honest) + 0.5)), body=OTHER_MODEL)
     assert fixed.compute_score() == {fixed.honest[-1]}, "the heaviest client"
+
+
+def test_another_encoding_of_a_model_is_refused() -> None:
+    """It would have another digest, and its sum would count as that of another model."""
+    size = int.from_bytes(MODEL[:8], "little")
+    padded = (size + 8).to_bytes(8, "little") + MODEL[8 : 8 + size] + b" " * 8 + MODEL[8 + size :]
+    assert decode(padded).tensors.keys() == decode(MODEL).tensors.keys()
+    game = Game(5, 0)
+    game.play(Play())
+    game.play(Play(Story(unknown=game.honest[:1])), body=padded)
+    assert not game.compute_score()
+    assert "the only encoding of its message that nodes accept" in game.reasons[0]
+
+
+def test_two_weightings_and_a_colluder_open_no_vector() -> None:
+    game = Game(3, 1)
+    game.play(Play())
+    game.play(Play(Story(weight=1.0)))
+    assert not game.compute_score()
+    assert game.reasons
+    forgetful = Game(3, 1, stores={f"honest-{number:02}": ForgetfulStore() for number in range(2)})
+    forgetful.play(Play())
+    forgetful.play(Play(Story(weight=1.0)))
+    assert forgetful.compute_score() == set(forgetful.honest)
 
 
 def test_an_attempt_without_shares_may_be_followed_by_one_of_other_clients() -> None:
@@ -122,7 +154,7 @@ def test_an_attempt_without_shares_may_be_followed_by_one_of_other_clients() -> 
     assert not game.reasons
     game.play(Play())
     assert len(game.list_sums()) == 2
-    assert "has revealed shares in a sum of this model with other clients or weights" in game.reasons[0]
+    assert "has revealed shares in a sum of this model with other clients or other facts" in game.reasons[0]
 
 
 def play_drawn(data: st.DataObject, clients: int, colluders: int) -> None:

@@ -9,7 +9,7 @@ import pytest
 from fedspan.clients.secagg_store import DiskSessionStore, MemorySessionStore, Session, Sum
 from fedspan.errors import FedspanError
 
-REVEALED = Sum(clients=("a", "b"), clip=1.0, top=2.0)
+REVEALED = Sum(clients=("a", "b"), clip=1.0, top=2.0, facts="0" * 64)
 
 
 def test_a_damaged_record_is_reported(tmp_path: Path) -> None:

@@ -10,11 +10,13 @@ pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not ins
 pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
 
 from fedspan.clients.secagg_store import DiskSessionStore, SessionStore
+from fedspan.core.values import Message
+from fedspan.federation.serialization import encode
 from fedspan.federation.settings import SecureSettings
 from helpers.secure_game import Game, Play, Story
 
 IDS = tuple(f"honest-{number:02}" for number in range(5))
-OTHER_CLIENTS = "has revealed shares in a sum of this model with other clients or weights"
+OTHER_CLIENTS = "has revealed shares in a sum of this model with other clients or other facts"
 WITHOUT_FIRST = Story(unknown=IDS[:1])
 
 
@@ -48,17 +50,17 @@ def test_a_client_that_only_signed_may_join_another_sum_but_the_others_do_not() 
 
 def test_a_second_exchange_is_a_sum_of_the_clients_of_the_first() -> None:
     """Its message is another one, but the training that it is about is the same."""
-    game = Game(5, 0)
-    game.play(Play(task="second"), body=b"a first message")
+    game, second = Game(5, 0), encode(Message({}, {"exchange": 2}))
+    game.play(Play(task="second"), body=encode(Message({}, {"exchange": 1})))
     assert all("a second exchange of the round that was trained last" in reason for reason in game.reasons)
     game.reasons.clear()
     game.play(Play())
-    game.play(Play(WITHOUT_FIRST, task="second"), body=b"a second message")
+    game.play(Play(WITHOUT_FIRST, task="second"), body=second)
     assert all(OTHER_CLIENTS in reason for reason in game.reasons)
     assert len(game.reasons) == 4
-    game.play(Play(Story(dropped=IDS[:1]), task="second"), body=b"a second message")
+    game.play(Play(Story(dropped=IDS[:1]), task="second"), body=second)
     assert game.list_sums() == [set(IDS)]
-    game.play(Play(task="second"), body=b"a second message")
+    game.play(Play(task="second"), body=second)
     assert game.list_sums() == [set(IDS), set(IDS)]
 
 

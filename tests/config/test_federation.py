@@ -117,6 +117,7 @@ def test_fixed_clients_refuse_late_ones(mechanism: str | None, wrappers: list[st
         ({}, {"reduction": "stack"}, "the server of x needs single replies"),
         ({}, {"sends": "nothing"}, "x sends nothing"),
         ({"reduction": "median"}, {}, "federation.reduction median compares single replies"),
+        ({"ranks": [2, 4]}, {}, "with federation.ranks, clients of smaller ranks send zeros beyond them"),
     ],
 )
 def test_single_replies_refuse_secure_sums(changes: dict[str, Any], claims: dict[str, Any], why: str) -> None:

@@ -6,6 +6,7 @@ import itertools
 import random
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from fedspan.crypto.keys import (
     draw_secret,
     open_sealed,
     read_commitments,
+    require_public_key,
     seal,
 )
 from fedspan.crypto.masks import Integers, add_mask
@@ -97,7 +99,8 @@ def test_masks_cancel(clients: int, length: int, dtype: np.dtype[Any], seed: int
         add_mask(masked, keys[i].own)
         for j, key in enumerate(keys):
             if i != j:
-                add_mask(masked, derive_pair_seed(keys[i].masking, key.masking_public, "run/1"), 1 if i < j else -1)
+                seed_ij = derive_pair_seed(keys[i].masking, key.masking_public, "run/1", str(i), str(j))
+                add_mask(masked, seed_ij, 1 if i < j else -1)
         assert length < 8 or not np.array_equal(masked, value)
         total += masked
     for key in keys:
@@ -230,17 +233,33 @@ def test_what_cannot_be_shared_is_refused() -> None:
 
 def test_two_clients_agree_on_a_seed_that_is_theirs_and_the_session_s() -> None:
     one, other, third = (SessionKeys.derive(draw_secret(), "run/1") for _ in range(3))
-    seed = derive_pair_seed(one.masking, other.masking_public, "run/1")
-    assert seed == derive_pair_seed(other.masking, one.masking_public, "run/1")
-    assert (
-        len({seed, derive_pair_seed(one.masking, third.masking_public, "run/1"), one.own, other.own, one.masking}) == 5
-    )
-    assert seed != derive_pair_seed(one.masking, other.masking_public, "run/2")
+    seed = derive_pair_seed(one.masking, other.masking_public, "run/1", "a", "b")
+    assert seed == derive_pair_seed(other.masking, one.masking_public, "run/1", "b", "a")
+    with_third = derive_pair_seed(one.masking, third.masking_public, "run/1", "a", "b")
+    as_third = derive_pair_seed(one.masking, other.masking_public, "run/1", "a", "c")
+    assert len({seed, with_third, as_third, one.own, other.own, one.masking}) == 6
+    assert seed != derive_pair_seed(one.masking, other.masking_public, "run/2", "a", "b")
     assert compute_masking_public(one.masking) == one.masking_public
-    with pytest.raises(
-        ValueError, match="shared key"
-    ):  # a point of low order: everybody would agree with it on the same
-        derive_pair_seed(one.masking, bytes(32), "run/1")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda key: key[:31] + bytes([key[31] | 0x80]), "canonical"),
+        (lambda key: (2**255 - 19 + 9).to_bytes(32, "little"), "canonical"),
+        (lambda key: bytes(32), "the same secret with every private key"),
+        (lambda key: (2**255 - 20).to_bytes(32, "little"), "the same secret with every private key"),
+    ],
+    ids=["highest bit", "not reduced", "zero", "minus one"],
+)
+def test_keys_in_another_form_and_of_low_order_are_refused(change: Callable[[bytes], bytes], reason: str) -> None:
+    one, other = (SessionKeys.derive(draw_secret(), "run/1") for _ in range(2))
+    with pytest.raises(ValueError, match=reason):
+        require_public_key(change(other.masking_public))
+    with pytest.raises(ValueError, match=reason):
+        derive_pair_seed(one.masking, change(other.masking_public), "run/1", "a", "b")
+    with pytest.raises(ValueError, match=reason):
+        seal(one.sealing, change(other.sealing_public), "a", "b", "run/1", bytes(68))
 
 
 def test_all_keys_of_a_session_follow_from_its_secret_and_differ() -> None:

@@ -236,6 +236,7 @@ def test_the_weights_at_which_a_node_still_joins_an_honest_sum(
         bits=bits,
         top=client.examples * weight_ratio,
         layout="0" * 64,
+        facts="0" * 64,
     )
     if is_accepted:
         terms.require_agreement(agreement)

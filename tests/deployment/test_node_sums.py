@@ -31,7 +31,7 @@ def test_a_round_that_the_server_lost_is_repeated_with_the_same_nodes(tiny_folde
     } == {3}
     for path in tmp_path.glob("*/sums/*/*.json"):  # as if the sum had been of other nodes
         path.write_text(path.read_text().replace(CLINICS[2], "clinic-d"))
-    with pytest.raises(FedspanError, match="has revealed shares in a sum of this model with other clients or weights"):
+    with pytest.raises(FedspanError, match="in a sum of this model with other clients or other facts"):
         run.federation.run_round(begin)
     for path in tmp_path.glob("*/sums"):
         shutil.rmtree(path)

@@ -34,7 +34,7 @@ from fedspan.deployment.approval import JobRequest
 from fedspan.deployment.handshake import Introduction, Invitation, build_node_values
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
-from fedspan.federation.protocol import Envelope, Masking, Order, Part, Reply, decode_reply, read_header
+from fedspan.federation.protocol import ClientFacts, Envelope, Masking, Order, Part, Reply, decode_reply, read_header
 from fedspan.federation.secagg.messages import (
     Agreement,
     ConfirmOrder,
@@ -254,6 +254,7 @@ _AGREEMENT = Agreement(
     bits=32,
     top=1.0,
     layout="0" * 64,
+    facts="0" * 64,
 )
 _CLIENT = Client("a", 2, 1.0, 5, 1.0, None)
 _KEYS = PublicKeys(
@@ -272,7 +273,12 @@ class Orders(_Json):
             Order("train", 0, 0, 0.1, "a", _CLIENT, b"", 0, "run", 7, _MASKING).to_envelope(),
             Order("evaluate", 3, 1, 0.0, "a", None, b"", run="run", serial=8).to_envelope(),
             KeysOrder(**_FACTS).to_envelope(),
-            SharesOrder(**_FACTS, peers={"a": _KEYS, "b": _KEYS}, agreement=_AGREEMENT).to_envelope(),
+            SharesOrder(
+                **_FACTS,
+                peers={"a": _KEYS, "b": _KEYS},
+                agreement=_AGREEMENT,
+                facts=(ClientFacts.from_client(_CLIENT),),
+            ).to_envelope(),
             ConfirmOrder(**_FACTS, survivors=("a",), dropped=("b",), sealed={"a": bytes(100)}).to_envelope(),
             UnmaskOrder(**_FACTS, signatures={"a": bytes(64)}).to_envelope(),
             Invitation(run="run", version=__version__, config=json.dumps(_CONFIG)).to_envelope(),

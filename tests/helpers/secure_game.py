@@ -9,20 +9,21 @@ from __future__ import annotations
 import functools
 import hashlib
 import tempfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import sympy
 import torch
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedspan.clients.secagg import SecureClient
 from fedspan.clients.secagg_store import MemorySessionStore, SessionStore
-from fedspan.core.values import Client, Contribution
+from fedspan.core.values import Client, Contribution, Message
 from fedspan.crypto.identity import Identity, compute_fingerprint, load_identity
 from fedspan.crypto.keys import (
     SessionKeys,
@@ -36,7 +37,7 @@ from fedspan.crypto.keys import (
 from fedspan.crypto.masks import Integers, Ring, add_mask
 from fedspan.crypto.shares import SHARE, combine, split
 from fedspan.errors import FedspanError
-from fedspan.federation.protocol import Masking, Order
+from fedspan.federation.protocol import ClientFacts, Masking, Order
 from fedspan.federation.secagg.messages import (
     MASKED,
     Agreement,
@@ -51,15 +52,17 @@ from fedspan.federation.secagg.messages import (
     UnmaskReply,
     build_confirmation,
     build_session_context,
+    compute_facts_digest,
     compute_layout_digest,
     compute_share,
     create_initial_values,
 )
+from fedspan.federation.serialization import encode
 from fedspan.federation.settings import SecureSettings
 
 START = {"layer/A": torch.zeros(2, 3)}
 CLIP = 10.0
-MODEL = b"the model"
+MODEL = encode(Message(START))
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,8 @@ class Story:
         dropped: Clients that are said to have sent no vector.
         threshold: Number of shares that reconstruct a secret; None: the default.
         top: Largest weight that counts.
+        weight: Weight of all clients; None: the number of their examples.
+        rank: Rank of the first honest client.
         replaced: Client whose keys the server replaces by its own.
     """
 
@@ -80,6 +85,8 @@ class Story:
     dropped: tuple[str, ...] = ()
     threshold: int | None = None
     top: float = 16.0
+    weight: float | None = None
+    rank: int = 2
     replaced: str | None = None
 
 
@@ -94,6 +101,7 @@ class Play:
         unasked: Clients that are not asked to reveal shares.
         task: Kind of the sum.
         lr: Learning rate of the order.
+        copied: Whether the colluders sign as their own masking keys those of other clients, in another form.
     """
 
     story: Story = Story()
@@ -102,17 +110,21 @@ class Play:
     unasked: tuple[str, ...] = ()
     task: str = "train"
     lr: float = 0.1
+    copied: bool = False
 
 
 @dataclass
 class _Session:
-    """What the server holds of one session."""
+    """What the server holds of one session, and the secrets of the honest clients, to tell what it can compute."""
 
     context: str
     keys: dict[str, PublicKeys] = field(default_factory=dict)
     owned: dict[str, SessionKeys] = field(default_factory=dict)
+    hidden: dict[str, SessionKeys] = field(default_factory=dict)
+    peers: dict[str, Mapping[str, PublicKeys]] = field(default_factory=dict)
     present: dict[str, tuple[str, ...]] = field(default_factory=dict)
     agreements: dict[str, Agreement] = field(default_factory=dict)
+    clients: dict[str, Client] = field(default_factory=dict)
     transcripts: dict[str, str] = field(default_factory=dict)
     sealed: dict[str, Mapping[str, bytes]] = field(default_factory=dict)
     vectors: dict[str, Integers] = field(default_factory=dict)
@@ -157,7 +169,7 @@ class Game:
         self.values = {id: {"layer/A": torch.from_numpy(rng.uniform(-2, 2, (2, 3))).float()} for id in self.honest}
         self.reasons = list[str]()
         """Why clients refused, in their order."""
-        self._opened = list[tuple[dict[str, float], np.ndarray[Any, Any]]]()
+        self._opened = list[tuple[dict[tuple[str, int], float], np.ndarray[Any, Any]]]()
         self._number = 0
 
     def play(self, play: Play, body: bytes = MODEL) -> None:
@@ -165,7 +177,7 @@ class Game:
         self._number += 1
         session = _Session(build_session_context("run", self._number))
         stories = {id: play.other if id in play.misled else play.story for id in self.honest}
-        self._exchange_keys(session)
+        self._exchange_keys(session, play.copied)
         for id, story in stories.items():
             self._exchange_shares(session, id, story, play, body)
         for id in session.sealed:
@@ -174,24 +186,36 @@ class Game:
         self._open(session)
 
     def compute_score(self) -> set[str]:
-        """Return the honest clients of which a combination of opened sums is the vector alone."""
-        if not self._opened:
-            return set()
-        rows = np.array([[shares.get(id, 0.0) for id in self.honest] for shares, _ in self._opened])
+        """Return the honest clients on whose vectors alone a combination of opened sums depends."""
+        columns = sorted({column for shares, _ in self._opened for column in shares})
+        rows = np.array([[shares.get(column, 0.0) for column in columns] for shares, _ in self._opened])
         totals = np.array([total for _, total in self._opened])
         isolated = set[str]()
-        for number, id in enumerate(self.honest):
-            target = np.eye(len(self.honest))[number]
-            factors = np.linalg.lstsq(rows.T, target, rcond=None)[0]
-            if np.abs(rows.T @ factors - target).max() < 1e-6:
-                exact = self.values[id]["layer/A"].double().flatten().numpy()
-                assert np.abs(factors @ totals - exact).max() < 1e-3, "the server's own arithmetic is wrong"
-                isolated.add(id)
+        for id in self.honest if self._opened else ():
+            is_own = np.array([column[0] == id for column in columns])
+            others = np.vstack([np.zeros(len(rows)), rows[:, ~is_own].T])
+            _, sizes, directions = np.linalg.svd(others)
+            for factors in directions[np.sum(sizes > 1e-9) :]:
+                own = factors @ rows[:, is_own]
+                if np.abs(own).max(initial=0) > 1e-6:
+                    values = torch.stack([self._compute_values(*column) for column in columns if column[0] == id])
+                    exact = own @ values.double().flatten(1).numpy()
+                    assert np.abs(factors @ totals - exact).max() < 1e-3, "the server's own arithmetic is wrong"
+                    isolated.add(id)
         return isolated
 
     def list_sums(self) -> list[set[str]]:
         """Return the honest clients of the opened sums."""
-        return [set(shares) for shares, _ in self._opened]
+        return [{id for id, _ in shares} for shares, _ in self._opened]
+
+    def _compute_values(self, id: str, rank: int) -> torch.Tensor:
+        """Return the change of a client; with a smaller rank, its rows of zeros beyond it are sent, too."""
+        return self.values[id]["layer/A"] * (torch.arange(2)[:, None] < rank)
+
+    def _describe(self, id: str, story: Story) -> Client:
+        """Return the facts about a client in a story."""
+        weight = self.weights.get(id, 1.0) if story.weight is None else story.weight
+        return Client(id, story.rank if id == self.honest[0] else 2, 1.0, 1, weight, None)
 
     def _common(self, id: str) -> dict[str, Any]:
         return {"run": "run", "serial": 1, "round": 0, "attempt": 0, "to": id, "session": self._number}
@@ -204,15 +228,19 @@ class Game:
             self.reasons.append(str(error))
             return None
 
-    def _exchange_keys(self, session: _Session) -> None:
+    def _exchange_keys(self, session: _Session, is_copied: bool) -> None:
         for id in self.honest:
             reply = self._answer(id, KeysOrder)
             assert isinstance(reply, KeysReply)
             assert reply.keys is not None
-            session.keys[id] = reply.keys
-        for id in self.colluders:
-            session.owned[id] = SessionKeys.derive(draw_secret(), id)
-            session.keys[id] = _sign_keys(session.owned[id], session.context, id, make_identity(id))
+            stored = self.clients[id].sessions.load(id)
+            assert stored is not None
+            session.keys[id], session.hidden[id] = reply.keys, SessionKeys.derive(stored.secret, session.context)
+        for number, id in enumerate(self.colluders):
+            keys = session.owned[id] = SessionKeys.derive(draw_secret(), id)
+            victim = session.keys[self.honest[(1 + number) % len(self.honest)]].masking
+            masking = victim[:31] + bytes([victim[31] | 0x80]) if is_copied else keys.masking_public
+            session.keys[id] = _sign_keys(keys, session.context, id, make_identity(id), masking)
 
     def _exchange_shares(self, session: _Session, id: str, story: Story, play: Play, body: bytes) -> None:
         ids = sorted(set(session.keys) - set(story.unknown))
@@ -221,8 +249,11 @@ class Game:
         peers = {peer: session.keys[peer] for peer in ids}
         if story.replaced in peers:
             keys = SessionKeys.derive(draw_secret(), "replaced")
-            peers[story.replaced] = _sign_keys(keys, session.context, story.replaced, make_identity("server"))
+            peers[story.replaced] = _sign_keys(
+                keys, session.context, story.replaced, make_identity("server"), keys.masking_public
+            )
         threshold = SecureSettings().compute_threshold(len(ids)) if story.threshold is None else story.threshold
+        facts = tuple(ClientFacts.from_client(self._describe(peer, story)) for peer in ids)
         agreement = Agreement(
             config="",
             task=play.task,  # pyright: ignore[reportArgumentType]
@@ -235,19 +266,22 @@ class Game:
             bits=64,
             top=story.top,
             layout=compute_layout_digest(create_initial_values(START, START)),
+            facts=compute_facts_digest(facts),
         )
-        reply = self._answer(id, SharesOrder, peers=peers, agreement=agreement)
+        reply = self._answer(id, SharesOrder, peers=peers, agreement=agreement, facts=facts)
         if isinstance(reply, SharesReply):
             session.agreements[id], session.sealed[id] = agreement, reply.sealed
+            session.peers[id] = peers
             session.transcripts[id] = agreement.build_transcript(session.context, peers)
             session.present[id] = tuple(peer for peer in ids if peer not in story.silent)
 
     def _train(self, session: _Session, id: str, story: Story, play: Play, body: bytes) -> None:
         masking = Masking(session=self._number, peers=session.present[id])
-        client = Client(id, 2, 1.0, 1, self.weights[id], None)
+        client = session.clients[id] = self._describe(id, story)
         order = Order(play.task, 0, 0, play.lr, id, client, body, run="run", secure=masking)  # type: ignore[arg-type]
+        contribution = Contribution(sum={"layer/A": self._compute_values(id, client.rank)})
         try:
-            message, _ = self.clients[id].mask(order, masking, Contribution(sum=self.values[id]), START)
+            message, _ = self.clients[id].mask(order, masking, contribution, START)
         except FedspanError as error:
             self.reasons.append(str(error))
             return
@@ -291,56 +325,58 @@ class Game:
                 pair = open_sealed(keys.sealing, public, owner, colluder, session.transcripts[owner], sealed[colluder])
                 session.shares[owner, "own"].add(pair[:SHARE])
                 session.shares[owner, "masking"].add(pair[SHARE:])
-        own, masking = dict[str, bytes](), {id: keys.masking for id, keys in session.owned.items()}
+        known, private = set[bytes](), {id: keys.masking for id, keys in session.owned.items()}
         for id in session.sealed:
             threshold, public = session.agreements[id].threshold, session.keys[id]
             seed = _combine(session.shares[id, "own"], threshold)
             if seed is not None and compute_commitment(seed) == public.own:
-                own[id] = seed
+                known.add(seed)
             key = _combine(session.shares[id, "masking"], threshold)
             if key is not None and compute_masking_public(key) == public.masking:
-                masking[id] = key
-        for component in self._find_components(session, masking):
-            if component <= own.keys():
-                self._opened.append(self._sum(session, component, own, masking))
-
-    def _find_components(self, session: _Session, masking: Collection[str]) -> list[set[str]]:
-        """Return the sets of clients whose vectors have unknown masks among each other alone."""
-        components, blocked = {id: {id} for id in session.vectors}, set[str]()
+                private[id] = key
         for id in session.vectors:
-            for peer in set(session.present[id]) - {id}:
-                if id in masking or peer in masking:
-                    continue
-                if (
-                    peer in session.vectors
-                    and id in session.present[peer]
-                    and session.transcripts[peer] == session.transcripts[id]
-                ):
-                    merged = components[id] | components[peer]
-                    components.update(dict.fromkeys(merged, merged))
-                else:
-                    blocked.add(id)
-        return [one for id, one in components.items() if id == min(one) and not one & blocked]
+            for owner in private.keys() & set(session.present[id]):
+                for peer in session.present[id] if owner == id else (id,):
+                    if peer != owner:
+                        public = session.peers[id][peer].masking
+                        known.add(derive_pair_seed(private[owner], public, session.transcripts[id], owner, peer))
+        self._cancel_masks(session, known)
 
-    def _sum(
-        self, session: _Session, component: Collection[str], own: Mapping[str, bytes], masking: Mapping[str, bytes]
-    ) -> tuple[dict[str, float], np.ndarray[Any, Any]]:
-        """Return the weights of the clients of a sum, and the sum without the masks, which the server knows."""
-        total = np.zeros(6, np.uint64)
-        for id in component:
-            total += session.vectors[id]
-            add_mask(total, own[id], -1)
-            for peer in set(session.present[id]) - {id}:
-                if id in masking:
-                    seed = derive_pair_seed(masking[id], session.keys[peer].masking, session.transcripts[id])
-                elif peer in masking:
-                    seed = derive_pair_seed(masking[peer], session.keys[id].masking, session.transcripts[id])
-                else:
-                    continue
-                add_mask(total, seed, -1 if id < peer else 1)
-        agreement = session.agreements[min(component)]
-        shares = {id: compute_share(self.weights[id], agreement.top) for id in component}
-        return shares, Ring(64, CLIP, agreement.clients).decode(total)
+    def _cancel_masks(self, session: _Session, known: Collection[bytes]) -> None:
+        """Keep all combinations of the vectors in which no mask remains that the server does not know."""
+        vectors, masks = dict[str, Integers](), {id: self._count_masks(session, id) for id in session.vectors}
+        for id, vector in session.vectors.items():
+            vectors[id] = vector.copy()
+            for seed in masks[id].keys() & known:
+                vectors[id] -= _compute_mask(seed, 6) * np.uint64(masks[id][seed] % 2**64)
+        unknown = sorted(set().union(*masks.values()) - set(known))
+        rows = [[0] * len(masks), *([counts[seed] for counts in masks.values()] for seed in unknown)]
+        for solution in sympy.Matrix(rows).nullspace() if masks else ():
+            whole = [int(factor * sympy.ilcm(1, *(part.q for part in solution))) for factor in solution]
+            factors = {id: factor for id, factor in zip(masks, whole, strict=True) if factor}
+            total = np.zeros(6, np.uint64)
+            for id, factor in factors.items():
+                total += vectors[id] * np.uint64(factor % 2**64)
+            shares = {
+                (id, session.clients[id].rank): factor
+                * compute_share(session.clients[id].weight, session.agreements[id].top)
+                for id, factor in factors.items()
+            }
+            self._opened.append((shares, Ring(64, CLIP, session.agreements[min(factors)].clients).decode(total)))
+
+    def _count_masks(self, session: _Session, id: str) -> Counter[bytes]:
+        """Return how often each seed's mask was added to a client's vector."""
+        keys, counts = session.hidden[id], Counter({session.hidden[id].own: 1})
+        for peer in set(session.present[id]) - {id}:
+            public, transcript = session.peers[id][peer].masking, session.transcripts[id]
+            counts[derive_pair_seed(keys.masking, public, transcript, id, peer)] += 1 if id < peer else -1
+        return counts
+
+
+def _compute_mask(seed: bytes, length: int) -> Integers:
+    mask = np.zeros(length, np.uint64)
+    add_mask(mask, seed)
+    return mask
 
 
 def _combine(shares: Collection[bytes], threshold: int) -> bytes | None:
@@ -350,10 +386,10 @@ def _combine(shares: Collection[bytes], threshold: int) -> bytes | None:
         return None
 
 
-def _sign_keys(keys: SessionKeys, context: str, id: str, identity: Identity) -> PublicKeys:
+def _sign_keys(keys: SessionKeys, context: str, id: str, identity: Identity, masking: bytes) -> PublicKeys:
     public = PublicKeys(
         sealing=keys.sealing_public,
-        masking=keys.masking_public,
+        masking=masking,
         own=compute_commitment(keys.own),
         signing=keys.signing_public,
         identity=identity.public,
@@ -387,11 +423,14 @@ def list_attacks(honest: Sequence[str], colluders: int) -> dict[str, tuple[Play,
         "the same model without the victim": (Play(), Play(Story(unknown=(victim,)))),
         "the victim is said to have dropped out in a retry": (Play(), Play(Story(dropped=(victim,)), lr=0.2)),
         "another largest weight": (Play(), Play(Story(top=len(honest) + 0.5))),
+        "equal weights instead of the examples": (Play(), Play(Story(weight=1.0))),
+        "another rank of the victim": (Play(), Play(Story(rank=1))),
         "unasked clients are summed again": (
             Play(unasked=others[-2:]),
             Play(Story(unknown=(victim,)), unasked=others[:2]),
         ),
         "keys of the server's own": (Play(Story(replaced=honest[-1])),),
+        "masking keys of other clients in another form": (Play(copied=True),),
     }
 
 
@@ -416,8 +455,12 @@ def list_lies(honest: Sequence[str], colluders: int) -> tuple[Callable[[Play], P
         *(tell(threshold=threshold) for threshold in (2, (len(honest) + colluders) // 2 + 1)),
         tell(top=len(honest) + 0.5),
         tell_half(top=len(honest) + 0.5),
+        tell(weight=1.0),
+        tell(rank=1),
+        tell_half(rank=1),
         tell(replaced=honest[-1]),
         *(play_so(unasked=group) for group in (honest, half, others[-2:])),
         play_so(task="statistics"),
         play_so(lr=0.2),
+        play_so(copied=True),
     )

@@ -7,8 +7,11 @@ Everything is derived from one random secret of the session, which is on the cli
 process can continue. Phases only advance, each once a session, and session numbers grow; so a message that is repeated
 or out of order gets no second reply.
 
-The seeds s_ij and the sealed shares depend on the transcript of the client's agreement (``Agreement``): with a client
-of another agreement, or that was sent other keys, neither do masks cancel nor can shares be opened.
+The seeds s_ij depend on the ids and keys of their two clients, so no two pairs have the same. Otherwise a client that
+signed another one's key in another form, of which it lacks the private half, would get a mask that cancels with the
+other's; such forms are refused, too. The seeds and the sealed shares depend on the transcript of the client's agreement
+(``Agreement``): with a client of another agreement, or that was sent other keys, neither do masks cancel nor can shares
+be opened.
 
 **One sum a session.** The server decides whose vectors are in the sum. If it named different survivors to different
 clients, it would get shares of both secrets of a client. So every client signs the survivors and the dropped clients,
@@ -20,15 +23,20 @@ at least c + 2 clients, hence two honest ones.
 
 **One set of clients a model.** Training is deterministic, so the sums of {u, a, b} and of {a, b} over one model differ
 by the vector of u. So a client that has revealed shares in a sum of a model reveals them again only in sums of exactly
-the same clients, with the same clip and the same largest weight, whatever else an order says: session, round, learning
-rate, run. An attempt in which nobody revealed shares gave no sum, and may be followed by one of other clients. The
-second exchange of a round, which is of the same training, counts as a sum of the first one's model.
+the same clients, with the same clip, largest weight and facts about each of them (weight, rank, the round of its stored
+state), whatever else an order says: session, round, learning rate, run. All clients agree on these facts, and each
+compares its own with its order. A model has one accepted encoding, so two digests are two models. An attempt in which
+nobody revealed shares gave no sum, and may be followed by one of other clients. The second exchange of a round, which
+is of the same training, counts as a sum of the first one's model: ``Host`` deletes what a round trained before it
+trains again or computes statistics, so that no second exchange is of another training than ``Session.trained``.
 
-Why no combination of sums gives a single vector: let S_k be the honest clients of the sums, with different sets, and
-R_k those of them that revealed shares. The R_k are disjoint, and each is more than half of its S_k: at least t - c of
-at most n - c. Suppose that sum_k a_k S_k = {u}, as vectors of 0 and 1. Count the clients other than u: the numbers of
-those that are in R_i and in S_k are a matrix that maps a to 0. In column k, the diagonal is larger than the rest of the
-column, or as large if u is in R_k. So at most that a_k is not 0, and S_k would be {u}; but it has two clients.
+Why no combination of sums gives a single vector: let S_k be the honest clients of positive weight whose vectors the
+k-th sum holds, and R_k those of them that revealed shares. Sums of one model with other clients, or other facts about
+them, have disjoint R_k, because each client reveals shares for one of them only. Each R_k is more than half of its S_k:
+at least t - c of at most n - c. Suppose that a combination of K such sums, each with a factor other than 0, holds only
+the vector of u. Every other client of a sum is then in another one of them, too, so all R_k but u are in S_j without
+R_j for some j: sum |R_k| - 1 <= sum |S_k without R_k|. Since |S_k without R_k| <= |R_k| - 1, the right side is at most
+sum |R_k| - K. So K = 1, and the sum would be of u alone; but it has two honest clients.
 
 A server that changes one bit of the model has another model. Against this, only sums of always the same clients
 (``min_clients`` as large as their number) with equal weights help, or noise.
@@ -53,14 +61,16 @@ from fedspan.crypto.keys import (
     derive_pair_seed,
     draw_secret,
     open_sealed,
+    require_public_key,
     seal,
     verify_session_signature,
 )
 from fedspan.crypto.masks import Integers, Ring, add_mask
 from fedspan.crypto.shares import SHARE, split
 from fedspan.errors import FedspanError
+from fedspan.federation import serialization
 from fedspan.federation.changes import clip_change, compute_change
-from fedspan.federation.protocol import Masking, Order
+from fedspan.federation.protocol import ClientFacts, Masking, Order
 from fedspan.federation.secagg.messages import (
     MASKED,
     Agreement,
@@ -77,6 +87,7 @@ from fedspan.federation.secagg.messages import (
     UnmaskReply,
     build_confirmation,
     build_session_context,
+    compute_facts_digest,
     compute_layout_digest,
     compute_share,
     create_initial_values,
@@ -195,16 +206,24 @@ class SecureClient:
             raise FedspanError("message.peers", sorted(peers), "this client's own keys among them")
         if len({key for peer in peers.values() for key in peer.list_keys()}) < 3 * len(peers):
             raise FedspanError("message.peers", ids, "different keys for different clients")
+        for id, peer in peers.items():
+            try:
+                require_public_key(peer.sealing)
+                require_public_key(peer.masking)
+            except ValueError as error:
+                raise FedspanError("message.peers", id, problem=f"{id!r} cannot share secrets: {error}") from error
         if agreement.clients != len(peers):
             raise FedspanError("message.agreement.clients", agreement.clients, f"the number of keys, {len(peers)}")
         self._require_threshold(agreement)
         context = build_session_context(order.run, order.session)
         self._require_known_keys(peers, context)
+        if [one.id for one in order.facts] != ids or compute_facts_digest(order.facts) != agreement.facts:
+            raise FedspanError("message.facts", ids, "the facts about the clients that sent keys, as agreed on")
         if agreement.round != order.round:
             raise FedspanError("message.agreement.round", agreement.round, f"the order's, {order.round}")
         if self.check is not None:
             self.check(agreement)
-        update = {"phase": "shares", "peers": peers, "agreement": agreement}
+        update = {"phase": "shares", "peers": peers, "agreement": agreement, "facts": order.facts}
         self.sessions.store(self.id, session.model_copy(update=update))
         transcript = agreement.build_transcript(context, peers)
         shared = zip(
@@ -238,6 +257,11 @@ class SecureClient:
             if value != getattr(agreement, name):
                 problem = f"the order's {name} differs from the agreement of the sum's clients"
                 raise FedspanError("message.agreement", name, problem=problem)
+        if not _is_canonical(order.body):
+            raise FedspanError("message.body", len(order.body), "the only encoding of its message that nodes accept")
+        if order.client is None or ClientFacts.from_client(order.client) not in session.facts:
+            problem = "the order's facts about this client differ from those that the sum's clients agreed on"
+            raise FedspanError("message.client", self.id, problem=problem)
         if order.task != "second":
             session = session.model_copy(update={"trained": (agreement.round, agreement.model)})
         elif session.trained is None or session.trained[0] != order.round:
@@ -277,7 +301,7 @@ class SecureClient:
         add_mask(total, keys.own)
         for peer in masking.peers:
             if peer != self.id:
-                seed = derive_pair_seed(keys.masking, session.peers[peer].masking, transcript)
+                seed = derive_pair_seed(keys.masking, session.peers[peer].masking, transcript, self.id, peer)
                 add_mask(total, seed, 1 if self.id < peer else -1)
         return Message({MASKED: torch.from_numpy(_reinterpret_as_signed(total))}), clip_factor
 
@@ -342,7 +366,7 @@ class SecureClient:
         return UnmaskReply(id=self.id, session=order.session, shares=revealed)
 
     def _require_same_sum(self, session: Session, survivors: Collection[str]) -> None:
-        """Check that a sum has the clients and weights of the sums of the same model in which shares were revealed.
+        """Check that a sum has the clients, and facts about them, of the model's sums in which shares were revealed.
 
         Raises:
             FedspanError: If it has others.
@@ -350,12 +374,13 @@ class SecureClient:
         revealed, current = self.sessions.load_sum(self.id, _get_model(session)), _build_sum(session, survivors)
         if revealed is not None and revealed != current:
             problem = (
-                "this client has revealed shares in a sum of this model with other clients or weights, and the "
-                "difference of two sums may be a single update"
+                "this client has revealed shares in a sum of this model with other clients or other facts about "
+                "them, and the difference of two sums may be a single update"
             )
             expected = (
                 f"a sum of {', '.join(revealed.clients)} with clip {revealed.clip:g} and weights up to "
-                f"{revealed.top:g}, or another model (such as by another seed)"
+                f"{revealed.top:g}, each with the same weight, rank and stored state, or another model (such as by "
+                "another seed)"
             )
             raise FedspanError("message.survivors", current.clients, expected, problem=problem)
 
@@ -417,7 +442,8 @@ def _get_model(session: Session) -> str:
 
 def _build_sum(session: Session, survivors: Collection[str]) -> Sum:
     agreement = _get_agreement(session)
-    return Sum(clients=tuple(sorted(survivors)), clip=agreement.clip, top=agreement.top)
+    facts = compute_facts_digest(one for one in session.facts if one.id in survivors)
+    return Sum(clients=tuple(sorted(survivors)), clip=agreement.clip, top=agreement.top, facts=facts)
 
 
 def _is_signed(session: Session, id: str, order: UnmaskOrder, statement: bytes) -> bool:
@@ -432,6 +458,12 @@ def _is_signed(session: Session, id: str, order: UnmaskOrder, statement: bytes) 
 def _compute_digest(body: bytes) -> str:
     """Compute the digest of a message; the clients of a simulation share the message."""
     return hashlib.sha256(body).hexdigest()
+
+
+@lru_cache(maxsize=1)
+def _is_canonical(body: bytes) -> bool:
+    """Return whether equal messages would have equal digests; like ``_compute_digest``, once for all clients."""
+    return serialization.is_canonical(body)
 
 
 def _get_public_keys(keys: SessionKeys) -> PublicKeys:

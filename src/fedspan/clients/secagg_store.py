@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 from pydantic import Field, ValidationError
 
 from fedspan.errors import FedspanError
-from fedspan.federation.protocol import Count, HeaderPart, Name
+from fedspan.federation.protocol import ClientFacts, Count, HeaderPart, Name
 from fedspan.federation.secagg.messages import Agreement, BinaryPart, PublicKeys
 from fedspan.files import convert_disk_errors, read_bytes, write_atomic
 
@@ -26,10 +26,12 @@ class Session(BinaryPart):
         secret: The secret that the keys are derived from; empty once the session has ended.
         peers: Keys of all clients, as received in the phase of shares.
         agreement: The agreement of that phase.
+        facts: The facts about the clients that are part of it.
         present: The clients with which the vector was masked.
         survivors: The clients whose vectors are in the sum, as signed.
         sealed: What the clients sealed for this one, as received in the phase of confirmation, if it opens.
         trained: Round and model (``Agreement.model``) of the last vector that was masked outside a second exchange.
+            A second exchange is of it, because what was trained before is deleted.
     """
 
     run: str
@@ -38,6 +40,7 @@ class Session(BinaryPart):
     secret: bytes
     peers: dict[Name, PublicKeys] = Field(default_factory=dict)
     agreement: Agreement | None = None
+    facts: tuple[ClientFacts, ...] = ()
     present: tuple[Name, ...] = ()
     survivors: tuple[Name, ...] = ()
     sealed: dict[Name, bytes] = Field(default_factory=dict)
@@ -51,11 +54,13 @@ class Sum(HeaderPart):
         clients: The clients whose vectors are in the sum, sorted.
         clip: Largest norm of a change (``Agreement.clip``).
         top: Largest weight that counts (``Agreement.top``).
+        facts: Digest of the facts about these clients, such as their weights (``compute_facts_digest``).
     """
 
     clients: tuple[Name, ...]
     clip: float
     top: float
+    facts: str
 
 
 class SessionStore(Protocol):

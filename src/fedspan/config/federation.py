@@ -139,7 +139,7 @@ class FederationConfig(Section):
         description="Ranks of the clients, for methods that support different ranks. By client id: {client-00: "
         "4}. Cyclically: [4, 8, 16]. By shares of the shuffled clients: {assign: fractions, of: {4: "
         "0.5, 8: 0.3, 16: 0.2}}. Drawn for every client: {assign: draw, of: [4, 8, 16]}. The last two "
-        "accept a seed; default: the partition's seed. All other clients have method.r.",
+        "accept a seed; default: the partition's seed. All other clients have method.r. Not under secure.",
     )
     scaling: Literal["by-rank", "equal"] = Field(
         default="by-rank",
@@ -367,6 +367,8 @@ class FederationConfig(Section):
                 claims.reduction != "sum"
             ),
             f"{method} sends nothing": claims.sends == "nothing",
+            "with federation.ranks, clients of smaller ranks send zeros beyond them, so the sum shows parts of the "
+            "largest update alone": self.ranks is not None,
             f"federation.reduction {self.reduction} compares single replies": self.reduction != "mean",
         }
         if reason := next((reason for reason, applies in reasons.items() if applies), None):

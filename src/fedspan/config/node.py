@@ -137,21 +137,23 @@ class NodeLimits(Section):
     )
     secure_only: bool = Field(
         default=False,
-        description="Participate only in runs with federation.secure: replies leave this node only under masks.",
+        description="Participate only in runs with federation.secure: replies leave this node only under masks. All "
+        "owners must set it, and peers.",
     )
     secure_clients: int = Field(
         default=3,
         ge=3,
-        description="Minimum number of nodes in a secure sum, this node included, before it reveals shares. As large "
-        "as the number of all nodes, it makes every sum one of the same nodes, so that the difference of two sums is "
-        "no single update; then a missing node stops the run.",
+        description="Minimum number of nodes in a masked sum, this node included, before it reveals shares. As large "
+        "as the number of all nodes, and in all nodes' files, it makes every sum one of the same nodes, so that no two "
+        "sums differ by a node; then a missing node stops the run. If only this file sets it, it does not protect this "
+        "node: the others join sums without it.",
     )
     colluders: int = Field(
         default=1,
         ge=1,
         description="Number of nodes that may collude with the server, such as that of an owner who runs the server: a "
-        "secure sum of n nodes that t nodes can open is refused unless 2 t > n + colluders and at least two others "
-        "remain. Three nodes withstand one, and all three must stay.",
+        "masked sum of n nodes that t nodes can open is refused unless 2 t > n + colluders and at least two others "
+        "remain. Three nodes withstand one, and all three must stay. All owners must state the same.",
     )
     head_statistics: Annotated[Literal["off", "exact"], BeforeValidator(_read_off)] = Field(
         default="off",
@@ -272,7 +274,7 @@ class NodeConfig(Section):
         description="Nodes with which this node joins secure aggregation, by id, with the fingerprints of their "
         "keys as ssh-keygen -l prints them: {clinic-b: SHA256:...}. Their session keys must be signed "
         "with these keys, so that the server can neither invent nodes nor intercept their messages. "
-        "Default: trust the server's list.",
+        "All owners must list theirs. Default: trust the server's list.",
     )
     models: dict[str, str] = Field(
         default_factory=dict,

@@ -45,6 +45,7 @@ SECRET = 32
 """Bytes of every secret and key."""
 
 _NONCE = 12
+_PRIME = 2**255 - 19
 
 
 def draw_secret() -> bytes:
@@ -66,9 +67,15 @@ def _agree(private: bytes, public: bytes) -> bytes:
     """Compute the common secret of two clients.
 
     Raises:
-        ValueError: If the public key gives the same secret with every private key.
+        ValueError: If the public key gives the same secret with every private key, or is another form of a key: X25519
+            ignores the highest bit and reduces modulo the prime.
     """
-    return X25519PrivateKey.from_private_bytes(private).exchange(X25519PublicKey.from_public_bytes(public))
+    if int.from_bytes(public, "little") >= _PRIME:
+        raise ValueError("a public key is not in its canonical form")
+    try:
+        return X25519PrivateKey.from_private_bytes(private).exchange(X25519PublicKey.from_public_bytes(public))
+    except ValueError as error:
+        raise ValueError("a public key gives the same secret with every private key") from error
 
 
 @dataclass(frozen=True)
@@ -143,26 +150,26 @@ def require_public_key(public: bytes) -> None:
     """Check that clients can agree on secrets with the owner of a public key.
 
     Raises:
-        ValueError: If the public key gives the same secret with every private key.
+        ValueError: If the public key is not canonical, or gives the same secret with every private key.
     """
-    try:
-        _agree(draw_secret(), public)
-    except ValueError as error:
-        raise ValueError("a public key gives the same secret with every private key") from error
+    _agree(draw_secret(), public)
 
 
-def derive_pair_seed(masking: bytes, public: bytes, context: str) -> bytes:
-    """Derive the seed of two clients' mask, the same on either side.
+def derive_pair_seed(masking: bytes, public: bytes, context: str, id: str, peer: str) -> bytes:
+    """Derive the seed of two clients' mask, the same on either side and another one for every other pair.
 
     Args:
         masking: Private masking key of one client.
         public: Public masking key of the other client.
         context: Identifier of the run and the session.
+        id: Id of the one client.
+        peer: Id of the other client.
 
     Raises:
-        ValueError: If the public key gives the same secret with every private key.
+        ValueError: If the public key is not canonical, or gives the same secret with every private key.
     """
-    return _derive(_agree(masking, public), "pair", context)
+    pair = sorted([(id, _compute_public_key(masking).hex()), (peer, public.hex())])
+    return _derive(_agree(masking, public), "pair", context, *pair[0], *pair[1])
 
 
 def _make_cipher(sealing: bytes, public: bytes, sender: str, receiver: str, context: str) -> AESGCM:

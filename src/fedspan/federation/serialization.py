@@ -26,7 +26,17 @@ from fedspan.core.lowrank import LowRank
 from fedspan.core.tensors import Tensors
 from fedspan.core.values import Message, Scalar, ServerState
 
-__all__ = ["Reader", "Writer", "compute_payload_size", "decode", "decode_state", "encode", "encode_state", "expect"]
+__all__ = [
+    "Reader",
+    "Writer",
+    "compute_payload_size",
+    "decode",
+    "decode_state",
+    "encode",
+    "encode_state",
+    "expect",
+    "is_canonical",
+]
 
 FORMAT = 1
 """Version of the structure below; a reader rejects any other."""
@@ -102,20 +112,20 @@ class Writer:
         structure: dict[str, list[int | float]] = {}
         for layer, delta in self._order(deltas):
             if isinstance(delta, LowRank):
-                structure[layer] = [self._put(layer, delta.B), self._put(layer, delta.A), delta.scale]
+                structure[layer] = [self._put(layer, delta.B), self._put(layer, delta.A), float(delta.scale)]
             else:
                 structure[layer] = [self._put(layer, delta)]
         return structure
 
     def add_increments(self, increments: Iterable[Increment]) -> list[dict[str, object]]:
         """Add increments of the base, in their order."""
-        return [{"round": i.round, "decay": i.decay, "deltas": self.add_deltas(i.deltas)} for i in increments]
+        return [{"round": i.round, "decay": float(i.decay), "deltas": self.add_deltas(i.deltas)} for i in increments]
 
     def add_base(self, base: BaseUpdate) -> dict[str, object]:
         """Add a base update."""
         return {
             "round": base.round,
-            "rho": base.rho,
+            "rho": float(base.rho),
             "total": self.add_deltas(base.total),
             "recent": self.add_increments(base.recent),
             "recent_from": base.recent_from,
@@ -192,7 +202,7 @@ class Reader:
                 case [dense]:
                     deltas[layer] = self._get(dense)
                 case [b, a, int() | float() as scale]:
-                    deltas[layer] = LowRank(self._get(b), self._get(a), scale)
+                    deltas[layer] = LowRank(self._get(b), self._get(a), float(scale))
                 case _:
                     raise ValueError(f"the change of layer {layer!r} is neither factors nor a matrix")
         return deltas
@@ -201,7 +211,9 @@ class Reader:
         """Read increments of the base, in their order."""
         return tuple(
             Increment(
-                expect(i, "round", int), self.read_deltas(expect(i, "deltas", dict)), expect(i, "decay", float, int)
+                expect(i, "round", int),
+                self.read_deltas(expect(i, "deltas", dict)),
+                float(expect(i, "decay", float, int)),
             )
             for i in structure
         )
@@ -210,7 +222,7 @@ class Reader:
         """Read a base update."""
         return BaseUpdate(
             round=expect(structure, "round", int),
-            rho=expect(structure, "rho", float, int),
+            rho=float(expect(structure, "rho", float, int)),
             total=self.read_deltas(expect(structure, "total", dict)),
             recent=self.read_increments(expect(structure, "recent", list)),
             recent_from=expect(structure, "recent_from", int),
@@ -233,7 +245,7 @@ def encode(message: Message) -> bytes:
         structure["base"] = {
             "round": base.round,
             "whole": base.whole,
-            "rho": base.rho,
+            "rho": float(base.rho),
             "total": writer.add_deltas(base.total),
             "increments": writer.add_increments(base.increments),
         }
@@ -257,10 +269,19 @@ def decode(data: bytes) -> Message:
             round=expect(base, "round", int),
             increments=reader.read_increments(expect(base, "increments", list)),
             whole=expect(base, "whole", bool),
-            rho=expect(base, "rho", float, int),
+            rho=float(expect(base, "rho", float, int)),
             total=reader.read_deltas(expect(base, "total", dict)),
         ),
     )
+
+
+def is_canonical(data: bytes) -> bool:
+    """Return whether a message is encoded as ``encode`` does: no two such encodings have one message.
+
+    Raises:
+        ValueError: If ``decode`` would raise it.
+    """
+    return encode(decode(data)) == data
 
 
 def compute_payload_size(message: Message) -> int:

@@ -298,8 +298,11 @@ def test_a_client_whose_secrets_nobody_can_open_is_left_out_of_the_retry(built: 
     require_mean(built, federation, begin, hidden, OTHERS, OTHERS)
 
 
-LOW_ORDER = (bytes(32), b"\1" + bytes(31), (2**255 - 19).to_bytes(32, "little"), (2**255 - 20).to_bytes(32, "little"))
-"""Points of X25519 with which every private key gives the same secret: 0, 1, p (0 in other bytes) and p - 1."""
+LOW_ORDER = (bytes(32), b"\1" + bytes(31), (2**255 - 20).to_bytes(32, "little"))
+"""Points of X25519 with which every private key gives the same secret: 0, 1 and p - 1."""
+
+NOT_CANONICAL = ((2**255 - 19).to_bytes(32, "little"), (2**255 + 9).to_bytes(32, "little"))
+"""Points in another form: p, which is 0, and 9 with the highest bit, which X25519 ignores."""
 
 
 def spoil_keys(change: Callable[[PublicKeys], Mapping[str, Any]]) -> secure_rounds.Spoil:
@@ -322,6 +325,8 @@ def spoil_keys(change: Callable[[PublicKeys], Mapping[str, Any]]) -> secure_roun
         (lambda keys: {"signing": keys.sealing}, "two of its keys are the same"),
         *((lambda _, low=low: {"sealing": low}, "the same secret with every private key") for low in LOW_ORDER),
         *((lambda _, low=low: {"masking": low}, "the same secret with every private key") for low in LOW_ORDER),
+        *((lambda _, key=key: {"sealing": key}, "not in its canonical form") for key in NOT_CANONICAL),
+        *((lambda _, key=key: {"masking": key}, "not in its canonical form") for key in NOT_CANONICAL),
         (lambda _: {"identity": "ecdsa-sha2-nistp384 AAAA", "signature": b"x"}, ""),
         (lambda _: {"signature": b"x"}, ""),
     ],

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from fedspan.core.values import Client
 from fedspan.federation.progress import TooFew
-from fedspan.federation.protocol import Envelope, read_header
+from fedspan.federation.protocol import ClientFacts, Envelope, read_header
 from fedspan.federation.secagg.messages import (
     Agreement,
     ConfirmOrder,
@@ -22,6 +23,7 @@ from fedspan.federation.secagg.messages import (
     SharesReply,
     UnmaskOrder,
     UnmaskReply,
+    compute_facts_digest,
     decode_phase,
 )
 from helpers.fuzzed_headers import fuzzed
@@ -109,14 +111,16 @@ def test_keys_that_the_admitted_key_did_not_sign_fail_their_sender_alone(
     admitted = {id: f"{one.public} {id}'s key" for id, one in identities.items()}
     session = SecureSession(transport, 10.0, "run", 0, 0, 3, admitted)
 
+    facts = {id: ClientFacts.from_client(Client(id, 2, 1.0, 1, 1.0, None)) for id in (*HONEST, HOSTILE)}
+
     def agree(ids: Collection[str]) -> Agreement:
         digest = "0" * 64
         return Agreement(
             config="", task="train", round=0, lr=0.1, model=digest, clients=len(ids), threshold=3, clip=1.0, bits=32,
-            top=1.0, layout=digest,
+            top=1.0, layout=digest, facts=compute_facts_digest(facts[id] for id in ids),
         )  # fmt: skip
 
-    session.begin([*HONEST, HOSTILE], agree)
+    session.begin(facts, agree)
     assert set(session.present) == {*HONEST, *([HOSTILE] if reason is None else [])}
     assert [failure.client for failure in session.failures] == ([] if reason is None else [HOSTILE])
     assert all((reason or "") in failure.reason for failure in session.failures)
@@ -154,11 +158,11 @@ def phases() -> list[str]:
     )
     agreement = Agreement(
         config="", task="train", round=0, lr=0.1, model="0" * 64, clients=3, threshold=3, clip=1.5, bits=32, top=2.0,
-        layout="0" * 64,
+        layout="0" * 64, facts="0" * 64,
     )  # fmt: skip
     phases = [
         KeysOrder(**session),
-        SharesOrder(**session, peers={"a": keys, "b": keys}, agreement=agreement),
+        SharesOrder(**session, peers={"a": keys, "b": keys}, agreement=agreement, facts=()),
         ConfirmOrder(**session, survivors=("a", "b"), dropped=("c",), sealed={"a": bytes(range(96))}),
         UnmaskOrder(**session, signatures={"a": bytes(range(64))}),
         KeysReply(id="a", session=7, keys=keys),

@@ -28,11 +28,12 @@ from fedspan.federation import serialization
 from fedspan.federation.changes import apply_change
 from fedspan.federation.privacy import create_central_privacy
 from fedspan.federation.progress import TooFew, Transfer
-from fedspan.federation.protocol import Masking, OrderEncoder, Reply
+from fedspan.federation.protocol import ClientFacts, Masking, OrderEncoder, Reply
 from fedspan.federation.round_context import RoundContext, Tally
 from fedspan.federation.secagg.messages import (
     MASKED,
     Agreement,
+    compute_facts_digest,
     compute_layout_digest,
     compute_share,
     create_initial_values,
@@ -116,7 +117,7 @@ class SecureAggregation:
         self.replies.clear()
         with self._record_exchanges(session):
             session.begin(
-                list(clients),
+                {id: ClientFacts.from_client(client) for id, client in clients.items()},
                 lambda ids: self._agree([clients[id] for id in ids], encoder),
                 () if attempt else context.absent,
             )
@@ -148,6 +149,7 @@ class SecureAggregation:
             bits=self.secure.bits,
             top=self._top,
             layout=compute_layout_digest(self._origin),
+            facts=compute_facts_digest(map(ClientFacts.from_client, clients)),
         )
 
     def _compute_model_digest(self, clients: Sequence[Client], encoder: OrderEncoder) -> str:

@@ -10,8 +10,9 @@
 
 All data is in headers; these envelopes have no bodies.
 
-The agreement holds everything that decides what a client's vector is: config, round, model, learning rate, and how the
-sum is encoded; and how many shares open a secret. The transcript is the digest of the agreement and of all clients'
+The agreement holds everything that decides what the clients' vectors are: config, round, model, learning rate, the
+facts about each client (weight, rank, the state that it stores), and how the sum is encoded; and how many shares open a
+secret. The transcript is the digest of the agreement and of all clients'
 keys, and part of every secret that two clients share. So clients that were told different things neither cancel each
 other's masks nor open each other's shares, and the server learns nothing from their vectors. A client compares the
 agreement with the order to train, and confirms no sum if the others' shares do not open.
@@ -28,7 +29,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Annotated, Literal, TypeVar, get_args
 
 import numpy as np
@@ -40,6 +41,7 @@ from torch import Tensor
 from fedspan.core.tensors import Tensors
 from fedspan.federation.protocol import (
     FORMAT,
+    ClientFacts,
     Count,
     Envelope,
     HeaderPart,
@@ -68,6 +70,7 @@ __all__ = [
     "UnmaskReply",
     "build_confirmation",
     "build_session_context",
+    "compute_facts_digest",
     "compute_layout_digest",
     "compute_share",
     "count_envelope_bytes",
@@ -141,6 +144,7 @@ class Agreement(HeaderPart):
         bits: Bits of the summed integers.
         top: Largest weight that counts in the sum; weights are expressed as fractions of it.
         layout: Digest of the names and shapes of the summed tensors.
+        facts: Digest of the facts about all these clients (``compute_facts_digest``).
     """
 
     config: Annotated[str, Field(max_length=64)]
@@ -154,6 +158,7 @@ class Agreement(HeaderPart):
     bits: Literal[32, 64]
     top: Annotated[float, Field(gt=0)]
     layout: _Digest
+    facts: _Digest
 
     def build_transcript(self, context: str, keys: Mapping[str, PublicKeys]) -> str:
         """Return the text that binds secrets to this agreement, the session and its clients.
@@ -194,11 +199,13 @@ class SharesOrder(_Order):
     Args:
         peers: Public keys of all clients, by client id.
         agreement: What all clients of the sum agree on.
+        facts: The facts about each of them, which it will be ordered to train with, sorted by id.
     """
 
     task: Literal["shares"] = "shares"
     peers: dict[Name, PublicKeys]
     agreement: Agreement
+    facts: tuple[ClientFacts, ...]
 
 
 class ConfirmOrder(_Order):
@@ -372,6 +379,12 @@ def create_initial_values(contributed: Tensors, started: Tensors) -> dict[str, T
         else:
             values[name] = torch.zeros(value.shape, dtype=dtype)
     return values
+
+
+def compute_facts_digest(facts: Iterable[ClientFacts]) -> str:
+    """Return the digest of the facts about some clients, in any order."""
+    lines = [one.model_dump_json() for one in sorted(facts, key=lambda one: one.id)]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def compute_layout_digest(origin: Tensors) -> str:

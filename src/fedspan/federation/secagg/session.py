@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ from fedspan.crypto.masks import Integers, add_mask
 from fedspan.crypto.shares import combine
 from fedspan.federation.absences import Awaited
 from fedspan.federation.progress import Failure, TooFew, Transfer
-from fedspan.federation.protocol import Envelope, read_header, serial
+from fedspan.federation.protocol import ClientFacts, Envelope, read_header, serial
 from fedspan.federation.secagg.messages import (
     Agreement,
     ConfirmOrder,
@@ -139,7 +139,7 @@ def unmask(total: Integers, masked: Masked, revealed: Mapping[str, Mapping[str, 
             add_mask(total, secret, -1)
             continue
         for peer in masked.survivors:
-            seed = derive_pair_seed(secret, masked.keys[peer].masking, masked.transcript)
+            seed = derive_pair_seed(secret, masked.keys[peer].masking, masked.transcript, id, peer)
             add_mask(total, seed, -1 if peer < id else 1)
     return faults
 
@@ -236,25 +236,29 @@ class SecureSession:
             raise TooFew
 
     def begin(
-        self, ids: Sequence[str], agree: Callable[[Collection[str]], Agreement], absent: Collection[str] = frozenset()
+        self,
+        clients: Mapping[str, ClientFacts],
+        agree: Callable[[Collection[str]], Agreement],
+        absent: Collection[str] = frozenset(),
     ) -> None:
         """Exchange keys and shares.
 
         Args:
-            ids: Ids of the clients.
+            clients: The facts about the clients.
             agree: Returns what the clients that sent keys are to agree on.
             absent: Clients whose keys are not waited for if the others suffice.
 
         Raises:
             TooFew: If too few clients replied.
         """
-        first = {id: self._order(KeysOrder, id) for id in ids}
+        first = {id: self._order(KeysOrder, id) for id in clients}
         self._exchange(KeysReply, first, absent, wait_for_offline=self.attempt > 0)
         self.require(self._keys)
         agreement, peers = agree(self._keys), dict(sorted(self._keys.items()))
         self._needed, self.quorum = agreement.threshold, max(self.quorum, agreement.threshold)
         self._transcript = agreement.build_transcript(build_session_context(self.run, self.number), peers)
-        orders = {id: self._order(SharesOrder, id, peers=peers, agreement=agreement) for id in peers}
+        parts = {"peers": peers, "agreement": agreement, "facts": tuple(clients[id] for id in peers)}
+        orders = {id: self._order(SharesOrder, id, **parts) for id in peers}
         for id, reply in self._exchange(SharesReply, orders).items():
             if reply.sealed.keys() != peers.keys():
                 self.fail(id, "shares: not one for each client")
