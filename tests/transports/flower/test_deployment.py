@@ -134,7 +134,8 @@ def test_strangers_are_kept_out(deployment: tuple[Deployment, dict[str, Path]], 
 
     make_authority(tmp_path / "other", [])
     path = made.folder / "misled.yaml"
-    path.write_text(yaml.safe_dump({**stranger, "authority": str(tmp_path / "other" / "ca.crt")}))
+    misled = {**stranger, "folder": str(tmp_path / "misled"), "authority": str(tmp_path / "other" / "ca.crt")}
+    path.write_text(yaml.safe_dump(misled))
     made.join("misled", path)
     made.wait_for("misled", "no connection")
     shown = made.call_here("status", "--server", str(made.server))
