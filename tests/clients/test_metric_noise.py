@@ -6,10 +6,12 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fedspan.clients import metric_noise
-from fedspan.clients.metric_noise import add_noise, draw_noise, list_released_metrics, round_count
+from fedspan.clients.host import Host
+from fedspan.clients.metric_noise import MetricLimits, add_noise, draw_noise, list_released_metrics, round_count
 
 BOUND = 2.0
 
@@ -56,6 +58,15 @@ def test_examples_that_were_not_measured_count_as_wrong_whatever_their_number(mo
     monkeypatch.setattr(metric_noise, "draw_noise", lambda scale: 0)
     assert release({"accuracy": 1.0, "loss": 0.0}, 25, 100) == {"examples": 100.0, "loss": 1.5, "accuracy": 0.25}
     assert release({}, 0, 100) == {"examples": 100.0, "loss": BOUND, "accuracy": 0.0}
+
+
+def test_an_infinite_metric_is_as_present_as_any_other() -> None:
+    """An example whose loss overflows makes the perplexity infinite: whether it is sent would tell of that example."""
+    for perplexity in (9.0, math.inf):
+        engine = SimpleNamespace(evaluate=lambda *_, value=perplexity, **__: {"loss": 1.0, "perplexity": value})
+        host: Any = SimpleNamespace(metric_limits=MetricLimits(epsilon=1.0), engine=engine, examples=None, batch_size=1)
+        measured = Host._measure(host, "a", None, np.arange(100))
+        assert release(measured, 100, 100, make_task("perplexity")).keys() == {"examples", "loss", "perplexity"}
 
 
 def test_only_means_over_examples_are_released(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,7 +179,9 @@ def test_a_round_encodes_its_order_and_each_reply_once(
         assert not result.failures
         assert len(set(counts.replies)) == CLIENTS
         assert counts.encoded == counts.decoded
-        assert sorted(counts.encoded.values()) == [1] * (1 + CLIENTS)
+        # Nodes under secure aggregation check that an order is in its one accepted encoding: all of this process once.
+        order = 2 if "secure" in changes["federation"] else 1
+        assert sorted(counts.encoded.values()) == [1] * CLIENTS + [order]
 
 
 @pytest.mark.parametrize("method", others_slow(["hetlora", "flexlora", "fedhm"], ["hetlora", "flexlora"]))
@@ -265,7 +267,7 @@ def deltas(draw: st.DrawFn) -> Delta:
     rows, columns, rank = draw(st.integers(0, 3)), draw(st.integers(0, 3)), draw(st.integers(0, 2))
     if draw(st.booleans()):
         return draw(tensors((rows, columns)))
-    return LowRank(draw(tensors((rows, rank))), draw(tensors((rank, columns))), draw(st.floats() | st.integers()))
+    return LowRank(draw(tensors((rows, rank))), draw(tensors((rank, columns))), draw(st.floats()))
 
 
 NAMED = st.dictionaries(NAMES, tensors(), max_size=4)

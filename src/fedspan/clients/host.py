@@ -463,7 +463,8 @@ class Host:
             return {}
         bounded = self.metric_limits.epsilon is not None
         metrics = self.engine.evaluate(id, job, self.examples, indices, self.batch_size, bounded=bounded)
-        return {key: value for key, value in metrics.items() if math.isfinite(value)}
+        # With noise, whether a metric is sent must not depend on it: one example can make a perplexity infinite.
+        return {key: value for key, value in metrics.items() if bounded or math.isfinite(value)}
 
 
 def _normalize(reply: Message) -> Message:

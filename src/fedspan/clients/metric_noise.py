@@ -71,7 +71,8 @@ def add_noise(
     Examples that were not measured count with the worst value, so that nothing depends on how many there are.
 
     Args:
-        metrics: Means over the measured examples; no example contributes more than the task's bound to the loss.
+        metrics: Means over the measured examples; no example contributes more than the task's bound to the loss. Others
+            are not released but for perplexities, which follow from the noisy loss; so they may be infinite.
         measured: Number of these examples.
         examples: Number of all examples of the part.
         epsilon: Epsilon of the release: that of all metrics together, where one example is replaced by another.
@@ -82,7 +83,8 @@ def add_noise(
         metric = METRICS[name]
         low, high = (0.0, get_loss_bound(task)) if name == "loss" else (metric.minimum, metric.maximum)
         worst = low if metric.greater_is_better else high
-        mean = (metrics.get(name, worst) * measured + worst * (examples - measured)) / examples
+        value = metrics.get(name, worst)
+        mean = ((value if math.isfinite(value) else worst) * measured + worst * (examples - measured)) / examples
         total = round((mean - low) / (high - low) * examples * _STEPS)
         noisy = total + draw_noise((_STEPS + 1) * len(names) / epsilon)  # 1: the sum is rounded to a step
         share = min(max(noisy, 0), examples * _STEPS) / (examples * _STEPS)
