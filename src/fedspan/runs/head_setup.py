@@ -75,7 +75,8 @@ def find_new_head(config: RunConfig, model: RunModel) -> NewHead | None:
     except NoOutputLayer:
         return None
     norm = 1.0 if _is_normalized(model.adapted) else layer.features**0.5
-    return NewHead(layer.path, layer.bias, norm) if _is_new(model, layer) else None
+    is_alone = set(model.new_modules) == {layer.path}
+    return NewHead(layer.path, layer.bias, norm, is_alone) if _is_new(model, layer) else None
 
 
 def _find_output_layer(adapted: AdaptedModel) -> OutputLayer:

@@ -292,7 +292,7 @@ class TrainingServices:
         for name, mask in job.masks.items():
             if name in gradients:
                 gradients[name] = gradients[name] * mask.to(gradients[name])
-        if self.settings.max_grad_norm and clipping:
+        if self.settings.max_grad_norm and clipping and job.clips:
             clip(gradients, self.settings.max_grad_norm)
         gradients = smooth_groups(job.trainable, gradients)
         for name in names:
