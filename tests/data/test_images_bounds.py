@@ -1,7 +1,5 @@
 """Small files that decode to huge images."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import zlib

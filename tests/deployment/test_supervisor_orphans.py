@@ -1,7 +1,5 @@
 """A node that is killed leaves no process that trains on."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Every method and every wrapper of the registry as a tiny run, which each transport repeats to the bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 Each has layers that are not square, no dropout, and weights larger than usual, so that predictions differ.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What every registered task keeps: equal engines, losses by client, other libraries' metrics, exports that reload."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Conformance on every transport covers the whole registry, also what is registered later."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -5,8 +5,6 @@ statistics, so that this exchange is compared, too. In a deployment, the whole r
 ``test_supernode_methods.py``.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

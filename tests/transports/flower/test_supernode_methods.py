@@ -1,7 +1,5 @@
 """Nodes of a server with TLS and keys repeat every method and wrapper of the registry to the bit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Runs and evaluations on two workers of a local Ray against the same in one process, and how workers share them."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
