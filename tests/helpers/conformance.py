@@ -19,7 +19,7 @@ AROUND = "fedit"
 WRAPPED = f"{AROUND}+scaffold"
 """The wrapper that differs most from none: it sends twice as much, and has memory on both sides."""
 UNLIKE_CASES = (*UNLIKE, WRAPPED)
-"""The cases in ``make test``; in a deployment, where a case takes seconds, without the wrapper."""
+"""The cases in ``make test``; over Flower, where a case takes seconds, the simulation and the deployment share them."""
 
 
 def list_cases() -> list[str]:

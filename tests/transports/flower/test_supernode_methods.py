@@ -21,7 +21,7 @@ from helpers.conformance import (
     require_same_state,
     require_same_tensors,
 )
-from helpers.families import UNLIKE, others_slow
+from helpers.families import others_slow
 from helpers.forked_nodes import fork_nodes
 from helpers.sites import local_values, run_values, site_files
 
@@ -39,7 +39,7 @@ def federation(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> I
             yield made, files["all"]
 
 
-@pytest.mark.parametrize("case", others_slow(list_cases(), UNLIKE))
+@pytest.mark.parametrize("case", others_slow(list_cases(), ("fedgalore", "fedsa-lora")))
 def test_every_method_and_wrapper_has_the_bits_of_the_loop_engine(
     case: str, federation: tuple[Deployment, Path], tiny_folder: Path, tmp_path: Path
 ) -> None:
