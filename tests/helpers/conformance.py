@@ -19,7 +19,9 @@ AROUND = "fedit"
 WRAPPED = f"{AROUND}+scaffold"
 """The wrapper that differs most from none: it sends twice as much, and has memory on both sides."""
 UNLIKE_CASES = (*UNLIKE, WRAPPED)
-"""The cases in ``make test``; over Flower, where a case takes seconds, the simulation and the deployment share them."""
+"""The cases in ``make test``. Over Flower, where a case takes seconds, the simulation and the deployment share them."""
+SIMULATED = ("flora", WRAPPED)
+DEPLOYED = ("fedgalore", "fedsa-lora")
 
 
 def list_cases() -> list[str]:

@@ -14,6 +14,7 @@ from fedspan.deployment.deploy import submit
 from fedspan.methods.registry import METHODS
 from fedspan.transports.flower.server import read_link
 from helpers.conformance import (
+    DEPLOYED,
     describe_case,
     get_method,
     list_cases,
@@ -39,7 +40,7 @@ def federation(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> I
             yield made, files["all"]
 
 
-@pytest.mark.parametrize("case", others_slow(list_cases(), ("fedgalore", "fedsa-lora")))
+@pytest.mark.parametrize("case", others_slow(list_cases(), DEPLOYED))
 def test_every_method_and_wrapper_has_the_bits_of_the_loop_engine(
     case: str, federation: tuple[Deployment, Path], tiny_folder: Path, tmp_path: Path
 ) -> None:
