@@ -84,6 +84,26 @@ def test_colluders_that_are_all_the_others_are_refused() -> None:
     assert len(game.reasons) == 3
 
 
+@pytest.mark.parametrize(("idle", "is_opened"), [(0, True), (1, True), (2, False), (3, False)])
+def test_clients_without_weight_hide_nobody(idle: int, is_opened: bool) -> None:
+    """Their vectors are zeros: with three of them, the sum of four honest clients would be one client's vector."""
+    game = Game(5, 1)
+    for id in game.honest[:idle]:
+        game.weights[id] = 0.0
+    game.play(Play())
+    assert bool(game.list_sums()) is is_opened
+    assert not game.compute_score()
+    assert all("limits.colluders" in reason for reason in game.reasons)
+
+
+def test_clients_without_weight_are_not_counted_among_those_that_stay() -> None:
+    game = Game(10, 1, min_clients=9)
+    game.weights[game.honest[0]] = 0.0
+    game.play(Play(Story(dropped=game.honest[1:2])))
+    assert not game.list_sums()
+    assert sum("a sum of 8 clients is too small" in reason for reason in game.reasons) == 8
+
+
 def test_clients_that_were_sent_other_thresholds_open_nothing() -> None:
     game = Game(5, 0)
     game.play(Play(Story(threshold=4), Story(threshold=5), misled=IDS[:2]))
