@@ -1,0 +1,1 @@
+"""The methods as a Flower app, on Flower's public interface alone."""
