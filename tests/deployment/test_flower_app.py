@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -49,17 +48,24 @@ def files(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 
 @pytest.fixture(scope="module")
-def flower(tiny_folder: Path, files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[StockFlower]:
+def flower(
+    tiny_folder: Path, files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[StockFlower]:
     folder = tmp_path_factory.mktemp("flower")
     with StockFlower(folder / "stock") as stock:
         stock.start_superlink()
         for site in SITES:
-            socket = folder / f"{site}.sock"
-            stock.start(
-                f"host-{site}",
-                *("fedspan", "host", str(node_file(folder, tiny_folder, site, files[site])), "--socket", str(socket)),
-            )
+            node, socket = node_file(folder, tiny_folder, site, files[site]), folder / f"{site}.sock"
+            stock.start(f"host-{site}", "python", "-m", "fedspan", "host", str(node), "--socket", str(socket))
             stock.start_supernode(site, socket)
+        yield stock
+
+
+@pytest.fixture(scope="module")
+def simulation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StockFlower]:
+    pytest.importorskip("ray", reason="the extra fedspan[flower-sim] is not installed")
+    with StockFlower(tmp_path_factory.mktemp("simulation") / "stock") as stock:
+        stock.start_superlink("--simulation")
         yield stock
 
 
@@ -98,9 +104,7 @@ def run_here(values: dict[str, Any], nodes: dict[str, Path], folder: Path) -> No
         clients = build_server_clients(config, prepared.engine.adapted.spec, examples)
         rules = config.federation.build_reply_rules()
         transport = Services(services)
-        return run_rounds(
-            connect(prepared, transport, rules, clients=clients, run="here", agreed=invitation.digest)
-        )
+        return run_rounds(connect(prepared, transport, rules, clients=clients, run="here", agreed=invitation.digest))
 
     build = lambda config, _, key, stages: prepare_server(config, key, stages)  # noqa: E731
     start.run(build_server_config(values), folder, host=host, build=build)
@@ -116,4 +120,17 @@ def test_superlink_and_supernodes_give_the_bits_of_the_run_without_flower(
     assert (run / "adapter").is_dir(), printed + flower.logs()
     nodes = {site: node_file(tmp_path, tiny_folder, site, files[site]) for site in SITES}
     run_here(values, nodes, tmp_path / "here")
+    require_same_model(run, tmp_path / "here")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_flower_s_simulation_gives_the_bits_of_the_run_in_process(
+    method: str, simulation: StockFlower, files: dict[str, Path], tiny_folder: Path, tmp_path: Path
+) -> None:
+    values = run_values(tiny_folder, {"name": method, "r": 2}, SITES, kind="deep-bert")
+    values = local_values(values, files["all"], {"name": "loop"})
+    printed = simulation.run(written(values, tmp_path / "flower"))
+    (run,) = (tmp_path / "flower" / "runs").iterdir()
+    assert (run / "adapter").is_dir(), printed + simulation.logs()
+    fedspan.run(values, tmp_path / "here", progress=False)
     require_same_model(run, tmp_path / "here")

@@ -70,7 +70,15 @@ class StockFlower:
     def start_supernode(self, name: str, host: Path | None) -> None:
         """Start a SuperNode with the socket of a data owner's host."""
         own = () if host is None else ("--node-config", f'fedspan-host="{host}"')
-        here = ("--insecure", "--superlink", f"127.0.0.1:{self.port}", "--host", "127.0.0.1", "--port", str(free_port()))
+        here = (
+            "--insecure",
+            "--superlink",
+            f"127.0.0.1:{self.port}",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(free_port()),
+        )
         self.start(f"supernode-{name}", "flower-supernode", *here, *own)
 
     def run(self, app: Path, *overrides: str) -> str:

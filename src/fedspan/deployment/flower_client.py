@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flwr.app import Context
-
 from fedspan.errors import FedspanError
-from fedspan.transports.flower_app.client import create_client_app
+from fedspan.transports.flower_app.client import Context, create_client_app
 from fedspan.transports.flower_app.link import forward
 
 __all__ = ["app", "get_run_path"]

@@ -9,8 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flwr.app import Context
-
 from fedspan import __version__
 from fedspan.config import RunConfig, override, parse_config, read_values
 from fedspan.deployment.console import log_to_console
@@ -28,7 +26,7 @@ from fedspan.runs.folder import RunFolder
 from fedspan.runs.model_card import RunReport
 from fedspan.runs.remote import build_server_clients, connect, get_nodes_folder, prepare_server
 from fedspan.runs.setup import Prepared, prepare
-from fedspan.transports.flower_app.server import Grid, GridTransport, create_server_app, invite
+from fedspan.transports.flower_app.server import Context, Grid, GridTransport, create_server_app, invite
 
 __all__ = ["app", "write_app"]
 
@@ -99,10 +97,11 @@ def _parse(values: Mapping[str, Any], simulated: bool) -> RunConfig:
         FedspanError: For the first such field.
     """
     config = parse_config(values) if simulated else build_server_config(values)
+    federation = config.federation
     refused: dict[str, tuple[object, str]] = {
-        "federation.buffered": (config.federation.buffered, "asynchronous rounds are not possible over Flower, which cancels no order"),
-        "federation.late_joiners": (config.federation.late_joiners or None, "over Flower, a run's nodes are those of its start"),
-        "simulation": (config.simulation, "Flower's simulation has no conditions of fedspan's. Use `fedspan run`"),
+        "federation.buffered": (federation.buffered, "Flower cancels no order, so rounds over it are synchronous"),
+        "federation.late_joiners": (federation.late_joiners or None, "over Flower, the nodes are those of the start"),
+        "simulation": (config.simulation, "Flower's simulation has no such conditions; `fedspan run` has"),
         "cluster": (config.cluster, "Flower's simulation has processes of its own"),
     }
     for field, (value, problem) in refused.items():

@@ -47,12 +47,11 @@ class _Handler(StreamRequestHandler):
     """One envelope and its reply."""
 
     timeout = _SECONDS
-    server: _Server
 
     def handle(self) -> None:
+        assert isinstance(self.server, _Server)
         try:
-            envelope = Envelope(*read_envelope(self.rfile, self.server.longest_body))
-            reply = self.server.answer(envelope)
+            reply = self.server.answer(Envelope(*read_envelope(self.rfile, self.server.longest_body)))
             write_envelope(self.wfile, reply.header, reply.body)
         except (FedspanError, OSError, ValueError) as error:
             log.warning("a message is not answered: %s", error)

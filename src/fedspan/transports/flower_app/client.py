@@ -7,7 +7,7 @@ from collections.abc import Callable
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-__all__ = ["create_client_app", "from_records", "to_records"]
+__all__ = ["Context", "create_client_app", "from_records", "to_records"]
 
 _HEADER, _BODY, _STYPE = "fedspan.header", "fedspan.body", "fedspan.bytes"
 

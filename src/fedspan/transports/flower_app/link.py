@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import socket
 import struct
-from typing import BinaryIO
+from io import BufferedIOBase
 
 from fedspan.errors import FedspanError
 
@@ -19,16 +19,16 @@ LONGEST_HEADER = 1 << 22
 _LENGTHS = struct.Struct(">IQ")
 
 
-def write_envelope(file: BinaryIO, header: str, body: bytes) -> None:
+def write_envelope(file: BufferedIOBase, header: str, body: bytes) -> None:
     """Write an envelope."""
     encoded = header.encode(errors="surrogatepass")
-    file.write(_LENGTHS.pack(len(encoded), len(body)))
-    file.write(encoded)
-    file.write(body)
+    file.write(_LENGTHS.pack(len(encoded), len(body)) + encoded)
+    if body:  # else the reader may be gone by now
+        file.write(body)
     file.flush()
 
 
-def read_envelope(file: BinaryIO, longest_body: int) -> tuple[str, bytes]:
+def read_envelope(file: BufferedIOBase, longest_body: int) -> tuple[str, bytes]:
     """Read an envelope, whose lengths are checked before it is read.
 
     Args:
@@ -47,7 +47,7 @@ def read_envelope(file: BinaryIO, longest_body: int) -> tuple[str, bytes]:
     return _read(file, header).decode(errors="surrogatepass"), _read(file, body)
 
 
-def _read(file: BinaryIO, size: int) -> bytes:
+def _read(file: BufferedIOBase, size: int) -> bytes:
     data = file.read(size)
     if len(data) != size:
         raise ValueError(f"an envelope that ends after {len(data)} of {size} bytes")

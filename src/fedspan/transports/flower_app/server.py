@@ -14,7 +14,7 @@ from fedspan.federation.protocol import Envelope
 from fedspan.federation.transport import OnReply, Orders, Transport
 from fedspan.transports.flower_app.client import from_records, to_records
 
-__all__ = ["Grid", "GridTransport", "create_server_app", "invite"]
+__all__ = ["Context", "Grid", "GridTransport", "create_server_app", "invite"]
 
 T = TypeVar("T", str, int)
 
