@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,6 @@ from helpers.sites import local_values, run_values, site_files
 from helpers.stock_flower import StockFlower
 
 SITES = ("north", "south")
-METHODS = ("fedit", "rolora", "flora", "fedgalore")
 pytestmark = pytest.mark.slow
 
 
@@ -110,7 +110,7 @@ def run_here(values: dict[str, Any], nodes: dict[str, Path], folder: Path) -> No
     start.run(build_server_config(values), folder, host=host, build=build)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["fedit", "rolora", "flora"])
 def test_superlink_and_supernodes_give_the_bits_of_the_run_without_flower(
     method: str, flower: StockFlower, files: dict[str, Path], tiny_folder: Path, tmp_path: Path
 ) -> None:
@@ -123,7 +123,27 @@ def test_superlink_and_supernodes_give_the_bits_of_the_run_without_flower(
     require_same_model(run, tmp_path / "here")
 
 
-@pytest.mark.parametrize("method", METHODS)
+def test_a_stopped_run_goes_on_as_a_new_run_of_flower_with_the_bits_of_an_uninterrupted_one(
+    flower: StockFlower, files: dict[str, Path], tiny_folder: Path, tmp_path: Path
+) -> None:
+    values = values_of(tiny_folder, "fedgalore")
+    app = written(values, tmp_path / "flower")
+    flower.call("run", str(app), "test")
+    until = time.monotonic() + 300
+    while not any(path.stat().st_size for path in (tmp_path / "flower").glob("runs/*/metrics.jsonl")):
+        assert time.monotonic() < until, flower.logs()
+        time.sleep(0.1)
+    (run,) = (tmp_path / "flower" / "runs").iterdir()
+    flower.call("stop", run.name, "test")
+    printed = flower.run(app, "--run-config", f'resume="{run.name}"')
+    assert list((tmp_path / "flower" / "runs").iterdir()) == [run]
+    assert (run / "adapter").is_dir(), printed + flower.logs()
+    nodes = {site: node_file(tmp_path, tiny_folder, site, files[site]) for site in SITES}
+    run_here(values, nodes, tmp_path / "here")
+    require_same_model(run, tmp_path / "here")
+
+
+@pytest.mark.parametrize("method", ["fedit", "fedgalore"])
 def test_flower_s_simulation_gives_the_bits_of_the_run_in_process(
     method: str, simulation: StockFlower, files: dict[str, Path], tiny_folder: Path, tmp_path: Path
 ) -> None:

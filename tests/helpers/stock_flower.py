@@ -81,13 +81,16 @@ class StockFlower:
         )
         self.start(f"supernode-{name}", "flower-supernode", *here, *own)
 
-    def run(self, app: Path, *overrides: str) -> str:
-        """Run an app to its end with ``flwr run``, and return what it prints."""
-        changes = [part for override in overrides for part in ("--run-config", override)]
-        command = [str(BIN / "flwr"), "run", str(app), "test", "--stream", *changes]
-        ended = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=400)
+    def call(self, command: str, *arguments: str) -> str:
+        """Call a command of ``flwr`` to its end, and return what it prints."""
+        line = [str(BIN / "flwr"), command, *arguments]
+        ended = subprocess.run(line, env=self.environment, capture_output=True, text=True, timeout=400)
         assert ended.returncode == 0, ended.stdout + ended.stderr + self.logs()
         return ended.stdout + ended.stderr
+
+    def run(self, app: Path, *options: str) -> str:
+        """Run an app to its end, and return what it prints."""
+        return self.call("run", str(app), "test", "--stream", *options)
 
     def logs(self) -> str:
         """The ends of all logs."""
