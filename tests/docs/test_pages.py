@@ -77,13 +77,17 @@ OPTIONS = {
     for name, command in COMMANDS.items()
 }
 OF_SCRIPTS = {
+    Path("docs/flower.md"): {
+        *("--disable-runtime-dependency-installation", "--node-config", "--run-config", "--simulation"),
+        "--trusted-entities",
+    },
     Path("docs/methods/fedloru.md"): {"--accumulate"},
     Path("docs/published-code.md"): {"--accumulate"},
     Path("docs/results/named-entities.md"): {"--optimizer-state", "--trainings"},
     Path("docs/results/text-embedding.md"): {"--lr", "--seed"},
     Path("docs/security.md"): {"--coverage", "--number", "--seed"},
 }
-"""Options of benchmarks and of published code, by the page that names them."""
+"""Options of benchmarks, of Flower and of published code, by the page that names them."""
 
 
 def find_unknown_options(text: str) -> set[str]:
