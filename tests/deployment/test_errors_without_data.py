@@ -1,7 +1,5 @@
 """Errors in a node's data reach the server without anything of them: no text, label, column, file name or count."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path
