@@ -42,9 +42,7 @@ SECONDS = 15.0
     ],
     ids=lambda changes: "-".join(str(key)[:8] for key in changes),
 )
-def test_an_invitation_costs_a_node_seconds_at_most(
-    changes: dict[str, Any], tiny_folder: Path, tmp_path: Path
-) -> None:
+def test_an_invitation_costs_a_node_seconds_at_most(changes: dict[str, Any], tiny_folder: Path, tmp_path: Path) -> None:
     config = values(tiny_folder)
     for name, own in changes.items():
         config[name] = {**config.get(name, {}), **own} if isinstance(own, dict) else own
