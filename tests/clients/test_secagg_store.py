@@ -1,7 +1,5 @@
 """The stores of secure aggregation on a client's disk and in memory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

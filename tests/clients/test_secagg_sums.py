@@ -1,7 +1,5 @@
 """What a client remembers of the sums in which it revealed shares, and which thresholds it accepts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Data owners under secure aggregation, and a server that lies to them, replayed against their nodes."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math

@@ -1,7 +1,5 @@
 """What a node's owner allows of secure sums, and what the node's folder remembers of them."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

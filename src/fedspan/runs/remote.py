@@ -221,13 +221,12 @@ def secure_client(
     return SecureClient(id, DiskSessionStore(folder, sums), **owner)
 
 
-def reply_as(run: str, threads: int, number: int, envelope: Envelope) -> Envelope:
+def reply_as(run: str, threads: int, envelope: Envelope) -> Envelope:
     """Reply as a client of a simulated run; a process loads model and data on its first request and caches them.
 
     Args:
         run: Folder of the run.
         threads: Number of threads of this process.
-        number: Index of the client among the ids.
         envelope: The server's order.
     """
     order = decode_request(envelope)

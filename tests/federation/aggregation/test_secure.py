@@ -1,7 +1,5 @@
 """Masked sums, with central privacy and without: the mean is that of replies in plaintext."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
