@@ -437,6 +437,7 @@ TOKEN_CLASSIFICATION = TaskDefinition(
             (_get_tag_column(config),),
         ],
         find_valid_rows=_find_valid_rows,
+        get_example_column=lambda config: config.roles.get("tokens", "tokens"),
         get_joined_columns=lambda config: (),
         get_label_column=lambda config: None,
         roles=("tokens", "tags"),
