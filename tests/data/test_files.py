@@ -265,7 +265,7 @@ def test_a_folder_for_each_class(tmp_path: Path) -> None:
         "file": ["neg/1.TXT", "pos/1.txt", "pos/2.txt"],
     }
     words = "left out 3 files that are not examples (README.txt, neg/.hidden.txt, neg/a.pdf)"
-    assert data.notes == (f"{root}: {words}",)
+    assert data.notes[0] == f"{root}: {words}"
 
 
 def test_a_folder_for_each_domain_gives_natural_clients(tmp_path: Path) -> None:

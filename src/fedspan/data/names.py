@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from fedspan.data.numbers import drop_decimal_zero
 from fedspan.errors import FedspanError, find_similar
 
 if TYPE_CHECKING:
@@ -172,11 +173,7 @@ def sort_names(names: Iterable[str]) -> list[str]:
 
 
 def _format_name(value: object) -> str | None:
-    if value is None:
+    """Return a value as text; None if it is null, NaN or blank."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
         return None
-    if isinstance(value, float):
-        if math.isnan(value):
-            return None
-        if value.is_integer():  # a column of whole numbers with gaps arrives as 1.0, 2.0
-            return str(int(value))
-    return str(value).strip() or None
+    return drop_decimal_zero(str(value).strip()) or None
