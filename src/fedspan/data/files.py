@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FROM_TRAINERS",
     "IN_MEMORY",
+    "NOWHERE",
     "flatten_columns",
     "has_own_splits",
     "make_plain_dataset",
@@ -46,6 +47,8 @@ IN_MEMORY = "python:data"
 """Value of ``data.train`` and ``data.test`` if the data were passed from Python."""
 FROM_TRAINERS = "python:trainers"
 """Value of ``data.train`` if the clients train with trainers passed from Python, on the trainers' own data."""
+NOWHERE = "nodes"
+"""Value of ``data.train`` in a server's config: the examples are on the nodes."""
 
 _DELIMITED = ("csv", "tsv", "txt")
 _PACKABLE = (".csv", ".tsv", ".txt", ".jsonl", ".json", ".conll")

@@ -19,7 +19,7 @@ from fedspan.data.objects import read_objects
 from fedspan.data.source import Source
 from fedspan.errors import FedspanError
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.integrity import read_config, require_intact
+from fedspan.runs.integrity import read_resolved_config, require_intact
 from fedspan.runs.load import find_adapter_folder, load_served
 from fedspan.runs.model_setup import ModelObjects
 from fedspan.runs.objects import require_named_data
@@ -178,7 +178,7 @@ def _load_held_out_examples(folder: str | Path, adapter: Path, data: Any) -> dat
         raise FedspanError(
             "data", None, "a file to measure on", problem="no data are given, and only a run folder names a test set"
         )
-    config = read_config(folder)
+    config = read_resolved_config(folder)
     if data is None:
         require_named_data(config, "fedspan.evaluate", "run_data")
     sources = None if data is None else read_objects(data, config.partition.clients).sources
