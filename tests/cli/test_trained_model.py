@@ -63,6 +63,12 @@ def test_a_model_of_pairs_takes_no_single_texts(call: Call, paired: Path, tmp_pa
         assert done(call("predict", folder, "word1\tadmin1 word3")) == f"{label}\t{share:.4f}\tword1 admin1 word3\n"
 
 
+def test_rows_that_an_evaluation_leaves_out_are_counted(call: Call, finished: Path, tmp_path: Path) -> None:
+    (tmp_path / "new.csv").write_text("text,label\nadmin1,admin\nlab2,\nlab3,lab\n")
+    shown = done(call("evaluate", finished, "--data", tmp_path / "new.csv", "--set", "data.invalid=skip"))
+    assert [line.split() for line in shown.splitlines()[-2:]] == [["examples", "2"], ["skipped", "1"]]
+
+
 TEXTS = ["admin1 admin2 word3", "symptom4, word1", "lab2"]
 
 

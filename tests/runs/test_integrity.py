@@ -289,9 +289,7 @@ class _Stop(Listener):
         raise KeyboardInterrupt
 
 
-def test_a_run_works_from_every_directory(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_works_from_every_directory(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its paths are relative to the directory in which it was started."""
     start, other = tmp_path / "start", tmp_path / "other"
     shutil.copytree(tiny_folder / "bert", start / "models" / "bert")

@@ -215,7 +215,8 @@ def evaluate(
         return
     shown = {METRICS[name].title: format_score(name, value) for name, value in metrics.items() if name in METRICS}
     width = max(map(len, shown))
-    for name, value in {**shown, "examples": f"{metrics['examples']:.0f}"}.items():
+    counts = {name: f"{metrics[name]:.0f}" for name in ("examples", "skipped") if name in metrics}
+    for name, value in {**shown, **counts}.items():
         typer.echo(f"{name:<{width}} {value:>8}")
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "describe_missing_column",
+    "describe_partial_column",
     "find_source_column",
     "get_arrow_column",
     "get_arrow_table",
@@ -107,6 +108,11 @@ def describe_missing_column(name: str, columns: Iterable[str], file: str = "") -
     closest = find_similar(name, columns, 1)
     suggestion = f" Did you mean {closest[0]!r}?" if closest else ""
     return f"no column named {name!r}{f' in {file}' if file else ''}. The columns are {available}.{suggestion}"
+
+
+def describe_partial_column(name: str, file: str = "") -> str:
+    """Return the clause on a column that one of several files does not have; without the file, its beginning."""
+    return f"the column {name!r} is left out, because it is not in {file}"
 
 
 def _list_nearest(name: str, columns: Sequence[str], count: int = 12) -> str:

@@ -55,8 +55,8 @@ def record_environment(
         threads: Number of torch's threads that the run's config asks for; None: the current number.
 
     Returns:
-        ``{name: (then, now)}`` of what differs from the start of the run (not command or directory): after a resume with
-        other versions or threads, the same bits can no longer be expected. Empty for a new run.
+        ``{name: (then, now)}`` of what differs from the start of the run, except command and directory: after a resume
+        with other versions or threads, the same bits can no longer be expected. Empty for a new run.
 
     Raises:
         FedspanError: If the file cannot be written, or exists and cannot be read.

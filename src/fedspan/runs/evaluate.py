@@ -75,7 +75,7 @@ def evaluate(
         tokenizer: Tokenizer or image processor of ``model``; None: the one of the model's name.
 
     Returns:
-        The task's metrics and the number of ``examples``.
+        The task's metrics, the number of ``examples`` and, if ``data.invalid=skip`` left any out, of ``skipped`` rows.
 
     Raises:
         FedspanError: If `load_served` raises it, a file of the run is not what it wrote, there is no test set, or the
@@ -91,7 +91,7 @@ def evaluate(
     if data is not None:
         columns = {"text": text, "image": image, "label": label, "text_pair": text_pair, "answer": answer}
         source = None if isinstance(data, str | Path) else _load_examples(data)
-        rows = _load_labeled(
+        rows, skipped = _load_labeled(
             build_file_config(
                 IN_MEMORY if source else data, task_settings, _change_columns(task_settings, columns, roles, overrides)
             ),
@@ -99,13 +99,14 @@ def evaluate(
             source,
         )
     else:
-        rows = _load_held_out_examples(folder, served_from, run_data)
+        rows, skipped = _load_held_out_examples(folder, served_from, run_data), 0
     served = load_served(folder, client, objects=ModelObjects(model, tokenizer))
     examples = served.task.encode(rows)
     metrics = served.task.compute_metrics(
         served.compute_predictions(examples, generate=generate), examples, range(len(examples))
     )
-    return {**{name: metrics[name] for name in order_metrics(metrics)}, "examples": float(len(examples))}
+    counts = {"examples": float(len(examples)), **({"skipped": float(skipped)} if skipped else {})}
+    return {**{name: metrics[name] for name in order_metrics(metrics)}, **counts}
 
 
 def _change_columns(
@@ -196,11 +197,12 @@ def _load_held_out_examples(folder: str | Path, adapter: Path, data: Any) -> dat
     return loaded.test
 
 
-def _load_labeled(config: DataConfig, task: str, source: Source | None) -> datasets.Dataset:
-    """Load rows of a file or from memory; errors name ``data``, ``text`` or ``label``, not the fields of a config."""
+def _load_labeled(config: DataConfig, task: str, source: Source | None) -> tuple[datasets.Dataset, int]:
+    """Load rows of a file or from memory, and count those left out; errors name ``data``, ``text`` or ``label``."""
     columns = get_task(task).columns or LABELED_TEXTS
     try:
-        return load(config, "data", task=columns, sources=source and {"train": source}).train
+        loaded = load(config, "data", task=columns, sources=source and {"train": source})
+        return loaded.train, loaded.dropped
     except FedspanError as error:
         field = error.field.removeprefix("data.")
         problem = error.problem and error.problem.replace("data.labels", "the model's labels")

@@ -20,6 +20,7 @@ from fedspan.models.names import FROM_PYTHON
 from fedspan.models.sentence_encoders import PooledClassifier
 from fedspan.runs.aggregation_setup import build_aggregation
 from fedspan.runs.model_setup import RunModel
+from fedspan.tasks.losses import get_logits
 from fedspan.wrappers.head_rounds import HeadRounds, NewHead
 
 __all__ = [
@@ -88,7 +89,7 @@ def _find_output_layer(adapted: AdaptedModel) -> OutputLayer:
     tap = FeatureTap(adapted.model, layer)
     with enter_evaluation(adapted.model), tap.record():
         try:
-            logits = adapted.model(**build_tiny_batch(adapted.model)).logits
+            logits = get_logits(adapted.model(**build_tiny_batch(adapted.model)))
         except Exception as error:  # a model may raise anything on a batch that it does not expect
             lines = str(error).strip().splitlines()
             raise NoOutputLayer(lines[0].rstrip(".") if lines else type(error).__name__) from error

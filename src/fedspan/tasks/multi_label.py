@@ -27,7 +27,15 @@ from fedspan.tasks.bounded_losses import compute_guess_bound
 from fedspan.tasks.definition import InferredColumns, TaskDefinition
 from fedspan.tasks.encoding import EncodedText, Ragged, collate_texts, describe_truncation, encode_texts
 from fedspan.tasks.label_scores import compute_f1
-from fedspan.tasks.losses import CLASS_WEIGHTS, LossOption, average_by_client, get_smoothing, select_inputs, upcast
+from fedspan.tasks.losses import (
+    CLASS_WEIGHTS,
+    LossOption,
+    average_by_client,
+    get_logits,
+    get_smoothing,
+    select_inputs,
+    upcast,
+)
 from fedspan.tasks.metrics import Metric
 
 if TYPE_CHECKING:
@@ -156,7 +164,7 @@ class MultiLabelClassification:
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, generate: bool = False) -> Tensor:
         """Compute the logits, (B, K)."""
-        return model(**select_inputs(batch)).logits
+        return get_logits(model(**select_inputs(batch)))
 
     def compute_metrics(self, predictions: Tensor, examples: LabeledTexts, indices: Sequence[int]) -> dict[str, float]:
         """Compute ``loss``, ``micro_f1``, ``macro_f1`` and ``subset_accuracy``, as scikit-learn does.

@@ -34,6 +34,7 @@ from fedspan.tasks.losses import (
     average_cross_entropy,
     average_cross_entropy_by_client,
     average_sums,
+    get_logits,
     select_inputs,
     upcast,
 )
@@ -182,7 +183,7 @@ class TokenClassification:
 
     def _compute_logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return the logits (S, K) of the labeled pieces, their labels, and their positions in (B, T), (S,)."""
-        logits_BTK = model(**select_inputs(batch, _WORDS, _COUNTS)).logits
+        logits_BTK = get_logits(model(**select_inputs(batch, _WORDS, _COUNTS)))
         # A mask as index would make the host wait for a GPU, which alone knows how many pieces it selects.
         labeled = (batch[_WORDS] >= 0).flatten()
         positions_S = torch.nonzero_static(labeled, size=int(batch[_COUNTS].sum()))[:, 0]
