@@ -62,9 +62,10 @@ def build_head_start(config: RunConfig, model: RunModel) -> tuple[HeadStart | No
     if kind is None or layer is None:
         start = "with the weights of the model that was passed" if is_passed else "at random"
         return None, (f"the head starts {start}: {reason}",) if reason else ()
-    return HeadStart(
-        kind, layer, _compute_bound(config, model.adapted, layer), build_aggregation(config, STATISTICS_CLIP)
-    ), ()
+    bound, definition = _compute_bound(config, model.adapted, layer), config.task_definition
+    has_words = definition.target_type == "labels" and kind != "by-label"
+    most_words = config.model.max_length if has_words else 1
+    return HeadStart(kind, layer, bound, build_aggregation(config, STATISTICS_CLIP), most_words), ()
 
 
 def find_new_head(config: RunConfig, model: RunModel) -> NewHead | None:

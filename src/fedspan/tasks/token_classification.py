@@ -170,6 +170,10 @@ class TokenClassification:
         labels = examples.labels.pad(indices.tolist(), -1)
         return np.take_along_axis(labels, np.maximum(words, 0), axis=1)[words >= 0]
 
+    def select_words(self, values_BTD: Tensor, batch: Mapping[str, Tensor]) -> list[Tensor]:
+        """Return the values of the first pieces of each sentence's words, (words, D)."""
+        return [values[words >= 0] for values, words in zip(values_BTD, batch[_WORDS], strict=True)]
+
     def compute_loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Compute the mean cross-entropy of the batch's words, in float32 or better."""
         logits_SK, targets_S, positions_S = self._compute_logits(model, batch)
@@ -446,6 +450,7 @@ TOKEN_CLASSIFICATION = TaskDefinition(
     ),
     peft_task_type="TOKEN_CLS",
     loss_options=TokenClassification.loss_options,
+    label_starts=("class-means", "lda"),
     default_model=("builtin:all-minilm-l6-v2", "[query, value]"),
     lr=3e-3,
     summary_metrics=("entity_precision", "entity_recall"),
