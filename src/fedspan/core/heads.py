@@ -31,14 +31,15 @@ Numbers (least squares), with the mean g and the covariance F of f:
     w = ((1 - a) F + a tr(F) / D I)^-1 (E[y f] - E[y] g),   b = E[y] - w g
 
 Several labels of an example (``by-label``). Each label c is a class and its absence another: LDA for the two, from
-least squares. With g, F and S = (1 - a) F + a tr(F) / D I as for numbers, v_c = p_c (1 - p_c),
-c_c = E[y_c f] - p_c g, u_c = S^-1 c_c, and e_c the share of v_c that least squares leaves unexplained,
+least squares, where 1 - R_c^2 is the share of the label's variance that these leave unexplained. With g, F and
+S = (1 - a) F + a tr(F) / D I as for numbers, v_c = p_c (1 - p_c), c_c = E[y_c f] - p_c g, u_c = S^-1 c_c and
+R_c^2 = u_c c_c / v_c,
 
-    e_c = min(1, h^2 (1 - (2 u_c c_c - u_c F u_c) / v_c)),   h = 1 / (1 - (1 - a) tr(S^-1 F) / n)
-    w_c = u_c / (v_c e_c),   b_c = log(p_c / (1 - p_c)) - w_c (mu_c + mu_not_c) / 2
+    e_c = h^2 (1 - 2 R_c^2 + u_c F u_c / v_c),   h = 1 / (1 - (1 - a) tr(S^-1 F) / n)
+    w_c = u_c (1 - e_c) / R_c^2 / (v_c e_c),   b_c = log(p_c / (1 - p_c)) - w_c (mu_c + mu_not_c) / 2
 
-with h for examples that S was not fitted to, and e_c at least 1 / 100. Words with a label each are examples like any
-others.
+where e_c is 1 - R_c^2 for examples that S was not fitted to (generalized cross-validation), here from 1 / 100 to 1, and
+(1 - e_c) / R_c^2 from 1 / 10 to 1. Words with a label each are examples like any others.
 
 Deviations: FedNCM normalizes the means and takes outputs as they are. Without the center m all weights have a large
 part in common, and without k fine-tuning starts from nearly equal probabilities.
@@ -76,7 +77,7 @@ _LEAST_SIGNAL = 0.1
 """Share of the discriminants' squared length that counts as separation at least: a head of zeros would let no gradient
 through to the adapters."""
 _LEAST_ERROR = 0.01
-"""Share of a label's variance that counts as unexplained at least: labels may be exact functions of the features."""
+"""Share of a label's variance that counts as unexplained at least: it may be an exact function of the features."""
 _TINY = 1e-300
 
 
@@ -313,9 +314,10 @@ def fit_labels(statistics: HeadStatistics, examples: float) -> OutputWeights:
     u = torch.linalg.solve(S, cross.T).T
     fitted = (1 - a) * torch.linalg.solve(S, covariance).trace()
     beyond = 1 / (1 - (fitted / max(1.0, examples - 1)).clamp(max=0.99))
-    error = v - 2 * (u * cross).sum(1) + ((u @ covariance) * u).sum(1)
-    unexplained = (beyond.square() * error / v).clamp(_LEAST_ERROR, 1.0)
-    weight = u / (v * unexplained)[:, None]
+    explained = (u * cross).sum(1) / v
+    error = beyond.square() * (1 - 2 * explained + ((u @ covariance) * u).sum(1) / v)
+    signal = ((1 - error) / explained.clamp(min=_TINY)).clamp(_LEAST_SIGNAL, 1.0)
+    weight = u * (signal / (v * error.clamp(_LEAST_ERROR, 1.0)))[:, None]
     means = statistics.sums[:-1] / p[:, None], (g - statistics.sums[:-1]) / (1 - p)[:, None]
     return _to_weights(weight, (p / (1 - p)).log() - (weight * (means[0] + means[1])).sum(1) / 2)
 
