@@ -16,7 +16,7 @@ from peft import PeftModel
 
 import fedspan
 from fedspan.errors import FedspanError
-from helpers import tiny, tiny_images
+from helpers import tiny, tiny_decoders, tiny_images
 from helpers.command_line import done
 
 Call = Callable[..., Result]
@@ -107,6 +107,23 @@ def test_predictions_stand_beside_the_columns_of_the_table(call: Call, finished:
     ]
     again = call("predict", finished, *options, tmp_path / "out.csv")
     assert "a file that does not exist yet" in again.stderr
+
+
+def test_a_table_of_prompts(call: Call, decoders: Path, tmp_path: Path) -> None:
+    """A template of several columns is filled from them; one of a single column as for texts."""
+    values = tiny_decoders.settings(decoders, federation={"rounds": 1})
+    rows = [{"first": "a1", "second": "b2", "answer": "c3", "site": site} for site in ("x", "y") for _ in range(9)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for prompt, column, text in (("Q: {first} {second} A:", None, "Q: a1 b2 A:"), ("Q: {first} A:", "second", "b2")):
+        values["data"] = {"train": str(tmp_path / "rows.jsonl"), "prompt": prompt, "test_fraction": 0.2}
+        values["partition"] = {"clients": 2}
+        folder = tmp_path / f"run-{column}"
+        fedspan.run(values, folder)
+        options = () if column is None else ("--text", column)
+        shown = done(call("predict", folder, "--file", tmp_path / "rows.jsonl", "--json", *options))
+        assert [(row["text"], row["answer"]) for row in json.loads(shown)[:1]] == [
+            (text, fedspan.predict(folder, [text])[0])
+        ]
 
 
 def test_a_table_of_pairs(call: Call, paired: Path, tmp_path: Path) -> None:

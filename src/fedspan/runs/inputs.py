@@ -137,13 +137,12 @@ def _select_values(
     if config.messages is not None:
         problem = "this model was trained on conversations, and a table holds one text a row"
         raise FedspanError("data.text", None, "the column of the users' messages", problem=problem)
-    template = None if task_settings.prompt is None else parse_template(task_settings.prompt, "data.prompt")
-    if template is not None and "text" not in requested:
-        if len(template.required) > 1:
-            return reader.read_prompts(task_settings.prompt or "").to_pylist()
-        return reader.read_texts(template.required[0], "text").to_pylist()
-    named = requested.get("text")
-    column = named or (definition.columns or LABELED_TEXTS).get_example_column(config)
+    column = requested.get("text") or (definition.columns or LABELED_TEXTS).get_example_column(config)
+    if task_settings.prompt is not None and "text" not in requested:
+        required = parse_template(task_settings.prompt, "data.prompt").required
+        if len(required) != 1:  # fedspan.predict renders prompts of one column itself
+            return reader.read_prompts(task_settings.prompt).to_pylist()
+        column = required[0]
     if definition.columns is not None and "tokens" in definition.columns.roles and _is_list(source, column):
         return reader.read_text_lists(column, "text").to_pylist()
     texts = reader.read_texts(column, "text").to_pylist()

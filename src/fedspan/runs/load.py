@@ -8,7 +8,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -371,7 +371,8 @@ def _build_rows(
         return images.cast_column("image", datasets.Image())
     columns: dict[str, list[Any]] = {"text": [*inputs]}
     if _takes_pairs(task_settings, inputs):
-        columns = {"text": [text for text, _ in inputs], "text_pair": [pair for _, pair in inputs]}
+        pairs = cast("Sequence[tuple[str, str]]", inputs)
+        columns = {"text": [text for text, _ in pairs], "text_pair": [pair for _, pair in pairs]}
     if task_settings.prompt is not None:
         template = parse_template(task_settings.prompt, "data.prompt")
         if len(template.required) == 1:
