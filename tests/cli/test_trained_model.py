@@ -111,7 +111,7 @@ def test_predictions_stand_beside_the_columns_of_the_table(call: Call, finished:
 
 def test_a_table_of_prompts(call: Call, decoders: Path, tmp_path: Path) -> None:
     """A template of several columns is filled from them; one of a single column as for texts."""
-    values = tiny_decoders.settings(decoders, federation={"rounds": 1})
+    values = tiny_decoders.settings(decoders, federation={"rounds": 1, "clients_per_round": None})
     rows = [{"first": "a1", "second": "b2", "answer": "c3", "site": site} for site in ("x", "y") for _ in range(9)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for prompt, column, text in (("Q: {first} {second} A:", None, "Q: a1 b2 A:"), ("Q: {first} A:", "second", "b2")):
