@@ -100,7 +100,7 @@ def test_tables_without_a_config(
     [
         ("text 'premise' and 'hypothesis', label 'label'", {"premise": TEXTS, "hypothesis": TEXTS[::-1], "label": AB}),
         ("columns that may be labels: size (--label)", {"note": TEXTS, "color": AB, "size": ["s", "m", "l"] * 20}),
-        ("1 client, so that it has examples to train on", {"text": TEXTS[:5], "label": AB[:5]}),
+        ("1 client, so that it has at least 3 examples", {"text": TEXTS[:5], "label": AB[:5]}),
     ],
 )
 def test_what_is_found_in_a_table(words: str, columns: dict[str, Any], tmp_path: Path) -> None:

@@ -160,8 +160,6 @@ def _build_interval(mean: float, error: float, count: int, by_items: float) -> D
 
 def _estimate_item_error(metric: str, items: Sequence[tuple[Items, Items] | None]) -> float | None:
     """Estimate the standard error of the mean difference over the seeds from the test items; None: not known."""
-    from scipy import stats
-
     if metric not in LABEL_METRICS:
         return None
     pairs = [pair for pair in items if pair is not None]
@@ -174,20 +172,15 @@ def _estimate_item_error(metric: str, items: Sequence[tuple[Items, Items] | None
         by_item = np.mean([one - other for one, other in zip(correct[::2], correct[1::2], strict=True)], axis=0)
         return float(by_item.std(ddof=1) / math.sqrt(len(by_item)))
 
-    def compute_mean(rows: np.ndarray) -> float:
-        return float(
-            np.mean([one.compute_score(metric, rows) - other.compute_score(metric, rows) for one, other in pairs])
+    rng, means = np.random.default_rng(0), list[float]()
+    for _ in range(_RESAMPLES):
+        rows = rng.integers(len(targets), size=len(targets))
+        means.append(
+            float(
+                np.mean([one.compute_score(metric, rows) - other.compute_score(metric, rows) for one, other in pairs])
+            )
         )
-
-    resampled = stats.bootstrap(
-        (np.arange(len(targets)),),
-        compute_mean,
-        n_resamples=_RESAMPLES,
-        vectorized=False,
-        method="percentile",
-        random_state=np.random.default_rng(0),
-    )
-    return float(resampled.standard_error)
+    return float(np.std(means, ddof=1))
 
 
 def format_gap(metric: str, value: float) -> str:
