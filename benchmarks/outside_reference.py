@@ -149,7 +149,7 @@ def run_fedspan(train: list[Row], test: list[Row], seed: int, folder: Path, chan
     subprocess.run([*command, "init", *files, "--out", str(config), "--force"], check=True)
     sets = [f"--set={change}" for change in (f"seed={seed}", "threads=1", *changes)]
     target = ["--resume", str(run)] if (run / "config.yaml").is_file() else [str(config), "--out", str(run), *sets]
-    subprocess.run([*command, "run", *target, "--quiet"], check=True)
+    subprocess.run([*command, "run", *target], check=True)
     report = json.loads((run / "report.json").read_text(encoding="utf-8"))
     return {
         "start": report["start"]["test"]["accuracy"],

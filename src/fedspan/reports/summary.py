@@ -112,7 +112,7 @@ def _compare_groups(first: RunGroup, second: RunGroup, metric: str) -> str:
         None if (items := run.read_items()) is None or (theirs := other.read_items()) is None else (items, theirs)
         for run, other in zip(first.runs, second.runs, strict=True)
     ]
-    return estimate_difference(metric, *scores, pairs).describe(metric, second.label)
+    return estimate_difference(metric, scores[0], scores[1], pairs).describe(metric, second.label)
 
 
 def _compare_client_means(best: RunGroup, metric: str) -> str:
