@@ -29,7 +29,7 @@ def test_a_damaged_session_is_reported_with_the_way_on(tmp_path: Path) -> None:
     store.store("a", Session(run="run", number=1, phase="keys", secret=b"secret"))
     (path,) = tmp_path.rglob("session.json")
     path.write_text("[]")
-    with pytest.raises(FedspanError, match="the number of the last session, .* is unknown. Start a new run"):
+    with pytest.raises(FedspanError, match=r"the number of the last session, .* is unknown\. Start a new run"):
         store.load("a")
 
 

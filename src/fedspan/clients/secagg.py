@@ -34,10 +34,11 @@ trains again or computes statistics, so that no second exchange is of another tr
 Why no combination of sums gives a single vector: let S_k be the honest clients of positive weight whose vectors the
 k-th sum holds, and R_k those of them that revealed shares. Sums of one model with other clients, or other facts about
 them, have disjoint R_k, because each client reveals shares for one of them only. Each R_k is more than half of its S_k:
-at least t - c - z of at most n - c - z, where z honest clients have no weight, and 2 t > n + c + z. Suppose that a combination of K such sums, each with a factor other than 0, holds only
-the vector of u. Every other client of a sum is then in another one of them, too, so all R_k but u are in S_j without
-R_j for some j: sum |R_k| - 1 <= sum |S_k without R_k|. Since |S_k without R_k| <= |R_k| - 1, the right side is at most
-sum |R_k| - K. So K = 1, and the sum would be of u alone; but it has two honest clients.
+at least t - c - z of at most n - c - z, where z honest clients have no weight, and 2 t > n + c + z. Suppose that a
+combination of K such sums, each with a factor other than 0, holds only the vector of u. Every other client of a sum is
+then in another one of them, too, so all R_k but u are in S_j without R_j for some j: sum |R_k| - 1 <= sum |S_k without
+R_k|. Since |S_k without R_k| <= |R_k| - 1, the right side is at most sum |R_k| - K. So K = 1, and the sum would be of u
+alone; but it has two honest clients.
 
 A server that changes one bit of the model has another model. Against this, only sums of always the same clients
 (``min_clients`` as large as their number) with equal weights help, or noise.
@@ -398,9 +399,7 @@ class SecureClient:
                 decrypted[id] = pair
         return decrypted
 
-    def _require_threshold(
-        self, agreement: Agreement, present: Collection[str], facts: Sequence[ClientFacts]
-    ) -> None:
+    def _require_threshold(self, agreement: Agreement, present: Collection[str], facts: Sequence[ClientFacts]) -> None:
         """Check that the number of clients that open a secret withstands the colluders.
 
         Raises:

@@ -10,7 +10,17 @@ from pathlib import Path
 
 from fedspan.files import remove
 
-__all__ = ["LAST_ORDER", "LAST_REPLY", "SESSIONS", "STATE", "SUMS", "TRAINING", "WORKER", "get_run_folder", "remove_old_states"]
+__all__ = [
+    "LAST_ORDER",
+    "LAST_REPLY",
+    "SESSIONS",
+    "STATE",
+    "SUMS",
+    "TRAINING",
+    "WORKER",
+    "get_run_folder",
+    "remove_old_states",
+]
 
 LAST_ORDER = "serial"
 """The file in a run's folder with its last order."""
