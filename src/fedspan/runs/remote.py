@@ -205,7 +205,7 @@ def secure_client(
     Args:
         config: Config of the run, as the client received it.
         id: Id of the client.
-        folder: Folder where the client stores its state of the run.
+        folder: Folder of the client's last session of the run.
         sums: Folder of the sums of all runs of the client; None: those of this run alone count.
         owner: What the client's owner requires: the limits, ``identity``, ``known`` and ``check`` of ``SecureClient``.
 
@@ -221,13 +221,12 @@ def secure_client(
     return SecureClient(id, DiskSessionStore(folder, sums), **owner)
 
 
-def reply_as(run: str, threads: int, number: int, envelope: Envelope) -> Envelope:
+def reply_as(run: str, threads: int, envelope: Envelope) -> Envelope:
     """Reply as a client of a simulated run; a process loads model and data on its first request and caches them.
 
     Args:
         run: Folder of the run.
         threads: Number of threads of this process.
-        number: Index of the client among the ids.
         envelope: The server's order.
     """
     order = decode_request(envelope)

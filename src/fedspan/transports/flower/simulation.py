@@ -26,8 +26,8 @@ R = TypeVar("R")
 _START = 300.0
 """Time limit for the start of Ray and the first actors, in seconds."""
 
-Answer = Callable[[int, Envelope], Envelope]
-"""Processes an envelope as the client with a number; sent to other processes, so it must be a module-level function."""
+Answer = Callable[[Envelope], Envelope]
+"""Processes an envelope as the client that it names; sent to other processes, so it must be a module-level function."""
 
 
 def create_client_app(answer: Answer) -> ClientApp:
@@ -41,7 +41,7 @@ def create_client_app(answer: Answer) -> ClientApp:
 
     @app.train()
     def train(message: Message, context: Context) -> Message:  # pyright: ignore[reportUnusedFunction]
-        reply = answer(int(context.node_config["partition-id"]), from_records(message.content).envelope)
+        reply = answer(from_records(message.content).envelope)
         return Message(to_records(UnsignedSigner().seal(reply, 0), draw_salt()), reply_to=message)
 
     return app
