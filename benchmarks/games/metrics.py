@@ -13,12 +13,11 @@ from scipy.linalg import hadamard
 from torch import Tensor
 
 from fedspan.clients.metric_noise import add_noise
-from fedspan.config.node import NodeLimits
 from fedspan.tasks.bounded_losses import get_loss_bound
 from fedspan.tasks.task import Task
 
 
-def play_metrics(features: Tensor, labels: Tensor, task: Task, evaluations: int, seed: int) -> float:
+def play_metrics(features: Tensor, labels: Tensor, task: Task, evaluations: int, epsilon: float, seed: int) -> float:
     """Return the share of members among the candidates that are found, at 1 % false ones at most, above 1 %.
 
     Args:
@@ -26,6 +25,7 @@ def play_metrics(features: Tensor, labels: Tensor, task: Task, evaluations: int,
         labels: Their labels.
         task: The run's task.
         evaluations: Number of evaluations.
+        epsilon: Epsilon of each.
         seed: Seed of the candidates.
     """
     rng, half = np.random.default_rng(seed), len(labels) // 2
@@ -39,8 +39,6 @@ def play_metrics(features: Tensor, labels: Tensor, task: Task, evaluations: int,
     fires = (own @ rows.T > 0.999) & (own_labels[:, None] == labels[candidates].numpy())
     size = 2 ** int(np.ceil(np.log2(max(evaluations, len(candidates) + 1))))
     design = hadamard(size)[rng.permutation(size)[:evaluations], 1 : len(candidates) + 1]
-    epsilon = NodeLimits().evaluation_epsilon
-    assert epsilon is not None
     answers: list[float] = []
     for signs in design:
         accuracy = float((fires & (signs > 0)).any(1).mean())
