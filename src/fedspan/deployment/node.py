@@ -306,9 +306,10 @@ class NodeService:
         if is_received(self.node, config.model.name):
             require_weights_of_config(Path(config.model.name))
         prepared = self._build_run(config, None, self._load_key(folder, config), self._stages)
-        if prepared.task_settings.label_separator is not None and config.data.label_separator is None:
+        separator = prepared.task_settings.columns.get("label_separator")
+        if separator is not None and config.data.label_separator is None:
             problem = "several labels in a text need a named separator in a deployment, because files differ"
-            expected = f"the separator of the labels, such as {prepared.task_settings.label_separator!r}"
+            expected = f"the separator of the labels, such as {separator!r}"
             raise FedspanError("data.label_separator", None, expected, problem=problem)
         (data,) = prepared.federation.clients.values()
         sizes: dict[ScoredPart, int] = {}
