@@ -95,6 +95,18 @@ def test_a_second_exchange_is_free_once_a_round(tmp_path: Path) -> None:
             book(tmp_path, **limits).record_order(order, (), "job")
 
 
+def test_orders_for_keys_and_shares_end(tmp_path: Path) -> None:
+    """Ten for each round that a run may have; they leave its rounds as they are."""
+    limits = {"run_rounds": 1}
+    for _ in range(10):
+        book(tmp_path, **limits).record_exchange("first")
+    with refused("limits.run_rounds"):
+        book(tmp_path, **limits).record_exchange("first")
+    book(tmp_path, **limits).record_exchange("second")
+    book(tmp_path, **limits).record_order(ORDER, (), "job")
+    assert book(tmp_path, **limits).get_account().rounds == 1
+
+
 def test_the_same_order_under_another_config_counts_again(tmp_path: Path) -> None:
     for job in ("a", "b", "b", "a"):
         book(tmp_path).record_order(ORDER, (), job)

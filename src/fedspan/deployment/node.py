@@ -170,6 +170,8 @@ class NodeService:
                 if not last.is_recorded:
                     self._usage.record_order(request, run.host.compute_charges(request), run.terms.digest)
                     last.mark_recorded()
+            elif request.task in ("keys", "shares"):
+                self._usage.record_exchange(request.run)
             with self._stages.stage(_STAGES.get(request.task, "training"), _count_units(request, run.host)):
                 reply = run.host.reply(request)
             self._require_small("reply", reply.body)
