@@ -74,7 +74,13 @@ def write_app(folder: Path, config: str | Path, out: Path, overrides: Sequence[s
     settings: dict[str, object] = {"config": json.dumps(values), "folder": str(out.absolute()), "resume": ""}
     settings |= {"wait": _WAIT, "simulated": simulated}
     lines = [
-        *("[project]", 'name = "fedspan-app"', f'version = "{__version__}"', 'license = "Apache-2.0"'),
+        *(
+            "[project]",
+            'name = "fedspan-app"',
+            'description = "A run of fedspan"',
+            f'version = "{__version__}"',
+            'license = "Apache-2.0"',
+        ),
         "dependencies = []  # Flower would install them for each run; fedspan is installed beside Flower",
         *("", "[tool.flwr.app]", 'publisher = "fedspan"', "", "[tool.flwr.app.components]"),
         f'serverapp = "{__name__}:app"',
@@ -116,7 +122,7 @@ def _run(grid: Grid, context: Context) -> None:
     Raises:
         FedspanError: If an error occurs that the user can correct.
     """
-    log_to_console()
+    log_to_console("fedspan")  # Flower shows its own
     values, listener, resume = context.run_config, _LogListener(), bool(context.run_config["resume"])
     folder, simulated = get_run_path(context), bool(values["simulated"])
     if not folder.is_absolute():
