@@ -1,7 +1,5 @@
 """The commands on a server: nodes are admitted, revoked and shown, certificates renewed, runs submitted."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Federations over stock Flower, as its users run them, give the bits of the same federation without it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path

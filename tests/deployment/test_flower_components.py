@@ -1,7 +1,5 @@
 """The Flower app's folder and components: what is written, refused, and passed on."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The socket of a data owner's host: who may connect, what is read, and when it goes."""
 
-from __future__ import annotations
-
 import socket
 import struct
 import subprocess

@@ -4,8 +4,6 @@ Commands and Python are run, configs are parsed (those of methods, privacy and s
 module are compared with it.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import os

@@ -1,7 +1,5 @@
 """Pages of the documentation: what scripts write is current; links, options, tables and named tests are right."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs with asynchronous rounds: stopped and resumed, and repeated from their record, they end with the same bits."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path

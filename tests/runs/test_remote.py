@@ -1,7 +1,5 @@
 """A whole run whose clients are behind a transport: what is counted of it, and what is left of that when it resumes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

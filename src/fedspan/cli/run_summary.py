@@ -213,9 +213,13 @@ def render_peft_snippet(adapter: Path) -> list[str]:
     notes = json.loads((adapter / "fedspan.json").read_text(encoding="utf-8"))
     if notes["pooling"] is not None:
         outputs = "vectors" if get_task(notes["task"]).is_embedding else "logits"
+        is_packaged = (adapter / "adapter_config.json").is_file() and notes["base_model"].startswith("builtin:")
+        # An adapter names its base by hub id, and the weights of a package are not in the hub's cache.
+        merging = ["import fedspan", f'fedspan.export("{adapter}", "merged", form="merged")'] if is_packaged else []
         return [
+            *merging,
             "import sentence_transformers",
-            f'model = sentence_transformers.SentenceTransformer("{adapter}")',
+            f'model = sentence_transformers.SentenceTransformer("{"merged" if is_packaged else adapter}")',
             f"model.encode(texts)  # the {outputs}",
         ]
     if not (adapter / "adapter_config.json").is_file():

@@ -24,6 +24,7 @@ from fedspan.deployment.handshake import Invitation
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Order
 from fedspan.federation.secagg.messages import Agreement, compute_share
+from fedspan.federation.settings import MOST_SECURE_CLIENTS
 from fedspan.models.names import get_architecture
 from fedspan.runs.client_ranks import compute_client_scaling
 from fedspan.runs.head_setup import STATISTICS_CLIP
@@ -243,6 +244,9 @@ def refuse_statistics(limits: NodeLimits, config: RunConfig) -> FedspanError | N
     """Return why this node sends a run no statistics for its head; None: it may."""
     if limits.head_statistics == "off":
         return FedspanError("limits.head_statistics", "off", problem="no statistics of examples leave this node")
+    if config.task_definition.target_type == "labels":  # no limit on their classes is enforced
+        problem = "statistics of words and of several labels are for simulations"
+        return FedspanError("model.head_init", config.model.head_init, "random", problem=problem)
     if (length := config.model.max_length) < (least := limits.statistics_max_length):
         problem = f"the run's model.max_length is {length}, and this node sends statistics only from {least} on"
         return FedspanError("limits.statistics_max_length", least, problem=problem)
@@ -319,6 +323,8 @@ class OrderTerms:
         federation, privacy = self.config.federation, self.config.privacy
         assert federation.secure is not None
         secure, clients = federation.secure, agreement.clients
+        if clients > MOST_SECURE_CLIENTS:
+            raise FedspanError("message.agreement.clients", clients, f"at most {MOST_SECURE_CLIENTS}")
         clip = secure.clip
         if agreement.task == "statistics":
             clip = STATISTICS_CLIP

@@ -54,7 +54,15 @@ from fedspan.deployment.limits import (
     require_config,
     require_workload,
 )
-from fedspan.deployment.node_folder import LAST_ORDER, STATE, SUMS, TRAINING, get_run_folder, remove_old_states
+from fedspan.deployment.node_folder import (
+    LAST_ORDER,
+    SESSIONS,
+    STATE,
+    SUMS,
+    TRAINING,
+    get_run_folder,
+    remove_old_states,
+)
 from fedspan.deployment.usage import UsageBook
 from fedspan.errors import FedspanError, escape_controls
 from fedspan.federation.protocol import Envelope, Order, ScoredPart, read_header
@@ -296,9 +304,10 @@ class NodeService:
         if is_received(self.node, config.model.name):
             require_weights_of_config(Path(config.model.name))
         prepared = self._build_run(config, None, self._load_key(folder, config), self._stages)
-        if prepared.task_settings.label_separator is not None and config.data.label_separator is None:
+        separator = prepared.task_settings.columns.get("label_separator")
+        if separator is not None and config.data.label_separator is None:
             problem = "several labels in a text need a named separator in a deployment, because files differ"
-            expected = f"the separator of the labels, such as {prepared.task_settings.label_separator!r}"
+            expected = f"the separator of the labels, such as {separator!r}"
             raise FedspanError("data.label_separator", None, expected, problem=problem)
         (data,) = prepared.federation.clients.values()
         sizes: dict[ScoredPart, int] = {}
@@ -336,7 +345,8 @@ class NodeService:
                 "known": self.node.peers,
                 "check": terms.require_agreement,
             }
-        secure = secure_client(config, self.node.id, folder / STATE, sums, **owner)
+        sessions = get_run_folder(self.folder / SESSIONS, invitation.run)
+        secure = secure_client(config, self.node.id, sessions, sums, **owner)
         limits, kind = self.node.limits, config.head_kind[0]
         announced: tuple[HeadKind, ...] = () if kind is None else (kind,)
         statistics = StatisticsLimits(

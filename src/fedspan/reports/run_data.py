@@ -13,7 +13,7 @@ from fedspan.errors import FedspanError
 from fedspan.logs import read_lines
 from fedspan.runs.curves import get_score
 from fedspan.runs.folder import RunFolder, describe_missing_run
-from fedspan.runs.integrity import read_config, require_intact
+from fedspan.runs.integrity import read_resolved_config, require_intact
 from fedspan.runs.ledger import Totals, read_totals
 from fedspan.runs.model_card import RunReport
 from fedspan.runs.results import read_report
@@ -132,7 +132,7 @@ def _build_names(paths: Sequence[Path]) -> list[str]:
 def _read_run(name: str, folder: Path) -> RunData:
     run_folder = RunFolder(folder)
     require_intact(run_folder)
-    config = read_config(folder)
+    config = read_resolved_config(folder)
     report = read_report(folder) if run_folder.report.is_file() else None
     rows = tuple(cast("Sequence[Row]", list(read_lines(run_folder.metrics))))
     return RunData(name, folder, config, report, rows, read_totals(run_folder.ledger))

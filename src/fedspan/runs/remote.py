@@ -205,7 +205,7 @@ def secure_client(
     Args:
         config: Config of the run, as the client received it.
         id: Id of the client.
-        folder: Folder where the client stores its state of the run.
+        folder: Folder of the client's last session of the run.
         sums: Folder of the sums of all runs of the client; None: those of this run alone count.
         owner: What the client's owner requires: the limits, ``identity``, ``known`` and ``check`` of ``SecureClient``.
 

@@ -1,7 +1,5 @@
 """The transport over Flower's grid: what reaches the nodes, and the reasons why there is no reply."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable, Iterable
 from pathlib import Path
