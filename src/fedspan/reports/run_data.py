@@ -16,12 +16,14 @@ from fedspan.runs.folder import RunFolder, describe_missing_run
 from fedspan.runs.integrity import read_resolved_config, require_intact
 from fedspan.runs.ledger import Totals, read_totals
 from fedspan.runs.model_card import RunReport
+from fedspan.runs.predictions import Items, read_items
 from fedspan.runs.results import read_report
 from fedspan.tasks.metrics import METRICS
 
 __all__ = ["Row", "RunData", "read_runs"]
 
 Row = Mapping[str, Any]
+BASELINES = ("local", "centralized")
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,10 @@ class RunData:
         baselines = {} if self.report is None else self.report.baselines
         scores: dict[str, Row] = {name: baseline["scores"] for name, baseline in baselines.items()}
         return {"start": self.rows[0], **scores} if self.rows and self.rows[0]["round"] == 0 else scores
+
+    def read_items(self, name: str = "result") -> Items | None:
+        """Read the predictions of the result, or of one of ``references``, on the held-out examples, if recorded."""
+        return read_items(self.folder / "baselines" / name) if name in BASELINES else read_items(self.folder, name)
 
     @property
     def bytes(self) -> int:
