@@ -137,7 +137,8 @@ flower-versions:
 	  $(FLOWER)/bin/python -m pip install --quiet -e '.[flower-sim,secagg]' "$$release" \
 	    $$(grep -E '^(torch|pytest|pytest-xdist|hypothesis)==' constraints.txt); \
 	  $(FLOWER)/bin/python -m pip list | grep '^flwr '; \
-	  $(FLOWER)/bin/python -m pytest -m "" tests/transports/flower_app tests/deployment/test_flower_app.py; \
+	  $(FLOWER)/bin/python -m pytest -m "" $(PYTEST_ARGS) tests/transports/flower_app \
+	    tests/deployment/test_flower_app.py; \
 	done
 
 # Linters of the files in deploy/, in an environment of their own: none of them is needed for anything else.
