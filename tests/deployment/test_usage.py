@@ -360,7 +360,7 @@ def test_the_operator_sees_the_budget_and_starts_a_new_one_deliberately(tmp_path
     book(tmp_path).record_order(ORDER, (), "job")
     call = partial(CliRunner().invoke, get_program())
     shown = call(["budget", str(file)])
-    expected = "invitations 0 of 100, runs 1 of 7, rounds 1 of 200, evaluations 0 of 200, epsilon 0 of no limit"
+    expected = "invitations 0 of 100, runs 1 of 7, rounds 1 of 200, evaluations 0 of 120, epsilon 0 of no limit"
     assert (shown.exit_code, shown.output) == (0, f"fl.example.org, data set data: {expected}\n")
     (row,) = json.loads(call(["budget", str(file), "--json"]).output)
     assert row["rounds"] == [1, 200]

@@ -58,6 +58,8 @@ class Difference:
     def describe(self, metric: str, other: str) -> str:
         """Describe the difference as a predicate: ``1.2 points (0.3 to 2.1) above the start``."""
         if self.low is None or self.high is None:
+            if self.mean == 0:
+                return f"equal to {other}"
             direction = "above" if self.mean > 0 else "below"
             return f"{format_gap(metric, self.mean)} {direction} {other} (one seed: no interval)"
         if not self.is_measurable:
