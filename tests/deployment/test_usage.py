@@ -96,9 +96,9 @@ def test_a_second_exchange_is_free_once_a_round(tmp_path: Path) -> None:
 
 
 def test_orders_for_keys_and_shares_end(tmp_path: Path) -> None:
-    """Ten for each round that a run may have; they leave its rounds as they are."""
+    """Fourteen for each round that a run may have; they leave its rounds as they are."""
     limits = {"run_rounds": 1}
-    for _ in range(10):
+    for _ in range(14):
         book(tmp_path, **limits).record_exchange("first")
     with refused("limits.run_rounds"):
         book(tmp_path, **limits).record_exchange("first")

@@ -50,8 +50,8 @@ _HISTORY = (AUDIT, "jobs", "*/invitation.json")
 """What shows in a node's folder that it has answered a server before."""
 _CURE = "free some space on the node"
 _RENEW = "Restore it from a backup; `fedspan budget NODE --new` starts a new budget deliberately"
-_ROUND_EXCHANGES = 10
-"""Orders for keys and shares for each round of ``run_rounds``: two for each attempt at each of its exchanges."""
+_ROUND_EXCHANGES = 14
+"""Orders for keys and shares for each round of ``run_rounds``: two for each of three attempts at each of two exchanges."""
 _Release = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(ge=0)], Count]
 
 
