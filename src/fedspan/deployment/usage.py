@@ -51,7 +51,7 @@ _HISTORY = (AUDIT, "jobs", "*/invitation.json")
 _CURE = "free some space on the node"
 _RENEW = "Restore it from a backup; `fedspan budget NODE --new` starts a new budget deliberately"
 _ROUND_EXCHANGES = 14
-"""Orders for keys and shares for each round of ``run_rounds``: two for each of three attempts at each of two exchanges."""
+"""Keys and shares orders for each of ``run_rounds``: two for each of three attempts at two exchanges, and 2."""
 _Release = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(ge=0)], Count]
 
 
