@@ -12,6 +12,7 @@ from typing import Any
 
 from pages import SCORES, format_command, name_page, read_table
 from report import FOLDER, build_title, format_table
+from scipy import stats
 
 from fedspan.reproduction.presets import list_presets
 
@@ -37,6 +38,10 @@ inconclusive in float32. Between machines, float32 results differ, too, but by r
 a GPU ([table 1](florg-table1.md)) and on a CPU ([its ablation](florg-procrustes.md)), FLoRG has the same mean and
 deviation. On a GPU rounding differs from run to run, too: one config of [FedAvg with 200 clients](fedloru-table7.md)
 gave 79.0 and 78.7 %."""
+STRICTER = """The saved verdicts follow this rule, which was fixed before the first measurement, and print one standard
+error after ±. With few seeds it is a weak test. New results are judged by the 95 % interval of Student's t, which for
+three seeds is 4.3 standard errors to each side, and print half its width after ±. By the saved, rounded figures of the
+experiments with several seeds, {weak} of {decided} statements that hold or are contradicted would be inconclusive."""
 STATEMENTS = """# All statements
 
 This page lists every statement that was measured, with its number and verdict. [Claims](index.md) sums them up by paper
@@ -57,6 +62,10 @@ REASONS = "reasons"
 EXAMINED = """## Examined contradictions
 
 Rows of contradicted statements, run again under a possible reason for the contradiction."""
+SEEDS = re.compile(r"^At the small scale, seeds ([\d, ]+);", flags=re.MULTILINE)
+"""The line of a page with its seeds."""
+DIFFERENCE = re.compile(r"^by [a-z ]*([+-][\d.]+) ± ([\d.]+)")
+"""A measured difference with its standard error."""
 COMPARED = re.compile(r": (.+) against (.+)$")
 """The end of a statement that compares two methods: the one that the paper favors, and the other."""
 VERDICTS = ("holds", "contradicted", "inconclusive", "not runnable here", "not run")
@@ -113,7 +122,7 @@ EXPERIMENT = ("experiment", "first statement", "found here, all statements", "sc
 def index(folder: Path) -> dict[str, str]:
     """Return the pages in Markdown by file name."""
     parts, examined = read_pages(folder)
-    papers = [OPENING, *list_headlines(folder, parts), TERMS, PRECISION]
+    papers = [OPENING, *list_headlines(folder, parts), TERMS, *describe_stricter(folder, parts), PRECISION]
     experiments = [EXPERIMENTS, *([f"## Verdicts\n\n{summarize_papers(parts)}"] if parts else [])]
     statements = [STATEMENTS]
     for title, pages in parts.items():
@@ -190,6 +199,22 @@ def list_headlines(folder: Path, parts: Mapping[str, Sequence[Mapping[str, Any]]
             rows.append((title, statement, f"{found}{note}", read_scale(folder, name), link))
     header = ("paper", "the paper says", "found here", "scale", "page")
     return [format_table(header, rows)] if rows else ["No results yet."]
+
+
+def describe_stricter(folder: Path, parts: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+    """Describe how many saved verdicts Student's t would change; empty without a page of several seeds."""
+    excesses: list[float] = []
+    for page in (page for pages in parts.values() for page in pages):
+        seeds = SEEDS.search((folder / f"{page['name']}.md").read_text(encoding="utf-8"))
+        if seeds is None or "," not in seeds[1]:
+            continue
+        limit = float(stats.t.ppf(0.975, seeds[1].count(",")))
+        for finding in page["findings"]:
+            difference = DIFFERENCE.search(finding["measured"])
+            if classify(page, finding) in ("holds", "contradicted") and difference is not None:
+                excesses.append(abs(float(difference[1])) - limit * float(difference[2]))
+    weak = sum(excess <= 0 for excess in excesses)
+    return [STRICTER.format(weak=weak, decided=len(excesses))] if excesses else []
 
 
 def _group_findings(page: Mapping[str, Any], statement: str) -> dict[str, dict[str, str]]:

@@ -142,7 +142,7 @@ def write_page(folder: Path, sections: Mapping[str, Mapping[str, Any]]) -> None:
     names = ", ".join(map(str, SEEDS))
     closing = (
         f"Rows: mean ± standard deviation over the seeds {names}, or those that a section's command names; MB and "
-        "seconds are those of one run. Verdicts: difference ± its standard error, paired by seed."
+        "seconds are those of one run. Verdicts: difference ± half its 95 % interval, paired by seed."
     )
     texts = [OPENING, *(section["text"] for section in ordered.values()), closing]
     command, machine = "python claims/reasons.py --data FOLDER --model FOLDER", "each section names its own"

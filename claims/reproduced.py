@@ -149,7 +149,7 @@ def page(reproduction: Reproduction, preset: Preset, folder: Path) -> None:
     notes = "\n".join(f"- {' '.join(note.split())}" for note in preset.notes)
     seeds = f"seeds {', '.join(map(str, reproduction.seeds))}"
     if len(reproduction.seeds) == 1:
-        seeds = f"seed {reproduction.seeds[0]} (one seed gives no standard error)"
+        seeds = f"seed {reproduction.seeds[0]} (one seed gives no interval)"
     sections = [
         f"At the small scale, {seeds}; at the paper's: "
         f"`fedspan reproduce {reproduction.id} --scale full --out FOLDER`.",
