@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 METHODS = ("fedavg", "fedit", "ffa-lora", "rolora", "flora", "fedsa-lora", "fedloru")
-BASELINES = ("centralized", "local")
+BASELINES = ("centralized", "local-only")
 RATES = (2e-3, 8e-3, 2e-2)
 SEEDS = (0, 1, 2)
 

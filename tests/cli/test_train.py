@@ -27,7 +27,7 @@ def test_run_shows_every_round_and_closes_with_the_comparison(finished: Path) ->
     report = json.loads((finished / "report.json").read_text())
     for round in (1, 2):
         assert f" {round}/2 " in screen
-    for shown in ("fedit", "local only", "centralized", "held-out", "client tests", "worst client"):
+    for shown in ("fedit", "local-only", "centralized", "held-out", "client tests", "worst client"):
         assert shown in screen
     assert f"{100 * report['scores']['test']['accuracy']:.1f}%" in screen
     assert str(finished / "adapter") in screen.replace("\n", "")
@@ -164,4 +164,4 @@ def test_demo_shows_its_config(call: Call, tmp_path: Path) -> None:
     config = fedspan.load_config(path)
     assert config.model.name == "builtin:all-minilm-l6-v2"
     assert config.data.train == "builtin:banking-queries"
-    assert (config.method.name, config.baselines) == ("fedit", ["local", "centralized"])
+    assert (config.method.name, config.baselines) == ("fedit", ["local-only", "centralized"])

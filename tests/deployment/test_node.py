@@ -332,7 +332,7 @@ def test_a_server_s_config_names_no_data(tiny_folder: Path) -> None:
     with pytest.raises(FedspanError, match=r"data\.labels"):
         build_server_config({**given, "data": {}})
     with pytest.raises(FedspanError, match="baselines"):
-        build_server_config({**given, "baselines": ["local"]})
+        build_server_config({**given, "baselines": ["local-only"]})
     federation = {"clients_per_round": 2, "buffered": {"concurrency": 3, "replay": "runs/first"}}
     with pytest.raises(FedspanError, match="a record of arrivals is repeated in the simulator"):
         build_server_config({**given, "federation": federation})

@@ -160,7 +160,7 @@ def test_named_entities(tiny_folder: Path, tmp_path: Path) -> None:
     report = fedspan.read_report(out)
     assert set(report.by_client) <= {"cardiology", "pharmacy", "orthopaedics", "village"}
     assert f"federated: entity F1 {report.scores['test']['entity_f1']:.1%}" in printed
-    worst = report.baselines["local"]["scores"]["test"]["worst"]["entity_f1"]
+    worst = report.baselines["local-only"]["scores"]["test"]["worst"]["entity_f1"]
     assert f"worst {worst:.1%}" in printed
 
 
@@ -168,7 +168,7 @@ def test_embedding_search(tiny_folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     printed = run_example("embedding_search", out, *ENCODER, tiny_folder / "deep-bert")
     report = fedspan.read_report(out)
-    alone = report.baselines["local"]["scores"]["test"]["spearman"]
+    alone = report.baselines["local-only"]["scores"]["test"]["spearman"]
     assert f"Spearman {report.scores['test']['spearman']:.3f}, one desk alone {alone:.3f}" in printed
     similarities = [float(value) for value in re.findall(r"^  (-?\d\.\d\d) ", printed, re.MULTILINE)]
     assert len(similarities) == 3

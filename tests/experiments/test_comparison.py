@@ -25,7 +25,7 @@ from helpers.refusals import refused
 
 def values_of(folder: Path, **changes: Any) -> dict[str, Any]:
     changes = {"method": {"tau": 1}, "federation": {"rounds": 2}, **changes}
-    return {**tiny.settings(folder, **changes), "baselines": ["local", "centralized"]}
+    return {**tiny.settings(folder, **changes), "baselines": ["local-only", "centralized"]}
 
 
 def test_a_partition_that_the_config_names_is_kept(tiny_folder: Path) -> None:
@@ -104,7 +104,7 @@ def test_the_table_is_that_of_the_reports(made: tuple[Path, CompareReport, Recor
     scores = {method: [made["scores"] for made in reports[method]] for method in METHODS}
     if "test" in reports["fedit"][0]["start"]:
         scores["start"] = [made["start"] for made in reports["fedit"]]
-    for name in ("local", "centralized"):
+    for name in ("local-only", "centralized"):
         scores[name] = [made["baselines"][name]["scores"] for made in reports["fedit"]]
     assert [row.name for row in report.rows] == list(scores)
     assert (report.metric, report.measured, report.higher, report.against) == ("accuracy", "test", True, "fedit")

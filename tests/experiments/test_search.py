@@ -25,7 +25,7 @@ from helpers.refusals import refused
 def values_of(folder: Path, **changes: Any) -> dict[str, Any]:
     """Values of a config of three rounds with a baseline, unless they are changed."""
     values = tiny.settings(folder, **{"federation": {"rounds": 3}, "partition": {"validation": 0.3}, **changes})
-    return {**values, "baselines": ["local"]}
+    return {**values, "baselines": ["local-only"]}
 
 
 def test_a_grid_has_all_combinations(tiny_folder: Path) -> None:

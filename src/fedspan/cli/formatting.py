@@ -8,7 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from fedspan.runs.formatting import format_duration, format_number, get_title, shorten
+from fedspan.runs.formatting import format_duration, format_number, shorten
 from fedspan.tasks.metrics import METRICS
 
 __all__ = [
@@ -20,7 +20,6 @@ __all__ = [
     "format_percent",
     "format_score",
     "format_span",
-    "get_title",
     "shorten",
 ]
 

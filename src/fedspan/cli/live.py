@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from fedspan.cli.formatting import format_duration, format_number, format_score, get_title, shorten
+from fedspan.cli.formatting import format_duration, format_number, format_score, shorten
 from fedspan.experiments.tables import format_size
 from fedspan.logs import read_lines
 from fedspan.runs.folder import RunFolder
@@ -109,7 +109,7 @@ class RunView(ProgressBar):
         super().on_baseline_round(name, round, loss)
         assert self._baseline is not None
         if round == self._baseline[2]:
-            self._print(Text(f"baseline {get_title(name)}: {round} epochs, loss {format_number(loss)}", "dim"))
+            self._print(Text(f"baseline {name}: {round} epochs, loss {format_number(loss)}", "dim"))
 
     def _compute_widths(self) -> list[int]:
         """Compute the widths of eight cells, in 80 to 92 columns."""

@@ -46,6 +46,7 @@ def require_combination(config: RunSections) -> None:
     _require_buffered_fit(config)
     _require_trainers(config)
     _require_training_fit(config)
+    _require_final_rounds_fit(config)
     _require_offload_fit(config)
     config.task_definition.parse_options(config.task_options)
     _require_columns(config)
@@ -214,6 +215,7 @@ def _require_trainers(config: RunSections) -> None:
     options: dict[str, object] = {
         "training.lr": "auto" if config.training.lr == "auto" else None,
         "baselines": config.baselines or None,
+        "federation.final_rounds": config.federation.final_rounds or None,
         "evaluation.diagnostics": config.evaluation.diagnostics,
         "evaluation.by": config.evaluation.by,
         "cluster": None if config.cluster is None else config.cluster.workers,
@@ -274,6 +276,26 @@ def _require_training_fit(config: RunSections) -> None:
         raise FedspanError("training.lr", "auto", problem=problem)
     if config.federation.early_stopping is not None:
         raise FedspanError("federation.early_stopping", config.federation.early_stopping, problem=problem)
+
+
+def _require_final_rounds_fit(config: RunSections) -> None:
+    """Check that ``federation.final_rounds`` fits the rest of the run.
+
+    Raises:
+        FedspanError: If it does not.
+    """
+    reasons = {
+        "without partition.validation all examples are trained on in every round": not config.partition.validation,
+        "further rounds would cost privacy budget": config.privacy is not None,
+        "asynchronous rounds have no best one to continue from": config.federation.buffered is not None,
+        "secure aggregation has one session for each round": config.federation.secure is not None,
+        "the clients' examples are in the workers of the cluster": config.cluster is not None,
+        "the clients' examples are in the processes of flower-sim": config.engine.name == "flower-sim",
+    }
+    reason = next((reason for reason, holds in reasons.items() if holds), None)
+    if config.federation.final_rounds and reason is not None:
+        problem = f"final rounds cannot be run, because {reason}"
+        raise FedspanError("federation.final_rounds", config.federation.final_rounds, "0", problem=problem)
 
 
 def _require_loss_fit(config: RunSections) -> None:

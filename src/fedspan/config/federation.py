@@ -128,6 +128,13 @@ class FederationConfig(Section):
         "loss if evaluation.best_by is loss); default: run all rounds. Baselines stop by the same rule. In a "
         "deployment, whose nodes add noise to their metrics, a round with equal ones restarts the count.",
     )
+    final_rounds: int = Field(
+        default=0,
+        ge=0,
+        description="Simulations: rounds after the best one in which clients train on all their examples, those of "
+        "their validation parts included. A test set measures the model after them. Baselines have as many epochs. Not "
+        "under privacy, secure or buffered, nor with cluster or flower-sim.",
+    )
     clients_per_round: int | None = Field(
         default=None, ge=1, description="Number of clients selected per round; default: all."
     )

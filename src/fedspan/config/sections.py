@@ -82,7 +82,7 @@ class RunSections(Section):
         description="Train the clients in several processes, on one machine or many, with Ray; needs "
         "fedspan[cluster]. Default: in this process. See docs/cluster.md.",
     )
-    baselines: list[Literal["local", "centralized"]] = Field(
+    baselines: list[Literal["local-only", "centralized"]] = Field(
         default_factory=list,
         description="Baselines to train in addition, for comparison, with the same number of passes.",
     )

@@ -66,7 +66,9 @@ SILENT = frozenset(
     {
         *("seed", "device", "threads", "deterministic", "simulation", "cluster", "baselines", "centralized_lr"),
         *_list_fields("model", "device_map max_memory attention gradient_checkpointing"),
-        *_list_fields("federation", "early_stopping max_weight_ratio reduction clip_ratio max_norm trim min_replies"),
+        *_list_fields(
+            "federation", "early_stopping final_rounds max_weight_ratio reduction clip_ratio max_norm trim min_replies"
+        ),
         *_list_fields("federation", "deadline max_missed_rounds reconnect_timeout retries require_tags min_examples"),
         *_list_fields("federation", "message_mib max_norm_ratio"),
         *("engine.*", "data.*", "partition.*"),

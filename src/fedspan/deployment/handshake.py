@@ -152,6 +152,9 @@ def build_server_config(values: Mapping[str, Any]) -> RunConfig:
             values["baselines"],
             problem="they cannot be trained in a deployment, because they need all examples on one machine",
         )
+    if final_rounds := (values.get("federation") or {}).get("final_rounds"):
+        problem = "they cannot be run in a deployment, whose nodes do not train on their validation examples"
+        raise FedspanError("federation.final_rounds", final_rounds, "0", problem=problem)
     run_values = dict(values)
     if values.get("privacy") is not None:
         privacy = dict(values["privacy"])
@@ -191,7 +194,10 @@ def build_node_values(config: Mapping[str, Any], node: Mapping[str, Any]) -> dic
     run_values = {key: value for key, value in config.items() if key not in ("data", "partition", "device", "threads")}
     rounds = dict(run_values.pop("federation", None) or {})
     # These concern the server and other clients; each order contains what a node needs to know of them.
-    for name in ("clients_per_round", "over_select", "ranks", "min_replies", "early_stopping", "buffered"):
+    for name in (
+        *("clients_per_round", "over_select", "ranks", "min_replies"),
+        *("early_stopping", "final_rounds", "buffered"),
+    ):
         rounds.pop(name, None)
     engine = dict(run_values.pop("engine", None) or {})
     evaluation = dict(run_values.pop("evaluation", None) or {})

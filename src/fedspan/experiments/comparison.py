@@ -72,7 +72,7 @@ class CompareRow:
     """The results of one method or baseline over the seeds.
 
     Args:
-        name: Key of a method, ``start`` (of the first method's runs), or ``local`` or ``centralized``.
+        name: Key of a method, ``start`` (of the first method's runs), or ``local-only`` or ``centralized``.
         scores: One score for each seed.
         mean: Mean of the scores; None if one is missing.
         deviation: Standard deviation (n - 1) of the scores; None for one seed.
@@ -229,6 +229,9 @@ def plan_comparison(
     seeds = validate_seeds(seeds)
     configs = {key: _build_config(values, key, methods, overrides_for.get(key, ())) for key in methods}
     baselines = configs[methods[0]].baselines
+    if repeated := sorted({*methods} & {*baselines}):
+        problem = f"the config trains {repeated[0]} as a baseline, too; a table has one row of each name"
+        raise FedspanError("--methods", repeated[0], "methods other than the config's baselines", problem=problem)
     rows = (*methods, *baselines)
     if against is not None and against not in rows:
         raise FedspanError("--against", against, f"a row of the table: {', '.join(rows)}")

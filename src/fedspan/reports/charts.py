@@ -18,7 +18,6 @@ from fedspan.diagnostics.measures import MEASURES
 from fedspan.diagnostics.round_diagnosis import Diagnosis
 from fedspan.reports.groups import Curve, RunGroup, summarize_curve
 from fedspan.reports.run_data import RunData
-from fedspan.runs.formatting import get_title
 from fedspan.tasks.metrics import METRICS
 
 __all__ = [
@@ -52,7 +51,7 @@ DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 MARKS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "star", "triangle-down")
 PATTERNS = ("", "/", "x", ".", "-", "|", "+", "\\")
 BASELINE_STYLES = {
-    "local": ("#444444", "dot", "triangle-down-open"),
+    "local-only": ("#444444", "dot", "triangle-down-open"),
     "centralized": ("#444444", "longdash", "triangle-up-open"),
 }
 """Color, dashes and marker of each baseline."""
@@ -148,7 +147,7 @@ def draw_course(
     if with_baselines:
         shown = [value for curve in curves for value in curve.mean]
         shown += [level for group in groups if (level := group.references.get("centralized")) is not None]
-        locals_ = [level for group in groups if (level := group.references.get("local")) is not None]
+        locals_ = [level for group in groups if (level := group.references.get("local-only")) is not None]
         if (span := _compute_axis(shown, locals_)) is not None:
             figure.update_yaxes(range=span)
     tick = compute_tick_step(max((summary.rounds[-1] for summary in curves if summary.rounds), default=1))
@@ -208,7 +207,7 @@ def _draw_line(figure: Figure, curve: Curve, label: str, color: str, dash: str, 
 
 def _title_baseline(group: RunGroup, name: str, count: int) -> str:
     """Return a baseline's name in a legend; of several groups, with that of the group."""
-    return get_title(name) if count == 1 else f"{group.label}: {get_title(name)}"
+    return name if count == 1 else f"{group.label}: {name}"
 
 
 def _extend_axes(axes: Mapping[str, list[Any]], curve: Curve, times: int) -> None:

@@ -9,7 +9,7 @@ from fedspan.experiments.intervals import Difference, estimate_difference, forma
 from fedspan.experiments.result_notes import describe_extension, describe_majority
 from fedspan.experiments.tables import format_mean, format_size
 from fedspan.reports.groups import RunGroup
-from fedspan.runs.model_card import STATISTICS_NOTE
+from fedspan.runs.model_card import STATISTICS_NOTE, format_final_rounds
 from fedspan.tasks.metrics import METRICS
 
 __all__ = ["format_score_with_unit", "write_notes", "write_sentences"]
@@ -69,7 +69,9 @@ def _describe_rounds(group: RunGroup) -> str:
     counts = sorted({run.rounds for run in group.runs})
     rounds = f"{counts[0]} rounds" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} rounds"
     is_selected = all(run.report is not None and run.report.selected for run in group.runs)
-    return f"at the best of {rounds} by validation" if is_selected else f"after {rounds}"
+    counts = sorted({run.report.final_rounds for run in group.runs if run.report is not None})
+    final = f" and {format_final_rounds(counts[-1])}" if counts and counts[-1] else ""
+    return f"at the best of {rounds} by validation{final}" if is_selected else f"after {rounds}"
 
 
 def _compare_start(best: RunGroup, metric: str) -> str:
@@ -83,7 +85,7 @@ def _compare_start(best: RunGroup, metric: str) -> str:
 
 
 def _describe_baselines(best: RunGroup, metric: str) -> str:
-    titles = {"local": "Local-only training (mean client)", "centralized": "Centralized training"}
+    titles = {"local-only": "Local-only training (mean client)", "centralized": "Centralized training"}
     return " ".join(
         f"{title} reached {format_score_with_unit(metric, best.references[name])}; "
         f"the result is {_compare_with_reference(best, name, metric).describe(metric, 'it')}."
@@ -127,7 +129,7 @@ def _compare_client_means(best: RunGroup, metric: str) -> str:
         return ""
     titles = {
         "start": "before the first round",
-        "local": "with local-only training",
+        "local-only": "with local-only training",
         "centralized": "with centralized training",
     }
     others = [

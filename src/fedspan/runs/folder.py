@@ -22,7 +22,7 @@
     predictions/         the predicted classes of the held-out examples: start and result
     adapter/             the exported adapter; one folder for each client where models are personal
     nodes/               the clients' own stores on Flower's simulation engine
-    baselines/           local/, centralized/: their checkpoints while they train, then a report.json each; engine.json
+    baselines/           one folder each: its checkpoints while it trains, then a report.json; engine.json
     report.json          the summary, once the run is finished; names the config, inputs, logs and exported files
     run.lock             held while a process works on the run; names that process
 

@@ -1,8 +1,8 @@
-"""Numbers, times and names as runs show them."""
+"""Numbers, times and texts as runs show them."""
 
 from __future__ import annotations
 
-__all__ = ["format_duration", "format_number", "format_runs", "get_title", "shorten"]
+__all__ = ["format_duration", "format_number", "format_runs", "shorten"]
 
 
 def format_number(value: float | None) -> str:
@@ -26,8 +26,3 @@ def shorten(text: str, width: int) -> str:
     """Shorten a text to one line of at most ``width`` characters."""
     text = " ".join(text.split())
     return text if len(text) <= width else text[: max(0, width - 1)] + "…"
-
-
-def get_title(name: str) -> str:
-    """Return the title of a baseline."""
-    return {"local": "local only", "centralized": "centralized"}.get(name, name)

@@ -19,7 +19,6 @@ from typing import Any, Self
 from fedspan.errors import FedspanError
 from fedspan.files import build_temporary_path, remove, to_json
 from fedspan.runs.callbacks import Listener
-from fedspan.runs.formatting import get_title
 from fedspan.runs.remaining_time import describe_stage
 from fedspan.runs.setup import Prepared
 from fedspan.tasks.metrics import METRICS
@@ -165,7 +164,7 @@ class ProgressFile(Listener):
         with self._lock:
             before = self._state.get("baseline") or {}
             total = before.get("rounds") if rounds is None else rounds
-            self._state["baseline"] = {"name": get_title(name), "round": round, "rounds": total}
+            self._state["baseline"] = {"name": name, "round": round, "rounds": total}
             self._request_write()
 
     def _set_round(self, values: Mapping[str, Any]) -> None:

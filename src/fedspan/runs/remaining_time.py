@@ -133,7 +133,7 @@ class Effort:
             self._count(self._floor + part.training + done)
 
     def finish(self, key: str) -> None:
-        """Count a part as finished: ``round 3``, ``closing``, ``local 3``, ``local``; skipped ones are no work."""
+        """Count a part as finished (``round 3``, ``closing``, ``local-only``); skipped ones are no work."""
         if all(part.key != key for part in self._parts[self._at :]):
             return  # an estimate ends no run
         while self._parts[self._at].key != key:
@@ -197,5 +197,5 @@ def _list_parts(prepared: Prepared, done: int) -> list[_Part]:
     epoch = count_training_work(clients) if config.baselines else 0.0
     for name in config.baselines:
         parts += [_Part(f"{name} {n}", epoch, examples) for n in range(1, rounds + 1)]
-        parts.append(_Part(name, 0.0, examples + heldout * (len(measured) if name == "local" else 1)))
+        parts.append(_Part(name, 0.0, examples + heldout * (len(measured) if name == "local-only" else 1)))
     return parts

@@ -204,7 +204,7 @@ FIELDS = [
     Mistake(
         "Baselines on a cluster whose workers use the GPUs.",
         "baselines",
-        _parse(cluster={"workers": 2, "gpus_per_worker": 1}, baselines=["local"]),
+        _parse(cluster={"workers": 2, "gpus_per_worker": 1}, baselines=["local-only"]),
     ),
     Mistake("An option of another method.", "method.tau", _parse(method={"name": "fedit", "tau": 3})),
     Mistake("The rank is not a number.", "method.r", _parse(method__r="two")),
