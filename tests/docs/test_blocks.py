@@ -243,7 +243,7 @@ def test_the_demo_prints_what_the_first_page_of_the_site_shows(tmp_path: Path) -
     assert list_scores(printed) == pytest.approx(list_scores(shown), abs=2.0)
 
 
-_SCORE = r"\d+\.\d+"
+_SCORE = r"[+-]?\d+\.\d+"
 
 
 def without_scores(lines: list[str]) -> list[str]:

@@ -122,29 +122,31 @@ def _make_score_table(report: RunReport) -> Table | None:
             [metric, *(name for name in get_task(report.task).summary_metrics if name in report.scores.get("test", ()))]
         )
     )
-    table = create_table()
-    table.add_column("", no_wrap=True)
-    if heldout:
-        for name in metrics[:3]:
-            table.add_column(f"held-out\n{METRICS[name].title}", justify="right")
-        table.add_column("held-out\nworst client", justify="right", no_wrap=True)
-    if has_client_scores:
-        table.add_column("client tests\nmean", justify="right")
-        table.add_column("client tests\nworst client", justify="right", no_wrap=True)
-    if has_validation_alone:
-        table.add_column(f"validation\n{METRICS[metric].title}", justify="right")
     rows = {
         report.method: report.scores,
         **({"start": report.start} if report.start.get("head_init", "random") != "random" else {}),
         **{name: baseline["scores"] for name, baseline in report.baselines.items()},
     }
+    has_worst = any((scores.get("test") or {}).get("worst") for scores in rows.values())  # of personal models
+    table = create_table()
+    table.add_column("", no_wrap=True)
+    if heldout:
+        for name in metrics[:3]:
+            table.add_column(f"held-out\n{METRICS[name].title}", justify="right")
+        if has_worst:
+            table.add_column("held-out\nworst client", justify="right", no_wrap=True)
+    if has_client_scores:
+        table.add_column("client tests\nmean", justify="right")
+        table.add_column("client tests\nworst client", justify="right", no_wrap=True)
+    if has_validation_alone:
+        table.add_column(f"validation\n{METRICS[metric].title}", justify="right")
     for name, scores in rows.items():
         cells: list[str] = []
         if heldout:
             test = scores.get("test") or {}
             cells += [
                 *(format_score(metric_name, test.get(metric_name)) for metric_name in metrics[:3]),
-                _format_worst(test, metric),
+                *([_format_worst(test, metric)] if has_worst else []),
             ]
         if has_client_scores:
             clients = scores.get("clients") or {}

@@ -26,6 +26,7 @@ class TrainingDefaults:
         local_epochs: Passes over a client's examples in a round.
         rounds: Maximum number of rounds.
         early_stopping: Rounds without a lower validation loss after which the run stops.
+        final_rounds: Rounds after the best one on all of a client's examples.
         logit_adjustment: Strength of the adjustment of logits to a client's own classes.
     """
 
@@ -34,6 +35,7 @@ class TrainingDefaults:
     local_epochs: int
     rounds: int
     early_stopping: int
+    final_rounds: int
     logit_adjustment: float
 
 
@@ -56,5 +58,6 @@ def get_training_defaults(task: str, method: str) -> TrainingDefaults:
         local_epochs=1,
         rounds=20,
         early_stopping=4,
+        final_rounds=2,
         logit_adjustment=1.0 if "logit_adjustment" in definition.loss_options else 0.0,
     )

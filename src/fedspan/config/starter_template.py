@@ -69,6 +69,7 @@ def render_config(
     targets: str | None,
     method: str,
     shares: tuple[float, float],
+    has_test: bool,
 ) -> str:
     """Render the text of a starter config.
 
@@ -80,6 +81,7 @@ def render_config(
         targets: Target layers as YAML; None: PEFT's default.
         method: Registry key of the method.
         shares: Shares of each client's examples for validation and for its own test.
+        has_test: Whether a common test set measures the model after the final rounds.
     """
     defaults = get_training_defaults(inferred.task, method)
     data = yaml.safe_dump(dict(section), sort_keys=False, allow_unicode=True).rstrip().replace("\n", "\n  ")
@@ -121,6 +123,11 @@ def render_config(
         "federation:",
         f"  rounds: {defaults.rounds} # maximum",
         f"  early_stopping: {defaults.early_stopping} # stop after this many rounds without a lower validation loss",
+        *(
+            (f"  final_rounds: {defaults.final_rounds} # after the best one, on all examples, validation included",)
+            if has_test
+            else ()
+        ),
         "",
         "evaluation:",
         "  best_by: loss # selects the best round; accuracy is noisy on small validation parts",

@@ -48,7 +48,7 @@ def finish(session: Session, progress: Progress) -> RunReport:
     )
     final_rounds = progress.state.round - best_round
     if final_rounds:
-        session.listener.on_note(f"{format_final_rounds(final_rounds)} ran after round {best_round}")
+        session.listener.on_note(f"{format_final_rounds(final_rounds)}, ran after round {best_round}")
     with convert_disk_errors(run_folder.path), prepared.engine.stages.stage("export"):
         remove(run_folder.adapter)  # of a run before it was extended
         adapters = write_adapters(prepared, progress, run_folder, prepared.evaluator.get_ids(progress))
