@@ -40,10 +40,10 @@ from fedspan.experiments.tables import (
     format_mean,
     format_megabytes,
     format_seconds,
-    format_size,
     write_tables,
 )
 from fedspan.runs.folder import RunFolder
+from fedspan.runs.formatting import format_size
 from fedspan.runs.integrity import format_config
 from helpers.refusals import refused
 

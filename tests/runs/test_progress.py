@@ -187,6 +187,7 @@ def test_a_call_shows_the_bar_on_standard_error(
     fedspan.run(values, tmp_path / "run", listener=Own())
     assert rounds == [1, 2]
     assert "2 rounds in 0:" in terminal.getvalue()
+    assert "worst client" in terminal.getvalue()  # the head of the table of rounds
     assert capsys.readouterr().out == "1\n2\n", "a file or pipe gets what the script prints, and no bar"
     terminal.truncate(0)
     fedspan.run(values, tmp_path / "quiet", progress=False)

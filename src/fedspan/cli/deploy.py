@@ -277,9 +277,9 @@ def submit(
         problem = "it cannot be combined with --resume, because nodes have agreed to the run's own config"
         raise FedspanError("--set", " ".join(overrides), problem=problem)
     from fedspan.cli.formatting import create_console
-    from fedspan.cli.live import RunView
     from fedspan.cli.run_summary import show_report
     from fedspan.deployment.deploy import submit as submit_run
+    from fedspan.runs.run_view import RunView
     from fedspan.transports.flower.server import read_link
 
     run_folder = resume or out or find_unused_folder(Path("runs") / (config or Path("run")).stem)

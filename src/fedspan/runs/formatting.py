@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = ["format_duration", "format_number", "format_runs", "shorten"]
+from fedspan.tasks.metrics import METRICS
+
+__all__ = ["format_duration", "format_number", "format_runs", "format_score", "format_size", "shorten"]
 
 
 def format_number(value: float | None) -> str:
@@ -26,3 +28,21 @@ def shorten(text: str, width: int) -> str:
     """Shorten a text to one line of at most ``width`` characters."""
     text = " ".join(text.split())
     return text if len(text) <= width else text[: max(0, width - 1)] + "…"
+
+
+def format_score(metric: str, value: float | None) -> str:
+    """Format a metric's value: shares in percent, all else as a number; a dash for an unmeasured value."""
+    if value is not None and METRICS[metric].is_percentage:
+        return f"{100 * value:.1f}%"
+    return format_number(value)
+
+
+def format_size(count: float) -> str:
+    """Format bytes in decimal units: 3 412 345 as 3.4 MB."""
+    if count < 1000:
+        return f"{count:.0f} B"
+    for unit in ("kB", "MB", "GB"):
+        count /= 1000
+        if count < 999.5:
+            return f"{count:.{0 if count >= 99.95 else 1}f} {unit}"
+    return f"{count / 1000:.1f} TB"

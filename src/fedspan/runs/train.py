@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from fedspan.config import RunConfig, override, parse_config, read_values
 from fedspan.data.files import FROM_TRAINERS, IN_MEMORY
 from fedspan.data.objects import CLIENT
@@ -25,6 +27,7 @@ from fedspan.runs.objects import collect_objects
 from fedspan.runs.progress_bar import ProgressBar, has_bar
 from fedspan.runs.remote import simulate_with_flower
 from fedspan.runs.results import is_run, read_report
+from fedspan.runs.run_view import RunView
 from fedspan.runs.setup import prepare
 from fedspan.tasks.definition import TaskDefinition
 from fedspan.tasks.registry import is_installed, register_task
@@ -160,11 +163,15 @@ def _set_trainers(config: RunConfig | dict[str, Any], model: Any) -> RunConfig:
 def _open_listener(
     listener: Listener | None, track: Sequence[str], folder: str | Path, progress: bool | None
 ) -> Generator[Listener]:
-    """Yield a listener that forwards all events to the given one, to a progress bar, and to trackers, where wanted."""
+    """Yield a listener that forwards all events to the given one, to a progress bar, and to trackers, where wanted.
+
+    Above the bar is the table of rounds, except in a notebook, where each line would be an output of its own.
+    """
     with ExitStack() as stack:
         listeners = listener or Listener()
         if has_bar(progress):
-            listeners = Listeners(listeners, stack.enter_context(ProgressBar()))
+            bar = ProgressBar() if Console().is_jupyter else RunView(None, Path(folder))
+            listeners = Listeners(listeners, stack.enter_context(bar))
         if track:
             from fedspan.runs.tracking import TrackingListener
 

@@ -10,10 +10,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from fedspan.cli.formatting import format_duration, format_number, format_score, shorten
-from fedspan.experiments.tables import format_size
 from fedspan.logs import read_lines
 from fedspan.runs.folder import RunFolder
+from fedspan.runs.formatting import format_duration, format_number, format_score, format_size, shorten
 from fedspan.runs.progress_bar import ProgressBar
 from fedspan.runs.remaining_time import STAGES, get_unrepeated_name
 from fedspan.runs.setup import Prepared
@@ -30,14 +29,14 @@ class RunView(ProgressBar):
     """Shows a run while it is entered as a context manager.
 
     Args:
-        out: The console; if it is not a terminal, only the lines are printed.
+        out: The console; if it is not a terminal, only the lines are printed. None: standard error.
         folder: The run's folder.
         clock: Function that returns the time in seconds.
     """
 
-    def __init__(self, out: Console, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, out: Console | None, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(out, clock)
-        self._live.transient = True
+        self._live.transient = out is not None  # a command's summary follows
         self._folder = folder
         self._one_time: dict[StageName, float] = {}  # seconds of one-time stages that are not printed yet
         self._since = self._began  # when the current stage began
