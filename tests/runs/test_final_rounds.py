@@ -15,6 +15,7 @@ from fedspan.data.partition import ClientPart, Partition
 from fedspan.deployment.handshake import build_server_config
 from fedspan.errors import FedspanError
 from fedspan.federation.progress import RoundResult
+from fedspan.planning.plan import plan
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.final_rounds import finish_training
 from fedspan.runs.folder import RunFolder
@@ -106,6 +107,7 @@ def test_a_run_reports_what_was_tested_and_resumes_to_the_same_bits(
     assert report.scores["test"] != plain.scores["test"]
     assert report.baselines["centralized"]["scores"]["test"] != plain.baselines["centralized"]["scores"]["test"]
     assert read_totals(run.ledger).rounds == (1, 2, 3, 4, 5)
+    assert plan(parse_config(values)).rounds == 5
     assert report.bytes["up"] > plain.bytes["up"]
 
     sentence = "2 final rounds on all examples, validation included"

@@ -268,6 +268,11 @@ class FederationConfig(Section):
         "the server sees no single replies.",
     )
 
+    @property
+    def most_rounds(self) -> int:
+        """Largest number of rounds of a run, the final ones included."""
+        return self.rounds + self.final_rounds
+
     @model_validator(mode="after")
     def _validate_over_select(self) -> Self:
         if self.over_select and self.clients_per_round is None:

@@ -241,7 +241,7 @@ def plan_run(
     trains = Trains(largest.computations, extras.policy != "frozen" and bool(planned.adapted.extras))
     cohorts = [
         draw_cohort(config.seed, number, count, config.federation.clients_per_round)
-        for number in range(config.federation.rounds)
+        for number in range(config.federation.most_rounds)
     ]
     local = compute_training_cost(config, planned.passes, trains, own_examples, length, cohorts)
     bytes_down, bytes_up = sum(traffic.down for traffic in rounds), sum(traffic.up for traffic in rounds)
@@ -256,7 +256,7 @@ def plan_run(
         trainable=trainable,
         clients=count,
         cohort=first.clients,
-        rounds=config.federation.rounds,
+        rounds=config.federation.most_rounds,
         first_down=first.down // first.clients,
         first_up=first.up // first.clients,
         later_down=sum(traffic.down for traffic in later) / messages,

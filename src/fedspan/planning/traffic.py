@@ -117,7 +117,7 @@ def plan_traffic(
     federation, wrapped, extras = config.federation, config.wrap_method(method), list_extras(config, adapted, method)
     cohorts = [
         sorted(draw_cohort(config.seed, number, len(ranks), federation.clients_per_round))
-        for number in range(federation.rounds)
+        for number in range(federation.most_rounds)
     ]
     by_rank = [[ranks[client] for client in cohort] for cohort in cohorts]
 

@@ -193,7 +193,8 @@ def _list_parts(prepared: Prepared, done: int) -> list[_Part]:
         )
         for n in range(done + 1, rounds + 1)
     ]
-    parts.append(_Part("closing", 0.0, examples + heldout * (len(measured) if personal else 1)))
+    final = config.federation.final_rounds * count_training_work(federation.draw_cohort(0))
+    parts.append(_Part("closing", final, examples + heldout * (len(measured) if personal else 1)))
     epoch = count_training_work(clients) if config.baselines else 0.0
     for name in config.baselines:
         parts += [_Part(f"{name} {n}", epoch, examples) for n in range(1, rounds + 1)]

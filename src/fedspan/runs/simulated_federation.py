@@ -90,7 +90,7 @@ def _build_presence(config: RunConfig, ids: Sequence[str]) -> Presence:
     needs = [(required, "federation.min_replies")]
     if config.federation.secure is not None:
         needs.append((FEWEST_SECURE_CLIENTS, "federation.secure"))
-    for round in range(config.federation.rounds):
+    for round in range(config.federation.most_rounds):
         try:
             for least, reason in needs:
                 presence.require_enough(len(ids), round, least, reason)
