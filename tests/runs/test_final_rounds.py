@@ -15,7 +15,7 @@ from fedspan.data.partition import ClientPart, Partition
 from fedspan.deployment.handshake import build_server_config
 from fedspan.errors import FedspanError
 from fedspan.federation.progress import RoundResult
-from fedspan.planning.plan import plan
+from fedspan.planning.estimate import plan
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.final_rounds import finish_training
 from fedspan.runs.folder import RunFolder
