@@ -494,7 +494,14 @@ def test_decimal_commas_are_numbers(tmp_path: Path) -> None:
 
 
 def rendered(task: str = "sequence-classification", by: str | None = None, **changes: Any) -> dict[str, Any]:
-    options = {"model": "a/model", "targets": None, "method": "fedit", "shares": (0.1, 0.0), **changes}
+    options = {
+        "model": "a/model",
+        "targets": None,
+        "method": "fedit",
+        "shares": (0.1, 0.0),
+        "has_test": True,
+        **changes,
+    }
     data = {"train": "notes: of #1.csv", "text": "té xt"}
     text = render_config(InferredData(task, data, by, ()), data, 7, **options)
     values = yaml.safe_load(text)
