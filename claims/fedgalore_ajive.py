@@ -105,7 +105,7 @@ def measure_errors(
 
 def format_points(verdict: Within) -> str:
     """A difference of errors."""
-    return f"{verdict.mean:+.2f} ± {verdict.error:.2f}"
+    return f"{verdict.mean:+.2f} ± {verdict.half_width:.2f}"
 
 
 def compute_advantage(errors: Errors, better: str, worse: str, count: int) -> Within:
@@ -134,7 +134,9 @@ def build_findings(errors: Errors, clients: Sequence[int]) -> list[report.Findin
         falls.append(report.Finding(text, f"error falls by {format_points(fall)} points", fall.verdict))
         perfect = compare_pairs([5.0] * len(errors[ours, most]), errors[ours, most])
         text = f"{description} recovers V* nearly perfectly (read as: error below 5 %), {most} clients"
-        falls.append(report.Finding(text, f"error {5 - perfect.mean:.2f} ± {perfect.error:.2f} %", perfect.verdict))
+        falls.append(
+            report.Finding(text, f"error {5 - perfect.mean:.2f} ± {perfect.half_width:.2f} %", perfect.verdict)
+        )
     leads = {statement: compute_advantage(errors, *pair, most) for statement, pair in compared.items()}
     findings = [
         report.Finding(f"{key}, {most} clients", f"by {format_points(one)} points", one.verdict)

@@ -91,11 +91,11 @@ def build_findings(curves: Curves, measured_epochs: Sequence[int]) -> list[repor
         one = compare_pairs([curve[index] for curve in curves[few]], [curve[index] for curve in curves[many]])
         when = "with the initial weights" if epoch == 0 else f"after {epoch} epochs"
         text = f"The stable rank with {few} images is above that with {many}, {when}"
-        rows.append(report.Finding(text, f"by {one.mean:+.1f} ± {one.error:.1f}", one.verdict))
+        rows.append(report.Finding(text, f"by {one.mean:+.1f} ± {one.half_width:.1f}", one.verdict))
     means = [[sum(curve) / len(curve) for curve in curves[size]] for size in (few, many)]
     one = compare_pairs(*means)
     text = f"The stable rank with {few} images is above that with {many}, mean over all measured epochs"
-    return [report.Finding(text, f"by {one.mean:+.1f} ± {one.error:.1f}", one.verdict), *rows]
+    return [report.Finding(text, f"by {one.mean:+.1f} ± {one.half_width:.1f}", one.verdict), *rows]
 
 
 def draw_figure(curves_by_size: Curves, measured_epochs: Sequence[int]) -> Figure:

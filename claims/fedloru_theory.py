@@ -162,10 +162,10 @@ def check_eigenvalues(size: int, seeds: Sequence[int]) -> list[report.Finding]:
             overlaps.append(sum(x - (1 - (client / v) ** 2) for x, v in zip(inner, by_size, strict=True)) / len(theta))
         one = compare_to(ratios, 1.0, TOLERANCE)
         text = f"Proposition 3.1: eigenvalues above sigma s go to g^-1(theta) (within {TOLERANCE:.0%}); theta = {name}"
-        findings.append(report.Finding(text, f"{one.mean:.4f} ± {one.error:.4f} of it", one.verdict))
+        findings.append(report.Finding(text, f"{one.mean:.4f} ± {one.half_width:.4f} of it", one.verdict))
         one = compare_to(overlaps, 0.0, TOLERANCE)
         text = f"Equation (5): squared cosines go to 1 - sigma^2 s^2 / theta^2 (within {TOLERANCE}); theta = {name}"
-        findings.append(report.Finding(text, f"{one.mean:+.4f} ± {one.error:.4f} off", one.verdict))
+        findings.append(report.Finding(text, f"{one.mean:+.4f} ± {one.half_width:.4f} off", one.verdict))
     tops = [float(draw_noisy(HIDDEN, client, size, seed, "client 0").values[0].abs()) for seed in seeds]
     for description, target in (
         (
@@ -175,7 +175,7 @@ def check_eigenvalues(size: int, seeds: Sequence[int]) -> list[report.Finding]:
         (f"The same with theta > sigma s as the condition: theta = {HIDDEN[0]} goes to the edge U", 2 * client),
     ):
         one = compare_to([top / target for top in tops], 1.0, TOLERANCE)
-        findings.append(report.Finding(description, f"{one.mean:.4f} ± {one.error:.4f} of it", one.verdict))
+        findings.append(report.Finding(description, f"{one.mean:.4f} ± {one.half_width:.4f} of it", one.verdict))
     theta = next(iter(SPECTRA.values()))
     bulk = [
         float((draw_noisy(theta, client, size, seed, "client 0").values[len(theta) :] ** 2).mean()) / (2 * client) ** 2
@@ -183,13 +183,13 @@ def check_eigenvalues(size: int, seeds: Sequence[int]) -> list[report.Finding]:
     ]
     one = compare_to(bulk, 1.0, TOLERANCE)
     text = "Proposition 3.1: all other eigenvalues go to the edges (read as: their mean square to U^2)"
-    findings.append(report.Finding(text, f"{one.mean:.4f} ± {one.error:.4f} of it", one.verdict))
+    findings.append(report.Finding(text, f"{one.mean:.4f} ± {one.half_width:.4f} of it", one.verdict))
     ratios = [
         draw_noisy(theta, client, size, seed, "client 0").stable_rank / estimate(theta, client, size) for seed in seeds
     ]
     one = compare_to(ratios, 1.0, TOLERANCE)
     text = "Equation (35) gives the stable rank"
-    findings.append(report.Finding(text, f"{one.mean:.4f} ± {one.error:.4f} of it", one.verdict))
+    findings.append(report.Finding(text, f"{one.mean:.4f} ± {one.half_width:.4f} of it", one.verdict))
     return findings
 
 
@@ -201,14 +201,14 @@ def check_ranks(size: int, seeds: Sequence[int]) -> list[report.Finding]:
         gap = compute_gaps(theta, few, size, seeds)
         one = compare_pairs(gap, [0.0] * len(gap))
         text = f"Theorem 3.2: the client's stable rank is above the server's; theta = {name}"
-        findings.append(report.Finding(text, f"by {one.mean:+.2f} ± {one.error:.2f}", one.verdict))
+        findings.append(report.Finding(text, f"by {one.mean:+.2f} ± {one.half_width:.2f}", one.verdict))
         least = bound(theta, few, SERVER, size)
         one = compare_pairs(gap, [least] * len(gap))
         text = f"Theorem 3.2: ... by at least equation (4); theta = {name}"
         findings.append(report.Finding(text, f"{sum(gap) / len(gap):.2f}, where (4) says {least:.2f}", one.verdict))
         one = compare_pairs(gap, compute_gaps(theta, many, size, seeds))
         text = f"Theorem 3.2: ... by more where the client has fewer examples (s {few} against {many}); theta = {name}"
-        findings.append(report.Finding(text, f"by {one.mean:+.2f} ± {one.error:.2f}", one.verdict))
+        findings.append(report.Finding(text, f"by {one.mean:+.2f} ± {one.half_width:.2f}", one.verdict))
     return findings
 
 
@@ -229,14 +229,16 @@ def check_gradients(
         steps = compute_falls(curves[name, 0.0])
         least = min(steps, key=lambda one: one.mean)
         text = f"Theorem 3.3: alignment falls with every rank, 1 to {len(steps) + 1}, derivatives of 1; theta = {name}"
-        findings.append(report.Finding(text, f"at least by {least.mean:+.4f} ± {least.error:.4f}", select_worst(steps)))
+        findings.append(
+            report.Finding(text, f"at least by {least.mean:+.4f} ± {least.half_width:.4f}", select_worst(steps))
+        )
         varied = curves[name, spread]
         one = compare_pairs([curve[0] for curve in varied], [curve[1] for curve in varied])
         text = (
             f"... also from 1 to 2 where the derivative along the first varies between clients (0.2 ± {spread:g}); "
             f"theta = {name}"
         )
-        findings.append(report.Finding(text, f"by {one.mean:+.3f} ± {one.error:.3f}", one.verdict))
+        findings.append(report.Finding(text, f"by {one.mean:+.3f} ± {one.half_width:.3f}", one.verdict))
     return findings
 
 

@@ -216,7 +216,7 @@ def build_findings(curves: Mapping[tuple[str, int], Sequence[Curve]]) -> list[re
     for clients in CLIENTS:
         plateau = compare_to(level["ffa-lora", clients], 55.0, 5.0)
         text = f"FFA-LoRA plateaus around 55 % with {clients} clients (read as: 50 to 60 %)"
-        findings.append(report.Finding(text, f"{plateau.mean:.1f} ± {plateau.error:.1f} %", plateau.verdict))
+        findings.append(report.Finding(text, f"{plateau.mean:.1f} ± {plateau.half_width:.1f} %", plateau.verdict))
     fall = compare_pairs(level["fedit", 5], level["fedit", 10])
     findings.append(report.Finding("LoRA falls from 5 to 10 clients", f"by {fall} points", fall.verdict))
     for clients in CLIENTS:

@@ -216,7 +216,7 @@ def test_without_a_test_set_the_clients_own_are_compared(tiny_folder: Path, tmp_
     assert (report.metric, report.measured, report.higher) == ("loss", "clients", False)
     scores = [read_report(tmp_path / "made" / f"{key}-seed0").scores["clients"]["loss"] for key in ("fedit", "flora")]
     assert [row.mean for row in report.rows] == scores
-    assert report.rows[1].difference == Difference(scores[1] - scores[0])  # one seed and no items: no interval
+    assert report.rows[1].difference == Difference(scores[1] - scores[0], note="one seed: no interval")
     assert report.build_table().best is None
     assert "lower is better" in (tmp_path / "made" / "table.md").read_text()
 

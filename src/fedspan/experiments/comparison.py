@@ -140,7 +140,8 @@ class CompareReport:
         numbers = ", ".join(map(str, self.seeds))
         subject = f"Mean ± standard deviation over the seeds {numbers}" if several else f"One seed ({numbers})"
         intervals = "Differences are taken seed by seed, with 95 % intervals"
-        intervals += " of seeds and test items" if self.measured == "test" else ""
+        limits = dict.fromkeys(row.difference.note for row in self.rows if row.difference and row.difference.note)
+        intervals += f" ({'; '.join(limits)})" if limits else " of seeds and test items"
         return Table(
             head=(
                 "method",

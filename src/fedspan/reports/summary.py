@@ -94,19 +94,23 @@ def _describe_baselines(best: RunGroup, metric: str) -> str:
 
 def _compare_with_reference(group: RunGroup, name: str, metric: str) -> Difference:
     """Compare a group's results with the start or a baseline, which all of its runs have."""
-    others = [run.score(run.references[name]) or 0.0 for run in group.runs]
+    others = [_replace_none(run.score(run.references[name])) for run in group.runs]
     pairs = [
         None if (items := run.read_items()) is None or (other := run.read_items(name)) is None else (items, other)
         for run in group.runs
     ]
-    return estimate_difference(metric, [score or 0.0 for score in group.scores], others, pairs)
+    return estimate_difference(metric, [_replace_none(score) for score in group.scores], others, pairs)
+
+
+def _replace_none(score: float | None) -> float:
+    return math.nan if score is None else score
 
 
 def _compare_groups(first: RunGroup, second: RunGroup, metric: str) -> str:
     """Describe the difference of two groups' results, with an interval if they have the same seeds."""
-    scores = [[score or 0.0 for score in group.scores] for group in (first, second)]
+    scores = [[_replace_none(score) for score in group.scores] for group in (first, second)]
     if [run.config.seed for run in first.runs] != [run.config.seed for run in second.runs]:
-        gap = format_gap(metric, (first.mean or 0.0) - (second.mean or 0.0))
+        gap = format_gap(metric, _replace_none(first.mean) - _replace_none(second.mean))
         return f"{gap} from {second.label}, without an interval because their seeds differ"
     pairs = [
         None if (items := run.read_items()) is None or (theirs := other.read_items()) is None else (items, theirs)
