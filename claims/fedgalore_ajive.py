@@ -1,13 +1,16 @@
 """FedGaLore's Figure 5: the second moment that clients share, by averaging, by average and SVD, and by AJIVE.
 
-``python claims/fedgalore_ajive.py`` takes some minutes. The data are
-``planted_views.draw_second_moments``, AJIVE is ``fedspan.core.alignment.compute_ajive``.
+Takes some minutes. The data are ``planted_views.draw_second_moments``, AJIVE is
+``fedspan.core.alignment.compute_ajive``; its result is the mean over clients of J_k, plus the column means that
+centering took off, as in ``fedgalore``. The paper names one rank, the joint one. AJIVE also has to be told how much of
+each view is signal: *rank 15 of 15* keeps as many directions as are joint (the default of ``fedgalore``), *15 of 28* as
+many as the square of a client's gradient has (its ``view_rank``). *Average less its bias* is no method: it subtracts
+the mean of what drift and noise add to every entry.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -23,28 +26,12 @@ from fedspan.experiments.intervals import Within, compare_pairs
 RANK, SQUARED = 5, 15  # of G*, and of its square: 5 * 6 / 2
 WIDE = 28  # of the square of a matrix of rank 5 + 2, the clients' gradient without its noise: 7 * 8 / 2
 AVERAGE, ORACLE = "average", "average less its bias"
-PAPER = (
-    "Rethinking LoRA for Data Heterogeneous Federated Learning: Subspace and State Alignment (arXiv:2602.01746), "
-    "appendix F and Figure 5"
-)
-READINGS = {
-    "the column means lost (J_k alone, as in algorithm 5)": {"means": False},
-    "no centring": {"center": False},
-    f"no centring, {WIDE} directions of each view": {"center": False, "view_rank": WIDE},
-    f"{2 * WIDE} directions of each view": {"view_rank": 2 * WIDE},
-}
 
 
-def compute_joint(
-    views: Sequence[Tensor], rank: int, view_rank: int = 0, center: bool = True, means: bool = True
-) -> Tensor:
-    """The mean over clients of J_k, with the column means that AJIVE took off by default."""
-    decomposition = compute_ajive(views, rank, view_rank or rank, center=center)
-    parts = [
-        decomposition.compute_joint(number) + (mean if means else 0.0)
-        for number, mean in enumerate(decomposition.means)
-    ]
-    return torch.stack(parts).mean(0)
+def compute_joint(views: Sequence[Tensor], rank: int, view_rank: int) -> Tensor:
+    """The mean over clients of J_k, with the column means that AJIVE took off."""
+    decomposition = compute_ajive(views, rank, view_rank)
+    return torch.stack([decomposition.compute_joint(k) + mean for k, mean in enumerate(decomposition.means)]).mean(0)
 
 
 def cut(matrix: Tensor, rank: int) -> Tensor:
@@ -181,24 +168,6 @@ def tabulate_clients(errors: Errors, clients: Sequence[int]) -> list[str]:
     ]
 
 
-def tabulate_readings(seeds: Sequence[int], count: int, size: int, drift: float, noise: float, errors: Errors) -> str:
-    """AJIVE read in other ways, in the main setting."""
-    rows: list[list[object]] = []
-    drawn = [draw_second_moments(size, count, drift, noise, seed, RANK) for seed in seeds]
-    for name, options in READINGS.items():
-        reading_errors = [compute_error(compute_joint(views, SQUARED, **options), target) for target, views in drawn]
-        others = [errors[other, count] for other in (AVERAGE, format_svd_name(SQUARED))]
-        leads = [compare_pairs(other, reading_errors) for other in others]
-        rows.append(
-            [
-                name,
-                f"{sum(reading_errors) / len(reading_errors):.2f}",
-                *(f"{format_points(one)}, {one.verdict}" for one in leads),
-            ]
-        )
-    return report.format_table((f"AJIVE, rank {SQUARED}", "error, %", "below average", "below average + SVD"), rows)
-
-
 def tabulate_settings(seeds: Sequence[int], count: int, settings: Sequence[tuple[int, float, float]]) -> str:
     """The comparisons of joint rank 15 under other sizes, drifts and noises."""
     rows: list[list[object]] = []
@@ -213,41 +182,10 @@ def tabulate_settings(seeds: Sequence[int], count: int, settings: Sequence[tuple
     return report.format_table(header, rows)
 
 
-def describe_setting(args: argparse.Namespace, minutes: float) -> str:
-    """What was run, what the paper leaves open, and why it comes out so."""
-    return f"""## Setting
-
-G* of rank {RANK}, L_k of rank 2 (products of Gaussian factors), Gaussian noise; V* = (G*)^2, V_k = (G* + L_k + noise)^2
-by entries, equal weights. N = M = {args.size}; entries have variance 1 in G*, {args.drift}^2 in L_k and
-{args.noise}^2 in the noise; {len(args.seeds)} seeds draw all of them. {minutes:.1f} minutes of one core in all. The
-paper gives the two ranks; sizes, drift, noise and the numbers of clients are open. So are:
-
-- **What AJIVE returns**: the mean over clients of J_k, plus the column means that centring took off, as in the
-  library's `fedgalore`. No identifiability check.
-- **Directions of each view**: the paper names one rank, the joint one. AJIVE also has to be told how much of each view
-  is signal. *Rank {SQUARED} of {SQUARED}* keeps as many directions as are joint (the default of `fedgalore`),
-  *{SQUARED} of {WIDE}* as many as the square of G* + L_k has (`view_rank` of `fedgalore`).
-- **Error**: relative to the norm of V*; the paper's is not. Within a seed that changes no order.
-
-*Average less its bias* is no method: L_k and the noise are independent of G* and have mean 0, so
-`E V_k = V* + drift^2 + noise^2` in every entry, and this subtracts that number.
-
-## Why
-
-Up to the column means, J_k = U U^T V_k, so the mean of the J_k is U U^T times the average: AJIVE chooses a left space,
-and within it what comes out *is* the average. The bias is the same number in all entries of all clients, so consensus
-cannot tell it from V*: it comes back with the column means. V* has rank at most r (r + 1) / 2 = {SQUARED}, as the
-paper says; with smaller ranks the cut dominates.
-
-What consensus can do is choose among the clients' directions. With as many directions of each view as are joint, each
-client has dropped its weaker ones before anything was compared or averaged, while average + SVD averages first. With
-more of them AJIVE does choose better, most with few clients; the lead shrinks as the average itself gets better."""
-
-
 def main() -> None:
-    """Figure, other readings, other settings, page."""
+    """Figure, findings, other settings."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=report.FOLDER)
+    parser.add_argument("--out", type=Path, default=report.OUT)
     parser.add_argument("--size", type=int, default=100)
     parser.add_argument("--clients", type=int, nargs="+", default=[2, 5, 10, 20, 50, 100])
     parser.add_argument("--drift", type=float, default=0.5)
@@ -258,27 +196,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(10)))
     args = parser.parse_args()
     torch.set_num_threads(1)
-    args.out.mkdir(parents=True, exist_ok=True)
-    start = time.process_time()
-    most = max(args.clients)
     errors = measure_errors(args.seeds, args.clients, args.size, args.drift, args.noise, [LOW, EQUAL, WIDER])
-    other_readings = tabulate_readings(args.seeds, most, args.size, args.drift, args.noise, errors)
     settings = [(size, args.drift, args.noise) for size in args.sizes]
     settings += [(args.size, drift, noise) for drift in args.drifts for noise in args.noises]
-    other_settings = tabulate_settings(args.seeds, most, settings)
-    figure = report.save_figure(draw(errors, args.clients), args.out, "fedgalore_ajive", "error by number of clients")
-    minutes = (time.process_time() - start) / 60
-    sections = [
-        *tabulate_clients(errors, args.clients),
-        figure,
-        describe_setting(args, minutes),
-        f"## Other readings of AJIVE\n\n{most} clients, points of error as above:",
-        other_readings,
-        f"## Other sizes, drifts and noises\n\n{most} clients, joint rank {SQUARED}, error in % and points:",
-        other_settings,
-    ]
-    title = "FedGaLore: AJIVE of second moments under drift"
-    report.write(args.out, "fedgalore_ajive", title, PAPER, build_findings(errors, args.clients), sections)
+    report.save_figure(draw(errors, args.clients), args.out, "fedgalore")
+    tables = [*tabulate_clients(errors, args.clients), tabulate_settings(args.seeds, max(args.clients), settings)]
+    report.show(build_findings(errors, args.clients), tables)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,28 @@
-"""FedGaLore's Table 6: which of two basins SGD on the whole weight, GaLore and LoRA reach.
+"""FedGaLore's table 6: which of two basins SGD on the whole weight, GaLore and LoRA reach. Takes four minutes.
 
-``python claims/fedgalore_trap.py`` takes four minutes. All three are trained by the loop engine, as jobs with
-``Dense``, ``Projected`` and ``LoRA``. Every trial is a layer of one model: trials train side by side and do not touch.
+    L = -tau log(exp(-L_1 / tau) + exp(-L_2 / tau))
+    L_1 = flat / 2 ||W - c u e2^T||^2
+    L_2 = steep / 2 ||W - W e1 e1^T||^2 + shallow / 2 ||W e1||^2
+
+All three are trained by the loop engine, as jobs with ``Dense``, ``Projected`` and ``LoRA``. Every trial is a layer of
+one model: trials train side by side and do not touch. A trial is in the basin whose loss is smaller at the end.
+
+The paper gives the SoftMin, the character of the two basins and the three updates, and no number. W_ref, "a fixed
+reference point between the two basins", lies on the line from the origin to the flat center, or *aside* of it along e1;
+how far, full SGD alone decides: on trials of other seeds, it is bisected until the paper's 91 % reach the flat basin.
+The other numbers of the first settings were picked by hand, with the results in view; those of the settings *drawn* are
+random.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import report
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from fedspan.core.parametrization import Dense, LoRA, Parametrization, Projected
@@ -29,10 +36,6 @@ from fedspan.training.loop import LoopEngine
 METHODS = {"full": "Full SGD", "galore": "GaLore", "lora": "LoRA"}
 SHARE = 0.91  # of full SGD in the paper's table: what W_ref is chosen by
 HELD_APART = 10_000  # the first seed of the trials that choose W_ref
-PAPER = (
-    "Rethinking LoRA for Data Heterogeneous Federated Learning: Subspace and State Alignment (arXiv:2602.01746), "
-    "appendix C and Table 6"
-)
 
 
 @dataclass(frozen=True)
@@ -293,21 +296,6 @@ def build_findings(results: Mapping[str, Mapping[str, Outcome]]) -> list[report.
     return findings
 
 
-def draw_figure(results: Mapping[str, Mapping[str, Outcome]]) -> Figure:
-    """Shares by setting."""
-    figure = Figure(figsize=(7, 0.6 * len(results) + 1))
-    axes = figure.subplots()
-    for number, (method, label) in enumerate(METHODS.items()):
-        positions = np.arange(len(results)) + 0.25 * (number - 1)
-        axes.barh(positions, [outcomes[method].share for outcomes in results.values()], 0.25, label=label)
-    axes.set_yticks(range(len(results)), list(results))
-    axes.invert_yaxis()
-    axes.axvline(100 * SHARE, color="gray", linewidth=0.8)
-    axes.set(xlabel="trials in the flat basin, %", xlim=(0, 100))
-    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
-    return figure
-
-
 def tabulate_rows(results: Mapping[str, Mapping[str, Outcome]], positions: Mapping[str, float]) -> tuple[str, int]:
     """The table of all settings, and in how many of them the paper's order holds in both its steps."""
     lines: list[list[object]] = []
@@ -326,49 +314,9 @@ def tabulate_rows(results: Mapping[str, Mapping[str, Outcome]], positions: Mappi
     return report.format_table(header, lines), ordered
 
 
-def write_text(args: argparse.Namespace, minutes: float) -> str:
-    """What was run, and what the paper leaves open."""
-    return f"""## Setting
-
-    L = -tau log(exp(-L_1 / tau) + exp(-L_2 / tau)),    W of {MAIN.size} x {MAIN.size}
-    L_1 = {MAIN.flat} / 2 ||W - c u e2^T||^2
-    L_2 = {MAIN.steep} / 2 ||W - W e1 e1^T||^2 + h / 2 ||W e1||^2
-
-with c = {MAIN.distance:g}, tau = {MAIN.softness}, and h = {MAIN.shallow} on the line, {ASIDE.shallow} aside. LoRA and
-GaLore have rank {MAIN.rank}, unless a row says otherwise. A seed draws A_0 (Gaussian, variance 1 / {MAIN.size}), e1 in
-its row space, e2 orthogonal to that, u, and the start's noise (standard deviation {MAIN.noise}). {args.trials} seeds,
-{args.steps} steps of size 1 / steep with the whole gradient; {minutes:.1f} minutes of one core in all. A trial is in
-the basin whose loss is smaller at the end.
-
-The paper gives the SoftMin, the character of the two basins and the three updates; every number is open. So are:
-
-- **W_ref**, "a fixed reference point between the two basins": on the line from the origin to the flat center, in
-  another reading *aside* by {ASIDE.aside} c along e1. How far along the line, full SGD alone decides:
-  {args.calibration} trials of other seeds, bisected until {100 * SHARE:.0f} % of them reach the flat basin, the share
-  in the paper. W_ref / c = -0.5 is where the bisection ends: full SGD reaches the flat basin from there too.
-- **The other numbers** of the first rows were picked by hand, knowing the results of all methods. So the rows
-  *drawn* take theirs at random: rank 1 to 5, steep 1 to 4, shallow 0.1 to 0.5, tau 0.1 to 2, noise 0.05 to 0.3, aside
-  0 to 1.
-- **e1 and e2** are vectors in the paper, and W_1 = c e2 is a matrix: here W_1 = c u e2^T, and the valley is shallow in
-  all of W e1. e1 lies where LoRA's first steps move, e2 where they do not.
-- **Optimizers**: plain gradient descent for all three, with one step size; AdamW for GaLore and LoRA in two rows.
-- **GaLore**: projectors from the SVD of the gradient, a new one every {MAIN.period} steps.
-
-*Loss left* is the mean of the smaller basin loss at the end, for Full, GaLore and LoRA.
-
-## Reading it
-
-Both low-rank methods leave out part of the gradient. Noise costs {MAIN.steep / MAIN.flat:g} times as much in the valley
-as in the flat basin, so who removes less of it stays in the flat basin more easily: that favors GaLore and LoRA of
-small rank over full SGD, against the paper's order. The paper's mechanism is there too: LoRA's first steps remove
-noise in the row space of A_0, which leads into the valley, and move along e2 only once A has turned. But it takes LoRA
-well below full SGD only where the rank is 5, half of the matrix's."""
-
-
 def main() -> None:
     """All settings, page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=report.FOLDER)
     parser.add_argument("--seeds", dest="trials", type=int, default=100)
     parser.add_argument("--calibration", type=int, default=400, help="trials that choose W_ref")
     parser.add_argument("--settings", type=int, default=len(SETTINGS), help="so many of those picked by hand")
@@ -376,8 +324,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=MAIN.steps)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    args.out.mkdir(parents=True, exist_ok=True)
-    begin = time.process_time()
     positions: dict[str, float] = {}
     results: dict[str, dict[str, Outcome]] = {}
     drawn = [draw_setting(number) for number in range(args.drawn)]
@@ -385,23 +331,13 @@ def main() -> None:
         setting = replace(trap_setting, steps=args.steps)
         positions[name] = select_reference(setting, range(HELD_APART, HELD_APART + args.calibration))
         results[name] = run_seeds(setting, range(args.trials), positions[name])
-        shares = " ".join(f"{outcome.share:.1f}" for outcome in results[name].values())
-        print(f"{name}: {shares} %, {time.process_time() - begin:.0f} s", flush=True)
     table, ordered = tabulate_rows(results, positions)
     counted = report.Finding(
         "Full SGD above GaLore above LoRA (91 %, 60 %, 20 %), over all settings (holds: in all, contradicted: in none)",
         f"both steps hold in {ordered} of {len(results)} settings",
         "holds" if ordered == len(results) else "contradicted" if not ordered else "inconclusive",
     )
-    figure = report.save_figure(draw_figure(results), args.out, "fedgalore_trap", "trials in the flat basin by setting")
-    sections = [
-        "Trials in the flat basin, %; differences in points, paired by seed:",
-        table,
-        figure,
-        write_text(args, (time.process_time() - begin) / 60),
-    ]
-    title = "FedGaLore: the kinetic trap"
-    report.write(args.out, "fedgalore_trap", title, PAPER, [*build_findings(results), counted], sections)
+    report.show([*build_findings(results), counted], [table])
 
 
 if __name__ == "__main__":

@@ -1,12 +1,16 @@
 """FedLoRU's Figure 1: the stable rank of the Hessian of a network trained on few images, or on ten times as many.
 
-``python claims/fedloru_stable_rank.py --data PATH/fashion-mnist`` (the four idx files, gzipped).
+    python claims/fedloru_stable_rank.py --data FOLDER     # Fashion-MNIST's four idx files, gzipped
+
+Fashion-MNIST at 14 x 14 pixels and a ResNet-8 stand for the paper's CIFAR-100 and ResNet-18. The stable rank is the
+definition's, ||H||_F^2 / ||H||_2^2 (``curvature.py``); the paper's equation (89) weights the eigenvalues of pyHessian's
+density by that density, which is not the stable rank's sum. After equally many epochs the larger set has had ten times
+as many steps; with the initial weights, nothing differs but the images that the Hessian is taken on.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,10 +26,6 @@ from fedspan.core.tensors import create_generator
 from fedspan.experiments.intervals import compare_pairs
 from fedspan.models.resnet import ResNetForSmallImages, SmallResNetConfig
 
-PAPER = (
-    "Communication-Efficient Federated Low-Rank Update Algorithm and its Connection to Implicit Regularization "
-    "(FedLoRU), Figure 1 and appendix D.3"
-)
 SIDE, CLASSES = 28, 10
 Curves = dict[int, list[list[float]]]
 """By number of images: for each seed, the stable rank at every measured epoch."""
@@ -110,29 +110,11 @@ def draw_figure(curves_by_size: Curves, measured_epochs: Sequence[int]) -> Figur
     return figure
 
 
-def describe_setting(args: argparse.Namespace, minutes: float) -> str:
-    """What was run, and where it differs from the paper."""
-    return f"""## Setting
-
-Fashion-MNIST instead of CIFAR-100, at {SIDE // 2} x {SIDE // 2} pixels; a ResNet-8 (16, 32, 64 channels) instead of a
-ResNet-18; {len(args.seeds)} seeds, each with its own initial weights (the same for both sizes) and images. SGD with
-momentum 0.9, learning rate {args.lr}, batches of {args.batch}; the paper names neither. {minutes:.1f} minutes in all.
-
-The stable rank is the definition's, ||H||_F^2 / ||H||_2^2, of the mean cross-entropy over the training images, running
-statistics held: Hutchinson's mean over {args.probes} vectors, and {args.iterations} steps of Lanczos
-(`claims/curvature.py`, tested against the whole Hessian of a small network). The paper's equation (89)
-weights each eigenvalue that pyHessian's density shows, the largest too, by its density, which is not the stable rank's
-sum.
-
-After equally many epochs the larger set has had ten times as many steps. With the initial weights nothing differs but
-the images that the Hessian is taken on."""
-
-
 def main() -> None:
-    """Train, measure, and write the page."""
+    """Train and measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--out", type=Path, default=report.FOLDER)
+    parser.add_argument("--out", type=Path, default=report.OUT)
     parser.add_argument("--images", type=int, nargs=2, default=[50, 500])
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--every", type=int, default=5, help="epochs between two measurements")
@@ -142,21 +124,15 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=12)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    start = time.monotonic()
     curves = measure_curves(args)
     measured_epochs = list(range(0, args.epochs + 1, args.every))
-    figure = report.save_figure(
-        draw_figure(curves, measured_epochs), args.out, "fedloru_stable_rank", "stable rank by epoch"
-    )
+    report.save_figure(draw_figure(curves, measured_epochs), args.out, "fedloru_stable_rank")
     rows = [
         [size, *(f"{sum(values) / len(values):.1f}" for values in zip(*given, strict=True))]
         for size, given in curves.items()
     ]
     table = report.format_table(("images", *(f"epoch {epoch}" for epoch in measured_epochs)), rows)
-    sections = ["Stable rank, mean over seeds:", table, figure, describe_setting(args, (time.monotonic() - start) / 60)]
-    title = "FedLoRU: the stable rank of the Hessian"
-    report.write(args.out, "fedloru_stable_rank", title, PAPER, build_findings(curves, measured_epochs), sections)
+    report.show(build_findings(curves, measured_epochs), [table])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""FedLoRU's Proposition 3.1 and Theorems 3.2 and 3.3 on synthetic spectra: ``python claims/fedloru_theory.py``.
+"""FedLoRU's Proposition 3.1 and Theorems 3.2 and 3.3 on synthetic spectra. Takes a minute.
 
 A true Hessian of few non-zero eigenvalues, a server's and a client's with symmetric noise on it, s_N X and s_M X, as in
 the paper's equation (1). Letters: R dimension, s scale of the noise (larger for fewer examples), sigma = 1.
@@ -7,11 +7,11 @@ the paper's equation (1). Letters: R dimension, s scale of the noise (larger for
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
+from pathlib import Path
 
 import report
 import torch
@@ -21,10 +21,6 @@ from torch import Tensor
 from fedspan.core.tensors import create_generator
 from fedspan.experiments.intervals import Verdict, Within, compare_pairs, compare_to
 
-PAPER = (
-    "Communication-Efficient Federated Low-Rank Update Algorithm and its Connection to Implicit Regularization "
-    "(FedLoRU), sections 3.1 and 3.2, appendices A.4 and A.5"
-)
 SPECTRA: Mapping[str, tuple[float, ...]] = {
     "10, 6, 3, 1.5": (10.0, 6.0, 3.0, 1.5),
     "5, 2, 1, -1.5, -4": (5.0, 2.0, 1.0, -1.5, -4.0),
@@ -277,34 +273,10 @@ def tabulate_sizes(sizes: Sequence[int], seeds: Sequence[int]) -> str:
     return report.format_table(header, rows)
 
 
-def describe_setting(args: argparse.Namespace, minutes: float) -> str:
-    """What was drawn, and why it comes out so."""
-    return f"""## Setting
-
-sigma = 1, Gaussian noise, s_N = {SERVER} at the server, s_M = {CLIENTS[-1]} at a client ({CLIENTS[0]} where it has more
-examples), R = {max(args.sizes)} by default, {len(args.seeds)} seeds, {args.clients} clients for Theorem
-3.3. B_N in (4) is all but the outliers. {minutes:.1f} minutes of one core in all.
-
-## Why
-
-- **g^-1(theta) = theta + sigma^2 s^2 / theta is never below 2 sigma s = U** (the two means' inequality), so the
-  proposition's condition `g^-1(theta) > U` always holds and its second line never applies. The condition of
-  Benaych-Georges & Nadakuditi is theta > sigma s; with it the proposition is right.
-- **The bulk follows the semicircle**; only its ends go to the edges. Its mean square is sigma^2 s^2, a quarter of U^2.
-  Equation (35) puts all of it at the edges, and so the estimate of the stable rank is up to four times too large, and
-  so is the bound (4). What the theorem is for, the *sign* of the gap and its growth with fewer examples, does not hang
-  on that: with the right mean square the gap is (s_M^2 - s_N^2) times R over the largest eigenvalue squared, in the
-  main, and positive too.
-- **Theorem 3.3** divides by the expectation of a product of norms, for which it takes the product of squared
-  *expected* derivatives. Where a derivative varies between clients its square's expectation is larger than that, and
-  the direction adds length and no agreement: a gradient that agrees in the second direction aligns better with two
-  directions than with the first alone."""
-
-
 def main() -> None:
-    """Findings, tables, figure, page."""
+    """Findings, table and figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=report.Path, default=report.FOLDER)
+    parser.add_argument("--out", type=Path, default=report.OUT)
     parser.add_argument("--sizes", type=int, nargs="+", default=[200, 400, 800], help="dimensions R")
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--most", type=int, default=8, help="largest rank of the gradients' approximation")
@@ -312,8 +284,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(10)))
     args = parser.parse_args()
     torch.set_num_threads(1)
-    args.out.mkdir(parents=True, exist_ok=True)
-    start, size = time.process_time(), max(args.sizes)
+    size = max(args.sizes)
     curves = {
         (name, spread): [
             compute_alignments(theta, CLIENTS[-1], size, seed, args.clients, args.most, spread) for seed in args.seeds
@@ -326,11 +297,8 @@ def main() -> None:
         *check_ranks(size, args.seeds),
         *check_gradients(curves, args.spread),
     ]
-    table = tabulate_sizes(args.sizes, args.seeds)
-    figure = report.save_figure(draw(curves), args.out, "fedloru_theory", "alignment by rank")
-    minutes = (time.process_time() - start) / 60
-    sections = ["Stable ranks, means over seeds:", table, figure, describe_setting(args, minutes)]
-    report.write(args.out, "fedloru_theory", "FedLoRU: spectra of noisy Hessians", PAPER, results, sections)
+    report.save_figure(draw(curves), args.out, "fedloru")
+    report.show(results, [tabulate_sizes(args.sizes, args.seeds)])
 
 
 if __name__ == "__main__":

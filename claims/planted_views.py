@@ -1,4 +1,4 @@
-"""Test data for AJIVE with a known answer (a planted joint component, second moments under drift), and its timing.
+"""Second moments under drift, with a known answer for AJIVE.
 
 ``draw_second_moments`` is the synthetic setting of Peng et al., "Rethinking LoRA for Data Heterogeneous Federated
 Learning: Subspace and State Alignment", arXiv:2602.01746, appendix F. Shapes: N rows, M columns.
@@ -6,38 +6,10 @@ Learning: Subspace and State Alignment", arXiv:2602.01746, appendix F. Shapes: N
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from typing import TypeVar
-
 import torch
 from torch import Tensor
 
-from fedspan.core.lowrank import LowRank
-
-__all__ = ["draw_second_moments", "draw_views", "time_shortest"]
-
-Result = TypeVar("Result")
-
-
-def draw_views(size: int, rank: int, views: int, shared: bool, seed: int = 0) -> list[LowRank]:
-    """Draw views v P (size, size) whose column spaces share rank // 2 directions, with one P for all or one each."""
-    rng = torch.Generator().manual_seed(seed)
-
-    def draw(rows: int, columns: int) -> Tensor:
-        return torch.randn((rows, columns), generator=rng, dtype=torch.float64)
-
-    def projector() -> Tensor:
-        return torch.linalg.qr(draw(size, rank))[0].T
-
-    common, P = draw(size, rank // 2), projector()
-    individual_rank = rank - rank // 2
-    return [
-        LowRank(
-            torch.cat([2 * common, draw(size, individual_rank)], 1) @ draw(rank, rank), P if shared else projector()
-        )
-        for _ in range(views)
-    ]
+__all__ = ["draw_second_moments"]
 
 
 def draw_second_moments(
@@ -60,16 +32,3 @@ def draw_second_moments(
     G = product(rank)
     views = [(G + drift * product(drift_rank) + noise * draw(size, size)).square() for _ in range(clients)]
     return G.square(), views
-
-
-def time_shortest(
-    function: Callable[[], Result], repeats: int, clock: Callable[[], float] = time.perf_counter
-) -> tuple[float, Result]:
-    """Return the shortest time of several calls, in seconds of the clock, and the result of the last call."""
-    times: list[float] = []
-    while True:
-        begin = clock()
-        result = function()
-        times.append(clock() - begin)
-        if len(times) >= repeats:
-            return min(times), result

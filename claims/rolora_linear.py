@@ -1,6 +1,8 @@
 """RoLoRA's theory on rank-1 linear regression: what its lemmas say, measured.
 
-``python claims/rolora_linear.py`` takes a minute or two. The model is ``claims/linear_model.py``.
+Takes a minute or two. The model is ``linear_model.py``. Shares of a step size are of 1 / ||b*||^2; delta is the sine of
+the angle between a and a*; eps' and eps~ are the largest errors that occurred, in lemma 5.3's units, whose premise is
+that both are below (1 - (delta^0)^2) / 16.
 """
 
 from __future__ import annotations
@@ -36,10 +38,6 @@ from fedspan.experiments.intervals import Verdict
 D, CLIENTS, DELTA = 20, 5, 0.9
 TARGET = 1e-6
 SHARES = (0.1, 0.25, 0.5, 1.0)
-PAPER = (
-    "Robust Federated Finetuning of LLMs via Alternating Optimization of LoRA (NeurIPS 2025, arXiv:2502.01755), "
-    "section 5.1, appendices A.3 to A.5"
-)
 
 
 def draw_gaussian(seed: int, purpose: str, *shape: int) -> Tensor:
@@ -111,7 +109,7 @@ def descend(problem: LinearFederation, a: Tensor, eta: float, iterations: int) -
     return Trajectory(tuple(deltas), b_error, a_error)
 
 
-def check_contraction(seeds: Sequence[int], sizes: Sequence[int]) -> tuple[report.Finding, list[str]]:
+def check_contraction(seeds: Sequence[int], sizes: Sequence[int]) -> tuple[report.Finding, str]:
     """Lemma 5.3 and Theorem 5.4 on samples."""
     limit = (1 - DELTA**2) / 16
     rows: list[list[object]] = []
@@ -148,22 +146,12 @@ def check_contraction(seeds: Sequence[int], sizes: Sequence[int]) -> tuple[repor
         "iterations",
         "theorem's T",
     )
-    text = f"""## Lemma 5.3 and Theorem 5.4: clients with one target
-
-N = {CLIENTS}, d = {D}, delta^0 = {DELTA}, {len(seeds)} seeds (a*, a0, b*, data); one data set for all iterations, as
-in Algorithm 2. *Worst ratio / bound* is the largest `delta^(t+1) / delta^t` over all seeds and iterations, divided by
-the lemma's `sqrt(1 - eta (1 - (delta^0)^2) ||b*||^2)`: above 1 the lemma is broken. eps' and eps~ are the largest
-errors that occurred, in the lemma's own units; its premise is that both are below (1 - (delta^0)^2) / 16. *Iterations*
-until delta <= {TARGET:g}, the slowest seed, beside the theorem's sufficient number T, after which we stop."""
-    remark = """(9) in the main text and (80) in the appendix place the square differently; the proof ends in
-`sqrt(1 - eta (1 - (delta^0)^2) ||b*||^2)`, which is what is measured here. The premise asks for many samples, because
-eps~ falls like sqrt(d / (N m))."""
-    return finding, [text, report.format_table(header, rows), remark]
+    return finding, report.format_table(header, rows)
 
 
-def check_largest_step() -> tuple[report.Finding, str, report.Finding]:
+def check_largest_step() -> tuple[report.Finding, report.Finding]:
     """Lemma 5.3 at eta = 1 / ||b*||^2, which it allows, with infinitely many samples: both errors are 0."""
-    delta0, rows = 0.5, list[list[str]]()
+    delta0 = 0.5
     findings: dict[float, float] = {}
     for share in (0.5, 1.0):
         a_star, a = start(0, delta0)
@@ -173,20 +161,6 @@ def check_largest_step() -> tuple[report.Finding, str, report.Finding]:
         bound = math.sqrt(1 - share * (1 - delta0**2))
         ratios = [after / before for before, after in itertools.pairwise(deltas)]
         findings[share] = max(ratios) / bound
-        cells = [f"{ratio:.3f}" for ratio in ratios[:4]]
-        rows.append([f"{share:g}", f"{bound:.3f}", *cells, f"{max(ratios):.3f}", f"{deltas[-1]:.1e}"])
-    header = ("eta \\|b*\\|^2", "bound", "ratio 1", "2", "3", "4", "largest", f"delta after {50} or fewer")
-    text = f"""## Lemma 5.3 at its largest step size
-
-The lemma allows eta <= 1 / L_max^2 with ||b*|| <= L_max, so eta = 1 / ||b*||^2. Its proof goes from (100) to (101) by
-dropping the absolute value of `1 - 2 eta ||b||^2`, which is right only while 2 eta ||b||^2 <= 1; so it proves the
-statement for eta <= 1 / (2 ||b*||^2), as Lemma A.16 has it. Beyond that the statement is not true: with infinitely many
-samples (eps' = eps~ = 0) and delta^0 = {delta0}, the ratios `delta^(t+1) / delta^t` are
-
-{report.format_table(header, rows)}
-
-At eta = 1 / ||b*||^2 the ratio tends to 1: near the target an iteration reflects a about a* instead of moving it
-there."""
     broken: Verdict = "contradicted" if findings[1.0] > 1 else "holds"
     wide = report.Finding(
         "Lemma 5.3 as stated, step size up to 1 / \\|b*\\|^2",
@@ -198,11 +172,11 @@ there."""
         f"{findings[0.5]:.2f} times the bound",
         "holds" if findings[0.5] <= 1 else "contradicted",
     )
-    return wide, text, half
+    return wide, half
 
 
-def check_frozen(draws: int) -> tuple[report.Finding, list[str]]:
-    """Proposition 5.5: the mean over data sets of FFA-LoRA's loss."""
+def check_frozen(draws: int) -> tuple[report.Finding, str]:
+    """Proposition 5.5: the mean over data sets of FFA-LoRA's loss, on the fitted samples and on others."""
     delta, b_norm = DELTA, 1.5
     a = torch.tensor([1.0, 0.0], dtype=torch.float64)
     a_star = torch.tensor([math.sqrt(1 - delta**2), delta], dtype=torch.float64)
@@ -237,19 +211,10 @@ def check_frozen(draws: int) -> tuple[report.Finding, list[str]]:
         "holds" if most < 3 else "contradicted",
     )
     header = ("N", "m", "formula", "measured", "apart (s.e.)", "from c = 0 (s.e.)", "unseen data: ours", "measured")
-    text = f"""## Proposition 5.5: what freezing A costs
-
-c = (N (4 - m) - 2) / (N^2 m (m - 2)), delta^0 = {delta}, ||b*|| = {b_norm}, {draws} data sets a row. Only X a and X a*
-matter, so d = 2 is enough. Nine comparisons: *holds* if all are within three standard errors."""
-    remark = """We derived c again from (188) and get the paper's. It needs m > 2 (E[1 / chi^2_m] is infinite below).
-c is negative for m > 4, because this is the loss on the samples that b was fitted to: the proposition's name, "lower
-bound", does not mean that the loss is at least ||b*||^2 (delta^0)^2. On unseen data it is, on average: with b = s b*,
-E s = cos(a0, a*) and Var s = (delta^0)^2 / (N (m - 2)), the expected loss there is
-`(1 + 1 / (N (m - 2))) ||b*||^2 (delta^0)^2` (our derivation)."""
-    return finding, [text, report.format_table(header, rows), remark]
+    return finding, report.format_table(header, rows)
 
 
-def check_different_targets(seeds: Sequence[int]) -> tuple[list[report.Finding], list[str]]:
+def check_different_targets(seeds: Sequence[int]) -> tuple[list[report.Finding], str]:
     """Theorem A.14 with Lemma A.16, and Proposition A.17, in the population."""
     rows: list[list[object]] = []
     kept, in_time, excess, exact = [], [], [], []
@@ -296,16 +261,7 @@ def check_different_targets(seeds: Sequence[int]) -> tuple[list[report.Finding],
         "theorem's T",
         "excess loss / \\|mean b*\\|^2",
     )
-    text = f"""## A.14 to A.17: clients with different targets
-
-Population loss, b_i* = b + noise, N = {CLIENTS}, d = {D}, delta^0 = {DELTA}, {len(seeds)} seeds. The bound is
-`1 - 2 eta (1 - (delta^0)^2) ||mean b*||^2`; T = log(delta^0 / eps) / (c (1 - (delta^0)^2)) with
-c = 2 eta ||mean b*||^2, eps = {TARGET:g}. *Excess loss* is what RoLoRA's loss has above gamma^2, the least that one
-model for all can have, when delta <= eps: at most eps^2 ||mean b*||^2."""
-    remark = """(247) and (250) write mean b* as a sum without 1/N; with the mean, as defined in A.13, the statements
-are right. They are about the population: with finitely many samples and different targets the residual does not vanish
-at a*, and a is found only up to that noise."""
-    return findings, [text, report.format_table(header, rows), remark]
+    return findings, report.format_table(header, rows)
 
 
 def draw_curves(seed: int, iterations: int) -> tuple[Figure, str]:
@@ -344,34 +300,22 @@ def draw_curves(seed: int, iterations: int) -> tuple[Figure, str]:
 
 
 def main() -> None:
-    """Everything, and the page."""
+    """Check everything."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=report.FOLDER)
+    parser.add_argument("--out", type=Path, default=report.OUT)
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--samples", type=int, nargs="+", default=[25, 400, 160_000])
     parser.add_argument("--draws", type=int, default=20_000, help="data sets of each row of proposition 5.5")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    args.out.mkdir(parents=True, exist_ok=True)
     seeds = range(args.seeds)
-    lemma, lemma_text = check_contraction(seeds, args.samples)
-    wide, wide_text, half = check_largest_step()
-    proposition, proposition_text = check_frozen(args.draws)
-    others, others_text = check_different_targets(seeds)
+    lemma, lemma_table = check_contraction(seeds, args.samples)
+    proposition, proposition_table = check_frozen(args.draws)
+    others, others_table = check_different_targets(seeds)
     figure, ends = draw_curves(0, 200)
-    saved = report.save_figure(figure, args.out, "rolora_linear", "loss by communication round")
-    comparison = f"""## The three methods beside each other
-
-Step size 1 / (4 ||b*||^2), one seed. LoRA is FedAvg of both factors: every client alternates by itself (a step of a,
-exact b), and both means are taken; the paper does not treat it. FFA-LoRA stays where its first round takes it. In this
-rank-1 model LoRA does not stop short either: all clients share a*, so averaging loses nothing in the end.
-
-{saved}
-
-{ends}"""
-    findings = [lemma, wide, half, proposition, *others]
-    sections = [*lemma_text, wide_text, *proposition_text, *others_text, comparison]
-    report.write(args.out, "rolora_linear", "RoLoRA's linear model", PAPER, findings, sections)
+    report.save_figure(figure, args.out, "rolora")
+    findings = [lemma, *check_largest_step(), proposition, *others]
+    report.show(findings, [lemma_table, proposition_table, others_table, ends])
 
 
 if __name__ == "__main__":
