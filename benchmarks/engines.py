@@ -6,8 +6,7 @@ all-MiniLM-L6-v2 on Banking77's 77 intents: LoRA of rank 8 on query and value an
 over identically distributed clients. Each contender is a process that runs one round on request; rounds are
 run in turns (A B C A B C ...), and what is given is the median of the ratios within a repetition. The peers are
 installed into an environment of their own (``--environment``, made on the first call).
-``--sections before --before CHECKOUT`` times the engines of this checkout and of another one, such as a worktree, in
-turns. The page is written after each section. ``--sections`` picks some;
+The page is written after each section. ``--sections`` picks some;
 ``--clients 4 --examples 4 8 --examples 32 32 --repetitions 1`` is a quick try.
 """
 
@@ -24,13 +23,10 @@ from engines.environment import PEERS, make_environment
 from engines.page import Limit, describe_machine, format_gemm_table, limit_table
 from engines.runs import (
     measure_accuracy,
-    measure_evaluation,
-    measure_first_round,
     measure_memory,
     measure_overhead,
-    profile_round,
 )
-from engines.speed import compare, compare_checkouts, measure_compiled, measure_last_layers
+from engines.speed import compare, measure_last_layers
 
 FULL = {"clients": 50, "threads": 2, "registered": 100_000}
 EXAMPLES = {4: 16, 32: 64}
@@ -45,13 +41,8 @@ def sections(python: Path | None) -> dict[str, Section]:
         parts[f"batch{batch}"] = partial(compare, python=python, batch=batch)
     for batch in EXAMPLES:
         parts[f"last{batch}"] = partial(measure_last_layers, python=python, batch=batch)
-    parts["compiled"] = partial(measure_compiled, python=python, batch=min(EXAMPLES))
-    parts["before"] = partial(compare_checkouts, batch=min(EXAMPLES))
     return {
         **parts,
-        "evaluation": measure_evaluation,
-        "first-round": measure_first_round,
-        "profile": profile_round,
         "overhead": measure_overhead,
         "memory": measure_memory,
         "accuracy": measure_accuracy,
@@ -158,8 +149,7 @@ def main() -> None:
     parser.add_argument("--accuracy-rounds", type=int, default=5)
     parser.add_argument("--accuracy-lr", type=float, default=8e-3)
     parser.add_argument("--accuracy-seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--sections", nargs="+", choices=list(sections(None)), help="left out: all but before")
-    parser.add_argument("--before", type=Path, help="another checkout, for the section before")
+    parser.add_argument("--sections", nargs="+", choices=list(sections(None)), help="left out: all")
     parser.add_argument("--page", type=Path, help="write the tables to this file")
     args = parser.parse_args()
     args.examples = {**EXAMPLES, **dict(args.examples)}
@@ -168,10 +158,7 @@ def main() -> None:
     for batch, count in args.examples.items():
         if count % batch:
             parser.error(f"--examples {batch} {count}: a client's examples make whole batches")
-    args.sections = args.sections or [name for name in sections(None) if name != "before"]
-    if "before" in args.sections and args.before is None:
-        parser.error("--sections before needs --before, the other checkout")
-    args.before = None if args.before is None else args.before.resolve()
+    args.sections = args.sections or list(sections(None))
     enough = all(args.examples[batch] >= count for batch, count in EXAMPLES.items())
     args.judged = enough and all(getattr(args, name) == value for name, value in FULL.items())
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the contenders end, too

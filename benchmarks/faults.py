@@ -1064,16 +1064,11 @@ def redact(text: str, folder: Path) -> str:
     return text.replace(str(folder), "FOLDER")
 
 
-def format_list(outcomes: Mapping[str, Outcome]) -> str:
-    return "\n".join(f"- `{name}`: {FAULTS[name][0]}.  \n  `` {one.seen} ``" for name, one in outcomes.items())
-
-
 def format_table(outcomes: Mapping[str, Outcome]) -> str:
-    columns = ("fault", "rounds", "steps", "left out", "model", "s", "date", "commit")
+    columns = ("fault", "left out", "model", "s", "date", "commit")
     rows = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for name, outcome in outcomes.items():
-        work = ("-" if number is None else str(number) for number in (outcome.rounds, outcome.steps))
-        cells = (f"`{name}`", *work, outcome.left_out, outcome.state, f"{outcome.seconds:.0f}")
+        cells = (f"`{name}`: {FAULTS[name][0]}", outcome.left_out, outcome.state, f"{outcome.seconds:.0f}")
         rows.append(f"| {' | '.join((*cells, outcome.date, outcome.commit))} |")
     return "\n".join(rows)
 
@@ -1096,14 +1091,8 @@ of faults as arguments run these again. Machine: {machine}, {cores} cores, torch
 
 {table}
 {missing}
-Steps are the local steps of a client in a round. Seconds are those of the whole fault: starting `fedspan submit`, all
-rounds, the export. They depend on what else the machine does.
-
-## Faults, and what is seen of each
-
-The line under each fault is from the terminal of `fedspan submit`, or of the process that is concerned.
-
-{list}
+Seconds are those of the whole fault: starting `fedspan submit`, all rounds, the export. They depend on what else the
+machine does.
 """
 
 
@@ -1205,7 +1194,6 @@ def page(record: Record) -> str:
         flwr=find_version("flwr"),
         table=format_table(record.outcomes),
         missing="" if not missing else f"\nNot run: {', '.join(missing)}.\n",
-        list=format_list(record.outcomes),
     )
 
 

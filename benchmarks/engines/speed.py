@@ -12,15 +12,14 @@ from typing import Any
 
 from engines.contenders import HERE, Contender, Measured, get_fedspan_variables, take_turns
 from engines.environment import get_peer_variables
-from engines.page import Limit, compute_ratios, format_equal_table, format_speed_table, format_table
+from engines.page import Limit, compute_ratios, format_equal_table, format_speed_table
 from engines.work import Work, write_plan
 
-__all__ = ["LAST", "RESULTS", "SUBJECT", "compare", "compare_checkouts", "measure_compiled", "measure_last_layers"]
+__all__ = ["LAST", "RESULTS", "SUBJECT", "compare", "measure_last_layers"]
 
 SUBJECT = "fedspan batched, bfloat16"
 EQUAL = {"float32": "fedspan batched, float32", "bfloat16": SUBJECT}
 PLAIN, SAME = "PEFT loop, float32", "PEFT loop, bfloat16, bucketed"
-COMPILED, PADDED = "fedspan batched, bfloat16, compiled", "fedspan batched, bfloat16, padded"
 LAST = (4, 5)
 ALL_LAYERS, CACHED = "fedspan batched, bfloat16, all layers", "fedspan batched, bfloat16, last 2 layers"
 TARGETS = {4: {PLAIN: 4.0, SAME: 2.0, "Flower": 3.0}, 32: {PLAIN: 4.0, SAME: 1.5}}
@@ -28,8 +27,6 @@ MORE = 2.2
 """Required speedups by batch; and of the last layers with the prefix cache against all layers."""
 MILLISECONDS = {4: 1.6}
 """Most milliseconds an example by batch, in bfloat16."""
-SLOWER = 0.97
-"""Least speed over that of another checkout."""
 NEAR = 1e-3
 """How far losses of the same training may be apart, relatively."""
 RESULTS = "results.json"
@@ -138,38 +135,6 @@ def compare(args: argparse.Namespace, python: Path | None, batch: int) -> tuple[
     return lines, limits
 
 
-def compare_checkouts(args: argparse.Namespace, batch: int) -> tuple[list[str], list[Limit]]:
-    """This checkout and ``args.before``, in turns; no engine may be slower than ``SLOWER`` times the other's speed."""
-    field, work = Field(args, None, args.out / "before"), work_of(args, batch)
-    settings = {
-        "loop": {"name": "loop"},
-        "batched": {"name": "batched", "clients_per_pass": args.at_once, "workers": 1},
-    }
-    contenders = [
-        field.fedspan(f"{engine}, {side}", work, "float32", values, checkout)
-        for engine, values in settings.items()
-        for side, checkout in (("before", args.before), ("after", None))
-    ]
-    results = take_turns(contenders, args.repetitions, field.folder)
-    keep(results, field.folder)
-    limits: list[Limit] = []
-    rows: list[list[str]] = []
-    for engine in settings:
-        pair = results[f"{engine}, before"], results[f"{engine}, after"]
-        for key, measure in (("seconds", "by the clock"), ("processor", "by processor seconds")):
-            ratios = compute_ratios(*pair, key)
-            rows.append(
-                [engine, measure, f"{statistics.median(ratios):.3f}", f"{min(ratios):.2f} to {max(ratios):.2f}"]
-            )
-        # What else runs on the machine slows the clock, and hardly the processor's seconds.
-        middle = statistics.median(ratios)
-        quantity = f"batch {batch}: speed of {engine} over that of the other checkout"
-        limits.append(Limit(quantity, f"{middle:.3f}", f"at least {SLOWER}", middle >= SLOWER))
-    lines = [f"## Before and after, batch {batch}", "", *format_speed_table(results, "batched, after")]
-    lines += [*format_table(["engine", "speed after over before", "median", "smallest to largest"], rows)]
-    return lines, limits
-
-
 def compare_subject(results: Mapping[str, Measured], name: str) -> list[float]:
     """How many times faster the subject is, by repetition; than Flower: than the faster of its settings."""
     if name == "Flower":
@@ -229,27 +194,3 @@ def measure_last_layers(args: argparse.Namespace, python: Path | None, batch: in
         *format_speed_table(results, CACHED),
     ]
     return lines, limits
-
-
-def measure_compiled(args: argparse.Namespace, python: Path | None, batch: int) -> tuple[list[str], list[Limit]]:
-    """What torch.compile gains; without peers."""
-    field = Field(args, python, args.out / f"compiled-{batch}")
-    work, stacking = work_of(args, batch), {"clients_per_pass": args.at_once, "workers": args.threads}
-    contenders = [
-        field.fedspan(name, work, "bfloat16", {"name": "batched", **stacking, **options})
-        for name, options in ((COMPILED, {"compile": True}), (PADDED, {"padding_free": False}), (SUBJECT, {}))
-    ]
-    results = take_turns(contenders, args.repetitions, field.folder)
-    keep(results, field.folder)
-    lines = [
-        f"## torch.compile, batch {batch}",
-        "",
-        f"`engine.compile`, all with {args.at_once} clients at once and {args.threads} workers. Compiled blocks take "
-        "padded batches, so they are to be compared with the second row.",
-        f"The first {len(results[COMPILED].ready['losses'])} rounds, which compile, took "
-        f"{results[COMPILED].ready['warm_up']:.0f} s; padded and not compiled "
-        f"{results[PADDED].ready['warm_up']:.1f} s.",
-        "",
-        *format_speed_table(results, COMPILED),
-    ]
-    return lines, []

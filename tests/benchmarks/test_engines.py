@@ -1,4 +1,4 @@
-"""benchmarks/engines.py, cluster.py and galore.py at a size of seconds; what their parts count."""
+"""The comparison of the engines at a size of seconds; what its parts count."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from helpers.scripts import ROOT, load_script
+from helpers.scripts import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
 
@@ -54,29 +54,3 @@ def test_a_page_comes_of_every_section(tmp_path: Path) -> None:
     assert [line for line in judged if line.endswith("| pass |")] == [
         line for line in judged if "float32 losses" in line
     ]
-
-
-@pytest.mark.slow
-def test_the_page_judges_nothing_of_a_quick_try(tmp_path: Path) -> None:
-    pytest.importorskip("ray", reason="the extra fedspan[cluster] is not installed")
-    rows = [f"how do I change the {'limit' if number % 2 else 'address'} {number},{number % 2}" for number in range(96)]
-    (tmp_path / "train.csv").write_text("\n".join(["text,category", *rows]) + "\n")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    places = ["--data", str(tmp_path), "--out", str(tmp_path / "out"), "--page", str(tmp_path / "page.md")]
-    command = [sys.executable, str(BENCHMARKS / "cluster.py"), *places, "--quick"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr
-    page = (tmp_path / "page.md").read_text()
-    assert page.count("| not judged |") == 3
-    for line in ("| 1 worker, float32 |", "| 2 workers, float32 |", "| 1 |", "| 2 |"):
-        assert f"\n{line}" in page
-
-
-@pytest.mark.parametrize(
-    ("period", "scale", "bias_correction"), [(1000, 1.0, False), (1000, 0.25, True), (3, 1.0, True), (3, 0.25, False)]
-)
-def test_galore_torch_takes_the_same_steps(period: int, scale: float, bias_correction: bool) -> None:
-    pytest.importorskip("galore_torch", reason="needs `pip install --no-deps galore-torch`", exc_type=ImportError)
-    benchmark = load_script("benchmarks/galore.py")
-    for steps in (1, 2, 7):
-        assert benchmark.compute_distance(steps, period, scale, bias_correction) < 1e-6
