@@ -88,7 +88,7 @@ docs: $(VENV)/.stamp-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 fuzz: dev
-	$(BIN)/python benchmarks/fuzz.py $(FUZZ_ARGS)
+	$(BIN)/python tests/fuzz.py $(FUZZ_ARGS)
 
 # The lower bounds of the three, as exact versions; all other packages are the newest that fit.
 OLDEST := .venv-oldest
