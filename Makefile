@@ -13,7 +13,7 @@
 #               .venv-flower (about 20 minutes; 2 GB)
 # make deploy-files  the files for containers, Kubernetes, systemd and GitHub, by linters and schemas in .venv-deploy
 # make packages the sdist and the wheel: contents, extras, and the demo in an empty environment (minutes; network)
-# make claims   the theory of four papers, measured (about five minutes)
+# make claims   the theory of four papers, measured: eight minutes of one core
 #
 # Variables:
 #   PYTHON       the interpreter that .venv is made with, 3.11 or newer
