@@ -20,9 +20,6 @@ def load_installed(group: str, name: str, field: str) -> tuple[str, Any] | None:
 
     Returns:
         Where the package has it (``module:attribute``), and the object.
-
-    Raises:
-        FedspanError: If the package cannot be imported.
     """
     for entry_point in entry_points(group=group, name=name):
         try:

@@ -309,11 +309,7 @@ def build_budget_marker(path: Path) -> Path:
 
 
 def require_data(node: NodeConfig) -> None:
-    """Check that a node's file names its data.
-
-    Raises:
-        FedspanError: If it does not.
-    """
+    """Check that a node's file names its data."""
     if not node.data:
         expected = "the node's data, or fedspan.join(file, trainer=...) for a trainer with data of its own"
         raise FedspanError("data", None, expected)

@@ -70,16 +70,7 @@ class PrivacyConfig(Section):
         return self
 
     def require_fit(self, method: str, claims: Claims, federation: FederationConfig) -> None:
-        """Check that a run's replies can be privatized.
-
-        Args:
-            method: The method's title.
-            claims: Claims of the method.
-            federation: Federation settings of the run.
-
-        Raises:
-            FedspanError: If they can't, with the reason.
-        """
+        """Check that a run's replies can be privatized."""
         reasons = {
             "it transmits nothing": claims.sends == "nothing",
             "what a client chooses to send tells of its data": claims.budgets and self.mechanism != "dp-sgd",

@@ -112,10 +112,6 @@ def _suggest_configs(path: Path) -> str:
 def parse_yaml(text: str, source: str) -> dict[str, Any]:
     """Parse the plain values in the text of a config, without validation.
 
-    Args:
-        text: YAML text.
-        source: The file of the text.
-
     Raises:
         FedspanError: If the text is not YAML, or not a mapping.
     """

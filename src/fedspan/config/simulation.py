@@ -90,11 +90,7 @@ class SimulationConfig(Section):
         return Presence({id: ((first - 1, last),) for id, (first, last) in self.present.items()})
 
     def build_conditions(self, seed: int) -> Conditions:
-        """Return the conditions for the transport.
-
-        Args:
-            seed: Seed of the run.
-        """
+        """Return the conditions for the transport."""
         speed, faults = self.speed, self.faults
         return Conditions(
             seed=seed,

@@ -26,11 +26,7 @@ _MARKER_OUTPUTS = 7919
 
 
 def get_default_model(task: str) -> tuple[str, str]:
-    """Return the name and the target layers (YAML) of the model that is suggested for a task.
-
-    Raises:
-        FedspanError: If none is suggested.
-    """
+    """Return the name and the target layers (YAML) of the model that is suggested for a task."""
     suggested = get_task(task).default_model
     if suggested is None:
         raise FedspanError("--model", None, "the name of a model", problem=f"{task} has no default model")

@@ -22,11 +22,7 @@ VARIANT = "="
 
 @contextmanager
 def convert_validation_errors(prefix: str = "", root: type[BaseModel] | None = None) -> Generator[None]:
-    """Convert pydantic's errors within this context (``convert_validation_error``).
-
-    Raises:
-        FedspanError: For the first mistake.
-    """
+    """Convert pydantic's errors within this context (``convert_validation_error``)."""
     try:
         yield
     except pydantic.ValidationError as error:

@@ -14,11 +14,7 @@ __all__ = ["require_packages"]
 
 
 def require_packages() -> None:
-    """Check that the libraries are installed.
-
-    Raises:
-        FedspanError: If a library is missing.
-    """
+    """Check that the libraries are installed."""
     for package, name in (("cryptography", "cryptography"), ("Crypto", "pycryptodome")):
         if importlib.util.find_spec(package) is None:
             raise FedspanError(

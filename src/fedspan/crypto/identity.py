@@ -42,7 +42,6 @@ def load_identity(path: Path) -> Identity:
     """Load an identity from a private key in OpenSSH's format.
 
     Raises:
-        OSError: If the file cannot be read.
         ValueError: If it is no elliptic-curve key without a passphrase.
     """
     try:
@@ -70,11 +69,6 @@ def compute_fingerprint(public: str) -> str:
 
 def verify_signature(public: str, signature: bytes, data: bytes) -> None:
     """Check a signature.
-
-    Args:
-        public: The public key in OpenSSH's format.
-        signature: The signature.
-        data: What was signed.
 
     Raises:
         ValueError: If the key or the signature is not valid.

@@ -125,11 +125,7 @@ class SessionKeys:
 
 
 def verify_session_signature(public: bytes, signature: bytes, data: bytes) -> None:
-    """Check a signature of ``SessionKeys.sign``.
-
-    Raises:
-        ValueError: If it is not valid.
-    """
+    """Check a signature of ``SessionKeys.sign``."""
     try:
         Ed25519PublicKey.from_public_bytes(public).verify(signature, data)
     except InvalidSignature as error:

@@ -89,9 +89,6 @@ class Ring:
 
         Every addend has an error of at most one step, plus float64 rounding errors, which matter where steps are as
         small as these: at most 2^-49 of ``clip``.
-
-        Args:
-            count: Number of addends.
         """
         return count * self.clip * (1 / self.levels + 2.0**-49)
 

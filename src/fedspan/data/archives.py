@@ -42,7 +42,6 @@ def read_archive(path: Path, suffixes: Collection[str]) -> tuple[dict[tuple[str,
 
     Raises:
         ValueError: If the archive is damaged, an entry leads out of it or is a link or a device, or it is too large.
-        OSError: If it cannot be read.
     """
     files: dict[tuple[str, ...], bytes] = {}
     others: list[str] = []

@@ -141,10 +141,6 @@ def list_datasets() -> tuple[DatasetEntry, ...]:
 def get_dataset_entry(key: str, field: str) -> DatasetEntry:
     """Return the entry of a data set.
 
-    Args:
-        key: Name as the user wrote it.
-        field: The user's name of the option.
-
     Raises:
         FedspanError: If there is no such data set.
     """

@@ -37,9 +37,6 @@ def has_sentences(path: Path) -> bool:
 
     Args:
         path: The file; ``.gz`` is unpacked.
-
-    Raises:
-        OSError: If the file cannot be read.
     """
     content, is_complete = read_beginning(path, _SAMPLE)
     rows = _list_rows(_split_lines(content.decode(errors="replace"), is_complete=is_complete))
@@ -67,7 +64,6 @@ def read_sentences(path: Path, encoding: str | None, limit: int | None = None) -
 
     Raises:
         ValueError: If a line has no tag; the message names the line.
-        OSError: If the file cannot be read.
     """
     content, is_complete = read_beginning(path, limit)
     text, name = decode(content, encoding, is_complete=is_complete)

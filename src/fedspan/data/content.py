@@ -31,9 +31,6 @@ def compute_content_digest(user_path: str, option: str) -> str:
 
     Returns:
         SHA-256 in hexadecimal digits.
-
-    Raises:
-        FedspanError: If a file cannot be read.
     """
     try:
         digests = sorted(_compute_file_digest(path) for path in _list_files(user_path, option))

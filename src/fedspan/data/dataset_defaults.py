@@ -22,10 +22,6 @@ def fill_data_defaults(config: DataConfig, field: str = "data") -> DataConfig:
 
     The column names of a local file are read, to distinguish the original files from copies of the hub's.
 
-    Args:
-        config: The user's settings.
-        field: The user's name of `config`.
-
     Raises:
         FedspanError: If a data set is not on the hub and has no `train`, or if the completed settings contradict each
             other.

@@ -341,11 +341,7 @@ def _make_dataset(table: pa.Table, kind: str, user_path: str, option: str) -> da
 
 
 def _require_storable_names(fields: Iterable[pa.Field]) -> None:
-    """Check that no field, at any depth, has a NUL in its name, at which Arrow and datasets cut names.
-
-    Raises:
-        ValueError: If one has.
-    """
+    """Check that no field, at any depth, has a NUL in its name, at which Arrow and datasets cut names."""
     for field in fields:
         if "\0" in field.name:
             raise ValueError(f"the name {field.name!r} has a NUL character")

@@ -75,7 +75,6 @@ def read_texts(root: Path, encoding: str | None) -> ReadTable:
 
     Raises:
         ValueError: If the folder is laid out differently, or a file cannot be decoded.
-        OSError: If a file cannot be read.
     """
     files = {path.relative_to(root).parts: path for path in sorted(root.rglob("*")) if path.is_file()}
     examples = {

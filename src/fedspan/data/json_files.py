@@ -28,7 +28,6 @@ def read_json(path: Path, kind: str, encoding: str | None, limit: int | None = N
 
     Raises:
         ValueError: If the file is malformed; the message names the row.
-        OSError: If the file cannot be read.
     """
     content, is_complete = read_beginning(path, limit)
     text, name = decode(content, encoding, is_complete=is_complete)

@@ -22,12 +22,6 @@ def unwrap_lists(source: Source, config: DataConfig, task: TaskColumns, field: s
     A list of texts (tokens, sentences) is joined with spaces. A list of one label is that label; another number of
     labels is none where invalid rows are skipped.
 
-    Args:
-        source: The source as it was read.
-        config: Options that name the columns.
-        task: The columns that the task needs.
-        field: The user's name of `config`.
-
     Raises:
         FedspanError: If a row has several labels or none.
     """

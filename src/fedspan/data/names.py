@@ -96,13 +96,7 @@ def list_source_columns(dataset: Dataset) -> list[str]:
 
 
 def describe_missing_column(name: str, columns: Iterable[str], file: str = "") -> str:
-    """Return the sentences that report a missing column, for the ``problem`` of an error.
-
-    Args:
-        name: The column that is not there.
-        columns: The available columns.
-        file: The file, if there are several.
-    """
+    """Return the sentences that report a missing column, for the ``problem`` of an error."""
     columns = list(columns)
     available = _list_nearest(name, columns)
     closest = find_similar(name, columns, 1)

@@ -109,9 +109,6 @@ def compare_updates(
         updates: D_i by client.
         weights: Weights w_i by client, with any positive sum.
         global_update: G; None where the clients have personal models.
-
-    Raises:
-        ValueError: If there are no updates.
     """
     ids = sorted(updates)
     if not ids:

@@ -106,11 +106,7 @@ class Conditions:
         return examples / (speed.median * factor)
 
     def draw_faulty(self, ids: Sequence[str]) -> frozenset[str]:
-        """Draw the faulty clients.
-
-        Args:
-            ids: Ids of all clients, sorted.
-        """
+        """Draw the faulty clients."""
         if self.faults is None:
             return frozenset()
         count = round(self.faults.share * len(ids))

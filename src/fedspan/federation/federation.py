@@ -139,11 +139,7 @@ class Federation:
         )
 
     def begin_round(self, round: int) -> None:
-        """Update the clients before a round, from 0, if clients join and leave between rounds.
-
-        Raises:
-            FedspanError: If too few clients are present.
-        """
+        """Update the clients before a round, from 0, if clients join and leave between rounds."""
         if self._begin_round is not None:
             clients, self.presence = self._begin_round(round)
             self.clients = sort_clients(clients)
@@ -284,9 +280,6 @@ class Federation:
 
     def conclude(self, progress: Progress) -> tuple[Failure, ...]:
         """End the run: have clients export their personal models if the server cannot see them.
-
-        Args:
-            progress: The progress to export.
 
         Returns:
             The failures of the clients that did not export.

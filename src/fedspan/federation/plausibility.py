@@ -23,9 +23,6 @@ def drop_impossible_metrics(
     Impossible are values outside the metric's range and, of metrics without an upper bound, those of more than 1000
     times the clients' median, or 1000 if the median is smaller than 1.
 
-    Args:
-        reported: Reported metrics by client.
-
     Returns:
         The possible ones by client, and the client and the reason of each one that was removed.
     """
@@ -46,9 +43,6 @@ def drop_impossible_metrics(
 
 def drop_impossible_losses(replies: Mapping[str, Reply]) -> tuple[dict[str, Reply], list[tuple[str, str]]]:
     """Remove replies with a training loss that no client can have (``drop_impossible_metrics``).
-
-    Args:
-        replies: Replies by client.
 
     Returns:
         The other replies by client, and the client and the reason of each one that was removed.

@@ -127,15 +127,7 @@ def compute_order_charges(
 def compute_expected_charges(
     privacy: Privacy | None, training: TrainingSettings, method: Method, state: ServerState, client: Client
 ) -> tuple[Charge, ...]:
-    """Return the privacy cost of a training order as the server knows it, independent of the client's stored state.
-
-    Args:
-        privacy: Privacy of the run.
-        training: Settings of local training.
-        method: The run's method.
-        state: The server's state.
-        client: The client.
-    """
+    """Return the privacy cost of a training order as the server knows it, independent of the client's stored state."""
     new_client = replace(client, last_round=None)
     return compute_order_charges(privacy, training, method, method.sync(state, new_client), new_client, state.round)
 

@@ -276,11 +276,7 @@ def decode(data: bytes) -> Message:
 
 
 def is_canonical(data: bytes) -> bool:
-    """Return whether a message is encoded as ``encode`` does: no two such encodings have one message.
-
-    Raises:
-        ValueError: If ``decode`` would raise it.
-    """
+    """Return whether a message is encoded as ``encode`` does: no two such encodings have one message."""
     return encode(decode(data)) == data
 
 

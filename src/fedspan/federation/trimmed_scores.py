@@ -20,11 +20,7 @@ DECIDING = 3
 
 
 def describe_few_nodes(count: int) -> str | None:
-    """Return a note for the user if the nodes' metrics select no round; None: they do.
-
-    Args:
-        count: Number of nodes that are evaluated.
-    """
+    """Return a note for the user if the nodes' metrics select no round; None: they do."""
     if count != 2:
         return None
     return (

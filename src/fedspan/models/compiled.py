@@ -29,9 +29,6 @@ class CompiledBlocks:
     Only passes inside the context ``within`` are compiled: jobs that train alone, refreshed projectors (which hook into
     the backward pass) and evaluation are not. Shapes are dynamic, since static ones would need a compilation for every
     number of tokens.
-
-    Args:
-        adapted: The adapted model.
     """
 
     def __init__(self, adapted: AdaptedModel) -> None:
@@ -48,11 +45,7 @@ class CompiledBlocks:
 
     @contextmanager
     def within(self) -> Generator[None]:
-        """Use the compiled blocks in forward passes within this context.
-
-        Raises:
-            FedspanError: If a block can't be compiled.
-        """
+        """Use the compiled blocks in forward passes within this context."""
         from torch._dynamo.exc import TorchDynamoException
 
         with ExitStack() as contexts:

@@ -77,9 +77,6 @@ def forbid_direct_uses(adapted: AdaptedModel) -> Generator[None]:
     within this context. The model's ``forward`` is observed, because sentence-transformers calls it without the model's
     hooks.
 
-    Args:
-        adapted: The model.
-
     Raises:
         FedspanError: On exit, if a target layer's weight was used otherwise.
     """

@@ -30,14 +30,7 @@ class NoOutputLayer(ValueError):
 
 @dataclass(frozen=True)
 class OutputLayer:
-    """The linear layer that computes a model's logits.
-
-    Args:
-        path: Path of the module.
-        outputs: Number of its outputs.
-        features: Number of its features.
-        bias: Whether it has a bias.
-    """
+    """The linear layer that computes a model's logits."""
 
     path: str
     outputs: int
@@ -105,12 +98,7 @@ def _is_untrained(layer: nn.Linear) -> bool:
 
 
 class FeatureTap:
-    """Reads the features that enter an output layer during forward passes.
-
-    Args:
-        model: The model.
-        layer: Output layer of the model.
-    """
+    """Reads the features that enter an output layer during forward passes."""
 
     def __init__(self, model: nn.Module, layer: OutputLayer) -> None:
         self._model, self._module = model, model.get_submodule(layer.path)

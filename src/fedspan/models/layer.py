@@ -26,12 +26,7 @@ Dropout = Callable[[Tensor, str], Tensor]
 
 
 class AdaptedLayer:
-    """One target layer's replaced forward.
-
-    Args:
-        name: Module path of the layer.
-        module: Module that `operators.explain_unfit` accepts.
-    """
+    """One target layer's replaced forward."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name

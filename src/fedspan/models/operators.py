@@ -20,11 +20,7 @@ __all__ = ["Convolution", "Linear", "Lookup", "Operator", "build_operator", "exp
 
 
 class Operator(ABC):
-    """A module as a matrix (O, I) that is applied to an input.
-
-    Args:
-        module: The target layer.
-    """
+    """A module as a matrix (O, I) that is applied to an input."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

@@ -17,10 +17,6 @@ def keep_in_float32(model: nn.Module, trained: Iterable[nn.Parameter]) -> None:
     A step of the size of a learning rate is mostly rounded away in bfloat16 (8 bits of mantissa), so weights that an
     optimizer updates are float32. The floating inputs of such a module are cast up, and its floating outputs are cast
     back to the format that the rest of the model computes in. Parameters keep their identity (tied ones too).
-
-    Args:
-        model: Any module.
-        trained: Parameters that an optimizer will update.
     """
     ids = {id(parameter) for parameter in trained}
     narrow = {

@@ -40,9 +40,6 @@ def get_quantization_options(
         dtype: Number format that 4-bit layers compute in.
         keep: Modules that stay unquantized, beside the heads.
         device: Target device.
-
-    Raises:
-        FedspanError: If bitsandbytes is not installed.
     """
     if importlib.util.find_spec("bitsandbytes") is None:
         problem = f"{quantization} needs bitsandbytes. Run: {build_install_command('quantization')}"

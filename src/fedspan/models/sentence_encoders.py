@@ -168,7 +168,6 @@ def read_output_layer(folder: Path) -> dict[str, Tensor] | None:
     """Read the output layer that ``write_modules`` wrote, by parameter path; None if there is none.
 
     Raises:
-        OSError: If its file cannot be read.
         SafetensorError: If its file is damaged.
         LookupError: If its file holds something else.
     """
@@ -181,9 +180,6 @@ def read_output_layer(folder: Path) -> dict[str, Tensor] | None:
 
 def get_encoder_class(config: Any) -> Any:
     """Return the auto class that builds an encoder whose hidden states are pooled.
-
-    Args:
-        config: Transformers' config of the encoder.
 
     Raises:
         ValueError: If the model has an encoder and a decoder, and Transformers has no class of the encoder alone.
@@ -198,11 +194,7 @@ def get_encoder_class(config: Any) -> Any:
 
 
 def get_encoder_options(config: Any) -> dict[str, Any]:
-    """Return the options of ``AutoModel`` that omit the pooler of an encoder, which pooled classifiers do not use.
-
-    Args:
-        config: Transformers' config of the encoder.
-    """
+    """Return the options of ``AutoModel`` that omit the pooler of an encoder, which pooled classifiers do not use."""
     from transformers import MODEL_MAPPING
 
     kind = MODEL_MAPPING.get(type(config), None)

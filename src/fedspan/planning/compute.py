@@ -83,13 +83,7 @@ class Compute:
 
 @dataclass(frozen=True)
 class Prefix:
-    """The frozen blocks whose hidden states are stored.
-
-    Args:
-        frozen: The frozen blocks.
-        features: Features of a hidden state.
-        dtype: Number format of a hidden state.
-    """
+    """The frozen blocks whose hidden states are stored."""
 
     frozen: FrozenPrefix
     features: int

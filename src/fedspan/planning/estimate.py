@@ -102,9 +102,6 @@ def plan_methods(
     Returns:
         The plan of each method, or the reason why it can't be planned (such as a rank that is too large for its layers,
         or mixed ranks that it does not support).
-
-    Raises:
-        FedspanError: If an error affects every method.
     """
     values = to_plain_values(config, overrides)
     steps = plan_comparison(values, tuple(METHODS) if methods is None else methods, [0], {}, None).steps

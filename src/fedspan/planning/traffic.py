@@ -25,13 +25,7 @@ __all__ = ["Extras", "RankCounts", "RoundTraffic", "list_extras", "plan_traffic"
 
 @dataclass(frozen=True)
 class RoundTraffic:
-    """Bytes of tensor data of one round.
-
-    Args:
-        clients: Clients of the cohort.
-        down: Bytes to all of them.
-        up: Bytes from all of them.
-    """
+    """Bytes of tensor data of one round."""
 
     clients: int
     down: int

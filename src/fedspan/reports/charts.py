@@ -321,11 +321,7 @@ def draw_privacy(runs: Sequence[RunData]) -> Figure | None:
 
 
 def draw_spectra(values: Mapping[str, Sequence[float]]) -> Figure | None:
-    """Draw the singular values of an adapter's layers, relative to the largest one of each layer.
-
-    Args:
-        values: Singular values by layer, descending.
-    """
+    """Draw the singular values of an adapter's layers, relative to the largest one of each layer."""
     figure = go.Figure()
     for index, (layer, spectrum) in enumerate(values.items()):
         if spectrum and spectrum[0] > 0:
@@ -346,11 +342,7 @@ def draw_spectra(values: Mapping[str, Sequence[float]]) -> Figure | None:
 
 
 def draw_layers(diagnoses: Mapping[str, Diagnosis]) -> Figure:
-    """Draw every diagnostic by layer; a menu selects the diagnostic.
-
-    Args:
-        diagnoses: Diagnoses by label of the group.
-    """
+    """Draw every diagnostic by layer; a menu selects the diagnostic."""
     figure, buttons = go.Figure(), list[dict[str, Any]]()
     count = len(diagnoses)
     for number, measure in enumerate(MEASURES):

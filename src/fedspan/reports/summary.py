@@ -22,11 +22,7 @@ def format_score_with_unit(metric: str, value: float | None, deviation: float | 
 
 
 def write_sentences(groups: Sequence[RunGroup]) -> tuple[str, ...]:
-    """Write the verdict.
-
-    Args:
-        groups: Groups with one metric.
-    """
+    """Write the verdict."""
     metric = groups[0].runs[0].metric
     measured = [group for group in groups if group.mean is not None]
     if not measured:

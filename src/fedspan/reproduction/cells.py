@@ -56,9 +56,6 @@ def list_cells(
         data: Replacement for ``{data}`` in paths; None leaves it.
         model: Replacement for ``{model}`` and ``{image_model}``; None leaves them.
         overrides: Changes to all cells, each ``section.field=value``.
-
-    Raises:
-        FedspanError: If an override is invalid.
     """
     axes = preset.get_axes(scale)
     published = merge(_AS_PUBLISHED, preset.config)
@@ -93,11 +90,7 @@ def list_cells(
 
 
 def tabulate_settings(cells: Sequence[Cell]) -> Table:
-    """Tabulate the settings of each cell: at the small scale, names are the paper's, but what runs under them differs.
-
-    Raises:
-        FedspanError: If a config is invalid.
-    """
+    """Tabulate the settings of each cell: at the small scale, names are the paper's but what runs differs."""
     rows: list[tuple[str, ...]] = []
     for cell in cells:
         configs = {label: parse_config(values) for label, values in cell.configs.items()}

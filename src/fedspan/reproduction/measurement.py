@@ -29,10 +29,6 @@ def measure(folder: Path, names: Collection[str]) -> dict[str, float | None]:
     one more round (``fedspan.diagnose``) if there are none;
     ``barrier`` is that of one more round, averaged over three pairs of clients;
     ``state_step`` is how far the last round moved the server's tensors of the target layers, relative to their norm.
-
-    Args:
-        folder: Folder of a run.
-        names: Names of the measures.
     """
     values: dict[str, float | None] = {}
     recorded = _list_recorded_alignments(RunFolder(folder)) if "alignment" in names else []

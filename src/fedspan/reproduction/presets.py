@@ -105,11 +105,7 @@ Protocol = Literal["best", "matched"]
 
 
 def require_scale(scale: str) -> None:
-    """Check that a scale exists.
-
-    Raises:
-        FedspanError: If the scale is unknown.
-    """
+    """Check that a scale exists."""
     if scale not in SCALES:
         raise FedspanError("--scale", scale, f"one of {', '.join(SCALES)}")
 

@@ -43,11 +43,7 @@ def _parse_row(row: dict[str, Any]) -> tuple[tuple[str, int], ...]:
 
 
 def require_same_arrivals(run_folder: RunFolder, arrivals: Arrivals) -> None:
-    """Store the arrivals that a run repeats, or compare them with those with which it began.
-
-    Raises:
-        FedspanError: If the run began with others.
-    """
+    """Store the arrivals that a run repeats, or compare them with those with which it began."""
     rounds = [[list(arrival) for arrival in row] for row in arrivals]
     if not run_folder.arrivals.exists():
         run_folder.write_json(run_folder.arrivals, rounds)

@@ -91,9 +91,6 @@ def connect_workers(
         team: The workers.
         key: Secret key of the noise, if it has one.
         build: Builds the host of a worker.
-
-    Raises:
-        FedspanError: If a worker does not start.
     """
     from fedspan.transports.ray.predictor import ClusterPredictor
     from fedspan.transports.ray.transport import ClusterTransport

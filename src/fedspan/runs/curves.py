@@ -61,12 +61,7 @@ def get_score(scores: Mapping[str, Any], metric: str) -> float | None:
 
 
 def compute_sent_bytes(totals: Totals, rounds: int) -> list[int]:
-    """Return the cumulative bytes of the training messages, both directions, at the start and after each of the rounds.
-
-    Args:
-        totals: Totals of a ledger.
-        rounds: Number of rounds.
-    """
+    """Return the cumulative bytes of the training messages, both directions, at the start and after each round."""
     each = (
         totals.count_round("down", round).bytes + totals.count_round("up", round).bytes
         for round in range(1, rounds + 1)
@@ -79,10 +74,6 @@ def compute_target(curves: Sequence[Sequence[Point]], higher: bool) -> float | N
 
     The best score that all runs reach is no useful target: if one run learns nothing, it is the score of an untrained
     model, and every run reaches it at once.
-
-    Args:
-        curves: Curves of the runs.
-        higher: Whether a higher score is better.
 
     Returns:
         The target score; None if a run has no score at all.

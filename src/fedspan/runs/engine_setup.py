@@ -78,9 +78,6 @@ def keep_stacking_plan(run_folder: RunFolder, engine: Engine) -> None:
 
     The bits of a run's results depend on the number of stacked clients. Numbers that the config asks for replace those
     of the plan, as after an error for too little memory.
-
-    Raises:
-        FedspanError: If the file cannot be read.
     """
     if not isinstance(engine, BatchedEngine):
         return

@@ -106,9 +106,6 @@ def is_same_environment(folder: RunFolder, config: RunConfig) -> bool:
     """Check whether a run had the current versions, a machine like this one, and the threads of this config.
 
     A run that went on with other settings than it began with (``mark_changed``) had several.
-
-    Raises:
-        FedspanError: If its environment.json cannot be read.
     """
     recorded = folder.read_json(folder.environment)
     if isinstance(recorded, dict) and "changed" in recorded:

@@ -61,9 +61,6 @@ def require_saveable(processor: Processor | None) -> None:
 
     Args:
         processor: The processor; None: there is none.
-
-    Raises:
-        FedspanError: If it has no ``save_pretrained``.
     """
     if processor is not None and not hasattr(processor, "save_pretrained"):
         expected = "a tokenizer or processor of Transformers, whose save_pretrained(folder) exports it with the model"
@@ -391,11 +388,6 @@ def _build_lora_config(config: RunConfig, modules_to_save: list[str], base: str 
 
 def adopt_adapter(config: RunConfig, adapted: AdaptedModel, labels: tuple[str, ...]) -> StartingAdapter:
     """Load the starting adapter into the model and return it; empty without one.
-
-    Args:
-        config: Config of the run.
-        adapted: The model.
-        labels: Labels of the data.
 
     Raises:
         FedspanError: If the adapter does not exist, does not match, or is not what the run that exported it wrote.

@@ -91,9 +91,6 @@ def require_used(config: RunConfig, is_complete: bool = False) -> None:
     Args:
         config: Config of the run.
         is_complete: Whether the config names all defaults, as that in a run's folder does; they are accepted then.
-
-    Raises:
-        FedspanError: If it sets one.
     """
     for part, (reason, names) in _UNUSED.items():
         section = getattr(config, part) if part else config

@@ -18,9 +18,6 @@ def require_independent_rounds(done: int, stored: RunConfig, changed: RunConfig)
         done: Number of finished rounds.
         stored: The config under which they ran.
         changed: The stored config with another number of rounds.
-
-    Raises:
-        FedspanError: If they do.
     """
     before, after, training = stored.federation.rounds, changed.federation.rounds, stored.training
     start_anew = f"Start a new run with {ROUNDS_FIELD}={after} in another folder"

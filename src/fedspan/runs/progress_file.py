@@ -41,9 +41,6 @@ class ProgressFile(Listener):
     """Writes the progress of a run while it is entered as a context manager, which the owner of the run's lock does.
 
     The file is not flushed to the disk: after a power cut it may be missing, and nothing depends on it.
-
-    Args:
-        path: The file.
     """
 
     def __init__(self, path: Path) -> None:

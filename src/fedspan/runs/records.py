@@ -45,11 +45,7 @@ class Records:
 
 
 def read_records(run_folder: RunFolder) -> Records:
-    """Read what a finished run's report names.
-
-    Raises:
-        FedspanError: If report.json was changed.
-    """
+    """Read what a finished run's report names."""
     content = run_folder.read_sealed(run_folder.report)
     try:
         positions = {str(name): Position(int(length), str(head)) for name, (length, head) in content["logs"].items()}

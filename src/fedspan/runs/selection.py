@@ -145,9 +145,6 @@ class Selection:
     def compute_deciding_means(self, metric: str) -> dict[str, float] | None:
         """Compute the trimmed means that rate the last round, of the clients' last metrics.
 
-        Args:
-            metric: The metric that compares rounds.
-
         Returns:
             The means of the metric and the loss, as far as enough clients have reported them; None: neither.
         """

@@ -18,9 +18,6 @@ _ROUNDS = 3
 def find_limited(rows: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
     """Find clients whose changes were scaled down in more than half of their rounds, or whose weight was lowered.
 
-    Args:
-        rows: Lines of metrics.jsonl.
-
     Returns:
         Sentences for the user, by client.
     """

@@ -126,10 +126,6 @@ def read_notes(folder: Path) -> dict[str, Any]:
 def parse_task_settings(folder: Path, notes: dict[str, Any]) -> TaskSettings:
     """Parse the settings of a model's task.
 
-    Args:
-        folder: Folder of the model.
-        notes: Content of its fedspan.json.
-
     Raises:
         FedspanError: If a value is one that no run can have.
     """

@@ -46,11 +46,7 @@ OFFSETS = "logit_offsets"
 
 
 def get_logits(output: Any) -> Tensor:
-    """Return the logits in a model's output: its ``logits``, or the output itself of a plain module.
-
-    Raises:
-        FedspanError: If it is neither.
-    """
+    """Return the logits in a model's output: its ``logits``, or the output itself of a plain module."""
     logits = getattr(output, "logits", output)
     if not isinstance(logits, Tensor):
         problem = f"its forward returns {type(output).__name__}"

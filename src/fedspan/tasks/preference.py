@@ -111,9 +111,6 @@ class PreferenceTuning:
 
         Its columns are ``text``, ``chosen``, ``rejected`` and optionally ``history``; without ``chosen``, its texts are
         prompts to answer.
-
-        Raises:
-            FedspanError: If ``CausalLM.encode`` raises it.
         """
         has_pairs = ANSWERS[0] in dataset.column_names
         prompts = dataset.select_columns([name for name in ("text", "history") if name in dataset.column_names])

@@ -61,12 +61,7 @@ def compute_class_offsets(labels: np.ndarray, count: int, strength: float) -> Te
 
 
 class SingleLabelClassification(ABC):
-    """Prediction of one of several labels for an example.
-
-    Args:
-        labels: Label names by index.
-        metric: Metric by which rounds are compared.
-    """
+    """Prediction of one of several labels for an example."""
 
     loss_options = CLASS_OPTIONS
     """Options of ``training`` that the loss takes."""

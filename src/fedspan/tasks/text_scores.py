@@ -31,11 +31,7 @@ _ROUGE = {"rouge_1": "rouge1", "rouge_2": "rouge2", "rouge_l": "rougeL"}
 
 
 def require_text_scores() -> None:
-    """Require the packages that compute the scores.
-
-    Raises:
-        FedspanError: If one is missing.
-    """
+    """Require the packages that compute the scores."""
     try:
         for package in ("sacrebleu", "rouge_score.rouge_scorer"):
             import_module(package)
@@ -51,14 +47,6 @@ def compute_text_scores(
     """Compute the scores in `TEXT_METRICS` over all texts.
 
     BLEU and chrF are those of the corpus, not means over texts; ROUGE is the mean F-measure, without stemming.
-
-    Args:
-        predictions: Generated texts.
-        references: The reference of each text.
-        tokenizer: Sacrebleu's tokenizer for BLEU.
-
-    Raises:
-        FedspanError: If a package is missing.
     """
     require_text_scores()
     import sacrebleu

@@ -63,13 +63,7 @@ def compute_token_metrics(predictions: Tensor) -> dict[str, float]:
 
 
 def mark_ends(generated_BN: Tensor, length: int, ends: int | Sequence[int] | None) -> Tensor:
-    """Return generated ids as float32, (B, length), with -1 from their first end on and where none was generated.
-
-    Args:
-        generated_BN: The ids.
-        length: Number of columns, at least N.
-        ends: Ids that end a text.
-    """
+    """Return generated ids as float32, (B, length), with -1 from their first end on and where none was generated."""
     rows = torch.full((len(generated_BN), length), -1.0, device=generated_BN.device)
     rows[:, : generated_BN.shape[1]] = generated_BN.float()
     stops = torch.tensor([ends] if isinstance(ends, int) else list(ends or ()), device=generated_BN.device)

@@ -24,11 +24,7 @@ __all__ = ["TRAINER", "TrainerExamples", "TrainerTask"]
 
 @dataclass(frozen=True)
 class TrainerExamples:
-    """The examples of users' own trainers: only their number is known.
-
-    Args:
-        count: Number of examples.
-    """
+    """The examples of users' own trainers: only their number is known."""
 
     count: int
 

@@ -184,11 +184,7 @@ class ClientSlot:
         self.batches_done += 1
 
     def build_result(self) -> Trained:
-        """Return the result of the job.
-
-        Raises:
-            FedspanError: If a loss was not finite.
-        """
+        """Return the result of the job."""
         assignment = self.assignment
         losses = torch.stack(self._losses).double().tolist()
         for value in losses:

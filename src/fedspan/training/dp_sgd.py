@@ -52,14 +52,7 @@ def compute_private_steps(settings: TrainingSettings, job: Job, count: int) -> i
 
 
 def compute_noise(privacy: Privacy, settings: TrainingSettings, jobs: Sequence[Job], count: int) -> float:
-    """Compute a client's noise over the clipping norm: the run's, or the smallest noise that its budget allows.
-
-    Args:
-        privacy: Privacy settings of the run.
-        settings: Settings of local training.
-        jobs: Jobs of a round.
-        count: Number of the client's training examples.
-    """
+    """Compute a client's noise over the clipping norm: the run's, or the smallest noise that its budget allows."""
     if privacy.noise is not None:
         return privacy.noise
     assert privacy.epsilon is not None  # the config has noise or epsilon

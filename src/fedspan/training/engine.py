@@ -110,9 +110,6 @@ class Engine(Predictor, Protocol):
             open_job: Returns a client's first job; called once a client, shortly before it begins, by one thread at a
                 time.
             finish_job: Takes a job's result and returns the client's next job, or None; by one thread at a time.
-
-        Raises:
-            FedspanError: If a loss stops being finite.
         """
         ...
 

@@ -190,9 +190,6 @@ class PrefixCache:
         Args:
             indices: Examples that ``ensure`` has computed.
             tokens: Number of tokens of the batch; None: that of its longest example.
-
-        Raises:
-            ValueError: If some were never computed.
         """
         examples = np.asarray(indices, dtype=np.int64)
         if not self.computed[examples].all():

@@ -61,9 +61,6 @@ def fill_reference(
         device: Device of the model.
         batch_size: Number of examples of a pass.
         on_done: Called with the number of examples of every batch that is done.
-
-    Raises:
-        FedspanError: If a number is NaN.
     """
     values: np.ndarray = cast(Any, examples).reference
     for batch in split_evaluation_batches(indices, examples.lengths, batch_size):

@@ -144,11 +144,7 @@ class TrainingServices:
 
     @torch.no_grad()
     def _require_calls(self, examples: Examples, parts: Sequence[np.ndarray]) -> None:
-        """Check once, on one example, that the model uses the weights of its target layers only by calling them.
-
-        Raises:
-            FedspanError: If it uses one otherwise (``forbid_direct_uses``).
-        """
+        """Check once, on one example, that the model uses the weights of its target layers only by calling them."""
         first = next((int(part[0]) for part in parts if len(part)), None)
         if self._is_checked or first is None:
             return

@@ -53,9 +53,6 @@ class Aggregation(Protocol):
 
         Returns:
             Whether enough replies have arrived.
-
-        Raises:
-            ValueError: If the reply is rejected.
         """
         ...
 

@@ -29,11 +29,6 @@ class MessageBuffer:
     def store(self, id: str, message: Message, body: bytes) -> None:
         """Store the message of a client; one that it sent before is no longer returned.
 
-        Args:
-            id: Id of the client.
-            message: The message.
-            body: The same message, encoded.
-
         Raises:
             FedspanError: If it exceeds the budget on the disk, or the disk is full.
         """
@@ -46,11 +41,7 @@ class MessageBuffer:
             self._encoded.store(id, body)
 
     def load(self, id: str) -> Message:
-        """Return the message of a client.
-
-        Raises:
-            KeyError: If there is none.
-        """
+        """Return the message of a client."""
         return self._decoded[id][0] if id in self._decoded else serialization.decode(self._encoded.load(id))
 
     def discard(self, id: str) -> None:

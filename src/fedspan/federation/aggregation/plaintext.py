@@ -45,10 +45,6 @@ class PlaintextAggregation:
     If a rule compares replies with each other, or the cohort is not known before they arrive, all of them are held
     until the attempt ends: decoded in memory, beyond 256 MiB encoded in a temporary file. Otherwise each reply is
     folded into the reduction on arrival. A later attempt sends orders only to clients without an accepted reply.
-
-    Args:
-        context: The round.
-        tally: Collects the events of the round.
     """
 
     def __init__(self, context: RoundContext, tally: Tally) -> None:

@@ -20,9 +20,6 @@ class Reducer:
     A contribution that arrives before its turn waits. Those at the front of the order are folded into a float64 sum and
     released, so memory holds one contribution (plus those waiting), and the result does not depend on the order of
     arrival.
-
-    Args:
-        cohort: The clients selected for this round.
     """
 
     def __init__(self, cohort: Sequence[Client]) -> None:
@@ -52,11 +49,7 @@ class Reducer:
             self._position += 1
 
     def _check(self, contribution: Contribution) -> Contribution:
-        """Return a contribution in the form in which it waits for its turn.
-
-        Raises:
-            ValueError: If it cannot be reduced.
-        """
+        """Return a contribution in the form in which it waits for its turn."""
         return contribution
 
     def _fold(self, client: Client, contribution: Contribution | None) -> None:
@@ -101,11 +94,7 @@ class Reducer:
         return self._sums
 
     def _require_all(self) -> None:
-        """Check that every client of the cohort was added.
-
-        Raises:
-            ValueError: If one is missing.
-        """
+        """Check that every client of the cohort was added."""
         if self._position < len(self._order):
             raise ValueError(f"no contribution yet of client {self._order[self._position]!r}")
 

@@ -61,11 +61,7 @@ class ReplyBuffer:
             raise FedspanError("TMPDIR", str(folder), problem=problem)
 
     def load(self, id: str) -> bytes:
-        """Return the reply of a client.
-
-        Raises:
-            KeyError: If there is none.
-        """
+        """Return the reply of a client."""
         position, length = self._places[id]
         self._file.seek(position)
         return self._file.read(length)

@@ -58,11 +58,7 @@ _FEWEST = 3
 
 
 class RobustReducer(Reducer, ABC):
-    """Collects all replies of a round, in client-id order.
-
-    Args:
-        cohort: The clients selected for this round.
-    """
+    """Collects all replies of a round, in client-id order."""
 
     def __init__(self, cohort: Sequence[Client]) -> None:
         super().__init__(cohort)

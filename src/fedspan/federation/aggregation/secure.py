@@ -55,11 +55,6 @@ class SecureAggregation:
 
     Replies are reduced by their mean. They are not checked for outliers, because their norms are unknown to the server.
 
-    Args:
-        context: The round.
-        tally: Collects the events of the round.
-        secure: Settings of secure aggregation.
-
     Raises:
         FedspanError: If too few clients were selected to hide among, or too many for their shares, or the method's
             replies cannot be summed.
@@ -156,11 +151,7 @@ class SecureAggregation:
         )
 
     def _compute_model_digest(self, clients: Sequence[Client], encoder: OrderEncoder) -> str:
-        """Return the digest of the message that all clients are sent, whatever they store of earlier rounds.
-
-        Raises:
-            FedspanError: If the method sends different messages.
-        """
+        """Return the digest of the message that all clients are sent, whatever they store of earlier rounds."""
         common: bytes | None = None
         for client in clients:
             body = encoder.encode(self.context.method.sync(self.context.state, replace(client, last_round=None)))

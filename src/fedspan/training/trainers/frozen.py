@@ -62,10 +62,6 @@ class FrozenBase:
 def checksum_frozen(root: nn.Module, live: Mapping[str, Tensor]) -> dict[str, int]:
     """Compute a checksum of every parameter and stored buffer of a module that does not belong to a job.
 
-    Args:
-        root: The module.
-        live: The job's tensors.
-
     Returns:
         Checksums of the raw values and their order, by name; computed on the module's device. Of a sharded weight,
         each process has that of its own part.

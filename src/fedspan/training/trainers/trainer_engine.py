@@ -359,11 +359,7 @@ def _require_supported(settings: TrainingSettings) -> None:
 
 
 def _require_equal_models(owners: Mapping[str, Owner]) -> None:
-    """Check that all owners' models have the same target layers, extras and frozen weights.
-
-    Raises:
-        FedspanError: If they differ.
-    """
+    """Check that all owners' models have the same target layers, extras and frozen weights."""
     first = next(iter(owners.values()))
     expected, compared = None, {first.trainer.root}
     for id, owner in list(owners.items())[1:]:
