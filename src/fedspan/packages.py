@@ -7,8 +7,6 @@ from typing import Any
 
 from fedspan.errors import FedspanError
 
-__all__ = ["load_installed"]
-
 
 def load_installed(group: str, name: str, field: str) -> tuple[str, Any] | None:
     """Load what an installed package declares under a name; None: no package declares it.

@@ -10,8 +10,6 @@ from fedspan.federation.round_dependence import explain_round_dependence
 from fedspan.federation.settings import MOST_SECURE_CLIENTS
 from fedspan.methods.registry import get_method_class
 
-__all__ = ["explain_random_head", "require_combination"]
-
 
 def require_combination(config: RunSections) -> None:
     """Check that the options of a run fit together.

@@ -9,8 +9,6 @@ from pydantic import Field, field_validator
 
 from fedspan.config.section import Section
 
-__all__ = ["EvaluationConfig"]
-
 
 class EvaluationConfig(Section):
     """Evaluation during the run."""

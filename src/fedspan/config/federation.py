@@ -15,8 +15,6 @@ from fedspan.errors import FedspanError
 from fedspan.federation.settings import BufferedSettings, Reduction, SecureSettings
 from fedspan.federation.validation import ReplyRules
 
-__all__ = ["BufferedConfig", "FederationConfig", "FractionRanks", "RandomRanks", "Ranks", "SecureConfig"]
-
 Rank = Annotated[int, Field(ge=1)]
 
 

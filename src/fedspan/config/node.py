@@ -15,8 +15,6 @@ from fedspan.config.validation_errors import convert_validation_errors
 from fedspan.data.path_patterns import list_placeholders
 from fedspan.errors import FedspanError, require_printable
 
-__all__ = ["BandwidthLimits", "NodeConfig", "NodeLimits", "build_budget_marker", "load_node", "require_data"]
-
 _MIB = 2**20
 Fingerprint = Annotated[str, Field(pattern=r"^SHA256:[A-Za-z0-9+/]{43}$")]
 

@@ -13,8 +13,6 @@ from fedspan.core.noise import derive_seed_key
 from fedspan.errors import FedspanError
 from fedspan.training.jobs import Privacy
 
-__all__ = ["PrivacyConfig"]
-
 
 class PrivacyConfig(Section):
     """Clipping, noise and the privacy budget; needs fedspan[privacy]."""

@@ -10,8 +10,6 @@ from fedspan.config.section import Section
 from fedspan.federation.conditions import Conditions, Faults, SpeedDistribution
 from fedspan.federation.presence import Presence
 
-__all__ = ["FaultsConfig", "SimulationConfig", "SpeedConfig"]
-
 Round = Annotated[int, Field(ge=1)]
 Probability = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 

@@ -15,8 +15,6 @@ from fedspan.errors import FedspanError
 from fedspan.models.targets import suggest_targets
 from fedspan.tasks.registry import get_task
 
-__all__ = ["get_default_model", "render_config", "suggest_target_modules"]
-
 _TARGETS_BY_MODEL_TYPE: Mapping[str, str] = {
     "mobilenet_v2": r"'.*layer\.1[3-5]\.(expand|reduce)_1x1\.convolution|.*\.conv_1x1\.convolution'",
 }

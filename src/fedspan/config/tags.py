@@ -9,8 +9,6 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from fedspan.errors import require_printable
 
-__all__ = ["MOST_TAGS", "Tag", "Tags", "explain_missing_tags"]
-
 MOST_TAGS = 32
 
 Tag = Annotated[str, Field(min_length=1, max_length=64), AfterValidator(require_printable)]

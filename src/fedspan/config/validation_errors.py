@@ -13,8 +13,6 @@ from pydantic import BaseModel
 from fedspan.data.config import CONTRADICTION
 from fedspan.errors import FedspanError, suggest_nearest
 
-__all__ = ["VARIANT", "convert_validation_error", "convert_validation_errors"]
-
 _DATA_FILES = ("data.train", "data.test")
 VARIANT = "="
 """Prefix of the tags of a field with several notations; the tags are not part of the user's input."""

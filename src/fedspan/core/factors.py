@@ -17,27 +17,6 @@ from fedspan.core.parametrization import LoRA
 from fedspan.core.tensors import Tensors, create_generator, join_tensor_name
 from fedspan.core.values import Client, Group, Job, LayerSpec, Message, Spec, Trained, Weights
 
-__all__ = [
-    "Init",
-    "Singular",
-    "compute_principal_factors",
-    "create_b_factors",
-    "create_lora_job",
-    "create_restarted_lora_job",
-    "cut_slots",
-    "draw_a_factors",
-    "draw_initial_A",
-    "draw_kaiming",
-    "draw_personal_pair",
-    "flatten_pairs",
-    "get_alternating_factor",
-    "list_alternating_factors",
-    "list_tensor_names",
-    "reply",
-    "require_rank",
-    "resize_factors",
-]
-
 Init = Literal["kaiming", "gaussian", "orthonormal"]
 
 Singular = Literal["full", "randomized"]

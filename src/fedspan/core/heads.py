@@ -54,20 +54,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = [
-    "SCALE",
-    "HeadKind",
-    "HeadStatistics",
-    "OutputWeights",
-    "compute_oas_shrinkage",
-    "compute_statistics_shapes",
-    "fit_cosine_discriminant",
-    "fit_labels",
-    "fit_least_squares",
-    "solve_head",
-    "summarize_features",
-]
-
 HeadKind = Literal["class-means", "lda", "least-squares", "by-label"]
 
 SCALE = 20.0

@@ -14,8 +14,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-__all__ = ["KEY_BYTES", "compute_tensor_digest", "derive_seed_key", "draw_gaussian", "draw_poisson_sample"]
-
 KEY_BYTES = 32
 _TERMS = 4
 _BITS = 52  # plus one half, exact in a float64

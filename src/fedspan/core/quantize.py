@@ -12,8 +12,6 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["pack_levels", "quantize", "unpack_levels"]
-
 _NORM = 4  # bytes of a float32
 _AT_ONCE = 2**18  # entries whose bits are expanded at once; a multiple of 8, so that parts end on a byte
 

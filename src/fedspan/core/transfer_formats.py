@@ -12,8 +12,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["Format", "compress", "decompress"]
-
 Format = Literal["float32", "bfloat16", "float16", "int8"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -22,8 +22,6 @@ from cryptography.hazmat.primitives.serialization import (
     load_ssh_public_key,
 )
 
-__all__ = ["Identity", "compute_fingerprint", "load_identity", "verify_signature"]
-
 
 @dataclass(frozen=True)
 class Identity:

@@ -28,8 +28,6 @@ from cryptography.hazmat.primitives.ciphers.algorithms import AES256
 from cryptography.hazmat.primitives.ciphers.modes import CTR
 from numpy.typing import NDArray
 
-__all__ = ["Integers", "Ring", "add_mask"]
-
 Integers = NDArray[Any]
 """Array of uint32 or uint64."""
 

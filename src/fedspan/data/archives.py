@@ -18,8 +18,6 @@ from typing import IO
 
 from fedspan.data.folders import is_example
 
-__all__ = ["SUFFIXES", "read_archive"]
-
 SUFFIXES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
 _FILE_BYTES = 1 << 28
 """Maximum size of one file, 256 MiB."""

@@ -16,8 +16,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from fedspan.data.dialects import Quoting
 from fedspan.errors import FedspanError, suggest_nearest
 
-__all__ = ["Columns", "DatasetEntry", "Files", "Hub", "Rows", "get_dataset_entry", "list_datasets", "render_snippet"]
-
 
 class _Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -11,8 +11,6 @@ import pyarrow as pa
 from fedspan.data.encodings import decode
 from fedspan.data.reading import ReadTable, read_beginning
 
-__all__ = ["TAG", "has_sentences", "read_sentences"]
-
 TAG = re.compile(r"O|[BIELSU]-\S+")
 """A word's tag: outside (O), or the place of the word in an entity (IOB1, IOB2, IOBES, BILOU) and the entity's type."""
 _BARE_TAG = re.compile(r"[BIELSU]")

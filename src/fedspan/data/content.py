@@ -12,8 +12,6 @@ from pathlib import Path
 from fedspan.data.path_patterns import has_placeholders, match_paths
 from fedspan.errors import FedspanError
 
-__all__ = ["compute_content_digest"]
-
 _LEAST_AGE_NS = 2_000_000_000
 """Nanoseconds since a file's last change from which its digest is cached: a later change gets another time."""
 

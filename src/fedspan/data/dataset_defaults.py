@@ -12,8 +12,6 @@ from fedspan.data.config import DataConfig
 from fedspan.data.files import has_own_splits, read_column_names
 from fedspan.errors import FedspanError
 
-__all__ = ["fill_data_defaults"]
-
 _DELIMITED = re.compile(r"\.[ct]sv(\.gz)?$")
 
 

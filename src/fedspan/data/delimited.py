@@ -13,8 +13,6 @@ from fedspan.data.dialects import DELIMITERS, Dialect, describe_missing_header, 
 from fedspan.data.encodings import convert_to_utf8
 from fedspan.data.reading import ReadTable, read_beginning
 
-__all__ = ["read_delimited", "read_delimited_names"]
-
 _SAMPLE = 1 << 18
 """Number of bytes that the detection of a dialect examines."""
 

@@ -27,15 +27,6 @@ from fedspan.errors import FedspanError
 if TYPE_CHECKING:
     import datasets
 
-__all__ = [
-    "advise_grouping",
-    "describe_shared",
-    "encode_contents",
-    "encode_groups",
-    "find_shared_between_clients",
-    "find_shared_with_test",
-]
-
 _INPUTS = ("text", "text_pair", "history")
 _FEW = 10
 """Mean number of equal examples from which a column hardly holds the examples' contents."""

@@ -32,17 +32,6 @@ from fedspan.errors import FedspanError, suggest_nearest
 if TYPE_CHECKING:
     import datasets
 
-__all__ = [
-    "FROM_TRAINERS",
-    "IN_MEMORY",
-    "NOWHERE",
-    "flatten_columns",
-    "has_own_splits",
-    "make_plain_dataset",
-    "read_column_names",
-    "read_source",
-]
-
 IN_MEMORY = "python:data"
 """Value of ``data.train`` and ``data.test`` if the data were passed from Python."""
 FROM_TRAINERS = "python:trainers"

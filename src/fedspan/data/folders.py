@@ -13,8 +13,6 @@ from fedspan.data.encodings import decode_all
 from fedspan.data.reading import ReadTable
 from fedspan.errors import escape_controls
 
-__all__ = ["TEXTS", "describe_left_out", "has_texts", "infer_classes", "is_example", "make_text_table", "read_texts"]
-
 TEXTS = (".txt",)
 _PARTS = {"train", "test", "val", "valid", "validation"}
 _ABOUT = frozenset({"changelog", "citation", "copying", "licence", "license", "readme"})

@@ -30,18 +30,6 @@ if TYPE_CHECKING:
     import datasets
     import PIL.Image
 
-__all__ = [
-    "IMAGES",
-    "MAX_PIXELS",
-    "PICTURES",
-    "decode_image",
-    "find_readable_images",
-    "has_images",
-    "make_archived_images",
-    "read_images",
-    "resolve_paths",
-]
-
 IMAGES = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 """Arrow type of an image, as in ``datasets.Image``."""
 

@@ -17,8 +17,6 @@ from fedspan.errors import FedspanError
 if TYPE_CHECKING:
     import datasets
 
-__all__ = ["drop_invalid_rows", "drop_rows_without_value"]
-
 
 def drop_invalid_rows(
     source: Source,

@@ -13,8 +13,6 @@ from fedspan.data.names import get_arrow_table, is_list, make_dataset
 from fedspan.data.source import Source
 from fedspan.errors import FedspanError
 
-__all__ = ["unwrap_lists"]
-
 
 def unwrap_lists(source: Source, config: DataConfig, task: TaskColumns, field: str) -> Source:
     """Return a source whose columns of texts and labels hold no lists.

@@ -18,24 +18,6 @@ from fedspan.errors import FedspanError, find_similar
 if TYPE_CHECKING:
     from datasets import Dataset
 
-__all__ = [
-    "describe_missing_column",
-    "describe_partial_column",
-    "find_source_column",
-    "get_arrow_column",
-    "get_arrow_table",
-    "is_list",
-    "list_source_columns",
-    "make_dataset",
-    "mark_source_column",
-    "read_names",
-    "read_required_names",
-    "sort_names",
-    "take_rows",
-    "trim",
-]
-
-
 _SOURCE = "source:"
 """Beginning of the names of a source's own columns whose names the task uses for others."""
 _ENCODED = (pa.types.is_string, pa.types.is_large_string, pa.types.is_integer, pa.types.is_floating)

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from fedspan.training.engine import Engine
     from fedspan.training.jobs import Assignment
 
-__all__ = ["STEPS", "Barrier", "Diagnosis", "LayerDiagnosis", "TrainingRecord", "diagnose_layers", "diagnose_round"]
-
 
 @dataclass(frozen=True)
 class ClientTraining:

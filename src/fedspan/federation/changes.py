@@ -18,21 +18,6 @@ from fedspan.core.method import Claims, Method, Quantity
 from fedspan.core.tensors import Tensors, compute_norm
 from fedspan.core.values import Client, Contribution, Message
 
-__all__ = [
-    "ENOUGH_REPLIES",
-    "MODEL",
-    "Change",
-    "ChangeSize",
-    "apply_change",
-    "clip_change",
-    "compute_capped_median",
-    "compute_change",
-    "compute_norm_limits",
-    "measure_change",
-    "rebase_change",
-    "shrink_reply",
-]
-
 ENOUGH_REPLIES = 3
 """Minimum number of replies that are compared with each other."""
 MODEL = "change"

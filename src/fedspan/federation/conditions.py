@@ -16,8 +16,6 @@ from torch import Tensor
 from fedspan.core.tensors import create_generator
 from fedspan.core.values import Message
 
-__all__ = ["PHASES", "Conditions", "FaultKind", "Faults", "SpeedDistribution", "corrupt_reply"]
-
 FaultKind = Literal["nan", "noise", "sign-flip", "scale", "label-flip"]
 
 PHASES = ("keys", "shares", "train", "confirm", "unmask")

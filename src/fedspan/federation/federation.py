@@ -40,8 +40,6 @@ from fedspan.training.engine import Engine
 from fedspan.training.jobs import TrainingSettings
 from fedspan.training.stages import StageName, Stages
 
-__all__ = ["Federation", "draw_cohort", "open_clients_stage", "sort_clients"]
-
 
 def draw_cohort(seed: int, round: int, clients: int, size: int | None, extra: int = 0) -> list[int]:
     """Draw the positions of a round's clients and of ``extra`` more, in order of drawing; all, sorted, if all.

@@ -9,8 +9,6 @@ from fedspan.federation.changes import ENOUGH_REPLIES, compute_capped_median
 from fedspan.federation.protocol import Reply, Scores
 from fedspan.tasks.metrics import METRICS
 
-__all__ = ["drop_impossible_losses", "drop_impossible_metrics"]
-
 _FAR = 1000.0
 """Multiple of the median beyond which a loss or perplexity is not believed."""
 

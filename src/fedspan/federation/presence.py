@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 
 from fedspan.errors import FedspanError
 
-__all__ = ["Presence", "Span"]
-
 Span = tuple[int, int | None]
 """The first round of a client, from 0, and the first one after its last round; None: it stays until the end."""
 

@@ -37,19 +37,6 @@ from fedspan.training.accounting import Charge, Mechanism, PrivacySpend, calibra
 from fedspan.training.dp_sgd import compute_noise, release_of
 from fedspan.training.jobs import Privacy, TrainingSettings
 
-__all__ = [
-    "CentralPrivacy",
-    "compute_expected_charges",
-    "compute_order_charges",
-    "compute_planned_charges",
-    "compute_round_charges",
-    "compute_sampling_rate",
-    "compute_training_noise",
-    "create_central_privacy",
-    "draw_poisson_cohort",
-    "privatize",
-]
-
 
 def compute_sampling_rate(settings: RoundSettings, clients: int) -> float:
     """Return the probability that a client is in a round's cohort."""

@@ -19,8 +19,6 @@ from fedspan.federation.round_context import RoundContext, Tally
 from fedspan.federation.weights import compute_weight_limit
 from fedspan.training.accounting import Charge
 
-__all__ = ["OnClient", "OnFailure", "RoundExchange", "compute_mean_loss", "create_order_transfer"]
-
 OnClient = Callable[[str, float], None]
 """Takes a client's id and its training loss."""
 

@@ -38,8 +38,6 @@ from fedspan.federation.round_context import RoundContext
 from fedspan.federation.validation import build_untrained_jobs
 from fedspan.training.projector_refresh import build_untrained_tensors
 
-__all__ = ["SecondExchange", "build_second_context"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class SecondExchange(Method):

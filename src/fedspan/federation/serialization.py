@@ -26,18 +26,6 @@ from fedspan.core.lowrank import LowRank
 from fedspan.core.tensors import Tensors
 from fedspan.core.values import Message, Scalar, ServerState
 
-__all__ = [
-    "Reader",
-    "Writer",
-    "compute_payload_size",
-    "decode",
-    "decode_state",
-    "encode",
-    "encode_state",
-    "expect",
-    "is_canonical",
-]
-
 FORMAT = 1
 """Version of the structure below; a reader rejects any other."""
 

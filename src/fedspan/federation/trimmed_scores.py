@@ -7,14 +7,6 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-__all__ = [
-    "DECIDING",
-    "compute_trimmed_means",
-    "count_trimmed_clients",
-    "describe_few_nodes",
-    "describe_few_reports",
-]
-
 DECIDING = 3
 """Number of clients that report their own metrics from which these metrics decide between rounds."""
 

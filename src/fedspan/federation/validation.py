@@ -16,17 +16,6 @@ from fedspan.federation.changes import MODEL, Change, compute_norm_limits, measu
 from fedspan.federation.protocol import Reply
 from fedspan.training.projector_refresh import build_untrained_tensors
 
-__all__ = [
-    "ReplyRules",
-    "ValidatedReply",
-    "build_untrained_jobs",
-    "build_untrained_reply",
-    "compute_origin",
-    "find_outliers",
-    "require_requested",
-    "validate_reply",
-]
-
 _LARGEST = 1e15
 """Largest number that a reply may hold: far above a trained value, and its square fits into every format."""
 

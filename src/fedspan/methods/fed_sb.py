@@ -42,8 +42,6 @@ from fedspan.core.values import (
     Weights,
 )
 
-__all__ = ["FedSB"]
-
 PROBE = "probe"
 
 

@@ -39,8 +39,6 @@ from fedspan.core.tensors import Tensors, create_generator, join_tensor_name
 from fedspan.core.values import Client, Contribution, Job, LayerSpec, Message, Reduced, ServerState, Trained, Weights
 from fedspan.errors import FedspanError
 
-__all__ = ["FedASK"]
-
 
 @final
 @dataclass(frozen=True, kw_only=True)

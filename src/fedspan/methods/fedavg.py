@@ -33,8 +33,6 @@ from fedspan.core.values import (
     Weights,
 )
 
-__all__ = ["FedAvg"]
-
 
 @final
 @dataclass(frozen=True, kw_only=True)

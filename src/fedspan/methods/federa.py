@@ -26,8 +26,6 @@ from fedspan.core.lowrank import LowRank, balance_factors, svd
 from fedspan.core.method import Claims, Memory, RegisteredMethod
 from fedspan.core.values import Client, Contribution, Job, LayerSpec, Message, Reduced, ServerState, Trained, Weights
 
-__all__ = ["FeDeRA"]
-
 
 @final
 @dataclass(frozen=True, kw_only=True)

@@ -47,8 +47,6 @@ from fedspan.core.values import (
     Weights,
 )
 
-__all__ = ["FedHM"]
-
 
 def _pair(tensors: Tensors, layer: LayerSpec, scale: float = 1.0) -> LowRank:
     return LowRank(tensors[join_tensor_name(layer.name, "U")], tensors[join_tensor_name(layer.name, "V")], scale)

@@ -31,8 +31,6 @@ from fedspan.core.values import (
     Weights,
 )
 
-__all__ = ["FedIT"]
-
 
 @final
 @dataclass(frozen=True, kw_only=True)

@@ -45,8 +45,6 @@ from fedspan.core.values import (
     Weights,
 )
 
-__all__ = ["FedLoRU"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class FedLoRU(RegisteredMethod):

@@ -32,8 +32,6 @@ from fedspan.core.parametrization import PairSum
 from fedspan.core.tensors import join_tensor_name, map_tensors
 from fedspan.core.values import Client, Contribution, Job, LayerSpec, Message, Reduced, ServerState, Trained, Weights
 
-__all__ = ["FedMomentum"]
-
 
 @final
 @dataclass(frozen=True, kw_only=True)

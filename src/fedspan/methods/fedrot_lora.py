@@ -32,8 +32,6 @@ from fedspan.core.method import Claims, Memory, RegisteredMethod, declare_bounde
 from fedspan.core.tensors import join_tensor_name
 from fedspan.core.values import Client, Contribution, Job, Message, Reduced, ServerState, Trained, Weights
 
-__all__ = ["FedRotLoRA"]
-
 
 @final
 @dataclass(frozen=True, kw_only=True)

@@ -30,8 +30,6 @@ from fedspan.core.values import (
     Weights,
 )
 
-__all__ = ["FedSALoRA"]
-
 
 @final
 @dataclass(frozen=True, kw_only=True)

@@ -25,8 +25,6 @@ from fedspan.core.method import Claims, Memory, RegisteredMethod
 from fedspan.core.tensors import join_tensor_name
 from fedspan.core.values import Client, Contribution, Job, LayerSpec, Message, Reduced, ServerState, Trained, Weights
 
-__all__ = ["FedSVD"]
-
 
 @final
 @dataclass(frozen=True, kw_only=True)

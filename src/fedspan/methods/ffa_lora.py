@@ -31,8 +31,6 @@ from fedspan.core.values import (
     Weights,
 )
 
-__all__ = ["FFALoRA"]
-
 
 @final
 @dataclass(frozen=True, kw_only=True)

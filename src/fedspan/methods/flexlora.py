@@ -32,8 +32,6 @@ from fedspan.core.recent import MessageTensors
 from fedspan.core.tensors import Tensors, join_tensor_name
 from fedspan.core.values import Client, Contribution, Job, LayerSpec, Message, Reduced, ServerState, Trained, Weights
 
-__all__ = ["FlexLoRA"]
-
 
 @final
 @dataclass(frozen=True, kw_only=True)

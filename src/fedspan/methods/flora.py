@@ -32,8 +32,6 @@ from fedspan.core.values import (
     Weights,
 )
 
-__all__ = ["FLoRA"]
-
 
 @final
 @dataclass(frozen=True, kw_only=True)

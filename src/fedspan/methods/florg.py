@@ -58,8 +58,6 @@ from fedspan.core.values import (
     Weights,
 )
 
-__all__ = ["FLoRG"]
-
 
 @final
 @dataclass(frozen=True, kw_only=True)

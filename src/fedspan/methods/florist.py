@@ -38,8 +38,6 @@ from fedspan.core.values import (
     Weights,
 )
 
-__all__ = ["FLoRIST"]
-
 
 @final
 @dataclass(frozen=True, kw_only=True)

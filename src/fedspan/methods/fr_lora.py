@@ -30,8 +30,6 @@ from fedspan.core.method import Claims, Memory, RegisteredMethod
 from fedspan.core.tensors import join_tensor_name, select
 from fedspan.core.values import Client, Contribution, Job, Message, Reduced, ServerState, Trained, Weights
 
-__all__ = ["FRLoRA"]
-
 
 @final
 @dataclass(frozen=True, kw_only=True)

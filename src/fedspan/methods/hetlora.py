@@ -49,8 +49,6 @@ from fedspan.core.values import (
     Weights,
 )
 
-__all__ = ["HetLoRA"]
-
 
 def _rank(tensors: Tensors) -> int:
     return next(len(value) for name, value in tensors.items() if name.endswith("/A"))

@@ -37,8 +37,6 @@ from fedspan.core.values import (
     Weights,
 )
 
-__all__ = ["LALoRA"]
-
 
 @final
 @dataclass(frozen=True, kw_only=True)

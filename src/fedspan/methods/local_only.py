@@ -23,8 +23,6 @@ from fedspan.core.values import (
     Weights,
 )
 
-__all__ = ["LocalOnly"]
-
 
 @final
 @dataclass(frozen=True, kw_only=True)

@@ -48,8 +48,6 @@ from fedspan.core.values import (
     Weights,
 )
 
-__all__ = ["LoRAA2"]
-
 _SLOT_AXIS = {"A": 0, "B": 1}
 
 

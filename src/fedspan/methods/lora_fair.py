@@ -32,8 +32,6 @@ from fedspan.core.method import Claims, Memory, RegisteredMethod
 from fedspan.core.tensors import join_tensor_name
 from fedspan.core.values import Client, Contribution, Job, LayerSpec, Message, Reduced, ServerState, Trained, Weights
 
-__all__ = ["LoRAFAIR", "descend_to_cosine"]
-
 
 def descend_to_cosine(
     B: Tensor, C: Tensor, G: Tensor, size: float, lam: float, exponent: int, steps: int, lr: float

@@ -34,8 +34,6 @@ from fedspan.core.tensors import create_generator, join_tensor_name, select_slot
 from fedspan.core.values import Client, Contribution, Group, Job, Message, Reduced, ServerState, StackItem
 from fedspan.methods.fedloru import FedLoRU
 
-__all__ = ["MFedLoRU"]
-
 
 @final
 @dataclass(frozen=True, kw_only=True)

@@ -39,8 +39,6 @@ from fedspan.core.values import (
     Weights,
 )
 
-__all__ = ["PFedLoRA"]
-
 PERSONAL = "personal"
 
 

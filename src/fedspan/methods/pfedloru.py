@@ -28,8 +28,6 @@ from fedspan.core.tensors import select
 from fedspan.core.values import Client, Group, Job, Message, Trained
 from fedspan.methods.fedloru import FedLoRU
 
-__all__ = ["PFedLoRU"]
-
 PERSONAL = "personal"
 
 

@@ -38,8 +38,6 @@ from fedspan.core.values import (
     Weights,
 )
 
-__all__ = ["RAVAN"]
-
 
 def _draw_columns(rows: int, columns: int, rng: torch.Generator, *, orthonormal: bool) -> Tensor:
     """Draw a matrix (rows, columns), float32: Gaussian with columns of norm 1 on average, or with orthonormal columns.

@@ -46,8 +46,6 @@ from fedspan.core.values import (
     Weights,
 )
 
-__all__ = ["RoLoRA"]
-
 
 @final
 @dataclass(frozen=True, kw_only=True)

@@ -41,8 +41,6 @@ from fedspan.core.values import (
     Weights,
 )
 
-__all__ = ["SLoRA"]
-
 
 @final
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,6 @@ from fedspan.errors import FedspanError
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.calls import find_block_chains, replace_forward, trace_calls
 
-__all__ = ["CompiledBlocks"]
-
 VARIANTS = 64
 """Compiled variants of a block: one for each number of clients that share a pass, with and without gradients and masks.
 

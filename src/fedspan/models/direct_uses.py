@@ -16,8 +16,6 @@ from fedspan.models.adapted import AdaptedModel
 from fedspan.models.calls import enter_evaluation, replace_forward
 from fedspan.models.offload import is_offloaded
 
-__all__ = ["forbid_direct_uses"]
-
 
 class _DirectUses(TorchDispatchMode):
     """Records the target layers whose weights a forward pass uses outside of a call of the layer.

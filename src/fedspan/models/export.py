@@ -34,18 +34,6 @@ from fedspan.models.sentence_encoders import HEAD, PooledClassifier, read_output
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftConfig
 
-__all__ = [
-    "BASE_DIGEST",
-    "NOTES",
-    "StartingAdapter",
-    "compute_layer_updates",
-    "export_adapter",
-    "get_job_extras",
-    "read_adapter",
-    "require_adapter_base",
-    "truncate_adapter",
-]
-
 _PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(.*)\.lora_(?:embedding_)?([AB])(?:\.weight)?")
 NOTES = "fedspan.json"

@@ -6,8 +6,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["BlockedFastPaths"]
-
 
 class BlockedFastPaths:
     """Makes the transformer layers within a model call their linear layers also in eval mode.

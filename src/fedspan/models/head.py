@@ -14,15 +14,6 @@ from fedspan.models.adapted import AdaptedModel
 from fedspan.models.precision import compute_tolerance
 from fedspan.models.sharded import gather
 
-__all__ = [
-    "FeatureTap",
-    "NoOutputLayer",
-    "OutputLayer",
-    "find_frozen_heads",
-    "find_output_layer",
-    "find_untrained_head",
-]
-
 
 class NoOutputLayer(ValueError):
     """A model whose logits are not those of one linear layer; the text is the reason, without a full stop."""

@@ -20,8 +20,6 @@ from fedspan.models.operators import build_operator
 from fedspan.models.quantized import dequantize, is_quantized
 from fedspan.models.sharded import cut_shard, get_shard, is_sharded
 
-__all__ = ["AdaptedLayer", "Dropout"]
-
 Dropout = Callable[[Tensor, str], Tensor]
 
 

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["compute_tolerance", "has_narrow_weights", "keep_in_float32"]
-
 
 def keep_in_float32(model: nn.Module, trained: Iterable[nn.Parameter]) -> None:
     """Convert the modules that own trained parameters to float32, in place; the rest of the model is unchanged.

@@ -12,15 +12,6 @@ from torch import Tensor, nn
 
 from fedspan.errors import FedspanError, build_install_command
 
-__all__ = [
-    "Quantization",
-    "dequantize",
-    "get_quantization_options",
-    "is_quantized",
-    "list_unquantized_modules",
-    "prevent_repacking",
-]
-
 Quantization = Literal["nf4", "int8"]
 _HEADS = (".*classifier", ".*score", "lm_head", "embed_out")  # regexes of what trains or is tied to the embeddings
 

@@ -28,19 +28,6 @@ from fedspan.models.pooling import DENSE, Pooling, PoolingMode
 if TYPE_CHECKING:
     from transformers.modeling_outputs import SequenceClassifierOutput
 
-__all__ = [
-    "HEAD",
-    "PooledClassifier",
-    "PoolingSearch",
-    "find_pooling",
-    "get_encoder_class",
-    "get_encoder_options",
-    "omit_pooler",
-    "read_output_layer",
-    "read_pooling",
-    "write_modules",
-]
-
 HEAD = "classifier"
 """Name of the output layer of a pooled classifier."""
 _WEIGHTS = "model.safetensors"

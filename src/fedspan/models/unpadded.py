@@ -23,8 +23,6 @@ from fedspan.models.layout import Padded, TokenLayout
 from fedspan.models.operators import Linear
 from fedspan.models.precision import has_narrow_weights
 
-__all__ = ["Unpadded", "get_current_layout"]
-
 _ATTENTION = "fedspan_unpadded"
 
 _CURRENT: ContextVar[TokenLayout | None] = ContextVar("layout", default=None)

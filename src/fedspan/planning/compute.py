@@ -30,8 +30,6 @@ from fedspan.runs.trainer_setup import compute_max_length
 from fedspan.tasks.losses import upcast
 from fedspan.training.jobs import TrainingSettings
 
-__all__ = ["Compute", "LocalTraining", "PlannedPasses", "Trains", "compute_training_cost"]
-
 
 @dataclass(frozen=True)
 class Trains:

@@ -18,8 +18,6 @@ from fedspan.planning.calibration import measure_speed
 from fedspan.planning.plan import Plan, add_time, plan_run, prepare_model
 from fedspan.tasks.registry import get_task
 
-__all__ = ["get_known_examples", "get_known_labels", "plan", "plan_methods"]
-
 
 def plan(
     config: ConfigLike,

@@ -20,8 +20,6 @@ from fedspan.planning.layer_counts import Computation, count_layer
 from fedspan.planning.shape_inference import count_traffic, rewrap_method
 from fedspan.wrappers.extras import ExtrasPolicy
 
-__all__ = ["Extras", "RankCounts", "RoundTraffic", "list_extras", "plan_traffic"]
-
 
 @dataclass(frozen=True)
 class RoundTraffic:

@@ -21,26 +21,6 @@ from fedspan.reports.run_data import RunData
 from fedspan.runs.formatting import get_title
 from fedspan.tasks.metrics import METRICS
 
-__all__ = [
-    "ABSENT",
-    "COLORS",
-    "MAX_LISTED_CLIENTS",
-    "ON_DARK",
-    "Figure",
-    "build_menu",
-    "compute_tick_step",
-    "draw_clients",
-    "draw_course",
-    "draw_layers",
-    "draw_privacy",
-    "draw_spectra",
-    "draw_traffic",
-    "get_losses",
-    "get_scores",
-    "get_validation",
-    "style",
-]
-
 Figure = go.Figure
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8f7a00", "#56b4e9", "#6b4c9a", "#444444")
 """Okabe and Ito's colors, which most color-blind people can distinguish, darkened where they were pale."""

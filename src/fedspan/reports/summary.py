@@ -12,8 +12,6 @@ from fedspan.reports.groups import RunGroup
 from fedspan.runs.model_card import STATISTICS_NOTE
 from fedspan.tasks.metrics import METRICS
 
-__all__ = ["format_score_with_unit", "write_notes", "write_sentences"]
-
 
 def format_score_with_unit(metric: str, value: float | None, deviation: float | None = None) -> str:
     """Format a score as ``84.2 %``, ``84.2 ± 0.3 %`` or ``0.1234``; a dash for a score that was not measured."""

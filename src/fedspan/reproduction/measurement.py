@@ -15,8 +15,6 @@ from fedspan.runs.diagnose import diagnose
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.results import read_report
 
-__all__ = ["MEASURED", "measure"]
-
 MEASURED = frozenset({"exact_match", "alignment", "barrier", "state_step"})
 _PAIRS = 3
 

@@ -11,8 +11,6 @@ from fedspan.federation.settings import Arrivals, RoundSettings
 from fedspan.logs import read_lines
 from fedspan.runs.folder import RunFolder
 
-__all__ = ["read_arrivals", "require_same_arrivals"]
-
 
 def read_arrivals(federation: FederationConfig, settings: RoundSettings) -> RoundSettings:
     """Return the settings of rounds with the arrivals of the run that the config repeats, if it repeats one.

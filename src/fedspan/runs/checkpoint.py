@@ -29,20 +29,6 @@ from fedspan.runs.checkpoint_format import Checkpoint, load, pack, read_index, r
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.selection import Selection
 
-__all__ = [
-    "load_latest",
-    "prune",
-    "read_last_saved_round",
-    "read_newest_index",
-    "read_selection",
-    "resume",
-    "save",
-    "select_checkpoint",
-    "store_clients",
-    "truncate_logs",
-]
-
-
 _FOLDER = re.compile(r"round-(\d{5,})$")
 
 

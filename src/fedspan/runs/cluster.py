@@ -25,8 +25,6 @@ from fedspan.transports.in_process import InProcess
 if TYPE_CHECKING:
     from fedspan.transports.ray.team import Resources, Team
 
-__all__ = ["WorkerKit", "build_host", "connect_workers", "get_resources", "simulate_on_cluster"]
-
 
 @dataclass(frozen=True)
 class WorkerKit:

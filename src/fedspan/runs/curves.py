@@ -12,8 +12,6 @@ from fedspan.logs import read_lines
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.ledger import Totals, read_totals
 
-__all__ = ["Point", "compute_sent_bytes", "compute_target", "find_target_round", "get_score", "read_curve"]
-
 SHARE = 0.9
 """Target score, as a share of the distance from the worst first score to the best score."""
 

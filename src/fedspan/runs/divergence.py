@@ -8,8 +8,6 @@ from typing import Any
 
 from fedspan.tasks.metrics import METRICS, compute_score
 
-__all__ = ["find_divergence"]
-
 _LOSS_NOISE = 0.01  # relative difference of losses that other batches and seeds have, too
 _CLEAR_FALL = 0.1  # relative; the share of right ones among a few examples varies
 _PARTS = {"validation": "validation", "test": "test", "clients": "the clients' test"}

@@ -19,8 +19,6 @@ from fedspan.training.loop import LoopEngine
 from fedspan.training.stacking import StackingPlan, StackingRequest
 from fedspan.training.stages import Stages
 
-__all__ = ["describe_refusal", "keep_stacking_plan", "make_engine", "without_stacking_plan"]
-
 
 def make_engine(
     config: RunConfig,

@@ -15,8 +15,6 @@ from fedspan.config import RunConfig
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.integrity import DIRECTORY
 
-__all__ = ["extend_command", "is_command", "is_same_environment", "mark_changed", "record_environment"]
-
 _PACKAGES = ("transformers", "peft", "safetensors", "datasets", "flwr")
 
 

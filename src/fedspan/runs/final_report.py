@@ -22,8 +22,6 @@ from fedspan.runs.suspects import find_limited
 from fedspan.runs.trained_models import write_adapters
 from fedspan.tasks.bounded_losses import compute_guess_loss
 
-__all__ = ["finish"]
-
 _START = ("head_init", "simulated", "reason", "validation", "clients", "test")
 """Parts of the line of a start in metrics.jsonl that a report has."""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["format_duration", "format_number", "format_runs", "get_title", "shorten"]
-
 
 def format_number(value: float | None) -> str:
     """Format a loss with four decimals, or four digits if it is large; a dash if it is not a number."""

@@ -28,23 +28,6 @@ from fedspan.runs.folder import RunFolder
 from fedspan.runs.planned_rounds import ROUNDS_FIELD, require_independent_rounds
 from fedspan.runs.records import read_records, require_same_files
 
-__all__ = [
-    "DIRECTORY",
-    "RESOLVED",
-    "anchor_paths",
-    "compute_input_digests",
-    "describe_config",
-    "format_config",
-    "is_resource",
-    "list_differences",
-    "read_config",
-    "read_resolved_config",
-    "require_intact",
-    "require_same_base",
-    "require_same_run",
-    "resolve_config",
-]
-
 RESOLVED = ("pooling", "pooling_normalize")
 """Fields of ``model`` that are resolved once, at the start of a run; pooling.json holds them."""
 DIRECTORY = "directory"

@@ -25,8 +25,6 @@ from fedspan.training.batched import BatchedEngine
 from fedspan.training.jobs import TrainingSettings
 from fedspan.transports.in_process import simulate
 
-__all__ = ["RangeTest", "choose_rate", "load_or_choose", "read_range_test", "run_range_test", "set_rate"]
-
 EXPONENTS = (-2, -1, 0, 1, 2)
 """Exponents of the square root of 10 in the candidates."""
 ROUNDS, STEPS = 2, 8

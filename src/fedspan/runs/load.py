@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 
     from fedspan.models.loading import Loaded, Processor
 
-__all__ = ["ADAPTER", "Served", "find_adapter_folder", "load_served", "predict"]
-
 ADAPTER = "adapter_config.json"
 _BATCH = 64
 

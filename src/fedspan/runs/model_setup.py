@@ -41,20 +41,6 @@ if TYPE_CHECKING:
 
     from fedspan.models.loading import Loaded, Processor
 
-__all__ = [
-    "ModelObjects",
-    "RunModel",
-    "adapt_model",
-    "adopt_adapter",
-    "build_empty_model",
-    "build_model",
-    "get_pooling",
-    "list_unnamed_modules",
-    "require_saveable",
-    "require_size",
-    "resolve_pooling",
-]
-
 
 def require_saveable(processor: Processor | None) -> None:
     """Check that a processor can be exported with its model.

@@ -36,8 +36,6 @@ from fedspan.training.trainers.processes import Processes, count_processes
 from fedspan.training.trainers.trainer_engine import Owner, TrainerEngine
 from fedspan.training.trainers.transformers import TransformersTrainer
 
-__all__ = ["TrainerRuns", "adopt_trainer", "adopt_trainers", "require_used"]
-
 log = logging.getLogger(__name__)
 
 _NAMED_CLIENTS = 5

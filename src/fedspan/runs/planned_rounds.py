@@ -6,8 +6,6 @@ from fedspan.config import RunConfig
 from fedspan.errors import FedspanError
 from fedspan.runs.learning_rate import ROUNDS
 
-__all__ = ["ROUNDS_FIELD", "require_independent_rounds"]
-
 ROUNDS_FIELD = "federation.rounds"
 
 

@@ -14,8 +14,6 @@ from fedspan.errors import FedspanError
 from fedspan.files import convert_disk_errors, from_json, fsync_folder, read_bytes, to_json, write_all, write_atomic
 from fedspan.training.accounting import Charge, Mechanism, PrivacySpend, require_opacus
 
-__all__ = ["Budget", "generate_key", "has_key", "load_noise_key", "store_noise_key"]
-
 _KEY = "noise.key"
 
 

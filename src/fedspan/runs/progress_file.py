@@ -25,8 +25,6 @@ from fedspan.runs.setup import Prepared
 from fedspan.tasks.metrics import METRICS
 from fedspan.training.stages import Stage
 
-__all__ = ["INTERVAL", "ProgressFile"]
-
 INTERVAL = 0.5
 """Shortest time between two writes, in seconds."""
 _COST = 50

@@ -16,15 +16,6 @@ from fedspan.logs import Position
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.folder import CARD, RunFolder
 
-__all__ = [
-    "RECORDS",
-    "Records",
-    "compute_result_digests",
-    "read_records",
-    "require_intact_model",
-    "require_same_files",
-]
-
 RECORDS = ("config", "files", "logs")
 """Fields of report.json that ``RunReport`` lacks: the run's files are compared with them."""
 

@@ -49,18 +49,6 @@ if TYPE_CHECKING:
     from fedspan.clients.secagg import SecureClient
 
 
-__all__ = [
-    "build_method",
-    "build_server_clients",
-    "connect",
-    "get_nodes_folder",
-    "prepare_server",
-    "reply_as",
-    "secure_client",
-    "simulate_with_flower",
-]
-
-
 def get_nodes_folder(run: Path) -> Path:
     """Return the folder where the clients of a simulation store their state."""
     return run / "nodes"

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping
 from statistics import mean
 from typing import Any
 
-__all__ = ["find_limited"]
-
 _OFTEN = 0.5
 """Share of a client's rounds beyond which its changes are named."""
 _ROUNDS = 3

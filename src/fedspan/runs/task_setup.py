@@ -25,8 +25,6 @@ from fedspan.tasks.causal import can_attend_across_examples
 from fedspan.tasks.registry import get_task
 from fedspan.tasks.settings import TaskSettings
 
-__all__ = ["collect_columns", "collect_task_settings", "parse_task_settings", "read_notes", "require_packing"]
-
 _COLUMNS = ("text", "text_pair", "image", "label", "label_columns", "label_separator", "answer", "messages", "roles")
 """Options of the section ``data`` that describe the columns of examples."""
 _UNNAMED = ("text_pair", "label_columns", "label_separator")

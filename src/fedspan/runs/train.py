@@ -31,8 +31,6 @@ from fedspan.tasks.registry import is_installed, register_task
 from fedspan.transports.flower import require
 from fedspan.transports.ray import require_ray
 
-__all__ = ["resume", "run", "simulate"]
-
 
 def run(
     config: RunConfig | Mapping[str, Any] | str | Path,

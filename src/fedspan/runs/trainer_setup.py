@@ -20,8 +20,6 @@ from fedspan.tasks.task import RunTask
 from fedspan.training.engine import Engine
 from fedspan.training.stages import Stages
 
-__all__ = ["RunTrainer", "build_trainer", "compute_max_length", "require_private_model"]
-
 
 @dataclass(frozen=True)
 class RunTrainer:

@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 
     from fedspan.tasks.settings import TaskSettings
 
-__all__ = ["CAUSAL_LM", "CausalLM", "EncodedPrompts", "GenerationOptions", "can_attend_across_examples"]
-
 _ANSWERS = "answer_tokens"
 """Key of a batch's numbers of answer tokens by row, (B,), on the CPU: they are shapes, which the host must know."""
 _CHUNK = 4096  # rows tokenized at once: lists of Python integers are many times as large as the ids

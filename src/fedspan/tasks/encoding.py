@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     import datasets
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["EncodedText", "Ragged", "collate_texts", "describe_truncation", "encode_texts", "require_processor"]
-
 
 class Ragged(Sequence[list[int]]):
     """Rows of ids of different lengths; every access to a row returns a new list.

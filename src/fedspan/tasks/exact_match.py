@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["is_exact_match"]
-
 
 def is_exact_match(prediction: str, reference: str, pattern: str | None = None) -> bool:
     """Check whether two answers are equal: as numbers if both are (1,000 is 1000.0), else as texts without whitespace.

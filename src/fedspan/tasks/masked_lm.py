@@ -50,8 +50,6 @@ if TYPE_CHECKING:
 
     from fedspan.tasks.settings import TaskSettings
 
-__all__ = ["MASKED_LM", "MaskedLanguageModel", "MaskedOptions", "MaskedTexts"]
-
 _COUNTS = "predicted_tokens"
 """Key of a batch's numbers of predicted tokens by text, (B,), on the CPU: they are shapes, which the host knows."""
 _SUMS = 3  # columns of a prediction: loss, predicted tokens, right ones; the predicted tokens' ids follow

@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
     from fedspan.tasks.settings import TaskSettings
 
-__all__ = ["PREFERENCE", "EncodedPreferences", "PreferenceOptions", "PreferenceTuning"]
-
 _REFERENCE = "reference"
 _BOUND = 1e15  # of metrics without a bound
 

@@ -46,8 +46,6 @@ if TYPE_CHECKING:
 
     from fedspan.tasks.settings import TaskSettings
 
-__all__ = ["SEQ2SEQ", "EncodedPairs", "Seq2Seq", "Seq2SeqOptions"]
-
 _COUNTS = "target_tokens"
 """Key of a batch's numbers of target tokens by example, (B,), on the CPU: they are shapes, which the host must know."""
 _CHUNK = 4096  # texts tokenized at once: lists of Python integers are many times as large as the ids

@@ -26,12 +26,6 @@ from fedspan.tasks.losses import (
     upcast,
 )
 
-__all__ = [
-    "SingleLabelClassification",
-    "compute_class_offsets",
-    "compute_class_weights",
-]
-
 
 def compute_class_weights(labels: np.ndarray, count: int) -> Tensor:
     """Compute scikit-learn's ``balanced`` weights of a client's classes, (K,) float32; 0 of a class without examples.

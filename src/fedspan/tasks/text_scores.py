@@ -14,8 +14,6 @@ from typing import Any, Literal
 from fedspan.errors import FedspanError, build_install_command
 from fedspan.tasks.metrics import Metric
 
-__all__ = ["TEXT_METRICS", "BleuTokenizer", "compute_text_scores", "require_text_scores"]
-
 BleuTokenizer = Literal["13a", "intl", "char", "zh", "none"]
 """Tokenizers of sacrebleu that need no further package."""
 

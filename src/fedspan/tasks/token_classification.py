@@ -47,8 +47,6 @@ if TYPE_CHECKING:
 
     from fedspan.tasks.settings import TaskSettings
 
-__all__ = ["TOKEN_CLASSIFICATION", "EncodedSentences", "TokenClassification"]
-
 _WORDS = "word_numbers"
 """Key of a batch's numbers of the words that its pieces begin, (B, T); -1 for other pieces."""
 _COUNTS = "labeled_words"

@@ -18,15 +18,6 @@ from fedspan.core.tensors import sum_rows
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = [
-    "IGNORED",
-    "SCORES",
-    "compute_token_metrics",
-    "decode_generated",
-    "mark_ends",
-    "score_tokens",
-]
-
 IGNORED = -100
 """The label of tokens that are no targets, as in Transformers."""
 SCORES = 3

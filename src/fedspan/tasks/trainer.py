@@ -19,8 +19,6 @@ if TYPE_CHECKING:  # slow to import, and a worker of a cluster does not need it
 
     from fedspan.tasks.settings import TaskSettings
 
-__all__ = ["TRAINER", "TrainerExamples", "TrainerTask"]
-
 
 @dataclass(frozen=True)
 class TrainerExamples:

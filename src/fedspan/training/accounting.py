@@ -16,8 +16,6 @@ from typing import Any, Literal
 
 from fedspan.errors import FedspanError, build_install_command
 
-__all__ = ["Accounting", "Charge", "Mechanism", "PrivacySpend", "calibrate_noise", "compute_epsilon", "require_opacus"]
-
 Accounting = Literal["rdp", "prv"]
 
 _STEP = 0.01

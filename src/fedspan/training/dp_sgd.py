@@ -32,8 +32,6 @@ from fedspan.training.accounting import Mechanism, calibrate_noise, require_opac
 from fedspan.training.jobs import Assignment, Privacy, TrainingSettings, build_not_finite_error
 from fedspan.training.services import TrainingServices, draw_dropout_mask
 
-__all__ = ["PrivateTraining", "compute_noise", "compute_private_steps", "draw_poisson_batches", "release_of"]
-
 
 def compute_expected_batch(settings: TrainingSettings, count: int) -> int:
     """Compute the average number of examples of an optimizer step for a client with ``count`` examples."""

@@ -16,8 +16,6 @@ from fedspan.training.prefix import PrefixCaches
 from fedspan.training.stacked_prediction import ModelInputs
 from fedspan.training.stages import Stages
 
-__all__ = ["Engine", "Predictor", "train_one_by_one"]
-
 
 class Predictor(Protocol):
     """Predicts examples with jobs."""

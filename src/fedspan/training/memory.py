@@ -9,8 +9,6 @@ import torch
 
 from fedspan.errors import FedspanError
 
-__all__ = ["convert_out_of_memory"]
-
 
 @contextmanager
 def convert_out_of_memory(

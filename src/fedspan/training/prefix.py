@@ -32,8 +32,6 @@ from fedspan.training.memory import convert_out_of_memory
 from fedspan.training.prefix_rows import PrefixRows, PrefixStore, compute_prefix_key, store_in_use
 from fedspan.training.stages import Stages
 
-__all__ = ["PrefixCache", "PrefixCaches"]
-
 _SAMPLE = 4
 """Number of examples on which a cache is verified."""
 

@@ -23,8 +23,6 @@ from fedspan.tasks.task import Examples, Task
 from fedspan.training.batching import split_evaluation_batches
 from fedspan.training.stages import Stages
 
-__all__ = ["ReferenceTask", "References", "copy_reference", "fill_reference", "has_reference"]
-
 
 class ReferenceTask(Task, Protocol):
     """A task that compares the model with the reference.

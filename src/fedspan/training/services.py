@@ -33,8 +33,6 @@ from fedspan.training.references import References
 from fedspan.training.stacked_prediction import ModelInputs
 from fedspan.training.stages import Stages
 
-__all__ = ["TrainingServices", "draw_dropout_mask"]
-
 _FEATURE_BATCH = 64
 
 

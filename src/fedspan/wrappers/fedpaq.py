@@ -24,8 +24,6 @@ from fedspan.core.tensors import Tensors, create_generator
 from fedspan.core.values import Client, Job
 from fedspan.wrappers.compression import Compression
 
-__all__ = ["FedPAQ"]
-
 
 @final
 @dataclass(frozen=True, kw_only=True)

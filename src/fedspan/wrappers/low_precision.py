@@ -32,8 +32,6 @@ from fedspan.errors import FedspanError
 from fedspan.wrappers.compression import Compression
 from fedspan.wrappers.wrapper import add_prefix
 
-__all__ = ["LowPrecision"]
-
 _GENERATION = "low-precision generation"  # name of a scalar of messages and jobs, and of a tensor in the memory
 _ERROR = "error/"
 

@@ -6,8 +6,6 @@ from fedspan.core.values import Message
 from fedspan.federation import serialization
 from fedspan.federation.aggregation.reply_buffer import ReplyBuffer
 
-__all__ = ["MessageBuffer"]
-
 _IN_MEMORY = 256 << 20
 """Bytes of decoded messages beyond which further ones wait in a file."""
 _TENSOR_BYTES = 1024

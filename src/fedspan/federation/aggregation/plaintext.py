@@ -32,9 +32,6 @@ from fedspan.federation.validation import (
     validate_reply,
 )
 
-__all__ = ["PlaintextAggregation"]
-
-
 _SCALAR_BYTES = 64
 """Size in bytes by which a number, or the padding of the header, may be larger than in an untrained reply."""
 

@@ -11,8 +11,6 @@ from fedspan.core.tensors import Tensors
 from fedspan.core.values import Client, Contribution, Reduced, StackItem
 from fedspan.federation.privacy import CentralPrivacy
 
-__all__ = ["PrivateReducer", "Reducer"]
-
 
 class Reducer:
     """Accumulates contributions in client-id order.

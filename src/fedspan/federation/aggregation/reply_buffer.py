@@ -10,8 +10,6 @@ from pathlib import Path
 from fedspan.errors import FedspanError
 from fedspan.files import convert_disk_errors
 
-__all__ = ["ReplyBuffer"]
-
 _IN_MEMORY = 256 << 20
 """Bytes of all replies beyond which they move to a file."""
 _RESERVE = 1 << 30

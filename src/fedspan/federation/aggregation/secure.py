@@ -44,8 +44,6 @@ from fedspan.federation.secagg.session import SecureSession
 from fedspan.federation.settings import FEWEST_SECURE_CLIENTS, MOST_SECURE_CLIENTS, SecureSettings
 from fedspan.federation.validation import compute_origin, require_requested
 
-__all__ = ["SecureAggregation"]
-
 _VECTOR_HEADER = 1024
 """Maximum size of what an encoded message with one vector has beside its numbers, in bytes."""
 

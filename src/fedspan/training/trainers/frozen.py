@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.sharded import get_shard
 
-__all__ = ["FrozenBase", "checksum_frozen"]
-
 _CHUNK = 1 << 20
 _MIX, _STEP = 0x5851F42D4C957F2D, 0x14057B7EF767814F  # odd, below 2**63
 

@@ -27,8 +27,6 @@ from fedspan.core.parametrization import Parametrization
 from fedspan.core.values import Group, Job
 from fedspan.errors import FedspanError
 
-__all__ = ["Announcement", "Processes", "count_processes", "describe_job", "read_job"]
-
 _WAIT = timedelta(days=365)
 """How long a process waits for the next task."""
 

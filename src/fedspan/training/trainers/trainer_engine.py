@@ -35,8 +35,6 @@ from fedspan.training.trainers.optimizer import JobOptimizer
 from fedspan.training.trainers.processes import Processes
 from fedspan.training.trainers.transformers import TransformersTrainer
 
-__all__ = ["Owner", "TrainerEngine"]
-
 log = logging.getLogger(__name__)
 
 

@@ -29,8 +29,6 @@ from fedspan.training.trainers.transformers_round import (
     set_round_arguments,
 )
 
-__all__ = ["TransformersTrainer", "list_unused_arguments"]
-
 _UNUSED_ARGUMENTS = (
     *("optim", "optim_args", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
     *("max_grad_norm", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_ratio", "warmup_steps"),

@@ -14,8 +14,6 @@ from fedspan.errors import FedspanError
 from fedspan.training.trainers.optimizer import JobOptimizer
 from fedspan.training.trainers.transformers_round import add_callback
 
-__all__ = ["count_examples", "get_length"]
-
 _EXAMPLES = "fedspan_examples"
 """The entry of a batch with one element for each example: a tensor, which Accelerate can concatenate and slice."""
 
