@@ -140,7 +140,7 @@ class PreferenceTuning:
         sums: list[Tensor] = []
         counts: list[Tensor] = []
         for role in ANSWERS:
-            logits_SV, targets_S, numbers_S = self.language.compute_answer_logits(model, _select(batch, role))
+            logits_SV, targets_S, numbers_S = self.language.compute_logits(model, _select(batch, role))
             losses_S = F.cross_entropy(logits_SV, targets_S, reduction="none")
             # A product with zeros and ones: an indexed sum adds in no fixed order on a GPU.
             rows_B = torch.arange(len(batch[f"{role}.labels"]), device=numbers_S.device)

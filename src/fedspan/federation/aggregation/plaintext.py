@@ -10,9 +10,9 @@ from fedspan.core.tensors import Tensors
 from fedspan.core.values import Client, Contribution, Message, Reduced, ServerState
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
-from fedspan.federation.aggregation.message_buffer import MessageBuffer
 from fedspan.federation.aggregation.reducers import create_reducer
 from fedspan.federation.aggregation.reduction import PrivateReducer, Reducer
+from fedspan.federation.aggregation.reply_buffer import MessageBuffer
 from fedspan.federation.changes import (
     MODEL,
     Change,
