@@ -10,8 +10,6 @@ import importlib.util
 
 from fedspan.errors import FedspanError, build_install_command
 
-__all__ = ["require_packages"]
-
 
 def require_packages() -> None:
     """Check that the libraries are installed."""

@@ -16,8 +16,6 @@ from fedspan.errors import FedspanError
 from fedspan.experiments.tables import Table
 from fedspan.reproduction.presets import Preset, Scale, Where, merge
 
-__all__ = ["DATA", "IMAGE_MODEL", "MODEL", "Cell", "list_cells", "name_row_folders", "tabulate_settings"]
-
 DATA, MODEL, IMAGE_MODEL = "{data}", "{model}", "{image_model}"
 """Placeholders in presets for the data folder, and for the folder of a language model or an image classifier that no
 package provides."""
