@@ -118,6 +118,9 @@ def estimate_difference(
         first: One score for each seed.
         second: Scores of the other side for the same seeds, in the same order.
         items: The predictions of both sides, by seed; None, or none for a seed: they are not known.
+
+    Raises:
+        ValueError: If the two differ in length.
     """
     differences = [one - other for one, other in zip(first, second, strict=True)]
     by_items = _estimate_item_error(metric, items)
@@ -196,6 +199,9 @@ def compare_pairs(better: Sequence[float], worse: Sequence[float]) -> Within:
     Args:
         better: One value for each seed, of the side that is claimed to be above.
         worse: Values of the other side for the same seeds, in the same order.
+
+    Raises:
+        ValueError: If the two differ in length.
     """
     differences = [better_score - worse_score for better_score, worse_score in zip(better, worse, strict=True)]
     mean, error = math.fsum(differences) / len(differences), estimate_standard_error(differences)
