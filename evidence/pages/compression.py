@@ -25,8 +25,8 @@ import numpy as np
 
 if TYPE_CHECKING:
     from fedspan.core.method import Traffic
-    from fedspan.core.transfer_formats import Format
     from fedspan.core.values import LayerSpec
+    from fedspan.wrappers.low_precision import Format
 
 Reports = dict[tuple[str, str, int], dict[str, Any]]
 """Reports of runs, by method, variant and seed."""

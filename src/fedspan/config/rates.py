@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 from fedspan.tasks.registry import get_task
 
-__all__ = ["FACTORS", "TrainingDefaults", "get_training_defaults"]
-
 
 @dataclass(frozen=True)
 class TrainingDefaults:

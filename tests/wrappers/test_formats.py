@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedspan.core.quantize import pack_levels, quantize, unpack_levels
-from fedspan.core.transfer_formats import Format, compress, decompress
+from fedspan.wrappers.fedpaq import pack_levels, quantize, unpack_levels
+from fedspan.wrappers.low_precision import Format, compress, decompress
 
 
 def by_hand(value: Tensor, levels: int, draws: Tensor) -> list[int]:

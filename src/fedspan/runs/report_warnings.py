@@ -1,14 +1,14 @@
-"""Signs that training diverged or made the model worse, for a run's report."""
+"""Warnings of a run's report: training diverged or made the model worse, or clients' replies were limited often."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
+from statistics import mean
 from typing import Any
 
 from fedspan.tasks.metrics import METRICS, compute_score
-
-__all__ = ["find_divergence"]
 
 _LOSS_NOISE = 0.01  # relative difference of losses that other batches and seeds have, too
 _CLEAR_FALL = 0.1  # relative; the share of right ones among a few examples varies
@@ -17,6 +17,10 @@ _PARTS = {"validation": "validation", "test": "test", "clients": "the clients' t
 _SMALL = 0.1  # share of the untrained model's loss below which a training loss is small, however much it rose
 _RISE = 2.0  # a training loss of one round varies with its cohort, but rarely by this factor
 _RISE_OVER_START = 4.0  # a round's first steps, and other examples than those of the validation loss, count too
+_OFTEN = 0.5
+"""Share of a client's rounds beyond which its changes are named."""
+_ROUNDS = 3
+"""Rounds that a client's changes must have been limited in to be named."""
 
 
 def find_divergence(
@@ -102,3 +106,30 @@ def _select_finite(scores: Mapping[str, float | None]) -> dict[str, float]:
 def _format_scores(metric: str, scores: Mapping[str, float]) -> str:
     value = scores.get(metric)
     return "undefined" if value is None else f"{value:.1%}" if METRICS[metric].is_percentage else f"{value:.4g}"
+
+
+def find_limited(rows: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Find clients whose changes were scaled down in more than half of their rounds, or whose weight was lowered.
+
+    Returns:
+        Sentences for the user, by client.
+    """
+    selected, lowered, factors = Counter[str](), Counter[str](), defaultdict[str, list[float]](list)
+    for row in rows:
+        selected.update(row.get("cohort", ()))
+        for id, factor in row.get("clipped", {}).items():
+            factors[id].append(factor)
+        lowered.update(list(row.get("lowered_weights", ())))
+    changes = tuple(
+        f"The changes of {id} were scaled down in {len(client_factors)} of its {selected[id]} rounds, "
+        f"to {mean(client_factors):.0%} on average (federation.clip_ratio): it has more examples, other data or "
+        "another training than most clients, or it is hostile."
+        for id, client_factors in sorted(factors.items())
+        if len(client_factors) >= _ROUNDS and len(client_factors) > _OFTEN * selected[id]
+    )
+    weights = tuple(
+        f"The weight of {id} was lowered in {count} of its {selected[id]} rounds: it declares more examples than it "
+        "was admitted with, or many more than the median client (federation.max_weight_ratio)."
+        for id, count in sorted(lowered.items())
+    )
+    return changes + weights
