@@ -1,0 +1,333 @@
+"""Certificates and keys of a deployment: a private authority, the server's certificate and the nodes' key pairs.
+
+The file formats are those of Flower's commands and ssh-keygen, so that either can be used instead.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+    load_ssh_private_key,
+)
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from fedspan.errors import FedspanError
+from fedspan.files import write_atomic
+
+__all__ = [
+    "AUTHORITY",
+    "CERTIFICATE",
+    "KEY",
+    "ORDER_KEY",
+    "ORDER_NAME",
+    "SOON",
+    "activate_authority",
+    "compute_days_left",
+    "ensure_authority",
+    "get_newest_authority",
+    "is_authority",
+    "is_issued",
+    "list_certified_hosts",
+    "load_node_key",
+    "make_authority",
+    "make_node_key",
+    "renew_authority",
+]
+
+AUTHORITY, CERTIFICATE, KEY, ORDER_KEY = "ca.crt", "server.crt", "server.key", "orders.key"
+"""Files that ``make_authority`` writes."""
+
+ORDER_NAME = "fedspan orders"
+"""Common name of the certificate of the key that signs orders."""
+
+SOON = 30.0
+"""Days before the end of a certificate, or of an admission, from which on commands warn."""
+
+_DAYS = 730
+_NEXT = "next"
+"""Folder in the server's folder with the certificates that ``renew_authority`` made and that are not in use yet."""
+
+
+def ensure_authority(folder: Path, hosts: Sequence[str]) -> None:
+    """Create an authority and a server certificate, unless the folder contains them.
+
+    Args:
+        folder: The server's folder.
+        hosts: Host names and addresses under which nodes reach the server.
+
+    Raises:
+        FedspanError: If the folder's certificate is not valid for a host.
+    """
+    if not (folder / AUTHORITY).exists():
+        make_authority(folder, hosts)
+    elif missing := [host for host in hosts if host not in list_certified_hosts(folder)]:
+        files = ", ".join((AUTHORITY, CERTIFICATE, KEY, ORDER_KEY))
+        expected = (
+            f"a name in the certificate in {folder} ({', '.join(list_certified_hosts(folder))}). For another, "
+            f"use fedspan renew --name, or remove {files} there and give the new {AUTHORITY} to every data owner"
+        )
+        raise FedspanError("--name", missing[0], expected)
+
+
+def make_authority(folder: Path, hosts: Sequence[str]) -> None:
+    """Create an authority, a server certificate and an order key; the authority's private key is discarded.
+
+    Args:
+        folder: Folder for ``ca.crt`` (for all nodes that join: certificates of the authority and of the order key),
+            ``server.crt``, ``server.key`` and ``orders.key`` (0600).
+        hosts: Host names and addresses of the server; the loopback names of this machine are added.
+
+    Raises:
+        FedspanError: If the folder already contains such files, or a host is empty.
+    """
+    for name in (AUTHORITY, CERTIFICATE, KEY, ORDER_KEY):
+        if (folder / name).exists():
+            raise FedspanError(
+                "certificates",
+                str(folder / name),
+                "a folder without certificates",
+                problem="the folder already has certificates",
+            )
+    if any(not host for host in hosts):
+        raise FedspanError("host", "", "a name or an address")
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    authority_key, server_key, order_key = (ec.generate_private_key(ec.SECP384R1()) for _ in range(3))
+    issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fedspan federation")])
+    authority = _build_certificate(issuer, issuer, authority_key.public_key(), authority_key.public_key())
+    authority = authority.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    authority = authority.add_extension(_SIGNS_CERTIFICATES, critical=True)
+    order_name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, ORDER_NAME)])
+    order_certificate = _build_certificate(order_name, issuer, order_key.public_key(), authority_key.public_key())
+    order_certificate = order_certificate.add_extension(
+        x509.BasicConstraints(ca=False, path_length=None), critical=True
+    )
+    certificates = [
+        builder.sign(authority_key, hashes.SHA384()).public_bytes(Encoding.PEM)
+        for builder in (authority, order_certificate)
+    ]
+    _write(folder / AUTHORITY, b"".join(certificates), 0o644)
+    _write(folder / ORDER_KEY, _encode_private_key(order_key), 0o600)
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, hosts[0] if hosts else "localhost")])
+    names = [_build_name(host) for host in dict.fromkeys((*hosts, "localhost", "127.0.0.1", "::1"))]
+    server = _build_certificate(subject, issuer, server_key.public_key(), authority_key.public_key())
+    server = server.add_extension(x509.SubjectAlternativeName(names), critical=False)
+    server = server.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+    server = server.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+    _write(folder / KEY, _encode_private_key(server_key), 0o600)
+    _write(folder / CERTIFICATE, server.sign(authority_key, hashes.SHA384()).public_bytes(Encoding.PEM), 0o644)
+
+
+def list_certified_hosts(folder: Path) -> list[str]:
+    """Return the host names and addresses for which a server's certificate is valid.
+
+    Raises:
+        FedspanError: If the file is not a certificate.
+    """
+    path = folder / CERTIFICATE
+    try:
+        certificate = x509.load_pem_x509_certificate(path.read_bytes())
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (OSError, ValueError, x509.ExtensionNotFound) as error:
+        raise FedspanError("certificates", str(path), f"the server's certificate ({error})") from error
+    return [str(name.value) for name in names]
+
+
+def renew_authority(folder: Path, hosts: Sequence[str]) -> Path:
+    """Make new certificates beside those in use: authority, server certificate and order key, all with new keys.
+
+    Nodes that have the new ``ca.crt`` accept both the certificates in use and the new ones. ``activate_authority``
+    puts the new ones in use, and the next renewal leaves the old ones out.
+
+    Args:
+        folder: The server's folder.
+        hosts: Further host names and addresses of the server; those of the certificate in use stay.
+
+    Returns:
+        The new ``ca.crt``, for every data owner.
+
+    Raises:
+        FedspanError: If the folder has no certificates, or renewed ones that are not in use yet.
+    """
+    if (folder / _NEXT).exists():
+        problem = f"{folder / _NEXT} has certificates that are not in use yet. Use --activate, or remove the folder"
+        raise FedspanError("certificates", str(folder / _NEXT), problem=problem)
+    names = list(dict.fromkeys((*list_certified_hosts(folder), *hosts)))
+    new = folder / f"{_NEXT}.new"
+    shutil.rmtree(new, ignore_errors=True)
+    make_authority(new, names)
+    write_atomic(new / AUTHORITY, (new / AUTHORITY).read_bytes() + _read_used_authority(folder))
+    new.rename(folder / _NEXT)
+    return folder / _NEXT / AUTHORITY
+
+
+def get_newest_authority(folder: Path) -> Path:
+    """Return the ``ca.crt`` for a new data owner: the one of renewed certificates also accepts those in use."""
+    renewed = folder / _NEXT / AUTHORITY
+    return renewed if renewed.is_file() else folder / AUTHORITY
+
+
+def activate_authority(folder: Path) -> None:
+    """Put the certificates of ``renew_authority`` in the place of those in use; a running server restarts with them.
+
+    Raises:
+        FedspanError: If there are none.
+    """
+    renewed = folder / _NEXT
+    if not (renewed / AUTHORITY).is_file():
+        raise FedspanError("certificates", str(renewed), problem="there are no renewed certificates. Run fedspan renew")
+    # Both authorities are trusted before the rest changes; a running server restarts when the certificate changes.
+    for name in (AUTHORITY, ORDER_KEY, KEY, CERTIFICATE):
+        write_atomic(folder / name, (renewed / name).read_bytes(), 0o600 if name in (ORDER_KEY, KEY) else 0o644)
+    shutil.rmtree(renewed)
+
+
+def _read_used_authority(folder: Path) -> bytes:
+    """Return the certificates of the authority in use and of its order key, without those of earlier ones."""
+    server = x509.load_pem_x509_certificate((folder / CERTIFICATE).read_bytes())
+    certificates = x509.load_pem_x509_certificates((folder / AUTHORITY).read_bytes())
+    authority = next(
+        (certificate for certificate in certificates if is_authority(certificate) and is_issued(server, certificate)),
+        None,
+    )
+    if authority is None:
+        problem = f"{AUTHORITY} does not have the authority of {CERTIFICATE}. Restore both"
+        raise FedspanError("certificates", str(folder), problem=problem)
+    orders = (
+        certificate
+        for certificate in certificates
+        if certificate is not authority and is_issued(certificate, authority)
+    )
+    return b"".join(certificate.public_bytes(Encoding.PEM) for certificate in (authority, *orders))
+
+
+def is_authority(certificate: x509.Certificate) -> bool:
+    """Return whether a certificate may certify others."""
+    try:
+        return certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+    except (x509.ExtensionNotFound, ValueError):
+        return False
+
+
+def is_issued(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
+    """Return whether an authority signed a certificate."""
+    try:
+        certificate.verify_directly_issued_by(authority)
+    except (ValueError, TypeError, InvalidSignature):
+        return False
+    return True
+
+
+def compute_days_left(*files: Path) -> float:
+    """Return the days until the first of the certificates in some files expires.
+
+    Raises:
+        FedspanError: If a file has no certificate.
+    """
+    expirations: list[datetime.datetime] = []
+    for path in files:
+        try:
+            expirations += [
+                certificate.not_valid_after_utc for certificate in x509.load_pem_x509_certificates(path.read_bytes())
+            ]
+        except (OSError, ValueError) as error:
+            raise FedspanError("certificates", str(path), f"a file with certificates ({error})") from error
+    return (min(expirations) - datetime.datetime.now(datetime.UTC)).total_seconds() / 86400
+
+
+def make_node_key(path: Path) -> Path:
+    """Create a node's key pair, like ``ssh-keygen -t ecdsa -b 384``.
+
+    Args:
+        path: File for the private key (0600); the public key, for the server's operator, is written to ``path.pub``.
+
+    Returns:
+        The file of the public key.
+
+    Raises:
+        FedspanError: If a key already exists.
+    """
+    public = path.with_name(f"{path.name}.pub")
+    if existing := next((str(file) for file in (path, public) if file.exists()), None):
+        raise FedspanError("key", existing, "the path of a new file", problem=f"{existing!r} already exists")
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    key = ec.generate_private_key(ec.SECP384R1())
+    _write(path, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()), 0o600)
+    _write(public, key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n", 0o644)
+    return public
+
+
+def load_node_key(path: Path) -> tuple[ec.EllipticCurvePrivateKey, ec.EllipticCurvePublicKey]:
+    """Load a node's key pair from its private key.
+
+    Raises:
+        FedspanError: If the file is not such a key, or users other than its owner may read it.
+    """
+    try:
+        if os.name == "posix" and path.stat().st_mode & 0o077:
+            raise FedspanError("key", str(path), problem=f"others can read the key. Run: chmod 600 {path}")
+        key = load_ssh_private_key(path.read_bytes(), password=None)
+    except (OSError, ValueError, TypeError, NotImplementedError, UnsupportedAlgorithm) as error:
+        raise FedspanError("key", str(path), f"a private key as fedspan join --new-key makes it ({error})") from error
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise FedspanError("key", str(path), "an elliptic-curve key (ssh-keygen -t ecdsa -b 384)")
+    return key, key.public_key()
+
+
+_SIGNS_CERTIFICATES = x509.KeyUsage(
+    key_cert_sign=True,
+    crl_sign=True,
+    **dict.fromkeys(
+        ("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement"), False
+    ),
+    encipher_only=False,
+    decipher_only=False,
+)
+
+
+def _build_certificate(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, issuer_key: ec.EllipticCurvePublicKey
+) -> x509.CertificateBuilder:
+    """Build a certificate with the identifiers of both keys, which Python demands from 3.13 on (RFC 5280)."""
+    now = datetime.datetime.now(datetime.UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(hours=1))  # tolerates clock differences
+        .not_valid_after(now + datetime.timedelta(days=_DAYS))
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key), critical=False)
+    )
+
+
+def _encode_private_key(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+
+
+def _build_name(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
+
+
+def _write(path: Path, data: bytes, mode: int) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
