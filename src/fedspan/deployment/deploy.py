@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedspan import __version__
 from fedspan.config import RunConfig, override, read_values
-from fedspan.config.node import load_node, require_data
+from fedspan.config.node import NodeConfig, load_node, require_data
 from fedspan.data.path_patterns import has_placeholders, match_paths
 from fedspan.deployment.base_files import BaseDownloads, describe_base
 from fedspan.deployment.base_offers import BaseFile, find_local_base, list_base_files, offer_base
@@ -37,10 +37,11 @@ from fedspan.runs.progress_file import ProgressFile
 from fedspan.runs.remote import prepare_server
 from fedspan.runs.results import is_run, read_report
 from fedspan.runs.setup import Prepared
-from fedspan.transports.flower import require
+from fedspan.transports.http import require
 
 if TYPE_CHECKING:
-    from fedspan.transports.flower.server import ServerLink
+    from fedspan.transports.http.client import Link
+    from fedspan.transports.http.server import ServerLink
 
 __all__ = ["check_node", "join", "submit"]
 
@@ -70,8 +71,7 @@ def check_node(path: str | Path, *, insecure: bool = False) -> list[str]:
     Raises:
         FedspanError: For the first thing that is missing or wrong.
     """
-    from fedspan.transports.flower.keys import load_node_key
-    from fedspan.transports.flower.reachability import check_server
+    from fedspan.transports.http.reachability import check_server
 
     node = load_node(path)
     lines = [f"file: {path}, node {node.id}"]
@@ -85,15 +85,37 @@ def check_node(path: str | Path, *, insecure: bool = False) -> list[str]:
         if node.authority is None or node.key is None:
             missing = "authority" if node.authority is None else "key"
             raise FedspanError(missing, None, "ca.crt of the server and the node's key, or --insecure for a test")
-        load_node_key(Path(node.key))
+    link = _build_link(node, insecure=insecure)
+    if not insecure:
         lines.append(f"key: {node.key}")
     if Path(node.folder).exists():
         make_private_folder(Path(node.folder), "folder")
     for name in [*node.models, *(name for name in node.limits.models or () if not set(name) & set("*?["))]:
         if not name.startswith("builtin:"):
             lines.append(f"model {name}: {describe_base(node, name)}")
-    lines.append(f"server: {check_server(node.server, None if insecure else node.authority)}")
+    lines.append(f"server: {check_server(link)}")
     return lines
+
+
+def _build_link(node: NodeConfig, *, insecure: bool) -> Link:
+    """Return the connection data of a node's server.
+
+    Raises:
+        FedspanError: If the file of the node's key is not valid.
+    """
+    from fedspan.transports.http.client import Link
+    from fedspan.transports.http.keys import load_node_key
+    from fedspan.transports.http.transfers import Bandwidth
+
+    key = None if insecure or node.key is None else load_node_key(Path(node.key))[0]
+    authority = None if insecure or node.authority is None else Path(node.authority)
+    up, down = (
+        None if mbit is None else mbit * _MBIT_BYTES for mbit in (node.bandwidth.up_mbit, node.bandwidth.down_mbit)
+    )
+    tls_authority = None if node.tls_authority is None else Path(node.tls_authority)
+    return Link(
+        node.server, authority, key, node.limits.message_bytes, Bandwidth(up, down), node.proxy, tls_authority
+    )
 
 
 def _describe_data(name: str, field: str) -> str:
@@ -132,25 +154,20 @@ def join(path: str | Path, *, trainer: Any = None, insecure: bool = False, stop:
             processes failed.
     """
     require()
-    from fedspan.transports.flower.keys import SOON, compute_days_left, load_node_key
-    from fedspan.transports.flower.supernode import Link, serve
-    from fedspan.transports.flower.transfers import Bandwidth
-    from fedspan.transports.flower.wire import NodeWork
+    from fedspan.transports.http.keys import SOON, compute_days_left
+    from fedspan.transports.http.node import serve
+    from fedspan.transports.http.wire import NodeWork
 
     node = load_node(path)
     for field, value in (("authority", node.authority), ("key", node.key)):
         if value is None and not insecure:
             raise FedspanError(field, None, "a file, or --insecure for a trial without TLS and keys")
-    keys = None if insecure or node.key is None else load_node_key(Path(node.key))
-    authority = None if insecure or node.authority is None else Path(node.authority)
+    link = _build_link(node, insecure=insecure)
+    authority = link.authority
     if authority is not None and (days := compute_days_left(authority)) < SOON:
         log.warning("%s expires in %.0f days: ask the server's operator for a new one (fedspan renew)", authority, days)
     make_private_folder(Path(node.folder), "folder")
     stop, heartbeat = stop or Event(), Heartbeat(Path(node.folder))
-    up, down = (
-        None if mbit is None else mbit * _MBIT_BYTES for mbit in (node.bandwidth.up_mbit, node.bandwidth.down_mbit)
-    )
-    link = Link(node.server, authority, keys, node.limits.message_bytes, Bandwidth(up, down))
     downloads: BaseDownloads | None = None
     if trainer is not None:
         from fedspan.deployment.trainer_node import TrainerNode, adopt_node_trainer, follow
@@ -196,12 +213,12 @@ def submit(
     offer: bool = False,
     listener: Listener | None = None,
 ) -> RunReport:
-    """Run a federation with the nodes of a SuperLink from this process.
+    """Run a federation with the nodes of a server from this process.
 
     Args:
         config: Config of a new run, a YAML file or plain values; ``partition.clients`` is the number of nodes.
         folder: Folder of the run; for a new run, empty or not yet created.
-        link: Connection data of the SuperLink.
+        link: Connection data of the server.
         overrides: Changes to the config, each ``section.field=value``.
         resume: Whether to continue the run in the folder after its last finished round; a finished run returns its
             report.
@@ -214,9 +231,9 @@ def submit(
         FedspanError: If an error occurs that the user can correct.
     """
     require()
-    from fedspan.transports.flower.admissions import read_admissions
-    from fedspan.transports.flower.grid import attach
-    from fedspan.transports.flower.signing import ServerSigner
+    from fedspan.transports.http.admissions import read_admissions
+    from fedspan.transports.http.link import attach
+    from fedspan.transports.http.signing import ServerSigner
 
     parsed: RunConfig | None = None
     if resume and is_run(folder) and RunFolder(folder).report.is_file():
@@ -246,7 +263,7 @@ def submit(
             size = sum(file.size for file in files) / 2**20
             events.on_note(f"offered to the nodes, {size:.1f} MiB: {', '.join(file.name for file in files)}")
             offered = offer_base(link.folder, base_folder, files)
-        with offered, attach(link, prepared.config.federation.message_mib << 20) as grid:
+        with offered, attach(link, prepared.config.federation.message_mib << 20) as server:
             signer = None
             if link.authority is not None:
                 signer = ServerSigner(
@@ -255,8 +272,8 @@ def submit(
                 )
             invitation = _build_invitation(prepared.config, run, files)
             submission = Submission(link, run_folder, prepared, invitation, signer, events, wait)
-            submission.gather(grid)
-            return run_rounds(submission.connect(grid))
+            submission.gather(server)
+            return run_rounds(submission.connect(server))
 
     return start.run(
         parsed,

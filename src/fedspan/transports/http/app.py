@@ -560,7 +560,7 @@ class Server:
 
     def _list_lost(self, run: str, awaited: set[str]) -> list[tuple[str, str]]:
         """Return the orders whose nodes are offline for too long, or were stopped, with the reason."""
-        lost, now = list[tuple[str, str]](), time.monotonic()
+        lost, oldest = list[tuple[str, str]](), time.monotonic() - self.limits.offline - self.limits.reconnect
         for id, node in self.store.list_open(run):
             session = self._sessions.get(self._tokens.get(node, ""))
             if id not in awaited or (session is not None and self._is_online(session)):

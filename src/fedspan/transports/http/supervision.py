@@ -175,9 +175,9 @@ def _read_certificate(folder: Path) -> int | None:
 
 
 def _rotate_log(path: Path) -> None:
-    """Move the content of a log that is too large, since strangers' refused requests are entries, too.
+    """Move the content of a log that is too large.
 
-    The serving process has the file open and appends to it, so it stays in place; lines that are written meanwhile are lost.
+    The serving process has the file open, so it stays in place; lines that are written meanwhile are lost.
     """
     with suppress(FileNotFoundError):  # the operator removed it
         if path.stat().st_size > _LOG_BYTES:
