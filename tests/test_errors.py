@@ -1,7 +1,5 @@
 """The form of error messages: sentences that name the field, the problem and what is expected."""
 
-from __future__ import annotations
-
 import ast
 import json
 import pickle

@@ -1,7 +1,5 @@
 """Files and folders: private ones, and writes in parts."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

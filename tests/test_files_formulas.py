@@ -1,7 +1,5 @@
 """Cells of tables that spreadsheets would run."""
 
-from __future__ import annotations
-
 import csv
 import os
 from collections.abc import Callable

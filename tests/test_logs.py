@@ -1,7 +1,5 @@
 """Logs of JSON lines: every change of a line is noticed and named."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What installed packages declare as entry points: found by group and name, or an error that names the package."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 

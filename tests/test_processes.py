@@ -1,7 +1,5 @@
 """Processes that belong together: children of killed parents, and two processes in one folder."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

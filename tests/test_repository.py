@@ -1,7 +1,5 @@
 """The files of the tests and the pages: a step of .ci/run runs every slow test, and a wheel has the pages it names."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

@@ -1,7 +1,5 @@
 """benchmarks/defaults.py: subsets, configs that differ from init's only in the experiment, and what its tables say."""
 
-from __future__ import annotations
-
 import csv
 import json
 from argparse import Namespace

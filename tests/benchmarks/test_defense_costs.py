@@ -1,7 +1,5 @@
 """benchmarks/defense_costs.py: the same honest federation with and without defenses, and its rows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """benchmarks/digests.py: its cases cover what is registered, and records differ where what a run leaves differs."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

@@ -1,7 +1,5 @@
 """benchmarks/engines.py, cluster.py and galore.py at a size of seconds; what their parts count."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Mutated messages, requests and configs end in their documented errors; a finding is reported and can be repeated."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """benchmarks/gpu.py on tiny shapes on the CPU: every part runs, nothing is judged; without a GPU the page says so."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """benchmarks/load.py with a few nodes, what it makes of the memory after each round, and the layers of a profile."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

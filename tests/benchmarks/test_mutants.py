@@ -1,7 +1,5 @@
 """Every mutant changes what its function does, and only while it is active; its fate is found by the tests."""
 
-from __future__ import annotations
-
 import ast
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """benchmarks/reply_path.py: what counts as the reply of a round, and what does not, however much it looks like one."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys

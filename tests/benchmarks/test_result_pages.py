@@ -1,7 +1,5 @@
 """Pages of results, from reports of finished runs: head updates, reported losses, privacy and compression."""
 
-from __future__ import annotations
-
 import json
 import sys
 from argparse import Namespace

@@ -1,7 +1,5 @@
 """benchmarks/robustness.py: poisoned examples, one cell from its config to the page, and cells that are kept."""
 
-from __future__ import annotations
-
 import csv
 from argparse import Namespace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """benchmarks/server.py on tiny layers: every method has a row or a reason; limits are judged only at full size."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

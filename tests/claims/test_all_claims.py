@@ -1,7 +1,5 @@
 """The page of a preset that was run, and the command that makes every page."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """The scripts in claims/ at sizes that take seconds: that they run, and that their pages say what their runs found."""
 
-from __future__ import annotations
-
 import dataclasses
 import gzip
 import importlib

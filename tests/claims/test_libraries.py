@@ -1,7 +1,5 @@
 """Libraries of the claims: curvature, the linear model and planted views, against their definitions."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """A run that is finished, one that was stopped, and configs for the commands."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A key that was exchanged on its way to the server's operator is not admitted."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What a user can get wrong is answered on one line that names field, value and remedy, with exit code 2."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """``fedspan run`` that is killed or stopped with Ctrl-C continues with ``--resume`` to the very same adapter."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

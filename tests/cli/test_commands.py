@@ -1,7 +1,5 @@
 """Help of every command, how it is drawn and how quickly it comes, pages about mistakes, and the configs of runs."""
 
-from __future__ import annotations
-
 import re
 import resource
 import subprocess

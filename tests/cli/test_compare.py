@@ -1,7 +1,5 @@
 """``fedspan compare`` and ``fedspan sweep``: what they show, how they stop and go on, and what they refuse."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """``fedspan doctor``: what it says of packages, the disk and the port is so."""
 
-from __future__ import annotations
-
 import json
 import socket
 from collections.abc import Callable

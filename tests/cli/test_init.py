@@ -1,7 +1,5 @@
 """``fedspan init``: what it writes is a config that reads the file it was written for, up to a prediction."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

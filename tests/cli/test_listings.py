@@ -1,7 +1,5 @@
 """``fedspan methods``, ``data``, ``partition`` and ``report``: what they list, and what a wrong key is told."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a run and a series show while they are at work."""
 
-from __future__ import annotations
-
 import io
 from itertools import pairwise
 from pathlib import Path

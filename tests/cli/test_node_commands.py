@@ -1,7 +1,5 @@
 """``fedspan approve``, ``audit`` and ``health``: what a data owner's commands show and decide."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

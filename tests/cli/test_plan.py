@@ -1,7 +1,5 @@
 """``fedspan plan``: what it shows is the planner's, and mistakes name what was typed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

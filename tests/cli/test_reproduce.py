@@ -1,7 +1,5 @@
 """``fedspan reproduce``: listed, planned, run to its end, stopped and resumed, and its mistakes."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The commands on a server: nodes are admitted, revoked and shown, certificates renewed, runs submitted."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -159,8 +157,8 @@ LIAR = "south"
 class Lying(ReplyingTransport):
     """A transport to clients in this process, one of whom reports what it likes after the first round."""
 
-    def __init__(self, run: Path, ids: list[str], lies: Mapping[str, float] | None) -> None:
-        self.run, self.ids, self.lies = str(run), ids, lies
+    def __init__(self, run: Path, lies: Mapping[str, float] | None) -> None:
+        self.run, self.lies = str(run), lies
 
     def replies(self, envelopes: Mapping[str, Envelope], seconds: float, *, wait_for_offline: bool = False) -> Replies:
         for id, envelope in envelopes.items():
@@ -169,11 +167,11 @@ class Lying(ReplyingTransport):
                 if self.lies is None:
                     yield id, "it is offline"
                     continue
-                reply = decode_reply(reply_as(self.run, torch.get_num_threads(), self.ids.index(id), envelope))
+                reply = decode_reply(reply_as(self.run, torch.get_num_threads(), envelope))
                 scores = {part: {**row, **self.lies} for part, row in reply.scores.items()}
                 yield id, replace(reply, scores=scores).to_envelope()
             else:
-                yield id, reply_as(self.run, torch.get_num_threads(), self.ids.index(id), envelope)
+                yield id, reply_as(self.run, torch.get_num_threads(), envelope)
 
 
 def submitted(
@@ -184,7 +182,7 @@ def submitted(
     servers.prepare_folder(folder.with_suffix(".server"), 1, [], insecure=True)
 
     def host(place: RunFolder, prepared: Prepared, run_rounds: Any) -> RunReport:
-        transport = Lying(place.path.resolve(), list(prepared.federation.clients), lies)
+        transport = Lying(place.path.resolve(), lies)
         rules = prepared.config.federation.build_reply_rules()
         counts = {id: data.client.examples for id, data in prepared.federation.clients.items()}
         clients = None if known else build_server_clients(prepared.config, prepared.engine.adapted.spec, counts)

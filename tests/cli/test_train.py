@@ -1,7 +1,5 @@
 """``fedspan run`` and ``demo``: rounds, the last screen, and resuming."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Callable, Mapping

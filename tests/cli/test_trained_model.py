@@ -1,7 +1,5 @@
 """``fedspan predict``, ``evaluate`` and ``export``, on texts and on images."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Clients that carry out orders: what is refused, and made known of them."""
 
-from __future__ import annotations
-
 import errno
 import socket
 import ssl

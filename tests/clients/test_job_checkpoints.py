@@ -1,7 +1,5 @@
 """Checkpoints within a round: a node that is killed continues its training, with the bits of an undisturbed run."""
 
-from __future__ import annotations
-
 import errno
 import logging
 from collections.abc import Callable, Collection, Iterator

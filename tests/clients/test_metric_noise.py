@@ -1,7 +1,5 @@
 """Metrics of a data owner have noise as large as what an example contributes, and depend on nothing but their sums."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any

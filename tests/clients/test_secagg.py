@@ -1,7 +1,5 @@
 """A client's half of secure aggregation: phases go forward only, and nobody is told both shares of a client."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A dishonest server and its colluders against real clients: up to the stated bound, no vector is opened alone."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """The stores of secure aggregation on a client's disk and in memory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -23,6 +21,16 @@ def test_a_damaged_record_is_reported(tmp_path: Path) -> None:
     path.write_text("[]")
     with pytest.raises(FedspanError, match=r"the file is damaged\. Without it, a server may learn"):
         store.load_sum("a", "0" * 64)
+
+
+def test_a_damaged_session_is_reported_with_the_way_on(tmp_path: Path) -> None:
+    """Without it, a server could use the number of an earlier session again."""
+    store = DiskSessionStore(tmp_path)
+    store.store("a", Session(run="run", number=1, phase="keys", secret=b"secret"))
+    (path,) = tmp_path.rglob("session.json")
+    path.write_text("[]")
+    with pytest.raises(FedspanError, match=r"the number of the last session, .* is unknown\. Start a new run"):
+        store.load("a")
 
 
 def test_a_process_stores_a_session_and_the_last_sum_of_each_client() -> None:

@@ -1,7 +1,5 @@
 """What a client remembers of the sums in which it revealed shares, and which thresholds it accepts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -84,6 +82,26 @@ def test_colluders_that_are_all_the_others_are_refused() -> None:
     game.play(Play())
     assert all("a sum of 3 clients is too small. Expected at least 4 clients" in reason for reason in game.reasons)
     assert len(game.reasons) == 3
+
+
+@pytest.mark.parametrize(("idle", "is_opened"), [(0, True), (1, True), (2, False), (3, False)])
+def test_clients_without_weight_hide_nobody(idle: int, is_opened: bool) -> None:
+    """Their vectors are zeros: with three of them, the sum of four honest clients would be one client's vector."""
+    game = Game(5, 1)
+    for id in game.honest[:idle]:
+        game.weights[id] = 0.0
+    game.play(Play())
+    assert bool(game.list_sums()) is is_opened
+    assert not game.compute_score()
+    assert all("limits.colluders" in reason for reason in game.reasons)
+
+
+def test_clients_without_weight_are_not_counted_among_those_that_stay() -> None:
+    game = Game(10, 1, min_clients=9)
+    game.weights[game.honest[0]] = 0.0
+    game.play(Play(Story(dropped=game.honest[1:2])))
+    assert not game.list_sums()
+    assert sum("a sum of 8 clients is too small" in reason for reason in game.reasons) == 8
 
 
 def test_clients_that_were_sent_other_thresholds_open_nothing() -> None:

@@ -1,7 +1,5 @@
 """States of clients in memory and on disk."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Whatever a configuration is changed into, it is taken or refused with a FedspanError of one line: nothing else."""
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any

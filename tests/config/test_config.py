@@ -1,7 +1,5 @@
 """Reading a config: its file, overrides, what a short one means, the settings built from it, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from pathlib import Path

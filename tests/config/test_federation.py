@@ -1,7 +1,5 @@
 """The federation and privacy sections: what does not fit together, and the settings of the rounds."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

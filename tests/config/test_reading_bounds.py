@@ -1,7 +1,5 @@
 """YAML from others: short texts that stand for very much are refused at once, wherever YAML is read."""
 
-from __future__ import annotations
-
 import ast
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What follows from several sections of a run's config together, from its task, method and data set."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

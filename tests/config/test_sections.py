@@ -1,7 +1,5 @@
 """Sections of a config: what each accepts, what it refuses, and what it passes on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A first config for any file: what is found in it, which columns it names, and that only its beginning is read."""
 
-from __future__ import annotations
-
 import csv
 import json
 import time

@@ -1,7 +1,5 @@
 """What servers make of stacks, against dense sums in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

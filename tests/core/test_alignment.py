@@ -1,7 +1,5 @@
 """Procrustes against random rotations; AJIVE against its definition on dense views."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Structured bases and base updates against dense float64 matrices, and against clients that come and go."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

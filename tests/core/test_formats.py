@@ -1,7 +1,5 @@
 """Quantizers and formats of few bits against their definitions entry by entry."""
 
-from __future__ import annotations
-
 import math
 from typing import get_args
 

@@ -1,7 +1,5 @@
 """Low-rank algebra against the dense matrix in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Gaussian noise from a key: normal, its own for every key and label, and from more keys than torch has streams."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import scipy.stats

@@ -1,7 +1,5 @@
 """Penalties, moments, smoothing and second moments against their definitions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Every parametrization against the dense weight of its formula, and its gradients against the chain rule by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Projectors against dense singular vectors, and moments carried through the dense matrix that they stand for."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

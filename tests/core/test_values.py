@@ -1,7 +1,5 @@
 """Shapes, factors, turns of groups, recent values, selected entries, keyed draws, and what methods may claim."""
 
-from __future__ import annotations
-
 import itertools
 import pickle
 

@@ -1,7 +1,5 @@
 """Masks, the ring that they cancel in, and shares and keys from which they come."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Small data sets that the tests of the data package share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

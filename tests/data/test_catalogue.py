@@ -1,7 +1,5 @@
 """Data sets known by name: every entry is whole, and loads from its original files and from copies of the hub's."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import importlib.util

@@ -1,7 +1,5 @@
 """The identity of data by their content, and equal examples across parts."""
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import os

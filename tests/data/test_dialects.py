@@ -1,7 +1,5 @@
 """Dialects of delimited files: what is detected is what the file was written in."""
 
-from __future__ import annotations
-
 import csv
 import io
 from pathlib import Path

@@ -1,8 +1,6 @@
 # ruff: noqa: RUF001
 """Encodings of files: Unicode by its own rules, older ones by rank, and what cannot be one."""
 
-from __future__ import annotations
-
 import codecs
 import random
 from pathlib import Path

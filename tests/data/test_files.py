@@ -1,7 +1,5 @@
 """Files of tables and texts: formats, folders, patterns, several files as one, and columns of numbers and lists."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """Archives, Excel and CoNLL files: they are read, and nothing leads out of them, links or fills the memory."""
 
-from __future__ import annotations
-
 import datetime
 import gzip
 import io

@@ -1,7 +1,5 @@
 """Images as they are published: every layout, every error, and the data sets of the catalogue."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

@@ -1,7 +1,5 @@
 """Small files that decode to huge images."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import zlib
@@ -18,9 +16,9 @@ from fedspan.tasks import images as tasks
 SIDE = 13_000
 
 
-@pytest.fixture
-def bomb(tmp_path: Path) -> Path:
-    """A black PNG of half a megabyte in a folder of a class."""
+@pytest.fixture(scope="module")
+def bomb(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A black PNG of half a megabyte in a folder of a class, whose 500 MB take seconds to compress."""
 
     def make_chunk(kind: bytes, content: bytes) -> bytes:
         return len(content).to_bytes(4) + kind + content + zlib.crc32(kind + content).to_bytes(4)
@@ -28,7 +26,7 @@ def bomb(tmp_path: Path) -> Path:
     packer = zlib.compressobj(9)
     rows = b"".join(packer.compress(bytes(1 + 3 * SIDE)) for _ in range(SIDE)) + packer.flush()
     chunks = {b"IHDR": SIDE.to_bytes(4) * 2 + bytes([8, 2, 0, 0, 0]), b"IDAT": rows, b"IEND": b""}
-    path = tmp_path / "cat" / "bomb.png"
+    path = tmp_path_factory.mktemp("images") / "cat" / "bomb.png"
     path.parent.mkdir()
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(make_chunk(*chunk) for chunk in chunks.items()))
     assert path.stat().st_size < 600_000

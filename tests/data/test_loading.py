@@ -1,7 +1,5 @@
 """Loading data: labels, splits, caps, objects of Python, rows that cannot be used, and every mistake of a user."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Dividing examples among clients: complete, disjoint, repeatable, and skewed in the way that was asked for."""
 
-from __future__ import annotations
-
 import json
 import random
 import socket

@@ -1,7 +1,5 @@
 """The folder of a base model, as a server offers one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

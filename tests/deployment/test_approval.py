@@ -1,7 +1,5 @@
 """What an operator approves, which columns a run may read, and the audit logs of both sides."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The summary by which a node's operator decides shows every setting on which depends what leaves the node."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from types import UnionType

@@ -1,7 +1,5 @@
 """Base models that a server offers: which files, and what a node receives of them, keeps and uses."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

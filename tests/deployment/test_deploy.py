@@ -1,7 +1,5 @@
 """Joining and submitting, the base models that a server can offer, and the folder that a data owner gets."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import os

@@ -1,7 +1,5 @@
 """The files that a node reads, with mistakes in them: an error that names the file, and nothing else."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 import shutil

@@ -1,7 +1,5 @@
 """A run waits for nodes whose operators have not decided, and says who they are."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The handshake answers the same whatever labels a server names, so it does not tell which of them a node has."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A node's heartbeat, and its process: one that hangs or dies costs its order and no more."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

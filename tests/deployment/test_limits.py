@@ -1,7 +1,5 @@
 """Orders and configs of a hostile server, replayed against a node: what exceeds its limits is refused."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

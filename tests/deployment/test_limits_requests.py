@@ -1,7 +1,5 @@
 """A server's names of modules are no regexes, and its steps and replies are of several examples."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

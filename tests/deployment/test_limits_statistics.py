@@ -1,7 +1,5 @@
 """Statistics of a node's examples leave it only if its owner says so, once, and of many examples of whole texts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A data owner's service: what it agrees to, what it refuses, what it remembers and shows."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """What a node removes of runs that ended long ago, and what it never removes."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A node's metrics leave it with noise and of many examples, and its training losses do not leave it."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

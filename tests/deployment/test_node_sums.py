@@ -1,7 +1,5 @@
 """What a node's owner allows of secure sums, and what the node's folder remembers of them."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
@@ -10,8 +8,10 @@ import pytest
 pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not installed")
 pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
 
+from fedspan.deployment.node_folder import STATE
 from fedspan.errors import FedspanError
-from fedspan.federation.secagg.messages import SharesOrder, decode_request
+from fedspan.federation.protocol import serial
+from fedspan.federation.secagg.messages import KeysOrder, SharesOrder, decode_request
 from helpers.secure_nodes import CLINICS, served
 
 
@@ -36,6 +36,22 @@ def test_a_round_that_the_server_lost_is_repeated_with_the_same_nodes(tiny_folde
     for path in tmp_path.glob("*/sums"):
         shutil.rmtree(path)
     assert not run.federation.run_round(begin).failures
+
+
+def test_the_number_of_a_session_is_not_used_again_when_the_state_of_its_run_is_removed(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    """The server may know keys of the old session: those of clients that dropped out of its sum."""
+    run, transport = served(tiny_folder, tmp_path)
+    run.federation.run_round(run.federation.begin())
+    states = sorted(tmp_path.glob(f"*/*/{STATE}"))
+    assert len(states) == 3
+    for path in states:  # as ``remove_old_states`` does
+        shutil.rmtree(path)
+    transport.make.cache_clear()
+    asked = next(asked for asked in map(decode_request, transport.sent) if isinstance(asked, KeysOrder))
+    repeated = asked.model_copy(update={"serial": serial()}).to_envelope()
+    assert "a number above" in transport.make(asked.to).answer(repeated).header
 
 
 def test_three_nodes_do_not_withstand_two_colluders(tiny_folder: Path, tmp_path: Path) -> None:

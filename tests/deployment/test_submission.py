@@ -1,7 +1,5 @@
 """A submitted run, its nodes between its rounds, and its status: Flower's grid passes messages within one process."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """A node that is killed leaves no process that trains on."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -47,6 +45,7 @@ def is_running(pid: int) -> bool:
     return state != "Z"
 
 
+@pytest.mark.slow  # starts processes that import torch
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="this system has no /proc")
 def test_the_process_that_trains_ends_with_a_killed_node(tmp_path: Path) -> None:
     script = tmp_path / "node.py"

@@ -1,7 +1,5 @@
 """A data owner's node that trains with the owner's own trainer, and goes on after a restart."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from pathlib import Path
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """A node's book: what all runs of a server use of its data together, and that it can't be forgotten."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """What one server may have of a data set is counted in tens, for each run and for all runs, invitations included."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from fedspan.config.node import NodeLimits

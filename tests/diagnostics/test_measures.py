@@ -1,7 +1,5 @@
 """Diagnoses of runs: what they measure, how they read, that they change nothing, and where there are none."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The numbers of a layer's updates, against what dense matrices say, and the height of a barrier."""
 
-from __future__ import annotations
-
 import math
 from itertools import combinations
 

@@ -4,8 +4,6 @@ Commands and Python are run, configs are parsed (those of methods, privacy and s
 module are compared with it.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import os
@@ -36,7 +34,21 @@ from helpers.command_line import get_program
 from helpers.hub import save_hub
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
-DEPLOYED = ("admit", "approve", "audit", "budget", "health", "join", "renew", "revoke", "server", "status", "submit")
+DEPLOYED = (
+    "admit",
+    "approve",
+    "audit",
+    "budget",
+    "flower-app",
+    "health",
+    "host",
+    "join",
+    "renew",
+    "revoke",
+    "server",
+    "status",
+    "submit",
+)
 FRAGMENTS = {
     Path("docs/adding-a-method.md"): (
         "src/fedspan/methods/ffa_lora.py",

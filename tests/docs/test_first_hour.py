@@ -1,7 +1,5 @@
 """docs/first-hour.md is what its script writes, and what its commands print."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The notebooks: they have the code of their sources, and run from the first cell to the last."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from types import ModuleType

@@ -1,7 +1,5 @@
 """Pages of the documentation: what scripts write is current; links, options, tables and named tests are right."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from pathlib import Path
@@ -79,13 +77,17 @@ OPTIONS = {
     for name, command in COMMANDS.items()
 }
 OF_SCRIPTS = {
+    Path("docs/flower.md"): {
+        *("--disable-runtime-dependency-installation", "--node-config", "--run-config", "--simulation"),
+        "--trusted-entities",
+    },
     Path("docs/methods/fedloru.md"): {"--accumulate"},
     Path("docs/published-code.md"): {"--accumulate"},
     Path("docs/results/named-entities.md"): {"--optimizer-state", "--trainings"},
     Path("docs/results/text-embedding.md"): {"--lr", "--seed"},
     Path("docs/security.md"): {"--coverage", "--number", "--seed"},
 }
-"""Options of benchmarks and of published code, by the page that names them."""
+"""Options of benchmarks, of Flower and of published code, by the page that names them."""
 
 
 def find_unknown_options(text: str) -> set[str]:

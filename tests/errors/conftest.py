@@ -1,7 +1,5 @@
 """The world in which mistakes are made: one for all of these tests, as it trains runs of its own."""
 
-from __future__ import annotations
-
 import pytest
 
 from helpers.mistakes.world import World

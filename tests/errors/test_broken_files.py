@@ -1,7 +1,5 @@
 """Whatever a file is changed into, it is read or refused with a FedspanError of one line: nothing else."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

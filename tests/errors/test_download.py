@@ -3,8 +3,6 @@
 The hub is a real HTTP server of the test's own, on loopback, that the hub's client is pointed at.
 """
 
-from __future__ import annotations
-
 import http.server
 import json
 import os

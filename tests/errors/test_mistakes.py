@@ -1,7 +1,5 @@
 """Every mistake of the catalogue is answered with one line, and docs/errors.md says which."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

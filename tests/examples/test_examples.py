@@ -1,7 +1,5 @@
 """The examples, each as a user runs it: a process of its own, with ``--smoke``, and what it says is what is there."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Several methods and seeds on one division of the data: the runs, the table, going on, and what is refused."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

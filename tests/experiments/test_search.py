@@ -1,7 +1,5 @@
 """A search for settings: what is drawn and tried, that validation alone decides, and what comes out."""
 
-from __future__ import annotations
-
 import csv
 import json
 from dataclasses import replace

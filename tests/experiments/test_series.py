@@ -1,7 +1,5 @@
 """A series of runs: seeds, shared fields, statistics and verdicts, settings and folders, reused runs, and tables."""
 
-from __future__ import annotations
-
 import math
 import os
 import struct

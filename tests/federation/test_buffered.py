@@ -1,7 +1,5 @@
 """Asynchronous rounds: against a loop over events, by which rules replies arrive, and which methods have none."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Limits on what one client changes: hostile replies, long changes, and weights."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Simulated conditions, and clients that join late, leave, or are not waited for."""
 
-from __future__ import annotations
-
 import builtins
 import json
 import math

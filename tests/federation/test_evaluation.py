@@ -1,7 +1,5 @@
 """Metrics measured here or reported by clients: what no client can have or decide alone, and who is named for it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

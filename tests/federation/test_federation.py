@@ -1,7 +1,5 @@
 """The rounds: who is asked, in what order things are transmitted, whose weight counts, what is kept; and evaluation."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Heads that start from statistics: exact over any partition, for every method, in plaintext and in secure sums."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path

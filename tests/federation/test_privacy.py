@@ -1,7 +1,5 @@
 """Central and local privacy: the noise that there is, the bound on every reply, the samples, the mean that is left."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Rounds between machines: what counts, what is exchanged, and what becomes of a round when some clients fail."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping

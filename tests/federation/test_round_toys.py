@@ -1,7 +1,5 @@
 """The toys on the product's own rounds, in float32."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The second exchange of a round: who is in it, what a lost or hostile reply or a dropout does, and what is refused."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Messages and orders: bit-exact, canonical, checked, and encoded and decoded once."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence

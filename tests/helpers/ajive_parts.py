@@ -1,7 +1,5 @@
 """Parts of an AJIVE decomposition that only tests and benchmarks need."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

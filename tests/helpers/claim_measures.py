@@ -1,7 +1,5 @@
 """What a federation that was run shows of its method's claims."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence

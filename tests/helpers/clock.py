@@ -1,7 +1,5 @@
 """A clock that tests set."""
 
-from __future__ import annotations
-
 
 class Clock:
     """Seconds that pass when a test says so."""

@@ -1,7 +1,5 @@
 """Runs whose clients train on workers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

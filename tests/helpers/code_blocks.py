@@ -1,7 +1,5 @@
 """The code blocks of README.md, CONTRIBUTING.md and docs/: what they are, and how commands in them are called."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

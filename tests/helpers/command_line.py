@@ -1,7 +1,5 @@
 """The commands of ``fedspan`` in this process, built once: that takes Typer a tenth of a second."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import click

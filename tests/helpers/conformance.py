@@ -1,7 +1,5 @@
 """Every method and every wrapper of the registry as a tiny run, which each transport repeats to the bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,9 @@ AROUND = "fedit"
 WRAPPED = f"{AROUND}+scaffold"
 """The wrapper that differs most from none: it sends twice as much, and has memory on both sides."""
 UNLIKE_CASES = (*UNLIKE, WRAPPED)
-"""The cases in ``make test``; in a deployment, where a case takes seconds, without the wrapper."""
+"""The cases in ``make test``. Over Flower, where a case takes seconds, the simulation and the deployment share them."""
+SIMULATED = ("flora", WRAPPED)
+DEPLOYED = ("fedgalore", "fedsa-lora")
 
 
 def list_cases() -> list[str]:

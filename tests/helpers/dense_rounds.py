@@ -4,8 +4,6 @@ The federation is that of the toys: a perceptron with target layers of 8 x 5 and
 full-batch gradient descent. An oracle says what each client trains, and what the server makes of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol

@@ -1,7 +1,5 @@
 """The same runs on the CPU and on another device: every method, wrapper, kind of task and way of training."""
 
-from __future__ import annotations
-
 import copy
 import csv
 from collections import Counter

@@ -1,7 +1,5 @@
 """What a run's model and the models that are written of it predict of the run's test set."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Parameters of tests, such as methods: one of each family in ``make test``, every other one in a step of .ci/run."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from typing import Any
 

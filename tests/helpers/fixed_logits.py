@@ -1,7 +1,5 @@
 """A model whose logits are given."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

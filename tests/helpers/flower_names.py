@@ -1,7 +1,5 @@
 """Names of Flower's that the adapter relies on: there in the installed version, or a failure says what broke."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from collections.abc import Callable

@@ -7,8 +7,6 @@ its id stays its own and may be sent signals. Forking spares every command the s
 those that ``fedspan run`` delays until it needs them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

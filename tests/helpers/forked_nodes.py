@@ -1,7 +1,5 @@
 """Nodes of a deployment, forked from the tests' process: each would take seconds of imports to start."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

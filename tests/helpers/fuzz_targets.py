@@ -4,8 +4,6 @@ A target has valid inputs, a mutator that knows their form, and a function that 
 always the same bytes, so a finding is a target, a seed and a number.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import copy

@@ -1,7 +1,5 @@
 """Headers with mistakes, given to what reads them."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from typing import Any

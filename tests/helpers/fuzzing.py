@@ -1,7 +1,5 @@
 """Changing inputs at random, and what may come of it: an answer, or a FedspanError of one line."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable

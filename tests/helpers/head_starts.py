@@ -1,7 +1,5 @@
 """The heads with which runs begin that start them from statistics."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from fedspan.core.tensors import join_extra_name

@@ -1,7 +1,5 @@
 """A hub's cache, which holds the built-in model under the name that it was published by."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

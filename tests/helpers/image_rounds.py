@@ -1,7 +1,5 @@
 """Rounds of a run, and what the model that it exports predicts."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

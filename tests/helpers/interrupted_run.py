@@ -4,8 +4,6 @@ As a script: reads ``<folder> <last round>`` from each line of stdin, forks a pr
 once it is gone how it ended. Forking spares every kill the seconds that importing torch takes.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import traceback

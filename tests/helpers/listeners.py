@@ -1,7 +1,5 @@
 """Listeners of runs and series that record what they hear, and interrupt."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

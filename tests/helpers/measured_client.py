@@ -6,8 +6,6 @@ Run with MALLOC_MMAP_THRESHOLD_ in the environment, so that glibc gives memory b
 is what is held at a time, and not what an allocator keeps for later.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import sys

@@ -1,7 +1,5 @@
 """What every method declares of itself, measured on a watched run of it, whatever its options."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace

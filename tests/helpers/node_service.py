@@ -1,7 +1,5 @@
 """A data owner's node in this process: its config, its service, and a run on a server that reaches it directly."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Values as nested plain data, to be compared exactly."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

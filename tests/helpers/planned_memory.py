@@ -1,7 +1,5 @@
 """Runs of one client whose memory is planned and measured: models of some 45 MB, and texts longer than they take."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 from typing import Any

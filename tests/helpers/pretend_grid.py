@@ -1,7 +1,5 @@
 """A grid whose nodes return the messages that they receive."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

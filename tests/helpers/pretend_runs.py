@@ -6,8 +6,6 @@ under ``refusals``, what the device answers to mistakes; under ``waits``, how of
 loop.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

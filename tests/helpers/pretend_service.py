@@ -1,7 +1,5 @@
 """A node's process that gives every order the same answer; it imports nothing, where the real one takes seconds."""
 
-from __future__ import annotations
-
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path

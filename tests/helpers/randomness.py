@@ -1,7 +1,5 @@
 """How far counts are from those of uniform draws."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Errors that a user can correct, expected by the field that they name."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

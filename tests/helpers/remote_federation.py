@@ -1,7 +1,5 @@
 """A federation whose clients are behind a transport, in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Transports for tests: clients in this process, behind the same orders and replies as on other machines."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 

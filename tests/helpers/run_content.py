@@ -1,7 +1,5 @@
 """What a run leaves in its folder, to be compared with another run."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -4,8 +4,6 @@ The server tells two stories: each honest client is sent one of them. It has the
 whatever it needs. What it learns is computed from what it has: shares are combined, masks removed, and sums subtracted.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import tempfile

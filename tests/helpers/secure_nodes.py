@@ -1,7 +1,5 @@
 """Three data owners under secure aggregation, their nodes in one process with the server."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Callable, Mapping

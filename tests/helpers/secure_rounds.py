@@ -1,7 +1,5 @@
 """Federations under secure aggregation in one process, with clients that come and go between the phases."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial

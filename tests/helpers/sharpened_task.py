@@ -1,7 +1,5 @@
 """A task with an option and a metric of its own."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

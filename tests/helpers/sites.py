@@ -1,7 +1,5 @@
 """The tiny corpus on three nodes, and the same on one machine."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs submitted to a server with nodes as processes: starting them, and waiting for what they do."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import time

@@ -1,7 +1,5 @@
 """One case for each task with examples: a run on a tiny model, and its metrics computed by another library."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import module_from_spec, spec_from_file_location

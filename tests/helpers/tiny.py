@@ -6,8 +6,6 @@ a csv file; both are read from a folder as a user's would be. ``BERT`` names tar
 with them, to save time; ``deep-bert`` and the others have two.
 """
 
-from __future__ import annotations
-
 import copy
 import csv
 import random

@@ -4,8 +4,6 @@
 2 x 3 in steps of one and two, (6, 30); ``point``, 1 x 1, (7, 6).
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ Random weights, larger than usual; Llama with grouped-query attention, GPT-2 wit
 positions, Gemma with scaled and tied embeddings.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable, Mapping

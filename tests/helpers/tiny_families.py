@@ -3,8 +3,6 @@
 Each has layers that are not square, no dropout, and weights larger than usual, so that predictions differ.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -60,8 +58,12 @@ class Family:
 
 def make_model(kind: str, architecture: str, **values: Any) -> Callable[[], nn.Module]:
     """Return what builds a model of Transformers from its config: ``make_model("Bert", "Model", ...)``."""
-    config, model = getattr(transformers, f"{kind}Config"), getattr(transformers, f"{kind}{architecture}")
-    return lambda: model(config(**values))
+
+    def build() -> nn.Module:  # Transformers imports a family's module at the first access to its names
+        config = getattr(transformers, f"{kind}Config")(**values)
+        return getattr(transformers, f"{kind}{architecture}")(config)
+
+    return build
 
 
 _ENCODER: dict[str, Any] = {**_TEXT, **_BERT}

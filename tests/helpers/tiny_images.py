@@ -5,8 +5,6 @@ folder ``pictures/site/color/number.png`` of 9 x 7 pixels or thereabouts. ``resn
 classes, as published image models have.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A tiny masked language model with a mask in its vocabulary, and texts in which neighboring words are related."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Pairs, triplets and scored pairs of texts over the tiny models' vocabulary: texts of one label are similar."""
 
-from __future__ import annotations
-
 import csv
 import random
 from collections.abc import Mapping

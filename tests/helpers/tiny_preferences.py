@@ -1,7 +1,5 @@
 """Preferences among answers for the tiny language models: the better answer has the words that follow the prompt's."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Mapping

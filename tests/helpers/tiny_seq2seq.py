@@ -1,7 +1,5 @@
 """Tiny models with an encoder and a decoder, and pairs of texts: the words of the target are those of the source."""
 
-from __future__ import annotations
-
 import csv
 import random
 from collections.abc import Callable, Mapping

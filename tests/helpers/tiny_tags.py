@@ -1,7 +1,5 @@
 """A corpus of tagged sentences over the tiny models' vocabulary: words of a label are entities of its type."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """A corpus of texts with any number of labels over the tiny models' vocabulary: the labels are those of its words."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Mapping

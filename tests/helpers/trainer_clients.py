@@ -1,7 +1,5 @@
 """Transformers trainers of the tiny corpus's clients, on the batches that fedspan's own engines draw."""
 
-from __future__ import annotations
-
 import gc
 import warnings
 from collections.abc import Iterator, Mapping

@@ -4,8 +4,6 @@ python -m helpers.trainer_script NODE.yaml TINY_FOLDER SITE
 torchrun --nproc_per_node 2 -m helpers.trainer_script NODE.yaml TINY_FOLDER SITE
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from pathlib import Path

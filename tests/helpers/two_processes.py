@@ -8,8 +8,6 @@ draws-RANK.safetensors has the examples and the dropout masks of each pass of a 
 bytes-RANK.json the bytes of the frozen weights that a process holds, and of all, after the runs of FSDP.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from contextlib import closing

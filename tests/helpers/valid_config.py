@@ -1,7 +1,5 @@
 """A config that is valid, and what changes of it are refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from fedspan.core.values import LayerSpec, Spec

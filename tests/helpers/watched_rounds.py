@@ -1,7 +1,5 @@
 """Rounds that are watched: what every function was given and gave, and whether it wrote to its arguments."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Configs of wrapped methods, as the tests of methods make them of methods."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Files of rows as tests write them, and the config that reads them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from fedspan.data import DataConfig

@@ -1,7 +1,5 @@
 """A run's folder as a run leaves it, without a run."""
 
-from __future__ import annotations
-
 import os
 import socket
 from pathlib import Path

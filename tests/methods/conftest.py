@@ -1,7 +1,5 @@
 """Every method, run; each combination of options once for all tests that inspect it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

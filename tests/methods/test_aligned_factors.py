@@ -1,7 +1,5 @@
 """FedRot-LoRA and LoRA-FAIR against rotations and objectives found by brute force."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

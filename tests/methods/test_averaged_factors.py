@@ -1,7 +1,5 @@
 """Methods that average or stack factors, and local-only training, as their papers say."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Methods that decompose or pass on the dense sum, against dense residuals and SVDs by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Fed-SB against dense weights: the gradient of a round without steps, its SVD by hand, R by the chain rule."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """FedASK against dense products, and its two sketches on their own."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

@@ -1,7 +1,5 @@
 """FedGaLore against GaLore-AdamW on dense weights and AJIVE on dense views, all in float64 and written by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """FedHM against dense weights, truncated by hand for every client's rank; convolutions on layers without a model."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

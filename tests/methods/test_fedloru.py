@@ -1,7 +1,5 @@
 """FedLoRU against dense weights that are moved by hand; both of its forms, and pre-training from zeros."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """FLoRG against dense Gram matrices, their eigendecomposition and the chain rule by hand."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """HetLoRA against a hand-written loop with the penalty's gradient written out."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """LA-LoRA against rounds written out by hand, and its private steps."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """LoRA-A2 against masked gradient descent by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """Every method in asynchronous rounds: it is refused with the reason, or its rounds are what synchronous ones sum."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

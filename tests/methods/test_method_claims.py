@@ -1,7 +1,5 @@
 """What every method of the registry declares of itself, measured on real transformers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

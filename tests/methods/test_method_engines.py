@@ -1,7 +1,5 @@
 """The batched engine does what the loop does: every method, one job in float64, whole federations in float32."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path

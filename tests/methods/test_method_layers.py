@@ -1,7 +1,5 @@
 """Every method on convolutions, embeddings and narrow bases."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What is transmitted: how many bytes, what of the extras, and that a client that was away has all that it needs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Every method under every privacy mechanism: refused with the reason, or the same on all engines and accounted for."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

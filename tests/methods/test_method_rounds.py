@@ -1,7 +1,5 @@
 """Every method's rounds stopped, retried, resumed, between machines, exported and inspected."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import json

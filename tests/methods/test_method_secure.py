@@ -1,7 +1,5 @@
 """Every method whose replies sum, under secure aggregation: the plain round's mean, within the integers' bound."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

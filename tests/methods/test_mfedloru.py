@@ -1,7 +1,5 @@
 """mFedLoRU against dense weights, with nested factors that are trained by the chain rule written out."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

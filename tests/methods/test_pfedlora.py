@@ -1,7 +1,5 @@
 """pFedLoRA's two variants against hand-written gradient descent on dense weights."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import pytest

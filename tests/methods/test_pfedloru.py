@@ -1,7 +1,5 @@
 """pFedLoRU against two hand-written phases of gradient descent on dense weights."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

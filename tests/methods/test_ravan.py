@@ -1,7 +1,5 @@
 """RAVAN against dense gradients written out head by head."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """A method of one's own is run like any other; what is none is refused; and every method's page is whole."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator

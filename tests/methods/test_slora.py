@@ -1,7 +1,5 @@
 """SLoRA's two stages against dense weights: masked gradient descent, a truncated SVD by hand, then FedIT."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The replaced forward: PEFT's own numbers, in every number format, and nothing written into the weights of record."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

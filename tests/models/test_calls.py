@@ -1,7 +1,5 @@
 """Modules that a forward pass calls: compiled blocks, fast paths, direct uses of weights, and counted work."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace

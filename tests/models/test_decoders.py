@@ -1,7 +1,5 @@
 """Decoders of five families, trained as language models and as classifiers: what PEFT loads gives the run's numbers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Adapters of PEFT at the beginning and in the end of a run, and as inference servers take them."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from pathlib import Path

@@ -3,8 +3,6 @@
 Their models are built from their Transformers configs with random weights. docs/models.md has the table.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Heads of models: which layer it is, its names, the features that enter it, and how they are pooled."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

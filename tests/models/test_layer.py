@@ -1,7 +1,5 @@
 """Targets: linear layers, convolutions and embeddings, alone and stacked, against plain modules."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Loading models: a head by seed, no dropout, names, empty models, and one line for whatever is missing or broken."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.machinery
 import json

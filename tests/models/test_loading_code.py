@@ -1,7 +1,5 @@
 """Models whose folder holds code of its own: it is not run, and nobody is asked whether to run it."""
 
-from __future__ import annotations
-
 import ast
 import builtins
 import json

@@ -3,8 +3,6 @@
 Each failure names what a release broke, and what fedspan needs it for.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

@@ -3,8 +3,6 @@
 Also Transformers models that read neither tokens nor images.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import shutil

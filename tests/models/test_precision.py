@@ -1,7 +1,5 @@
 """Bases in narrow formats, merged or on disk: the same results, and weights that nobody changes."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import json

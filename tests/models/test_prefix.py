@@ -1,7 +1,5 @@
 """Which blocks of which architecture can be skipped, and that skipping them changes nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Bases in 4 and 8 bits: the numbers that they stand for, training beside them, and that nobody writes to them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

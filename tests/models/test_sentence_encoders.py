@@ -1,7 +1,5 @@
 """Classifiers on pooled encoders: which pooling a repository names, training on it, and exports without fedspan."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Weights that FSDP2 shards, in a group of one process: two are compared with one in test_processes.py."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Target layers and extras are those that PEFT itself would choose, whatever way they are named."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Training without padding gives what training with it gives; where that can't be, batches stay padded."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from pathlib import Path

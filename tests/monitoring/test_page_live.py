@@ -1,7 +1,5 @@
 """The page in a real browser: rounds appear without a reload, names of others are text, nothing is loaded elsewhere."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

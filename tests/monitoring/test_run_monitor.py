@@ -1,7 +1,5 @@
 """What the page shows of a run, read from its folder while it grows, is truncated, fails and ends."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable, Mapping

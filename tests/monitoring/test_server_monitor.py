@@ -1,7 +1,5 @@
 """What the page shows of a server: its nodes, and the run that was submitted last."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading

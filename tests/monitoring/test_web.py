@@ -1,7 +1,5 @@
 """The page's server: token, host names, methods, headers, and the bounds on connections."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import select

@@ -1,7 +1,5 @@
 """Time by data sheet, and by what this machine does."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Time as planned on this machine is what a run takes. Wants a quiet machine: -m slow -n 0."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """FLOPs and memory of local training: torch's own counter on real steps of every method, and known formulas."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

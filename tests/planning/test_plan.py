@@ -1,7 +1,5 @@
 """What is planned is what a run measures: bytes to the byte, trainable numbers, the base's memory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

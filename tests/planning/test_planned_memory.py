@@ -1,7 +1,5 @@
 """Memory as planned is what a client's round takes at its peak, in a process that is watched."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Rounds on shapes: no value is computed, later rounds repeat earlier ones, and what depends on data is estimated."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar

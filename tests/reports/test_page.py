@@ -1,7 +1,5 @@
 """Pages about runs: sections, figures, tables, the verdict in words, and what cannot be rendered."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The page in a real browser: every chart is drawn, nothing is fetched, buttons work, on a phone too."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Iterator

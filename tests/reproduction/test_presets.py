@@ -1,7 +1,5 @@
 """The papers' presets and their cells: every file fits the schema, and mistakes in one are named."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

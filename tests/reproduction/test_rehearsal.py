@@ -1,7 +1,5 @@
 """Dry runs of presets."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Verdicts on a preset's numbers, the measures behind them, and the tables: direction, gaps, levels, bytes."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs with asynchronous rounds: stopped and resumed, and repeated from their record, they end with the same bits."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -141,8 +139,8 @@ SECONDS = {"east": 1.0, "north": 2.0, "south": 3.5, "west": 9.0}
 class Machines(AsynchronousTransport):
     """Clients that store their state on the disk and take so many seconds each; some replies do not arrive."""
 
-    def __init__(self, run: Path, ids: list[str], silent: Collection[int]) -> None:
-        self.run, self.ids, self.silent = str(run), ids, silent
+    def __init__(self, run: Path, silent: Collection[int]) -> None:
+        self.run, self.silent = str(run), silent
         self.open: dict[str, tuple[float, Envelope]] = {}
         self.clock, self.received, self.sent = 0.0, 0, 0
         self.replied, self.assumed, self.stalled = set[str](), set[str](), set[str]()
@@ -155,7 +153,7 @@ class Machines(AsynchronousTransport):
             on_reply(id, self.reply(id, orders[id]))
 
     def reply(self, id: str, order: Envelope) -> Envelope:
-        return reply_as(self.run, 1, self.ids.index(id), order)
+        return reply_as(self.run, 1, order)
 
     def send_orders(self, orders: Orders, seconds: float, *, wait_for_offline: bool = False) -> None:
         for id in orders:
@@ -192,7 +190,7 @@ def make_machines(*silent: int) -> tuple[start.HostRun, list[Machines]]:
     made = list[Machines]()
 
     def host(run_folder: RunFolder, prepared: Prepared, run_rounds: Callable[[Prepared], RunReport]) -> RunReport:
-        made.append(Machines(run_folder.path.resolve(), list(prepared.federation.clients), silent))
+        made.append(Machines(run_folder.path.resolve(), silent))
         rules = prepared.config.federation.build_reply_rules()
         return run_rounds(connect(prepared, made[-1], rules, nodes=get_nodes_folder(run_folder.path)))
 

@@ -1,7 +1,5 @@
 """What a federation is compared with: local-only and centralized training, and what a report says of them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

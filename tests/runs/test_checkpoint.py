@@ -1,7 +1,5 @@
 """Checkpoints: round trips of everything in them, every damaged byte noticed, the right ones kept."""
 
-from __future__ import annotations
-
 import errno
 import os
 from dataclasses import replace

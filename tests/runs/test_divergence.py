@@ -1,7 +1,5 @@
 """Divergence and models that became worse are reported, in words, where the result is read."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

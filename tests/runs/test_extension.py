@@ -1,7 +1,5 @@
 """Runs that get more rounds or more patience: the same bits as if planned so, or a refusal that names the reason."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

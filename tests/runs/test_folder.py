@@ -1,7 +1,5 @@
 """The run folder: what it refuses, who may use it, and files that are whole or absent."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

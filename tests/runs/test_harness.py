@@ -1,7 +1,5 @@
 """Tasks of lm-evaluation-harness on a run's adapter: the numbers are those of the model's own likelihoods."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial

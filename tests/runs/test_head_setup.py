@@ -1,7 +1,5 @@
 """A run's head: which start is chosen, that it is measured and saved, and that an interrupted run has the same bits."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

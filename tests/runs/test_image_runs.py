@@ -1,7 +1,5 @@
 """Federations on images, on convolutions and embeddings, and from scratch: what they train is what others can load."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

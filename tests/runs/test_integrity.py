@@ -1,7 +1,5 @@
 """A run notices when one of its files is not what it wrote: on resume, in reports, in exports and when it is used."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

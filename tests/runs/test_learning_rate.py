@@ -1,7 +1,5 @@
 """``training.lr: auto``: what the range test chooses, that it is stored and repeatable, and where it is refused."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

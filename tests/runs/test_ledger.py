@@ -1,7 +1,5 @@
 """The ledger's sums, and logs that reach the disk round by round."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math

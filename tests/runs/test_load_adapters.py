@@ -1,7 +1,5 @@
 """Adapters from others: their weights are not unpickled, and their config chooses no other class."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

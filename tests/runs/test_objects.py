@@ -1,7 +1,5 @@
 """Runs on data, models and tokenizers passed from Python."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

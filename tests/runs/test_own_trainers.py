@@ -1,7 +1,5 @@
 """Federations of owners with trainers of their own: results, resuming, secure sums, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

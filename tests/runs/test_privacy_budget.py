@@ -1,7 +1,5 @@
 """Runs with privacy: what they write down of it, when they end, that they resume, and what nodes make of it."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a run shows while it is at work: bars, the time that is left, and the file that other processes read."""
 
-from __future__ import annotations
-
 import io
 import json
 import threading

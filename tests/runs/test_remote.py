@@ -1,7 +1,5 @@
 """A whole run whose clients are behind a transport: what is counted of it, and what is left of that when it resumes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,22 +28,22 @@ BAD = "south"
 class Here(ReplyingTransport):
     """A transport to clients in this process, one of whom is asked in vain."""
 
-    def __init__(self, run: Path, ids: list[str], tasks: tuple[str, ...]) -> None:
-        self.run, self.ids, self.tasks = str(run), ids, tasks
+    def __init__(self, run: Path, tasks: tuple[str, ...]) -> None:
+        self.run, self.tasks = str(run), tasks
 
     def replies(self, envelopes: Mapping[str, Envelope], seconds: float, *, wait_for_offline: bool = False) -> Replies:
         for id, envelope in envelopes.items():
             if id == BAD and decode_order(envelope).task in self.tasks:
                 yield id, "no reply within 5 s"
             else:
-                yield id, reply_as(self.run, torch.get_num_threads(), self.ids.index(id), envelope)
+                yield id, reply_as(self.run, torch.get_num_threads(), envelope)
 
 
 def host(*tasks: str, kind: type[Here] = Here, reads_nodes: bool = True) -> start.HostRun:
     """A host of runs whose clients are behind a transport."""
 
     def simulated(place: RunFolder, prepared: Prepared, played: Any) -> RunReport:
-        transport = kind(place.path.resolve(), list(prepared.federation.clients), tasks)
+        transport = kind(place.path.resolve(), tasks)
         rules = prepared.config.federation.build_reply_rules()
         return played(connect(prepared, transport, rules, nodes=get_nodes_folder(place.path) if reads_nodes else None))
 
@@ -113,7 +111,7 @@ class Forgetful(Here):
             if (order.task, order.round) == ("train", 2):
                 yield id, Reply("train", 2, order.attempt, id, failed="its disk was replaced", lost=True).to_envelope()
             else:
-                yield id, reply_as(self.run, torch.get_num_threads(), self.ids.index(id), envelopes[id])
+                yield id, reply_as(self.run, torch.get_num_threads(), envelopes[id])
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """What a finished run leaves: its report and curve, the files that the report names, and how they are read again."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from dataclasses import asdict

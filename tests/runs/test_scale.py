@@ -1,7 +1,5 @@
 """A federation of 100,000 clients costs what its cohort costs."""
 
-from __future__ import annotations
-
 import csv
 import os
 import subprocess

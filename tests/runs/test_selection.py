@@ -1,7 +1,5 @@
 """The best round of a run, and where it stops: by the metric, then the loss, then the later one; gains beyond noise."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

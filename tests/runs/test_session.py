@@ -1,7 +1,5 @@
 """A run that is killed, or whose disk fills, at any moment: it goes on from the last finished round to the same end."""
 
-from __future__ import annotations
-
 import errno
 import os
 import random

@@ -1,7 +1,5 @@
 """The setup of a run: what is built from its config, and what is refused before anything is written."""
 
-from __future__ import annotations
-
 import tracemalloc
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Federations whose clients are all in this process: their labels, presence, examples, ranks and weights."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path

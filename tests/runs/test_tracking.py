@@ -1,7 +1,5 @@
 """A run's numbers in TensorBoard, once each, after a resume too; and what is said of trackers that are not there."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The same config and seed give the same bits: every file of a run, whatever ran before and in whichever process."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Exported models: PEFT and Transformers load them, they score and predict as reported, and their cards say so."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """Tasks and metrics are those of fedspan again after every test."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

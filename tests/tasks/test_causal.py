@@ -1,7 +1,5 @@
 """Causal language models: loss on the answer alone, packing, generation, and what is cut when a text is too long."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import datasets

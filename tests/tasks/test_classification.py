@@ -1,7 +1,5 @@
 """Sequence classification: encoding, class weights, label smoothing, losses and metrics."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace

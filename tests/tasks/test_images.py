@@ -1,7 +1,5 @@
 """Image classification: what the model is shown, random changes of images, what is lost and measured."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import Any, cast

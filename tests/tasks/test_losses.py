@@ -1,7 +1,5 @@
 """Losses: with offsets of the logits, and bounded by example."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

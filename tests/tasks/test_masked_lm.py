@@ -1,7 +1,5 @@
 """Masked language modeling: masks by key, Transformers' loss, resumed runs, predictions, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Multi-label classification: columns of labels, loss, metrics, predictions, exports and inference of columns."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

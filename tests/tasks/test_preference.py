@@ -1,7 +1,5 @@
 """Preference tuning: TRL's losses, metrics and tokens, columns of pairs, generated answers, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

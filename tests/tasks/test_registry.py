@@ -1,7 +1,5 @@
 """A task of one's own, registered or from an installed package, is run like any other; what is none is refused."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Regression: numbers in, squared error, correlations out; and a run of it from a file of pairs to PEFT."""
 
-from __future__ import annotations
-
 import csv
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Metrics against other libraries' values and plain loops."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Sequence to sequence: Transformers' losses, families and engines, generated texts by PEFT, and what is refused."""
 
-from __future__ import annotations
-
 import csv
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Text embedding: losses, metrics and exports as sentence-transformers has them, and inference of columns."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Callable
 from pathlib import Path

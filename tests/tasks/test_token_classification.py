@@ -1,7 +1,5 @@
 """Token classification: labels at first pieces, columns of lists, truncation, predictions, and inference of columns."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Epsilon, against Opacus' own accountants, the exact Gaussian mechanism and the first paper's figure."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

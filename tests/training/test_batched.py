@@ -1,7 +1,5 @@
 """Several clients in one pass: model families, what trains beside factors, what is refused, and its worker."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

@@ -6,8 +6,6 @@ What ``test_devices.py`` cannot cover on its pretend device: CUDA's kernels, mem
 length, 4- and 8-bit bases and compiled blocks.
 """
 
-from __future__ import annotations
-
 import gc
 import linecache
 import shutil

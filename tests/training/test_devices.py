@@ -9,8 +9,6 @@ device themselves; ``test_cuda.py`` has them.
 Its registration lasts as long as the process, so the runs are compared in a process of their own.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """DP-SGD: against slow obvious code and Opacus' own per-example gradients; its noise, its bound, its samples."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping

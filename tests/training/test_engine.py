@@ -1,7 +1,5 @@
 """Engines, jobs and client slots: order, learning rates, batches, memory, and what observers see."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Stored features: training the output layer on them equals training it in whole passes, without the passes."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any

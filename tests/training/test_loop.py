@@ -1,7 +1,5 @@
 """The loop engine: probes, gradients, moments, bases, renewed projectors, the reference and rows of the head."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The local optimizers against ``torch.optim``, step for step, and what they add: masks, states, partial moments."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

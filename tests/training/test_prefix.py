@@ -1,7 +1,5 @@
 """Frozen prefixes: cached and stored hidden states give what computing them gives; where that can't be, no cache."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref

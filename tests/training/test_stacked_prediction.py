@@ -1,7 +1,5 @@
 """Several models that predict in one pass: the same predictions as alone, which models share one, and what cannot."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The stacking plan: the fastest that a budget allows to measure, remembered by shape, kept by a run."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Conformance on every transport covers the whole registry, also what is registered later."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 
@@ -15,8 +13,8 @@ from helpers.families import others_slow
 HERE = Path(__file__).parent
 TABLES = {
     "ray/test_worker.py": "UNLIKE_CASES",
-    "flower/test_simulation.py": "UNLIKE_CASES",
-    "flower/test_supernode_methods.py": "UNLIKE",
+    "flower/test_simulation.py": "SIMULATED",
+    "flower/test_supernode_methods.py": "DEPLOYED",
 }
 """Workers of a cluster, Flower's simulation and a deployment, which are compared with runs in process, and the names of
 their quick cases."""
@@ -38,6 +36,7 @@ def test_a_method_or_wrapper_is_a_case_as_soon_as_it_is_registered(monkeypatch: 
     cases = conformance.list_cases()
     assert len(cases) == len(set(cases)) == len(methods.METHODS) + len(wrappers.WRAPPERS) + 1
     assert {"newest", "fedit+newest", *methods.METHODS} <= {*cases}
-    for quick in (conformance.UNLIKE_CASES, conformance.UNLIKE):
+    assert {*conformance.SIMULATED, *conformance.DEPLOYED} == {*conformance.UNLIKE_CASES}
+    for quick in (conformance.UNLIKE_CASES, conformance.SIMULATED, conformance.DEPLOYED):
         assert {*quick} < {*cases}
         assert {str(one.values[0]) for one in others_slow(cases, quick) if one.marks} == {*cases} - {*quick}

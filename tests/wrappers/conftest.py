@@ -1,7 +1,5 @@
 """Wrapped methods, run like the methods themselves; each combination of options once."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What compressing wrappers share, FedPAQ against replies that are quantized by hand, and masked sums."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Running statistics of norms: they move where the extras train, are transmitted with them, and nowhere else."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """FedProx against a hand-written loop."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

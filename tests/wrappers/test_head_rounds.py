@@ -1,7 +1,5 @@
 """First rounds that train a new head alone: what they change, send and cost, and that the method's rounds follow."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Rounds in low precision against rounds computed by hand, around every sum method, and error feedback."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any

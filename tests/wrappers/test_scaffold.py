@@ -1,7 +1,5 @@
 """SCAFFOLD against the textbook's algorithm, on dense weights and on factors."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

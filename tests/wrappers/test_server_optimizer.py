@@ -1,7 +1,5 @@
 """Server optimizers against their papers' formulas, on hand-written rounds."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace

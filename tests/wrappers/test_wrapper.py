@@ -1,7 +1,5 @@
 """What every wrapper of the registry keeps, around three methods on a real transformer, and how a config names it."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """No wrapper is inert: around every method of the registry it is refused, or it changes what the federation learns."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path

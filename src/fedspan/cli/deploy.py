@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fedspan.monitoring.web import WebPage
     from fedspan.transports.http.server import ServerLink
 
-__all__ = ["join", "server", "submit"]
+__all__ = ["join", "make_stop_event", "server", "submit"]
 
 _FINGERPRINT = " --fingerprint SHA256:..."
 
@@ -101,7 +101,7 @@ def server(
     link = prepare_folder(folder, port, names or [], insecure=insecure)
     if not insecure:
         warn_of_expiry(link)
-    stop = _make_stop_event()
+    stop = make_stop_event()
     page = None if web_port is None else _create_page(link, web_host, web_port, names or [])
 
     def print_instructions() -> None:
@@ -244,7 +244,7 @@ def join(
 
     log_to_console()
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    run_node(node, insecure=insecure, stop=_make_stop_event())
+    run_node(node, insecure=insecure, stop=make_stop_event())
 
 
 @register_command(
@@ -302,7 +302,7 @@ def submit(
     show_report(screen, report, run_folder)
 
 
-def _make_stop_event() -> Event:
+def make_stop_event() -> Event:
     """Create an event that is set by Ctrl-C or SIGTERM."""
     stop = Event()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -19,7 +19,8 @@ and reveals shares only if t clients have signed the same (Bonawitz et al., CCS 
 which collude with the server and sign everything, two sets would need 2 (t - c) signatures of n - c honest clients,
 each of which signs once. With 2 t > n + c there are not so many. For each client, an honest client then reveals either
 the share of the own mask or that of the key, and the c colluders lack shares of the other one, since c < t. A sum has
-at least c + 2 clients, hence two honest ones.
+at least c + 2 clients of positive weight, hence two honest ones. Clients of weight zero hide nobody; they count as
+further colluders in the bound.
 
 **One set of clients a model.** Training is deterministic, so the sums of {u, a, b} and of {a, b} over one model differ
 by the vector of u. So a client that has revealed shares in a sum of a model reveals them again only in sums of exactly
@@ -33,10 +34,11 @@ trains again or computes statistics, so that no second exchange is of another tr
 Why no combination of sums gives a single vector: let S_k be the honest clients of positive weight whose vectors the
 k-th sum holds, and R_k those of them that revealed shares. Sums of one model with other clients, or other facts about
 them, have disjoint R_k, because each client reveals shares for one of them only. Each R_k is more than half of its S_k:
-at least t - c of at most n - c. Suppose that a combination of K such sums, each with a factor other than 0, holds only
-the vector of u. Every other client of a sum is then in another one of them, too, so all R_k but u are in S_j without
-R_j for some j: sum |R_k| - 1 <= sum |S_k without R_k|. Since |S_k without R_k| <= |R_k| - 1, the right side is at most
-sum |R_k| - K. So K = 1, and the sum would be of u alone; but it has two honest clients.
+at least t - c - z of at most n - c - z, where z honest clients have no weight, and 2 t > n + c + z. Suppose that a
+combination of K such sums, each with a factor other than 0, holds only the vector of u. Every other client of a sum is
+then in another one of them, too, so all R_k but u are in S_j without R_j for some j: sum |R_k| - 1 <= sum |S_k without
+R_k|. Since |S_k without R_k| <= |R_k| - 1, the right side is at most sum |R_k| - K. So K = 1, and the sum would be of u
+alone; but it has two honest clients.
 
 A server that changes one bit of the model has another model. Against this, only sums of always the same clients
 (``min_clients`` as large as their number) with equal weights help, or noise.
@@ -45,7 +47,7 @@ A server that changes one bit of the model has another model. Against this, only
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -214,7 +216,7 @@ class SecureClient:
                 raise FedspanError("message.peers", id, problem=f"{id!r} cannot share secrets: {error}") from error
         if agreement.clients != len(peers):
             raise FedspanError("message.agreement.clients", agreement.clients, f"the number of keys, {len(peers)}")
-        self._require_threshold(agreement)
+        self._require_threshold(agreement, peers, order.facts)
         context = build_session_context(order.run, order.session)
         self._require_known_keys(peers, context)
         if [one.id for one in order.facts] != ids or compute_facts_digest(order.facts) != agreement.facts:
@@ -249,7 +251,7 @@ class SecureClient:
         if self.id not in present or len(present) < len(masking.peers) or not present <= session.peers.keys():
             raise FedspanError("message.peers", masking.peers, "this client, and clients to which it sent shares")
         agreement = _get_agreement(session)
-        self._require_min_clients(len(present), agreement.threshold)
+        self._require_min_clients(present, session.facts, agreement.threshold)
         if self.check is not None:
             self.check(agreement)
         ordered = {"task": order.task, "round": order.round, "lr": order.lr, "model": _compute_digest(order.body)}
@@ -331,7 +333,7 @@ class SecureClient:
             )
         if self.id not in survivors:
             raise FedspanError("message.survivors", sorted(survivors), "this client, because it sent its vector")
-        self._require_min_clients(len(survivors), agreement.threshold)
+        self._require_min_clients(survivors, session.facts, agreement.threshold)
         self._require_same_sum(session, survivors)
         shares = self._open_shares(session, order.sealed)
         if len(shares) < agreement.threshold:
@@ -379,8 +381,8 @@ class SecureClient:
             )
             expected = (
                 f"a sum of {', '.join(revealed.clients)} with clip {revealed.clip:g} and weights up to "
-                f"{revealed.top:g}, each with the same weight, rank and stored state, or another model (such as by "
-                "another seed)"
+                f"{revealed.top:g}, each with the same weight, rank and stored state, or a run with another seed or "
+                "base model"
             )
             raise FedspanError("message.survivors", current.clients, expected, problem=problem)
 
@@ -397,27 +399,32 @@ class SecureClient:
                 decrypted[id] = pair
         return decrypted
 
-    def _require_threshold(self, agreement: Agreement) -> None:
+    def _require_threshold(self, agreement: Agreement, present: Collection[str], facts: Sequence[ClientFacts]) -> None:
         """Check that the number of clients that open a secret withstands the colluders.
 
         Raises:
             FedspanError: If it does not.
         """
-        clients, threshold, least = agreement.clients, agreement.threshold, (agreement.clients + self.colluders) / 2
+        clients, threshold, idle = agreement.clients, agreement.threshold, sum(not one.weight > 0 for one in facts)
+        least = (clients + self.colluders + idle) / 2
         if not least < threshold <= clients:
             problem = (
                 f"{threshold} of {clients} clients can open a sum, which does not withstand {self.colluders} that "
-                "collude with the server"
+                f"collude with the server{f' and {idle} without weight' if idle else ''}"
             )
             expected = f"federation.secure.threshold such that more than {least:g} clients, and not more than all, can"
             raise FedspanError("limits.colluders", self.colluders, expected, problem=problem)
-        self._require_min_clients(clients, threshold)
+        self._require_min_clients(present, facts, threshold)
 
-    def _require_min_clients(self, present: int, threshold: int) -> None:
-        if present < max(threshold, self.min_clients):
-            expected = f"at least {self.min_clients} clients, and at least {threshold} to unmask the sum"
-            problem = f"a sum of {present} clients is too small"
-            raise FedspanError("limits.secure_clients", present, expected, problem=problem)
+    def _require_min_clients(self, present: Collection[str], facts: Sequence[ClientFacts], threshold: int) -> None:
+        counted = len(present) - sum(not one.weight > 0 for one in facts if one.id in present)
+        if counted < max(threshold, self.min_clients):
+            expected = (
+                f"at least {self.min_clients} clients, and at least {threshold} to unmask the sum, each with a weight "
+                "above 0"
+            )
+            problem = f"a sum of {counted} clients is too small"
+            raise FedspanError("limits.secure_clients", counted, expected, problem=problem)
 
 
 def _derive_keys(session: Session) -> SessionKeys:

@@ -142,7 +142,10 @@ class DiskSessionStore:
         try:
             return Session.model_validate_json(read_bytes(path))
         except ValidationError as error:
-            problem = "the file is damaged. Remove it while no round runs"
+            problem = (
+                "the file is damaged, so the number of the last session, which no other one may have, is unknown. "
+                "Start a new run"
+            )
             raise FedspanError(str(path), None, problem=problem) from error
 
     def store(self, client: str, session: Session) -> None:

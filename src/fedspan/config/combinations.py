@@ -77,7 +77,6 @@ def _require_buffered_fit(config: RunSections) -> None:
             f"{problem}, because privacy budgets count the clients of synchronous rounds",
         ),
         "cluster": (None if config.cluster is None else config.cluster.workers, problem),
-        "engine.name": ("flower-sim" if config.engine.name == "flower-sim" else None, problem),
         "simulation.present": ((None if config.simulation is None else config.simulation.present) or None, problem),
         "evaluation.diagnostics": (
             config.evaluation.diagnostics,
@@ -213,7 +212,6 @@ def _require_trainers(config: RunSections) -> None:
         "evaluation.diagnostics": config.evaluation.diagnostics,
         "evaluation.by": config.evaluation.by,
         "cluster": None if config.cluster is None else config.cluster.workers,
-        "engine.name": "flower-sim" if config.engine.name == "flower-sim" else None,
     }
     for field, value in options.items():
         if value is not None:
@@ -326,9 +324,6 @@ def _require_simulation_fit(config: RunSections) -> None:
     conditions = config.simulation
     if conditions is None:
         return
-    if config.engine.name == "flower-sim":
-        problem = "engine.name: flower-sim cannot simulate conditions. Use engine.name: batched or loop"
-        raise FedspanError("simulation", config.engine.name, problem=problem)
     if conditions.present and config.privacy is not None and config.privacy.mechanism == "central":
         problem = "central privacy counts on the same number of clients in every round; local and dp-sgd do not"
         raise FedspanError("simulation.present", conditions.present, problem=problem)
@@ -351,9 +346,6 @@ def _require_cluster_fit(config: RunSections) -> None:
     cluster = config.cluster
     if cluster is None:
         return
-    if config.engine.name == "flower-sim":
-        problem = "it has processes of its own, which cannot be combined with cluster"
-        raise FedspanError("engine.name", "flower-sim", "batched or loop", problem=problem)
     if config.evaluation.diagnostics is not None:
         problem = "it cannot be combined with cluster, because no process sees both ends of an update"
         raise FedspanError("evaluation.diagnostics", config.evaluation.diagnostics, problem=problem)

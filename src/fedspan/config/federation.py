@@ -214,7 +214,7 @@ class FederationConfig(Section):
         default=300.0,
         ge=0,
         allow_inf_nan=False,
-        description="Flower: seconds that a retry waits for offline clients; a killed node is readmitted after a "
+        description="Deployments: seconds that a retry waits for offline clients; a killed node is readmitted after a "
         "minute.",
     )
     retries: int = Field(
@@ -239,7 +239,7 @@ class FederationConfig(Section):
         "nodes. See docs/deployment.md.",
     )
     message_mib: int = Field(
-        default=1024, ge=1, le=2048, description="Flower: maximum size of a reply in MiB; larger ones are refused."
+        default=1024, ge=1, le=2048, description="Deployments: maximum size of a reply in MiB; larger ones are refused."
     )
     max_norm_ratio: float | None = Field(
         default=10.0,

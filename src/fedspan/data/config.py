@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, Literal, Self
 
 from pydantic import (
@@ -255,7 +256,7 @@ class DataConfig(BaseModel):
     @field_validator("labels", "columns", "label_columns")
     @classmethod
     def _refuse_repeats(cls, value: list[str] | None) -> list[str] | None:
-        repeated = sorted({name for name in value or () if (value or ()).count(name) > 1})
+        repeated = sorted(name for name, count in Counter(value or ()).items() if count > 1)
         if repeated:
             raise ValueError(f"each name once; repeated: {', '.join(repeated)}")
         return value

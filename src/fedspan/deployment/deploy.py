@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from fedspan.transports.http.client import Link
     from fedspan.transports.http.server import ServerLink
 
-__all__ = ["check_node", "join", "submit"]
+__all__ = ["build_invitation", "check_node", "join", "read_run_name", "submit"]
 
 _MBIT_BYTES = 1e6 / 8
 """Bytes of a megabit."""
@@ -113,9 +113,7 @@ def _build_link(node: NodeConfig, *, insecure: bool) -> Link:
         None if mbit is None else mbit * _MBIT_BYTES for mbit in (node.bandwidth.up_mbit, node.bandwidth.down_mbit)
     )
     tls_authority = None if node.tls_authority is None else Path(node.tls_authority)
-    return Link(
-        node.server, authority, key, node.limits.message_bytes, Bandwidth(up, down), node.proxy, tls_authority
-    )
+    return Link(node.server, authority, key, node.limits.message_bytes, Bandwidth(up, down), node.proxy, tls_authority)
 
 
 def _describe_data(name: str, field: str) -> str:
@@ -249,7 +247,7 @@ def submit(
     events = Listeners(listener or Listener(), progress_file)
 
     def host(run_folder: RunFolder, prepared: Prepared, run_rounds: Any) -> RunReport:
-        run, config = _read_run_name(run_folder), prepared.config
+        run, config = read_run_name(run_folder), prepared.config
         evaluated = min(config.partition.clients, config.evaluation.clients or config.partition.clients)
         if (note := describe_few_nodes(evaluated)) is not None:
             events.on_note(note)
@@ -270,7 +268,7 @@ def submit(
                     link.folder,
                     lambda: {node: admission.key.encode() for node, admission in read_admissions(link).items()},
                 )
-            invitation = _build_invitation(prepared.config, run, files)
+            invitation = build_invitation(prepared.config, run, files)
             submission = Submission(link, run_folder, prepared, invitation, signer, events, wait)
             submission.gather(server)
             return run_rounds(submission.connect(server))
@@ -286,7 +284,7 @@ def submit(
     )
 
 
-def _read_run_name(folder: RunFolder) -> str:
+def read_run_name(folder: RunFolder) -> str:
     """Return the run's name for its nodes; it is created at the start of the run."""
     path = folder.path / _NAME
     if not path.is_file():
@@ -309,7 +307,7 @@ def _find_offered_base(config: RunConfig) -> Path:
     return folder
 
 
-def _build_invitation(config: RunConfig, run: str, files: Sequence[BaseFile] = ()) -> Invitation:
+def build_invitation(config: RunConfig, run: str, files: Sequence[BaseFile] = ()) -> Invitation:
     """Return the invitation to a run, with the files of the base model that the server offers."""
     values = config.model_dump(mode="json", exclude={"device", "threads", "baselines"})
     values["data"] = {key: value for key, value in values["data"].items() if value != NOWHERE}

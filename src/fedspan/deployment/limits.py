@@ -24,6 +24,7 @@ from fedspan.deployment.handshake import Invitation
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Order
 from fedspan.federation.secagg.messages import Agreement, compute_share
+from fedspan.federation.settings import MOST_SECURE_CLIENTS
 from fedspan.models.names import get_architecture
 from fedspan.runs.client_ranks import compute_client_scaling
 from fedspan.runs.head_setup import STATISTICS_CLIP
@@ -319,6 +320,8 @@ class OrderTerms:
         federation, privacy = self.config.federation, self.config.privacy
         assert federation.secure is not None
         secure, clients = federation.secure, agreement.clients
+        if clients > MOST_SECURE_CLIENTS:
+            raise FedspanError("message.agreement.clients", clients, f"at most {MOST_SECURE_CLIENTS}")
         clip = secure.clip
         if agreement.task == "statistics":
             clip = STATISTICS_CLIP

@@ -54,7 +54,15 @@ from fedspan.deployment.limits import (
     require_config,
     require_workload,
 )
-from fedspan.deployment.node_folder import LAST_ORDER, STATE, SUMS, TRAINING, get_run_folder, remove_old_states
+from fedspan.deployment.node_folder import (
+    LAST_ORDER,
+    SESSIONS,
+    STATE,
+    SUMS,
+    TRAINING,
+    get_run_folder,
+    remove_old_states,
+)
 from fedspan.deployment.usage import UsageBook
 from fedspan.errors import FedspanError, escape_controls
 from fedspan.federation.protocol import Envelope, Order, ScoredPart, read_header
@@ -336,7 +344,8 @@ class NodeService:
                 "known": self.node.peers,
                 "check": terms.require_agreement,
             }
-        secure = secure_client(config, self.node.id, folder / STATE, sums, **owner)
+        sessions = get_run_folder(self.folder / SESSIONS, invitation.run)
+        secure = secure_client(config, self.node.id, sessions, sums, **owner)
         limits, kind = self.node.limits, config.head_kind[0]
         announced: tuple[HeadKind, ...] = () if kind is None else (kind,)
         statistics = StatisticsLimits(

@@ -10,13 +10,26 @@ from pathlib import Path
 
 from fedspan.files import remove
 
-__all__ = ["LAST_ORDER", "LAST_REPLY", "STATE", "SUMS", "TRAINING", "WORKER", "get_run_folder", "remove_old_states"]
+__all__ = [
+    "LAST_ORDER",
+    "LAST_REPLY",
+    "SESSIONS",
+    "STATE",
+    "SUMS",
+    "TRAINING",
+    "WORKER",
+    "get_run_folder",
+    "remove_old_states",
+]
 
 LAST_ORDER = "serial"
 """The file in a run's folder with its last order."""
 
 LAST_REPLY = f"{LAST_ORDER}-reply"
 """The file in a run's folder with the reply to it."""
+
+SESSIONS = "sessions"
+"""The folder in a node's folder with the last secure session of each run, whose number no later session may have."""
 
 STATE = "kept"
 """The folder in a run's folder with the client's state between rounds."""

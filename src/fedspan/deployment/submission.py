@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 from fedspan import __version__
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from fedspan.transports.http.server import ServerLink
     from fedspan.transports.http.signing import OrderSigner
 
-__all__ = ["Handshakes", "Submission", "gather_nodes"]
+__all__ = ["Handshakes", "Submission", "explain_base", "gather_nodes", "read_introduction"]
 
 
 class Submission:
@@ -115,7 +116,7 @@ class Submission:
 
     def _connect_late(self, server: RunLink) -> Prepared:
         """Return the run with clients that join and leave between its rounds."""
-        from fedspan.transports.http.transport import ServerTransport, Invitations
+        from fedspan.transports.http.transport import Invitations, ServerTransport
 
         handshakes, config = self._handshakes, self._prepared.config
         invitations = Invitations(
@@ -253,8 +254,8 @@ class Handshakes:
         has_keys = self._link.authority is not None
         owned = (admissions | read_revocations(self._link)).values() if has_keys else ()
         names = {admission.name for admission in owned}
-        introduction, reason = _read_introduction(
-            *(reply, self._base, self._explain_base, admitted, names, self._federation)
+        introduction, reason = read_introduction(
+            *(reply, self._base, partial(explain_base, self._prepared, self._base), admitted, names, self._federation)
         )
         is_taken = False
         if introduction is not None and reason is None:
@@ -291,20 +292,6 @@ class Handshakes:
         other = next((known for known, owner in self.owners.items() if owner == node and known != id), None)
         return None if other is None else f"this node has joined this run as {other}. Set id: {other} in its file"
 
-    def _explain_base(self, introduction: Introduction) -> str:
-        """Return why a node's base is not this run's: it trains other modules in full, or its weights are others."""
-        model = self._prepared.model
-        if introduction.extras == compute_extras_digest(model):
-            digests = f"SHA-256 {introduction.base[:12]}, here {self._base[:12]}"
-            return f"its base model, tokenizer or pooling is another ({digests})"
-        unnamed = list_unnamed_modules(self._prepared.config, model)
-        if not unnamed:
-            return "its model trains other modules in full than that of this run"
-        return (
-            f"its model does not train {', '.join(unnamed)} in full, which have new weights in this run: nodes with "
-            f"trainers need `model.modules_to_save: [{', '.join(unnamed)}]` in the run's config"
-        )
-
     def _can_replace(self, id: str, admitted: Admission | None) -> bool:
         """Return whether a node may take over the id of one that is gone: it has its name, or there are no names."""
         is_named = self._link.authority is None if admitted is None else admitted.name == id
@@ -322,6 +309,26 @@ class Handshakes:
         ):
             return None
         return f"another node has this id, and is online (node {owner})"
+
+
+def explain_base(prepared: Prepared, base: str, introduction: Introduction) -> str:
+    """Return why a node's base is not this run's: it trains other modules in full, or its weights are others.
+
+    Args:
+        prepared: The run.
+        base: Digest of the frozen model and its tokenizer.
+        introduction: The node's introduction.
+    """
+    if introduction.extras == compute_extras_digest(prepared.model):
+        digests = f"SHA-256 {introduction.base[:12]}, here {base[:12]}"
+        return f"its base model, tokenizer or pooling is another ({digests})"
+    unnamed = list_unnamed_modules(prepared.config, prepared.model)
+    if not unnamed:
+        return "its model trains other modules in full than that of this run"
+    return (
+        f"its model does not train {', '.join(unnamed)} in full, which have new weights in this run: nodes with "
+        f"trainers need `model.modules_to_save: [{', '.join(unnamed)}]` in the run's config"
+    )
 
 
 def gather_nodes(
@@ -361,7 +368,7 @@ def gather_nodes(
     raise FedspanError("nodes", len(handshakes.nodes), problem=problem)
 
 
-def _read_introduction(
+def read_introduction(
     reply: Envelope | str,
     base: str,
     explain_base: Callable[[Introduction], str],

@@ -72,9 +72,7 @@ class ServerMonitor:
             self._listed = (self._listed[0], clean_text(error))
 
 
-def _merge(
-    clients: list[dict[str, Any]], nodes: Sequence[Node], named: NamedRun | None
-) -> list[dict[str, Any]]:
+def _merge(clients: list[dict[str, Any]], nodes: Sequence[Node], named: NamedRun | None) -> list[dict[str, Any]]:
     """Return the run's clients with the status of their nodes, followed by the nodes that are not in the run.
 
     There are at most ``MAX_CLIENTS`` rows; the run may have clients without one.

@@ -20,7 +20,6 @@
     clients/             round-00005/ ...: the clients' stored state, by the round that wrote it
     best/                the best round's checkpoint
     adapter/             the exported adapter; one folder for each client where models are personal
-    nodes/               the clients' own stores on Flower's simulation engine
     baselines/           local/, centralized/: their checkpoints while they train, then a report.json each; engine.json
     report.json          the summary, once the run is finished; names the config, inputs, logs and exported files
     run.lock             held while a process works on the run; names that process

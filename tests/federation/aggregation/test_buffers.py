@@ -1,7 +1,5 @@
 """Replies that wait for the others, and the size that a reply may have."""
 
-from __future__ import annotations
-
 import shutil
 from types import SimpleNamespace
 from typing import Any, cast

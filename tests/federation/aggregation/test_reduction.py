@@ -1,7 +1,5 @@
 """Reducers: independent of the order of arrival, and equal to means and robust reductions written out."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """The server's half of a session: whose keys it accepts, and headers with mistakes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The catalogue of mistakes: by section, what users do wrong. docs/errors.md is made of it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from helpers.mistakes import config, data, images, model, runs, use

@@ -1,7 +1,5 @@
 """Mistakes in a configuration."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Mistakes in data files, and in what a config says of them."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

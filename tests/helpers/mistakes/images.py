@@ -1,7 +1,5 @@
 """Mistakes with images, with convolutions and embeddings as targets, and with models from scratch."""
 
-from __future__ import annotations
-
 import gzip
 import shutil
 import struct

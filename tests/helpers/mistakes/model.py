@@ -1,7 +1,5 @@
 """Mistakes in naming a model, in its files, and in the adapter that a run starts from."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

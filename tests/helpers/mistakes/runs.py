@@ -1,7 +1,5 @@
 """Mistakes with run folders, and what disks and networks do."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Callable

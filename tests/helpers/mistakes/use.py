@@ -1,7 +1,5 @@
 """Mistakes in using what was trained."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 A pair is a dict with ``B`` (O, R) and ``A`` (R, I); a model is ``{layer: pair}`` beside the dense frozen weights.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 

@@ -5,8 +5,6 @@ extras. Weights are drawn in float32 and only then converted, so that the float6
 ``AdaptedModel.weight``.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Everything that crosses the network goes through bytes (``federation.serializati
 bytes after every round, clients hold their own base and memory, and a reply that is lost advances neither.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 

@@ -10,8 +10,6 @@ The client itself puts its reply in the form in which replies combine: ``contrib
 summed under masks too.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import final
 

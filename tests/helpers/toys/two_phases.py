@@ -1,7 +1,5 @@
 """A method whose extras train in both of its phases: pFedLoRU without the rest that it gives them in the first."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import final
 

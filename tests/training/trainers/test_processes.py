@@ -1,7 +1,5 @@
 """A trainer in two processes on loopback (DDP and FSDP2 over gloo): equal to one, and what fails in one ends both."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Settings of DeepSpeed and FSDP that are refused; training with FSDP2 is in test_processes.py."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Plain PyTorch loops: jobs, steps, batches and optimizers of a round, and loops that do not do what was planned."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

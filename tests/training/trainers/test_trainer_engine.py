@@ -1,7 +1,5 @@
 """Rounds through users' own trainers: equal to the loop engine for every method and wrapper, and what is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A federation through each class of trainers: its adapter scores as the trainers' own evaluation reported."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a Transformers trainer is set to in a round: numbers of examples, names of measures, and how it is undone."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

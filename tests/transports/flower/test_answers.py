@@ -1,7 +1,5 @@
 """Answers of the door: from an offset on, in pieces that wait for their reader, and files of base models."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -3,8 +3,6 @@
 Each attack happens while an honest node participates in exchanges, which must end as they would without it.
 """
 
-from __future__ import annotations
-
 import base64
 import math
 import os

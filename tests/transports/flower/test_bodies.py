@@ -1,7 +1,5 @@
 """Bodies at the door: what their headers declare, what arrives, and in which parts."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import logging

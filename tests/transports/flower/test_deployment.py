@@ -1,7 +1,5 @@
 """A server and three nodes as processes, with TLS and keys: who is kept out, and what is lost when something dies."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The door in front of the SuperLink: what each role may send, how much of it, and how fast."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Requests that the door answers itself: who is woken up, when, and how long an answer waits."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import defaultdict

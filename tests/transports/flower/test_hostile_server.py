@@ -1,7 +1,5 @@
 """A server that holds the order key and attacks its nodes, replayed against real processes with TLS and keys."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import time

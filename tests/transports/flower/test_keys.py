@@ -1,7 +1,5 @@
 """Certificates, keys and signatures: what they are good for, and who may read them."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

@@ -1,7 +1,5 @@
 """Envelopes as Flower's records: every bit arrives, and whatever else comes is refused by a ValueError."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from typing import Any

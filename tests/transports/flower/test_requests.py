@@ -1,7 +1,5 @@
 """Requests of nodes: their form, limits on their number, sizes and rates, and bounds on connections."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import ssl

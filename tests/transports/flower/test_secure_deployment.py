@@ -1,7 +1,5 @@
 """Secure aggregation through Flower: its simulation, and three nodes with TLS and keys, one of which is killed."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

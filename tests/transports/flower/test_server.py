@@ -1,7 +1,5 @@
 """A server's folder, its nodes, which are admitted and revoked, and who owns a connection within the machine."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -5,8 +5,6 @@ statistics, so that this exchange is compared, too. In a deployment, the whole r
 ``test_supernode_methods.py``.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -26,7 +24,7 @@ import fedspan
 from fedspan.deployment.deploy import submit
 from fedspan.methods.registry import METHODS
 from fedspan.transports.flower.server import read_link
-from helpers.conformance import UNLIKE_CASES, describe_case, list_cases, require_same_model
+from helpers.conformance import SIMULATED, describe_case, list_cases, require_same_model
 from helpers.families import others_slow
 from helpers.sites import SITES, local_values, run_values, site_files
 
@@ -72,7 +70,7 @@ def data(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return site_files(tiny_folder / "corpus.csv", tmp_path_factory.mktemp("sites"))["all"]
 
 
-@pytest.mark.parametrize("case", others_slow(list_cases(), UNLIKE_CASES))
+@pytest.mark.parametrize("case", others_slow(list_cases(), SIMULATED))
 @pytest.mark.usefixtures("kept_worker")
 def test_every_method_and_wrapper_has_the_bits_of_the_loop_engine(
     case: str, data: Path, tiny_folder: Path, tmp_path: Path

@@ -1,7 +1,5 @@
 """The SuperLink's process, its addresses, and a message on its whole way."""
 
-from __future__ import annotations
-
 import socket
 import ssl
 import subprocess

@@ -1,7 +1,5 @@
 """A server that is killed leaves no SuperLink, and can be started again at once."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """A node's loop over orders, and its requests over connections that break."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import time

@@ -1,7 +1,5 @@
 """Nodes of a server with TLS and keys repeat every method and wrapper of the registry to the bit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from fedspan.deployment.deploy import submit
 from fedspan.methods.registry import METHODS
 from fedspan.transports.flower.server import read_link
 from helpers.conformance import (
+    DEPLOYED,
     describe_case,
     get_method,
     list_cases,
@@ -23,7 +22,7 @@ from helpers.conformance import (
     require_same_state,
     require_same_tensors,
 )
-from helpers.families import UNLIKE, others_slow
+from helpers.families import others_slow
 from helpers.forked_nodes import fork_nodes
 from helpers.sites import local_values, run_values, site_files
 
@@ -41,7 +40,7 @@ def federation(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> I
             yield made, files["all"]
 
 
-@pytest.mark.parametrize("case", others_slow(list_cases(), UNLIKE))
+@pytest.mark.parametrize("case", others_slow(list_cases(), DEPLOYED))
 def test_every_method_and_wrapper_has_the_bits_of_the_loop_engine(
     case: str, federation: tuple[Deployment, Path], tiny_folder: Path, tmp_path: Path
 ) -> None:

@@ -1,7 +1,5 @@
 """A node whose key the server does not accept: it says so, and asks more and more rarely."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Generator

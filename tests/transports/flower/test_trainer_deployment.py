@@ -1,7 +1,5 @@
 """Three nodes that train with their owners' trainers, one in two processes: one is killed, and sums are secure."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

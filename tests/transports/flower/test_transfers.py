@@ -1,7 +1,5 @@
 """A node's transfers: over a link that breaks the rest is sent; bandwidth is limited; progress and work are shown."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """Envelopes through a grid: who is waited for and how long, open orders, and two readers of one grid."""
 
-from __future__ import annotations
-
 import gc
 import time
 import weakref

@@ -1,7 +1,5 @@
 """Workers, machines and drivers that die in mid-round, runs of a series, and who reaches a local Ray."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

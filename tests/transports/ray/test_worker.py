@@ -1,7 +1,5 @@
 """Runs and evaluations on two workers of a local Ray against the same in one process, and how workers share them."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -356,7 +354,7 @@ def evaluate(prepared: Prepared, progress: Progress) -> tuple[Any, ...]:
     return *evaluator.evaluate_clients(progress), evaluator.evaluate_parts(progress, prepared.test, parts)
 
 
-@pytest.mark.parametrize("case", others_slow(EVALUATED, ["fedit batched", "fedsa-lora loop", "fedgalore batched"]))
+@pytest.mark.parametrize("case", others_slow(EVALUATED, ["fedsa-lora loop", "fedgalore batched"]))
 def test_workers_evaluate_like_the_driver(case: str, tiny_folder: Path, team: Team) -> None:
     """Also after later rounds: an earlier base is set again."""
     method, engine = case.split()

@@ -4,9 +4,10 @@ An attempt of a round has five exchanges: keys, shares, training, confirming, un
 All clients are sent the same complete message, whatever they store, so that they can agree on it before they train. A
 client whose vector does not arrive in the third is excluded from the sum; one that drops out later is included. If too
 few clients remain, the attempt ends and the next one starts a new session with the whole cohort, because masks are used
-once; only clients that certainly sealed or revealed wrong shares are left out. Once clients have revealed shares, they
-accept only an attempt with the same clients (``clients.secagg``). So a second exchange, whose sum is of the same
-training as the first one, needs all clients of the first one.
+once; only clients that certainly sealed wrong shares are left out. Once clients have revealed shares, they accept only
+a sum of the same clients (``clients.secagg``), so the next attempts are of these: without those that had dropped out,
+and with those that revealed wrong shares. A second exchange, whose sum is of the same training as the first one, needs
+all clients of the first one.
 """
 
 from __future__ import annotations
@@ -95,10 +96,11 @@ class SecureAggregation:
         }
         self._note: str | None = None
         self._wrong = set[str]()
+        self._revealed = frozenset[str]()
 
     def get_missing(self) -> tuple[str, ...]:
-        """``Aggregation.get_missing``: masks are used once, so every attempt involves all without a proven fault."""
-        return tuple(id for id in self.context.ids if id not in self._wrong)
+        """``Aggregation.get_missing``: masks are used once, so every attempt involves all whom the others accept."""
+        return tuple(id for id in self.context.ids if id in (self._revealed or set(self.context.ids) - self._wrong))
 
     def open(self, clients: Mapping[str, Client], attempt: int, encoder: OrderEncoder) -> Mapping[str, Masking | None]:
         """``Aggregation.open``: exchange keys and shares."""
@@ -133,7 +135,8 @@ class SecureAggregation:
             FedspanError: If none of them has examples, or they are not all sent the same message.
         """
         context, round = self.context, self.context.state.round
-        self._top = min(self._limit, max(client.weight for client in clients))
+        if not self._revealed:
+            self._top = min(self._limit, max(client.weight for client in clients))
         if not self._top > 0:
             raise FedspanError("federation.secure", self._top, "clients with examples")
         self._ring = Ring(self.secure.bits, self._clip, len(clients))
@@ -193,6 +196,7 @@ class SecureAggregation:
                 session.end(self._total, replies.keys())
             finally:
                 self._wrong |= session.wrong
+                self._revealed = session.revealed or self._revealed
             share = sum(compute_share(self._clients[id].weight, self._top) for id in replies)
             if not share > 0:
                 raise FedspanError("federation.secure", share, "replies of positive weight")

@@ -220,7 +220,9 @@ class SecureSession:
         self.present: tuple[str, ...] = ()
         """The clients that may train, after ``begin``: the masking partners of each."""
         self.wrong = set[str]()
-        """Clients that certainly revealed or sealed wrong shares."""
+        """Clients that certainly sealed wrong shares, of a sum for which nobody was asked to reveal any."""
+        self.revealed = frozenset[str]()
+        """Clients of the sum for which shares were requested; those that revealed some accept no other one."""
 
     def fail(self, client: str, reason: str) -> None:
         """Record why a client's reply is rejected."""
@@ -278,8 +280,6 @@ class SecureSession:
 
         Raises:
             TooFew: If too few clients replied, or their shares are wrong.
-
-        Clients that certainly revealed or sealed wrong shares are added to ``wrong``.
         """
         failures_before = len(self.failures)
         try:
@@ -290,18 +290,19 @@ class SecureSession:
             require_openable(self.present, self._needed, unopened)
             masked = Masked(self._transcript, self.present, self._needed, self._keys, self._sealed, survivors, unopened)
             signatures = {id: reply.signature for id, reply in confirmed.items()}
+            self.revealed = frozenset(survivors)
             orders = {id: self._order(UnmaskOrder, id, signatures=signatures) for id in confirmed}
             revealed = {id: reply.shares for id, reply in self._exchange(UnmaskReply, orders).items()}
             faults = unmask(total, masked, revealed)
         except SharesError as error:
             explained = {failure.client for failure in self.failures[failures_before:]}  # by the clients themselves
-            self.wrong |= error.faults.keys()
+            if not self.revealed:
+                self.wrong |= error.faults.keys()
             for id, reason in sorted({**error.disputes, **error.faults}.items()):
                 if id not in explained:
                     self.fail(id, f"unmask: {reason}")
             raise TooFew from error
         del self.failures[failures_before:]
-        self.wrong |= faults.keys()
         for id, reason in sorted(faults.items()):
             self.fail(id, f"unmask: {reason}; it was not needed")
 

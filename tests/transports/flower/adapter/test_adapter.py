@@ -1,7 +1,5 @@
 """What the adapter relies on in Flower, checked against the installed version: each failure names what broke."""
 
-from __future__ import annotations
-
 import ast
 import base64
 import importlib

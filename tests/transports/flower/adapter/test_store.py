@@ -1,7 +1,5 @@
 """Objects, orders and replies in the database of Flower's own SuperLink, without a server."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import time

@@ -1,0 +1,205 @@
+"""The server component of the Flower app that ``fedspan flower-app`` writes, and the app itself."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fedspan import __version__
+from fedspan.config import RunConfig, override, parse_config, read_values
+from fedspan.deployment.console import log_to_console
+from fedspan.deployment.deploy import build_invitation, read_run_name
+from fedspan.deployment.flower_client import get_run_path
+from fedspan.deployment.handshake import build_server_config, compute_base_digest
+from fedspan.deployment.submission import explain_base, read_introduction
+from fedspan.errors import FedspanError
+from fedspan.federation.protocol import Envelope
+from fedspan.federation.trimmed_scores import describe_few_nodes
+from fedspan.files import convert_disk_errors, restrict_new_files, write_atomic
+from fedspan.runs import start
+from fedspan.runs.callbacks import Listener
+from fedspan.runs.folder import RunFolder
+from fedspan.runs.model_card import RunReport
+from fedspan.runs.remote import build_server_clients, connect, get_nodes_folder, prepare_server
+from fedspan.runs.setup import Prepared, prepare
+from fedspan.transports.flower_app.server import Context, Grid, GridTransport, create_server_app, invite
+
+__all__ = ["app", "write_app"]
+
+_WAIT = 600.0
+"""Seconds to wait for all nodes, unless the run's config of Flower has another number."""
+
+log = logging.getLogger("fedspan.flower")
+
+RunRounds = Callable[[Prepared], RunReport]
+
+
+class _LogListener(Listener):
+    """Writes the events of a run to the log, which Flower shows."""
+
+    def on_note(self, text: str) -> None:
+        log.info("%s", text)
+
+    def on_client_failure(self, round: int, client: str, reason: str) -> None:
+        log.warning("round %d: no update of %s: %s", round, client, reason)
+
+    def on_round_finish(self, row: Mapping[str, Any]) -> None:
+        if "loss" in row:
+            log.info("round %d: training loss %.4g, %d clients", row["round"], row["loss"], len(row["cohort"]))
+
+
+def write_app(folder: Path, config: str | Path, out: Path, overrides: Sequence[str] = ()) -> None:
+    """Write a Flower app that runs a federation; ``flwr run`` starts it.
+
+    Args:
+        folder: Folder of the app; empty, or not existing yet.
+        config: The run's YAML file. With ``data``, the app is for Flower's simulation; without, each node has its own.
+        out: Folder for the runs' folders, on the machine of the server component.
+        overrides: Changes to the config, each ``section.field=value``.
+
+    Raises:
+        FedspanError: If the config is not one for Flower, or the folder cannot be written.
+    """
+    values = override(read_values(config), overrides)
+    simulated = _is_simulated(values)
+    _parse(values, simulated)
+    with convert_disk_errors(folder, "choose another folder", "FOLDER"):
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise FedspanError("FOLDER", str(folder), "an empty folder, or one that does not exist")
+    settings: dict[str, object] = {"config": json.dumps(values), "folder": str(out.absolute()), "resume": ""}
+    settings |= {"wait": _WAIT, "simulated": simulated}
+    lines = [
+        *("[project]", 'name = "fedspan-app"', f'version = "{__version__}"', 'license = "Apache-2.0"'),
+        "dependencies = []  # Flower would install them for each run; fedspan is installed beside Flower",
+        *("", "[tool.flwr.app]", 'publisher = "fedspan"', "", "[tool.flwr.app.components]"),
+        f'serverapp = "{__name__}:app"',
+        f'clientapp = "{get_run_path.__module__}:app"',
+        *("", "[tool.flwr.app.config]", *(f"{name} = {json.dumps(value)}" for name, value in settings.items()), ""),
+    ]
+    with convert_disk_errors(folder, "choose another folder", "FOLDER"):
+        write_atomic(folder / "pyproject.toml", "\n".join(lines).encode())
+
+
+def _is_simulated(values: Mapping[str, Any]) -> bool:
+    data = values.get("data") or {}
+    return data.get("train") is not None or data.get("dataset") is not None
+
+
+def _parse(values: Mapping[str, Any], simulated: bool) -> RunConfig:
+    """Parse a run's config, and refuse what is not possible over Flower.
+
+    Raises:
+        FedspanError: For the first such field.
+    """
+    config = parse_config(values) if simulated else build_server_config(values)
+    federation = config.federation
+    refused: dict[str, tuple[object, str]] = {
+        "federation.buffered": (federation.buffered, "Flower cancels no order, so rounds over it are synchronous"),
+        "federation.late_joiners": (federation.late_joiners or None, "over Flower, the nodes are those of the start"),
+        "simulation": (config.simulation, "Flower's simulation has no such conditions; `fedspan run` has"),
+        "cluster": (config.cluster, "Flower's simulation has processes of its own"),
+    }
+    for field, (value, problem) in refused.items():
+        if value is not None:
+            raise FedspanError(field, value, problem=problem)
+    return config
+
+
+def _run(grid: Grid, context: Context) -> None:
+    """Run the federation of a Flower app, or resume an earlier run.
+
+    Raises:
+        FedspanError: If an error occurs that the user can correct.
+    """
+    log_to_console()
+    values, listener, resume = context.run_config, _LogListener(), bool(context.run_config["resume"])
+    folder, simulated = get_run_path(context), bool(values["simulated"])
+    if not folder.is_absolute():
+        raise FedspanError("folder", str(folder), "an absolute path on the machine of Flower's ServerApp")
+    config = None if resume else _parse(json.loads(str(values["config"])), simulated)
+    log.info("folder of the run: %s", folder)
+    host = partial(_simulate, grid) if simulated else partial(_deploy, grid, float(values["wait"]), listener)
+    build = prepare if simulated else _build_server
+    with restrict_new_files():
+        start.run(config, folder, resume=resume, listener=listener, host=host, build=build)
+
+
+def _build_server(config: RunConfig, _: object, key: bytes | None, stages: Any) -> Prepared:
+    return prepare_server(config, key, stages)
+
+
+def _simulate(grid: Grid, run_folder: RunFolder, prepared: Prepared, run_rounds: RunRounds) -> RunReport:
+    """Run a federation whose clients are in the processes of Flower's simulation.
+
+    An order names its client, and every process can train every client: the number of nodes does not matter.
+    """
+    online, federation = sorted(grid.get_node_ids()), prepared.config.federation
+    if not online:
+        raise FedspanError("nodes", 0, "at least one node of Flower's simulation")
+    nodes = {id: online[number % len(online)] for number, id in enumerate(prepared.federation.clients)}
+    transport = GridTransport(grid, nodes, federation.reconnect_timeout)
+    return run_rounds(
+        connect(prepared, transport, federation.build_reply_rules(), nodes=get_nodes_folder(run_folder.path))
+    )
+
+
+def _deploy(
+    grid: Grid, wait: float, listener: Listener, run_folder: RunFolder, prepared: Prepared, run_rounds: RunRounds
+) -> RunReport:
+    """Run a federation with the hosts of data owners."""
+    config, run = prepared.config, read_run_name(run_folder)
+    evaluated = min(config.partition.clients, config.evaluation.clients or config.partition.clients)
+    if (note := describe_few_nodes(evaluated)) is not None:
+        listener.on_note(note)
+    invitation = build_invitation(config, run)
+    with prepared.engine.stages.stage("nodes", config.partition.clients, "nodes"):
+        nodes, examples = _gather(grid, prepared, invitation.to_envelope(), wait, listener)
+    transport = GridTransport(grid, nodes, config.federation.reconnect_timeout)
+    clients = build_server_clients(config, prepared.engine.adapted.spec, examples)
+    rules = config.federation.build_reply_rules()
+    return run_rounds(connect(prepared, transport, rules, clients=clients, run=run, agreed=invitation.digest))
+
+
+def _gather(
+    grid: Grid, prepared: Prepared, invitation: Envelope, wait: float, listener: Listener
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Invite nodes until as many have joined as there are clients.
+
+    Returns:
+        Flower's node id and the number of examples of each client.
+
+    Raises:
+        FedspanError: If too few nodes join in time; it names the reasons of the others.
+    """
+    base, config = compute_base_digest(prepared.model), prepared.config
+    nodes, examples, refused, undecided = dict[str, int](), dict[str, int](), dict[int, str](), set[int]()
+    for node, reply in invite(grid, invitation, wait, undecided):
+        introduction, reason = read_introduction(
+            reply, base, partial(explain_base, prepared, base), None, (), config.federation
+        )
+        id = f"node {node}" if introduction is None else introduction.id
+        if introduction is not None and reason is None and id in nodes:
+            reason = "another node has this id"
+        if introduction is None or reason is not None:
+            if introduction is not None and introduction.waiting:
+                undecided.add(node)
+            if refused.get(node) != (text := f"{id}: {reason}"):
+                refused[node] = text
+                listener.on_note(f"{id} does not participate{' yet' if node in undecided else ''}: {reason}")
+            continue
+        refused.pop(node, None)
+        nodes[id], examples[id] = node, introduction.examples
+        listener.on_note(f"{id} participates with {introduction.examples} examples (node {node})")
+        if len(nodes) == config.partition.clients:
+            return nodes, examples
+    reasons = "; ".join(sorted(refused.values())) or "no more nodes are online"
+    problem = f"{len(nodes)} of {config.partition.clients} nodes participate ({reasons})"
+    raise FedspanError("nodes", len(nodes), problem=problem)
+
+
+app = create_server_app(_run)

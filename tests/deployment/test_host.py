@@ -1,0 +1,129 @@
+"""The socket of a data owner's host: who may connect, what is read, and when it goes."""
+
+import socket
+import struct
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Event, Thread
+
+import pytest
+import yaml
+
+from fedspan.deployment import host
+from fedspan.errors import FedspanError
+from fedspan.federation.protocol import Envelope
+from fedspan.transports.flower_app.link import LONGEST_HEADER, forward
+from helpers.another_user import as_another_user
+
+LONGEST = 1000
+NOBODY = 65534
+
+
+@contextmanager
+def listening(users: set[int] | None = None, seen: list[Envelope] | None = None) -> Iterator[Path]:
+    """A socket in a folder that every user may enter, whose server returns what it receives."""
+
+    def answer(envelope: Envelope) -> Envelope:
+        if seen is not None:
+            seen.append(envelope)
+        return envelope
+
+    with TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        path = Path(folder) / "host.sock"
+        server = host._listen(path, {host.os.getuid()} if users is None else users, LONGEST, answer)
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield path
+        finally:
+            server.shutdown()
+            thread.join()
+            server.server_close()
+
+
+@pytest.mark.parametrize(("header", "body"), [("{}", b""), ("", b"body"), ("\ud800é", bytes(LONGEST))])
+def test_an_envelope_and_its_reply_arrive_whole(header: str, body: bytes) -> None:
+    with listening() as path:
+        for _ in range(2 * host._CONNECTIONS):  # a closed connection makes room for another
+            assert forward(str(path), header, body) == (header, body)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        struct.pack(">IQ", 2, LONGEST + 1),
+        struct.pack(">IQ", LONGEST_HEADER + 1, 0),
+        struct.pack(">IQ", 2, 5) + b"{}body",
+        struct.pack(">IQ", 1, 0) + b"\xff",
+        b"\0",
+    ],
+    ids=["long body", "long header", "cut off", "no text", "no lengths"],
+)
+def test_what_is_no_envelope_is_not_answered(sent: bytes) -> None:
+    seen = list[Envelope]()
+    with listening(seen=seen) as path, socket.socket(socket.AF_UNIX) as line:
+        line.settimeout(10)
+        line.connect(str(path))
+        line.sendall(sent)
+        line.shutdown(socket.SHUT_WR)
+        assert line.recv(1) == b""
+    assert seen == []
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_only_the_named_users_may_connect(allowed: bool) -> None:
+    program = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); "
+    program += "s.sendall(bytes(12)); s.settimeout(10); print(len(s.recv(12)))"
+    with listening({host.os.getuid(), NOBODY} if allowed else None) as path:
+        ended = subprocess.run([*as_another_user(), "-c", program, str(path)], capture_output=True, text=True)
+    if allowed:
+        assert ended.stdout.strip() == "12", ended.stderr
+    else:
+        assert ended.stdout.strip() in ("0", ""), ended.stdout
+
+
+def test_a_host_that_does_not_listen_is_an_error_of_the_forwarding_app(tmp_path: Path) -> None:
+    with pytest.raises(FedspanError, match="fedspan host"):
+        forward(str(tmp_path / "host.sock"), "{}", b"")
+
+
+def write_node(folder: Path) -> Path:
+    (folder / "data.csv").write_text("text,label\na,b\n")
+    path = folder / "node.yaml"
+    values = {"id": "clinic", "server": "localhost:1", "folder": "state", "data": {"train": "data.csv"}}
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def test_a_host_replaces_the_socket_that_a_killed_one_left_and_removes_its_own(tmp_path: Path) -> None:
+    path, stop = tmp_path / "host.sock", Event()
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path))
+    thread = Thread(target=host.host, args=(write_node(tmp_path), path), kwargs={"stop": stop}, daemon=True)
+    thread.start()
+    with socket.socket(socket.AF_UNIX) as line:
+        while line.connect_ex(str(path)) != 0:
+            assert thread.is_alive()
+            time.sleep(0.01)
+    stop.set()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert not path.exists()
+
+
+def test_a_host_replaces_no_other_file(tmp_path: Path) -> None:
+    path = tmp_path / "host.sock"
+    path.write_text("mine")
+    with pytest.raises(FedspanError, match="--socket"):
+        host.host(write_node(tmp_path), path)
+    assert path.read_text() == "mine"
+
+
+def test_the_user_of_the_supernode_exists(tmp_path: Path) -> None:
+    with pytest.raises(FedspanError, match="--user"):
+        host.host(write_node(tmp_path), tmp_path / "host.sock", "no-such-user")
