@@ -81,10 +81,9 @@ def check_node(path: str | Path, *, insecure: bool = False) -> list[str]:
         value = node.data.get(part)
         for name in [] if value is None else value if isinstance(value, list) else [value]:
             lines.append(f"data.{part}: {_describe_data(str(name), f'data.{part}')}")
-    if not insecure:
-        if node.authority is None or node.key is None:
-            missing = "authority" if node.authority is None else "key"
-            raise FedspanError(missing, None, "ca.crt of the server and the node's key, or --insecure for a test")
+    if not insecure and (node.authority is None or node.key is None):
+        missing = "authority" if node.authority is None else "key"
+        raise FedspanError(missing, None, "ca.crt of the server and the node's key, or --insecure for a test")
     link = _build_link(node, insecure=insecure)
     if not insecure:
         lines.append(f"key: {node.key}")

@@ -308,7 +308,7 @@ class Server:
         async def answer(request: Request) -> Response:
             session = self._find_session(request)
             length = _read_length(request, CHUNK if request.method == "PUT" else _SMALL)
-            self.connections.accept(request.client, session.node.to_bytes(8, "big"), length + 2 * _SMALL)
+            self.connections.accept(request.client, session.node.to_bytes(8, "big"), length + CHUNK)
             sender, session.seen = session.sender, time.monotonic()
             delay = sender.bucket.take()
             if sender.waiting >= self.limits.waiting:
@@ -567,9 +567,7 @@ class Server:
                 continue
             if session is not None and session.has_left:
                 lost.append((id, "its node was stopped"))
-            elif (
-                now - (self._started if session is None else session.seen) > self.limits.offline + self.limits.reconnect
-            ):
+            elif (self._started if session is None else session.seen) < oldest:
                 lost.append((id, "its node went offline"))
         return lost
 
