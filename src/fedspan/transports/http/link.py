@@ -138,9 +138,9 @@ class ServerRun:
             yield Taken(order, b"" if failure else self._read(order), failure or "")
 
     def cancel(self, ids: Collection[str]) -> None:
-        """``RunLink.cancel``; the server is told with the next request for replies."""
+        """``RunLink.cancel``; replies that were taken are deleted, too."""
         self._done.update(ids)
-        if ids:
+        if self._done:
             asked = {"awaited": [], "done": sorted(self._done), "seconds": 0}
             self._post(f"runs/{self._run}/replies", asked)
             self._done.clear()

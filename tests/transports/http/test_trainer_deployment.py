@@ -10,8 +10,6 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
-
 from stage import Deployment
 
 from helpers.sites import SITES, run_values

@@ -5,14 +5,12 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
-
 from stage import Deployment
 
 import fedspan
 from fedspan.deployment.deploy import submit
 from fedspan.methods.registry import METHODS
-from fedspan.transports.flower.server import read_link
+from fedspan.transports.http.server import read_link
 from helpers.conformance import (
     DEPLOYED,
     describe_case,

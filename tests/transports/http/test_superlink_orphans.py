@@ -15,15 +15,15 @@ from fedspan import processes
 from fedspan.errors import FedspanError
 from fedspan.processes import hold_folder
 
-servers = pytest.importorskip("fedspan.transports.flower.server", reason="the extra fedspan[flower] is not installed")
-superlink = pytest.importorskip("fedspan.transports.flower.superlink")
+servers = pytest.importorskip("fedspan.transports.http.server", reason="the extra fedspan[flower] is not installed")
+superlink = pytest.importorskip("fedspan.transports.http.supervision")
 
 SERVER = """
     import sys
     from pathlib import Path
     from threading import Event
-    from fedspan.transports.flower.server import read_link
-    from fedspan.transports.flower.superlink import supervise
+    from fedspan.transports.http.server import read_link
+    from fedspan.transports.http.supervision import supervise
     folder = Path(sys.argv[1])
     supervise(folder, read_link(folder), "127.0.0.1", Event(), lambda: print("ready", flush=True))
 """
@@ -43,13 +43,13 @@ def test_a_killed_server_takes_its_superlink_along_and_starts_again(link: object
         command = [sys.executable, "-c", textwrap.dedent(SERVER), str(folder)]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as server:
             assert server.stdout is not None
-            assert server.stdout.readline() == b"ready\n", (folder / "superlink.log").read_text()
+            assert server.stdout.readline() == b"ready\n", (folder / "server.log").read_text()
             os.kill(server.pid, signal.SIGKILL)
     stop, ready = Event(), Event()
     again = Thread(target=superlink.supervise, args=(folder, link, "127.0.0.1", stop, ready.set))
     again.start()
     try:
-        assert ready.wait(120), (folder / "superlink.log").read_text()
+        assert ready.wait(120), (folder / "server.log").read_text()
     finally:
         stop.set()
         again.join()
@@ -58,7 +58,7 @@ def test_a_killed_server_takes_its_superlink_along_and_starts_again(link: object
 def test_a_superlink_without_a_server_ends(tmp_path: Path) -> None:
     code = """
         import time
-        from fedspan.transports.flower import superlink
+        from fedspan.transports.http import superlink
         superlink.run_superlink = lambda *_: (print("runs", flush=True), time.sleep(600))
         superlink.main()
     """

@@ -19,11 +19,9 @@ from fedspan.federation.protocol import Envelope
 from helpers.flower_names import broken
 from helpers.reply_transport import exchanged
 
-pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
-
-from fedspan.transports.flower import adapter, grid, keys, signing, supernode, transport
-from fedspan.transports.flower import server as servers
-from fedspan.transports.flower import superlink as superlink_process
+from fedspan.transports.http import adapter, grid, keys, signing, supernode, transport
+from fedspan.transports.http import server as servers
+from fedspan.transports.http import superlink as superlink_process
 
 
 @contextmanager
@@ -35,7 +33,7 @@ def run_server(folder: Path, *, insecure: bool = True) -> Iterator[Any]:
     server = Thread(target=superlink_process.supervise, args=(folder, link, "127.0.0.1", stop, ready.set))
     server.start()
     try:
-        assert ready.wait(120), (folder / "superlink.log").read_text()
+        assert ready.wait(120), (folder / "server.log").read_text()
         yield link
     finally:
         stop.set()
@@ -53,12 +51,12 @@ def test_a_port_that_is_taken_is_named(insecure: bool, tmp_path: Path) -> None:
             superlink_process.supervise(tmp_path, link, "127.0.0.1", Event(), lambda: None)
     with pytest.raises(FedspanError, match="--host"):
         superlink_process.supervise(tmp_path, link, "192.0.2.1", Event(), lambda: None)
-    assert not (tmp_path / "superlink.log").exists()
+    assert not (tmp_path / "server.log").exists()
 
 
 def test_a_large_log_is_moved_while_the_superlink_has_it_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(superlink_process, "_LOG_BYTES", 100)
-    path = tmp_path / "superlink.log"
+    path = tmp_path / "server.log"
     superlink_process._rotate_log(path)
     with path.open("ab", buffering=0) as log:
         log.write(b"a" * 100)
@@ -69,7 +67,7 @@ def test_a_large_log_is_moved_while_the_superlink_has_it_open(tmp_path: Path, mo
             superlink_process._rotate_log(path)
             log.write(b"next")
             assert path.read_bytes() == b"next"
-    assert path.with_name("superlink.log.1").read_bytes() == b"next" + b"c" * 101
+    assert path.with_name("server.log.1").read_bytes() == b"next" + b"c" * 101
 
 
 @pytest.mark.slow
@@ -145,7 +143,7 @@ def test_a_node_without_a_server_raises_and_does_not_end() -> None:
 
 NODE = """
 import sys, threading
-from fedspan.transports.flower.supernode import Link, serve
+from fedspan.transports.http.supernode import Link, serve
 serve(Link(sys.argv[1], None, None, 2**22), lambda envelope: envelope, threading.Event())
 """
 
@@ -162,12 +160,12 @@ def test_a_message_goes_to_a_node_and_back_through_a_superlink(tmp_path: Path, m
     server.start()
     node = subprocess.Popen([sys.executable, "-c", NODE, link.address])  # it tries until there is a server
     try:
-        assert ready.wait(60), (tmp_path / "server" / "superlink.log").read_text()
+        assert ready.wait(60), (tmp_path / "server" / "server.log").read_text()
         written = {path.name: path.stat().st_mode & 0o077 for path in (tmp_path / "server").iterdir()}
         assert {name: mode for name, mode in written.items() if name != "server.json"} == dict.fromkeys(
             written.keys() - {"server.json"}, 0
         )
-        assert {"flower.db", "superlink.log"} <= written.keys()
+        assert {"flower.db", "server.log"} <= written.keys()
         with grid.attach(link, 2**23) as messages:
             [(id, reply)] = [next(transport.invite(messages, Envelope("hello"), 60.0))]
             assert reply == Envelope("hello")

@@ -18,10 +18,8 @@ from fedspan.federation.transport import Orders
 from helpers.pretend_grid import NODES, Grid, Reply
 from helpers.reply_transport import exchanged
 
-pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
-
-from fedspan.transports.flower import adapter, deliveries, messages, signing, transport, wire
-from fedspan.transports.flower import grid as grid_module
+from fedspan.transports.http import adapter, deliveries, messages, signing, transport, wire
+from fedspan.transports.http import grid as grid_module
 
 pytestmark = pytest.mark.usefixtures("identity")
 ENVELOPES = {id: Envelope(id) for id in "abc"}

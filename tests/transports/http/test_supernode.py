@@ -14,12 +14,10 @@ import pytest
 
 from fedspan.federation.protocol import Envelope
 
-pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
-
 from flwr.app import Message
 
-from fedspan.transports.flower import resumable, supernode, transfers, wire
-from fedspan.transports.flower.adapter import (
+from fedspan.transports.http import resumable, supernode, transfers, wire
+from fedspan.transports.http.adapter import (
     ObjectPullError,
     OutgoingReply,
     ReceivedOrder,
@@ -27,10 +25,10 @@ from fedspan.transports.flower.adapter import (
     deflate_message,
     list_tree_ids,
 )
-from fedspan.transports.flower.messages import draw_salt, to_records
-from fedspan.transports.flower.signing import UnsignedSigner
-from fedspan.transports.flower.transfers import Transfers
-from fedspan.transports.flower.wire import NodeWork
+from fedspan.transports.http.messages import draw_salt, to_records
+from fedspan.transports.http.signing import UnsignedSigner
+from fedspan.transports.http.transfers import Transfers
+from fedspan.transports.http.wire import NodeWork
 
 pytestmark = pytest.mark.usefixtures("identity")
 

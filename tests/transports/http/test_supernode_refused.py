@@ -14,7 +14,7 @@ import pytest
 from fedspan.errors import FedspanError
 
 supernode = pytest.importorskip(
-    "fedspan.transports.flower.supernode", reason="the extra fedspan[flower] is not installed"
+    "fedspan.transports.http.supernode", reason="the extra fedspan[flower] is not installed"
 )
 
 

@@ -17,12 +17,10 @@ import pytest
 
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
-from fedspan.transports.flower.keys import CERTIFICATE, KEY, ensure_authority
-from fedspan.transports.flower.reachability import check_server
+from fedspan.transports.http.keys import CERTIFICATE, KEY, ensure_authority
+from fedspan.transports.http.reachability import check_server
 
-pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
-
-from fedspan.transports.flower import keys, signing
+from fedspan.transports.http import keys, signing
 
 
 def handshake(folder: Path, authority: Path, name: str) -> None:

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from fedspan.errors import FedspanError
-from fedspan.transports.flower.local_peer import get_peer_uid
+from fedspan.transports.http.local_peer import get_peer_uid
 from helpers.another_user import as_another_user
 from helpers.command_line import get_program
 from helpers.refusals import refused
@@ -23,9 +23,9 @@ pytest.importorskip("flwr", reason="the extra fedspan[deploy] is not installed")
 
 from flwr.app import Context, Message, RecordDict
 
-from fedspan.transports.flower import admissions, app
-from fedspan.transports.flower import server as servers
-from fedspan.transports.flower.adapter import set_identity
+from fedspan.transports.http import admissions, app
+from fedspan.transports.http import server as servers
+from fedspan.transports.http.adapter import set_identity
 
 SAID = [
     {"node-id": "11", "status": "online", "online-elapsed": 75.4, "offline-at": "N/A"},

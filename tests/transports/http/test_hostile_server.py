@@ -24,11 +24,11 @@ from fedspan.federation.protocol import Envelope, Order, decode_reply, read_head
 from fedspan.federation.secagg.messages import UnmaskReply, decode_request
 from fedspan.federation.transport import OnReply, Orders, Transport
 from fedspan.runs.remote import build_server_clients, connect, prepare_server
-from fedspan.transports.flower.admissions import read_admissions
-from fedspan.transports.flower.grid import attach
-from fedspan.transports.flower.server import read_link
-from fedspan.transports.flower.signing import ServerSigner, UnsignedSigner
-from fedspan.transports.flower.transport import GridTransport, invite
+from fedspan.transports.http.admissions import read_admissions
+from fedspan.transports.http.grid import attach
+from fedspan.transports.http.server import read_link
+from fedspan.transports.http.signing import ServerSigner, UnsignedSigner
+from fedspan.transports.http.transport import GridTransport, invite
 from helpers.reply_transport import exchanged
 from helpers.sites import SITES, run_values, site_files
 

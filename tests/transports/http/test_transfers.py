@@ -20,14 +20,12 @@ from fedspan.federation.protocol import Envelope
 from helpers.families import others_slow
 from helpers.slow_link import SlowLink
 
-pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
-
 import httpx
 import uvicorn
 from flwr.app import Message
 
-from fedspan.transports.flower import door, progress, senders, transfers, wire, work
-from fedspan.transports.flower.adapter import (
+from fedspan.transports.http import door, progress, senders, transfers, wire, work
+from fedspan.transports.http.adapter import (
     NodeConnection,
     ObjectPushError,
     OutgoingReply,
@@ -37,11 +35,11 @@ from fedspan.transports.flower.adapter import (
     node,
     set_identity,
 )
-from fedspan.transports.flower.adapter import node as adapter_node
-from fedspan.transports.flower.messages import draw_salt, to_records
-from fedspan.transports.flower.signing import UnsignedSigner
-from fedspan.transports.flower.wire import INLINE_BYTES, NodeWork, pack, select_fitting
-from fedspan.transports.flower.work import FRESH_SECONDS, WorkBook, read_works
+from fedspan.transports.http.adapter import node as adapter_node
+from fedspan.transports.http.messages import draw_salt, to_records
+from fedspan.transports.http.signing import UnsignedSigner
+from fedspan.transports.http.wire import INLINE_BYTES, NodeWork, pack, select_fitting
+from fedspan.transports.http.work import FRESH_SECONDS, WorkBook, read_works
 
 NODE = 7
 SIZE, RATE, CUT_AFTER = 1_500_000, 1_500_000, 0.4

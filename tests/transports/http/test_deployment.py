@@ -14,14 +14,12 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
-
 from stage import Deployment, build_command, build_environment, find_child, free_port
 
 import fedspan
 from fedspan.runs.checkpoint import load_latest
 from fedspan.runs.folder import RunFolder
-from fedspan.transports.flower.keys import make_authority
+from fedspan.transports.http.keys import make_authority
 from helpers.sites import SITES, local_values, run_values, site_files
 from helpers.submitted_runs import finish, rounds, submitted, wait_for_round, was_asked_twice
 from helpers.watched_rounds import differences
@@ -139,7 +137,7 @@ def test_strangers_are_kept_out(deployment: tuple[Deployment, dict[str, Path]], 
     shown = made.call_here("status", "--server", str(made.server))
     assert shown.count("online") - shown.count("online for") == len(SITES)
     copy = made.folder / "secretless"
-    shutil.copytree(made.server, copy, ignore=shutil.ignore_patterns("flower*"))
+    shutil.copytree(made.server, copy, ignore=shutil.ignore_patterns("orders.db*", "messages"))
     (copy / "secret").write_text("another")
     done = made.call("submit", str(files["all"]), "--server", str(copy), check=False)
     assert done.returncode == 2
