@@ -87,13 +87,14 @@ class Counter(logging.Handler):
 
 def answer(ready: str, authority: str, address: str, keys: list[str], most: int, count: Any) -> None:
     """A process: a link for each key, answering with what was sent."""
-    from fedspan.transports.flower.keys import load_node_key
-    from fedspan.transports.flower.supernode import Link, serve
+    from fedspan.transports.http.client import Link
+    from fedspan.transports.http.keys import load_node_key
+    from fedspan.transports.http.node import serve
 
     Counter(count).install()
 
     def one(key: str) -> None:
-        link = Link(address, Path(authority), load_node_key(Path(key)), most)
+        link = Link(address, Path(authority), load_node_key(Path(key))[0], most)
         serve(link, make_answer, Event())
 
     for key in keys:
@@ -101,21 +102,6 @@ def answer(ready: str, authority: str, address: str, keys: list[str], most: int,
         time.sleep(0.2)  # from one address, only so many may connect at once
     Path(ready).touch()
     threading.Event().wait()
-
-
-def register(home: Path, address: str, authority: Path, keys: list[Path]) -> list[int]:
-    """Admit keys by one process (``fedspan admit`` is a process for each): Flower's node ids."""
-    config = f'[superlink]\ndefault = "load"\n\n[superlink.load]\naddress = "{address}"\n'
-    home.mkdir(exist_ok=True)
-    (home / "config.toml").write_text(config + f'root-certificates = "{authority}"\n')
-    (command,) = entry_points(group="console_scripts", name="flwr")
-    flwr, ids = command.load(), list[int]()
-    for key in keys:
-        printed = io.StringIO()
-        with redirect_stdout(printed):
-            flwr(["supernode", "register", str(key), "load", "--name", key.stem], standalone_mode=False)
-        ids += [int(id) for id in re.findall(r"SuperNode (\d+) registered", printed.getvalue())]
-    return ids
 
 
 def read_resident_memory(pid: int) -> float:
@@ -221,7 +207,7 @@ def profile(count: int, processes: int, folder: Path) -> tuple[Measured, dict[st
 
 
 def measure_large(
-    transport: Transport, nodes: dict[str, int], grid: object, megabytes: int, most: int
+    transport: Transport, nodes: dict[str, int], run: object, megabytes: int, most: int
 ) -> list[tuple[str, str, bool]]:
     """One message to a node and back, and the errors for messages above the limits."""
     id = next(iter(nodes))
@@ -243,7 +229,7 @@ def measure_large(
             "exceeds the size limit" in str(reply),
         )
     )
-    grid.limit = 8 * MIB  # type: ignore[attr-defined]
+    run.limit = 8 * MIB  # type: ignore[attr-defined]
     reply, seconds = sent(16 * MIB)
     results.append(("16 MiB from a node, where the server takes 8", str(reply), "more than 8 MiB" in str(reply)))
     reply, seconds = sent(1 * MIB)
@@ -255,18 +241,21 @@ def measure(
     count: int, rounds: int, processes: int, megabytes: int, folder: Path, samples: Path | None = None
 ) -> tuple[Measured, list[tuple[str, str, bool]]]:
     """Measure a load, and large messages if there are any; with a folder for samples, the SuperLink is sampled."""
-    from fedspan.transports.flower.grid import attach
-    from fedspan.transports.flower.keys import make_node_key
-    from fedspan.transports.flower.server import read_link
-    from fedspan.transports.flower.signing import ServerSigner
-    from fedspan.transports.flower.transport import GridTransport
+    from fedspan.transports.http.admissions import admit_node, compute_node_id
+    from fedspan.transports.http.keys import make_node_key
+    from fedspan.transports.http.link import attach
+    from fedspan.transports.http.server import read_link
+    from fedspan.transports.http.signing import ServerSigner
+    from fedspan.transports.http.transport import ServerTransport
 
     most = 768 * MIB
     with Deployment(folder / "deployment") as made:
         link = read_link(made.server)
         keys = [folder / f"node{number}.key" for number in range(count)]
         publics = [make_node_key(key) for key in keys]
-        ids = register(Path(os.environ["FLWR_HOME"]), link.address, made.server / "ca.crt", publics)
+        for public in publics:
+            admit_node(link, public, public.stem)
+        ids = [compute_node_id(public.read_text()) for public in publics]
         nodes = {f"node-{number:03}": id for number, id in enumerate(ids)}
         children: list[multiprocessing.Process] = []
         context = multiprocessing.get_context("spawn")
@@ -281,20 +270,20 @@ def measure(
             child.start()
             children.append(child)  # type: ignore[arg-type]
         try:
-            with attach(link, 1024 * MIB) as grid:
+            with attach(link, 1024 * MIB) as run:
                 began = time.monotonic()
-                while not (all(mark.exists() for mark in marks) and len(list(grid.get_node_ids())) == count):
+                while not (all(mark.exists() for mark in marks) and len(run.list_online()) == count):
                     if time.monotonic() - began > 600:
-                        raise RuntimeError(f"{len(list(grid.get_node_ids()))} of {count} nodes came")
+                        raise RuntimeError(f"{len(run.list_online())} of {count} nodes came")
                     time.sleep(1)
                 print(f"{count} nodes online after {time.monotonic() - began:.0f} s", flush=True)
                 server = made.processes["server"].pid
                 superlink = find_child(server)
                 known = {id: public.read_bytes() for id, public in zip(ids, publics, strict=True)}
-                transport = GridTransport(grid, nodes, signer=ServerSigner(link.folder, lambda: known))
+                transport = ServerTransport(run, nodes, signer=ServerSigner(link.folder, lambda: known))
                 with nullcontext() if samples is None else sampling(samples):
                     result = measure_load(transport, nodes, rounds, superlink, counts)
-                return result, measure_large(transport, nodes, grid, megabytes, most) if megabytes else []
+                return result, measure_large(transport, nodes, run, megabytes, most) if megabytes else []
         finally:
             logging.getLogger("httpx").removeHandler(own_count)
             for child in children:

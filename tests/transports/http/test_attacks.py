@@ -149,7 +149,7 @@ def test_nobody_reaches_the_order_of_another(scene: Scene) -> None:
     assert scene.hostile.send("GET", f"order/{id}/reply?upload={'0' * 32}").status_code == 404
     assert scene.hostile.put(id, b"forged") == 404
     assert scene.hostile.send("POST", f"order/{id}/failure", b"it is mine").status_code == 404
-    for session in ("", "Bearer ", f"Bearer {'0' * 64}", "Basic YTpi"):
+    for session in ("", "Bearer", f"Bearer {'0' * 64}", "Basic YTpi"):
         assert scene.hostile.send("GET", f"order/{id}", authorization=session).status_code == 401
     taken = take(scene, id)
     assert taken.message
