@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 admissions = pytest.importorskip(
-    "fedspan.transports.flower.admissions", reason="the extra fedspan[flower] is not installed"
+    "fedspan.transports.http.admissions", reason="the extra fedspan[flower] is not installed"
 )
-servers = pytest.importorskip("fedspan.transports.flower.server")
+servers = pytest.importorskip("fedspan.transports.http.server")
 
 
 @pytest.fixture

@@ -29,10 +29,10 @@ from helpers.command_line import get_program
 from helpers.reply_transport import Replies, ReplyingTransport
 
 admissions = pytest.importorskip(
-    "fedspan.transports.flower.admissions", reason="the extra fedspan[flower] is not installed"
+    "fedspan.transports.http.admissions", reason="the extra fedspan[flower] is not installed"
 )
-keys = pytest.importorskip("fedspan.transports.flower.keys")
-servers = pytest.importorskip("fedspan.transports.flower.server")
+keys = pytest.importorskip("fedspan.transports.http.keys")
+servers = pytest.importorskip("fedspan.transports.http.server")
 
 
 @pytest.fixture

@@ -24,16 +24,14 @@ from fedspan.deployment.handshake import Invitation
 from fedspan.deployment.health import Heartbeat
 from fedspan.errors import FedspanError
 from fedspan.training.stages import Stages
-from fedspan.transports.flower.server import prepare_folder
+from fedspan.transports.http.server import prepare_folder
 from helpers import tiny
 from helpers.command_line import get_program
 from helpers.node_service import values
 from helpers.refusals import refused
 
-pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
-
-from fedspan.transports.flower import reachability, supernode
-from fedspan.transports.flower.keys import renew_authority
+from fedspan.transports.http import reachability, supernode
+from fedspan.transports.http.keys import renew_authority
 
 
 @pytest.fixture
@@ -97,7 +95,7 @@ def test_a_node_s_folder_is_not_for_other_users(
 @pytest.mark.parametrize(
     ("module", "function", "arguments"),
     [
-        ("fedspan.transports.flower.superlink", "supervise", ["server", "--insecure", "--folder", "server"]),
+        ("fedspan.transports.http.superlink", "supervise", ["server", "--insecure", "--folder", "server"]),
         ("fedspan.deployment.deploy", "join", ["join", "node.yaml", "--insecure"]),
         ("fedspan.deployment.deploy", "submit", ["submit", "config.yaml", "--server", "server"]),
     ],
@@ -144,7 +142,7 @@ def test_a_resumed_run_offers_the_same_base(tiny_folder: Path, tmp_path: Path, m
             raise KeyboardInterrupt
 
     monkeypatch.setattr(deploy, "Submission", Interrupted)
-    monkeypatch.setattr("fedspan.transports.flower.grid.attach", lambda *_: nullcontext())
+    monkeypatch.setattr("fedspan.transports.http.grid.attach", lambda *_: nullcontext())
     link: Any = SimpleNamespace(folder=tmp_path, authority=None)
     with monkeypatch.context() as context:
         context.setattr(deploy, "find_local_base", lambda *_: None)  # of a model that cannot be offered

@@ -21,10 +21,8 @@ from fedspan.runs.train import run
 from helpers import tiny
 from helpers.node_service import CLIENT, introduced, invitation, node, values
 
-pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
-
-from fedspan.transports.flower import admissions, transport
-from fedspan.transports.flower import server as servers
+from fedspan.transports.http import admissions, transport
+from fedspan.transports.http import server as servers
 
 Meet = Callable[..., tuple[Any, list[str]]]
 WAITING = "`limits.approve`: the node's operator has to approve job 3f9c first"

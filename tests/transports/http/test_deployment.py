@@ -130,7 +130,9 @@ def test_strangers_are_kept_out(deployment: tuple[Deployment, dict[str, Path]], 
 
     make_authority(tmp_path / "other", [])
     path = made.folder / "misled.yaml"
+    made.call_here("join", "--new-key", str(made.folder / "misled.key"))
     misled = {**stranger, "folder": str(tmp_path / "misled"), "authority": str(tmp_path / "other" / "ca.crt")}
+    misled["key"] = str(made.folder / "misled.key")
     path.write_text(yaml.safe_dump(misled))
     made.join("misled", path)
     made.wait_for("misled", "no connection")
