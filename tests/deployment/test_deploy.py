@@ -30,7 +30,8 @@ from helpers.command_line import get_program
 from helpers.node_service import values
 from helpers.refusals import refused
 
-from fedspan.transports.http import reachability, supernode
+from fedspan.transports.http import node as nodes
+from fedspan.transports.http import reachability
 from fedspan.transports.http.keys import renew_authority
 
 
@@ -46,7 +47,7 @@ def links(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
             works.append(get_work())
         found.append((link, before_order, works))
 
-    monkeypatch.setattr(supernode, "serve", serve)
+    monkeypatch.setattr(nodes, "serve", serve)
     monkeypatch.setattr(deploy, "Supervisor", lambda *_: SimpleNamespace(answer=None, close=lambda: None))
     return found
 
@@ -200,7 +201,7 @@ def test_every_file_has_the_id_and_the_address(id: str, authority: Path, tmp_pat
     assert re.fullmatch(r"[a-z0-9][a-z0-9_-]*", compose["name"])
     assert compose["services"]["node"]["image"].endswith(__version__)
     readme = (bundle / "README.md").read_text()
-    assert f"'fedspan-{__version__}-py3-none-any.whl[flower,secagg,privacy,demo]'" in readme
+    assert f"'fedspan-{__version__}-py3-none-any.whl[deploy,secagg,privacy,demo]'" in readme
     assert not re.search(r"\$[a-z{]", readme.replace(id, ""))
 
 
@@ -231,7 +232,7 @@ def test_images_and_units_can_load_the_default_model(path: Path, extras: set[str
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     pattern = r"(?m)^ARG EXTRAS=(\S+)$" if path.name == "Dockerfile" else r"\.whl\[([a-z,]+)\]"
     (installed,) = re.findall(pattern, path.read_text())
-    assert set(installed.split(",")) == {"flower", "secagg", "privacy", "demo"} | extras
+    assert set(installed.split(",")) == {"deploy", "secagg", "privacy", "demo"} | extras
     assert set(installed.split(",")) <= project["optional-dependencies"].keys()
 
 

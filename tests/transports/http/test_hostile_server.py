@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
 pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
 
 from stage import Deployment
@@ -25,10 +24,10 @@ from fedspan.federation.secagg.messages import UnmaskReply, decode_request
 from fedspan.federation.transport import OnReply, Orders, Transport
 from fedspan.runs.remote import build_server_clients, connect, prepare_server
 from fedspan.transports.http.admissions import read_admissions
-from fedspan.transports.http.grid import attach
+from fedspan.transports.http.link import attach
 from fedspan.transports.http.server import read_link
 from fedspan.transports.http.signing import ServerSigner, UnsignedSigner
-from fedspan.transports.http.transport import GridTransport, invite
+from fedspan.transports.http.transport import ServerTransport, invite
 from helpers.reply_transport import exchanged
 from helpers.sites import SITES, run_values, site_files
 
@@ -42,7 +41,7 @@ class Scene(NamedTuple):
     """A server and three nodes at work."""
 
     made: Deployment
-    grid: Any
+    link: Any
     signer: Any
     values: dict[str, Any]
 
@@ -50,7 +49,7 @@ class Scene(NamedTuple):
         """Invite all nodes to a run; their replies by id."""
         invitation = Invitation(run=run, version=__version__, config=json.dumps(values))
         found: dict[str, tuple[int, Introduction]] = {}
-        for node, back in invite(self.grid, invitation.to_envelope(), 120.0, self.signer):
+        for node, back in invite(self.link, invitation.to_envelope(), 120.0, self.signer):
             assert isinstance(back, Envelope), back
             introduction = read_header(Introduction, back)
             found[introduction.id] = node, introduction
@@ -69,7 +68,7 @@ class Scene(NamedTuple):
             prepared.engine.adapted.spec,
             {id: introduction.examples for id, (_, introduction) in met.items()},
         )
-        inner = GridTransport(self.grid, {id: node for id, (node, _) in met.items()}, signer=self.signer)
+        inner = ServerTransport(self.link, {id: node for id, (node, _) in met.items()}, signer=self.signer)
         transport = Lying(inner, lie)
         digest = Invitation(run=run, version=__version__, config=json.dumps(values)).digest
         rules = prepared.config.federation.build_reply_rules()
@@ -113,12 +112,12 @@ def scene(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             made.join(site, paths[site])
         link = read_link(made.server)
         signer = ServerSigner(link.folder, lambda: {id: one.key.encode() for id, one in read_admissions(link).items()})
-        with attach(link, 2**24) as grid:
+        with attach(link, 2**24) as run:
             until = time.monotonic() + 120
-            while len(set(grid.get_node_ids())) < len(SITES):
+            while len(set(run.list_online())) < len(SITES):
                 assert time.monotonic() < until, made.logs()
                 time.sleep(0.2)
-            yield Scene(made, grid, signer, values)
+            yield Scene(made, run, signer, values)
 
 
 def test_configs_beyond_the_limits_are_refused(scene: Scene) -> None:
@@ -139,7 +138,7 @@ def test_a_forged_order_with_the_largest_serial_does_not_stop_the_server_s_own_o
     """It was stored on the SuperLink past the door. The node refuses it, and its serial counts for nothing."""
     _, transport = scene.joined("forged")
     order = Order("train", 0, 0, 0.0, VICTIM, None, b"", run="forged", serial=2**53 - 1)
-    forged = GridTransport(scene.grid, transport.inner.nodes, signer=UnsignedSigner())
+    forged = ServerTransport(scene.link, transport.inner.nodes, signer=UnsignedSigner())
     assert "ValueError" in str(exchanged(forged, {VICTIM: order.to_envelope()}, 120.0)[VICTIM])
     # by its serial the next order would be refused before its learning rate is compared
     assert "the order has lr 0.0" in refusal(transport.inner, order)
