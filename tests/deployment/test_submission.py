@@ -288,7 +288,10 @@ def test_a_new_key_takes_over_its_own_name_only(scene: Scene, tmp_path: Path, mo
         "read_admissions",
         lambda link: {id: admissions.Admission(name, "key") for id, name in names.items()},
     )
-    scene.server.services |= {5: scene.server.services[2], 6: Changed(scene.server.services[2], lambda _: {"id": NORTH})}
+    scene.server.services |= {
+        5: scene.server.services[2],
+        6: Changed(scene.server.services[2], lambda _: {"id": NORTH}),
+    }
     scene.values["federation"]["late_joiners"] = True
     listener = Events(scene.server, {1: {3, 5, 6}})
     submit(scene.values, tmp_path / "run", scene.link, wait=30.0, listener=listener)

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import yaml
 from safetensors.torch import load_file
-
 from stage import Deployment, build_command, build_environment, find_child, free_port
 
 import fedspan

@@ -8,7 +8,6 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -17,10 +16,9 @@ import pytest
 
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
+from fedspan.transports.http import keys, signing
 from fedspan.transports.http.keys import CERTIFICATE, KEY, ensure_authority
 from fedspan.transports.http.reachability import check_server
-
-from fedspan.transports.http import keys, signing
 
 
 def handshake(folder: Path, authority: Path, name: str) -> None:
@@ -113,64 +111,95 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
     return folder, server, signing.NodeSigner(private, folder / "server" / keys.AUTHORITY)
 
 
-def test_an_order_and_its_reply_are_opened(made: tuple[Path, Any, Any]) -> None:
+def order_of(server: Any, node: Any, id: int = 7, envelope: Envelope = ORDER) -> tuple[bytes, bytes]:
+    """An order to a node as it is transmitted, and its nonce."""
+    body = server.encrypt(envelope.body)
+    head, nonce = server.seal(envelope.header, body, id, node.sign_sealing_key())
+    return head + body.data, nonce
+
+
+@pytest.mark.parametrize("size", [0, 7, 2**20, 2**21 + 1])
+def test_an_order_and_its_reply_are_opened(made: tuple[Path, Any, Any], size: int) -> None:
     _, server, node = made
-    order = server.seal(ORDER, 7)
-    assert node.open(order, 7) == ORDER
-    reply = node.seal(Envelope("{}", b"reply"), 7, order.nonce)
-    assert server.open(reply, 7, order.nonce) == Envelope("{}", b"reply")
+    envelope = Envelope('{"task":"train"}', bytes(size))
+    message, nonce = order_of(server, node, envelope=envelope)
+    order = node.open_order(message, 7)
+    assert order.envelope == envelope
+    reply = node.seal_reply(Envelope("{}", bytes(size)), 7, order)
+    assert server.open(reply, 7, nonce) == Envelope("{}", bytes(size))
+    assert len(message) < size + 2**10 + 16 * (size // 2**20)
 
 
-def forged(sealed: Any) -> dict[str, Any]:
-    nonce, signature = bytearray(sealed.nonce), bytearray(sealed.signature)
-    nonce[0] ^= 1
-    signature[-1] ^= 1
-    envelope = sealed.envelope
-    return {
-        "header": replace(sealed, envelope=Envelope(envelope.header + " ", envelope.body)),
-        "body": replace(sealed, envelope=Envelope(envelope.header, envelope.body + b"\0")),
-        "moved": replace(sealed, envelope=Envelope(envelope.header + "w", envelope.body[1:])),
-        "nonce": replace(sealed, nonce=bytes(nonce)),
-        "short nonce": replace(sealed, nonce=sealed.nonce[:8]),
-        "signature": replace(sealed, signature=bytes(signature)),
-        "none": replace(sealed, signature=b""),
-    }
+def test_nothing_of_a_message_is_readable_on_its_way(made: tuple[Path, Any, Any]) -> None:
+    _, server, node = made
+    message, _ = order_of(server, node)
+    reply = node.seal_reply(ORDER, 7, node.open_order(message, 7))
+    for text in (b"weights", b"train", b"task"):
+        assert text not in message
+        assert text not in reply
 
 
 def test_whatever_is_changed_is_noticed(made: tuple[Path, Any, Any]) -> None:
+    """One bit anywhere, a byte more, or any end cut off."""
     _, server, node = made
-    order = server.seal(ORDER, 7)
-    for changed in forged(order).values():
-        with pytest.raises(ValueError, match=r"nonce|signature"):
-            node.open(changed, 7)
-    reply = node.seal(ORDER, 7, order.nonce)
-    for changed in forged(reply).values():
-        with pytest.raises(ValueError, match=r"nonce|signature"):
-            server.open(changed, 7, order.nonce)
+    message, nonce = order_of(server, node)
+    reply = node.seal_reply(ORDER, 7, node.open_order(message, 7))
+    for sent, open_it in (
+        (message, lambda data: node.open_order(data, 7)),
+        (reply, lambda data: server.open(data, 7, nonce)),
+    ):
+        flipped = (bytes([*sent[:place], sent[place] ^ 1, *sent[place + 1 :]]) for place in range(len(sent)))
+        cut = (sent[:end] for end in range(len(sent)))
+        for changed in (*flipped, *cut, sent + b"\0", b""):
+            with pytest.raises(ValueError, match=r"."):
+                open_it(changed)
 
 
 def test_an_order_to_another_node_and_a_reply_to_another_order_are_refused(made: tuple[Path, Any, Any]) -> None:
     _, server, node = made
-    order, second = server.seal(ORDER, 7), server.seal(ORDER, 7)
-    reply = node.seal(ORDER, 7, order.nonce)
+    message, nonce = order_of(server, node)
+    _, second = order_of(server, node)
+    reply = node.seal_reply(ORDER, 7, node.open_order(message, 7))
     with pytest.raises(ValueError, match="not valid"):
-        node.open(order, 8)
+        node.open_order(message, 8)
     with pytest.raises(ValueError, match="not valid"):
-        server.open(reply, 7, second.nonce)
-    with pytest.raises(ValueError, match="not valid"):
-        node.open(reply, 7)  # a reply is no order
+        server.open(reply, 7, second)
+    with pytest.raises(ValueError, match="not sealed to this receiver"):
+        node.open_order(reply, 7)  # a reply is no order
     with pytest.raises(ValueError, match="not admitted"):
-        server.open(reply, 8, order.nonce)
+        server.open(reply, 8, nonce)
 
 
 def test_the_key_of_one_node_signs_for_no_other(made: tuple[Path, Any, Any], tmp_path: Path) -> None:
-    folder, server, _ = made
+    folder, server, node = made
     keys.make_node_key(tmp_path / "other.key")
     private, _ = keys.load_node_key(tmp_path / "other.key")
     other = signing.NodeSigner(private, folder / "server" / keys.AUTHORITY)
-    order = server.seal(ORDER, 7)
+    message, nonce = order_of(server, node)
     with pytest.raises(ValueError, match="not valid"):
-        server.open(other.seal(ORDER, 7, order.nonce), 7, order.nonce)
+        server.open(other.seal_reply(ORDER, 7, node.open_order(message, 7)), 7, nonce)
+    with pytest.raises(ValueError, match="not sealed to this receiver"):
+        other.open_order(message, 7)
+    with pytest.raises(ValueError, match="sealing key is not signed"):
+        order_of(server, other)
+
+
+def test_a_challenge_is_signed_for_its_own_server_only(made: tuple[Path, Any, Any], tmp_path: Path) -> None:
+    """A hostile server that passes on another one's challenge gets no signature of it."""
+    folder, _, node = made
+    keys.make_authority(tmp_path / "other", [])
+    own, other = (
+        signing.fingerprint_order_key(signing.load_order_key(place).public_key())
+        for place in (folder / "server", tmp_path / "other")
+    )
+    sealing, public = node.sign_sealing_key(), (folder / "node.key.pub").read_bytes()
+    signature = signing.sign_join(node, b"challenge", own, sealing)
+    signing.verify_join(public, signature, b"challenge", own, sealing)
+    for facts in ((b"another", own, sealing), (b"challenge", other, sealing)):
+        with pytest.raises(ValueError, match="not valid"):
+            signing.verify_join(public, signature, *facts)
+    with pytest.raises(ValueError, match=r"not in this node's ca\.crt"):
+        signing.sign_join(node, b"challenge", other, sealing)
 
 
 def test_the_authority_s_file_must_certify_the_order_key(made: tuple[Path, Any, Any], tmp_path: Path) -> None:
@@ -220,19 +249,19 @@ def test_certificates_are_renewed_without_cutting_a_node_off(tmp_path: Path) -> 
     old, renewed = node(given), keys.renew_authority(folder, ["new.example.org"]).read_bytes()
     new = node(renewed)
     for one in (old, new):
-        assert one.open(server().seal(ORDER, 7), 7) == ORDER
+        assert one.open_order(order_of(server(), one)[0], 7).envelope == ORDER
     with pytest.raises(FedspanError, match="not in use yet"):
         keys.renew_authority(folder, [])
     keys.activate_authority(folder)
     assert keys.list_certified_hosts(folder)[:2] == ["fl.example.org", "localhost"]
     assert "new.example.org" in keys.list_certified_hosts(folder)
-    assert new.open(server().seal(ORDER, 7), 7) == ORDER
+    assert new.open_order(order_of(server(), new)[0], 7).envelope == ORDER
     with pytest.raises(ValueError, match="not valid"):
-        old.open(server().seal(ORDER, 7), 7)
+        old.open_order(order_of(server(), old)[0], 7)
     with pytest.raises(FedspanError, match="there are no renewed certificates"):
         keys.activate_authority(folder)
     third = node(keys.renew_authority(folder, []).read_bytes())  # trusts the second and the third, not the first
-    assert len(third._server) == 2
+    assert len(third.order_keys) == 2
     assert (folder / "next" / keys.ORDER_KEY).stat().st_mode & 0o777 == 0o600
 
 
@@ -253,12 +282,13 @@ def test_a_revoked_node_s_reply_counts_no_longer(tmp_path: Path) -> None:
     admitted = {7: keys.make_node_key(tmp_path / "node.key").read_bytes()}
     private, _ = keys.load_node_key(tmp_path / "node.key")
     server = signing.ServerSigner(tmp_path, lambda: admitted)
-    order = server.seal(ORDER, 7)
-    reply = signing.NodeSigner(private, tmp_path / keys.AUTHORITY).seal(ORDER, 7, order.nonce)
-    assert server.open(reply, 7, order.nonce) == ORDER
+    node = signing.NodeSigner(private, tmp_path / keys.AUTHORITY)
+    message, nonce = order_of(server, node)
+    reply = node.seal_reply(ORDER, 7, node.open_order(message, 7))
+    assert server.open(reply, 7, nonce) == ORDER
     admitted.clear()
     with pytest.raises(ValueError, match="revoked"):
-        server.open(reply, 7, order.nonce)
+        server.open(reply, 7, nonce)
 
 
 @contextmanager

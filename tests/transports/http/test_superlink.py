@@ -16,12 +16,11 @@ import pytest
 
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
-from helpers.flower_names import broken
-from helpers.reply_transport import exchanged
-
 from fedspan.transports.http import adapter, grid, keys, signing, supernode, transport
 from fedspan.transports.http import server as servers
 from fedspan.transports.http import superlink as superlink_process
+from helpers.flower_names import broken
+from helpers.reply_transport import exchanged
 
 
 @contextmanager

@@ -11,12 +11,6 @@ from typing import Any
 
 import httpx
 import pytest
-
-from fedspan.federation.protocol import Envelope
-
-from flwr.app import Message
-
-from fedspan.transports.http import resumable, supernode, transfers, wire
 from fedspan.transports.http.adapter import (
     ObjectPullError,
     OutgoingReply,
@@ -26,6 +20,10 @@ from fedspan.transports.http.adapter import (
     list_tree_ids,
 )
 from fedspan.transports.http.messages import draw_salt, to_records
+from flwr.app import Message
+
+from fedspan.federation.protocol import Envelope
+from fedspan.transports.http import resumable, supernode, transfers, wire
 from fedspan.transports.http.signing import UnsignedSigner
 from fedspan.transports.http.transfers import Transfers
 from fedspan.transports.http.wire import NodeWork

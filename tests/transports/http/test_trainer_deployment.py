@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import yaml
 from safetensors.torch import load_file
-
 from stage import Deployment
 
 from helpers.sites import SITES, run_values

@@ -14,17 +14,9 @@ from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
-from fedspan.federation.protocol import Envelope
-from helpers.families import others_slow
-from helpers.slow_link import SlowLink
-
 import httpx
+import pytest
 import uvicorn
-from flwr.app import Message
-
-from fedspan.transports.http import door, progress, senders, transfers, wire, work
 from fedspan.transports.http.adapter import (
     NodeConnection,
     ObjectPushError,
@@ -37,9 +29,15 @@ from fedspan.transports.http.adapter import (
 )
 from fedspan.transports.http.adapter import node as adapter_node
 from fedspan.transports.http.messages import draw_salt, to_records
+from fedspan.transports.http.work import FRESH_SECONDS, WorkBook, read_works
+from flwr.app import Message
+
+from fedspan.federation.protocol import Envelope
+from fedspan.transports.http import door, progress, senders, transfers, wire, work
 from fedspan.transports.http.signing import UnsignedSigner
 from fedspan.transports.http.wire import INLINE_BYTES, NodeWork, pack, select_fitting
-from fedspan.transports.http.work import FRESH_SECONDS, WorkBook, read_works
+from helpers.families import others_slow
+from helpers.slow_link import SlowLink
 
 NODE = 7
 SIZE, RATE, CUT_AFTER = 1_500_000, 1_500_000, 0.4

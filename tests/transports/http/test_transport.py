@@ -15,11 +15,10 @@ import pytest
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
 from fedspan.federation.transport import Orders
-from helpers.pretend_grid import NODES, Grid, Reply
-from helpers.reply_transport import exchanged
-
 from fedspan.transports.http import adapter, deliveries, messages, signing, transport, wire
 from fedspan.transports.http import grid as grid_module
+from helpers.pretend_grid import NODES, Grid, Reply
+from helpers.reply_transport import exchanged
 
 pytestmark = pytest.mark.usefixtures("identity")
 ENVELOPES = {id: Envelope(id) for id in "abc"}
