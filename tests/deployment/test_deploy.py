@@ -96,7 +96,7 @@ def test_a_node_s_folder_is_not_for_other_users(
 @pytest.mark.parametrize(
     ("module", "function", "arguments"),
     [
-        ("fedspan.transports.http.superlink", "supervise", ["server", "--insecure", "--folder", "server"]),
+        ("fedspan.transports.http.supervision", "supervise", ["server", "--insecure", "--folder", "server"]),
         ("fedspan.deployment.deploy", "join", ["join", "node.yaml", "--insecure"]),
         ("fedspan.deployment.deploy", "submit", ["submit", "config.yaml", "--server", "server"]),
     ],
