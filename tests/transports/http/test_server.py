@@ -41,6 +41,10 @@ def key(tmp_path: Path) -> Callable[[str], Path]:
     return make
 
 
+def id_of(path: Path) -> int:
+    return admissions.compute_node_id(path.read_text().strip())
+
+
 def names(link: Any) -> list[str]:
     return sorted(one.name for one in admissions.read_admissions(link).values())
 
@@ -48,7 +52,7 @@ def names(link: Any) -> list[str]:
 def test_a_revoked_node_is_out_for_good_and_logged(link: Any, key: Callable[[str], Path]) -> None:
     admissions.admit_node(link, key("a"), "clinic-a")
     admissions.admit_node(link, key("b"), "clinic-b")
-    assert admissions.revoke_node(link, "clinic-a", "stolen") == [1]
+    assert admissions.revoke_node(link, "clinic-a", "stolen") == [id_of(key("a"))]
     assert names(link) == ["clinic-b"]
     rows = admissions.open_audit_log(link).read()
     assert [(row["event"], row["name"]) for row in rows] == [
@@ -76,7 +80,9 @@ def test_a_key_is_replaced_under_its_name(link: Any, key: Callable[[str], Path])
     with pytest.raises(FedspanError, match=r"'clinic-a' has another key\. Use --replace"):
         admissions.admit_node(link, key("new"), "clinic-a")
     admissions.admit_node(link, key("new"), "clinic-a", replace=True)
-    assert {id: one.key for id, one in admissions.read_admissions(link).items()} == {2: "ecdsa-sha2-nistp384 new"}
+    assert {id: one.key for id, one in admissions.read_admissions(link).items()} == {
+        id_of(key("new")): key("new").read_text().strip()
+    }
 
 
 def test_a_lost_list_is_rebuilt_and_a_damaged_one_stops_the_server(link: Any, key: Callable[[str], Path]) -> None:
@@ -113,12 +119,12 @@ def test_admissions_end(link: Any, key: Callable[[str], Path]) -> None:
     admissions.admit_node(link, key("a"), "clinic-a", days=10)
     admissions.admit_node(link, key("b"), "clinic-b", days=0)
     assert admissions.end_admissions(link) == []
-    assert 9 <= admissions.read_admissions(link)[1].days_left <= 10
+    assert 9 <= admissions.read_admissions(link)[id_of(key("a"))].days_left <= 10
     path = link.folder / "nodes.json"
     content = json.loads(path.read_text())
-    content["1"]["until"] = (datetime.now(UTC) - timedelta(days=1)).date().isoformat()
+    content[str(id_of(key("a")))]["until"] = (datetime.now(UTC) - timedelta(days=1)).date().isoformat()
     path.write_text(json.dumps(content))
-    assert admissions.end_admissions(link) == [1]
+    assert admissions.end_admissions(link) == [id_of(key("a"))]
     assert names(link) == ["clinic-b"]
     assert "the admission ended on" in str(admissions.open_audit_log(link).read()[-1]["reason"])
 
@@ -134,7 +140,7 @@ def test_a_limit_on_examples_stays_with_the_name_until_it_is_changed(link: Any, 
     assert most() == 500
     (link.folder / "nodes.json").unlink()
     assert most() == 500
-    assert {id: one.name for id, one in admissions.read_revocations(link).items()} == {1: "clinic-a"}
+    assert {id: one.name for id, one in admissions.read_revocations(link).items()} == {id_of(key("a")): "clinic-a"}
     runner, server = CliRunner(env={"COLUMNS": "140", "TERM": "dumb"}), ["--server", str(link.folder)]
     assert "max examples" in runner.invoke(get_program(), ["status", *server]).output
     assert (
@@ -165,8 +171,8 @@ def test_a_limit_on_examples_outlives_a_revoked_and_an_ended_key(link: Any, key:
     (link.folder / "nodes.json").unlink()  # the order of admissions is rebuilt, too
     admissions.admit_node(link, key("b"), "clinic", max_examples=70)
     path = link.folder / "nodes.json"
-    path.write_text(path.read_text().replace(admissions.read_admissions(link)[2].until, "2020-01-01"))
-    assert admissions.end_admissions(link) == [2]
+    path.write_text(path.read_text().replace(admissions.read_admissions(link)[id_of(key("b"))].until, "2020-01-01"))
+    assert admissions.end_admissions(link) == [id_of(key("b"))]
     admissions.admit_node(link, key("c"), "clinic")
     assert most() == 70
 
@@ -185,7 +191,7 @@ def test_the_commands_warn_of_expiry_and_say_what_they_did(link: Any, key: Calla
     shown = runner.invoke(get_program(), ["status", *server])
     assert "the admission of clinic-a expires in 2 days" in shown.stderr
     gone = runner.invoke(get_program(), ["revoke", "clinic-a", "--reason", "over", *server])
-    assert gone.output == "revoked the key of clinic-a (node 1)\n"
+    assert gone.output == f"revoked the key of clinic-a (node {id_of(key('AAAA'))})\n"
     shown = runner.invoke(get_program(), ["status", *server])
     assert "revoked" in next(line for line in shown.stdout.splitlines() if "clinic-a" in line), shown.output
     audited = runner.invoke(get_program(), ["audit", str(link.folder)])
