@@ -18,7 +18,7 @@ from planted_views import draw_second_moments
 from torch import Tensor
 
 from fedspan.core.alignment import compute_ajive
-from fedspan.experiments.verdict import Within, compare_pairs
+from fedspan.experiments.intervals import Within, compare_pairs
 
 RANK, SQUARED = 5, 15  # of G*, and of its square: 5 * 6 / 2
 WIDE = 28  # of the square of a matrix of rank 5 + 2, the clients' gradient without its noise: 7 * 8 / 2

@@ -18,7 +18,7 @@ from planted_views import draw_views, time_shortest
 from torch import Tensor
 
 from fedspan.core.alignment import Ajive, compute_ajive
-from fedspan.experiments.verdict import compare_pairs, compare_to, estimate_standard_error
+from fedspan.experiments.intervals import compare_pairs, compare_to, estimate_standard_error
 
 PAPER = (
     "Rethinking LoRA for Data Heterogeneous Federated Learning: Subspace and State Alignment (arXiv:2602.01746), "

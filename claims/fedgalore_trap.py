@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from fedspan.core.parametrization import Dense, LoRA, Parametrization, Projected
 from fedspan.core.tensors import create_generator, join_tensor_name
 from fedspan.core.values import Group, Job, OptimizerSpec, Refresh
-from fedspan.experiments.verdict import compare_pairs
+from fedspan.experiments.intervals import compare_pairs
 from fedspan.models.adapted import AdaptedModel
 from fedspan.training.jobs import Assignment, TrainingSettings
 from fedspan.training.loop import LoopEngine

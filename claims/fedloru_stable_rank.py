@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedspan.core.tensors import create_generator
-from fedspan.experiments.verdict import compare_pairs
+from fedspan.experiments.intervals import compare_pairs
 from fedspan.models.resnet import ResNetForSmallImages, SmallResNetConfig
 
 PAPER = (

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from fedspan.core.tensors import create_generator
-from fedspan.experiments.verdict import Verdict, Within, compare_pairs, compare_to
+from fedspan.experiments.intervals import Verdict, Within, compare_pairs, compare_to
 
 PAPER = (
     "Communication-Efficient Federated Low-Rank Update Algorithm and its Connection to Implicit Regularization "

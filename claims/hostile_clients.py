@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 
 from fedspan.config import RunConfig, parse_config
 from fedspan.errors import FedspanError
-from fedspan.experiments.verdict import Verdict, compare_pairs
+from fedspan.experiments.intervals import Verdict, compare_pairs
 from fedspan.federation.evaluation import Evaluator
 from fedspan.federation.federation import Federation
 from fedspan.runs.setup import Prepared, prepare

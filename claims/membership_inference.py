@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 from sklearn.metrics import roc_auc_score, roc_curve
 
 from fedspan.config import parse_config
-from fedspan.experiments.verdict import compare_pairs, estimate_standard_error
+from fedspan.experiments.intervals import compare_pairs, estimate_standard_error
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.training.accounting import PrivacySpend
 

@@ -20,7 +20,7 @@ import torch
 matplotlib.use("svg")
 from matplotlib.figure import Figure
 
-from fedspan.experiments.verdict import Verdict
+from fedspan.experiments.intervals import Verdict
 from fedspan.methods.describe import list_methods
 from fedspan.reproduction.presets import Preset
 
@@ -46,7 +46,7 @@ class Finding:
     Args:
         statement: The paper's statement.
         measured: The number that supports or contradicts it.
-        verdict: Verdict by the rule of ``fedspan.experiments.verdict``, or exact where nothing is random.
+        verdict: Verdict by the rule of ``fedspan.experiments.intervals``, or exact where nothing is random.
     """
 
     statement: str

@@ -31,7 +31,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from fedspan.core.tensors import create_generator
-from fedspan.experiments.verdict import Verdict
+from fedspan.experiments.intervals import Verdict
 
 D, CLIENTS, DELTA = 20, 5, 0.9
 TARGET = 1e-6

@@ -26,7 +26,7 @@ from fedspan.core.method import compute_scaling
 from fedspan.core.tensors import create_generator
 from fedspan.core.values import Client, OptimizerSpec
 from fedspan.errors import FedspanError
-from fedspan.experiments.verdict import compare_pairs, compare_to, estimate_standard_error
+from fedspan.experiments.intervals import compare_pairs, compare_to, estimate_standard_error
 from fedspan.federation.evaluation import Evaluator
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import ClientData

@@ -1,8 +1,10 @@
 """Cells of tables that spreadsheets would run."""
 
 import csv
+import json
 import os
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 
 from fedspan.experiments.tables import Table, write_tables
 from fedspan.files import neutralize_formula
+from fedspan.tasks.settings import TaskSettings
 from helpers.command_line import done
 
 FORMULA = '=HYPERLINK("http://192.0.2.1","look")'
@@ -31,6 +34,9 @@ def test_predictions_in_a_table_are_no_formulas(
     import fedspan
 
     monkeypatch.setattr(fedspan, "predict", lambda *_: [("=1+1", 0.5), ("lab", 0.25)])
+    settings = TaskSettings("sequence-classification", ("lab", "admin"), 8, "accuracy")
+    notes = {**asdict(settings), "base_model": "base", "client": None, "kept": []}
+    (tmp_path / "fedspan.json").write_text(json.dumps(notes))
     (tmp_path / "texts.txt").write_text(f"{FORMULA}\n-2\n")
     lines = done(call("predict", tmp_path, "--file", tmp_path / "texts.txt")).splitlines()
     assert lines == [f"'=1+1\t0.5000\t'{FORMULA}", "lab\t0.2500\t-2"]

@@ -48,6 +48,7 @@ _HOMES = {
     "join": "fedspan.deployment.deploy",
     "list_datasets": "fedspan.data.catalogue",
     "list_methods": "fedspan.methods.describe",
+    "list_tasks": "fedspan.tasks.registry",
     "list_wrappers": "fedspan.wrappers.describe",
     "load_config": "fedspan.config",
     "plan": "fedspan.planning.estimate",

@@ -37,6 +37,7 @@ from fedspan.runs.train import simulate as simulate
 from fedspan.tasks.definition import TaskDefinition as TaskDefinition
 from fedspan.tasks.metrics import Metric as Metric
 from fedspan.tasks.metrics import register_metrics as register_metrics
+from fedspan.tasks.registry import list_tasks as list_tasks
 from fedspan.tasks.registry import register_task as register_task
 from fedspan.training.trainers.torch_loop import TorchTrainer as TorchTrainer
 from fedspan.training.trainers.torch_loop import TrainingRound as TrainingRound

@@ -62,7 +62,7 @@ def test_names_that_say_nothing(call: Call, tmp_path: Path) -> None:
 def test_numbers_pairs_and_what_the_user_says(call: Call, tmp_path: Path) -> None:
     columns = {"sentence1": TEXTS, "sentence2": TEXTS[::-1], "label": [number / 7 for number in range(60)]}
     config, _ = written(call, table(tmp_path / "pairs.csv", columns), tmp_path / "c.yaml")
-    assert (config.task, config.data.text, config.data.text_pair) == ("regression", "sentence1", "sentence2")
+    assert (config.task, config.data.text, config.data.text_pair) == ("text-embedding", "sentence1", "sentence2")
     more = ("--task", "sequence-classification", "--text", "sentence2", "--model", "org/bert", "--method", "rolora")
     columns["label"] = [number % 4 for number in range(60)]
     table(tmp_path / "pairs.csv", columns)

@@ -14,7 +14,7 @@ from rich.console import Console
 
 import fedspan
 from fedspan.cli.live_run import find_unused_folder
-from fedspan.cli.run_summary import show_report
+from fedspan.cli.run_summary import render_peft_snippet, show_report
 from fedspan.runs.model_card import RunReport
 from helpers import tiny_decoders
 from helpers.command_line import done
@@ -49,6 +49,17 @@ def test_the_snippet_that_it_closes_with_loads_the_adapter(finished: Path, perso
         exec("\n".join(lines), names)
         assert isinstance(names["model"], peft.PeftModel)
         assert head in names["model"].peft_config["default"].modules_to_save
+
+
+def test_the_snippet_of_an_encoder_from_a_package_needs_no_hub(tmp_path: Path) -> None:
+    """PEFT would look for the base by its hub id."""
+    notes = {"pooling": {"mode": "mean"}, "task": "regression", "base_model": "builtin:all-minilm-l6-v2"}
+    (tmp_path / "fedspan.json").write_text(json.dumps(notes))
+    assert "fedspan.export" not in "".join(render_peft_snippet(tmp_path))
+    (tmp_path / "adapter_config.json").write_text("{}")
+    lines = render_peft_snippet(tmp_path)
+    assert lines[1] == f'fedspan.export("{tmp_path}", "merged", form="merged")'
+    assert lines[3] == 'model = sentence_transformers.SentenceTransformer("merged")'
 
 
 def test_resume_continues_to_the_same_adapter(call: Call, stopped: Path, finished: Path) -> None:

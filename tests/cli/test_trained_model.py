@@ -1,5 +1,6 @@
 """``fedspan predict``, ``evaluate`` and ``export``, on texts and on images."""
 
+import csv
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,8 @@ from click.testing import Result
 from peft import PeftModel
 
 import fedspan
-from helpers import tiny, tiny_images
+from fedspan.errors import FedspanError
+from helpers import tiny, tiny_decoders, tiny_images
 from helpers.command_line import done
 
 Call = Callable[..., Result]
@@ -31,8 +33,113 @@ def test_predict(call: Call, finished: Path, tmp_path: Path) -> None:
     assert done(call("predict", finished, *texts, "--client", "west")) == expected
 
 
-def test_predict_pairs(call: Call, finished: Path) -> None:
-    assert done(call("predict", finished, "--pairs", "admin1\tword3")).endswith("\tadmin1 word3\n")
+def test_a_model_of_single_texts_takes_no_pairs(call: Call, finished: Path) -> None:
+    assert done(call("predict", finished, "admin1\tword3")) == done(call("predict", finished, "admin1 word3"))
+    with pytest.raises(FedspanError, match="Expected single texts, as in this model's training"):
+        fedspan.predict(finished, [("admin1", "word3")])
+
+
+@pytest.fixture(scope="module")
+def paired(call: Call, write: Write, tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on pairs of texts, in columns of their own names."""
+    folder = tmp_path_factory.mktemp("pairs")
+    rows = (tiny_folder / "corpus.csv").read_text().splitlines()[1:]
+    lines = [f"word{number % 9},{row}" for number, row in enumerate(rows)]
+    (folder / "pairs.csv").write_text("\n".join(["question,passage,label,site", *lines]) + "\n")
+    data = {"train": str(folder / "pairs.csv"), "text": "question", "text_pair": "passage"}
+    done(call("run", write(data=data, federation={"rounds": 1}), "--out", folder / "run"))
+    return folder / "run"
+
+
+def test_a_model_of_pairs_takes_no_single_texts(call: Call, paired: Path, tmp_path: Path) -> None:
+    out = done(call("export", paired, "--out", tmp_path / "out")) and tmp_path / "out"
+    for folder in (paired, out):
+        result = call("predict", folder, "admin1 word3")
+        assert result.exit_code == 2
+        assert "pairs of texts (in a shell, separated by a tab), as in this model's training" in result.stderr
+        ((label, share),) = fedspan.predict(folder, [("word1", "admin1 word3")])
+        assert done(call("predict", folder, "word1\tadmin1 word3")) == f"{label}\t{share:.4f}\tword1 admin1 word3\n"
+
+
+def test_rows_that_an_evaluation_leaves_out_are_counted(call: Call, finished: Path, tmp_path: Path) -> None:
+    (tmp_path / "new.csv").write_text("text,label\nadmin1,admin\nlab2,\nlab3,lab\n")
+    shown = done(call("evaluate", finished, "--data", tmp_path / "new.csv", "--set", "data.invalid=skip"))
+    assert [line.split() for line in shown.splitlines()[-2:]] == [["examples", "2"], ["skipped", "1"]]
+
+
+TEXTS = ["admin1 admin2 word3", "symptom4, word1", "lab2"]
+
+
+@pytest.mark.parametrize("name", ["new.csv", "new.csv.gz", "new.xlsx", "new.jsonl"])
+def test_predict_reads_a_table_as_init_does(call: Call, finished: Path, tmp_path: Path, name: str) -> None:
+    import pandas
+
+    table = pandas.DataFrame({"id": [7, 8, 9], "label": ["lab", "lab", "admin"], "text": TEXTS})
+    writers = {"xlsx": table.to_excel, "jsonl": lambda path, **_: table.to_json(path, orient="records", lines=True)}
+    writers.get(name.rpartition(".")[2], table.to_csv)(tmp_path / name, index=False)
+    expected = fedspan.predict(finished, TEXTS)
+    rows = json.loads(done(call("predict", finished, "--file", tmp_path / name, "--json")))
+    assert [(row["label"], row["probability"], row["text"]) for row in rows] == [
+        (label, pytest.approx(share, abs=1e-6), text) for (label, share), text in zip(expected, TEXTS, strict=True)
+    ]
+
+
+def test_predictions_stand_beside_the_columns_of_the_table(call: Call, finished: Path, tmp_path: Path) -> None:
+    (tmp_path / "new.csv").write_text("message,label\nadmin1 word2,=1+1\nlab2 lab3,x\n")
+    wrong = call("predict", finished, "--file", tmp_path / "new.csv")
+    assert "`--text`: no column named 'text'" in wrong.stderr
+    options = ("--file", tmp_path / "new.csv", "--text", "message", "--out")
+    done(call("predict", finished, *options, tmp_path / "out.csv"))
+    done(call("predict", finished, *options, tmp_path / "out.jsonl"))
+    expected = fedspan.predict(finished, ["admin1 word2", "lab2 lab3"])
+    with (tmp_path / "out.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["message"], row["label"]) for row in rows] == [("admin1 word2", "'=1+1"), ("lab2 lab3", "x")]
+    assert [(row["predicted_label"], row["probability"]) for row in rows] == [
+        (label, f"{share:.4f}") for label, share in expected
+    ]
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [(line["label"], line["predicted_label"]) for line in lines] == [
+        ("=1+1", expected[0][0]),
+        ("x", expected[1][0]),
+    ]
+    again = call("predict", finished, *options, tmp_path / "out.csv")
+    assert "a file that does not exist yet" in again.stderr
+
+
+def test_a_table_of_prompts(call: Call, decoders: Path, tmp_path: Path) -> None:
+    """A template of several columns is filled from them; one of a single column as for texts."""
+    values = tiny_decoders.settings(decoders, federation={"rounds": 1, "clients_per_round": None})
+    rows = [{"first": "a1", "second": "b2", "answer": "c3", "site": site} for site in ("x", "y") for _ in range(9)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for prompt, column, text in (("Q: {first} {second} A:", None, "Q: a1 b2 A:"), ("Q: {first} A:", "second", "b2")):
+        values["data"] = {"train": str(tmp_path / "rows.jsonl"), "prompt": prompt, "test_fraction": 0.2}
+        values["partition"] = {"clients": 2}
+        folder = tmp_path / f"run-{column}"
+        fedspan.run(values, folder)
+        options = () if column is None else ("--text", column)
+        shown = done(call("predict", folder, "--file", tmp_path / "rows.jsonl", "--json", *options))
+        assert [(row["text"], row["answer"]) for row in json.loads(shown)[:1]] == [
+            (text, fedspan.predict(folder, [text])[0])
+        ]
+
+
+def test_a_table_of_pairs(call: Call, paired: Path, tmp_path: Path) -> None:
+    (tmp_path / "new.csv").write_text("passage,question\nadmin1 word2,word1\n")
+    (tmp_path / "half.csv").write_text("question,label\nadmin1 word2,lab\n")
+    ((label, _),) = fedspan.predict(paired, [("word1", "admin1 word2")])
+    shown = done(call("predict", paired, "--file", tmp_path / "new.csv"))
+    assert shown.startswith(f"{label}\t")
+    assert shown.endswith("\tword1 admin1 word2\n")
+    assert "`--text-pair`: no column named 'passage'" in call("predict", paired, "--file", tmp_path / "half.csv").stderr
+
+
+def test_an_exported_model_is_evaluated_on_the_columns_of_its_training(
+    call: Call, paired: Path, tmp_path: Path
+) -> None:
+    done(call("export", paired, "--out", tmp_path / "out"))
+    data = ("--data", paired.parent / "pairs.csv", "--json")
+    assert done(call("evaluate", tmp_path / "out", *data)) == done(call("evaluate", paired, *data))
 
 
 def test_personal_models_differ(call: Call, personal: Path) -> None:

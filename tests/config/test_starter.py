@@ -98,7 +98,7 @@ def test_tables_without_a_config(
     [
         ("text 'premise' and 'hypothesis', label 'label'", {"premise": TEXTS, "hypothesis": TEXTS[::-1], "label": AB}),
         ("columns that may be labels: size (--label)", {"note": TEXTS, "color": AB, "size": ["s", "m", "l"] * 20}),
-        ("1 client, so that it has examples to train on", {"text": TEXTS[:5], "label": AB[:5]}),
+        ("1 client, so that it has at least 3 examples", {"text": TEXTS[:5], "label": AB[:5]}),
     ],
 )
 def test_what_is_found_in_a_table(words: str, columns: dict[str, Any], tmp_path: Path) -> None:
@@ -124,11 +124,22 @@ def test_a_folder_of_images(tmp_path: Path) -> None:
     assert (config.task, config.data.image, config.data.label) == ("image-classification", "image", "label")
 
 
-@pytest.mark.parametrize(("rows", "share"), [(60, 0.2), (6000, 0.1)])
-def test_of_few_examples_a_larger_share_chooses_the_best_round(tmp_path: Path, rows: int, share: float) -> None:
+@pytest.mark.parametrize(("rows", "share"), [(60, 0.2), (500, 0.125), (6000, 0.1), (16000, 0.078)])
+def test_the_share_for_validation_is_bounded_in_examples(tmp_path: Path, rows: int, share: float) -> None:
     texts = [f"a longer text number {number} about something" for number in range(rows)]
     config, _ = config_of(table(tmp_path / "train.csv", {"text": texts, "label": ["a", "b"] * (rows // 2)}))
-    assert config.partition.validation == share
+    assert config.partition.validation == share  # of the four fifths that are not held out
+
+
+@pytest.mark.parametrize(
+    ("method", "fraction", "share"), [("fedit", 0.2, 0), ("fedsa-lora", 0.2, 0.1), ("fedit", 0, 0.1)]
+)
+def test_clients_have_tests_of_their_own_where_no_common_one_measures_their_model(
+    tmp_path: Path, method: str, fraction: float, share: float
+) -> None:
+    train = table(tmp_path / "train.csv", {"text": TEXTS, "label": ["a", "b"] * 30})
+    config, _ = config_of(train, method=method, options={"test_fraction": fraction})
+    assert config.partition.test == share
 
 
 def test_a_test_file(tmp_path: Path) -> None:
@@ -294,8 +305,8 @@ def test_few_examples_have_few_clients(tmp_path: Path) -> None:
     path = table(tmp_path / "t.csv", {"text": TEXTS[:8], "label": ["a", "b"] * 4})
     config, found = config_of(path)
     assert config.partition.clients == 2
-    assert "2 clients, so that each has examples to train on, to validate and to test (--clients)" in found
-    assert sizes(config) == {"client-00": (1, 1, 1), "client-01": (1, 1, 1)}
+    assert "2 clients, so that each has at least 3 examples (--clients)" in found
+    assert sizes(config) == {"client-00": (2, 1, 0), "client-01": (2, 1, 0)}
     refused("--clients", "at most 6, the number of examples", path, clients=10)
 
 
@@ -482,7 +493,7 @@ def test_decimal_commas_are_numbers(tmp_path: Path) -> None:
 
 
 def rendered(task: str = "sequence-classification", by: str | None = None, **changes: Any) -> dict[str, Any]:
-    options = {"model": "a/model", "targets": None, "method": "fedit", "is_small": False, **changes}
+    options = {"model": "a/model", "targets": None, "method": "fedit", "shares": (0.1, 0.0), **changes}
     data = {"train": "notes: of #1.csv", "text": "té xt"}
     text = render_config(InferredData(task, data, by, ()), data, 7, **options)
     values = yaml.safe_load(text)
@@ -492,10 +503,10 @@ def rendered(task: str = "sequence-classification", by: str | None = None, **cha
 
 
 def test_rows_are_drawn_or_assigned_by_a_column() -> None:
-    assert rendered()["partition"] == {"partitioner": "iid", "clients": 7, "validation": 0.1, "test": 0.1}
+    assert rendered()["partition"] == {"partitioner": "iid", "clients": 7, "validation": 0.1, "test": 0.0}
     by = rendered(by="site: a #1")["partition"]
-    assert by == {"partitioner": "natural", "column": "site: a #1", "validation": 0.1, "test": 0.1}
-    assert rendered(is_small=True)["partition"]["validation"] == 0.2
+    assert by == {"partitioner": "natural", "column": "site: a #1", "validation": 0.1, "test": 0.0}
+    assert rendered(shares=(0.2, 0.1))["partition"]["test"] == 0.1
 
 
 def test_the_model_its_layers_and_the_method_are_those_requested() -> None:

@@ -30,6 +30,12 @@ def examples(count: int = 60, seed: int = 0) -> tuple[Tensor, Tensor]:
     return means[labels] + torch.randn(count, FEATURES, generator=rng) @ mixing + 3.0, labels
 
 
+def indicate(labels: Tensor) -> Tensor:
+    """The labels as any number of labels for an example: its class and the one before it, or none."""
+    own, other = (torch.nn.functional.one_hot(numbers % CLASSES, CLASSES) for numbers in (labels, labels - 1))
+    return torch.where((labels == 2)[:, None], 0, own + other).to(torch.uint8)
+
+
 def pooled(parts: list[HeadStatistics], sizes: list[int]) -> HeadStatistics:
     """The mean of clients' statistics, weighted by examples, as a reduction computes it from float32 messages."""
     total = sum(sizes)
@@ -39,13 +45,14 @@ def pooled(parts: list[HeadStatistics], sizes: list[int]) -> HeadStatistics:
     )
 
 
-@pytest.mark.parametrize("kind", ["class-means", "lda", "least-squares"])
+@pytest.mark.parametrize("kind", ["class-means", "lda", "least-squares", "by-label"])
 @pytest.mark.parametrize("cuts", [[20, 40], [1, 2, 3, 59], [30]])
 def test_the_mean_of_clients_statistics_is_that_of_all_examples(kind: HeadKind, cuts: list[int]) -> None:
     features, labels = examples()
     order = labels.argsort()  # clients with few classes each
     features, labels = features[order], labels[order]
     answers = labels if kind != "least-squares" else features[:, 0] * 2 - features[:, 3]
+    answers = answers if kind != "by-label" else indicate(labels)
     outputs = CLASSES if kind != "least-squares" else 1
     whole = summarize_features(features, answers, outputs, kind)
     bounds = [0, *cuts, len(labels)]
@@ -179,6 +186,36 @@ def test_a_few_examples_give_finite_heads(count: int) -> None:
         assert torch.isfinite(head.bias).all()
     regression = solve_head("least-squares", summarize_features(features, features[:, 0], 1, "least-squares"), count)
     assert torch.isfinite(regression.weight).all()
+
+
+def test_labels_are_decided_as_by_lda_of_each() -> None:
+    count = 40_000  # so that shrinkage and what the fit explains by chance are negligible
+    features, labels = examples(count)
+    indicators = indicate(labels)
+    head = solve_head("by-label", summarize_features(features, indicators, CLASSES, "by-label"), count)
+    for label in range(CLASSES):
+        theirs = LinearDiscriminantAnalysis(solver="lsqr").fit(features.numpy(), indicators[:, label].numpy())
+        np.testing.assert_allclose(head.weight[label], theirs.coef_[0], rtol=0.02, atol=0.02)
+        assert float(head.bias[label]) == pytest.approx(theirs.intercept_[0], abs=0.05)
+
+
+@pytest.mark.parametrize("count", [1, 3, 30])
+def test_labels_of_few_examples_or_without_any_are_finite_and_improbable(count: int) -> None:
+    features, labels = examples(count)
+    indicators = torch.cat([indicate(labels)[:, :-1], torch.zeros(count, 1, dtype=torch.uint8)], 1)
+    head = solve_head("by-label", summarize_features(features, indicators, CLASSES, "by-label"), count)
+    assert torch.isfinite(head.weight).all()
+    assert not head.weight[-1].any()
+    assert float(head.bias[-1]) == pytest.approx(-np.log(2 * count - 1), abs=1e-5)
+
+
+def test_labels_that_nothing_explains_start_near_their_shares() -> None:
+    rng = torch.Generator().manual_seed(1)
+    features, labels = torch.randn(300, 200, generator=rng), torch.rand(300, 4, generator=rng) < 0.3
+    head = solve_head("by-label", summarize_features(features, labels.to(torch.uint8), 4, "by-label"), 300)
+    outputs = torch.randn(2000, 200, generator=rng) @ head.weight.T + head.bias
+    loss = torch.nn.functional.binary_cross_entropy_with_logits(outputs, torch.full_like(outputs, 0.3))
+    assert float(loss) < 0.75  # 0.61 with the shares alone
 
 
 @pytest.mark.parametrize("shrinkage", [0.05, 0.5])

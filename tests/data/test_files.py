@@ -215,7 +215,14 @@ def test_a_mistake_in_one_of_several_files_is_named_with_its_place(clinics: Path
     south.write_text("text,label\nfine,a\n,b\n")
     refused("data.train", where, [f"row 3 of {south}"], load, config_for(where, test_fraction=0))
     south.write_text("text,kind\nfine,a\n")
-    refused("data.train", where, ["'kind' is not in both", "clinic north"], load, config_for(where))
+    missing = ["no column named 'label'", f"'label' is left out, because it is not in {south}"]
+    refused("data.label", "label", missing, load, config_for(where))
+    south.write_text("text,label,room\nfine,a,4\nbetter,b,5\n")
+    data = load(config_for(where, test_fraction=0))
+    assert data.train.column_names == ["text", "label", "site"]
+    assert f"'room' is left out, because it is not in {clinics / 'clinic north' / 'train.csv'}" in data.notes[0]
+    whole = str(clinics / "clinic north")
+    refused("data.train", whole, ["is a folder", f"by client, as '{whole}/{{client}}.csv'"], load, config_for(whole))
     south.write_text("text,label,site\nfine,a,x\n")
     (clinics / "clinic north" / "train.csv").write_text("text,label,site\nfine,b,x\n")
     refused("data.train", where, ["has a column 'site' already"], load, config_for(where))
@@ -263,7 +270,7 @@ def test_a_folder_for_each_class(tmp_path: Path) -> None:
         "file": ["neg/1.TXT", "pos/1.txt", "pos/2.txt"],
     }
     words = "left out 3 files that are not examples (README.txt, neg/.hidden.txt, neg/a.pdf)"
-    assert data.notes == (f"{root}: {words}",)
+    assert data.notes[0] == f"{root}: {words}"
 
 
 def test_a_folder_for_each_domain_gives_natural_clients(tmp_path: Path) -> None:

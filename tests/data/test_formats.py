@@ -207,7 +207,7 @@ def test_a_sheet_is_a_table(tmp_path: Path) -> None:
     data = load(DataConfig(train=str(path), text="note", label="stars", test_fraction=0))
     assert data.train["text"][:] == ["good, really", "bad\nin two lines", "12", "so so"]
     assert data.labels == ("1", "3", "5")
-    assert data.notes == ()
+    assert data.notes == ("labels: 2 of 3 have only one example: 1, 3",)
 
 
 def test_cells_of_every_kind(tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_cells_of_every_kind(tmp_path: Path) -> None:
 def test_the_first_sheet_or_the_one_that_is_named(tmp_path: Path, refused: Refused) -> None:
     path = workbook(tmp_path / "t.xlsx", First=[("text", "label"), ("a", "x"), ("b", "y")], Second=ROWS)
     data = load(DataConfig(train=str(path), test_fraction=0))
-    assert data.notes == (f"{path}: sheet 'First' of First, Second (data.sheet)",)
+    assert data.notes[0] == f"{path}: sheet 'First' of First, Second (data.sheet)"
     config = DataConfig(train=str(path), sheet="Second", text="note", label="stars", test_fraction=0)
     assert len(load(config).train) == 4
     wrong = DataConfig(train=str(path), sheet="Secnod")

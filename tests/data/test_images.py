@@ -102,11 +102,15 @@ def test_damaged_idx_files(tmp_path: Path, refused: Refused) -> None:
     whole = path.read_bytes()
     cases = [
         (whole[:-1], ["declares 60 bytes and holds 59"]),
-        (whole + b"x", ["declares 60 bytes and holds 61"]),
+        (whole + b"x", ["declares 60 bytes and holds more"]),
         (whole[:9], ["is not an idx file of unsigned bytes in 3 dimensions"]),
         (idx(images.astype(">f4"), 13), ["is not an idx file of unsigned bytes"]),
         (idx(images.reshape(3, 20)), ["in 3 dimensions"]),
         (b"", ["in 3 dimensions"]),
+        (
+            whole[:4] + np.array([1, 1 << 16, (1 << 15) + 1], ">u4").tobytes(),
+            ["declares 2147549184 bytes, more than 2 GiB"],
+        ),
         (idx(images[:2]), ["it holds 2 images, a-labels-idx1-ubyte 3 labels"]),
         (whole, ["its labels are missing: a-labels-idx1-ubyte"]),
     ]

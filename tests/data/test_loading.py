@@ -58,6 +58,28 @@ def test_labels_of_any_type_become_sorted_names(tmp_path: Path, labels: list[obj
     assert load(config_for(written(tmp_path, "t.jsonl", lines), test_fraction=0)).labels == names
 
 
+def test_a_blank_cell_of_one_client_makes_no_other_labels(tmp_path: Path) -> None:
+    """pandas and spreadsheets write a column of whole numbers with a blank as 1.0, 2.0."""
+    (tmp_path / "site-a.csv").write_text("text,label\none,1\ntwo,2\n")
+    (tmp_path / "site-b.csv").write_text("text,label\nthree,1.0\nfour,\nfive,2.0\n")
+    data = load(config_for(str(tmp_path / "site-{client}.csv"), test_fraction=0, invalid="skip"))
+    assert data.labels == ("1", "2")
+    assert data.train["label"][:] == [0, 1, 0, 1]
+    named = load(config_for(str(tmp_path / "site-a.csv"), test_fraction=0, labels=["1.0", 2.0]))
+    assert named.labels == ("1", "2")
+    versions = written(tmp_path, "v.csv", "text,label\none,1.0.0\ntwo,v1.0\n")
+    assert load(config_for(versions, test_fraction=0)).labels == ("1.0.0", "v1.0")
+
+
+def test_labels_that_may_be_mistakes_are_noted(tmp_path: Path) -> None:
+    rows = "text,label\na,Lab\nb,lab\nc,Lab\nd,lab\ne,billing\n"
+    notes = load(config_for(written(tmp_path, "a.csv", rows), test_fraction=0)).notes
+    assert notes[-2:] == (
+        "labels: 'Lab' and 'lab' differ only in case or spaces, and are different labels",
+        "labels: 1 of 3 have only one example: billing",
+    )
+
+
 def many(folder: Path) -> Path:
     lines = [f"text {row},{'common' if row % 10 else 'rare'}" for row in range(200)]
     return written(folder, "many.csv", "text,label\n" + "\n".join(lines) + "\nlast,single\n")
@@ -203,6 +225,7 @@ def test_rows_of_every_kind_are_counted(tmp_path: Path) -> None:
         f"{train}: rows left out (data.invalid: skip): 2 with too many or too few fields, "
         "2 without a text, a label or an answer",
         f"{test}: rows left out (data.invalid: skip): 1 with an unknown label",
+        "labels: 1 of 2 have only one example: a",
     )
 
 

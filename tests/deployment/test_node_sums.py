@@ -1,5 +1,6 @@
 """What a node's owner allows of secure sums, and what the node's folder remembers of them."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -9,6 +10,7 @@ pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not ins
 pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
 
 from fedspan.deployment.node_folder import STATE
+from fedspan.deployment.usage import BOOK
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import serial
 from fedspan.federation.secagg.messages import KeysOrder, SharesOrder, decode_request
@@ -26,6 +28,11 @@ def test_a_round_that_the_server_lost_is_repeated_with_the_same_nodes(tiny_folde
     assert not again.failures
     assert once.loss == again.loss
     assert len(list(tmp_path.glob("*/sums/*/*.json"))) == 3
+    books = list(tmp_path.glob(f"*/{BOOK}"))
+    assert len(books) == 3
+    for path in books:  # keys and shares of two sums
+        (account,) = json.loads(path.read_text())["accounts"].values()
+        assert [use["exchanges"] for use in account["runs"].values()] == [4]
     assert {
         asked.agreement.threshold for asked in map(decode_request, transport.sent) if isinstance(asked, SharesOrder)
     } == {3}

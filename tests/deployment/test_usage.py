@@ -95,6 +95,18 @@ def test_a_second_exchange_is_free_once_a_round(tmp_path: Path) -> None:
             book(tmp_path, **limits).record_order(order, (), "job")
 
 
+def test_orders_for_keys_and_shares_end(tmp_path: Path) -> None:
+    """Fourteen for each round that a run may have; they leave its rounds as they are."""
+    limits = {"run_rounds": 1}
+    for _ in range(14):
+        book(tmp_path, **limits).record_exchange("first")
+    with refused("limits.run_rounds"):
+        book(tmp_path, **limits).record_exchange("first")
+    book(tmp_path, **limits).record_exchange("second")
+    book(tmp_path, **limits).record_order(ORDER, (), "job")
+    assert book(tmp_path, **limits).get_account().rounds == 1
+
+
 def test_the_same_order_under_another_config_counts_again(tmp_path: Path) -> None:
     for job in ("a", "b", "b", "a"):
         book(tmp_path).record_order(ORDER, (), job)
@@ -348,7 +360,7 @@ def test_the_operator_sees_the_budget_and_starts_a_new_one_deliberately(tmp_path
     book(tmp_path).record_order(ORDER, (), "job")
     call = partial(CliRunner().invoke, get_program())
     shown = call(["budget", str(file)])
-    expected = "invitations 0 of 100, runs 1 of 7, rounds 1 of 200, evaluations 0 of 200, epsilon 0 of no limit"
+    expected = "invitations 0 of 100, runs 1 of 7, rounds 1 of 200, evaluations 0 of 120, epsilon 0 of no limit"
     assert (shown.exit_code, shown.output) == (0, f"fl.example.org, data set data: {expected}\n")
     (row,) = json.loads(call(["budget", str(file), "--json"]).output)
     assert row["rounds"] == [1, 200]

@@ -78,8 +78,8 @@ OPTIONS = {
 }
 OF_SCRIPTS = {
     Path("docs/flower.md"): {
-        *("--disable-runtime-dependency-installation", "--node-config", "--run-config", "--simulation"),
-        "--trusted-entities",
+        *("--auth-supernode-private-key", "--disable-runtime-dependency-installation", "--node-config"),
+        *("--run-config", "--simulation", "--trusted-entities"),
     },
     Path("docs/methods/fedloru.md"): {"--accumulate"},
     Path("docs/published-code.md"): {"--accumulate"},

@@ -14,6 +14,7 @@ import pytest
 import fedspan
 from fedspan import CompareReport, FedspanError, Watcher, load_config
 from fedspan.experiments.comparison import CompareRow, plan_comparison
+from fedspan.experiments.intervals import Difference
 from fedspan.experiments.series import Step
 from fedspan.runs.integrity import read_config
 from fedspan.runs.results import read_report
@@ -34,7 +35,7 @@ def test_a_partition_that_the_config_names_is_kept(tiny_folder: Path) -> None:
 
 
 def test_a_score_that_is_missing_leaves_no_mean() -> None:
-    row = CompareRow("fedit", (0.5, None), None, None, 0.1, None, None, 1.0, 2.0, 3.0)
+    row = CompareRow("fedit", (0.5, None), None, None, Difference(0.1), None, 1.0, 2.0, 3.0)
     report = CompareReport("pearson", "test", True, "flora", (0, 1), (row,), "folder")
     assert report.build_table().rows[0][1:4] == ("-", "+0.1000", "-")
     assert report.build_table().best is None
@@ -101,9 +102,11 @@ def test_the_table_is_that_of_the_reports(made: tuple[Path, CompareReport, Recor
         for method in METHODS
     }
     scores = {method: [made["scores"] for made in reports[method]] for method in METHODS}
+    if "test" in reports["fedit"][0]["start"]:
+        scores["start"] = [made["start"] for made in reports["fedit"]]
     for name in ("local", "centralized"):
         scores[name] = [made["baselines"][name]["scores"] for made in reports["fedit"]]
-    assert [row.name for row in report.rows] == [*METHODS, "local", "centralized"]
+    assert [row.name for row in report.rows] == list(scores)
     assert (report.metric, report.measured, report.higher, report.against) == ("accuracy", "test", True, "fedit")
     reference = np.array([made["test"]["accuracy"] for made in scores["fedit"]])
     plain = {row["method"]: row for row in csv.DictReader((folder / "table.csv").open())}
@@ -116,12 +119,13 @@ def test_the_table_is_that_of_the_reports(made: tuple[Path, CompareReport, Recor
         worst = [made["clients"]["worst"]["accuracy"] for made in scores[row.name]]
         assert row.worst == pytest.approx(sum(worst) / 2)
         if row.name == "fedit":
-            assert (row.difference, row.error) == (None, None)
+            assert row.difference is None
         else:
             apart = np.array([a, b]) - reference
-            assert row.difference == pytest.approx(apart.mean())
-            assert row.error == pytest.approx(abs(apart[0] - apart[1]) / math.sqrt(2) / math.sqrt(2))
-            assert float(plain[row.name]["standard_error"]) == row.error
+            assert row.difference.mean == pytest.approx(apart.mean())
+            by_seeds = abs(apart[0] - apart[1]) / 2
+            assert row.difference.high - row.difference.mean >= 1.96 * by_seeds  # the test items add to it
+            assert float(plain[row.name]["low"]) == row.difference.low
         assert float(plain[row.name]["mean"]) == row.mean
         if row.name in METHODS:
             assert row.bytes_up == np.mean([made["bytes"]["up"] for made in reports[row.name]])
@@ -133,6 +137,11 @@ def test_the_table_is_that_of_the_reports(made: tuple[Path, CompareReport, Recor
     assert watcher.scores["fedit-seed4"] == reference[0]
     page = (folder / "table.md").read_text()
     first = report.rows[0]
+    latex = (folder / "table.tex").read_text()
+    assert latex.count(r" \\") == 1 + len(report.rows)
+    assert rf"{100 * first.mean:.1f} $\pm$ {100 * first.deviation:.1f} &" in latex.replace("\\textbf{", "").replace(
+        "} &", " &"
+    )
     assert f"{100 * first.mean:.1f} ± {100 * first.deviation:.1f}" in page
     for said in ("Command: `", "Date: 20", "Machine: ", "torch ", "fedspan ", "higher is better", "| seed 4 |"):
         assert said in page
@@ -146,7 +155,7 @@ def test_another_reference_reruns_nothing(made: tuple[Path, CompareReport, Recor
     assert rows["centralized"].difference is None
     for name in METHODS:
         mean, other = rows[name].mean, rows["centralized"].mean
-        assert rows[name].difference == pytest.approx(mean - other)
+        assert rows[name].difference.mean == pytest.approx(mean - other)
 
 
 @pytest.mark.slow
@@ -176,9 +185,9 @@ def test_seeds_can_be_added_and_other_configs_are_refused(tiny_folder: Path, tmp
     folder = tmp_path / "grows"
     values = tiny.settings(tiny_folder, federation={"rounds": 1})
     one = fedspan.compare(values, folder, ["fedit"], [0])
-    assert (one.rows[0].deviation, one.rows[0].error) == (None, None)
+    assert (one.rows[0].deviation, one.rows[0].difference) == (None, None)
     assert "±" not in (folder / "table.md").read_text()
-    assert "without a deviation" in (folder / "table.md").read_text()
+    assert "One seed (0)" in (folder / "table.md").read_text()
     watcher = RecordingWatcher()
     fedspan.compare(values, folder, ["fedit"], [0, 1], listener=watcher)
     assert watcher.finished == ["fedit-seed1"]
@@ -207,7 +216,8 @@ def test_without_a_test_set_the_clients_own_are_compared(tiny_folder: Path, tmp_
     assert (report.metric, report.measured, report.higher) == ("loss", "clients", False)
     scores = [read_report(tmp_path / "made" / f"{key}-seed0").scores["clients"]["loss"] for key in ("fedit", "flora")]
     assert [row.mean for row in report.rows] == scores
-    assert report.build_table().best == int(np.argmin(scores))
+    assert report.rows[1].difference == Difference(scores[1] - scores[0])  # one seed and no items: no interval
+    assert report.build_table().best is None
     assert "lower is better" in (tmp_path / "made" / "table.md").read_text()
 
 

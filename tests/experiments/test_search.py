@@ -146,7 +146,7 @@ def test_nothing_of_a_test_is_in_the_table_or_its_files(
     assert watcher.scores == made[2].scores
     assert (tmp_path / "made" / "best.yaml").read_text() == (folder / "best.yaml").read_text()
     files = [entry for entry in (tmp_path / "made").iterdir() if entry.is_file()]
-    assert {entry.name for entry in files} == {"table.csv", "table.md", "best.yaml", "sweep.yaml"}
+    assert {entry.name for entry in files} == {"table.csv", "table.md", "table.tex", "best.yaml", "sweep.yaml"}
     said = repr(other) + "".join(entry.read_text() for entry in files)
     for poison in ("0.987654", "0.012345", "98.8"):
         assert poison not in said

@@ -22,6 +22,7 @@ from fedspan.experiments.execution import (
     read_settings,
     reuse_finished_runs,
 )
+from fedspan.experiments.intervals import compare_pairs, compare_to
 from fedspan.experiments.series import (
     Step,
     compute_deviation,
@@ -42,7 +43,6 @@ from fedspan.experiments.tables import (
     format_size,
     write_tables,
 )
-from fedspan.experiments.verdict import compare_pairs, compare_to
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.integrity import format_config
 from helpers.refusals import refused

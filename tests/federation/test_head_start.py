@@ -234,13 +234,13 @@ def test_a_client_that_refuses_is_left_out(prepared: Prepared, tiny_folder: Path
 def honest(kind: Any = "lda") -> tuple[Message, Client]:
     rng = torch.Generator().manual_seed(0)
     features, labels = torch.randn(30, 16, generator=rng), torch.randint(0, 4, (30,), generator=rng)
-    answers = labels if kind != "least-squares" else features.sum(1)
+    answers = {"least-squares": features.sum(1), "by-label": torch.nn.functional.one_hot(labels, 4)}.get(kind, labels)
     outputs = 4 if kind != "least-squares" else 1
     tensors = summarize_features(features, answers, outputs, kind).to_tensors()
     return Message({name: value.float() for name, value in tensors.items()}), Client("a", 2, 2.0, 30, 30.0)
 
 
-@pytest.mark.parametrize("kind", ["class-means", "lda", "least-squares"])
+@pytest.mark.parametrize("kind", ["class-means", "lda", "least-squares", "by-label"])
 def test_honest_statistics_pass(kind: Any) -> None:
     layer = LAYER if kind != "least-squares" else replace(LAYER, outputs=1)
     check_statistics(*honest(kind), HeadStart(kind, layer))
@@ -271,6 +271,8 @@ def set_entry(name: str, value: float) -> Callable[[Mapping[str, Tensor]], dict[
         ("lda", lambda tensors: {name: value for name, value in tensors.items() if name != "square"}, "are not"),
         ("lda", lambda tensors: {**tensors, **{name: 0 * tensors[name] for name in ("shares", "sums")}}, "no example"),
         ("least-squares", set_entry("targets", 1e5), "with the targets"),
+        ("by-label", set_entry("shares", 1.1), "more than its examples"),
+        ("by-label", set_entry("sums", 100.0), "class means are longer"),
     ],
 )
 def test_hostile_statistics_are_rejected(kind: Any, change: Callable[..., dict[str, Tensor]], why: str) -> None:

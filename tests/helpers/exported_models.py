@@ -6,10 +6,12 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from huggingface_hub import ModelCard
 from peft import PeftModel
 from torch import Tensor, nn
 
 from fedspan.federation.progress import Progress
+from fedspan.runs.folder import CARD
 from fedspan.runs.setup import Prepared
 from helpers import tiny
 
@@ -34,3 +36,15 @@ def predict_with_peft(made: Prepared, adapter: Path) -> Tensor:
 def predict_with_engine(made: Prepared, progress: Progress, client: str | None = None) -> Tensor:
     """Logits of the engine under the model of a client, or the global one."""
     return made.engine.predict(made.evaluator.build_job(progress, client), made.test, np.arange(len(made.test)), 50)
+
+
+def load_as_its_card_says(folder: Path) -> Any:
+    """The model that the first block of a card's section on use loads, with the library that the card names."""
+    card = ModelCard.load(folder / CARD)
+    code = (
+        card.text.partition("## Use")[2].partition("```python\n")[2].partition("```")[0].replace("FOLDER", str(folder))
+    )
+    assert f"from {str(card.data.library_name).replace('-', '_')} import" in code
+    names: dict[str, Any] = {}
+    exec(compile(code, "card", "exec"), names)
+    return names["model"].eval()

@@ -17,7 +17,7 @@ import pytest
 import torch
 import transformers
 from huggingface_hub import ModelCard
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -27,6 +27,8 @@ from fedspan.models import loading, merging
 from fedspan.models.heads import Head
 from fedspan.models.plain import adopt_module, is_plain_module, read_dtype, read_state_dict, write_state_dict
 from fedspan.runs.callbacks import Listener
+from helpers import tiny
+from helpers.refusals import refused
 from helpers.trainer_clients import arguments as trainer_arguments
 
 
@@ -289,6 +291,42 @@ def test_a_processor_that_cannot_be_exported_is_refused_at_the_start(example: Mo
     trainer = fedspan.TorchTrainer(nn.Sequential(nn.Linear(3, 2)), lambda round: None, 8, processor=object())
     with pytest.raises(FedspanError, match=r"save_pretrained\(folder\) exports it"):
         fedspan.simulate({"model": {"target_modules": ["0"]}}, tmp_path / "trainer", trainers={"a": trainer})
+
+
+class WordClassifier(nn.Module):
+    """A classifier of texts, as somebody writes it in PyTorch: it returns its logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.hidden = nn.Embedding(tiny.VOCABULARY_SIZE, 8), nn.Linear(8, 12)
+        self.dropout, self.out = nn.Dropout(0.1), nn.Linear(12, len(tiny.LABELS))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
+        mean = (self.words(input_ids) * attention_mask[..., None]).sum(1) / attention_mask.sum(1, keepdim=True)
+        return self.out(self.dropout(self.hidden(mean).relu()))
+
+
+class PairOfOutputs(WordClassifier):
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
+        return super().forward(input_ids, attention_mask), None
+
+
+def test_a_forward_may_return_its_logits(tiny_folder: Path, tmp_path: Path) -> None:
+    torch.manual_seed(2)
+    values = tiny.settings(tiny_folder, engine={"name": "batched"}, federation={"rounds": 1})
+    values["model"] = {"target_modules": ["hidden"], "max_length": 16}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_folder / "bert")
+    model = WordClassifier()
+    report = fedspan.run(values, tmp_path / "run", model=model, tokenizer=tokenizer)
+    scores = fedspan.evaluate(tmp_path / "run", model=model, tokenizer=tokenizer)
+    assert scores["loss"] == pytest.approx(report.scores["test"]["loss"], rel=1e-5)
+    with refused("model", "its forward returns tuple. Expected a tensor, or an object with logits"):
+        fedspan.run(values, tmp_path / "other", model=PairOfOutputs(), tokenizer=tokenizer)
+    values["model"]["modules_to_save"] = ["out"]
+    with refused("model.modules_to_save", "'out' is also the end of 'lora_dropout'"):
+        fedspan.run(values, tmp_path / "saved", model=model, tokenizer=tokenizer)
+    with pytest.raises(TypeError, match="cannot be applied to modules of type"):  # which PEFT would raise afterwards
+        get_peft_model(WordClassifier(), LoraConfig(target_modules=["hidden"], modules_to_save=["out"]))
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from sentence_transformers import SentenceTransformer
 from torch import Tensor
 from transformers import AutoModel, AutoModelForTextEncoding, BartConfig, BertConfig, T5Config
@@ -21,10 +22,12 @@ from fedspan.models.names import resolve_model
 from fedspan.models.pooling import Pooling
 from fedspan.models.sentence_encoders import PooledClassifier, PoolingSearch, find_pooling, get_encoder_class
 from fedspan.runs.callbacks import Listener
+from fedspan.runs.folder import CARD
 from fedspan.runs.load import load_served
 from fedspan.runs.model_setup import get_pooling
 from fedspan.runs.setup import prepare
 from helpers import tiny
+from helpers.exported_models import load_as_its_card_says
 
 TEXTS = ["admin1 word3", "lab2 word1 lab3 word5 billing1", "symptom4"]
 KINDS = ("bert", "roberta", "distilbert")
@@ -69,7 +72,7 @@ def logits_of(folder: Path) -> Tensor:
     served = load_served(folder, device="cpu")
     from datasets import Dataset
 
-    rows = Dataset.from_dict({"text": TEXTS, "label": [0] * len(TEXTS)})
+    rows = Dataset.from_dict({"text": TEXTS, "label": [0] * len(TEXTS), "labels": [[]] * len(TEXTS)})
     return served.compute_predictions(served.task.encode(rows))
 
 
@@ -192,7 +195,32 @@ def test_sentence_transformers_gives_the_logits_of_a_merged_model(
     expected = logits_of(runs[kind])
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(logits_of(place), expected, rtol=1e-3, atol=1e-3)
-    assert "SentenceTransformer" in (place / "README.md").read_text()
+
+
+@pytest.mark.parametrize("task", ["pairs", "regression", "multi-label-classification"])
+def test_the_cards_of_pooled_models_load_them(task: str, encoders: Path, tmp_path: Path) -> None:
+    rows = (encoders / "corpus.csv").read_text().splitlines()[1:]
+    lines = [f"word{number % 9},{len(row) / 40:.3f},{row}" for number, row in enumerate(rows)]
+    (tmp_path / "rows.csv").write_text("\n".join(["first,number,text,label,site", *lines]) + "\n")
+    columns = {"regression": {"label": "number"}, "pairs": {"text": "first", "text_pair": "text"}}
+    data = {"train": str(tmp_path / "rows.csv"), **columns.get(task, {"label": "label"})}
+    values = settings(encoders, "bert", data=data, federation={"rounds": 1}, model={"head_init": "random"})
+    fedspan.run(values if task == "pairs" else {**values, "task": task}, tmp_path / "run")
+    merged = fedspan.export(tmp_path / "run", tmp_path / "merged", form="merged")
+    texts: list[Any] = [("word3", text) for text in TEXTS] if task == "pairs" else TEXTS
+    for folder in (tmp_path / "run" / "adapter", merged):
+        found = torch.from_numpy(load_as_its_card_says(folder).encode(texts))
+        if task == "regression":
+            assert found[:, 0].tolist() == pytest.approx(fedspan.predict(merged, texts), abs=1e-3)
+        elif task == "pairs":
+            shares = [share for _, share in fedspan.predict(merged, texts)]
+            assert found.softmax(1).amax(1).tolist() == pytest.approx(shares, abs=1e-3)
+            text = ModelCard.load(folder / CARD).text
+            assert 'model.encode([("a text", "its second text")])' in text
+            assert folder == merged or '(["a text"], ["its second text"]' in text
+        else:
+            torch.testing.assert_close(found, logits_of(merged), rtol=1e-3, atol=1e-3)
+        assert "`pipeline` does not know this model's pooling" in (folder / CARD).read_text()
 
 
 def test_the_cards_lines_compute_the_logits(runs: dict[str, Path], encoders: Path) -> None:

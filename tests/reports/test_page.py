@@ -22,7 +22,7 @@ from fedspan.reports import charts, matrices
 from fedspan.reports.groups import RunGroup, group_runs, list_distinguishing_settings, summarize_curve
 from fedspan.reports.page import PageContent, render_page
 from fedspan.reports.run_data import RunData, read_runs
-from fedspan.reports.summary import format_score_with_unit, write_sentences
+from fedspan.reports.summary import format_score_with_unit, write_notes, write_sentences
 
 PAGE_BYTES = 7_000_000
 """Bytes that a page takes at most: most of them are the library that draws its figures."""
@@ -57,7 +57,9 @@ def compare_run(run: RunData, test: float, *, start: float, local: float, centra
     baselines = {name: {"scores": score, "by_client": {"north": score["test"]}} for name, score in scores.items()}
     final = {"test": {"accuracy": test}}
     report = replace(run.report, scores=final, best_round=3, baselines=baselines, selected=True)
-    return replace(run, report=report, rows=({"round": 0, "test": {"accuracy": start}}, *run.rows))
+    rows = ({"round": 0, "test": {"accuracy": start}}, *run.rows)
+    # Without recorded predictions, which would be those of other scores.
+    return replace(run, report=report, rows=rows, folder=run.folder / "elsewhere")
 
 
 def body(text: str) -> str:
@@ -67,12 +69,12 @@ def body(text: str) -> str:
 
 def test_every_section_is_there_and_every_figure_has_a_place(text: str) -> None:
     own = body(text)
-    for title in ("Runs", "Score", "Training loss", "Clients", "Labels by client", "Traffic", "Participation"):
+    for title in ("Runs", "Score", "Validation", "Training loss", "Clients", "Classes", "Labels by client", "Traffic"):
         assert f"<h2>{title}</h2>" in own
-    for title in ("Diagnostics", "Singular values of the update", "Configuration"):
+    for title in ("Participation", "Diagnostics", "Singular values of the update", "Configuration"):
         assert f"<h2>{title}</h2>" in own
     made = figures(text)
-    assert len(made) == own.count('class="figure"') == 8
+    assert len(made) == own.count('class="figure"') == 10
     assert all(figure["data"] for figure in made)
 
 
@@ -133,7 +135,7 @@ def test_baselines_are_level_lines_rows_and_marks_of_every_client(series: Path) 
 def test_lines_are_told_apart_without_color(text: str) -> None:
     lines = [trace for trace in figures(text)[0]["data"] if "name" in trace]
     assert len({(trace["line"]["dash"], trace["marker"]["symbol"]) for trace in lines}) == len(lines) == 2
-    bars = figures(text)[4]["data"]
+    bars = next(figure["data"] for figure in figures(text) if figure["data"][0].get("type") == "bar")
     assert len({bar["marker"]["pattern"]["shape"] for bar in bars}) == len(bars)
 
 
@@ -239,10 +241,10 @@ def test_the_verdict_is_computed(series: Path) -> None:
     runs = read_runs([series])
     sure = " ".join(write_sentences(group_runs(with_scores(runs, {"fedit": [0.80, 0.82], "ffa-lora": [0.70, 0.72]}))))
     assert "fedit has the best accuracy, 81.0 ± 1.4 % (mean of 2 seeds), at the best of 3 rounds by validation." in sure
-    assert "ffa-lora is 10.0 points behind, which is more than two standard errors" in sure
+    assert re.search(r"It is 10\.0 points \([\d.]+ to [\d.]+\) above ffa-lora\.", sure)
     assert "ffa-lora sends the least" in sure
     close = " ".join(write_sentences(group_runs(with_scores(runs, {"fedit": [0.80, 0.70], "ffa-lora": [0.70, 0.79]}))))
-    assert "within two standard errors" in close
+    assert "It is not measurably different from ffa-lora (+0.5, " in close
     alone = " ".join(write_sentences(group_runs(with_scores(runs[:1], {"fedit": [0.8], "ffa-lora": [0.7]}))))
     assert "The accuracy of fedit is 80.0 % (one seed), at the best of 3 rounds by validation." in alone
     assert "Before the first round" not in alone
@@ -264,16 +266,19 @@ def test_the_verdict_names_the_start_and_the_baselines(series: Path) -> None:
     assert group.references == {"start": 0.971, "local": 0.606, "centralized": 0.972}
     assert write_sentences([group])[:3] == (
         "The accuracy of fedit is 97.5 % (one seed), at the best of 3 rounds by validation.",
-        "Before the first round it was 97.1 %; the rounds raised it by 0.4 points.",
-        "Local-only training (mean client) reached 60.6 %. Centralized training reached 97.2 %.",
+        "Before the first round it was 97.1 %; the result is 0.4 points above the start (one seed: no interval).",
+        "Local-only training (mean client) reached 60.6 %; the result is 36.9 points above it (one seed: no interval). "
+        "Centralized training reached 97.2 %; the result is 0.3 points above it (one seed: no interval).",
     )
-    assert not any("more rounds" in sentence for sentence in write_sentences([group]))
+    extension = f"extend with fedspan run --resume {above.folder} --set federation.rounds=4"
+    assert f"Validation still improves: {extension}" in write_notes([group])
+    earlier = replace(above, report=replace(above.report, best_round=2))
+    assert not any("extend" in note for note in write_notes(group_runs([earlier])))
     below = compare_run(second, 0.955, start=0.971, local=0.606, centralized=0.992)
     groups = group_runs([above, below, other])
     means = " ".join(write_sentences(groups[:1]))
-    assert "Before the first round it was 97.1 %; the rounds lowered it by 0.6 points." in means
-    assert "Centralized training reached 98.2 %." in means
-    assert "The best round was the last one, so more rounds may improve the result." in means
+    assert "Before the first round it was 97.1 %; the result is not measurably different from the start" in means
+    assert "Centralized training reached 98.2 %; the result is not measurably different from it (-1.7, " in means
 
 
 def test_the_verdict_names_the_clients_own_tests_beside_held_out_examples(series: Path) -> None:

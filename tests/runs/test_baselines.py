@@ -111,7 +111,7 @@ def test_a_stopped_baseline_continues_to_the_same_scores(name: str, prepared: Pr
     assert again.events == [(name, rounds), *[(name, number) for number in range(2, rounds + 1)]]
     assert train_baseline(prepared, name, afterwards, folder) == straight
     assert afterwards.events == []
-    assert {entry.name for entry in folder.iterdir()} == {"report.json"}
+    assert {entry.name for entry in folder.iterdir()} == {"predictions", "report.json"}
     assert set(straight["by_client"]) == set(tiny.SITES)
 
 

@@ -14,12 +14,16 @@ import fedspan
 from fedspan import FedspanError
 from fedspan.cli.run_summary import show_report
 from fedspan.config import parse_config
+from fedspan.config.node import NodeLimits
+from fedspan.core.heads import solve_head, summarize_features
 from fedspan.deployment.handshake import build_server_config
+from fedspan.deployment.limits import refuse_statistics
 from fedspan.deployment.node import NodeService
 from fedspan.runs import start
 from fedspan.runs.head_setup import begin
 from fedspan.runs.setup import Prepared, prepare
-from helpers import node_service, tiny, tiny_images, tiny_seq2seq
+from helpers import node_service, tiny, tiny_images, tiny_seq2seq, tiny_tags, tiny_topics
+from helpers.head_starts import HEAD, start_of
 from helpers.listeners import Notes
 from helpers.refusals import refused
 from helpers.trainer_clients import save_without_head
@@ -41,6 +45,63 @@ def test_classifiers_start_from_lda(kind: str, tiny_folder: Path) -> None:
     # A model with random weights separates little, so that the classes' shares outweigh the discriminants.
     discriminants = predictions - (labels.bincount() / len(labels)).log()
     assert float((discriminants.argmax(1) == truth).float().mean()) > 0.5  # of four labels, on the examples themselves
+
+
+@pytest.mark.parametrize("engine", ["loop", "batched"])
+@pytest.mark.parametrize(("corpus", "kind"), [(tiny_topics, "by-label"), (tiny_tags, "lda")])
+def test_several_labels_and_words_start_from_statistics_of_all_clients(
+    corpus: Any, kind: str, engine: str, tiny_folder: Path, tmp_path: Path
+) -> None:
+    values = corpus.settings(tiny_folder, tmp_path, model={"head_init": "auto"}, engine={"name": engine})
+    values["model"]["name"] = str(tiny_folder / "deep-bert")
+    run = prepare(parse_config(values))
+    assert run.head.kind == kind
+    found, model = start_of(run), run.engine.adapted.model
+    run.engine.adapted.install({}, {}, frozenset())
+    features, answers = list[torch.Tensor](), list[torch.Tensor]()
+    rows = np.concatenate([one.train for one in run.federation.clients.values()])
+    for row in rows.tolist():
+        batch = run.task.collate(run.train, [row], torch.device("cpu"))
+        with torch.no_grad():
+            hidden = model.bert(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+        if kind == "lda":
+            is_word = batch["labels"][0] >= 0
+            features.append(hidden.last_hidden_state[0, is_word])
+            answers.append(batch["labels"][0, is_word])
+        else:
+            features.append(hidden.pooler_output)
+            answers.append(batch["labels"].to(torch.uint8))
+    together = torch.cat(features), torch.cat(answers)
+    assert len(together[0]) > len(rows) or kind == "by-label"
+    whole = solve_head(kind, summarize_features(*together, run.head.layer.outputs, kind), len(together[0]))
+    torch.testing.assert_close(found[HEAD[0]], whole.weight, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(found[HEAD[1]], whole.bias, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("corpus", [tiny_topics, tiny_tags])
+def test_statistics_of_several_labels_and_words_are_for_plain_simulations(
+    corpus: Any, tiny_folder: Path, tmp_path: Path
+) -> None:
+    values = corpus.settings(tiny_folder, tmp_path, model={"head_init": "auto"})
+    report = fedspan.run({**values, "baselines": ["local", "centralized"]}, tmp_path / "run")
+    assert report.start["head_init"] in ("by-label", "lda")
+    assert set(report.baselines) == {"local", "centralized"}
+    kind = report.start["head_init"]
+    secure = {**values, "federation": {**values["federation"], "secure": {}}}
+    for config, parse in (
+        (secure, parse_config),
+        (values | {"data": {}, "partition": {"clients": 3}}, build_server_config),
+    ):
+        assert parse(config | {"data": {**config["data"], "labels": report_labels(tmp_path)}}).head_kind[0] is None
+        with refused("model.head_init", "simulations without secure aggregation"):
+            parse({**config, "model": {**config["model"], "head_init": kind}})
+    limits = NodeLimits(approve="auto", head_statistics="exact", statistics_max_length=2)
+    named = parse_config({**values, "model": {**values["model"], "head_init": kind}})
+    assert "are for simulations" in str(refuse_statistics(limits, named))
+
+
+def report_labels(folder: Path) -> list[str]:
+    return fedspan.read_notes(folder / "run" / "adapter")["labels"]
 
 
 @pytest.mark.parametrize("kind", ["t5", "bart"])

@@ -2,9 +2,9 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -14,10 +14,12 @@ from fedspan.core.values import ServerState
 from fedspan.errors import FedspanError
 from fedspan.logs import JsonLines, read_lines
 from fedspan.reports.run_data import read_runs
+from fedspan.runs.callbacks import Listener
 from fedspan.runs.checkpoint_format import Checkpoint
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.integrity import compute_input_digests, describe_config, require_intact, require_same_run
 from fedspan.runs.records import require_intact_model
+from helpers import tiny
 from helpers.mistakes.world import World, flip
 from helpers.run_content import content
 
@@ -276,3 +278,31 @@ def test_a_linked_run_folder_is_fine(world: World, tmp_path: Path) -> None:
     link = tmp_path / "linked"
     link.symlink_to(folder)
     assert fedspan.resume(link).rounds == 2
+
+
+class _Stop(Listener):
+    """Interrupts a run after its first round."""
+
+    def on_round_finish(self, row: Mapping[str, Any]) -> None:
+        raise KeyboardInterrupt
+
+
+def test_a_run_works_from_every_directory(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its paths are relative to the directory in which it was started."""
+    start, other = tmp_path / "start", tmp_path / "other"
+    shutil.copytree(tiny_folder / "bert", start / "models" / "bert")
+    other.mkdir()
+    shutil.copy(tiny_folder / "corpus.csv", start / "all.csv")
+    values = tiny.settings(Path("models"), data={"train": "{part}.csv"})
+    monkeypatch.chdir(start)
+    with pytest.raises(KeyboardInterrupt):
+        fedspan.run(values, "run", listener=_Stop())
+    assert "models/bert" in (start / "run" / "config.yaml").read_text()
+    monkeypatch.chdir(other)
+    report = fedspan.resume(start / "run")
+    assert fedspan.evaluate(start / "run")["accuracy"] == report.scores["test"]["accuracy"]
+    assert fedspan.predict(start / "run", ["admin1"])
+    fedspan.export(start / "run", "merged", form="merged")
+    assert fedspan.report(start / "run", "report.html")
+    monkeypatch.chdir(start)
+    assert fedspan.run(values, "run", resume=True) == report

@@ -22,6 +22,7 @@ from fedspan.runs.model_card import _write_command
 from fedspan.runs.task_setup import collect_task_settings, parse_task_settings, read_notes
 from fedspan.tasks.settings import TaskSettings
 from helpers import tiny, tiny_images
+from helpers.exported_models import load_as_its_card_says
 from helpers.refusals import refused
 
 
@@ -82,8 +83,8 @@ def test_predictions_on_files(name: str, images: Path, image_runs: Path) -> None
 @pytest.mark.parametrize("name", ["vit", "resnet", "scratch"])
 def test_merged_exports(name: str, images: Path, image_runs: Path, tmp_path: Path) -> None:
     out = fedspan.export(image_runs / name, tmp_path / "merged", form="merged")
+    model = load_as_its_card_says(out)
     paths = sorted((images / "pictures" / "west").rglob("*.png"))
-    model = transformers.AutoModelForImageClassification.from_pretrained(out).eval()
     with torch.no_grad():
         shares = model(pixel_values=tiny_images.pixels(out, paths)).logits.softmax(1).amax(1)
     for folder in (image_runs / name, out):
@@ -160,7 +161,7 @@ def test_entries_of_another_kind_are_named(name: str, value: object, tmp_path: P
         ("max_new_tokens", 0),
         ("metric", "pearson"),
         ("answer_pattern", "("),
-        ("label_separator", ""),
+        ("columns", {"label_separator": ""}),
         ("image_size", 0),
     ],
 )

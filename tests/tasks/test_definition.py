@@ -22,6 +22,7 @@ from fedspan.tasks.bounded_losses import BoundsExamples
 from fedspan.tasks.registry import BUILT_IN, get_task
 from fedspan.tasks.settings import TaskSettings
 from helpers import tiny
+from helpers.exported_models import load_as_its_card_says
 from helpers.families import others_slow
 from helpers.refusals import refused
 from helpers.task_cases import CASES, OWN, REFUSED, folders_of
@@ -100,7 +101,14 @@ def test_batched_engine_equals_the_loop_and_the_export_predicts_the_same(
         answers, truths = served.task.decode_predictions(predictions), served.task.decode_targets(examples, indices)
         for metric, value in case.reference(predictions, answers, truths, examples).items():
             assert measured[metric] == pytest.approx(value, rel=1e-5, abs=1e-6), (folder.name, metric)
-    definition = get_task(name)
+    # So does the model that the card's lines load.
+    named, definition = load_as_its_card_says(tmp_path / "merged"), get_task(name)
+    if definition.is_embedding:
+        found = torch.from_numpy(named.encode(rows["text"][:]))
+        torch.testing.assert_close(found, torch.tensor(fedspan.predict(tmp_path / "merged", rows["text"][:])))
+    else:
+        found = replace(served, model=named).compute_predictions(examples)
+        torch.testing.assert_close(found, predictions, rtol=1e-4, atol=1e-4)
     assert definition.loss_options == getattr(served.task, "loss_options", ())
     assert {"loss", definition.metric_names[0]} <= set(measured)
     assert set(measured) <= {*definition.metric_names, *definition.summary_metrics}

@@ -67,7 +67,7 @@ def test_every_part_is_read_with_the_separator_of_the_training_data(tiny_folder:
     values["data"] = {"train": train, "test": test, "test_fraction": 0}
     values["partition"] = {"partitioner": "iid", "clients": 3}
     report = fedspan.run(values, tmp_path / "run")
-    assert fedspan.read_notes(tmp_path / "run" / "adapter")["label_separator"] == ";"
+    assert fedspan.read_notes(tmp_path / "run" / "adapter")["columns"]["label_separator"] == ";"
     measured = fedspan.evaluate(tmp_path / "run", data=test)
     assert measured["loss"] == pytest.approx(report.scores["test"]["loss"], rel=1e-5)
 

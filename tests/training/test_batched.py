@@ -135,9 +135,9 @@ def test_projectors_are_renewed_beside_running_statistics(
     tiny_folder: Path, decoders: Path, images: Path, passes: list[int]
 ) -> None:
     """A client whose projectors come from its gradient keeps the statistics of its own images."""
-    changes = {"training": {"lr": 0.001}, "method": {"name": "fedgalore", "r": 2}}
+    changes = {"training": {"lr": 0.0001}, "method": {"name": "fedgalore", "r": 2}}
     gap, engine = same(values("builtin:resnet-8", tiny_folder, decoders, images, **changes))
-    assert gap < 1e-3
+    assert gap < 1e-5  # with ten times the rate, rounding grows to 2e-3 on some processors
     assert engine.refusal is None
     assert max(passes) > 1
 

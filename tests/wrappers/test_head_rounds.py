@@ -1,6 +1,7 @@
 """First rounds that train a new head alone: what they change, send and cost, and that the method's rounds follow."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,15 +13,18 @@ import torch
 import fedspan
 from fedspan import FedspanError
 from fedspan.core.tensors import is_extra, split_extras
+from fedspan.core.values import Client, Message, OptimizerSpec, Spec
 from fedspan.deployment.handshake import build_server_config
 from fedspan.deployment.node import NodeService
 from fedspan.diagnostics.round_diagnosis import diagnose_round
 from fedspan.federation.progress import Progress, RoundResult
+from fedspan.methods.fedit import FedIT
 from fedspan.runs import start
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.head_setup import begin, find_new_head
 from fedspan.runs.setup import Prepared, prepare
-from fedspan.wrappers.head_rounds import HeadRounds
+from fedspan.training.optimizers import LocalOptimizer
+from fedspan.wrappers.head_rounds import ROUNDS, HeadRounds, NewHead
 from helpers import node_service, tiny
 from helpers.families import UNLIKE, methods_by_family
 
@@ -111,14 +115,46 @@ def test_the_rate_follows_from_the_norm_of_the_features(tiny_folder: Path) -> No
         run = prepare(config)
         head = find_new_head(config, run.model)
         assert head is not None
+        assert head.is_alone
         progress = begin(run.federation, run.head)
         client = run.federation.get_client("west", progress)
         job = run.federation.method.start(run.federation.method.sync(progress.state, client), client, {}, 0)
-        assert job.optimizer["lr"] == 0.01
+        classes = len(job.tensors["extras/classifier.weight"])
+        assert (job.optimizer["lr"], job.clips) == (0.0075 * classes**0.5, False)
         return [group.lr_scale for group in job.trainable]
 
-    assert find_rates(pooling="mean", pooling_normalize=True) == [20.0, 1.0]
-    assert find_rates() == [20.0 / 16**0.5, 1.0]
+    assert find_rates(pooling="mean", pooling_normalize=True) == [400.0, 1.0]
+    assert find_rates() == [400.0 / 16, 1.0]
+
+
+@pytest.mark.parametrize("classes", [2, 4, 77])
+def test_training_does_not_depend_on_the_scale_of_the_features_and_does_not_diverge(classes: int) -> None:
+    rng = torch.Generator().manual_seed(classes)
+    centers, labels = torch.randn(classes, 48, generator=rng), torch.randint(classes, (640,), generator=rng)
+    common = 2 * torch.randn(48, generator=rng)  # most of a feature vector is the same for all examples
+    unit = torch.nn.functional.normalize(common + centers[labels] + torch.randn(640, 48, generator=rng), dim=1)
+
+    def train(norm: float) -> list[float]:
+        tensors = {"extras/head.weight": torch.zeros(classes, 48), "extras/head.bias": torch.zeros(classes)}
+        rounds = HeadRounds(inner=FedIT(spec=Spec(())), rounds=1, head=NewHead("head", True, norm, is_alone=True))
+        job = rounds.start(Message(tensors, {ROUNDS: 1}), Client("west", 2, 1.0, 640, 640.0), {}, 0)
+        live = {name: value.clone().requires_grad_() for name, value in job.tensors.items()}
+        optimizer = LocalOptimizer(replace(OptimizerSpec(), **job.optimizer), job.trainable, live)
+        losses: list[float] = []
+        for step in range(200):
+            rows = torch.arange(16 * step, 16 * step + 16) % len(unit)
+            outputs = norm * unit[rows] @ live["extras/head.weight"].T + live["extras/head.bias"]
+            loss = torch.nn.functional.cross_entropy(outputs, labels[rows])
+            gradients = torch.autograd.grad(loss, list(live.values()))
+            optimizer.step(dict(zip(live, gradients, strict=True)))
+            losses.append(loss.item())
+        return losses
+
+    losses = train(1.0)
+    assert max(losses) < 1.5 * math.log(classes)
+    assert sum(losses[-40:]) / 40 < 0.8 * math.log(classes)
+    for norm in (1e-3, 1e3):
+        assert train(norm) == pytest.approx(losses, rel=1e-2)
 
 
 @pytest.mark.parametrize("mechanism", ["central", "local", "dp-sgd"])

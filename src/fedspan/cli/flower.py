@@ -43,7 +43,7 @@ def host(
         typer.Option("--user", help="Name or id of the user that the SuperNode runs as. Default: this user."),
     ] = None,
 ) -> None:
-    """Carry out what a Flower app asks, within the node file's limits. Data and paths never leave this process."""
+    """Carry out what a Flower app asks, within the node file's limits. The data stay with processes of this user."""
     from fedspan.deployment.console import log_to_console
     from fedspan.deployment.host import host as run_host
 

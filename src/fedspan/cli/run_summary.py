@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,12 @@ from rich.table import Table
 from rich.text import Text
 
 from fedspan.cli.formatting import create_table, format_duration, format_score, get_title, shorten
+from fedspan.experiments.intervals import compare_clients, estimate_difference
+from fedspan.experiments.result_notes import describe_extension, describe_majority
 from fedspan.experiments.tables import format_size
 from fedspan.models.names import get_architecture, resolve_model
 from fedspan.runs.model_card import STATISTICS_NOTE, RunReport
+from fedspan.runs.predictions import Items, read_items
 from fedspan.tasks.definition import TargetType
 from fedspan.tasks.metrics import METRICS
 from fedspan.tasks.registry import get_task
@@ -36,7 +39,14 @@ def show_report(out: Console, report: RunReport, folder: Path) -> None:
     """Print the report of the run in ``folder``."""
     table = _make_score_table(report)
     out.print(Text("no scores were measured", "dim") if table is None else table)
-    for sentence in (_describe_gain(report), _describe_start(report)):
+    items = read_items(folder)
+    sentences = (
+        _describe_gain(report, folder, items),
+        describe_majority(report.metric, items),
+        describe_extension(report, folder),
+        _describe_start(report),
+    )
+    for sentence in sentences:
         if sentence:
             out.print(Text(sentence))
             out.print()
@@ -149,36 +159,33 @@ def _format_worst(scores: Mapping[str, Any], metric: str) -> str:
     return "" if worst is None else f"{shorten(worst['client'], 12)} {format_score(metric, worst[metric])}"
 
 
-def _describe_gain(report: RunReport) -> str:
-    """Compare the federation's model with the start and the baselines, a sentence for each kind of test."""
+def _describe_gain(report: RunReport, folder: Path, items: Items | None) -> str:
+    """Compare the federation's model with the start and the baselines, a sentence for each kind of test.
+
+    The start has no scores by client, so it is not compared on the clients' own tests.
+    """
     if not report.baselines:
         return ""
-    title = METRICS[report.metric].title
-    sentences = [
-        _compare_with_baselines(report, "test", f"Held-out {title}", "local-only training (mean client)"),
-        _compare_with_baselines(
-            report, "clients", f"The clients' mean {title} on their own tests", "local-only training"
-        ),
-    ]
-    return " ".join(filter(None, sentences))
+    title, metric = METRICS[report.metric].title, report.metric
+    scores = {"start": report.start, **{name: baseline["scores"] for name, baseline in report.baselines.items()}}
+    names = {"start": "the start", "local": "local-only training", "centralized": "centralized training"}
+    reached, heldout, own = (report.scores.get("test") or {}).get(metric), list[str](), list[str]()
+    for name, title_of_other in names.items():
+        other = (scores.get(name, {}).get("test") or {}).get(metric)
+        if reached is not None and other is not None:
+            of_other = read_items(folder, "start") if name == "start" else read_items(folder / "baselines" / name)
+            pair = None if items is None or of_other is None else (items, of_other)
+            whole_title = f"{title_of_other} (mean client)" if name == "local" else title_of_other
+            heldout.append(estimate_difference(metric, [reached], [other], [pair]).describe(metric, whole_title))
+        by_client = report.baselines.get(name, {}).get("by_client", {})
+        if (difference := compare_clients(metric, report.by_client, by_client)) is not None:
+            own.append(difference.describe(metric, title_of_other))
+    subjects = {f"Held-out {title}": heldout, f"The clients' mean {title} on their own tests": own}
+    return " ".join(f"{subject} is {_join(parts)}." for subject, parts in subjects.items() if parts)
 
 
-def _compare_with_baselines(report: RunReport, part: str, subject: str, local: str) -> str:
-    """Compare the scores of one kind of test with those of the start and the baselines; empty: there are none."""
-    metric = report.metric
-    reached = (report.scores.get(part) or {}).get(metric)
-    others = {name: (baseline["scores"].get(part) or {}).get(metric) for name, baseline in report.baselines.items()}
-    others["start"] = (report.start.get(part) or {}).get(metric)
-    names = {"start": "the start", "local": local, "centralized": "centralized training"}
-    parts = [
-        f"{_format_difference(reached - value, METRICS[metric].is_percentage)} {against}"
-        for name, against in names.items()
-        if reached is not None and (value := others.get(name)) is not None
-    ]
-    if not parts:
-        return ""
-    listed = ", ".join(parts[:-1]) + " and " + parts[-1] if parts[1:] else parts[0]
-    return f"{subject} is {listed}."
+def _join(parts: Sequence[str]) -> str:
+    return ", ".join(parts[:-1]) + " and " + parts[-1] if parts[1:] else parts[0]
 
 
 def _describe_start(report: RunReport) -> str:
@@ -201,21 +208,18 @@ def _describe_start(report: RunReport) -> str:
     )
 
 
-def _format_difference(difference: float, percent: bool) -> str:
-    difference_text = f"{abs(100 * difference):.1f} points" if percent else f"{abs(difference):.4f}"
-    if not float(difference_text.split()[0]):
-        return "equal to"
-    return f"{difference_text} {'above' if difference > 0 else 'below'}"
-
-
 def render_peft_snippet(adapter: Path) -> list[str]:
     """Return a few lines of Python that load an adapter, or a model that was exported whole."""
     notes = json.loads((adapter / "fedspan.json").read_text(encoding="utf-8"))
     if notes["pooling"] is not None:
         outputs = "vectors" if get_task(notes["task"]).is_embedding else "logits"
+        is_packaged = (adapter / "adapter_config.json").is_file() and notes["base_model"].startswith("builtin:")
+        # An adapter names its base by hub id, and the weights of a package are not in the hub's cache.
+        merging = ["import fedspan", f'fedspan.export("{adapter}", "merged", form="merged")'] if is_packaged else []
         return [
+            *merging,
             "import sentence_transformers",
-            f'model = sentence_transformers.SentenceTransformer("{adapter}")',
+            f'model = sentence_transformers.SentenceTransformer("{"merged" if is_packaged else adapter}")',
             f"model.encode(texts)  # the {outputs}",
         ]
     if not (adapter / "adapter_config.json").is_file():

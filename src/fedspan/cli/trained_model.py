@@ -24,38 +24,61 @@ ClientOption = Annotated[
 @register_command(
     "predict",
     'fedspan predict runs/first "Can I move my appointment to Friday?"',
-    "fedspan predict runs/first --file messages.txt > labels.tsv",
+    "fedspan predict runs/first --file messages.csv --text message --out labels.csv",
     'fedspan predict runs/personal --client client-03 "Where do I park?"',
 )
 def predict(
     model: Model,
-    texts: Annotated[list[str] | None, typer.Argument(metavar="TEXT...", help="Texts or image files.")] = None,
+    texts: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="TEXT...", help="Texts or image files; for a model of pairs, two texts with a tab."),
+    ] = None,
     file: Annotated[
-        Path | None, typer.Option("--file", metavar="FILE", help="File with one text per line; - reads standard input.")
+        Path | None,
+        typer.Option(
+            "--file",
+            metavar="FILE",
+            help="A table in any format that init reads, or a .txt file with one text per line; - reads lines of "
+            "standard input.",
+        ),
+    ] = None,
+    text: Annotated[
+        str | None, typer.Option("--text", metavar="COLUMN", help="The table's column. Default: as in training.")
+    ] = None,
+    text_pair: Annotated[
+        str | None, typer.Option("--text-pair", metavar="COLUMN", help="The table's column of second texts.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="New .csv, .tsv or .jsonl file for the table with predictions."),
     ] = None,
     client: ClientOption = None,
-    pairs: Annotated[
-        bool, typer.Option("--pairs", help="Split each text at its tab, for a model of text pairs.")
-    ] = False,
     as_json: Json = False,
 ) -> None:
     """Predict the labels or numbers of texts, or answer prompts; the output is tab-separated outside of a terminal.
 
     There, texts that a spreadsheet would run as formulas begin with an apostrophe. --json prints all texts unchanged.
     """
-    lines: list[str] = [*(texts or ()), *(_read_lines(file) if file is not None else ())]
-    if not lines:
+    if not texts and file is None:
         raise FedspanError("TEXT", None, "texts to label, or --file FILE")
-    inputs = [_split_pair(text) for text in lines] if pairs else lines
     import fedspan
+    from fedspan.runs.inputs import read_inputs, require_new_table, write_predictions
 
-    rows = [_name_parts(answer) for answer in fedspan.predict(model, inputs, client)]
+    if out is not None:
+        require_new_table(out)
+    inputs = read_inputs(model, client, texts or (), file, text, text_pair)
+    rows = [_name_parts(answer) for answer in fedspan.predict(model, inputs.values, client)]
+    cells = [[_format_cell(value) for value in row.values()] for row in rows]
+    lines = [_format_input(value) for value in inputs.values]
+    if out is not None:
+        write_predictions(out, inputs.rows, rows, cells)
+        typer.echo(f"wrote {out}")
+        return
     if as_json:
         content = [{"text": text, **row} for row, text in zip(rows, lines, strict=True)]
         typer.echo(json.dumps(content, indent=2, ensure_ascii=False))
         return
     screen = sys.stdout.isatty()
-    cells = [[_format_cell(value) for value in row.values()] for row in rows]
     widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
     for row, text in zip(cells, lines, strict=True):
         shown = " ".join(text.split())
@@ -85,22 +108,10 @@ def _format_cell(value: object) -> str:
     return f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
-def _read_lines(file: Path) -> list[str]:
-    try:
-        text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise FedspanError("--file", str(file), f"a readable text file in UTF-8 ({error})") from None
-    lines = [line for line in text.splitlines() if line.strip()]
-    if not lines:
-        raise FedspanError("--file", str(file), problem="the file is empty", expected="a file with one text a line")
-    return lines
-
-
-def _split_pair(text: str) -> tuple[str, str]:
-    first, tab, second = text.partition("\t")
-    if not tab:
-        raise FedspanError("--pairs", text, "two texts separated by a tab")
-    return first, second
+def _format_input(value: object) -> str:
+    if isinstance(value, tuple | list):  # a pair of texts, or the words of a sentence
+        return ("\t" if isinstance(value, tuple) else " ").join(cast("tuple[str, ...]", value))
+    return str(value)
 
 
 def _split_role(text: str) -> tuple[str, str]:
@@ -204,7 +215,8 @@ def evaluate(
         return
     shown = {METRICS[name].title: format_score(name, value) for name, value in metrics.items() if name in METRICS}
     width = max(map(len, shown))
-    for name, value in {**shown, "examples": f"{metrics['examples']:.0f}"}.items():
+    counts = {name: f"{metrics[name]:.0f}" for name in ("examples", "skipped") if name in metrics}
+    for name, value in {**shown, **counts}.items():
         typer.echo(f"{name:<{width}} {value:>8}")
 
 

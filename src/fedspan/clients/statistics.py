@@ -14,7 +14,7 @@ from fedspan.core.values import Job, Message
 from fedspan.errors import FedspanError
 from fedspan.federation.head_start import BOUND, KIND
 from fedspan.models.head import find_output_layer
-from fedspan.tasks.task import Examples, get_labels
+from fedspan.tasks.task import Examples, get_head_targets, get_labels
 from fedspan.training.engine import Engine
 
 __all__ = ["StatisticsLimits", "compute_client_statistics", "parse_statistics_order"]
@@ -102,18 +102,20 @@ def compute_client_statistics(
     layer = find_output_layer(engine.adapted)
     shapes = compute_statistics_shapes(kind, layer.outputs, layer.features)
     total = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
-    targets, selected = torch.from_numpy(get_labels(examples, indices)), indices
+    selected = indices
     if class_examples > 1:
+        targets = torch.from_numpy(get_labels(examples, indices))
         classes = torch.zeros(len(targets), dtype=torch.int64) if kind == "least-squares" else targets
         is_kept = (torch.bincount(classes, minlength=layer.outputs) >= class_examples)[classes]
-        selected, targets = indices[is_kept.numpy()], targets[is_kept]
+        selected = indices[is_kept.numpy()]
     engine.prepare(examples, [indices])
     for start in range(0, len(selected), _CHUNK):
         part = selected[start : start + _CHUNK]
         features = engine.compute_features(job, examples, part, _BATCH)
         if bound:
             features = features / features.norm(dim=1, keepdim=True).clamp(min=bound)
-        summary = summarize_features(features, targets[start : start + _CHUNK], layer.outputs, kind).to_tensors()
+        targets = torch.from_numpy(get_head_targets(engine.task, examples, part))
+        summary = summarize_features(features, targets, layer.outputs, kind).to_tensors()
         for name, value in summary.items():
-            total[name] += value * (len(part) / len(indices))
+            total[name] += value * (len(features) / len(indices))
     return {name: value.float() for name, value in total.items()}

@@ -55,6 +55,12 @@ _EXCLUDED_COLUMNS = (
 _MAX_LABELS = 500
 _FEW_NUMBERS = 20
 """Number of different numbers up to which they are classes."""
+_PAIRS_ADVICE = {
+    "text-embedding": "The cosine of two texts learns their score; --task regression reads both texts at once instead.",
+    "regression": "A sentence encoder never read two texts at once: --task text-embedding, which learns the score as a "
+    "cosine, starts far ahead of regression.",
+}
+"""Sentences on pairs of texts with a score, by task."""
 _SHOWN = 4
 """Number of columns of a kind that a finding names."""
 _SAMPLE_ROWS = 2000
@@ -264,12 +270,9 @@ def _infer_labeled_fields(
         raise FedspanError("--text", None, f"the column of texts: {', '.join(sample.column_names)}")
     if task is None:
         values = len(set(read_names(sample, label)))
-        task = (
-            "regression"
-            if _get_numeric_kind(sample, label) == "float" and values > _FEW_NUMBERS
-            else "sequence-classification"
-        )
-    advice = ""
+        is_number = _get_numeric_kind(sample, label) == "float" and values > _FEW_NUMBERS
+        task = "sequence-classification" if not is_number else "text-embedding" if pair else "regression"
+    advice = _PAIRS_ADVICE[task] if pair and task in _PAIRS_ADVICE else ""
     if get_task(task).target_type == "label":
         advice = _describe_numbers(sample, label) or _describe_combined_labels(sample, label)
     fields = {"text": text, **({"text_pair": pair[1]} if pair else {}), "label": label}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fedspan.config.sections import RunSections
 from fedspan.core.values import LayerSpec, Spec
-from fedspan.data.files import FROM_TRAINERS
+from fedspan.data.files import FROM_TRAINERS, NOWHERE
 from fedspan.errors import FedspanError, suggest_nearest
 from fedspan.federation.round_dependence import explain_round_dependence
 from fedspan.federation.settings import MOST_SECURE_CLIENTS
@@ -118,6 +118,10 @@ def explain_random_head(config: RunSections) -> str | None:
         ),
         "secure aggregation needs bounded numbers, and those of a regression have no bound": (
             config.task_definition.target_type == "number" and config.federation.secure is not None
+        ),
+        "statistics of words and of several labels are for simulations without secure aggregation": (
+            config.task_definition.target_type == "labels"
+            and (config.federation.secure is not None or config.data.train == NOWHERE)
         ),
         f"all clients send statistics, and a secure sum has at most {MOST_SECURE_CLIENTS}": (
             config.federation.secure is not None and config.partition.clients > MOST_SECURE_CLIENTS

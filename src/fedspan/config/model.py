@@ -82,7 +82,7 @@ class ModelConfig(Section):
         description="With pooling mean, max, cls or last: normalize pooled states to length 1; default: as in the "
         "encoder's modules.json.",
     )
-    head_init: Literal["auto", "class-means", "lda", "least-squares", "random"] = Field(
+    head_init: Literal["auto", "class-means", "lda", "least-squares", "by-label", "random"] = Field(
         default="auto",
         description="How the head starts: from all clients' statistics of the features that enter it, in one exchange "
         "before the first round, or random. auto: by task and model; random where the statistics do not apply. See "

@@ -65,7 +65,7 @@ class NodeLimits(Section):
     runs: int = Field(default=20, ge=1, description="Maximum number of runs of this server on this data set.")
     run_evaluations: int = Field(default=60, ge=0, description="Maximum number of evaluations and exports of a run.")
     evaluations: int = Field(
-        default=200,
+        default=120,
         ge=0,
         description="Maximum number of evaluations and exports of all runs of this server on this data set.",
     )
@@ -76,7 +76,7 @@ class NodeLimits(Section):
         "since every answer tells something about this node. A repeated one counts once.",
     )
     evaluation_epsilon: float | None = Field(
-        default=1.0,
+        default=0.1,
         gt=0,
         allow_inf_nan=False,
         description="Epsilon of each evaluation: the validation loss and the run's metric leave this node with Laplace "
@@ -85,7 +85,7 @@ class NodeLimits(Section):
         "null: metrics and training losses are sent as measured, from which a server can tell single examples.",
     )
     evaluation_examples: int = Field(
-        default=100,
+        default=1000,
         ge=1,
         description="Minimum number of examples of a validation or test part for its metrics to be sent; of fewer, the "
         "noise is larger than what a run gains. If fewer than three nodes send metrics, the run's last round is its "

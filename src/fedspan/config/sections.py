@@ -181,9 +181,9 @@ class RunSections(Section):
         wrapped = self.method.wrap(method, policy, lr_scale, training.optimizer, training.max_grad_norm)
         if head is None or (policy or method.claims.extras) != "average":  # a baseline's method may have its own
             return wrapped
-        # Three epochs without a backward pass through the model take no longer than one with it. The planned charges of
-        # privacy are those of the run's own epochs.
-        epochs = None if training.steps or training.privacy else 3 * training.epochs
+        # Epochs on stored features take little time, and three without a backward pass through the model no longer than
+        # one with it. The planned charges of privacy are those of the run's own epochs.
+        epochs = None if training.steps or training.privacy else (10 if head.is_alone else 3) * training.epochs
         return HeadRounds(inner=wrapped, rounds=self.head_rounds, head=head, epochs=epochs)
 
     @property

@@ -20,16 +20,21 @@ from fedspan.data.partition import partition
 from fedspan.data.source import Source
 from fedspan.errors import FedspanError
 from fedspan.files import convert_disk_errors, write_atomic
+from fedspan.methods.registry import get_method_class
 from fedspan.tasks.registry import TASKS, get_task
 
 __all__ = ["StarterConfig", "write_starter_config"]
 
-_SMALL_DATASET = 5000
-"""Number of examples below which a tenth of them is too small for validation, because the losses are noisy."""
+_VALIDATION = 0.1
+"""Share of the examples for validation, within these bounds."""
+_VALIDATION_BOUNDS = (50, 1000)
+"""Numbers of examples of all clients: with fewer the losses are noisy, and more are not needed to compare rounds."""
+_LARGEST_VALIDATION = 0.2
+"""Largest share for validation where the examples are few."""
 _CLIENTS = 10
 """Number of clients of a random partition, unless the user requests another one."""
-_PARTS = 3
-"""Number of parts of a client's examples: training, validation and test."""
+_FEWEST = 3
+"""Number of examples that a client has at least, unless the user requests more clients: enough for all parts."""
 _SET_NOTE = "init takes options of data as --set data.FIELD=VALUE."
 _SAMPLE_BYTES = 8 << 20
 """Number of bytes at the beginning of each file that are read."""
@@ -110,11 +115,12 @@ def write_starter_config(
         section.pop("header")  # only the test file has one, so it is detected for each file
     targets = suggest_target_modules(inferred.task, model)
     name = model or get_default_model(inferred.task)[0]
-    is_small = rows.is_complete and len(rows.dataset) < _SMALL_DATASET
 
-    def render(section: Mapping[str, Any], by: str | None, clients: int) -> tuple[str, RunConfig]:
+    def render(
+        section: Mapping[str, Any], by: str | None, clients: int, shares: tuple[float, float] = (_VALIDATION, 0.1)
+    ) -> tuple[str, RunConfig]:
         selected = replace(inferred, by=by)
-        content = render_config(selected, section, clients, name, targets, method, is_small=is_small)
+        content = render_config(selected, section, clients, name, targets, method, shares)
         return content, parse_config(load_yaml(content))
 
     content, config = render(section, inferred.by, clients or _CLIENTS)
@@ -131,7 +137,7 @@ def write_starter_config(
     if loaded.dropped:
         section["invalid"] = "skip"
     assigned_by, count, notes = _select_partition(loaded, config, is_requested=by is not None, clients=clients)
-    content, config = render(section, assigned_by, count)
+    content, config = render(section, assigned_by, count, _compute_shares(loaded, method))
     findings = [*inferred.findings[:1], *notes, *inferred.findings[1:], *filter(None, [inferred.advice])]
     findings += _describe_counts(loaded, rows, str(data), test)
     if loaded.labels:
@@ -144,6 +150,19 @@ def write_starter_config(
     with convert_disk_errors(path.parent, "choose another file", "--out"):
         write_atomic(path, content.encode())
     return StarterConfig(path, config, tuple(findings))
+
+
+def _compute_shares(loaded: LoadedData, method: str) -> tuple[float, float]:
+    """Return the shares of each client's examples for validation and for its own test.
+
+    One model for all is tested on the common test set alone, so its clients train on their own test parts, too.
+    """
+    count, (least, most) = len(loaded.train), _VALIDATION_BOUNDS
+    validation = _VALIDATION
+    if loaded.is_complete:
+        validation = round(min(max(least, min(_VALIDATION * count, most)) / count, _LARGEST_VALIDATION), 3)
+    is_common = loaded.test is not None and not get_method_class(method).claims.personal
+    return validation, 0.0 if is_common else 0.1
 
 
 def _check_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -230,10 +249,10 @@ def _select_partition(
     if not loaded.is_complete:
         return None, count, notes
     units = len(loaded.train) if loaded.groups is None else len(set(loaded.groups.tolist()))
-    possible = max(1, min(count, units // _PARTS))
+    possible = max(1, min(count, units // _FEWEST))
     if clients is None and possible < count:
         noun, each = ("client", "it") if possible == 1 else ("clients", "each")
-        notes.append(f"{possible} {noun}, so that {each} has examples to train on, to validate and to test (--clients)")
+        notes.append(f"{possible} {noun}, so that {each} has at least {_FEWEST} examples (--clients)")
         count = possible
     at_random = PartitionConfig(clients=count)
     try:

@@ -68,8 +68,7 @@ def render_config(
     model: str,
     targets: str | None,
     method: str,
-    *,
-    is_small: bool,
+    shares: tuple[float, float],
 ) -> str:
     """Render the text of a starter config.
 
@@ -80,7 +79,7 @@ def render_config(
         model: Hub id or folder of the model.
         targets: Target layers as YAML; None: PEFT's default.
         method: Registry key of the method.
-        is_small: Whether the examples are so few that a larger share is needed for validation.
+        shares: Shares of each client's examples for validation and for its own test.
     """
     defaults = get_training_defaults(inferred.task, method)
     data = yaml.safe_dump(dict(section), sort_keys=False, allow_unicode=True).rstrip().replace("\n", "\n  ")
@@ -111,8 +110,9 @@ def render_config(
         "",
         "partition:",
         f"  {partitioner}",
-        f"  validation: {0.2 if is_small else 0.1} # share of each client's examples; selects the best round",
-        "  test: 0.1 # share of each client's examples; measures each client's own score",
+        f"  validation: {shares[0]:g} # share of each client's examples; selects the best round",
+        f"  test: {shares[1]:g} # share of each client's examples for its own score"
+        + ("" if shares[1] else "; 0: all are tested on the common test set"),
         "",
         f"method: # fedspan methods lists them\n  name: {_format_scalar(method)}",
         "  r: 8",

@@ -30,6 +30,17 @@ Numbers (least squares), with the mean g and the covariance F of f:
 
     w = ((1 - a) F + a tr(F) / D I)^-1 (E[y f] - E[y] g),   b = E[y] - w g
 
+Several labels of an example (``by-label``). Each label c is a class and its absence another: LDA for the two, from
+least squares, where 1 - R_c^2 is the share of the label's variance that these leave unexplained. With g, F and
+S = (1 - a) F + a tr(F) / D I as for numbers, v_c = p_c (1 - p_c), c_c = E[y_c f] - p_c g, u_c = S^-1 c_c and
+R_c^2 = u_c c_c / v_c,
+
+    e_c = h^2 (1 - 2 R_c^2 + u_c F u_c / v_c),   h = 1 / (1 - (1 - a) tr(S^-1 F) / n)
+    w_c = u_c (1 - e_c) / R_c^2 / (v_c e_c),   b_c = log(p_c / (1 - p_c)) - w_c (mu_c + mu_not_c) / 2
+
+where e_c is 1 - R_c^2 for examples that S was not fitted to (generalized cross-validation), here from 1 / 100 to 1, and
+(1 - e_c) / R_c^2 from 1 / 10 to 1. Words with a label each are examples like any others.
+
 Deviations: FedNCM normalizes the means and takes outputs as they are. Without the center m all weights have a large
 part in common, and without k fine-tuning starts from nearly equal probabilities.
 """
@@ -51,12 +62,13 @@ __all__ = [
     "compute_oas_shrinkage",
     "compute_statistics_shapes",
     "fit_cosine_discriminant",
+    "fit_labels",
     "fit_least_squares",
     "solve_head",
     "summarize_features",
 ]
 
-HeadKind = Literal["class-means", "lda", "least-squares"]
+HeadKind = Literal["class-means", "lda", "least-squares", "by-label"]
 
 SCALE = 20.0
 """Factor on the cosines that a head for classes starts with."""
@@ -64,6 +76,8 @@ SCALE = 20.0
 _LEAST_SIGNAL = 0.1
 """Share of the discriminants' squared length that counts as separation at least: a head of zeros would let no gradient
 through to the adapters."""
+_LEAST_ERROR = 0.01
+"""Share of a label's variance that counts as unexplained at least: it may be an exact function of the features."""
 _TINY = 1e-300
 
 
@@ -72,8 +86,10 @@ class HeadStatistics:
     """Averages over examples of the features that enter an output layer, float64.
 
     Args:
-        shares: Share of the examples of each class, (C,); for a regression 1, (1,).
-        sums: Mean of f over all examples, counting only those of class c in row c, (C, D).
+        shares: Share of the examples of each class, (C,); for a regression 1, (1,). By label, that of each label, and 1
+            for all examples, (C + 1,).
+        sums: Mean of f over all examples, counting only those of class c in row c, (C, D). By label, the last row
+            counts all, (C + 1, D).
         square: Mean of |f|^2.
         products: Mean of f f^T, (D, D); None if the kind of start does not use it.
         targets: For a regression the means of y f, (D,), y and y^2, together (D + 2,); else None.
@@ -101,9 +117,13 @@ class HeadStatistics:
         products = None if self.products is None else self.products * bound**2
         return HeadStatistics(self.shares, self.sums * bound, self.square * bound**2, products, self.targets)
 
-    def normalize(self) -> HeadStatistics:
-        """Return averages over the counted examples alone, if clients left out examples of small classes."""
-        total = self.shares.sum()
+    def count(self, kind: HeadKind) -> Tensor:
+        """Return the number of counted examples, or words, for each example of the clients."""
+        return self.shares[-1] if kind == "by-label" else self.shares.sum()
+
+    def normalize(self, kind: HeadKind) -> HeadStatistics:
+        """Return averages over the counted examples alone, if clients left out examples of small classes, or words."""
+        total = self.count(kind)
         return HeadStatistics(
             self.shares / total,
             self.sums / total,
@@ -144,7 +164,8 @@ def compute_statistics_shapes(kind: HeadKind, outputs: int, features: int) -> di
         outputs: Number of outputs C.
         features: Number of features D.
     """
-    shapes: dict[str, tuple[int, ...]] = {"shares": (outputs,), "sums": (outputs, features), "square": (1,)}
+    rows = outputs + 1 if kind == "by-label" else outputs
+    shapes: dict[str, tuple[int, ...]] = {"shares": (rows,), "sums": (rows, features), "square": (1,)}
     if kind != "class-means":
         shapes["products"] = (features * (features + 1) // 2,)
     if kind == "least-squares":
@@ -157,11 +178,14 @@ def summarize_features(features: Tensor, answers: Tensor, outputs: int, kind: He
 
     Args:
         features: Features, (examples, D).
-        answers: Labels, or numbers of a regression, (examples,).
+        answers: Labels, or numbers of a regression, (examples,); by label, 1 where an example has it, (examples, C).
         outputs: Number of outputs C.
         kind: Kind of start, which determines the statistics.
     """
     f, count = features.double(), len(features)
+    if kind == "by-label":
+        counted = torch.cat([answers.double(), torch.ones(count, 1, dtype=torch.float64)], 1)
+        return HeadStatistics(counted.mean(0), counted.T @ f / count, f.square().sum() / count, f.T @ f / count)
     rows = torch.zeros_like(answers, dtype=torch.int64) if kind == "least-squares" else answers.to(torch.int64)
     shares = torch.bincount(rows, minlength=outputs).double() / count
     sums = torch.zeros(outputs, f.shape[1], dtype=torch.float64).index_add_(0, rows, f) / count
@@ -185,11 +209,13 @@ def solve_head(kind: HeadKind, statistics: HeadStatistics, examples: float, *, b
     """
     if kind == "least-squares":
         head = fit_least_squares(statistics, examples)
+    elif kind == "by-label":
+        head = fit_labels(statistics, examples)
     else:
         head = fit_cosine_discriminant(statistics, examples, 1.0 if kind == "class-means" else None)
     if bias:
         return head
-    g = _compute_mean(statistics)
+    g = statistics.sums[-1] if kind == "by-label" else _compute_mean(statistics)
     projection = torch.outer(head.bias.double(), g) / g.square().sum().clamp(min=_TINY)
     return OutputWeights((head.weight.double() + projection).float(), torch.zeros_like(head.bias))
 
@@ -267,6 +293,33 @@ def fit_least_squares(statistics: HeadStatistics, examples: float, shrinkage: fl
     )
     weight = torch.linalg.solve(S, statistics.targets[:-2] - y * g)[None]
     return _to_weights(weight, y - weight @ g)
+
+
+def fit_labels(statistics: HeadStatistics, examples: float) -> OutputWeights:
+    """Compute a head for labels that are decided one by one.
+
+    A label that all examples have or none has zero weights, and the bias of half an example.
+
+    Args:
+        statistics: Pooled statistics by label.
+        examples: Number of examples in them.
+    """
+    assert statistics.products is not None
+    g, half = statistics.sums[-1], 0.5 / max(1.0, examples)
+    covariance = statistics.products - torch.outer(g, g)
+    a = compute_oas_shrinkage(covariance, examples - 1)
+    S = _shrink_covariance(covariance, a)
+    p = statistics.shares[:-1].clamp(half, 1 - half)
+    v, cross = p * (1 - p), statistics.sums[:-1] - statistics.shares[:-1, None] * g
+    u = torch.linalg.solve(S, cross.T).T
+    fitted = (1 - a) * torch.linalg.solve(S, covariance).trace()
+    beyond = 1 / (1 - (fitted / max(1.0, examples - 1)).clamp(max=0.99))
+    explained = (u * cross).sum(1) / v
+    error = beyond.square() * (1 - 2 * explained + ((u @ covariance) * u).sum(1) / v)
+    signal = ((1 - error) / explained.clamp(min=_TINY)).clamp(_LEAST_SIGNAL, 1.0)
+    weight = u * (signal / (v * error.clamp(_LEAST_ERROR, 1.0)))[:, None]
+    means = statistics.sums[:-1] / p[:, None], (g - statistics.sums[:-1]) / (1 - p)[:, None]
+    return _to_weights(weight, (p / (1 - p)).log() - (weight * (means[0] + means[1])).sum(1) / 2)
 
 
 def compute_oas_shrinkage(covariance: Tensor, examples: float) -> float:

@@ -209,6 +209,7 @@ class Job:
         penalties: Terms added to the loss.
         gradient_offset: Offset added to trained tensors' gradients after clipping (SCAFFOLD's c - c_i).
         optimizer: Changes to the run's optimizer (by field of ``OptimizerSpec``).
+        clips: Whether gradients are clipped as the run says.
         optimizer_state: Initial moments (FedGaLore's second moment).
         generation: Generation of the client's moments; an engine drops stored moments of another generation.
         refresh: Renewal of projectors during the job.
@@ -231,6 +232,7 @@ class Job:
     penalties: tuple[Penalty, ...] = ()
     gradient_offset: Tensors = field(default_factory=dict)
     optimizer: Mapping[str, object] = field(default_factory=dict)
+    clips: bool = True
     optimizer_state: OptimizerState | None = None
     generation: int = 0
     refresh: Refresh | None = None

@@ -18,6 +18,7 @@ from fedspan.data.images import IMAGES, resolve_paths
 from fedspan.data.label_lists import find_separator
 from fedspan.data.names import (
     describe_missing_column,
+    describe_partial_column,
     get_arrow_column,
     is_list,
     mark_source_column,
@@ -191,6 +192,8 @@ class ColumnReader:
                 problem += f" In this file, {describe_missing_header(dataset.column_names)}."
             elif self.source.header:
                 problem += f" {self.header_advice}"
+            partial = describe_partial_column(column)
+            problem += "".join(f" In this file, {note}." for note in self.source.notes if note.startswith(partial))
             raise FedspanError(option_field, value or column, problem=problem)
         return option_field
 

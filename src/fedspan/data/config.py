@@ -19,6 +19,7 @@ from pydantic_core import PydanticCustomError
 
 from fedspan.data.catalogue import get_dataset_entry
 from fedspan.data.dialects import Quoting
+from fedspan.data.numbers import drop_decimal_zero
 from fedspan.errors import FedspanError
 
 __all__ = ["CONTRADICTION", "DataConfig", "PartitionConfig"]
@@ -250,7 +251,8 @@ class DataConfig(BaseModel):
     def _name_labels(cls, value: object) -> object:
         # YAML reads [0, 1] and [true, false] as numbers and bools; a file's labels become text, so these do too.
         if isinstance(value, list | tuple):
-            return [str(label) if isinstance(label, int) else label for label in value]
+            texts = [str(label) if isinstance(label, int | float) else label for label in value]
+            return [drop_decimal_zero(text) if isinstance(text, str) else text for text in texts]
         return value
 
     @field_validator("labels", "columns", "label_columns")

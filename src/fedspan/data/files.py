@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FROM_TRAINERS",
     "IN_MEMORY",
+    "NOWHERE",
     "flatten_columns",
     "has_own_splits",
     "make_plain_dataset",
@@ -46,6 +47,8 @@ IN_MEMORY = "python:data"
 """Value of ``data.train`` and ``data.test`` if the data were passed from Python."""
 FROM_TRAINERS = "python:trainers"
 """Value of ``data.train`` if the clients train with trainers passed from Python, on the trainers' own data."""
+NOWHERE = "nodes"
+"""Value of ``data.train`` in a server's config: the examples are on the nodes."""
 
 _DELIMITED = ("csv", "tsv", "txt")
 _PACKABLE = (".csv", ".tsv", ".txt", ".jsonl", ".json", ".conll")
@@ -167,7 +170,8 @@ def _is_hub_id(location: str) -> bool:
 def _read_file(path: Path, user_path: str, config: DataConfig, field: str, option: str, limit: int | None) -> Source:
     suffix = _get_suffix(path)
     if not os.path.isfile(path):
-        raise FedspanError(option, user_path, problem=f"there is no file {user_path!r}. {_describe_folder(path)}")
+        problem = f"{user_path!r} is a folder" if os.path.isdir(path) else f"there is no file {user_path!r}"
+        raise FedspanError(option, user_path, problem=f"{problem}. {_describe_folder(path, user_path)}")
     if not suffix:
         suffixes = ", ".join((*SUFFIXES, *archives.SUFFIXES))
         problem = f"{user_path!r} has no supported format. Files end in {suffixes}; images can be idx files or folders."
@@ -353,7 +357,7 @@ def _get_first_line(error: Exception) -> str:
     return str(error).splitlines()[0][:300] if str(error) else type(error).__name__
 
 
-def _describe_folder(path: Path) -> str:
+def _describe_folder(path: Path, user_path: str) -> str:
     folder = path if os.path.isdir(path) else path.parent
     if not os.path.isdir(folder):
         return f"The folder {folder} does not exist."
@@ -361,6 +365,9 @@ def _describe_folder(path: Path) -> str:
         files = [file.name for file in folder.iterdir() if file.is_file() and _get_suffix(file)]
     except OSError as error:
         return f"The folder {folder} cannot be read ({error.strerror})."
+    if files and folder == path:
+        pattern = os.path.join(user_path, "{client}" + _get_suffix(PurePath(files[0])))
+        return f"Name one of its tables, or all, by client, as {pattern!r}."
     if not files:
         kinds = "csv, tsv, txt, json, jsonl, parquet or Excel file, no images and no folders of text files"
         return f"The folder {folder} holds no {kinds}."

@@ -48,6 +48,8 @@ IMAGES = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 _IDX = re.compile(r"(.*)images([.-]idx3-ubyte(\.gz)?)")
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 """Suffixes of image files."""
+_IDX_BYTES = 1 << 31
+"""Maximum number of pixels or labels that an idx file may declare: 2 GiB, four times EMNIST."""
 MAX_PIXELS = 50_000_000
 """Maximum number of pixels of an image: half a megabyte of PNG may decode to a gigabyte."""
 _SIDE = 32  # rows and columns of CIFAR's images
@@ -205,14 +207,20 @@ def _read_idx(path: Path) -> dict[str, pa.Array]:
 
 def _read_idx_array(path: Path, dimensions: int) -> np.ndarray:
     """Read unsigned bytes in MNIST's format: two zeros, the type, the number of dimensions, their sizes."""
-    content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     start = 4 + 4 * dimensions
-    if len(content) < start or content[:4] != bytes([0, 0, 8, dimensions]):
-        raise ValueError(f"{path.name} is not an idx file of unsigned bytes in {dimensions} dimensions")
-    sizes = np.frombuffer(content, ">u4", dimensions, 4).tolist()
-    if len(content) - start != math.prod(sizes):
-        raise ValueError(f"{path.name} declares {math.prod(sizes)} bytes and holds {len(content) - start}")
-    return np.frombuffer(content, np.uint8, offset=start).reshape(sizes)
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        header = file.read(start)
+        if len(header) < start or header[:4] != bytes([0, 0, 8, dimensions]):
+            raise ValueError(f"{path.name} is not an idx file of unsigned bytes in {dimensions} dimensions")
+        sizes = np.frombuffer(header, ">u4", dimensions, 4).tolist()
+        declared = math.prod(sizes)
+        if declared > _IDX_BYTES:
+            raise ValueError(f"{path.name} declares {declared} bytes, more than {_IDX_BYTES >> 30} GiB")
+        content = file.read(declared + 1)  # not all: a small compressed file may hold any number of bytes
+    if len(content) != declared:
+        held = "more" if len(content) > declared else len(content)
+        raise ValueError(f"{path.name} declares {declared} bytes and holds {held}")
+    return np.frombuffer(content, np.uint8).reshape(sizes)
 
 
 def _read_cifar(paths: list[Path]) -> dict[str, pa.Array]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -63,6 +64,8 @@ class LoadedData:
     ignored: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
 
 
+_SHOWN = 6
+"""Number of labels that a note lists."""
 _IGNORED = mark_source_column("ignored")
 """Column of the examples while they are loaded: whether the label is unknown."""
 
@@ -112,7 +115,7 @@ def load(
     if separator is not None:  # a test file may hold other separators, within its labels
         config = config.model_copy(update={"label_separator": separator})
     parts = [train]
-    notes: list[str] = []
+    notes = _describe_labels(train.checked, labels, task)
     if config.test is not None or (config.test_split is not None and has_own_splits(config.train or "")):
         parts.append(_read_part(config, task, field, "test", limit, sources.get("test"), like=train.checked.source))
         if ignores_labels:
@@ -240,6 +243,24 @@ def _collect_labels(train: ValidatedColumns, task: TaskColumns, config: DataConf
         expected = f"at most {len(available)}, the number of labels in {train.source.name}"
         raise FedspanError(f"{field}.first_labels", config.first_labels, expected)
     return tuple(available[: config.first_labels])
+
+
+def _describe_labels(train: ValidatedColumns, labels: Sequence[str], task: TaskColumns) -> list[str]:
+    """Return sentences on labels that may be one, and on those with one training example."""
+    similar: dict[str, list[str]] = {}
+    for label in labels:
+        similar.setdefault(" ".join(label.casefold().split()), []).append(label)
+    notes = [
+        f"labels: {' and '.join(map(repr, same))} differ only in case or spaces, and are different labels"
+        for same in similar.values()
+        if len(same) > 1
+    ]
+    counts = Counter(train.names or (chain.from_iterable(train.label_lists or ()) if task.is_multi_label else ()))
+    rare = [label for label in labels if counts[label] == 1]
+    if rare and train.source.is_complete:
+        shown = ", ".join(rare[:_SHOWN]) + (", ..." if rare[_SHOWN:] else "")
+        notes.append(f"labels: {len(rare)} of {len(labels)} have only one example: {shown}")
+    return notes
 
 
 def _require_complete_labels(labels: Sequence[str], complete: Callable[[Sequence[str]], list[str]], field: str) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fedspan.data.names import describe_partial_column
 from fedspan.data.path_patterns import match_paths
 from fedspan.data.source import Source
 from fedspan.errors import FedspanError
@@ -36,7 +37,7 @@ def read_multiple(user_path: str, option: str, read: Callable[[Path], Source]) -
         kinds = sorted({"".join(path.suffixes) for path in matches})
         raise FedspanError(option, user_path, problem=f"the files have several formats: {', '.join(kinds)}")
     try:
-        dataset = _concatenate({path: source.dataset for path, source in sources.items()}, matches)
+        dataset, notes = _concatenate({path: source.dataset for path, source in sources.items()}, matches)
     except ValueError as error:
         problem = f"the files do not match: {str(error).splitlines()[0][:300]}"
         raise FedspanError(option, user_path, problem=problem) from error
@@ -47,7 +48,7 @@ def read_multiple(user_path: str, option: str, read: Callable[[Path], Source]) -
         max(source.header for source in sources.values()),
         positions=_align_positions(list(sources.values())),
         files=files,
-        notes=tuple(dict.fromkeys(note for source in sources.values() for note in source.notes)),
+        notes=(*dict.fromkeys(note for source in sources.values() for note in source.notes), *notes),
         skipped=sum(source.skipped for source in sources.values()),
         is_complete=all(source.is_complete for source in sources.values()),
     )
@@ -66,18 +67,27 @@ def _align_positions(sources: Sequence[Source]) -> list[int] | None:
     return positions
 
 
-def _concatenate(tables: Mapping[Path, datasets.Dataset], places: Mapping[Path, Mapping[str, str]]) -> datasets.Dataset:
-    """Concatenate the tables; raise ValueError if columns differ (name, kind, classes) or a place is named like one."""
+def _concatenate(
+    tables: Mapping[Path, datasets.Dataset], places: Mapping[Path, Mapping[str, str]]
+) -> tuple[datasets.Dataset, list[str]]:
+    """Concatenate the columns that all tables have, and describe the others.
+
+    Raises:
+        ValueError: If columns differ in kind or classes, or a place is named like one.
+    """
     import datasets
 
-    first = next(iter(tables))
+    lacking: dict[str, Path] = {}
+    for path, table in tables.items():
+        for name in {name for other in tables.values() for name in other.column_names} - set(table.column_names):
+            lacking.setdefault(name, path)
     datasets_by_file: list[datasets.Dataset] = []
     for path, table in tables.items():
-        if difference := set(table.column_names) ^ set(tables[first].column_names):
-            raise ValueError(f"{sorted(difference)[0]!r} is not in both {first} and {path}")
+        table = table.remove_columns([name for name in table.column_names if name in lacking])
         for column, text in places[path].items():
             if column in table.column_names:
                 raise ValueError(f"{path} has a column {column!r} already")
             table = table.add_column(column, [text] * len(table))
         datasets_by_file.append(table)
-    return datasets.concatenate_datasets(datasets_by_file)
+    notes = [describe_partial_column(name, str(lacking[name])) for name in sorted(lacking)]
+    return datasets.concatenate_datasets(datasets_by_file), notes

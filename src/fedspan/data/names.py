@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from fedspan.data.numbers import drop_decimal_zero
 from fedspan.errors import FedspanError, find_similar
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "describe_missing_column",
+    "describe_partial_column",
     "find_source_column",
     "get_arrow_column",
     "get_arrow_table",
@@ -108,6 +110,11 @@ def describe_missing_column(name: str, columns: Iterable[str], file: str = "") -
     return f"no column named {name!r}{f' in {file}' if file else ''}. The columns are {available}.{suggestion}"
 
 
+def describe_partial_column(name: str, file: str = "") -> str:
+    """Return the clause on a column that one of several files does not have; without the file, its beginning."""
+    return f"the column {name!r} is left out, because it is not in {file}"
+
+
 def _list_nearest(name: str, columns: Sequence[str], count: int = 12) -> str:
     """List the available columns in the order of the file; of many, those that are most similar to the missing one."""
     ranked = sorted(columns, key=lambda column: -SequenceMatcher(None, name.lower(), column.lower()).ratio())
@@ -172,11 +179,7 @@ def sort_names(names: Iterable[str]) -> list[str]:
 
 
 def _format_name(value: object) -> str | None:
-    if value is None:
+    """Return a value as text; None if it is null, NaN or blank."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
         return None
-    if isinstance(value, float):
-        if math.isnan(value):
-            return None
-        if value.is_integer():  # a column of whole numbers with gaps arrives as 1.0, 2.0
-            return str(int(value))
-    return str(value).strip() or None
+    return drop_decimal_zero(str(value).strip()) or None

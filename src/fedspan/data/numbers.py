@@ -6,11 +6,12 @@ import math
 import re
 from collections.abc import Sequence
 
-__all__ = ["is_ambiguous", "parse_numbers"]
+__all__ = ["drop_decimal_zero", "is_ambiguous", "parse_numbers"]
 
 _SPACES = "[ \u00a0\u202f\u2009']"
 _DECIMAL_COMMA = re.compile(rf"[+-]?(\d+|\d{{1,3}}(\.\d{{3}})+|\d{{1,3}}({_SPACES}\d{{3}})+)(,\d+)?")
 _COMMA_BETWEEN_THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2}(,\d{3})+(\.\d+)?")
+_WITH_DECIMAL_ZERO = re.compile(r"[+-]?\d+\.0")
 _SEPARATORS = re.compile(rf"\.|{_SPACES}")
 
 
@@ -27,6 +28,11 @@ def parse_numbers(texts: Sequence[str | None]) -> list[float | None]:
     has_decimal_commas = any(_DECIMAL_COMMA.fullmatch(text) and not is_ambiguous(text) for text in with_commas)
     has_thousands = any(_COMMA_BETWEEN_THOUSANDS.fullmatch(text) and not is_ambiguous(text) for text in with_commas)
     return [_parse(text, has_decimal_commas and not has_thousands) for text in texts]
+
+
+def drop_decimal_zero(text: str) -> str:
+    """Return a whole number without ``.0``, which a column gets from one blank cell, and any other text as it is."""
+    return text.removesuffix(".0") if _WITH_DECIMAL_ZERO.fullmatch(text) else text
 
 
 def is_ambiguous(text: str) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fedspan.errors import FedspanError
 
-__all__ = ["has_placeholders", "list_placeholders", "match_paths"]
+__all__ = ["has_files", "has_placeholders", "list_placeholders", "match_paths"]
 
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
@@ -21,6 +21,11 @@ def list_placeholders(user_path: str) -> list[str]:
 def has_placeholders(user_path: str) -> bool:
     """Check whether a path has braces that stand for names, and is not itself an existing path."""
     return bool(list_placeholders(user_path)) and not os.path.exists(os.path.expanduser(user_path))
+
+
+def has_files(user_path: str) -> bool:
+    """Check whether a path has braces, and the folder before them exists."""
+    return has_placeholders(user_path) and os.path.isdir(os.path.dirname(user_path.partition("{")[0]))
 
 
 def match_paths(user_path: str, option: str) -> dict[Path, dict[str, str]]:

@@ -20,9 +20,10 @@ import yaml
 
 from fedspan.config import parse_config
 from fedspan.config.node import NodeConfig
+from fedspan.data.files import NOWHERE
 from fedspan.deployment.base_offers import compute_offer_digest
 from fedspan.deployment.columns import describe_columns
-from fedspan.deployment.handshake import NOWHERE, Invitation
+from fedspan.deployment.handshake import Invitation
 from fedspan.errors import FedspanError, escape_controls
 from fedspan.files import convert_disk_errors, from_json, read_bytes, to_json, write_atomic
 from fedspan.logs import AuditLog

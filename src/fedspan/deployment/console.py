@@ -25,8 +25,11 @@ class ConsoleFormatter(logging.Formatter):
         return "\n".join(f"  {escape_controls(line)}" for line in super().formatException(ei).split("\n"))
 
 
-def log_to_console() -> None:
-    """Send this process's log to its terminal, unless it has a destination already."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(ConsoleFormatter())
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
+def log_to_console(name: str | None = None) -> None:
+    """Send this process's log, or that of one package, to its terminal, unless it has a destination already."""
+    logger = logging.getLogger(name)
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(ConsoleFormatter())
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 from fedspan import __version__
 from fedspan.config import RunConfig, override, read_values
 from fedspan.config.node import NodeConfig, load_node, require_data
+from fedspan.data.files import NOWHERE
 from fedspan.data.path_patterns import has_placeholders, match_paths
 from fedspan.deployment.base_files import BaseDownloads, describe_base
 from fedspan.deployment.base_offers import BaseFile, find_local_base, list_base_files, offer_base
-from fedspan.deployment.handshake import NOWHERE, Invitation, build_server_config
+from fedspan.deployment.handshake import Invitation, build_server_config
 from fedspan.deployment.health import Heartbeat, read_work
 from fedspan.deployment.node_folder import WORKER
 from fedspan.deployment.submission import Submission

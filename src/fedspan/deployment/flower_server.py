@@ -33,6 +33,29 @@ __all__ = ["app", "write_app"]
 _WAIT = 600.0
 """Seconds to wait for all nodes, unless the run's config of Flower has another number."""
 
+_APP = """\
+[project]
+name = "fedspan-app"
+description = "A run of fedspan"
+version = "{version}"
+license = "Apache-2.0"
+dependencies = []  # Flower would install them for each run; fedspan is installed beside Flower
+
+[tool.flwr.app]
+publisher = "fedspan"
+
+[tool.flwr.app.components]
+serverapp = "{serverapp}:app"
+clientapp = "{clientapp}:app"
+
+[tool.flwr.app.config]
+config = {config}
+folder = {folder}
+resume = ""
+simulated = {simulated}
+wait = {wait}
+"""
+
 log = logging.getLogger("fedspan.flower")
 
 RunRounds = Callable[[Prepared], RunReport]
@@ -71,18 +94,11 @@ def write_app(folder: Path, config: str | Path, out: Path, overrides: Sequence[s
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
             raise FedspanError("FOLDER", str(folder), "an empty folder, or one that does not exist")
-    settings: dict[str, object] = {"config": json.dumps(values), "folder": str(out.absolute()), "resume": ""}
-    settings |= {"wait": _WAIT, "simulated": simulated}
-    lines = [
-        *("[project]", 'name = "fedspan-app"', f'version = "{__version__}"', 'license = "Apache-2.0"'),
-        "dependencies = []  # Flower would install them for each run; fedspan is installed beside Flower",
-        *("", "[tool.flwr.app]", 'publisher = "fedspan"', "", "[tool.flwr.app.components]"),
-        f'serverapp = "{__name__}:app"',
-        f'clientapp = "{get_run_path.__module__}:app"',
-        *("", "[tool.flwr.app.config]", *(f"{name} = {json.dumps(value)}" for name, value in settings.items()), ""),
-    ]
+    components = {"serverapp": __name__, "clientapp": get_run_path.__module__, "version": __version__}
+    settings = {"config": json.dumps(values), "folder": str(out.absolute()), "simulated": simulated, "wait": _WAIT}
+    text = _APP.format(**components, **{name: json.dumps(value) for name, value in settings.items()})
     with convert_disk_errors(folder, "choose another folder", "FOLDER"):
-        write_atomic(folder / "pyproject.toml", "\n".join(lines).encode())
+        write_atomic(folder / "pyproject.toml", text.encode())
 
 
 def _is_simulated(values: Mapping[str, Any]) -> bool:
@@ -116,7 +132,7 @@ def _run(grid: Grid, context: Context) -> None:
     Raises:
         FedspanError: If an error occurs that the user can correct.
     """
-    log_to_console()
+    log_to_console("fedspan")  # Flower shows its own
     values, listener, resume = context.run_config, _LogListener(), bool(context.run_config["resume"])
     folder, simulated = get_run_path(context), bool(values["simulated"])
     if not folder.is_absolute():

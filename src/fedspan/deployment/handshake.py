@@ -16,6 +16,7 @@ from pydantic import AfterValidator, Field
 
 from fedspan.config import RunConfig, parse_config
 from fedspan.config.tags import MOST_TAGS, Tag
+from fedspan.data.files import NOWHERE
 from fedspan.deployment.base_offers import MOST_FILES, BaseFile, compute_offer_digest
 from fedspan.errors import FedspanError, escape_controls
 from fedspan.federation.protocol import REPLY_HEADER, Count, Envelope, HeaderPart, PrintableName, Reason
@@ -23,7 +24,6 @@ from fedspan.files import from_json
 from fedspan.runs.model_setup import RunModel
 
 __all__ = [
-    "NOWHERE",
     "Introduction",
     "Invitation",
     "build_node_values",
@@ -31,9 +31,6 @@ __all__ = [
     "compute_base_digest",
     "compute_extras_digest",
 ]
-
-NOWHERE = "nodes"
-"""Value of ``data.train`` on a server: the nodes have the examples."""
 
 _SHARED = ("labels", "label_separator", "chat", "system", "packing", "prompt")
 """Fields of ``data`` that belong to the problem. All others select examples or say where they are: a node's own."""

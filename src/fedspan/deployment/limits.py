@@ -244,6 +244,9 @@ def refuse_statistics(limits: NodeLimits, config: RunConfig) -> FedspanError | N
     """Return why this node sends a run no statistics for its head; None: it may."""
     if limits.head_statistics == "off":
         return FedspanError("limits.head_statistics", "off", problem="no statistics of examples leave this node")
+    if config.task_definition.target_type == "labels":  # no limit on their classes is enforced
+        problem = "statistics of words and of several labels are for simulations"
+        return FedspanError("model.head_init", config.model.head_init, "random", problem=problem)
     if (length := config.model.max_length) < (least := limits.statistics_max_length):
         problem = f"the run's model.max_length is {length}, and this node sends statistics only from {least} on"
         return FedspanError("limits.statistics_max_length", least, problem=problem)

@@ -170,6 +170,8 @@ class NodeService:
                 if not last.is_recorded:
                     self._usage.record_order(request, run.host.compute_charges(request), run.terms.digest)
                     last.mark_recorded()
+            elif request.task in ("keys", "shares"):
+                self._usage.record_exchange(request.run)
             with self._stages.stage(_STAGES.get(request.task, "training"), _count_units(request, run.host)):
                 reply = run.host.reply(request)
             self._require_small("reply", reply.body)
@@ -304,9 +306,10 @@ class NodeService:
         if is_received(self.node, config.model.name):
             require_weights_of_config(Path(config.model.name))
         prepared = self._build_run(config, None, self._load_key(folder, config), self._stages)
-        if prepared.task_settings.label_separator is not None and config.data.label_separator is None:
+        separator = prepared.task_settings.columns.get("label_separator")
+        if separator is not None and config.data.label_separator is None:
             problem = "several labels in a text need a named separator in a deployment, because files differ"
-            expected = f"the separator of the labels, such as {prepared.task_settings.label_separator!r}"
+            expected = f"the separator of the labels, such as {separator!r}"
             raise FedspanError("data.label_separator", None, expected, problem=problem)
         (data,) = prepared.federation.clients.values()
         sizes: dict[ScoredPart, int] = {}

@@ -50,6 +50,8 @@ _HISTORY = (AUDIT, "jobs", "*/invitation.json")
 """What shows in a node's folder that it has answered a server before."""
 _CURE = "free some space on the node"
 _RENEW = "Restore it from a backup; `fedspan budget NODE --new` starts a new budget deliberately"
+_ROUND_EXCHANGES = 14
+"""Keys and shares orders for each of ``run_rounds``: two for each of three attempts at two exchanges, and 2."""
 _Release = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(ge=0)], Count]
 
 
@@ -65,11 +67,13 @@ class RunUse(_Part):
             then; empty: none yet.
         rounds: Rounds that were trained, and second exchanges of a round beyond its first one.
         evaluations: Evaluations and exports.
+        exchanges: Orders for keys or shares of secure aggregation.
     """
 
     orders: str = ""
     rounds: Count = 0
     evaluations: Count = 0
+    exchanges: Count = 0
 
 
 class Account(_Part):
@@ -347,6 +351,30 @@ class UsageBook:
             update["releases"] = _add_releases(account, charges, self.limits)
         if update:
             self._store({**accounts, self._key: account.model_copy(update=update)}, digest)
+
+    def record_exchange(self, run: str) -> None:
+        """Record an order for keys or shares of secure aggregation before it is carried out.
+
+        Each costs the node computation and disk space without a round that would be counted.
+
+        Args:
+            run: Name of the run.
+
+        Raises:
+            FedspanError: If the run has had too many, or the disk cannot be written.
+        """
+        accounts, digest = self._load()
+        account, run = accounts.get(self._key, self._new), _compute_digest(run)
+        use = account.runs.get(run, RunUse())
+        maximum = _ROUND_EXCHANGES * self.limits.run_rounds
+        if use.exchanges >= maximum:
+            problem = (
+                f"this run has sent {maximum} orders for keys and shares of secure aggregation, the maximum for this "
+                "number of rounds"
+            )
+            raise FedspanError("limits.run_rounds", self.limits.run_rounds, problem=problem)
+        runs = {**account.runs, run: use.model_copy(update={"exchanges": use.exchanges + 1})}
+        self._store({**accounts, self._key: account.model_copy(update={"runs": runs})}, digest)
 
     def compute_content(self) -> str | None:
         """Return the digest of the training data; None: a trainer's own."""

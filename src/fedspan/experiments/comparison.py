@@ -7,16 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedspan.config import RunConfig, override, parse_config
 from fedspan.config.options import validate_method_options
 from fedspan.errors import FedspanError, suggest_nearest
+from fedspan.experiments.intervals import Difference, estimate_difference
 from fedspan.experiments.series import (
     Step,
     compute_deviation,
     compute_mean,
-    compute_standard_error,
     get_finite,
     require_comparable,
     set_seed,
@@ -30,6 +31,7 @@ from fedspan.experiments.tables import (
     format_seconds,
 )
 from fedspan.methods.registry import get_method_class
+from fedspan.runs.predictions import Items, read_items
 from fedspan.tasks.metrics import METRICS, compute_score
 from fedspan.wrappers.registry import WRAPPERS
 
@@ -70,13 +72,12 @@ class CompareRow:
     """The results of one method or baseline over the seeds.
 
     Args:
-        name: Key of a method, or ``local`` or ``centralized``.
+        name: Key of a method, ``start`` (of the first method's runs), or ``local`` or ``centralized``.
         scores: One score for each seed.
         mean: Mean of the scores; None if one is missing.
         deviation: Standard deviation (n - 1) of the scores; None for one seed.
-        difference: Mean over the seeds of the score minus the reference's score for the same seed; None for the
-            reference.
-        error: Standard error of the difference; None for one seed.
+        difference: Mean over the seeds of the score minus the reference's score for the same seed, with its interval;
+            None for the reference.
         worst: The worst client's metric on its own test part, mean over the seeds.
         bytes_down: Serialized bytes that one run downloads, mean over the seeds; None for a baseline.
         bytes_up: Serialized bytes that one run uploads, mean over the seeds; None for a baseline.
@@ -87,8 +88,7 @@ class CompareRow:
     scores: tuple[float | None, ...]
     mean: float | None
     deviation: float | None
-    difference: float | None
-    error: float | None
+    difference: Difference | None
     worst: float | None
     bytes_down: float | None
     bytes_up: float | None
@@ -106,8 +106,9 @@ class CompareReport:
         higher: Whether higher values of the metric are better.
         against: The reference row.
         seeds: The seeds in the order of the scores.
-        rows: The methods, then the baselines.
+        rows: The methods, then the start and the baselines.
         folder: Folder of the runs and the tables.
+        best: Name of the best row, if it is measurably better than every other one.
     """
 
     metric: str
@@ -117,6 +118,7 @@ class CompareReport:
     seeds: tuple[int, ...]
     rows: tuple[CompareRow, ...]
     folder: str
+    best: str | None = None
 
     def build_table(self) -> Table:
         """Return the table in its readable form."""
@@ -125,7 +127,7 @@ class CompareReport:
             (
                 row.name,
                 format_mean(metric, row.mean, row.deviation),
-                "" if row.name == self.against else format_mean(metric, row.difference, row.error, sign=True),
+                "" if row.difference is None else row.difference.format(metric),
                 format_mean(metric, row.worst, None),
                 format_megabytes(row.bytes_down),
                 format_megabytes(row.bytes_up),
@@ -133,12 +135,12 @@ class CompareReport:
             )
             for row in self.rows
         )
-        measured = {index: row.mean for index, row in enumerate(self.rows) if row.mean is not None}
-        best = max(measured, key=lambda index: compute_score(metric, {metric: measured[index]}), default=None)
+        best = next((index for index, row in enumerate(self.rows) if row.name == self.best), None)
         better = "higher is better" if self.higher else "lower is better"
         numbers = ", ".join(map(str, self.seeds))
         subject = f"Mean ± standard deviation over the seeds {numbers}" if several else f"One seed ({numbers})"
-        error = ", with their standard error" if several else "; without a deviation or a standard error"
+        intervals = "Differences are taken seed by seed, with 95 % intervals"
+        intervals += " of seeds and test items" if self.measured == "test" else ""
         return Table(
             head=(
                 "method",
@@ -152,7 +154,8 @@ class CompareReport:
             rows=rows,
             best=best,
             notes=(
-                f"{subject}; {better}. Differences are taken seed by seed{error}.",
+                f"{subject}; {better}. {intervals}.",
+                "An interval that includes 0 is no measurable difference. The best row is bold if it differs from all.",
                 "Worst client: on its own test part. Bytes and seconds are those of one run.",
             ),
         )
@@ -175,8 +178,9 @@ class CompareReport:
                 "mean": row.mean,
                 "deviation": row.deviation,
                 "against": self.against,
-                "difference": row.difference,
-                "standard_error": row.error,
+                "difference": None if row.difference is None else row.difference.mean,
+                "low": None if row.difference is None else row.difference.low,
+                "high": None if row.difference is None else row.difference.high,
                 "worst_client": row.worst,
                 "bytes_down": row.bytes_down,
                 "bytes_up": row.bytes_up,
@@ -300,19 +304,27 @@ def build_report(comparison: Comparison, reports: Mapping[str, RunReport], folde
     scores: dict[str, list[Mapping[str, Any]]] = {
         key: [report.scores for report in row_reports] for key, row_reports in runs.items()
     }
+    if all(measured in report.start for report in first):
+        scores["start"] = [report.start for report in first]
     for name in first[0].baselines:
         scores[name] = [run.baselines[name]["scores"] for run in first]
+    items = {name: _read_items(comparison, name, folder) for name in scores}
     values = {
         name: [get_finite(own_scores.get(measured), metric) for own_scores in row_scores]
         for name, row_scores in scores.items()
     }
-    reference = values[comparison.against]
+
+    def compare(name: str, other: str) -> Difference | None:
+        present = [(a, b) for a, b in zip(values[name], values[other], strict=True) if a is not None and b is not None]
+        if name == other or len(present) < len(values[name]):
+            return None
+        pairs = [None if a is None or b is None else (a, b) for a, b in zip(items[name], items[other], strict=True)]
+        pairs = pairs if measured == "test" else []
+        return estimate_difference(metric, [a for a, _ in present], [b for _, b in present], pairs)
+
     rows: list[CompareRow] = []
     for name, row_scores in scores.items():
         row_values = values[name]
-        differences = [None if a is None or b is None else a - b for a, b in zip(row_values, reference, strict=True)]
-        if name == comparison.against:
-            differences = []
         row_reports = runs.get(name, [])
         rows.append(
             CompareRow(
@@ -320,8 +332,7 @@ def build_report(comparison: Comparison, reports: Mapping[str, RunReport], folde
                 scores=tuple(row_values),
                 mean=compute_mean(row_values),
                 deviation=compute_deviation(row_values),
-                difference=compute_mean(differences),
-                error=compute_standard_error(differences),
+                difference=compare(name, comparison.against),
                 worst=compute_mean(
                     [get_finite((own_scores.get("clients") or {}).get("worst"), metric) for own_scores in row_scores]
                 ),
@@ -331,4 +342,26 @@ def build_report(comparison: Comparison, reports: Mapping[str, RunReport], folde
             )
         )
     higher = METRICS[metric].greater_is_better
-    return CompareReport(metric, measured, higher, comparison.against, comparison.seeds, tuple(rows), folder)
+    means = {row.name: compute_score(metric, {metric: row.mean}) for row in rows if row.mean is not None}
+    best = max(means, key=lambda name: means[name], default=None)
+    differences = [compare(best, name) for name in scores if name != best] if best is not None else []
+    is_best = all(difference is not None and difference.is_measurable for difference in differences)
+    return CompareReport(
+        metric,
+        measured,
+        higher,
+        comparison.against,
+        comparison.seeds,
+        tuple(rows),
+        folder,
+        best if is_best else None,
+    )
+
+
+def _read_items(comparison: Comparison, name: str, folder: str) -> list[Items | None]:
+    """Read the predictions of a row, by seed."""
+    group = name if name in comparison.methods else comparison.methods[0]
+    folders = [Path(folder) / step.name for step in comparison.steps if step.group == group]
+    if name == "start":
+        return [read_items(path, "start") for path in folders]
+    return [read_items(path if name in comparison.methods else path / "baselines" / name) for path in folders]

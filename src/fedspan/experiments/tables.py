@@ -19,6 +19,7 @@ from fedspan.tasks.metrics import METRICS
 __all__ = [
     "Table",
     "format_heading",
+    "format_latex",
     "format_markdown",
     "format_mean",
     "format_megabytes",
@@ -28,6 +29,12 @@ __all__ = [
 ]
 
 _MACHINE = ("platform", "machine", "accelerator", "threads")
+_LATEX = {letter: rf"\{letter}" for letter in "&%$#_{}"} | {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "±": r"$\pm$",
+}
 _OTHER = (*_MACHINE, "seed", "command")
 
 
@@ -99,7 +106,7 @@ def write_tables(
     runs: Sequence[str],
     extra: Table | None = None,
 ) -> None:
-    """Write ``table.csv`` and ``table.md``, which states the command, machine and date of its numbers.
+    """Write ``table.csv``, ``table.tex`` and ``table.md``, which states the command, machine and date of its numbers.
 
     Args:
         folder: Folder of the series.
@@ -119,6 +126,7 @@ def write_tables(
     with convert_disk_errors(folder):
         write_atomic(folder / "table.md", ("\n".join(lines) + "\n").encode())
         write_atomic(folder / "table.csv", _format_csv(plain).encode())
+        write_atomic(folder / "table.tex", ("\n".join(format_latex(table)) + "\n").encode())
 
 
 def _format_csv(plain: Sequence[Mapping[str, object]]) -> str:
@@ -142,6 +150,19 @@ def format_markdown(table: Table) -> list[str]:
     ]
     rule = "|---|" + "---:|" * (len(table.head) - 1)
     return [line(table.head), rule, *rows, "", *[note + "  " for note in table.notes[:-1]], *table.notes[-1:]]
+
+
+def format_latex(table: Table) -> list[str]:
+    """Return the lines of a LaTeX table of the package booktabs."""
+
+    def line(cells: Sequence[str], pattern: str = "{}") -> str:
+        escaped = ("".join(_LATEX.get(letter, letter) for letter in cell) for cell in cells)
+        return " & ".join(pattern.replace("{}", cell) for cell in escaped) + r" \\"
+
+    rows = [line(row, r"\textbf{{}}" if index == table.best else "{}") for index, row in enumerate(table.rows)]
+    columns = "l" + "r" * (len(table.head) - 1)
+    top, end = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule"], [r"\bottomrule", r"\end{tabular}"]
+    return [*top, line(table.head), r"\midrule", *rows, *end]
 
 
 def _describe_provenance(folder: Path, command: Sequence[str], runs: Sequence[str]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -178,12 +178,26 @@ class Evaluator:
         pooled = task.compute_metrics(predictions, examples, indices.tolist())
         return ClientScores(pooled, by_client)
 
-    def evaluate_heldout(self, progress: Progress, examples: Examples, *, generate: bool = False) -> dict[str, Metrics]:
+    def evaluate_heldout(
+        self,
+        progress: Progress,
+        examples: Examples,
+        *,
+        generate: bool = False,
+        on_predictions: Callable[[Tensor], None] | None = None,
+    ) -> dict[str, Metrics]:
         """Evaluate the models on a held-out set that belongs to no client; keys are client ids, or ``global``."""
-        return self.evaluate_parts(progress, examples, [np.arange(len(examples))], generate=generate)[0]
+        parts = [np.arange(len(examples))]
+        return self.evaluate_parts(progress, examples, parts, generate=generate, on_predictions=on_predictions)[0]
 
     def evaluate_parts(
-        self, progress: Progress, examples: Examples, parts: Sequence[np.ndarray], *, generate: bool = False
+        self,
+        progress: Progress,
+        examples: Examples,
+        parts: Sequence[np.ndarray],
+        *,
+        generate: bool = False,
+        on_predictions: Callable[[Tensor], None] | None = None,
     ) -> list[dict[str, Metrics]]:
         """Evaluate the models on parts of a held-out set, which may overlap; each example is predicted once.
 
@@ -192,6 +206,7 @@ class Evaluator:
             examples: The held-out set.
             parts: Indices of each part's examples, int64.
             generate: Whether answers are generated.
+            on_predictions: Called with each model's predictions of all examples.
 
         Returns:
             For each part what ``evaluate_heldout`` returns.
@@ -216,6 +231,8 @@ class Evaluator:
             else:
                 predicted = self.predictor.predict_shared_examples(request(), examples, indices, self.batch_size)
             for number, predictions in enumerate(predicted):
+                if on_predictions is not None:
+                    on_predictions(predictions)
                 for part, rows in enumerate(parts):
                     scores[part][keys[number]] = task.compute_metrics(predictions[rows], examples, rows.tolist())
         return scores

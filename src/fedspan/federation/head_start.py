@@ -73,12 +73,14 @@ class HeadStart:
         layer: The model's output layer.
         bound: Norm to which features are clipped before they are divided by it; 0: they are sent as they are.
         new_aggregation: Creates the aggregation of the exchange.
+        most_words: Maximum number of words of an example, if words have a label each; else 1.
     """
 
     kind: HeadKind
     layer: OutputLayer
     bound: float = 0.0
     new_aggregation: AggregationFactory = PlaintextAggregation
+    most_words: int = 1
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -190,7 +192,7 @@ def start_head(federation: Federation, progress: Progress, head: HeadStart) -> P
         run=federation.run,
         task="statistics",
         check=lambda message, client: check_statistics(message, client, head),
-        measure=_measure_features,
+        measure=lambda message: _measure_features(message, head.kind),
     )
     counts = {id: clients[id].client.examples for id in ids}
     federation.transport.begin(progress)
@@ -206,16 +208,15 @@ def start_head(federation: Federation, progress: Progress, head: HeadStart) -> P
     # examples count as far as the weights do; those of scaled statistics, as far as their shares of classes
     examples = sum(clients[id].client.examples * aggregation.lowered.get(id, 1) for id in aggregation.replies)
     statistics = HeadStatistics.from_tensors(reduced.mean).rescale(head.bound)
-    if not float(statistics.shares.sum()) > 0:
+    if not float(statistics.count(head.kind)) > 0:
         raise TooFewReplies("model.head_init", head.kind, "random", problem="no client sent statistics of any class")
-    counted = max(1, int(examples * float(statistics.shares.sum()) + 0.5))
-    tensors = {**state.tensors, **compute_head_tensors(head, statistics.normalize(), counted)}
+    tensors = {**state.tensors, **compute_head_tensors(head, statistics, examples)}
     return replace(progress, state=replace(state, tensors=tensors))
 
 
-def _measure_features(message: Message) -> ChangeSize:
+def _measure_features(message: Message, kind: HeadKind) -> ChangeSize:
     """Return the mean squared norm of the features that a reply counts; 0 if it counts none."""
-    counted = float(message.tensors["shares"].double().sum())
+    counted = float(HeadStatistics.from_tensors(message.tensors).count(kind))
     return ChangeSize(float(message.tensors["square"]) / counted if counted > 0 else 0.0, 1)
 
 
@@ -225,15 +226,16 @@ def _describe_long(id: str, factor: float) -> Failure:
     return Failure(id, 0, reason, "statistics")
 
 
-def compute_head_tensors(head: HeadStart, statistics: HeadStatistics, examples: int) -> dict[str, Tensor]:
+def compute_head_tensors(head: HeadStart, statistics: HeadStatistics, examples: float) -> dict[str, Tensor]:
     """Compute the output layer, as named tensors of a state.
 
     Args:
         head: How the head starts.
         statistics: Statistics of the features.
-        examples: Number of examples in them.
+        examples: Number of examples that they are averages over.
     """
-    weights = solve_head(head.kind, statistics, examples, bias=head.layer.bias)
+    counted = max(1, int(examples * float(statistics.count(head.kind)) + 0.5))
+    weights = solve_head(head.kind, statistics.normalize(head.kind), counted, bias=head.layer.bias)
     tensors = {join_extra_name(f"{head.layer.path}.weight"): weights.weight}
     return tensors | ({join_extra_name(f"{head.layer.path}.bias"): weights.bias} if head.layer.bias else {})
 
@@ -272,15 +274,17 @@ def check_statistics(message: Message, client: Client, head: HeadStart) -> None:
         raise ValueError("its tensors are not those of the statistics")
     statistics = HeadStatistics.from_tensors(message.tensors)
     counts = statistics.shares * client.examples
-    if bool((counts < -_SLACK).any()) or float(statistics.shares.sum()) > 1 + _SLACK:
+    most = statistics.shares.max() if head.kind == "by-label" else statistics.shares.sum()
+    if bool((counts < -_SLACK).any()) or float(most) > head.most_words + _SLACK:
         raise ValueError("its counts of classes are negative, or more than its examples")
-    if float((counts - counts.round()).abs().max()) > max(_SLACK, 1e-6 * client.examples):
+    if float((counts - counts.round()).abs().max()) > max(_SLACK, 1e-6 * client.examples * head.most_words):
         raise ValueError("its counts of classes are not whole numbers")
     squared_norm = float(statistics.square)
-    if not float(statistics.shares.sum()) > 0 and squared_norm > 1e-9:
+    if not float(statistics.count(head.kind)) > 0 and squared_norm > 1e-9:
         raise ValueError("it has features of no example that it counts")
     means = statistics.sums.square().sum(1) / statistics.shares.clamp(min=1e-300)
-    if float(means.sum()) > squared_norm * (1 + _SLACK) + 1e-9:
+    longest = means.max() if head.kind == "by-label" else means.sum()  # rows of labels share examples
+    if float(longest) > squared_norm * (1 + _SLACK) + 1e-9:
         raise ValueError("its class means are longer than its features")
     if head.bound and squared_norm > 1 + _SLACK:
         raise ValueError("its features are longer than the order allows")

@@ -131,12 +131,24 @@ class FeatureTap:
             handle.remove()
             self._last = None
 
+    @property
+    def features(self) -> Tensor:
+        """The layer's input in the last forward pass, float32.
+
+        Raises:
+            NoOutputLayer: If the layer was not called.
+        """
+        if self._last is None:
+            raise NoOutputLayer(f"{self._layer.path} is not called")
+        return self._last[0].float()
+
     def take(self, logits: Tensor) -> Tensor:
         """Return the features of the last forward pass, (examples, features), float32.
 
         Args:
             logits: The pass's logits, (examples, outputs). Decoders compute outputs for every token and select one: the
-                features are those of the token whose outputs they are.
+                features are those of the token whose outputs they are. If the model has logits for every token,
+                (examples, tokens, outputs), the features are those of the tokens, one after another.
 
         Raises:
             NoOutputLayer: If the logits are not outputs of the layer.
@@ -144,6 +156,8 @@ class FeatureTap:
         if self._last is None:
             raise NoOutputLayer(f"{self._layer.path} is not called")
         features, output = self._last
+        if logits.ndim == 3:
+            features, output, logits = (value.flatten(0, 1) for value in (features, output, logits))
         if output.ndim == 3 and output.shape[0] == len(logits):
             token = (output.float() - logits.float()[:, None]).abs().amax(2).argmin(1)
             rows = torch.arange(len(logits), device=output.device)

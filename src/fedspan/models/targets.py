@@ -22,8 +22,12 @@ __all__ = [
     "find_variances",
     "is_batch_norm",
     "make_spec",
+    "require_peft_names",
     "suggest_targets",
 ]
+
+_LORA_CONTAINERS = ("lora_A", "lora_B", "lora_dropout", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
+"""Containers that PEFT adds to a target layer."""
 
 
 def _list_suffixes(model: nn.Module, config: LoraConfig) -> list[str]:
@@ -189,6 +193,21 @@ def find_extras(model: nn.Module, modules_to_save: Sequence[str]) -> dict[str, n
                 problem=f"{suffix!r} matches no module. {suggest_nearest(suffix, candidates)}",
             )
     return parameters
+
+
+def require_peft_names(model: nn.Module, modules_to_save: Sequence[str]) -> None:
+    """Check that PEFT can save modules: it matches ends of paths, also within words and in its own adapters.
+
+    Raises:
+        FedspanError: If a name also matches the end of a container's path, which PEFT refuses when it loads an adapter.
+    """
+    kinds = nn.ModuleDict | nn.ModuleList | nn.ParameterDict | nn.ParameterList
+    containers = [*_LORA_CONTAINERS, *(name for name, module in model.named_modules() if isinstance(module, kinds))]
+    for suffix in modules_to_save:
+        if (container := next((name for name in containers if name.endswith(suffix)), None)) is not None:
+            problem = f"PEFT could not load the adapter: {suffix!r} is also the end of {container!r}, a container"
+            expected = f"a longer end of the module's path, or another name of the module than {suffix!r}"
+            raise FedspanError("model.modules_to_save", suffix, expected, problem=problem)
 
 
 def find_other_parameters(model: nn.Module, targets: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:

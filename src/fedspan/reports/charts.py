@@ -37,6 +37,7 @@ __all__ = [
     "draw_traffic",
     "get_losses",
     "get_scores",
+    "get_validation",
     "style",
 ]
 
@@ -104,6 +105,13 @@ def get_losses(run: RunData) -> dict[int, float]:
     return {int(row["round"]): float(row["loss"]) for row in run.rows if isinstance(row.get("loss"), int | float)}
 
 
+def get_validation(run: RunData) -> dict[int, float]:
+    """Return the validation values by round of the metric that selects rounds."""
+    metric = run.config.evaluation.get_selection_metric(run.metric)
+    rows = {int(row["round"]): row.get("validation") or {} for row in run.rows}
+    return {number: float(row[metric]) for number, row in rows.items() if isinstance(row.get(metric), int | float)}
+
+
 def draw_course(
     groups: Sequence[RunGroup],
     values: Mapping[str, Mapping[int, float]],
@@ -137,6 +145,12 @@ def draw_course(
                 _draw_line(figure, level, _title_baseline(group, name, len(groups)), color, dash, mark, percent)
                 _extend_axes(axes, level, 1)
     titles = {"rounds": "round", "bytes": "megabytes transmitted, both ways", "time": "seconds of rounds"}
+    if with_baselines:
+        shown = [value for curve in curves for value in curve.mean]
+        shown += [level for group in groups if (level := group.references.get("centralized")) is not None]
+        locals_ = [level for group in groups if (level := group.references.get("local")) is not None]
+        if (span := _compute_axis(shown, locals_)) is not None:
+            figure.update_yaxes(range=span)
     tick = compute_tick_step(max((summary.rounds[-1] for summary in curves if summary.rounds), default=1))
     figure.update_xaxes(title=titles["rounds"], dtick=tick)
     figure.update_yaxes(title=title, tickformat=SHARES if percent else None)
@@ -146,6 +160,22 @@ def draw_course(
         buttons.append({"label": f"by {name}", "method": "update", "args": [{"x": x}, axis]})
     figure.update_layout(updatemenus=[build_menu(buttons)])
     return style(figure)
+
+
+def _compute_axis(shown: Sequence[float], others: Sequence[float]) -> tuple[float, float] | None:
+    """Return the axis of the contenders where other levels are so far away that their differences would vanish.
+
+    Args:
+        shown: Values that must be visible.
+        others: Levels of local-only training, visible only within five times the range of the contenders.
+    """
+    if not shown or not others:
+        return None
+    low, high = min(shown), max(shown)
+    spread = max(high - low, 1e-3 * max(abs(low), abs(high)))
+    if all(low - 5 * spread <= level <= high + 5 * spread for level in others):
+        return None
+    return low - 0.1 * spread, high + 0.1 * spread
 
 
 def _draw_band(figure: Figure, curve: Curve, color: str, label: str) -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import plotly.graph_objects as go
 
 from fedspan.data.partition import ClientRow
 from fedspan.diagnostics.measures import MEASURES
 from fedspan.reports.charts import ABSENT, MAX_LISTED_CLIENTS, Figure, build_menu, compute_tick_step, style
 from fedspan.reports.run_data import RunData
+from fedspan.runs.predictions import Items
 
-__all__ = ["draw_participation", "draw_rounds", "partition"]
+__all__ = ["draw_confusion", "draw_participation", "draw_rounds", "partition"]
 
 
 def partition(rows: Sequence[ClientRow], labels: Sequence[str]) -> Figure:
@@ -34,6 +36,31 @@ def partition(rows: Sequence[ClientRow], labels: Sequence[str]) -> Figure:
     figure.update_yaxes(type="category", autorange="reversed")
     figure.update_xaxes(type="category")
     return style(figure, height=min(1200, max(280, 20 * len(rows) + 160)))
+
+
+def draw_confusion(items: Items) -> Figure:
+    """Draw how often each true class (rows) is predicted as each class (columns), as shares of the true class."""
+    names, count = list(items.labels), len(items.labels)
+    pairs = items.targets * count + items.predicted  # of every model
+    counts = np.bincount(pairs.reshape(-1), minlength=count**2).reshape(count, count)
+    figure = go.Figure(
+        go.Heatmap(
+            z=(counts / np.maximum(counts.sum(1, keepdims=True), 1)).tolist(),
+            x=names,
+            y=names,
+            zmin=0,
+            zmax=1,
+            customdata=counts.tolist(),
+            hovertemplate="%{y} as %{x}: %{customdata} (%{z:.0%})<extra></extra>",
+            colorscale="Cividis",
+            colorbar={"title": "share", "tickformat": ".0%"},
+            text=[[str(cell) if cell and count <= 12 else "" for cell in row] for row in counts.tolist()],
+            texttemplate="%{text}",
+        )
+    )
+    figure.update_yaxes(type="category", autorange="reversed", title="true")
+    figure.update_xaxes(type="category", title="predicted")
+    return style(figure, height=min(1200, max(320, 18 * count + 180)))
 
 
 def draw_participation(run: RunData) -> Figure:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
 import plotly.io
 import plotly.utils
 from plotly.offline import get_plotlyjs
@@ -21,8 +22,9 @@ from fedspan.reports import charts, matrices
 from fedspan.reports.charts import Figure
 from fedspan.reports.groups import RunGroup, list_distinguishing_settings
 from fedspan.reports.run_data import Row, RunData
-from fedspan.reports.summary import format_score_with_unit, write_sentences
+from fedspan.reports.summary import format_score_with_unit, write_notes, write_sentences
 from fedspan.runs.formatting import get_title
+from fedspan.tasks.label_scores import compute_f1, count_labels
 from fedspan.tasks.metrics import METRICS
 
 __all__ = ["PageContent", "render_page"]
@@ -74,12 +76,20 @@ def render_page(groups: Sequence[RunGroup], content: PageContent, title: str, ve
     metric = runs[0].metric
     percent = METRICS[metric].is_percentage
     sections.parts.append(f'<p class="verdict">{html.escape(" ".join(write_sentences(groups)))}</p>')
+    sections.parts += [f'<p class="note">{html.escape(note)}</p>' for note in write_notes(groups)]
     sections.add_section("Runs", _render_summary(groups))
     scores = {run.name: charts.get_scores(run) for run in runs}
     losses = {run.name: charts.get_losses(run) for run in runs}
     if any(scores.values()):
         figure = charts.draw_course(groups, scores, METRICS[metric].title, percent, with_baselines=True)
         sections.add_section("Score", sections.add_figure(figure, f"{metric} by round"), _note(groups))
+    validation = {run.name: charts.get_validation(run) for run in runs}
+    if any(validation.values()):
+        selecting = runs[0].config.evaluation.get_selection_metric(metric)
+        title_of_metric, is_share = METRICS[selecting].title, METRICS[selecting].is_percentage
+        figure = charts.draw_course(groups, validation, title_of_metric, is_share)
+        note = "<p>On the clients' validation parts; by this value the best round is selected.</p>"
+        sections.add_section("Validation", sections.add_figure(figure, f"validation {selecting} by round"), note)
     if any(losses.values()):
         sections.add_section(
             "Training loss", sections.add_figure(charts.draw_course(groups, losses, "loss", False), "loss by round")
@@ -87,6 +97,7 @@ def render_page(groups: Sequence[RunGroup], content: PageContent, title: str, ve
     if (figure := charts.draw_clients(groups, metric)) is not None:
         note = "<p>Of the best round's models, on each client's own test part; the worst is at the bottom.</p>"
         sections.add_section("Clients", sections.add_figure(figure, f"{metric} of every client"), note)
+    _add_classes(sections, runs)
     if content.partition is not None:
         name, rows, labels = content.partition
         figure = sections.add_figure(matrices.partition(rows, labels), "examples of each label by client")
@@ -107,6 +118,27 @@ def render_page(groups: Sequence[RunGroup], content: PageContent, title: str, ve
         sections.add_section("Privacy", sections.add_figure(figure, "epsilon by round"))
     sections.add_section("Configuration", _render_configuration(groups))
     return _render_html(sections, title, version)
+
+
+def _add_classes(sections: _Page, runs: Sequence[RunData]) -> None:
+    """Add the scores by class, and the confusion matrix, of the first run with recorded predictions."""
+    run, items = next(((run, items) for run in runs if (items := run.read_items()) is not None), (None, None))
+    if run is None or items is None:
+        return
+    figure = sections.add_figure(matrices.draw_confusion(items), "true and predicted classes")
+    models = len(items.predicted)
+    true_K, predicted_K, correct_K = count_labels(
+        np.tile(items.targets, models), items.predicted.reshape(-1), len(items.labels)
+    )
+    precision_K, recall_K = correct_K / np.maximum(predicted_K, 1), correct_K / np.maximum(true_K, 1)
+    shares_K = zip(precision_K, recall_K, compute_f1(true_K, predicted_K, correct_K), strict=True)
+    rows = [
+        (label, f"{count / models:.0f}", *(f"{100 * share:.1f} %" for share in shares))
+        for label, count, shares in zip(items.labels, true_K, shares_K, strict=True)
+    ]
+    head = ("class", "examples", "precision", "recall", "F1")
+    note = f"<p>{html.escape(run.name)}, on the held-out examples; a row is a true class.</p>"
+    sections.add_section("Classes", note, figure, _render_details("Scores by class", _render_table(head, rows)))
 
 
 def _add_diagnostics(sections: _Page, groups: Sequence[RunGroup], diagnoses: Mapping[str, Diagnosis] | None) -> None:

@@ -13,15 +13,17 @@ from fedspan.errors import FedspanError
 from fedspan.logs import read_lines
 from fedspan.runs.curves import get_score
 from fedspan.runs.folder import RunFolder, describe_missing_run
-from fedspan.runs.integrity import read_config, require_intact
+from fedspan.runs.integrity import read_resolved_config, require_intact
 from fedspan.runs.ledger import Totals, read_totals
 from fedspan.runs.model_card import RunReport
+from fedspan.runs.predictions import Items, read_items
 from fedspan.runs.results import read_report
 from fedspan.tasks.metrics import METRICS
 
 __all__ = ["Row", "RunData", "read_runs"]
 
 Row = Mapping[str, Any]
+BASELINES = ("local", "centralized")
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,10 @@ class RunData:
         scores: dict[str, Row] = {name: baseline["scores"] for name, baseline in baselines.items()}
         return {"start": self.rows[0], **scores} if self.rows and self.rows[0]["round"] == 0 else scores
 
+    def read_items(self, name: str = "result") -> Items | None:
+        """Read the predictions of the result, or of one of ``references``, on the held-out examples, if recorded."""
+        return read_items(self.folder / "baselines" / name) if name in BASELINES else read_items(self.folder, name)
+
     @property
     def bytes(self) -> int:
         """Bytes of the training messages, in both directions."""
@@ -132,7 +138,7 @@ def _build_names(paths: Sequence[Path]) -> list[str]:
 def _read_run(name: str, folder: Path) -> RunData:
     run_folder = RunFolder(folder)
     require_intact(run_folder)
-    config = read_config(folder)
+    config = read_resolved_config(folder)
     report = read_report(folder) if run_folder.report.is_file() else None
     rows = tuple(cast("Sequence[Row]", list(read_lines(run_folder.metrics))))
     return RunData(name, folder, config, report, rows, read_totals(run_folder.ledger))

@@ -5,24 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from fedspan.experiments.intervals import Difference, estimate_difference, format_gap
+from fedspan.experiments.result_notes import describe_extension, describe_majority
 from fedspan.experiments.tables import format_mean, format_size
-from fedspan.experiments.verdict import compare_pairs
 from fedspan.reports.groups import RunGroup
 from fedspan.runs.model_card import STATISTICS_NOTE
 from fedspan.tasks.metrics import METRICS
 
-__all__ = ["format_score_with_unit", "write_sentences"]
+__all__ = ["format_score_with_unit", "write_notes", "write_sentences"]
 
 
 def format_score_with_unit(metric: str, value: float | None, deviation: float | None = None) -> str:
     """Format a score as ``84.2 %``, ``84.2 ± 0.3 %`` or ``0.1234``; a dash for a score that was not measured."""
     unit = " %" if value is not None and METRICS[metric].is_percentage else ""
     return f"{format_mean(metric, value, deviation)}{unit}"
-
-
-def _format_gap(metric: str, value: float) -> str:
-    """Format a difference, in percentage points for shares."""
-    return f"{100 * abs(value):.1f} points" if METRICS[metric].is_percentage else f"{abs(value):.4f}"
 
 
 def write_sentences(groups: Sequence[RunGroup]) -> tuple[str, ...]:
@@ -44,14 +40,21 @@ def write_sentences(groups: Sequence[RunGroup]) -> tuple[str, ...]:
             _compare_start(ranked[0], metric),
             _describe_baselines(ranked[0], metric),
             _compare_client_means(ranked[0], metric),
-            _compare_second(ranked, metric, sign),
-            _describe_savings(ranked, metric, sign),
+            _compare_second(ranked, metric),
+            _describe_savings(ranked, metric),
             _describe_worst_clients(ranked[0], metric, sign),
-            _describe_unfinished(ranked[0], sign),
             _describe_failures(groups),
         )
         if sentence
     )
+
+
+def write_notes(groups: Sequence[RunGroup]) -> tuple[str, ...]:
+    """Write the lines beside the verdict: of the majority class, and of runs that still improve."""
+    runs = [run for group in groups for run in group.runs]
+    majority = next((note for run in runs if (note := describe_majority(run.metric, run.read_items()))), "")
+    extensions = [describe_extension(run.report, run.folder) for run in runs if run.report is not None]
+    return tuple(filter(None, (majority, *extensions)))
 
 
 def _describe_best(ranked: Sequence[RunGroup], metric: str) -> str:
@@ -73,11 +76,8 @@ def _compare_start(best: RunGroup, metric: str) -> str:
     start = best.references.get("start")
     if best.mean is None or start is None:
         return ""
-    gap = _format_gap(metric, best.mean - start)
-    change = (
-        f"{'raised' if best.mean > start else 'lowered'} it by {gap}" if float(gap.split()[0]) else "did not change it"
-    )
-    sentence = f"Before the first round it was {format_score_with_unit(metric, start)}; the rounds {change}."
+    change = _compare_with_reference(best, "start", metric).describe(metric, "the start")
+    sentence = f"Before the first round it was {format_score_with_unit(metric, start)}; the result is {change}."
     is_simulated = any(run.rows and run.rows[0].get("simulated") for run in best.runs)
     return f"{sentence} {STATISTICS_NOTE}" if is_simulated else sentence
 
@@ -85,10 +85,34 @@ def _compare_start(best: RunGroup, metric: str) -> str:
 def _describe_baselines(best: RunGroup, metric: str) -> str:
     titles = {"local": "Local-only training (mean client)", "centralized": "Centralized training"}
     return " ".join(
-        f"{title} reached {format_score_with_unit(metric, best.references[name])}."
+        f"{title} reached {format_score_with_unit(metric, best.references[name])}; "
+        f"the result is {_compare_with_reference(best, name, metric).describe(metric, 'it')}."
         for name, title in titles.items()
         if name in best.references
     )
+
+
+def _compare_with_reference(group: RunGroup, name: str, metric: str) -> Difference:
+    """Compare a group's results with the start or a baseline, which all of its runs have."""
+    others = [run.score(run.references[name]) or 0.0 for run in group.runs]
+    pairs = [
+        None if (items := run.read_items()) is None or (other := run.read_items(name)) is None else (items, other)
+        for run in group.runs
+    ]
+    return estimate_difference(metric, [score or 0.0 for score in group.scores], others, pairs)
+
+
+def _compare_groups(first: RunGroup, second: RunGroup, metric: str) -> str:
+    """Describe the difference of two groups' results, with an interval if they have the same seeds."""
+    scores = [[score or 0.0 for score in group.scores] for group in (first, second)]
+    if [run.config.seed for run in first.runs] != [run.config.seed for run in second.runs]:
+        gap = format_gap(metric, (first.mean or 0.0) - (second.mean or 0.0))
+        return f"{gap} from {second.label}, without an interval because their seeds differ"
+    pairs = [
+        None if (items := run.read_items()) is None or (theirs := other.read_items()) is None else (items, theirs)
+        for run, other in zip(first.runs, second.runs, strict=True)
+    ]
+    return estimate_difference(metric, scores[0], scores[1], pairs).describe(metric, second.label)
 
 
 def _compare_client_means(best: RunGroup, metric: str) -> str:
@@ -109,20 +133,11 @@ def _compare_client_means(best: RunGroup, metric: str) -> str:
     return f"On their own tests, the clients' mean is {format_score_with_unit(metric, result)}{compared}."
 
 
-def _compare_second(ranked: Sequence[RunGroup], metric: str, sign: int) -> str:
-    if len(ranked) < 2:
-        return ""
-    best, second = ranked[:2]
-    gap = _format_gap(metric, (best.mean or 0.0) - (second.mean or 0.0))
-    seeds = [run.config.seed for run in best.runs]
-    if len(seeds) < 2 or seeds != [run.config.seed for run in second.runs]:
-        return f"{second.label} is {gap} behind; more seeds in common would tell whether that is more than chance."
-    comparison = compare_pairs([sign * (s or 0.0) for s in best.scores], [sign * (s or 0.0) for s in second.scores])
-    certainty = "more than two standard errors" if comparison.verdict == "holds" else "within two standard errors"
-    return f"{second.label} is {gap} behind, which is {certainty} of the difference, paired by seed."
+def _compare_second(ranked: Sequence[RunGroup], metric: str) -> str:
+    return "" if len(ranked) < 2 else f"It is {_compare_groups(ranked[0], ranked[1], metric)}."
 
 
-def _describe_savings(ranked: Sequence[RunGroup], metric: str, sign: int) -> str:
+def _describe_savings(ranked: Sequence[RunGroup], metric: str) -> str:
     if len(ranked) < 2:
         return ""
 
@@ -134,9 +149,9 @@ def _describe_savings(ranked: Sequence[RunGroup], metric: str, sign: int) -> str
         return f"It also sends the least, {format_size(count_bytes(best))} a run."
     times = count_bytes(best) / count_bytes(smallest)
     saving = f"{1 - 1 / times:.0%} less" if times < 2 else f"{times:.1f} times less"
-    gap = _format_gap(metric, (best.mean or 0.0) - (smallest.mean or 0.0))
+    compared = _compare_groups(smallest, best, metric)
     return (
-        f"{smallest.label} sends the least, {format_size(count_bytes(smallest))} a run ({saving}), and is {gap} behind."
+        f"{smallest.label} sends the least, {format_size(count_bytes(smallest))} a run ({saving}), and is {compared}."
     )
 
 
@@ -156,20 +171,7 @@ def _describe_worst_clients(best: RunGroup, metric: str, sign: int) -> str:
     if not worst:
         return ""
     gap, id = max(worst)
-    return (
-        f"The worst client, {id}, is {_format_gap(metric, gap)} {'below' if sign > 0 else 'above'} the clients' mean."
-    )
-
-
-def _describe_unfinished(best: RunGroup, sign: int) -> str:
-    """Say that more rounds may help, unless the result has reached that of centralized training."""
-    reports = [run.report for run in best.runs if run.report is not None and run.report.selected]
-    last = [report for report in reports if report.best_round == report.rounds]
-    centralized = best.references.get("centralized")
-    has_reached = centralized is not None and sign * (best.mean or 0.0) >= sign * centralized
-    if has_reached or len(last) < len(best.runs):
-        return ""
-    return "The best round was the last one, so more rounds may improve the result."
+    return f"The worst client, {id}, is {format_gap(metric, gap)} {'below' if sign > 0 else 'above'} the clients' mean."
 
 
 def _describe_failures(groups: Sequence[RunGroup]) -> str:

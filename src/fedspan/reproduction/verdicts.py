@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from fedspan.experiments.intervals import Within, compare_pairs, compare_to
 from fedspan.experiments.tables import Table, format_mean
-from fedspan.experiments.verdict import Within, compare_pairs, compare_to
 from fedspan.reproduction.cells import Cell
 from fedspan.reproduction.presets import Claim
 from fedspan.runs.curves import Point, compute_target, find_target_round
@@ -119,7 +119,7 @@ def judge(claims: Sequence[Claim], cells: Sequence[Cell], scores: Sequence[CellS
 
     The verdict is *holds* if the difference, paired by seed, exceeds two standard errors in the paper's direction,
     *contradicted* if it does so in the other direction, else *inconclusive*; ``claim.within`` is applied as in
-    ``experiments.verdict.compare_to``. A cell in which a row failed is left out.
+    ``experiments.intervals.compare_to``. A cell in which a row failed is left out.
 
     Args:
         claims: The paper's statements.

@@ -26,6 +26,7 @@ from fedspan.runs.engine_setup import keep_stacking_plan, make_engine
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.head_setup import begin, begin_locally, compute_baseline_head, find_new_head
 from fedspan.runs.learning_rate import load_or_choose, read_range_test, run_range_test, set_rate
+from fedspan.runs.predictions import record_items
 from fedspan.runs.selection import Selection, has_stalled
 from fedspan.runs.setup import Prepared
 from fedspan.transports.in_process import simulate
@@ -174,7 +175,8 @@ def train_baseline(prepared: Prepared, name: str, listener: Listener, folder: Pa
     best = selection.best
     if best is not None and best.round != progress.state.round:
         progress = load_checkpoint(run_folder.best).progress
-    final = compute_final_scores(variant, progress)
+    with record_items(variant, run_folder, "result") as record:
+        final = compute_final_scores(variant, progress, record)
     report: dict[str, Any] = {"best_round": progress.state.round, **dataclasses.asdict(final)}
     if tested.is_file():
         report["learning_rate"] = read_range_test(tested)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,8 @@ import numpy as np
 from fedspan.training.stages import Stage
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from fedspan.federation.progress import Progress
     from fedspan.runs.setup import Prepared
 
@@ -123,8 +125,16 @@ class FinalScores:
     by_value: dict[str, dict[str, Any]]
 
 
-def compute_final_scores(prepared: Prepared, progress: Progress) -> FinalScores:
-    """Compute the final scores: on the held-out set and on the clients' own test parts."""
+def compute_final_scores(
+    prepared: Prepared, progress: Progress, on_predictions: Callable[[Tensor], None] | None = None
+) -> FinalScores:
+    """Compute the final scores: on the held-out set and on the clients' own test parts.
+
+    Args:
+        prepared: The run.
+        progress: The progress that holds the models.
+        on_predictions: Called with each model's predictions of the held-out set.
+    """
     metric, scores = prepared.task.metric, dict[str, Any]()
     by_value: dict[str, dict[str, Any]] = {}
     validation, test_scores = prepared.evaluator.evaluate_clients(progress)
@@ -135,7 +145,11 @@ def compute_final_scores(prepared: Prepared, progress: Progress) -> FinalScores:
     if prepared.test is not None:
         parts = [np.arange(len(prepared.test)), *prepared.test_parts.values()]
         heldout, *parted = prepared.evaluator.evaluate_parts(
-            progress, prepared.test, parts, generate=prepared.config.evaluation.generate
+            progress,
+            prepared.test,
+            parts,
+            generate=prepared.config.evaluation.generate,
+            on_predictions=on_predictions,
         )
         scores["test"] = _summarize_heldout(heldout, metric)
         by_value = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -12,6 +13,7 @@ import torch
 import fedspan
 from fedspan.config import RunConfig
 from fedspan.runs.folder import RunFolder
+from fedspan.runs.integrity import DIRECTORY
 
 __all__ = ["extend_command", "is_command", "is_same_environment", "mark_changed", "record_environment"]
 
@@ -37,6 +39,7 @@ def _describe_environment(seed: int, command: Sequence[str], threads: int | None
         "threads": threads or torch.get_num_threads(),
         "seed": seed,
         "command": list(command),
+        DIRECTORY: os.getcwd(),
     }
 
 
@@ -52,8 +55,8 @@ def record_environment(
         threads: Number of torch's threads that the run's config asks for; None: the current number.
 
     Returns:
-        ``{name: (then, now)}`` of what differs from the start of the run (except the command): after a resume with
-        other versions or threads, the same bits can no longer be expected. Empty for a new run.
+        ``{name: (then, now)}`` of what differs from the start of the run, except command and directory: after a resume
+        with other versions or threads, the same bits can no longer be expected. Empty for a new run.
 
     Raises:
         FedspanError: If the file cannot be written, or exists and cannot be read.
@@ -119,5 +122,5 @@ def _list_changes(folder: RunFolder, current: Mapping[str, object]) -> dict[str,
     return {
         name: (before.get(name), current[name])
         for name in current
-        if name != "command" and before.get(name) != current[name]
+        if name not in ("command", DIRECTORY) and before.get(name) != current[name]
     }

@@ -13,14 +13,13 @@ from fedspan.config.reading import override
 from fedspan.config.validation_errors import convert_validation_error
 from fedspan.data.columns import LABELED_TEXTS
 from fedspan.data.config import DataConfig
-from fedspan.data.dataset_defaults import fill_data_defaults
 from fedspan.data.files import IN_MEMORY
 from fedspan.data.loading import load
 from fedspan.data.objects import read_objects
 from fedspan.data.source import Source
 from fedspan.errors import FedspanError
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.integrity import read_config, require_intact
+from fedspan.runs.integrity import read_resolved_config, require_intact
 from fedspan.runs.load import find_adapter_folder, load_served
 from fedspan.runs.model_setup import ModelObjects
 from fedspan.runs.objects import require_named_data
@@ -33,10 +32,7 @@ from fedspan.tasks.settings import TaskSettings
 if TYPE_CHECKING:
     import datasets
 
-__all__ = ["evaluate"]
-
-_COLUMNS = ("text", "text_pair", "image", "label", "label_columns", "label_separator", "answer", "messages", "roles")
-"""Options of the section ``data`` that describe the columns of examples."""
+__all__ = ["build_file_config", "evaluate"]
 
 
 def evaluate(
@@ -64,14 +60,14 @@ def evaluate(
         data: A file of examples, any source of images that ``data.train`` accepts, or examples in memory, as in
             ``fedspan.run`` (of a ``DatasetDict``, its test split); default: the held-out test set of the run in
             ``folder``.
-        text: The file's column of texts; default: that of the run in ``folder``, or ``text`` for an exported model.
+        text: The file's column of texts; default: that of the training data, or ``text`` after a deployment.
         image: The file's column of images; default: the same, or ``image``.
         label: The file's column of labels or numbers; default: the same, or ``label``.
-        text_pair: The file's column of second texts, for a model of text pairs; default: that of the run.
+        text_pair: The file's column of second texts, for a model of text pairs; default: the same.
         answer: The file's column of answers, for a language model, whose prompt template names the other columns;
-            default: that of the run, or ``answer``.
-        roles: The file's columns by role, for a task whose data have further roles (``data.roles``); default: those of
-            the run, or columns with the names of the roles.
+            default: the same, or ``answer``.
+        roles: The file's columns by role, for a task whose data have further roles (``data.roles``); default: the
+            same, or columns with the names of the roles.
         overrides: Further options of the file's columns, each ``data.field=value``: ``data.label_columns=[a, b]``.
         generate: Whether answers are generated and scored, for tasks whose answers are texts; the slow part.
         run_data: The data that the run began with, if they were passed from Python; its held-out test set is used.
@@ -79,7 +75,7 @@ def evaluate(
         tokenizer: Tokenizer or image processor of ``model``; None: the one of the model's name.
 
     Returns:
-        The task's metrics and the number of ``examples``.
+        The task's metrics, the number of ``examples`` and, if ``data.invalid=skip`` left any out, of ``skipped`` rows.
 
     Raises:
         FedspanError: If `load_served` raises it, a file of the run is not what it wrote, there is no test set, or the
@@ -95,27 +91,31 @@ def evaluate(
     if data is not None:
         columns = {"text": text, "image": image, "label": label, "text_pair": text_pair, "answer": answer}
         source = None if isinstance(data, str | Path) else _load_examples(data)
-        rows = _load_labeled(
-            _build_file_config(
-                IN_MEMORY if source else data, task_settings, _collect_columns(folder, columns, roles or {}, overrides)
+        rows, skipped = _load_labeled(
+            build_file_config(
+                IN_MEMORY if source else data, task_settings, _change_columns(task_settings, columns, roles, overrides)
             ),
             task_settings.task,
             source,
         )
     else:
-        rows = _load_held_out_examples(folder, served_from, run_data)
+        rows, skipped = _load_held_out_examples(folder, served_from, run_data), 0
     served = load_served(folder, client, objects=ModelObjects(model, tokenizer))
     examples = served.task.encode(rows)
     metrics = served.task.compute_metrics(
         served.compute_predictions(examples, generate=generate), examples, range(len(examples))
     )
-    return {**{name: metrics[name] for name in order_metrics(metrics)}, "examples": float(len(examples))}
+    counts = {"examples": float(len(examples)), **({"skipped": float(skipped)} if skipped else {})}
+    return {**{name: metrics[name] for name in order_metrics(metrics)}, **counts}
 
 
-def _collect_columns(
-    folder: str | Path, columns: Mapping[str, str | None], roles: Mapping[str, str], overrides: Sequence[str]
+def _change_columns(
+    task_settings: TaskSettings,
+    columns: Mapping[str, str | None],
+    roles: Mapping[str, str] | None,
+    overrides: Sequence[str],
 ) -> dict[str, Any]:
-    """Return the options that describe a file's columns: those of the run in ``folder``, with the user's changes.
+    """Return the options that describe a file's columns: those of the training data, with the user's changes.
 
     Raises:
         FedspanError: If an override names no field of the section ``data``.
@@ -126,21 +126,32 @@ def _collect_columns(
         raise FedspanError("--set", invalid, "fields of the section data, such as data.label=intent")
     requested: dict[str, Any] = {option: column for option, column in columns.items() if column is not None}
     requested |= changes.get("data", {})
-    stored: dict[str, Any] = {}
-    if is_run(folder):
-        config = fill_data_defaults(read_config(folder).data)
-        stored = {option: value for option in _COLUMNS if (value := getattr(config, option)) is not None}
-    forms = (("label", "label_columns"), ("label_columns", "label"), ("prompt", "messages"), ("answer", "messages"))
+    stored = dict(task_settings.columns)
+    forms = (
+        ("label", "label_columns"),
+        ("label_columns", "label"),
+        ("label_columns", "label_separator"),
+        ("prompt", "messages"),
+        ("answer", "messages"),
+    )
     for option_name, alternative in forms:
-        if option_name in requested:  # the run's other form of the same
+        if option_name in requested:  # the other form of the same
             stored.pop(alternative, None)
-    return {**stored, **requested, "roles": {**stored.get("roles", {}), **requested.get("roles", {}), **roles}}
+    return {**stored, **requested, "roles": {**stored.get("roles", {}), **requested.get("roles", {}), **(roles or {})}}
 
 
-def _build_file_config(data: str | Path, task_settings: TaskSettings, columns: Mapping[str, Any]) -> DataConfig:
+def build_file_config(data: str | Path, task_settings: TaskSettings, columns: Mapping[str, Any]) -> DataConfig:
+    """Return the section ``data`` that reads a file for a trained model.
+
+    Args:
+        data: The file.
+        task_settings: The settings of the model's task.
+        columns: Options that describe the file's columns.
+
+    Raises:
+        FedspanError: If the options do not fit together.
+    """
     options, definition = dict(columns), get_task(task_settings.task)
-    if task_settings.label_separator is not None and "label_columns" not in options:
-        options.setdefault("label_separator", task_settings.label_separator)
     if definition.is_generative:
         options.pop("label", None)
         options |= {"chat": task_settings.chat, "system": task_settings.system}
@@ -168,7 +179,7 @@ def _load_held_out_examples(folder: str | Path, adapter: Path, data: Any) -> dat
         raise FedspanError(
             "data", None, "a file to measure on", problem="no data are given, and only a run folder names a test set"
         )
-    config = read_config(folder)
+    config = read_resolved_config(folder)
     if data is None:
         require_named_data(config, "fedspan.evaluate", "run_data")
     sources = None if data is None else read_objects(data, config.partition.clients).sources
@@ -186,11 +197,12 @@ def _load_held_out_examples(folder: str | Path, adapter: Path, data: Any) -> dat
     return loaded.test
 
 
-def _load_labeled(config: DataConfig, task: str, source: Source | None) -> datasets.Dataset:
-    """Load rows of a file or from memory; errors name ``data``, ``text`` or ``label``, not the fields of a config."""
+def _load_labeled(config: DataConfig, task: str, source: Source | None) -> tuple[datasets.Dataset, int]:
+    """Load rows of a file or from memory, and count those left out; errors name ``data``, ``text`` or ``label``."""
     columns = get_task(task).columns or LABELED_TEXTS
     try:
-        return load(config, "data", task=columns, sources=source and {"train": source}).train
+        loaded = load(config, "data", task=columns, sources=source and {"train": source})
+        return loaded.train, loaded.dropped
     except FedspanError as error:
         field = error.field.removeprefix("data.")
         problem = error.problem and error.problem.replace("data.labels", "the model's labels")

@@ -28,7 +28,7 @@ from fedspan.runs.objects import collect_objects
 from fedspan.runs.records import require_intact_model
 from fedspan.runs.results import is_run, read_partition, read_report, require_client
 from fedspan.runs.setup import prepare
-from fedspan.runs.task_setup import read_notes
+from fedspan.runs.task_setup import parse_task_settings, read_notes
 from fedspan.runs.trained_models import write_adapters
 from fedspan.tasks.registry import get_task
 
@@ -154,16 +154,16 @@ def _merge(adapter: Path, out: Path, objects: ModelObjects) -> None:
     if get_task(served.task_settings.task).is_embedding and served.task_settings.pooling is not None:
         write_modules(out, served.task_settings.pooling, model.config.hidden_size, length)
     shutil.copyfile(served.folder / NOTES, out / NOTES)
-    task, pooling = served.task_settings.task, served.task_settings.pooling
     kind = _get_kind(served.notes) if is_plain_module(model) else None
-    _rewrite_card(served.folder, out, lambda text: convert_card(text, task, pooling, kind))
+    _rewrite_card(served.folder, out, lambda text: convert_card(text, served.task_settings, kind))
 
 
 def _copy_state_dict(source: Path, out: Path) -> None:
     """Write the merged model of a plain module: the state dict beside its adapter has all weights."""
     shutil.copytree(source, out, ignore=shutil.ignore_patterns("adapter_*"))
     notes = read_notes(source)
-    _rewrite_card(source, out, lambda text: convert_card(text, notes["task"], plain=_get_kind(notes)))
+    settings = parse_task_settings(source, notes)
+    _rewrite_card(source, out, lambda text: convert_card(text, settings, _get_kind(notes)))
 
 
 def _get_kind(notes: Mapping[str, Any]) -> str:

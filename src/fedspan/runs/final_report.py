@@ -15,6 +15,7 @@ from fedspan.runs.failures import count_failures
 from fedspan.runs.integrity import describe_config
 from fedspan.runs.learning_rate import read_range_test
 from fedspan.runs.model_card import RunReport, write_cards
+from fedspan.runs.predictions import record_items
 from fedspan.runs.records import compute_result_digests
 from fedspan.runs.session import Session
 from fedspan.runs.suspects import find_limited
@@ -38,7 +39,8 @@ def finish(session: Session, progress: Progress) -> RunReport:
     best = session.selection.best
     if best is not None and best.round != progress.state.round:
         best_round, progress = best.round, load_checkpoint(run_folder.best).progress
-    final = compute_final_scores(prepared, progress)
+    with record_items(prepared, run_folder, "result") as record:
+        final = compute_final_scores(prepared, progress, record)
     with convert_disk_errors(run_folder.path), prepared.engine.stages.stage("export"):
         remove(run_folder.adapter)  # of a run before it was extended
         adapters = write_adapters(prepared, progress, run_folder, prepared.evaluator.get_ids(progress))

@@ -19,6 +19,7 @@
     checkpoints/         round-00005/ ...: the last rounds, and the best
     clients/             round-00005/ ...: the clients' stored state, by the round that wrote it
     best/                the best round's checkpoint
+    predictions/         the predicted classes of the held-out examples: start and result
     adapter/             the exported adapter; one folder for each client where models are personal
     baselines/           local/, centralized/: their checkpoints while they train, then a report.json each; engine.json
     report.json          the summary, once the run is finished; names the config, inputs, logs and exported files
@@ -112,6 +113,7 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.clients = self.path / "clients"
         self.best = self.path / "best"
+        self.predictions = self.path / "predictions"
         self.adapter = self.path / "adapter"
         self.baselines = self.path / "baselines"
         self.report = self.path / "report.json"
@@ -171,7 +173,7 @@ class RunFolder:
             FedspanError: If one is a link. The run folder itself may be.
         """
         logs = (self.config, self.metrics, self.ledger, self.partition, self.report)
-        for path in (self.checkpoints, self.clients, self.best, self.adapter, self.baselines, *logs):
+        for path in (self.checkpoints, self.clients, self.best, self.predictions, self.adapter, self.baselines, *logs):
             require_no_link(path)
 
     def require_empty(self) -> None:

@@ -20,6 +20,7 @@ from fedspan.models.names import FROM_PYTHON
 from fedspan.models.sentence_encoders import PooledClassifier
 from fedspan.runs.aggregation_setup import build_aggregation
 from fedspan.runs.model_setup import RunModel
+from fedspan.tasks.losses import get_logits
 from fedspan.wrappers.head_rounds import HeadRounds, NewHead
 
 __all__ = [
@@ -61,9 +62,10 @@ def build_head_start(config: RunConfig, model: RunModel) -> tuple[HeadStart | No
     if kind is None or layer is None:
         start = "with the weights of the model that was passed" if is_passed else "at random"
         return None, (f"the head starts {start}: {reason}",) if reason else ()
-    return HeadStart(
-        kind, layer, _compute_bound(config, model.adapted, layer), build_aggregation(config, STATISTICS_CLIP)
-    ), ()
+    bound, definition = _compute_bound(config, model.adapted, layer), config.task_definition
+    has_words = definition.target_type == "labels" and kind != "by-label"
+    most_words = config.model.max_length if has_words else 1
+    return HeadStart(kind, layer, bound, build_aggregation(config, STATISTICS_CLIP), most_words), ()
 
 
 def find_new_head(config: RunConfig, model: RunModel) -> NewHead | None:
@@ -75,7 +77,8 @@ def find_new_head(config: RunConfig, model: RunModel) -> NewHead | None:
     except NoOutputLayer:
         return None
     norm = 1.0 if _is_normalized(model.adapted) else layer.features**0.5
-    return NewHead(layer.path, layer.bias, norm) if _is_new(model, layer) else None
+    is_alone = set(model.new_modules) == {layer.path}
+    return NewHead(layer.path, layer.bias, norm, is_alone) if _is_new(model, layer) else None
 
 
 def _find_output_layer(adapted: AdaptedModel) -> OutputLayer:
@@ -88,7 +91,7 @@ def _find_output_layer(adapted: AdaptedModel) -> OutputLayer:
     tap = FeatureTap(adapted.model, layer)
     with enter_evaluation(adapted.model), tap.record():
         try:
-            logits = adapted.model(**build_tiny_batch(adapted.model)).logits
+            logits = get_logits(adapted.model(**build_tiny_batch(adapted.model)))
         except Exception as error:  # a model may raise anything on a batch that it does not expect
             lines = str(error).strip().splitlines()
             raise NoOutputLayer(lines[0].rstrip(".") if lines else type(error).__name__) from error

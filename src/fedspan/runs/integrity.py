@@ -9,6 +9,7 @@ the checkpoints: for that, keep the ``sha256`` of report.json elsewhere.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from typing import Any
 import yaml
 
 from fedspan.config import RunConfig, parse_config, parse_yaml
+from fedspan.data.files import NOWHERE
+from fedspan.data.path_patterns import has_files
 from fedspan.errors import FedspanError
 from fedspan.files import compute_sha256
 from fedspan.logs import Position, require_position
@@ -26,7 +29,9 @@ from fedspan.runs.planned_rounds import ROUNDS_FIELD, require_independent_rounds
 from fedspan.runs.records import read_records, require_same_files
 
 __all__ = [
+    "DIRECTORY",
     "RESOLVED",
+    "anchor_paths",
     "compute_input_digests",
     "describe_config",
     "format_config",
@@ -42,6 +47,8 @@ __all__ = [
 
 RESOLVED = ("pooling", "pooling_normalize")
 """Fields of ``model`` that are resolved once, at the start of a run; pooling.json holds them."""
+DIRECTORY = "directory"
+"""Entry of environment.json with the directory in which a run was started, which its paths are relative to."""
 _END = "\n...\n"
 """YAML's mark of the end of a document: a config.yaml without it lost its end."""
 
@@ -93,11 +100,15 @@ def read_resolved_config(folder: str | Path) -> RunConfig:
 
 
 def resolve_config(run_folder: RunFolder, config: RunConfig) -> RunConfig:
-    """Return a run's config with the pooling that was found at its start, whatever a hub or its cache has now.
+    """Return a run's config as it was at its start: the pooling, whatever a hub has now, and paths from its directory.
 
     Raises:
         FedspanError: If pooling.json was changed.
     """
+    if run_folder.environment.is_file():
+        recorded = run_folder.read_json(run_folder.environment)
+        directory = recorded.get(DIRECTORY) if isinstance(recorded, dict) else None
+        config = anchor_paths(config, directory) if isinstance(directory, str) else config
     if not run_folder.pooling.is_file():
         return config
     pooling = run_folder.read_json(run_folder.pooling)
@@ -105,6 +116,26 @@ def resolve_config(run_folder: RunFolder, config: RunConfig) -> RunConfig:
         raise FedspanError(str(run_folder.pooling), pooling, f"an object with {' and '.join(RESOLVED)}")
     values = config.model_dump(mode="json")
     return parse_config({**values, "model": {**values["model"], **pooling}})
+
+
+def anchor_paths(config: RunConfig, directory: str) -> RunConfig:
+    """Return a config whose relative paths are absolute, as far as they exist.
+
+    That of a server, whose nodes read its paths, is returned as it is.
+
+    Args:
+        config: The config.
+        directory: The directory that its paths are relative to.
+    """
+    if config.data.train == NOWHERE:
+        return config
+    for section, names in (("data", ("train", "test")), ("model", ("name", "adapter"))):
+        values = getattr(config, section)
+        paths = {name: os.path.join(directory, value) for name in names if (value := getattr(values, name))}
+        # What does not exist is a name on the hub, or of a built-in.
+        found = {name: path for name, path in paths.items() if os.path.exists(path) or has_files(path)}
+        config = config.model_copy(update={section: values.model_copy(update=found)})
+    return config
 
 
 def describe_config(config: RunConfig) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -320,8 +320,8 @@ def predict(
 
     Args:
         folder: A run folder or an exported model.
-        texts: Texts to label or to answer; pairs of texts if the model was trained on pairs, paths of images if it was
-            trained on images. For a language model, a prompt template with one column (``Question: {question}``) is
+        texts: Texts to label or to answer; tuples of two texts if the model was trained on pairs, paths of images if it
+            was trained on images. For a language model, a prompt template with one column (``Question: {question}``) is
             applied to each text; otherwise the text is used as it is.
         client: The client whose model is used, if every client has its own.
         model: The model that the run began with, if it was passed from Python; None: loaded by its ``name_or_path``.
@@ -333,7 +333,8 @@ def predict(
         generated answer of a language model; a readable answer of any other task.
 
     Raises:
-        FedspanError: If `load_served` raises it.
+        FedspanError: If `load_served` raises it, or inputs are pairs and the training's were not, or the other way
+            round.
     """
     served = load_served(folder, client, objects=ModelObjects(model, tokenizer))
     if not texts:
@@ -368,12 +369,34 @@ def _build_rows(
             raise FedspanError("texts", inputs[paths.index(None)], "paths of images, because this model takes no pairs")
         images = datasets.Dataset.from_dict({"image": paths, **blank})
         return images.cast_column("image", datasets.Image())
-    texts = [text if isinstance(text, tuple) else (str(text), "") for text in inputs]
-    columns: dict[str, list[Any]] = {"text": [text for text, _ in texts]}
-    if any(isinstance(text, tuple) for text in inputs):
-        columns["text_pair"] = [pair for _, pair in texts]
+    columns: dict[str, list[Any]] = {"text": [*inputs]}
+    if _takes_pairs(task_settings, inputs):
+        pairs = cast("Sequence[tuple[str, str]]", inputs)
+        columns = {"text": [text for text, _ in pairs], "text_pair": [pair for _, pair in pairs]}
     if task_settings.prompt is not None:
         template = parse_template(task_settings.prompt, "data.prompt")
         if len(template.required) == 1:
             columns["text"] = [template.render({template.required[0]: text}) for text in columns["text"]]
     return datasets.Dataset.from_dict({**columns, **blank})
+
+
+def _takes_pairs(task_settings: TaskSettings, inputs: Sequence[Any]) -> bool:
+    """Check that inputs have the form of the training data: all of them pairs of texts, or none.
+
+    Raises:
+        FedspanError: If not.
+    """
+    columns = task_settings.columns
+    is_known = "text" in columns or "text_pair" in columns
+    takes_pairs = "text_pair" in columns if is_known else isinstance(inputs[0], tuple)
+    other = next((text for text in inputs if not _has_form(text, takes_pairs)), None)
+    if other is not None:
+        expected = "pairs of texts (in a shell, separated by a tab)" if takes_pairs else "single texts"
+        raise FedspanError("texts", other, f"{expected}, as in this model's training")
+    return takes_pairs
+
+
+def _has_form(text: Any, is_pair: bool) -> bool:
+    if not is_pair:
+        return isinstance(text, str)
+    return isinstance(text, tuple) and len(text) == 2 and all(isinstance(part, str) for part in text)

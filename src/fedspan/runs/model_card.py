@@ -18,12 +18,13 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from fedspan.config import RunConfig
 from fedspan.data.catalogue import get_dataset_entry
 from fedspan.data.files import FROM_TRAINERS, IN_MEMORY
-from fedspan.models.names import FROM_PYTHON, get_published_name
+from fedspan.models.names import FROM_PYTHON, get_architecture, get_published_name
 from fedspan.models.pooling import DENSE, Pooling
 from fedspan.runs.environment import is_command
 from fedspan.runs.folder import CARD, RunFolder
 from fedspan.tasks.metrics import METRICS, order_metrics
 from fedspan.tasks.registry import get_task, is_installed
+from fedspan.tasks.settings import TaskSettings
 
 if TYPE_CHECKING:
     from fedspan.runs.setup import Prepared
@@ -116,7 +117,7 @@ def write_card(prepared: Prepared, report: RunReport, command: Sequence[str], *,
     base = _get_base(config)
     data = ModelCardData(
         base_model=base if has_name(model) or not config.model.name.startswith(FROM_PYTHON) else None,
-        library_name="peft" if adapter else "transformers",
+        library_name=_get_library(prepared.task_settings, adapter=adapter, is_plain=is_plain_module(model)),
         pipeline_tag=config.task_definition.pipeline_tag,
         tags=["federated-learning", "fedspan", *(["lora"] if adapter else []), *config.method.title.split("+")],
         model_name=f"{base.rpartition('/')[2]} by {config.method.title}",
@@ -130,26 +131,32 @@ def write_card(prepared: Prepared, report: RunReport, command: Sequence[str], *,
     if is_plain_module(model) and config.task_definition.columns is not None:
         parts.append("## Use\n\n" + _describe_plain_use(base, adapter))
     else:
-        parts.append("## Use\n\n" + _use(config.task, base, adapter, pooled=prepared.task_settings.pooling))
+        parts.append("## Use\n\n" + _use(prepared.task_settings, base, adapter))
     if command:
         call = _write_call(config, has_processor=prepared.model.processor is not None)
         parts.append(_write_command(command, call))
     return "\n".join(parts)
 
 
-def convert_card(text: str, task: str, pooling: Pooling | None = None, plain: str | None = None) -> str:
+def _get_library(settings: TaskSettings, *, adapter: bool, is_plain: bool) -> str | None:
+    """Return the library that loads a model whole; None: the class of the user's own module does."""
+    if settings.pooling is not None:  # Transformers' own classifiers have other heads
+        return "sentence-transformers"
+    return "peft" if adapter else None if is_plain else "transformers"
+
+
+def convert_card(text: str, settings: TaskSettings, plain: str | None = None) -> str:
     """Turn an adapter's card into that of the model that the adapter was merged into.
 
     Args:
         text: Text of the adapter's card.
-        task: Kind of problem.
-        pooling: Pooling of a classifier on an encoder; None: it is Transformers' own.
+        settings: Settings of the model's task.
         plain: Name of the class of a module that is no Transformers model; None: it is one.
     """
-    use = _use(task, "", False, pooled=pooling) if plain is None else _describe_plain_use(plain, False)
+    use = _use(settings, "", False) if plain is None else _describe_plain_use(plain, False)
     card = ModelCard(text, ignore_metadata_errors=True)
     data = cast("ModelCardData", card.data)
-    data.library_name = "transformers"
+    data.library_name = _get_library(settings, adapter=False, is_plain=plain is not None)
     data.tags = [tag for tag in data.tags or [] if tag != "lora"]
     body = card.text.replace("A PEFT adapter for `", "A model: its adapter is merged into `", 1)
     card.text = re.sub(r"(?s)## Use\n.*?(?=\n## |\Z)", lambda _: "## Use\n\n" + use, body)
@@ -247,8 +254,10 @@ _POOLED = """```python
 from sentence_transformers import SentenceTransformer
 
 model = SentenceTransformer("FOLDER")
-logits = model.encode(["a text", "another"])  # by label, in the order of fedspan.json
+logits = model.encode({inputs})  # {outputs}
 ```
+
+Transformers' `pipeline` does not know this model's pooling and would give it a random head.
 """
 
 
@@ -262,7 +271,7 @@ similarities = model.similarity(vectors, vectors)
 """
 
 
-def _write_pooling_code(base: str, pooling: Pooling) -> str:
+def _write_pooling_code(base: str, pooling: Pooling, has_pairs: bool) -> str:
     """Write the lines that compute a pooled classifier's logits without sentence-transformers."""
     pooled = {
         "mean": "(hidden * mask).sum(1) / mask.sum(1)",
@@ -270,6 +279,7 @@ def _write_pooling_code(base: str, pooling: Pooling) -> str:
         "cls": "hidden[:, 0]",
         "last": "hidden[range(len(hidden)), mask[..., 0].sum(1) - 1]",
     }[pooling.mode]
+    texts = '["a text"], ["its second text"]' if has_pairs else '["a text"]'
     if pooling.normalize:
         pooled = f"torch.nn.functional.normalize({pooled}, dim=1)"
     return (
@@ -277,7 +287,7 @@ def _write_pooling_code(base: str, pooling: Pooling) -> str:
         "from transformers import AutoModel, AutoTokenizer\n\n"
         f'encoder = PeftModel.from_pretrained(AutoModel.from_pretrained("{base}"), "FOLDER")\n'
         f'head = load_file("FOLDER/{DENSE}/model.safetensors")\n'
-        'inputs = AutoTokenizer.from_pretrained("FOLDER")(["a text"], padding=True, return_tensors="pt")\n'
+        f'inputs = AutoTokenizer.from_pretrained("FOLDER")({texts}, padding=True, return_tensors="pt")\n'
         'hidden, mask = encoder(**inputs).last_hidden_state, inputs["attention_mask"][..., None]\n'
         f"features = {pooled}\n"
         'logits = features @ head["linear.weight"].T + head["linear.bias"]\n```\n'
@@ -287,14 +297,17 @@ def _write_pooling_code(base: str, pooling: Pooling) -> str:
 _MERGE = ".merge_and_unload()  # torch's transformer layers pass over adapters in evaluation"
 
 
-def _use(task: str, base: str, adapter: bool, *, pooled: Pooling | None = None) -> str:
-    definition = get_task(task)
+def _use(settings: TaskSettings, base: str, adapter: bool) -> str:
+    definition, pooled, has_pairs = get_task(settings.task), settings.pooling, "text_pair" in settings.columns
     if pooled is not None and (definition.is_embedding or definition.columns is None):
         return _VECTORS
-    if pooled is not None and not adapter:
-        return _POOLED
     if pooled is not None:
-        return f"{_POOLED}\nor, without sentence-transformers:\n\n{_write_pooling_code(base, pooled)}"
+        inputs = '[("a text", "its second text")]' if has_pairs else '["a text", "another"]'
+        outputs = "by label, in the order of fedspan.json" if definition.has_labels else "one number for each"
+        text = _POOLED.format(inputs=inputs, outputs=outputs)
+        if not adapter:
+            return text
+        return f"{text}\nOr, without sentence-transformers:\n\n{_write_pooling_code(base, pooled, has_pairs)}"
     if definition.columns is None:
         return (
             f"```python\nfrom peft import PeftModel\n\n# base: the model `{base}` as the clients' trainers had it\n"
@@ -306,7 +319,8 @@ def _use(task: str, base: str, adapter: bool, *, pooled: Pooling | None = None) 
     head = definition.model_head
     kind = head.auto_class
     if not adapter:
-        return f'```python\nfrom transformers import {kind}\n\nmodel = {kind}.from_pretrained("FOLDER")\n```\n'
+        own = "import fedspan.models.resnet  # has the architecture\n" if get_architecture(base) else ""
+        return f'```python\n{own}from transformers import {kind}\n\nmodel = {kind}.from_pretrained("FOLDER")\n```\n'
     images = head.has_image_inputs
     labels = "num_labels of this adapter" + (" and ignore_mismatched_sizes" if images else "")
     labels = f"  # a classifier: with {labels}" if head.is_new else ""

@@ -25,7 +25,13 @@ from fedspan.models.plain import has_name
 from fedspan.models.pooling import Pooling
 from fedspan.models.sentence_encoders import find_pooling
 from fedspan.models.sharded import is_sharded
-from fedspan.models.targets import find_buffers, find_extras, find_other_parameters, find_targets
+from fedspan.models.targets import (
+    find_buffers,
+    find_extras,
+    find_other_parameters,
+    find_targets,
+    require_peft_names,
+)
 from fedspan.runs.records import require_intact_model
 from fedspan.runs.task_setup import require_packing
 from fedspan.tasks.task import Examples, RunTask
@@ -218,6 +224,8 @@ def adapt_model(
                 "model.gradient_checkpointing", True, "false", problem=f"this model does not support it ({error})"
             ) from None
     extras = find_other_parameters(model, targets) if config.model.is_from_scratch else find_extras(model, saved)
+    if peft_config is not None:
+        require_peft_names(model, saved)
     offloaded = [path for path in extras if is_offloaded(model.get_submodule(path.rpartition(".")[0]))]
     if offloaded:
         problem = f"{offloaded[0]} trains whole, but it is offloaded"

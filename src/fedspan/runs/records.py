@@ -60,12 +60,12 @@ def read_records(run_folder: RunFolder) -> Records:
 
 
 def compute_result_digests(run_folder: RunFolder) -> dict[str, str]:
-    """Return the SHA-256 of environment.json and of every exported file, by path relative to the run folder.
+    """Return the SHA-256 of environment.json, exported files and predictions, by path relative to the run folder.
 
     Model cards are left out: their readers complete them.
     """
     exported = sorted(path for path in run_folder.adapter.rglob("*") if path.is_file() and path.name != CARD)
-    files = (run_folder.environment, *exported)
+    files = (run_folder.environment, *exported, *sorted(run_folder.predictions.glob("*.safetensors")))
     return {path.relative_to(run_folder.path).as_posix(): compute_sha256(path) for path in files}
 
 

@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -25,6 +26,7 @@ from fedspan.runs.folder import RunFolder
 from fedspan.runs.head_setup import begin_at_random
 from fedspan.runs.integrity import compute_input_digests, describe_config
 from fedspan.runs.ledger import Ledger
+from fedspan.runs.predictions import record_items
 from fedspan.runs.privacy_budget import Budget
 from fedspan.runs.selection import Selection, has_stalled
 from fedspan.runs.setup import Prepared
@@ -202,7 +204,10 @@ class Session:
         if test is not None:
             scores["clients"] = test.summarize(prepared.task.metric)
         if prepared.test is not None and not prepared.federation.method.declare_claims().personal:
-            scores["test"] = dict(prepared.evaluator.evaluate_heldout(progress, prepared.test)["global"])
+            is_start = progress.state.round == 0
+            with record_items(prepared, self.run_folder, "start") if is_start else nullcontext() as record:
+                heldout = prepared.evaluator.evaluate_heldout(progress, prepared.test, on_predictions=record)
+            scores["test"] = dict(heldout["global"])
         return scores, validation
 
     def _note_few_reports(self, metric: str) -> None:

@@ -26,6 +26,7 @@ from fedspan.runs.devices import choose_device
 from fedspan.runs.head_setup import build_head_start
 from fedspan.runs.model_setup import ModelObjects, RunModel, require_size
 from fedspan.runs.simulated_federation import build_simulated_federation
+from fedspan.runs.task_setup import collect_columns
 from fedspan.runs.trainer_setup import build_trainer
 from fedspan.tasks.settings import TaskSettings
 from fedspan.tasks.task import Examples, RunTask
@@ -158,7 +159,7 @@ def prepare(
     built, task, engine = trainer.model, trainer.task, trainer.engine
     if config.evaluation.generate and config.task_definition.require_generation is not None:
         config.task_definition.require_generation(task, built.adapted.model)
-    task_settings = replace(trainer.task_settings, label_separator=data.label_separator)
+    task_settings = replace(trainer.task_settings, columns=collect_columns(config.data, data.label_separator))
     with stages.stage("model"):
         head, notes = build_head_start(config, built)
     with stages.stage("encoding"):

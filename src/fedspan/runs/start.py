@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ from fedspan.runs.final_report import finish
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.integrity import (
     RESOLVED,
+    anchor_paths,
     format_config,
     read_config,
     require_intact,
@@ -106,7 +108,8 @@ def run(
     _require_watched_clients(config, host)
     with convert_disk_errors(Path(folder), "choose another folder"):
         RunFolder(folder).require_empty()  # before a model is loaded in vain
-    config_text, unresolved, (config, note) = format_config(config), config.model, resolve_pooling(config)
+    config_text, config = format_config(config), anchor_paths(config, os.getcwd())
+    unresolved, (config, note) = config.model, resolve_pooling(config)
     key = generate_key(config)
     # Before the folder is created: an invalid config leaves no files.
     prepared = build(config, None, key, Stages(listener.on_stage_change))

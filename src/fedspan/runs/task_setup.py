@@ -5,15 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
 from fedspan.config import RunConfig
 from fedspan.config.validation_errors import convert_validation_errors
+from fedspan.data.config import DataConfig
+from fedspan.data.dataset_defaults import fill_data_defaults
+from fedspan.data.files import IN_MEMORY
 from fedspan.errors import FedspanError
 from fedspan.models.export import BASE_DIGEST, NOTES
 from fedspan.models.pooling import Pooling
@@ -21,7 +25,22 @@ from fedspan.tasks.causal import can_attend_across_examples
 from fedspan.tasks.registry import get_task
 from fedspan.tasks.settings import TaskSettings
 
-__all__ = ["collect_task_settings", "parse_task_settings", "read_notes", "require_packing"]
+__all__ = ["collect_columns", "collect_task_settings", "parse_task_settings", "read_notes", "require_packing"]
+
+_COLUMNS = ("text", "text_pair", "image", "label", "label_columns", "label_separator", "answer", "messages", "roles")
+"""Options of the section ``data`` that describe the columns of examples."""
+_UNNAMED = ("text_pair", "label_columns", "label_separator")
+
+
+def collect_columns(data: DataConfig, label_separator: str | None) -> dict[str, Any]:
+    """Return the options that describe the columns of a run's examples.
+
+    Args:
+        data: Section ``data`` of the run.
+        label_separator: The separator of several labels in a text, as it was detected; None: there is none.
+    """
+    complete = fill_data_defaults(data).model_copy(update={"label_separator": label_separator})
+    return {name: value for name in _COLUMNS if (value := getattr(complete, name))}
 
 
 def collect_task_settings(
@@ -49,7 +68,8 @@ def collect_task_settings(
         quantization=config.model.quantization,
         image_size=config.model.image_size,
         pooling=pooling,
-        label_separator=config.data.label_separator,
+        # What has no default, and so is the user's; a run that reads examples records all (``collect_columns``).
+        columns={name: value for name in _UNNAMED if (value := getattr(data, name)) is not None},
         options=config.task_options,
     )
 
@@ -70,7 +90,7 @@ def require_packing(config: RunConfig, model: nn.Module, device: torch.device) -
 _FIELDS = {field.name for field in dataclasses.fields(TaskSettings)}
 
 
-_REQUIRED = {*_FIELDS, "base_model", "client", "kept"} - {"options", "label_separator"}  # added later
+_REQUIRED = {*_FIELDS, "base_model", "client", "kept"} - {"options"}  # added later
 
 
 def read_notes(folder: Path) -> dict[str, Any]:
@@ -131,10 +151,19 @@ def parse_task_settings(folder: Path, notes: dict[str, Any]) -> TaskSettings:
         "max_new_tokens": task_settings.max_new_tokens >= 1,
         "metric": task_settings.metric in task.metric_names,
         "answer_pattern": pattern,
-        "label_separator": task_settings.label_separator != "",
+        "columns": _has_valid_columns(task_settings.columns),
         "image_size": task_settings.image_size is None or task_settings.image_size >= 1,
     }
     for name, is_valid in checks.items():
         if not is_valid:
             raise FedspanError(f"{path}.{name}", notes[name], problem="the file was changed after fedspan wrote it")
     return task_settings
+
+
+def _has_valid_columns(columns: Mapping[str, Any]) -> bool:
+    """Check whether options describe columns as a section ``data`` does."""
+    try:
+        DataConfig.model_validate({"train": IN_MEMORY, **columns, "chat": "messages" in columns})
+    except ValidationError:
+        return False
+    return columns.keys() <= set(_COLUMNS)

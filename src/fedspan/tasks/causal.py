@@ -28,6 +28,7 @@ from fedspan.tasks.losses import (
     average_cross_entropy,
     average_cross_entropy_by_client,
     average_sums,
+    get_logits,
     select_inputs,
     upcast,
 )
@@ -242,7 +243,7 @@ class CausalLM:
 
     def compute_answer_logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return the logits (S, V) of a batch's S answer tokens, these tokens, and their examples' numbers, (S,)."""
-        logits_BTV = model(**select_inputs(batch, _ANSWERS), use_cache=False).logits
+        logits_BTV = get_logits(model(**select_inputs(batch, _ANSWERS), use_cache=False))
         labels_BT = batch["labels"][:, 1:]
         if "position_ids" in batch:
             numbers_BT = (batch["position_ids"] == 0).cumsum(1)[:, 1:] - 1

@@ -13,7 +13,10 @@ from fedspan.data.columns import LABELED_TEXTS
 from fedspan.data.config import DataConfig
 from fedspan.tasks.definition import TaskDefinition
 from fedspan.tasks.encoding import EncodedText, Ragged, collate_texts, describe_truncation, encode_texts
-from fedspan.tasks.losses import select_inputs
+from fedspan.tasks.losses import (
+    get_logits,
+    select_inputs,
+)
 from fedspan.tasks.single_label import SingleLabelClassification
 
 if TYPE_CHECKING:
@@ -53,7 +56,7 @@ class SequenceClassification(SingleLabelClassification):
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, generate: bool = False) -> Tensor:
         """Compute the logits, (examples, labels)."""
-        return model(**select_inputs(batch)).logits
+        return get_logits(model(**select_inputs(batch)))
 
     def describe_examples(self, examples: EncodedText) -> tuple[str, ...]:
         """Report how many texts fill the maximal length, and so may have been cut."""

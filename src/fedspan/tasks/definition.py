@@ -86,6 +86,7 @@ class TaskDefinition:
         postprocess: Converts the predictions of ``fedspan.predict`` to its results, one for each input. Its arguments
             are the task, the inputs and the predictions; None: results are a label with its probability, a number, or
             a readable answer.
+        label_starts: Kinds of statistics that the head of a task with ``labels`` can start from, the default last.
         loss_options: Options of ``training`` that the loss takes: those of the task's own ``loss_options``.
         require_packages: Checks that the packages are installed that score generated answers; None: they need none.
         require_generation: Checks that the task and the model can generate texts together; None: nothing is to check.
@@ -115,6 +116,7 @@ class TaskDefinition:
     infer_columns: Callable[[datasets.Dataset, Mapping[str, str | None]], InferredColumns | None] | None = None
     preprocess: Callable[[TaskSettings, Sequence[Any]], datasets.Dataset] | None = None
     postprocess: Callable[[Any, Sequence[Any], Tensor], list[Any]] | None = None
+    label_starts: tuple[str, ...] = ()
     loss_options: tuple[LossOption, ...] = ()
     require_packages: Callable[[], None] | None = None
     require_generation: Callable[[Any, Any], None] | None = None
@@ -161,7 +163,8 @@ class TaskDefinition:
     @property
     def head_inits(self) -> tuple[str, ...]:
         """Kinds of statistics that the head can start from (``model.head_init``), the default last."""
-        return {"label": ("class-means", "lda"), "number": ("least-squares",)}.get(self.target_type, ())
+        starts = {"label": ("class-means", "lda"), "number": ("least-squares",), "labels": self.label_starts}
+        return starts.get(self.target_type, ())
 
     def parse_options(self, values: Mapping[str, Any], field: str = "task_options") -> Any:
         """Return the task's options as its dataclass; None if it has none.

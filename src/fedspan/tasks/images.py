@@ -24,6 +24,7 @@ from fedspan.errors import FedspanError
 from fedspan.tasks.augmentation import ImageOptions, augment
 from fedspan.tasks.definition import TaskDefinition
 from fedspan.tasks.encoding import require_processor
+from fedspan.tasks.losses import get_logits
 from fedspan.tasks.single_label import SingleLabelClassification
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ class ImageClassification(SingleLabelClassification):
         """
         pixels = batch["pixel_values"]
         with _convert_size_error(batch) if model.training else nullcontext():
-            return model(pixel_values=pixels.to(getattr(model, "dtype", pixels.dtype))).logits
+            return get_logits(model(pixel_values=pixels.to(getattr(model, "dtype", pixels.dtype))))
 
     def describe_examples(self, examples: EncodedImages) -> tuple[str, ...]:
         """Return no notes: no image is cut."""

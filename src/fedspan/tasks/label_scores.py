@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["compute_f1", "compute_matthews", "count_labels"]
+__all__ = ["LABEL_METRICS", "compute_f1", "compute_matthews", "count_labels", "score_labels"]
+
+LABEL_METRICS = ("accuracy", "macro_f1", "f1", "matthews")
+"""Metrics of ``score_labels``."""
 
 
 def count_labels(targets: np.ndarray, predicted: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -49,3 +52,14 @@ def compute_matthews(true_K: np.ndarray, predicted_K: np.ndarray, correct_K: np.
     covariance = correct_K.sum() * true_K.sum() - true_K @ predicted_K
     variances = (squared - predicted_K @ predicted_K) * (squared - true_K @ true_K)
     return float(covariance / np.sqrt(variances)) if variances > 0 else 0.0
+
+
+def score_labels(metric: str, targets: np.ndarray, predicted: np.ndarray) -> float:
+    """Compute one of ``LABEL_METRICS`` of one label for each example; ``f1`` is that of the second of two labels."""
+    if metric == "accuracy":
+        return float((targets == predicted).mean())
+    true_K, predicted_K, correct_K = count_labels(targets, predicted, int(max(targets.max(), predicted.max(), 1)) + 1)
+    if metric == "matthews":
+        return compute_matthews(true_K, predicted_K, correct_K)
+    f1_K = compute_f1(true_K, predicted_K, correct_K)
+    return float(f1_K[1] if metric == "f1" else f1_K[true_K + predicted_K > 0].mean())

@@ -7,11 +7,13 @@ clients.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from fedspan.errors import FedspanError
 
 __all__ = [
     "CLASS_OPTIONS",
@@ -24,6 +26,7 @@ __all__ = [
     "average_cross_entropy_by_client",
     "average_sums",
     "compute_cross_entropies",
+    "get_logits",
     "get_smoothing",
     "select_inputs",
     "upcast",
@@ -40,6 +43,19 @@ CLASS_WEIGHTS = "class_weights"
 """Key of the class weights of a training batch's examples, each those of its client, (B, K)."""
 OFFSETS = "logit_offsets"
 """Key of a training batch's terms that are added to the logits before the cross-entropy, (B, K)."""
+
+
+def get_logits(output: Any) -> Tensor:
+    """Return the logits in a model's output: its ``logits``, or the output itself of a plain module.
+
+    Raises:
+        FedspanError: If it is neither.
+    """
+    logits = getattr(output, "logits", output)
+    if not isinstance(logits, Tensor):
+        problem = f"its forward returns {type(output).__name__}"
+        raise FedspanError("model", type(output).__name__, "a tensor, or an object with logits", problem=problem)
+    return logits
 
 
 def upcast(values: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ from fedspan.tasks.losses import (
     average_cross_entropy,
     average_cross_entropy_by_client,
     average_sums,
+    get_logits,
     select_inputs,
     upcast,
 )
@@ -214,7 +215,7 @@ class MaskedLanguageModel:
 
     def _compute_logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return the logits (S, V) of the predicted tokens, these tokens, and their texts' numbers, (S,)."""
-        logits_BTV = model(**select_inputs(batch, _COUNTS)).logits
+        logits_BTV = get_logits(model(**select_inputs(batch, _COUNTS)))
         # A mask as index would make the host wait for a GPU, which alone knows how many tokens it selects.
         predicted_BT = batch["labels"] != IGNORED
         positions_S = torch.nonzero_static(predicted_BT.flatten(), size=int(batch[_COUNTS].sum()))[:, 0]

@@ -1,8 +1,7 @@
 """Multi-label classification: any number of labels for a text or a pair of texts, each decided on its own.
 
 The loss is the binary cross-entropy of all labels, as in Transformers' ``problem_type="multi_label_classification"``.
-The head has no start from statistics: class means and LDA need one class for each example. Shapes: B examples,
-C clients of a pass, K labels.
+The head starts from statistics of each label (``core.heads``). Shapes: B examples, C clients of a pass, K labels.
 """
 
 from __future__ import annotations
@@ -27,7 +26,15 @@ from fedspan.tasks.bounded_losses import compute_guess_bound
 from fedspan.tasks.definition import InferredColumns, TaskDefinition
 from fedspan.tasks.encoding import EncodedText, Ragged, collate_texts, describe_truncation, encode_texts
 from fedspan.tasks.label_scores import compute_f1
-from fedspan.tasks.losses import CLASS_WEIGHTS, LossOption, average_by_client, get_smoothing, select_inputs, upcast
+from fedspan.tasks.losses import (
+    CLASS_WEIGHTS,
+    LossOption,
+    average_by_client,
+    get_logits,
+    get_smoothing,
+    select_inputs,
+    upcast,
+)
 from fedspan.tasks.metrics import Metric
 
 if TYPE_CHECKING:
@@ -112,10 +119,10 @@ class MultiLabelClassification:
 
     def collate(self, examples: LabeledTexts, indices: Sequence[int], device: torch.device) -> dict[str, Tensor]:
         """Collate examples, padded to the longest of them; ``labels`` are 0 or 1 in float32, (B, K)."""
-        labels_BK = torch.from_numpy(self._encode_labels(examples, indices)).float()
+        labels_BK = torch.from_numpy(self.encode_labels(examples, indices)).float()
         return {**collate_texts(self.tokenizer, examples.text, indices, device), "labels": to_device(labels_BK, device)}
 
-    def _encode_labels(self, examples: LabeledTexts, indices: Sequence[int]) -> np.ndarray:
+    def encode_labels(self, examples: LabeledTexts, indices: Sequence[int]) -> np.ndarray:
         """Return 1 where an example has a label, else 0; uint8, (examples, K)."""
         indicators = np.zeros((len(indices), len(self.labels)), np.uint8)
         for row, index in enumerate(indices):
@@ -149,14 +156,14 @@ class MultiLabelClassification:
             examples: The data set.
             indices: The client's examples, (examples,).
         """
-        counts_K = self._encode_labels(examples, indices.tolist()).sum(0)
+        counts_K = self.encode_labels(examples, indices.tolist()).sum(0)
         return torch.from_numpy(
             np.where(counts_K > 0, (len(indices) - counts_K) / np.maximum(counts_K, 1), 1.0)
         ).float()
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, generate: bool = False) -> Tensor:
         """Compute the logits, (B, K)."""
-        return model(**select_inputs(batch)).logits
+        return get_logits(model(**select_inputs(batch)))
 
     def compute_metrics(self, predictions: Tensor, examples: LabeledTexts, indices: Sequence[int]) -> dict[str, float]:
         """Compute ``loss``, ``micro_f1``, ``macro_f1`` and ``subset_accuracy``, as scikit-learn does.
@@ -164,7 +171,7 @@ class MultiLabelClassification:
         Macro-F1 is the mean over all labels of the model; it is 0 of a label that is neither predicted nor true.
         Subset accuracy is the share of examples whose labels are all right.
         """
-        targets = self._encode_labels(examples, indices)
+        targets = self.encode_labels(examples, indices)
         predicted = self._predict_labels(predictions).numpy().astype(np.uint8)
         counts_K = targets.sum(0), predicted.sum(0), (targets & predicted).sum(0)
         loss = F.binary_cross_entropy_with_logits(predictions.float(), torch.from_numpy(targets).float())
@@ -184,7 +191,7 @@ class MultiLabelClassification:
         self, predictions: Tensor, examples: LabeledTexts, indices: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
         """``BoundsExamples.compute_example_losses``: the mean over an example's labels, with equal weights."""
-        targets_BK = torch.from_numpy(self._encode_labels(examples, indices)).float()
+        targets_BK = torch.from_numpy(self.encode_labels(examples, indices)).float()
         losses_B = F.binary_cross_entropy_with_logits(predictions.float(), targets_BK, reduction="none").mean(1)
         return losses_B, torch.ones_like(losses_B)
 
@@ -202,7 +209,7 @@ class MultiLabelClassification:
 
     def decode_targets(self, examples: LabeledTexts, indices: Sequence[int]) -> list[str]:
         """Return the true labels of each example, in the form of ``decode_predictions``."""
-        return [self._format_labels(row) for row in self._encode_labels(examples, indices).tolist()]
+        return [self._format_labels(row) for row in self.encode_labels(examples, indices).tolist()]
 
     def _format_labels(self, decisions: Sequence[int]) -> str:
         return ", ".join(label for label, decision in zip(self.labels, decisions, strict=True) if decision)
@@ -335,6 +342,7 @@ MULTI_LABEL_CLASSIFICATION = TaskDefinition(
         read=_read, get_required_columns=_require, get_label_column=lambda config: None, is_multi_label=True
     ),
     can_pool=True,
+    label_starts=("by-label",),
     peft_task_type="SEQ_CLS",
     options=MultiLabelOptions,
     default_model=("builtin:all-minilm-l6-v2", "[query, value]"),

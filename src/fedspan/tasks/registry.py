@@ -28,7 +28,7 @@ from fedspan.tasks.text_embedding import TEXT_EMBEDDING
 from fedspan.tasks.token_classification import TOKEN_CLASSIFICATION
 from fedspan.tasks.trainer import TRAINER
 
-__all__ = ["BUILT_IN", "ENTRY_POINTS", "TASKS", "get_task", "is_installed", "register_task"]
+__all__ = ["BUILT_IN", "ENTRY_POINTS", "TASKS", "get_task", "is_installed", "list_tasks", "register_task"]
 
 ENTRY_POINTS = "fedspan.tasks"
 """Group of the entry points."""
@@ -144,6 +144,11 @@ def get_task(name: str, field: str = "task") -> TaskDefinition:
         problem = f"no task is named {name!r}. {hint} {_OWN}"
         raise FedspanError(field, name, problem=problem)
     return _tasks[name]
+
+
+def list_tasks() -> tuple[TaskDefinition, ...]:
+    """Return fedspan's tasks, and those that were registered in this process or loaded from installed packages."""
+    return tuple(_tasks.values())
 
 
 def is_installed(name: str) -> bool:

@@ -16,7 +16,12 @@ from fedspan.data.columns import ColumnReader, ReadColumns, TaskColumns, read_te
 from fedspan.data.config import DataConfig
 from fedspan.tasks.definition import TaskDefinition
 from fedspan.tasks.encoding import EncodedText, Ragged, collate_texts, describe_truncation, encode_texts
-from fedspan.tasks.losses import average_by_client, upcast
+from fedspan.tasks.losses import (
+    average_by_client,
+    get_logits,
+    select_inputs,
+    upcast,
+)
 from fedspan.tasks.metrics import drop_undefined
 
 if TYPE_CHECKING:
@@ -65,7 +70,7 @@ class Regression:
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, generate: bool = False) -> Tensor:
         """Predict the numbers, (examples, 1)."""
-        return model(**{key: value for key, value in batch.items() if key != "labels"}).logits
+        return get_logits(model(**select_inputs(batch)))
 
     def compute_metrics(self, predictions: Tensor, examples: EncodedText, indices: Sequence[int]) -> dict[str, float]:
         """Compute ``loss`` (mean squared error), ``pearson``, ``spearman``.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from fedspan.models.pooling import Pooling
 from fedspan.models.quantized import Quantization
@@ -28,7 +29,8 @@ class TaskSettings:
         quantization: Quantization of the base in training and use.
         image_size: Rows and columns that images are resized to; None: the setting of the model's processor.
         pooling: Pooling of an encoder's hidden states; None: Transformers' own classifier.
-        label_separator: Separator of several labels in a text of the training data; None: there was none.
+        columns: Options of the section ``data`` that name the columns of the training data, and the separator of
+            several labels in a text. Empty for a deployment, whose owners name their columns.
         options: The task's own options (``TaskDefinition.options``) that the config sets.
     """
 
@@ -44,5 +46,5 @@ class TaskSettings:
     quantization: Quantization | None = None
     image_size: int | None = None
     pooling: Pooling | None = None
-    label_separator: str | None = None
+    columns: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, str | bool | int | float | None] = field(default_factory=dict)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from fedspan.errors import FedspanError
 if TYPE_CHECKING:
     import datasets
 
-__all__ = ["Examples", "RunTask", "Task", "get_labels"]
+__all__ = ["Examples", "LabelsWords", "RunTask", "Task", "get_head_targets", "get_labels"]
 
 
 class Examples(Protocol):
@@ -82,6 +82,41 @@ class RunTask(Task, Protocol):
     def decode_targets(self, examples: Any, indices: Sequence[int]) -> list[str]:
         """Return the true targets of examples as texts, in the form of ``decode_predictions``."""
         ...
+
+
+@runtime_checkable
+class LabelsWords(Protocol):
+    """A task with a label for each word, whose features are those of words."""
+
+    def list_classes(self, examples: Any, indices: np.ndarray) -> np.ndarray:
+        """Return the labels of the words of some examples, one example after another, int64, (words,)."""
+        ...
+
+    def select_words(self, values_BTD: Tensor, batch: Mapping[str, Tensor]) -> list[Tensor]:
+        """Return the values of each example's labeled words, (words, D), from those of all tokens of a batch."""
+        ...
+
+
+@runtime_checkable
+class _HasIndicators(Protocol):
+    def encode_labels(self, examples: Any, indices: Sequence[int]) -> np.ndarray: ...
+
+
+def get_head_targets(task: Task, examples: Any, indices: np.ndarray) -> np.ndarray:
+    """Return what the outputs of a head are fitted to, for statistics of its features.
+
+    Returns:
+        The label or number of each example, (examples,); of a task that labels words, that of each word, (words,); of
+        one with any number of labels, 1 where an example has it, (examples, labels).
+
+    Raises:
+        FedspanError: If the examples of a task of the user's own have no ``labels``.
+    """
+    if isinstance(task, LabelsWords):
+        return task.list_classes(examples, indices)
+    if isinstance(task, _HasIndicators):
+        return task.encode_labels(examples, indices.tolist())
+    return get_labels(examples, indices)
 
 
 def get_labels(examples: Any, indices: np.ndarray) -> np.ndarray:

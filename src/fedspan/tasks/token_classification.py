@@ -34,6 +34,7 @@ from fedspan.tasks.losses import (
     average_cross_entropy,
     average_cross_entropy_by_client,
     average_sums,
+    get_logits,
     select_inputs,
     upcast,
 )
@@ -169,6 +170,10 @@ class TokenClassification:
         labels = examples.labels.pad(indices.tolist(), -1)
         return np.take_along_axis(labels, np.maximum(words, 0), axis=1)[words >= 0]
 
+    def select_words(self, values_BTD: Tensor, batch: Mapping[str, Tensor]) -> list[Tensor]:
+        """Return the values of the first pieces of each sentence's words, (words, D)."""
+        return [values[words >= 0] for values, words in zip(values_BTD, batch[_WORDS], strict=True)]
+
     def compute_loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Compute the mean cross-entropy of the batch's words, in float32 or better."""
         logits_SK, targets_S, positions_S = self._compute_logits(model, batch)
@@ -182,7 +187,7 @@ class TokenClassification:
 
     def _compute_logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return the logits (S, K) of the labeled pieces, their labels, and their positions in (B, T), (S,)."""
-        logits_BTK = model(**select_inputs(batch, _WORDS, _COUNTS)).logits
+        logits_BTK = get_logits(model(**select_inputs(batch, _WORDS, _COUNTS)))
         # A mask as index would make the host wait for a GPU, which alone knows how many pieces it selects.
         labeled = (batch[_WORDS] >= 0).flatten()
         positions_S = torch.nonzero_static(labeled, size=int(batch[_COUNTS].sum()))[:, 0]
@@ -437,6 +442,7 @@ TOKEN_CLASSIFICATION = TaskDefinition(
             (_get_tag_column(config),),
         ],
         find_valid_rows=_find_valid_rows,
+        get_example_column=lambda config: config.roles.get("tokens", "tokens"),
         get_joined_columns=lambda config: (),
         get_label_column=lambda config: None,
         roles=("tokens", "tags"),
@@ -444,6 +450,7 @@ TOKEN_CLASSIFICATION = TaskDefinition(
     ),
     peft_task_type="TOKEN_CLS",
     loss_options=TokenClassification.loss_options,
+    label_starts=("class-means", "lda"),
     default_model=("builtin:all-minilm-l6-v2", "[query, value]"),
     lr=3e-3,
     summary_metrics=("entity_precision", "entity_recall"),

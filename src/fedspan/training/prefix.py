@@ -24,6 +24,7 @@ from fedspan.models.adapted import AdaptedModel
 from fedspan.models.calls import enter_evaluation
 from fedspan.models.offload import is_offloaded
 from fedspan.models.prefix import FrozenPrefix, NoPrefix, list_live_modules
+from fedspan.tasks.losses import get_logits
 from fedspan.tasks.task import Examples, Task
 from fedspan.training.batching import split_evaluation_batches
 from fedspan.training.jobs import PrefixSettings
@@ -230,7 +231,7 @@ class PrefixCache:
         """Return the model's logits in a forward pass; logits by token without those of padding."""
         outputs: list[Tensor] = []
         model = self.adapted.model
-        handle = model.register_forward_hook(lambda _, __, output: outputs.append(output.logits))
+        handle = model.register_forward_hook(lambda _, __, output: outputs.append(get_logits(output)))
         try:
             self.task.compute_loss(model, batch)  # pyright: ignore[reportArgumentType]
         finally:

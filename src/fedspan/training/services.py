@@ -22,7 +22,7 @@ from fedspan.models.head import FeatureTap, NoOutputLayer, OutputLayer, find_out
 from fedspan.tasks.bounded_losses import bound_loss
 from fedspan.tasks.losses import CLASS_OPTIONS, CLASS_WEIGHTS, OFFSETS, SMOOTHING
 from fedspan.tasks.single_label import compute_class_offsets, compute_class_weights
-from fedspan.tasks.task import Examples, Task, get_labels
+from fedspan.tasks.task import Examples, LabelsWords, Task, get_labels
 from fedspan.training.batching import Padding, split_evaluation_batches
 from fedspan.training.features import FeatureStore, trains_output_layer
 from fedspan.training.jobs import Assignment, PrefixSettings, TrainingSettings
@@ -292,7 +292,7 @@ class TrainingServices:
         for name, mask in job.masks.items():
             if name in gradients:
                 gradients[name] = gradients[name] * mask.to(gradients[name])
-        if self.settings.max_grad_norm and clipping:
+        if self.settings.max_grad_norm and clipping and job.clips:
             clip(gradients, self.settings.max_grad_norm)
         gradients = smooth_groups(job.trainable, gradients)
         for name in names:
@@ -369,7 +369,10 @@ class TrainingServices:
                 batch = self.task.collate(examples, indices.tolist(), adapted.device)
                 with nullcontext() if generate else self.prefixes.feed(examples, indices.tolist()):
                     outputs = self.task.predict(adapted.model, batch, generate=generate)
-                outputs = (outputs if tap is None else tap.take(outputs)).float().cpu()
+                if tap is not None and isinstance(self.task, LabelsWords):
+                    outputs = [row.cpu() for row in self.task.select_words(tap.features, batch)]
+                else:
+                    outputs = (outputs if tap is None else tap.take(outputs)).float().cpu()
                 rows.update(zip(indices.tolist(), outputs, strict=True))
                 self.stages.advance("evaluation" if tap is None else "statistics", len(indices))
         return rows
@@ -380,7 +383,7 @@ class TrainingServices:
         rows = self.compute_rows(
             job, examples, batches, tap=FeatureTap(self.adapted.model, find_output_layer(self.adapted))
         )
-        return torch.stack([rows[index] for index in indices.tolist()])
+        return torch.cat([rows[index].reshape(-1, rows[index].shape[-1]) for index in indices.tolist()])
 
 
 def draw_dropout_mask(shape: Sequence[int], rate: float, *key: int | str) -> Tensor:

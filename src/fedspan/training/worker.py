@@ -252,7 +252,7 @@ class Worker:
         if mask is not None:
             gradients = gradients * mask
         gradients = layout.drop_inactive(gradients, step)
-        if settings.max_grad_norm:
+        if settings.max_grad_norm and group[0].assignment.job.clips:
             gradients = clip_rows(gradients, settings.max_grad_norm)
         gradients = layout.smooth(gradients)
         offsets = [slot.offset for slot in group if slot.offset is not None]

@@ -62,7 +62,7 @@ FILES = [
     Mistake("The folder does not exist.", "data.train", _load(train="no/such/train.csv")),
     Mistake("The test file is misspelt.", "data.test", _load(test="tset.csv")),
     Mistake("No file matches the path with braces.", "data.train", _load(train="{site}/train.csv")),
-    Mistake("The files of two data owners have different columns.", "data.train", _data_owners),
+    Mistake("The file of one of two data owners has no column of labels.", "data.label", _data_owners),
     Mistake("The name is too long for the file system.", "data.train", _load(train=LONG_NAME + ".csv")),
     Mistake("The home folder of an unknown user.", "data.train", _load(train="~nobodyx/train.csv")),
     Mistake("A file format that is not supported.", "data.train", _load("x", name="train.docx")),

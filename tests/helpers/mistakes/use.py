@@ -125,9 +125,8 @@ USING = [
         "The base model no longer exists.", "model.name", _notes(base_model="nobody/nothing"), "cannot be loaded ("
     ),
     Mistake("`fedspan predict RUN` without texts.", "TEXT", _cli()),
-    Mistake("`--pairs` with a text without a tab.", "--pairs", _cli("one text", pairs=True)),
     Mistake("`--file` does not exist.", "--file", _cli(file=Path("no.txt"))),
-    Mistake("`--file` is in Latin-1.", "--file", _file(b"\xe9"), "in UTF-8 ("),
+    Mistake("`--file` holds no text but bytes.", "--file", _file(b"\x00\x01\x02"), "a readable text file ("),
     Mistake("`--file` holds no text.", "--file", _file("\n\n")),
 ]
 EXPORT = [
