@@ -46,8 +46,8 @@ from starlette.types import Receive, Scope, Send
 
 from fedspan.errors import escape_controls
 from fedspan.transports.http.connections import CONNECTIONS, Connections
+from fedspan.transports.http.identities import verify_join
 from fedspan.transports.http.limits import Bucket, RequestLimits, Sender
-from fedspan.transports.http.signing import verify_join
 from fedspan.transports.http.store import Order, Store
 from fedspan.transports.http.wire import CHUNK, PROTOCOLS, parse_range
 

@@ -15,7 +15,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from fedspan.errors import FedspanError
-from fedspan.transports.http.signing import NodeSigner, UnsignedSigner, sign_join
+from fedspan.transports.http.identities import sign_join
+from fedspan.transports.http.signing import NodeSigner, UnsignedSigner
 from fedspan.transports.http.transfers import Bandwidth, Pacer, TransferProgress
 from fedspan.transports.http.wire import CHUNK, POLL_SECONDS, PROTOCOLS, NodeWork
 
@@ -148,7 +149,8 @@ class NodeConnection:
             headers["fedspan-key"] = " ".join(public.decode().split()[:2])
             offer = self._request("POST", "join", headers).json()
             challenge, sealing = str(offer["challenge"]), signer.sign_sealing_key()
-            signature = sign_join(signer, challenge.encode(), bytes.fromhex(str(offer["server"])), sealing)
+            server = bytes.fromhex(str(offer["server"]))
+            signature = sign_join(signer.key, signer.order_keys, challenge.encode(), server, sealing)
             headers["fedspan-challenge"] = challenge
             headers["fedspan-sealing"] = base64.b64encode(sealing).decode()
             headers["fedspan-signature"] = base64.b64encode(signature).decode()
