@@ -67,7 +67,7 @@ def test_a_deployment_gives_the_plain_adapter_and_a_node_that_is_killed_costs_no
         assert "limits.secure_only" in done.stdout + done.stderr
 
         # Between the shares and the vector: while it trains, a node goes; back, it gets its order again.
-        values["training"] = {**values["training"], "local_steps": 1500}
+        values["training"] = {**values["training"], "local_steps": 600}
         config.write_text(yaml.safe_dump(values))
         run = tmp_path / "killed"
         process = submitted(made, config, run)

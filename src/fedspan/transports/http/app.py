@@ -55,6 +55,8 @@ __all__ = ["Server"]
 
 _SMALL = 2**14
 """Maximum size of a request of a node without a part of a reply, in bytes."""
+_PIECE = 2**16
+"""Size in bytes of the pieces in which an answer is sent."""
 _RUN_BYTES = 2**26
 """Maximum size of a request of the operator, in bytes."""
 _CHALLENGE_SECONDS = 60.0
@@ -185,11 +187,17 @@ class Server:
         seconds = self.limits.body_seconds
 
         async def send_in_time(message: Any) -> None:
+            body = message.get("body", b"")
             try:
-                async with asyncio.timeout(seconds + len(message.get("body", b"")) / self.limits.slowest):
-                    await send(message)
+                async with asyncio.timeout(seconds + len(body) / self.limits.slowest):
+                    for start in range(0, len(body), _PIECE):  # each waits until the one before it was read
+                        piece = {**message, "body": body[start : start + _PIECE], "more_body": True}
+                        async with asyncio.timeout(seconds):
+                            await send(piece)
+                    await send({**message, "body": b""} if body else message)
             except TimeoutError:
                 self.connections.abort(scope.get("client"))
+                await asyncio.sleep(0.1)  # it is closed then, and uvicorn's log has no line about it
 
         await self._app(scope, receive, send_in_time)
 
@@ -202,14 +210,14 @@ class Server:
     async def _end_left_runs(self) -> None:
         """End the runs whose process is gone, and forget sessions of nodes that are gone for long."""
         while True:
-            await asyncio.sleep(5)
+            await asyncio.sleep(self.limits.sweep)
             now = time.monotonic()
             for run, state in list(self._runs.items()):
                 if now - state.seen > self.limits.lease:
                     log.info("run %s: its process is gone", run)
                     self._forget_run(run)
             for token, session in list(self._sessions.items()):
-                if not session.polls and now - session.seen > 86400:
+                if not session.polls and now - session.seen > self.limits.forgotten:
                     self._drop_session(token, session)
 
     def _guard(self, handler: Handler) -> Handler:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import base64
-import secrets
 import ssl
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -132,7 +132,8 @@ class NodeConnection:
         self.sent = TransferProgress("reply sent", on_progress)
         self.received = TransferProgress("order received", on_progress)
         self.node, self.session = 0, ""
-        self._incoming: _Incoming | None = None
+        self.incoming: _Incoming | None = None
+        """The order that has arrived in part, which another connection may continue."""
 
     def join(self) -> None:
         """Join the server, with a signature of its challenge.
@@ -169,17 +170,18 @@ class NodeConnection:
                 return None
             headers = response.headers
             id, total = str(headers["fedspan-order"]), int(headers["fedspan-bytes"])
-            if self._incoming is None or self._incoming.id != id:
-                self._incoming = _Incoming(id, bytearray(), total, int(headers["fedspan-reply"]))
-            incoming = self._incoming
+            if self.incoming is None or self.incoming.id != id:
+                self.incoming = _Incoming(id, bytearray(), total, int(headers["fedspan-reply"]))
+            incoming = self.incoming
             self.received.begin(total)
             if total <= self.link.limit and not incoming.data:
-                self._receive(response, incoming.data, CHUNK)
+                with suppress(httpx.TransportError):  # the rest is fetched as further parts are
+                    self._receive(response, incoming.data, CHUNK)
         if total > self.link.limit:
             return id, incoming.reply_bytes, None
         while len(incoming.data) < total:
             self._persist(lambda: self._fetch_part(f"order/{id}", incoming.data), lambda: len(incoming.data))
-        self._incoming = None
+        self.incoming = None
         return id, incoming.reply_bytes, bytes(incoming.data)
 
     def _fetch_part(self, path: str, data: bytearray) -> None:
@@ -194,14 +196,20 @@ class NodeConnection:
             self.received.show(len(data))
             self._down.wait(len(block))
 
-    def send_reply(self, id: str, message: bytes) -> None:
+    def send_reply(self, id: str, message: bytes, upload: str, *, is_continued: bool = False) -> None:
         """Send the reply to an order, in parts; a part that a broken connection has cut is continued.
+
+        Args:
+            id: Id of the order.
+            message: The reply.
+            upload: Name of the reply, of 32 hexadecimal digits.
+            is_continued: Whether it was sent before, of which a part may have arrived.
 
         Raises:
             RefusedError: If the server does not take it, because the run has ended.
             httpx.HTTPError: If the connection is lost.
         """
-        upload, offset = secrets.token_hex(16), 0
+        offset = 0
         self.sent.begin(len(message))
         while True:
 
@@ -215,13 +223,16 @@ class NodeConnection:
             def find() -> int:
                 return int(self._request("GET", f"order/{id}/reply", query={"upload": upload}).json()["bytes"])
 
-            offset = self._send_part(send, find, offset)
+            offset = self._send_part(send, find, offset, is_lost=is_continued)
+            is_continued = False
             if offset >= len(message):
                 return
 
-    def _send_part(self, send: Callable[[int], int], find: Callable[[], int], offset: int) -> int:
+    def _send_part(
+        self, send: Callable[[int], int], find: Callable[[], int], offset: int, *, is_lost: bool = False
+    ) -> int:
         """Send a part of a reply from an offset on, and return how many bytes have arrived."""
-        left, pause, is_lost = _RETRIES, _PAUSE, False
+        left, pause = _RETRIES, _PAUSE
         while True:
             try:
                 if is_lost:
