@@ -24,15 +24,14 @@ from fedspan.deployment.handshake import Invitation
 from fedspan.deployment.health import Heartbeat
 from fedspan.errors import FedspanError
 from fedspan.training.stages import Stages
+from fedspan.transports.http import node as nodes
+from fedspan.transports.http import reachability
+from fedspan.transports.http.keys import renew_authority
 from fedspan.transports.http.server import prepare_folder
 from helpers import tiny
 from helpers.command_line import get_program
 from helpers.node_service import values
 from helpers.refusals import refused
-
-from fedspan.transports.http import node as nodes
-from fedspan.transports.http import reachability
-from fedspan.transports.http.keys import renew_authority
 
 
 @pytest.fixture

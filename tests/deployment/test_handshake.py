@@ -18,11 +18,10 @@ from fedspan.federation.protocol import Envelope
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.remote import build_server_clients, prepare_server
 from fedspan.runs.train import run
-from helpers import tiny
-from helpers.node_service import CLIENT, introduced, invitation, node, values
-
 from fedspan.transports.http import admissions, transport
 from fedspan.transports.http import server as servers
+from helpers import tiny
+from helpers.node_service import CLIENT, introduced, invitation, node, values
 
 Meet = Callable[..., tuple[Any, list[str]]]
 WAITING = "`limits.approve`: the node's operator has to approve job 3f9c first"

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fedspan.transports.flower.server import WORK, Node
+
 from fedspan.deployment.status import store_named_run
 from fedspan.errors import FedspanError
 from fedspan.monitoring.run_monitor import MAX_CLIENTS, clean_text
 from fedspan.monitoring.server_monitor import INTERVAL, ServerMonitor
-from fedspan.transports.flower.server import WORK, Node
 from helpers.clock import Clock
 from helpers.written_run import HOSTILE, PretendRun
 

@@ -40,20 +40,23 @@ def get_port(server: TestServer) -> int:
 
 def test_an_order_and_its_reply_over_a_link_that_breaks_are_sent_once(server: TestServer) -> None:
     body, message = os.urandom(SIZE), os.urandom(SIZE)
-    with SlowLink(get_port(server), RATE, CUT_AFTER, is_cut=False) as link, join(f"127.0.0.1:{link.port}") as node:
-        with attach(server.link, SIZE) as run:
-            id = send_order(run, node.node, Envelope("{}", body), SIZE)
-            link.cutting.set()
-            order = node.take_order()
-            assert UnsignedSigner().open_order(order[2], node.node).envelope == Envelope("{}", body)
-            assert link.cuts >= 2
-            assert link.received < MOST * SIZE
-            cuts = link.cuts
-            node.send_reply(id, message, UPLOAD)
-            assert link.cuts >= cuts + 2
-            assert link.up < MOST * SIZE
-            (taken,) = run.take_replies([id])
-            assert taken.message == message
+    with (
+        SlowLink(get_port(server), RATE, CUT_AFTER, is_cut=False) as link,
+        join(f"127.0.0.1:{link.port}") as node,
+        attach(server.link, SIZE) as run,
+    ):
+        id = send_order(run, node.node, Envelope("{}", body), SIZE)
+        link.cutting.set()
+        order = node.take_order()
+        assert UnsignedSigner().open_order(order[2], node.node).envelope == Envelope("{}", body)
+        assert link.cuts >= 2
+        assert link.received < MOST * SIZE
+        cuts = link.cuts
+        node.send_reply(id, message, UPLOAD)
+        assert link.cuts >= cuts + 2
+        assert link.up < MOST * SIZE
+        (taken,) = run.take_replies([id])
+        assert taken.message == message
 
 
 def test_transfers_are_continued_over_another_connection(server: TestServer, monkeypatch: pytest.MonkeyPatch) -> None:
