@@ -145,7 +145,7 @@ class Proxy:
 async def main(kind: str, port: str, *files: str) -> None:
     proxy = Proxy(kind, int(port), list(files))
     context = proxy.create_context() if kind == "terminate" else None
-    server = await asyncio.start_server(proxy.serve, "127.0.0.1", 0, ssl=context)
+    server = await asyncio.start_server(proxy.serve, "0.0.0.0", 0, ssl=context)
     print(server.sockets[0].getsockname()[1], flush=True)
     await server.serve_forever()
 

@@ -1,6 +1,8 @@
-"""Nodes behind proxies, and servers behind them: processes that relay, terminate or inspect TLS."""
+"""How a node reaches a server: its certificate, and proxies as processes that relay, terminate or inspect TLS."""
 
 import os
+import socket
+import ssl
 import threading
 import time
 from collections.abc import Generator, Iterator
@@ -21,7 +23,7 @@ from fedspan.transports.http.reachability import check_server
 from fedspan.transports.http.server import ServerLink, prepare_folder
 from fedspan.transports.http.signing import ServerSigner
 from fedspan.transports.http.transport import ServerTransport
-from helpers.http_server import TestServer, free_port
+from helpers.http_server import TestServer, free_port, serve_here
 from helpers.proxies import RunningProxy, run_proxy
 from helpers.reply_transport import exchanged
 
@@ -68,6 +70,49 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     (id,) = read_admissions(link)
     with TestServer(link):
         yield Scene(link, Link(link.address, link.authority, load_node_key(folder / "node.key")[0], 2**24), id)
+
+
+def test_a_server_is_reached_by_a_certificate_of_its_authority_for_its_address(scene: Scene, tmp_path: Path) -> None:
+    assert f"is reached, with a certificate of {scene.link.authority}" in check_server(scene.link)
+    make_authority(tmp_path / "other", [])
+    with pytest.raises(FedspanError, match="is not signed by the authority in"):
+        check_server(scene.link._replace(authority=tmp_path / "other" / "ca.crt"))
+    with (
+        run_proxy("pass", scene.port, tmp_path) as proxy,
+        pytest.raises(FedspanError, match=r"is not valid for 127\.0\.0\.2"),
+    ):
+        check_server(scene.link._replace(address=f"127.0.0.2:{proxy.port}"))
+
+
+def test_certificates_hold_under_strict_rules(scene: Scene) -> None:
+    """Python 3.13 sets this flag for every default context."""
+    context = ssl.create_default_context(cafile=str(scene.link.authority))
+    context.verify_flags |= ssl.VERIFY_X509_STRICT
+    with (
+        socket.create_connection(("127.0.0.1", scene.port), 5) as connection,
+        context.wrap_socket(connection, server_hostname="127.0.0.1") as encrypted,
+    ):
+        assert encrypted.getpeercert()
+
+
+def test_a_damaged_authority_is_named(tmp_path: Path) -> None:
+    (tmp_path / "ca.crt").write_text("no certificate")
+    for path in (tmp_path / "ca.crt", tmp_path / "missing.crt"):
+        with pytest.raises(FedspanError, match="authority"):
+            check_server(Link("127.0.0.1:1", path, None, 2**20))
+
+
+def test_an_insecure_server_is_reached_without_encryption(tmp_path: Path) -> None:
+    with serve_here(tmp_path) as server:
+        assert "without encryption" in check_server(Link(server.link.address, None, None, 2**20))
+
+
+@pytest.mark.parametrize(
+    "address", ["localhost", ":9092", "localhost:port", "localhost:99999", "no-such-host.invalid:1"]
+)
+def test_what_is_not_reached_is_named(address: str) -> None:
+    with pytest.raises(FedspanError, match="server"):
+        check_server(Link(address, None, None, 2**20))
 
 
 @pytest.fixture

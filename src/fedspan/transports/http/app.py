@@ -60,6 +60,8 @@ _PIECE = 2**16
 _RUN_BYTES = 2**26
 """Maximum size of a request of the operator, in bytes."""
 _CHALLENGE_SECONDS = 60.0
+_KEYS_SECONDS = 1.0
+"""Seconds after which a request of a session notices that its node's key was revoked, at most."""
 _LONGEST_REASON = 500
 _BROWSER = "origin", "sec-fetch-site"
 """Headers that a browser adds to the requests of a web page; nodes and commands send none."""
@@ -154,6 +156,8 @@ class Server:
         self.store, self.limits, self.connections = store, limits or RequestLimits(), connections
         self._secret, self._read_keys, self._identity, self._offers = secret, read_keys, identity, offers
         self._challenge_key, self._started = secrets.token_bytes(32), time.monotonic()
+        self._keys: Mapping[int, str] = {}
+        self._keys_read = float("-inf")
         self._sessions: dict[str, Session] = {}
         self._tokens: dict[int, str] = {}
         self._runs = {run: Run() for run in store.list_runs()}
@@ -208,7 +212,7 @@ class Server:
         task.cancel()
 
     async def _end_left_runs(self) -> None:
-        """End the runs whose process is gone, and forget sessions of nodes that are gone for long."""
+        """End the runs whose process is gone, and the sessions of revoked nodes and of those without keys long gone."""
         while True:
             await asyncio.sleep(self.limits.sweep)
             now = time.monotonic()
@@ -217,7 +221,8 @@ class Server:
                     log.info("run %s: its process is gone", run)
                     self._forget_run(run)
             for token, session in list(self._sessions.items()):
-                if not session.polls and now - session.seen > self.limits.forgotten:
+                is_gone = self._read_keys is None and not session.polls and now - session.seen > self.limits.forgotten
+                if is_gone or not self._is_admitted(session):
                     self._drop_session(token, session)
 
     def _guard(self, handler: Handler) -> Handler:
@@ -253,7 +258,7 @@ class Server:
             token, node = self._open_session(secrets.randbits(63), "", b"", request)
             return JSONResponse({**facts, "session": token, "node": node})
         key = headers.get("fedspan-key", "")
-        node = next((id for id, one in self._find_keys(key).items() if one == key), None)
+        node = next((id for id, one in self._list_keys(0.0).items() if one == key), None) if key else None
         if node is None:
             raise Refused(403, "this key was not admitted")
         text = headers.get("fedspan-challenge", "")
@@ -275,9 +280,14 @@ class Server:
         token, node = self._open_session(node, key, sealing, request)
         return JSONResponse({**facts, "session": token, "node": node})
 
-    def _find_keys(self, key: str) -> Mapping[int, str]:
+    def _list_keys(self, age: float) -> Mapping[int, str]:
+        """Return the keys of the admitted nodes, without comments, as they were at most so many seconds ago."""
         assert self._read_keys is not None
-        return {id: " ".join(one.split()[:2]) for id, one in self._read_keys().items()} if key else {}
+        now = time.monotonic()
+        if now - self._keys_read >= age:
+            self._keys = {id: " ".join(one.split()[:2]) for id, one in self._read_keys().items()}
+            self._keys_read = now
+        return self._keys
 
     def _sign(self, moment: str, key: str) -> str:
         return hmac.digest(self._challenge_key, f"{moment} {key}".encode(), "sha256").hex()
@@ -349,7 +359,7 @@ class Server:
         return session
 
     def _is_admitted(self, session: Session) -> bool:
-        return self._read_keys is None or session.node in self._read_keys()
+        return self._read_keys is None or session.node in self._list_keys(_KEYS_SECONDS)
 
     async def _take_order(self, request: Request, session: Session) -> Response:
         """Wait for an order; a node's earlier request that still waits ends."""
@@ -462,6 +472,7 @@ class Server:
         return JSONResponse({})
 
     async def _leave(self, request: Request, session: Session) -> Response:
+        log.info("node %d was stopped", session.node)
         session.has_left, session.seen = True, time.monotonic()
         session.number += 1
         session.signal.set()

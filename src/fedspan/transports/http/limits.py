@@ -24,7 +24,7 @@ class RequestLimits:
         offline: Seconds after its last request from which on a node counts as offline.
         reconnect: Seconds for which an order waits for a node that is offline, unless the node was stopped.
         lease: Seconds after its last request after which a run ends whose process is gone.
-        forgotten: Seconds after its last request after which a node's session ends.
+        forgotten: Seconds after its last request after which the session of a node without a key ends.
         sweep: Seconds between two searches for such runs and sessions.
         gather: Seconds for which an answer with replies waits for further ones.
         replies: Number of replies of an answer.
