@@ -15,7 +15,7 @@ import pytest
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
 from fedspan.transports.http.client import Link, NodeConnection
-from fedspan.transports.http.link import ServerRun, attach
+from fedspan.transports.http.link import OutgoingOrder, ServerRun, attach
 from fedspan.transports.http.node import serve
 from fedspan.transports.http.signing import UnsignedSigner
 from fedspan.transports.http.store import DATABASE, Order, Store
@@ -143,6 +143,24 @@ def test_a_deleted_database_ends_its_runs_and_leaves_no_message(tmp_path: Path) 
             taken = node.take_order()
             assert taken is not None
             assert taken[0] == id
+
+
+def test_a_body_that_is_stored_while_the_server_restarts_is_there_for_its_orders(tmp_path: Path) -> None:
+    with serve_here(tmp_path) as first:
+        link, messages = first.link, first.link.folder / "messages"
+        with attach(link, 2**20) as run:
+            first.__exit__()
+            name = run.store_body(b"body")
+            (messages / f"{'0' * 32}.part").write_bytes(b"of an order that is no longer stored")
+            second = TestServer(link).__enter__()
+            assert [path.name for path in messages.iterdir()] == [name]
+            with join(link.address) as node:
+                run.send_orders([OutgoingOrder(node.node, b"head", name, 1000)])
+                taken = node.take_order()
+            assert taken is not None
+            assert taken[2] == b"headbody"
+        assert not list(messages.iterdir())
+        second.__exit__()
 
 
 def test_a_damaged_database_is_named_with_the_way_on(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ from fedspan.errors import escape_controls
 from fedspan.transports.http.connections import CONNECTIONS, Connections
 from fedspan.transports.http.identities import verify_join
 from fedspan.transports.http.limits import Bucket, RequestLimits, Sender
-from fedspan.transports.http.store import Order, Store
+from fedspan.transports.http.store import RANDOM, Order, Store
 from fedspan.transports.http.wire import CHUNK, PROTOCOLS, parse_range
 
 __all__ = ["Server"]
@@ -549,7 +549,8 @@ class Server:
             for row in rows
         ]
         for body in {order.body for order in orders} - {""}:
-            if not _is_name(body, 32) or not (self.store.messages / body).is_file():
+            name, random = body[: len(run)], body[len(run) :]
+            if name != run or not _is_name(random, RANDOM) or not (self.store.messages / body).is_file():
                 raise Refused(409, "a body that is not there")
         self.store.add_orders(orders)
         for order in orders:

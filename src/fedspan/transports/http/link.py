@@ -16,7 +16,7 @@ import httpx
 from fedspan.errors import FedspanError
 from fedspan.files import convert_disk_errors, write_file
 from fedspan.transports.http.server import Operator, ServerLink
-from fedspan.transports.http.store import MESSAGES
+from fedspan.transports.http.store import MESSAGES, RANDOM
 
 __all__ = ["OutgoingOrder", "RunLink", "Taken", "attach"]
 
@@ -115,7 +115,7 @@ class ServerRun:
         """``RunLink.store_body``."""
         if not data:
             return ""
-        name = secrets.token_hex(16)
+        name = self._run + secrets.token_hex(RANDOM // 2)
         with convert_disk_errors(self._folder, "free some space", field="server"):
             write_file(self._messages / name, data, 0o600)
         return name
