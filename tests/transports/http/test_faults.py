@@ -15,7 +15,7 @@ import pytest
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
 from fedspan.transports.http.client import Link, NodeConnection
-from fedspan.transports.http.link import OutgoingOrder, ServerRun, attach
+from fedspan.transports.http.link import OutgoingOrder, RunLink, attach
 from fedspan.transports.http.node import serve
 from fedspan.transports.http.signing import UnsignedSigner
 from fedspan.transports.http.store import DATABASE, Order, Store
@@ -33,7 +33,7 @@ def server(tmp_path: Path) -> Iterator[TestServer]:
 
 
 @pytest.fixture
-def run(server: TestServer) -> Iterator[ServerRun]:
+def run(server: TestServer) -> Iterator[RunLink]:
     with attach(server.link, 2**20) as made:
         yield made
 
@@ -44,7 +44,7 @@ def node(server: TestServer) -> Iterator[NodeConnection]:
         yield made
 
 
-def test_a_reply_that_is_cut_at_any_byte_is_continued_there(run: ServerRun, node: NodeConnection) -> None:
+def test_a_reply_that_is_cut_at_any_byte_is_continued_there(run: RunLink, node: NodeConnection) -> None:
     message = bytes(range(40))
 
     def cut(at: int) -> Iterator[bytes]:
@@ -62,7 +62,7 @@ def test_a_reply_that_is_cut_at_any_byte_is_continued_there(run: ServerRun, node
         assert taken.message == message
 
 
-def test_an_order_is_fetched_from_any_byte_on(run: ServerRun, node: NodeConnection) -> None:
+def test_an_order_is_fetched_from_any_byte_on(run: RunLink, node: NodeConnection) -> None:
     envelope = Envelope("{}", bytes(range(40)))
     id = send_order(run, node.node, envelope)
     taken = node.take_order()
@@ -75,7 +75,7 @@ def test_an_order_is_fetched_from_any_byte_on(run: ServerRun, node: NodeConnecti
 
 
 def test_a_full_disk_costs_a_reply_some_time(
-    server: TestServer, run: ServerRun, node: NodeConnection, monkeypatch: pytest.MonkeyPatch
+    server: TestServer, run: RunLink, node: NodeConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``/dev/full`` is a file to which nothing can be written, as on a full disk."""
     monkeypatch.setattr("fedspan.transports.http.client._PAUSE", 0.01)

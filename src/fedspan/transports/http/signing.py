@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from cryptography.exceptions import InvalidSignature, InvalidTag
 from cryptography.hazmat.primitives import hashes
@@ -87,58 +87,20 @@ class OpenedOrder:
     reply_key: bytes
 
 
-class OrderSigner(Protocol):
-    """The server's half: seals orders and opens replies."""
-
-    def encrypt(self, body: bytes) -> Body:
-        """Encrypt the body of one or more orders."""
-        ...
-
-    def seal(self, header: str, body: Body, node: int, sealing: bytes) -> tuple[bytes, bytes]:
-        """Seal an order.
-
-        Args:
-            header: Header of the envelope.
-            body: Its body.
-            node: Id of the node that receives it.
-            sealing: The node's signed sealing key, as it joined with it.
-
-        Returns:
-            What stands before the body in the message, and the order's nonce.
-
-        Raises:
-            ValueError: If the sealing key is not one of the node's.
-        """
-        ...
-
-    def open(self, message: bytes, node: int, nonce: bytes) -> Envelope:
-        """Return the envelope of a reply.
-
-        Args:
-            message: The reply.
-            node: Id of the node that sent it.
-            nonce: The nonce of its order.
-
-        Raises:
-            ValueError: If it is not a reply of this node to this order.
-        """
-        ...
-
-
 class UnsignedSigner:
     """Both halves without keys: for a trial on one machine."""
 
     def encrypt(self, body: bytes) -> Body:
-        """``OrderSigner.encrypt``; the body stays in plaintext."""
+        """Return a body as it is: it stays in plaintext."""
         return Body(b"", b"", body)
 
     def seal(self, header: str, body: Body, node: int, sealing: bytes) -> tuple[bytes, bytes]:
-        """``OrderSigner.seal``."""
+        """``ServerSigner.seal``."""
         nonce = secrets.token_bytes(_NONCE_BYTES)
         return join_message(pack([nonce, _encode(header)])), nonce
 
     def open(self, message: bytes, node: int, nonce: bytes) -> Envelope:
-        """``OrderSigner.open``; the envelope is not verified."""
+        """``ServerSigner.open``; the envelope is not verified."""
         return self.open_order(message, node).envelope
 
     def open_order(self, message: bytes, node: int) -> OpenedOrder:
@@ -169,11 +131,24 @@ class ServerSigner:
         self._reply_key = X25519PrivateKey.generate()  # of this process: what it has not received is ordered again
 
     def encrypt(self, body: bytes) -> Body:
-        """``OrderSigner.encrypt``."""
+        """Encrypt the body of one or more orders."""
         return _encrypt(body)
 
     def seal(self, header: str, body: Body, node: int, sealing: bytes) -> tuple[bytes, bytes]:
-        """``OrderSigner.seal``."""
+        """Seal an order.
+
+        Args:
+            header: Header of the envelope.
+            body: Its body.
+            node: Id of the node that receives it.
+            sealing: The node's signed sealing key, as it joined with it.
+
+        Returns:
+            What stands before the body in the message, and the order's nonce.
+
+        Raises:
+            ValueError: If the sealing key is not one of the node's.
+        """
         recipient = read_sealing_key(self._get_key(node), sealing)
         nonce, reply_key = secrets.token_bytes(_NONCE_BYTES), self._reply_key.public_key().public_bytes_raw()
         signature = _sign(self._key, b"order", node, nonce, reply_key, _encode(header), body.digest)
@@ -181,7 +156,16 @@ class ServerSigner:
         return join_message(_SUITE.encrypt(head, recipient)), nonce
 
     def open(self, message: bytes, node: int, nonce: bytes) -> Envelope:
-        """``OrderSigner.open``."""
+        """Return the envelope of a reply.
+
+        Args:
+            message: The reply.
+            node: Id of the node that sent it.
+            nonce: The nonce of its order.
+
+        Raises:
+            ValueError: If it is not a reply of this node to this order.
+        """
         key = load_node_public_key(self._get_key(node))
         header, body_key, signature, body = _open(message, self._reply_key, 3)
         plain = _decrypt(body_key, body)
@@ -193,6 +177,10 @@ class ServerSigner:
         if key is None:
             raise ValueError("its node was not admitted with fedspan admit, or its key was revoked")
         return key
+
+
+OrderSigner = ServerSigner | UnsignedSigner
+"""The server's half: seals orders and opens replies."""
 
 
 class NodeSigner:
