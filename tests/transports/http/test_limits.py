@@ -220,11 +220,6 @@ def test_a_request_for_an_order_ends_the_earlier_ones_of_its_node(serve: Callabl
             time.sleep(0.1)
         assert [one.result() for one in waiting] == [None] * 3
         assert 1.0 <= time.monotonic() - began < 5
-        with attach(server.link, 2**20) as run:
-            waiting = [pool.submit(node.take_order) for _ in range(2)]
-            id = send_order(run, node.node, Envelope("{}"))
-            found = [one.result() for one in waiting]
-        assert [one[0] for one in found if one is not None] == [id]
 
 
 def test_a_node_that_is_stopped_is_offline_at_once_and_one_that_is_silent_after_a_while(

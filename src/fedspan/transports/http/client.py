@@ -176,7 +176,7 @@ class NodeConnection:
             self.received.begin(total)
             if total <= self.link.limit and not incoming.data:
                 with suppress(httpx.TransportError):  # the rest is fetched as further parts are
-                    self._receive(response, incoming.data, CHUNK)
+                    self._receive(response, incoming.data, min(total, CHUNK))
         if total > self.link.limit:
             return id, incoming.reply_bytes, None
         while len(incoming.data) < total:
@@ -190,9 +190,9 @@ class NodeConnection:
 
     def _receive(self, response: httpx.Response, data: bytearray, most: int) -> None:
         for block in response.iter_raw(_BLOCK):
+            if len(data) + len(block) > most:
+                raise ValueError("the server sent more than was requested")
             data += block
-            if len(data) > most:
-                raise httpx.RemoteProtocolError("more than was requested")
             self.received.show(len(data))
             self._down.wait(len(block))
 
