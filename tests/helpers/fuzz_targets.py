@@ -45,7 +45,7 @@ from fedspan.federation.secagg.messages import (
     UnmaskReply,
     decode_request,
 )
-from helpers.hostile_node import make_strange_keys
+from helpers.hostile_node import make_public_key, make_strange_keys
 
 __all__ = ["TARGETS", "Codec", "Refusing", "Target"]
 
@@ -337,16 +337,16 @@ class Messages(Target):
     """Messages as they are transmitted: an order at a node and a reply at a server, whole or with their open heads.
 
     The first byte of an input is the reader: ``O`` and ``R`` read a message as it arrives, ``o`` and ``r`` one whose
-    head is sealed here, so that mutations reach what is in it, and ``u`` reads one without keys.
+    head is sealed after the mutations, so that they reach what is in it, and ``u`` reads one without keys. Signed and
+    sealed bytes are others each time, so what follows are seeds of mutations, except without keys.
     """
 
     name = "messages"
 
     def __init__(self) -> None:
-        from fedspan.transports.http import keys, signing
-        from fedspan.transports.http.wire import join_message, pack, split_message
+        from fedspan.transports.http import keys, signing, wire
 
-        self._signing, self._split, self._join = signing, split_message, join_message
+        self._signing, self._wire = signing, wire
         self._folder = TemporaryDirectory()
         folder = Path(self._folder.name)
         keys.make_authority(folder, [])
@@ -357,41 +357,38 @@ class Messages(Target):
         head, self._nonce = self._server.seal('{"task": "train"}', body, 7, sealing)
         order = self._node.open_order(head + body.data, 7)
         reply = self._node.seal_reply(Envelope('{"task": "train"}', b"weights"), 7, order)
-        unsigned = join_message(pack([bytes(16), b'{"task": "train"}'])) + b"weights"
-        self.seeds = (
-            b"O" + head + body.data,
-            b"R" + reply,
-            b"o" + self._open(head + body.data, self._node._sealing_key),
-            b"r" + self._open(reply, self._server._reply_key),
-            b"u" + unsigned,
-        )
-
-    def _open(self, message: bytes, key: Any) -> bytes:
-        """Return a message with its head in plaintext."""
-        head, body = self._split(message)
-        return self._join(self._signing._SUITE.decrypt(head, key)) + bytes(body)
-
-    def _seal(self, message: bytes, key: Any) -> bytes:
-        head, body = self._split(message)
-        return self._join(self._signing._SUITE.encrypt(head, key.public_key())) + bytes(body)
+        self._messages = {b"o": head + body.data, b"r": reply}
+        self._keys = {b"o": self._node._sealing_key, b"r": self._server._reply_key}
+        unsigned = wire.join_message(wire.pack([bytes(16), b'{"task": "train"}'])) + b"weights"
+        self.seeds = (b"O", b"R", b"o", b"r", b"u" + unsigned)
 
     def mutate(self, data: bytes, draws: random.Random) -> bytes:
         """``Target.mutate``; the reader stays."""
-        return data[:1] + mangled(data[1:], draws)
+        return data[:1] + mangled(data[1:], draws) if data[:1] == b"u" else data + draws.randbytes(8)
 
     def read(self, data: bytes) -> None:
         """``Target.read``; what was changed is not opened, except without keys."""
-        kind, message = data[:1], data[1:]
+        kind, suite = data[:1].lower(), self._signing._SUITE
         if kind == b"u":
-            self._signing.UnsignedSigner().open_order(message, 7)
+            self._signing.UnsignedSigner().open_order(data[1:], 7)
             return
-        if kind in b"Oo":
-            message = message if kind == b"O" else self._seal(message, self._node._sealing_key)
-            self._node.open_order(message, 7)
+        message, key, is_opened = self._messages[kind], self._keys[kind], data[:1] == kind
+        if is_opened:
+            head, body = self._wire.split_message(message)
+            message = self._wire.join_message(suite.decrypt(head, key)) + bytes(body)
+        made = message
+        for start in range(1, len(data), 8):
+            made = mangled(made, random.Random(data[start : start + 8]))
+        if is_opened:
+            head, body = self._wire.split_message(made)
+            sealed = self._wire.join_message(suite.encrypt(head, key.public_key())) + bytes(body)
         else:
-            message = message if kind == b"R" else self._seal(message, self._server._reply_key)
-            self._server.open(message, 7, self._nonce)
-        if data not in self.seeds:
+            sealed = made
+        if kind == b"o":
+            self._node.open_order(sealed, 7)
+        else:
+            self._server.open(sealed, 7, self._nonce)
+        if made != message:
             raise AssertionError("a message that was changed is opened")
 
 
@@ -404,24 +401,23 @@ class Requests(Target):
     name = "requests"
 
     def __init__(self) -> None:
-        from fedspan.transports.http import app, keys
+        from fedspan.transports.http import app
         from fedspan.transports.http.admissions import compute_node_id
         from fedspan.transports.http.limits import RequestLimits
         from fedspan.transports.http.store import Order
 
         self._app, self._folder = app, TemporaryDirectory()
         self._path = Path(self._folder.name)
-        self._key = keys.make_node_key(self._path / "node.key").read_text().strip()
+        self._key = make_public_key(11)
         self._node, self._order = compute_node_id(self._key), Order
         self._limits = RequestLimits(poll=0.0, gather=0.0, body_seconds=2.0)
         file = hashlib.sha256(b"base").hexdigest()
         (self._path / "weights").write_bytes(bytes(70_000))
         (self._path / f"{file}.run.json").write_text(json.dumps({file: str(self._path / "weights")}))
         session, reply = f"authorization: Bearer {_SESSION}", f"/v1/order/{_ORDER}/reply"
-        key = " ".join(self._key.split()[:2])
         self.seeds = (
             _request("GET /v1/health"),
-            _request("POST /v1/join", b"", "fedspan-protocols: 1", f"fedspan-key: {key}"),
+            _request("POST /v1/join", b"", "fedspan-protocols: 1", f"fedspan-key: {self._key}"),
             _request("POST /v1/order", b"", session),
             _request(f"GET /v1/order/{_ORDER}", b"", session, "range: bytes=5-"),
             _request(f"PUT {reply}?upload={'a' * 32}&start=0&total=10", b"0123456789", session),

@@ -211,7 +211,7 @@ def test_a_large_answer_that_nobody_reads_is_neither_buffered_nor_kept(serve: Ca
 
 
 def test_a_request_for_an_order_ends_the_earlier_ones_of_its_node(serve: Callable[..., Any]) -> None:
-    server, node = serve(limits=RequestLimits(poll=1.0, parallel=1))
+    _, node = serve(limits=RequestLimits(poll=1.0, parallel=1))
     with ThreadPoolExecutor() as pool:
         began = time.monotonic()
         waiting = []
