@@ -21,7 +21,7 @@ from fedspan.transports.http.signing import UnsignedSigner
 from fedspan.transports.http.store import Store
 from fedspan.transports.http.supervision import bind, create_server, supervise
 
-__all__ = ["TestServer", "free_port", "join", "run_server", "send_order", "serve_here"]
+__all__ = ["LocalServer", "free_port", "join", "run_server", "send_order", "serve_here"]
 
 
 def free_port() -> int:
@@ -30,7 +30,7 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
-class TestServer:
+class LocalServer:
     """A server in a thread of this process.
 
     Args:
@@ -39,8 +39,6 @@ class TestServer:
         bounds: Bounds on connections.
         buffer: Bytes that the system holds of an answer that is not read; None: as the system decides.
     """
-
-    __test__ = False
 
     def __init__(
         self,
@@ -67,7 +65,7 @@ class TestServer:
             self._ready.set()
             self._server.run([type("Socket", (BoundedSocket,), own).take_over(bound)])
 
-    def __enter__(self) -> TestServer:
+    def __enter__(self) -> LocalServer:
         self._thread.start()
         assert self._ready.wait(20)
         until = time.monotonic() + 20
@@ -82,9 +80,9 @@ class TestServer:
 
 
 @contextmanager
-def serve_here(folder: Path, **options: Any) -> Generator[TestServer]:
+def serve_here(folder: Path, **options: Any) -> Generator[LocalServer]:
     """Serve in this process without keys, at a free port."""
-    with TestServer(prepare_folder(folder, free_port(), [], insecure=True), **options) as server:
+    with LocalServer(prepare_folder(folder, free_port(), [], insecure=True), **options) as server:
         yield server
 
 

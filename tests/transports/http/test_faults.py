@@ -20,26 +20,26 @@ from fedspan.transports.http.node import serve
 from fedspan.transports.http.signing import UnsignedSigner
 from fedspan.transports.http.store import DATABASE, Order, Store
 from fedspan.transports.http.transport import ServerTransport, invite
-from helpers.http_server import TestServer, join, run_server, send_order, serve_here
+from helpers.http_server import LocalServer, join, run_server, send_order, serve_here
 from helpers.reply_transport import exchanged
 
 UPLOAD = "a" * 32
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[TestServer]:
+def server(tmp_path: Path) -> Iterator[LocalServer]:
     with serve_here(tmp_path / "server") as made:
         yield made
 
 
 @pytest.fixture
-def run(server: TestServer) -> Iterator[RunLink]:
+def run(server: LocalServer) -> Iterator[RunLink]:
     with attach(server.link, 2**20) as made:
         yield made
 
 
 @pytest.fixture
-def node(server: TestServer) -> Iterator[NodeConnection]:
+def node(server: LocalServer) -> Iterator[NodeConnection]:
     with join(server.link.address) as made:
         yield made
 
@@ -75,7 +75,7 @@ def test_an_order_is_fetched_from_any_byte_on(run: RunLink, node: NodeConnection
 
 
 def test_a_full_disk_costs_a_reply_some_time(
-    server: TestServer, run: RunLink, node: NodeConnection, monkeypatch: pytest.MonkeyPatch
+    server: LocalServer, run: RunLink, node: NodeConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``/dev/full`` is a file to which nothing can be written, as on a full disk."""
     monkeypatch.setattr("fedspan.transports.http.client._PAUSE", 0.01)
@@ -97,7 +97,7 @@ def test_a_full_disk_costs_a_reply_some_time(
     assert taken.message == b"reply"
 
 
-def test_a_full_disk_ends_its_run_with_the_reason(server: TestServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_ends_its_run_with_the_reason(server: LocalServer, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise sqlite3.OperationalError("database or disk is full")
 
@@ -152,7 +152,7 @@ def test_a_body_that_is_stored_while_the_server_restarts_is_there_for_its_orders
             first.__exit__()
             name = run.store_body(b"body")
             (messages / f"{'0' * 32}.part").write_bytes(b"of an order that is no longer stored")
-            second = TestServer(link).__enter__()
+            second = LocalServer(link).__enter__()
             assert [path.name for path in messages.iterdir()] == [name]
             with join(link.address) as node:
                 run.send_orders([OutgoingOrder(node.node, b"head", name, 1000)])
@@ -171,7 +171,7 @@ def test_a_damaged_database_is_named_with_the_way_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("jump", [86400 * 400, -86400 * 400])
 def test_a_clock_that_jumps_ends_no_session_no_order_and_no_run(
-    jump: int, server: TestServer, monkeypatch: pytest.MonkeyPatch
+    jump: int, server: LocalServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with attach(server.link, 2**20) as run:
         stop, now = Event(), time.time

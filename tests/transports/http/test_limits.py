@@ -21,29 +21,29 @@ from fedspan.transports.http.connections import ConnectionLimits
 from fedspan.transports.http.limits import RequestLimits
 from fedspan.transports.http.link import attach
 from fedspan.transports.http.wire import CHUNK
-from helpers.http_server import TestServer, join, send_order, serve_here
+from helpers.http_server import LocalServer, join, send_order, serve_here
 
 
 @pytest.fixture
-def serve(tmp_path: Path) -> Iterator[Callable[..., tuple[TestServer, NodeConnection]]]:
+def serve(tmp_path: Path) -> Iterator[Callable[..., tuple[LocalServer, NodeConnection]]]:
     """Start a server with limits; returns it and a node that has joined."""
     with ExitStack() as stack:
 
-        def start(**options: Any) -> tuple[TestServer, NodeConnection]:
+        def start(**options: Any) -> tuple[LocalServer, NodeConnection]:
             server = stack.enter_context(serve_here(tmp_path / "server", **options))
             return server, stack.enter_context(join(server.link.address))
 
         yield start
 
 
-def open_line(server: TestServer) -> socket.socket:
+def open_line(server: LocalServer) -> socket.socket:
     host, _, port = server.link.address.rpartition(":")
     line = socket.create_connection((host, int(port)), 30)
     line.settimeout(30)
     return line
 
 
-def begin(server: TestServer, node: NodeConnection, request: str, *headers: str) -> socket.socket:
+def begin(server: LocalServer, node: NodeConnection, request: str, *headers: str) -> socket.socket:
     """Send the head of a request of a node, without a body."""
     line = open_line(server)
     lines = [f"{request} HTTP/1.1", "host: a", f"authorization: Bearer {node.session}", *headers, "", ""]

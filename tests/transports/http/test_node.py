@@ -22,7 +22,7 @@ from fedspan.transports.http.server import list_nodes, prepare_folder
 from fedspan.transports.http.signing import ServerSigner, UnsignedSigner
 from fedspan.transports.http.transport import ServerTransport
 from fedspan.transports.http.wire import NodeWork
-from helpers.http_server import TestServer, free_port
+from helpers.http_server import LocalServer, free_port
 from helpers.reply_transport import exchanged
 
 ORDER = {"a": Envelope("{}", b"weights")}
@@ -76,7 +76,7 @@ def test_replies_that_cannot_be_sent_are_failures_with_a_reason_that_says_little
             raise ValueError("patient 7 has /data/secret.csv")
         return Envelope("{}", bytes(2**21)) if envelope.body == b"long" else envelope
 
-    with TestServer(scene.server), scene.run(answer), attach(scene.server, 2**20) as run:
+    with LocalServer(scene.server), scene.run(answer), attach(scene.server, 2**20) as run:
         transport = scene.transport(run)
         for body, said in (
             (b"fail", "ValueError; see the node's log"),
@@ -95,7 +95,7 @@ def test_a_run_that_ended_does_not_end_the_node(scene: Scene) -> None:
         may_reply.wait(20)
         return envelope
 
-    with TestServer(scene.server), scene.run(answer):
+    with LocalServer(scene.server), scene.run(answer):
         with attach(scene.server, 2**20) as run:
             assert exchanged(scene.transport(run), {"a": Envelope("first")}, 1.0) == {"a": "no reply within 1 s"}
         may_reply.set()
@@ -114,7 +114,7 @@ def test_a_reply_that_a_broken_connection_lost_is_sent_over_the_next_one(scene: 
         time.sleep(0.5)
         return envelope
 
-    server = TestServer(scene.server).__enter__()
+    server = LocalServer(scene.server).__enter__()
     with scene.run(answer), attach(scene.server, 2**20) as run:
         transport = scene.transport(run)
         round = Thread(target=lambda: back.update(exchanged(transport, ORDER, 60.0, wait_for_offline=True)))
@@ -122,14 +122,14 @@ def test_a_reply_that_a_broken_connection_lost_is_sent_over_the_next_one(scene: 
         assert is_carried_out.wait(20)
         server.__exit__()
         time.sleep(1.0)
-        with TestServer(scene.server):
+        with LocalServer(scene.server):
             round.join(30)
             assert back == ORDER
             assert asked == ["{}"]
 
 
 def test_a_node_that_waits_stops_at_once_and_its_order_fails(scene: Scene) -> None:
-    with TestServer(scene.server), attach(scene.server, 2**20) as run:
+    with LocalServer(scene.server), attach(scene.server, 2**20) as run:
         with scene.run(lambda envelope: envelope) as (stop, thread):
             transport = scene.transport(run)
             began = time.monotonic()
@@ -151,7 +151,7 @@ def test_a_node_that_is_stopped_sends_the_reply_that_waits(
         time.sleep(0.5)
         return envelope
 
-    server = TestServer(scene.server).__enter__()
+    server = LocalServer(scene.server).__enter__()
     with attach(scene.server, 2**20) as run, scene.run(answer) as (stop, thread):
         transport = scene.transport(run)
         round = Thread(target=lambda: back.update(exchanged(transport, ORDER, 20.0, wait_for_offline=True)))
@@ -165,7 +165,7 @@ def test_a_node_that_is_stopped_sends_the_reply_that_waits(
             assert sum("no connection" in text for text in caplog.messages) < 20  # it pauses between two attempts
         else:
             time.sleep(1.0)
-        with TestServer(scene.server):
+        with LocalServer(scene.server):
             round.join(30)
             assert (back == ORDER) is comes_back
             thread.join(20)
@@ -196,7 +196,7 @@ def test_the_server_knows_what_a_node_does_while_it_does_it(scene: Scene, monkey
         return envelope
 
     work = NodeWork("training", 37)
-    with TestServer(scene.server), scene.run(answer, get_work=lambda: work), attach(scene.server, 2**20) as run:
+    with LocalServer(scene.server), scene.run(answer, get_work=lambda: work), attach(scene.server, 2**20) as run:
         assert exchanged(scene.transport(run), ORDER, 30.0) == ORDER
         assert shown == [work]
         until = time.monotonic() + 10
@@ -267,7 +267,7 @@ def test_a_server_that_is_not_the_one_of_the_file_is_sent_no_signature(scene: Sc
     assert other.authority is not None
     link = scene.link._replace(address=other.address, tls_authority=other.authority)
     admit_node(other, tmp_path / "node.key.pub", "a")
-    with TestServer(other), open_client(link) as client:
+    with LocalServer(other), open_client(link) as client:
         node = NodeConnection(link, link.create_signer(), client)
         with pytest.raises(ValueError, match=r"names an order key that is not in this node's ca\.crt"):
             node.join()

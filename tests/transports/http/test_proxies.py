@@ -23,7 +23,7 @@ from fedspan.transports.http.reachability import check_server
 from fedspan.transports.http.server import ServerLink, prepare_folder
 from fedspan.transports.http.signing import ServerSigner
 from fedspan.transports.http.transport import ServerTransport
-from helpers.http_server import TestServer, free_port, serve_here
+from helpers.http_server import LocalServer, free_port, serve_here
 from helpers.proxies import RunningProxy, run_proxy
 from helpers.reply_transport import exchanged
 
@@ -68,7 +68,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     link = prepare_folder(folder / "server", free_port(), [], insecure=False)
     admit_node(link, make_node_key(folder / "node.key"), "a")
     (id,) = read_admissions(link)
-    with TestServer(link):
+    with LocalServer(link):
         yield Scene(link, Link(link.address, link.authority, load_node_key(folder / "node.key")[0], 2**24), id)
 
 

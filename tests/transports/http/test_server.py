@@ -15,7 +15,7 @@ from fedspan.transports.http import admissions
 from fedspan.transports.http import server as servers
 from fedspan.transports.http.keys import make_node_key
 from helpers.command_line import get_program
-from helpers.http_server import TestServer, free_port
+from helpers.http_server import LocalServer, free_port
 from helpers.refusals import refused
 
 
@@ -143,7 +143,7 @@ def test_a_limit_on_examples_stays_with_the_name_until_it_is_changed(link: Any, 
     assert most() == 500
     assert {id: one.name for id, one in admissions.read_revocations(link).items()} == {id_of(key("a")): "clinic-a"}
     runner, server = CliRunner(env={"COLUMNS": "140", "TERM": "dumb"}), ["--server", str(link.folder)]
-    with TestServer(link):
+    with LocalServer(link):
         assert "max examples" in runner.invoke(get_program(), ["status", *server]).output
         shown = json.loads(runner.invoke(get_program(), ["status", "--json", *server]).stdout)
     assert shown["nodes"][0]["max_examples"] == 500
@@ -188,19 +188,19 @@ def test_the_commands_warn_of_expiry_and_say_what_they_did(link: Any, key: Calla
     runner, server = CliRunner(env={"COLUMNS": "140", "TERM": "dumb"}), ["--server", str(link.folder)]
     done = runner.invoke(get_program(), ["admit", str(key("AAAA")), "--as", "clinic-a", "--days", "3", *server])
     assert done.exit_code == 0, done.output
-    with TestServer(link):
+    with LocalServer(link):
         shown = runner.invoke(get_program(), ["status", *server])
     assert "the admission of clinic-a expires in 2 days" in shown.stderr
     gone = runner.invoke(get_program(), ["revoke", "clinic-a", "--reason", "over", *server])
     assert gone.output == f"revoked the key of clinic-a (node {id_of(key('AAAA'))})\n"
-    with TestServer(link):
+    with LocalServer(link):
         shown = runner.invoke(get_program(), ["status", *server])
     assert "revoked" in next(line for line in shown.stdout.splitlines() if "clinic-a" in line), shown.output
     audited = runner.invoke(get_program(), ["audit", str(link.folder)])
     assert f"revoked  node={id_of(key('AAAA'))} name=clinic-a" in audited.output
     assert runner.invoke(get_program(), ["revoke", "clinic-a", *server]).exit_code == 2
     runner.invoke(get_program(), ["admit", str(key("AAAB")), "--as", "clinic-a", *server])
-    with TestServer(link):
+    with LocalServer(link):
         shown = runner.invoke(get_program(), ["status", *server])
     assert "clinic-a" in shown.stdout
     assert "revoked" not in shown.stdout  # the name has another key

@@ -17,7 +17,7 @@ from fedspan.transports.http.client import Link, NodeConnection, RefusedError
 from fedspan.transports.http.link import attach
 from fedspan.transports.http.signing import UnsignedSigner
 from helpers.families import others_slow
-from helpers.http_server import TestServer, join, send_order, serve_here
+from helpers.http_server import LocalServer, join, send_order, serve_here
 from helpers.slow_link import SlowLink
 
 SIZE, RATE, CUT_AFTER = 1_500_000, 1_500_000, 0.4
@@ -28,17 +28,17 @@ UPLOAD = "a" * 32
 
 
 @pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TestServer]:
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalServer]:
     monkeypatch.setattr(client, "_PAUSE", 0.05)
     with serve_here(tmp_path / "server") as made:
         yield made
 
 
-def get_port(server: TestServer) -> int:
+def get_port(server: LocalServer) -> int:
     return int(server.link.address.rpartition(":")[2])
 
 
-def test_an_order_and_its_reply_over_a_link_that_breaks_are_sent_once(server: TestServer) -> None:
+def test_an_order_and_its_reply_over_a_link_that_breaks_are_sent_once(server: LocalServer) -> None:
     body, message = os.urandom(SIZE), os.urandom(SIZE)
     with (
         SlowLink(get_port(server), RATE, CUT_AFTER, is_cut=False) as link,
@@ -59,7 +59,7 @@ def test_an_order_and_its_reply_over_a_link_that_breaks_are_sent_once(server: Te
         assert taken.message == message
 
 
-def test_transfers_are_continued_over_another_connection(server: TestServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transfers_are_continued_over_another_connection(server: LocalServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """As after the end of the link for so long that a request is given up."""
     monkeypatch.setattr(client, "_RETRIES", 0)
     monkeypatch.setattr("fedspan.transports.http.app.secrets.randbits", lambda bits: 7)  # the same node, without keys
@@ -137,7 +137,7 @@ def test_a_refusal_is_repeated_in_few_words_and_not_tried_again() -> None:
     assert len(asked) == 2
 
 
-def test_a_transfer_stays_below_its_bandwidth(server: TestServer) -> None:
+def test_a_transfer_stays_below_its_bandwidth(server: LocalServer) -> None:
     rate = 3_000_000.0
     bandwidth = transfers.Bandwidth(up=rate, down=rate)
     with join(server.link.address, bandwidth=bandwidth) as node, attach(server.link, SIZE) as run:
