@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 admissions = pytest.importorskip(
-    "fedspan.transports.http.admissions", reason="the extra fedspan[flower] is not installed"
+    "fedspan.transports.http.admissions", reason="the extra fedspan[deploy] is not installed"
 )
 servers = pytest.importorskip("fedspan.transports.http.server")
 

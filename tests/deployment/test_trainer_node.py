@@ -85,7 +85,7 @@ def test_a_trainer_needs_a_tokenizer(
 def test_a_node_without_the_new_modules_of_the_server_is_refused_by_their_names(
     kind: str, targets: list[str], tiny_folder: Path, tmp_path: Path
 ) -> None:
-    servers = pytest.importorskip("fedspan.transports.http.server", reason="the extra fedspan[flower] is missing")
+    servers = pytest.importorskip("fedspan.transports.http.server", reason="the extra fedspan[deploy] is missing")
     checkpoint = save_without_head(kind, tiny_folder, tmp_path / kind)
     named = {"name": str(checkpoint), "target_modules": targets, "pooling": "stock"}
     limits = {"train_examples": 1, "models": [str(checkpoint)]}
@@ -119,7 +119,7 @@ def test_a_node_without_the_new_modules_of_the_server_is_refused_by_their_names(
     ],
 )
 def test_a_server_names_what_differs(changes: dict[str, str], reason: str, tiny_folder: Path, tmp_path: Path) -> None:
-    servers = pytest.importorskip("fedspan.transports.http.server", reason="the extra fedspan[flower] is missing")
+    servers = pytest.importorskip("fedspan.transports.http.server", reason="the extra fedspan[deploy] is missing")
     link = servers.prepare_folder(tmp_path / "server", 9092, [], insecure=True)
     prepared = prepare_server(build_server_config(values(tiny_folder)))
     handshakes, grid = Handshakes(prepared, Listener(), link), cast(Any, None)
