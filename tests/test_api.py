@@ -195,7 +195,18 @@ def test_an_adapter_is_cut_to_a_lower_rank(run: tuple[Path, RunReport], tiny_fol
 def test_extras_are_optional() -> None:
     """Without the packages of the extras everything imports that a run on the loop or batched engine uses."""
     extras = (
-        *("opacus", "flwr", "ray", "cryptography", "Crypto", "starlette", "uvicorn", "bitsandbytes", "plotly", "lm_eval"),
+        *(
+            "opacus",
+            "flwr",
+            "ray",
+            "cryptography",
+            "Crypto",
+            "starlette",
+            "uvicorn",
+            "bitsandbytes",
+            "plotly",
+            "lm_eval",
+        ),
         "tensorboard",
     )
     blocked = f"import sys; sys.modules.update(dict.fromkeys({extras!r}))"

@@ -15,6 +15,7 @@ pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
 pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
 
 from fedspan.transports.flower import wire
+
 from helpers import fuzz_targets
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "fuzz.py"
