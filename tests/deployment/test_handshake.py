@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fedspan import __version__
-from fedspan.deployment import submission
+from fedspan.deployment import handshake, submission
 from fedspan.deployment.handshake import Introduction, build_server_config
 from fedspan.deployment.node import NodeService
 from fedspan.errors import FedspanError
@@ -92,6 +92,19 @@ def test_a_run_begins_with_an_agreement(meet: Meet) -> None:
     found, notes = meet(replies)
     assert found == ({CLIENT: 7}, {CLIENT: 5})
     assert notes == [f"{CLIENT} does not participate yet: {WAITING}"]  # once, however often it was invited
+
+
+@pytest.mark.parametrize("version", ["9", "0.2.0", "0.1", "1.1.0", "0.1.1", "0.1.0rc1"])
+def test_only_nodes_of_other_minor_releases_are_refused(
+    version: str, meet: Meet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handshake, "__version__", "0.1.7")
+    replies = [{"examples": 5, "base": "b", "version": version}]
+    if version.startswith("0.1"):
+        assert meet(replies)[0] == ({CLIENT: 7}, {CLIENT: 5})
+        return
+    with pytest.raises(FedspanError, match=r"and this is 0\.1\.7: install fedspan 0\.1"):
+        meet(replies)
 
 
 def test_a_refusal_is_final_and_named(meet: Meet) -> None:
