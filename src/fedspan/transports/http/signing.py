@@ -167,7 +167,7 @@ class ServerSigner:
             ValueError: If it is not a reply of this node to this order.
         """
         key = load_node_public_key(self._get_key(node))
-        header, body_key, signature, body = _open(message, self._reply_key, 3)
+        (header, body_key, signature), body = _open(message, self._reply_key, 3)
         plain = _decrypt(body_key, body)
         _verify(key, signature, b"reply", node, nonce, b"", header, hashlib.sha384(plain).digest())
         return Envelope(_decode(header), plain)
@@ -208,7 +208,7 @@ class NodeSigner:
         Raises:
             ValueError: If it is not one of the server's to this node.
         """
-        nonce, reply_key, header, body_key, signature, body = _open(message, self._sealing_key, 5)
+        (nonce, reply_key, header, body_key, signature), body = _open(message, self._sealing_key, 5)
         if len(nonce) != _NONCE_BYTES or len(reply_key) != _KEY_BYTES:
             raise ValueError("not an order's nonce and key")
         plain = _decrypt(body_key, body)
@@ -229,10 +229,10 @@ class NodeSigner:
         return join_message(head) + body.data
 
 
-def _open(message: bytes, key: X25519PrivateKey, count: int) -> tuple[bytes, ...]:
+def _open(message: bytes, key: X25519PrivateKey, count: int) -> tuple[list[bytes], memoryview]:
     head, body = split_message(message)
     try:
-        return *unpack(_SUITE.decrypt(head, key), count), body
+        return unpack(_SUITE.decrypt(head, key), count), body
     except InvalidTag:
         raise ValueError("it is not sealed to this receiver, or was changed") from None
 
