@@ -110,7 +110,7 @@ def test_an_answer_of_more_than_was_asked_for_is_an_error(monkeypatch: pytest.Mo
     content = bytes(client.CHUNK + 1)
     connections = httpx.Client(
         base_url="http://server/v1/",
-        transport=httpx.MockTransport(lambda request: httpx.Response(200, headers=headers, content=content)),
+        transport=httpx.MockTransport(lambda _: httpx.Response(200, headers=headers, stream=httpx.ByteStream(content))),
     )
     node = NodeConnection(Link("server", None, None, 2**30), UnsignedSigner(), connections)
     for fetch, error in (
