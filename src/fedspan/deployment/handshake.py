@@ -32,6 +32,7 @@ __all__ = [
     "compute_base_digest",
     "compute_extras_digest",
     "explain_version",
+    "get_minor_release",
 ]
 
 _SHARED = ("labels", "label_separator", "chat", "system", "packing", "prompt")
@@ -122,15 +123,20 @@ class Introduction(HeaderPart):
         return Envelope(self.model_dump_json())
 
 
-def explain_version(version: str) -> str | None:
-    """Return why a machine with a version of fedspan cannot participate; None: it has another patch release at most.
+def get_minor_release(version: str) -> str:
+    """Return the minor release of a version: 0.1 of 0.1.3.
 
     Patch releases change neither messages nor the config's fields and defaults nor what is computed.
     """
-    release, own = (text.split(".")[:2] for text in (version, __version__))
-    if release == own:
+    return ".".join(version.split(".")[:2])
+
+
+def explain_version(version: str) -> str | None:
+    """Return why a machine with a version of fedspan cannot participate; None: it can."""
+    own = get_minor_release(__version__)
+    if get_minor_release(version) == own:
         return None
-    return f"it runs fedspan {version}, and this is {__version__}: install fedspan {'.'.join(own)}"
+    return f"it runs fedspan {version}, and this is {__version__}: install fedspan {own}"
 
 
 def build_server_config(values: Mapping[str, Any]) -> RunConfig:
