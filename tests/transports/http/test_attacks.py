@@ -180,7 +180,13 @@ def test_a_part_that_overlaps_or_leaves_a_gap_or_has_another_total_is_refused(
 
 @pytest.mark.parametrize(
     "query",
-    ["", "upload=../../secret&start=0&total=1", "upload=0&start=0&total=1", f"upload={'0' * 32}&start=-1&total=1"],
+    [
+        "",
+        "upload=../../secret&start=0&total=1",
+        "upload=0&start=0&total=1",
+        f"upload={'0' * 32}&start=-1&total=1",
+        f"upload={'0' * 32}&start=0&total=0",
+    ],
 )
 def test_a_part_without_its_place_is_refused(scene: Scene, order: str, query: str) -> None:
     assert scene.hostile.send("PUT", f"order/{order}/reply?{query}", b"a").status_code == 400

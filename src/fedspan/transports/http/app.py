@@ -417,6 +417,8 @@ class Server:
         upload, start, total = query.get("upload", ""), query.get("start", ""), query.get("total", "")
         if not (_is_name(upload, 32) and start.isdecimal() and total.isdecimal() and len(start + total) < 32):
             raise Refused(400, "not a part of a reply")
+        if int(total) == 0:
+            raise Refused(400, "a reply that is empty")
         if int(total) > order.reply_bytes:
             raise Refused(413, f"the reply to this order has at most {order.reply_bytes} bytes")
         length = _read_length(request, CHUNK)
