@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import time
 from collections.abc import Generator
@@ -21,7 +23,7 @@ from fedspan.transports.http.signing import UnsignedSigner
 from fedspan.transports.http.store import Store
 from fedspan.transports.http.supervision import bind, create_server, supervise
 
-__all__ = ["LocalServer", "free_port", "join", "run_server", "send_order", "serve_here"]
+__all__ = ["LocalServer", "free_port", "join", "kill_serving", "run_server", "send_order", "serve_here"]
 
 
 def free_port() -> int:
@@ -98,6 +100,15 @@ def run_server(folder: Path, *, insecure: bool = True, hosts: tuple[str, ...] = 
     finally:
         stop.set()
         server.join()
+
+
+def kill_serving(link: ServerLink) -> None:
+    """Kill the serving process of a server that ``run_server`` runs; it is started again."""
+    for children in Path("/proc/self/task").glob("*/children"):
+        for pid in children.read_text().split():
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            if b"fedspan.transports.http.supervision" in command and str(link.folder).encode() in command:
+                os.kill(int(pid), signal.SIGKILL)
 
 
 @contextmanager

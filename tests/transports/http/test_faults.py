@@ -1,7 +1,5 @@
 """Faults of a server: bodies cut anywhere, a full disk, a deleted or damaged database, a clock that jumps."""
 
-import os
-import signal
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -20,7 +18,7 @@ from fedspan.transports.http.node import serve
 from fedspan.transports.http.signing import UnsignedSigner
 from fedspan.transports.http.store import DATABASE, Order, Store
 from fedspan.transports.http.transport import ServerTransport, invite
-from helpers.http_server import LocalServer, join, run_server, send_order, serve_here
+from helpers.http_server import LocalServer, join, kill_serving, run_server, send_order, serve_here
 from helpers.reply_transport import exchanged
 
 UPLOAD = "a" * 32
@@ -119,17 +117,13 @@ def test_a_full_disk_ends_its_run_with_the_reason(server: LocalServer, monkeypat
 def test_a_deleted_database_ends_its_runs_and_leaves_no_message(tmp_path: Path) -> None:
     """The serving process is killed, so that it opens a new database; the next run finds a server at work."""
     with run_server(tmp_path / "server") as link:
-        supervisor = Path("/proc/self/task").glob("*/children")
-        children = {int(pid) for path in supervisor for pid in path.read_text().split()}
 
         def send_after_the_end() -> None:
             with attach(link, 2**20) as run, join(link.address) as node:
                 send_order(run, node.node, Envelope("{}", b"body"))
                 for path in link.folder.glob(f"{DATABASE}*"):
                     path.unlink()
-                serving = [pid for pid in children if b"supervision" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-                for pid in serving:
-                    os.kill(pid, signal.SIGKILL)
+                kill_serving(link)
                 until = time.monotonic() + 60
                 while True:
                     assert time.monotonic() < until
