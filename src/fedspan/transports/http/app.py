@@ -182,6 +182,7 @@ class Server:
             ],
             lifespan=self._live,
         )
+        self._app.router.redirect_slashes = False  # a path has one spelling
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request; one whose answer is not read in time loses its connection."""
