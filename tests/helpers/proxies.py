@@ -58,6 +58,7 @@ def run_proxy(kind: str, server_port: int, folder: Path, own: Path | None = None
 
 
 def note(text: str) -> None:
+    """Write a line into the log."""
     print(text, file=sys.stderr, flush=True)
 
 

@@ -143,7 +143,8 @@ def test_a_node_that_waits_stops_at_once_and_its_order_fails(scene: Scene) -> No
 def test_a_node_that_is_stopped_sends_the_reply_that_waits(
     comes_back: bool, scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(nodes, "_LEAVING", 20.0 if comes_back else 1.0)
+    seconds = 20.0 if comes_back else 4.0
+    monkeypatch.setattr(nodes, "_LEAVING", seconds / 4)
     is_carried_out, back = Event(), dict[str, Any]()
 
     def answer(envelope: Envelope) -> Envelope:
@@ -154,7 +155,7 @@ def test_a_node_that_is_stopped_sends_the_reply_that_waits(
     server = LocalServer(scene.server).__enter__()
     with attach(scene.server, 2**20) as run, scene.run(answer) as (stop, thread):
         transport = scene.transport(run)
-        round = Thread(target=lambda: back.update(exchanged(transport, ORDER, 20.0, wait_for_offline=True)))
+        round = Thread(target=lambda: back.update(exchanged(transport, ORDER, seconds, wait_for_offline=True)))
         round.start()
         assert is_carried_out.wait(20)
         stop.set()
