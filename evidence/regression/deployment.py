@@ -161,7 +161,7 @@ def main() -> None:
         "",
         f"Command: `python -m evidence.regression.deployment --rounds {args.rounds}{repeated}`  ",
         f"Date: {datetime.date.today()}. Machine: {platform.machine()}, {os.cpu_count()} cores, torch "
-        f"{torch.__version__}, flwr 1.41.0.",
+        f"{torch.__version__}.",
         "",
         "| seconds per round | measured | goal |  |",
         "|---|---|---|---|",

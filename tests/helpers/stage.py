@@ -128,7 +128,7 @@ class Deployment:
         return (self.folder / f"{name}.log").read_text(errors="replace")
 
     def logs(self) -> str:
-        logs = [*self.folder.glob("*.log"), *self.server.glob("superlink.log")]
+        logs = [*self.folder.glob("*.log"), *self.server.glob("server.log")]
         return "".join(f"\n--- {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in logs)
 
     def wait_for_training(

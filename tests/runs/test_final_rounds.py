@@ -127,7 +127,6 @@ def test_a_run_reports_what_was_tested_and_resumes_to_the_same_bits(
         ("privacy", {"mechanism": "dp-sgd", "noise": 1.0, "clip": 1.0}, "privacy budget"),
         ("federation", {"secure": {}}, "one session for each round"),
         ("cluster", {"workers": 2}, "workers of the cluster"),
-        ("engine", {"name": "flower-sim"}, "processes of flower-sim"),
     ],
 )
 def test_final_rounds_that_do_not_fit(tiny_folder: Path, section: str, change: dict[str, Any], reason: str) -> None:

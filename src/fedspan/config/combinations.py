@@ -72,7 +72,6 @@ def _require_buffered_fit(config: RunSections) -> None:
             f"{problem}, because privacy budgets count the clients of synchronous rounds",
         ),
         "cluster": (None if config.cluster is None else config.cluster.workers, problem),
-        "engine.name": ("flower-sim" if config.engine.name == "flower-sim" else None, problem),
         "simulation.present": ((None if config.simulation is None else config.simulation.present) or None, problem),
         "evaluation.diagnostics": (
             config.evaluation.diagnostics,
@@ -197,7 +196,6 @@ def _require_trainers(config: RunSections) -> None:
         "evaluation.diagnostics": config.evaluation.diagnostics,
         "evaluation.by": config.evaluation.by,
         "cluster": None if config.cluster is None else config.cluster.workers,
-        "engine.name": "flower-sim" if config.engine.name == "flower-sim" else None,
     }
     for field, value in options.items():
         if value is not None:
@@ -260,7 +258,6 @@ def _require_final_rounds_fit(config: RunSections) -> None:
         "asynchronous rounds have no best one to continue from": config.federation.buffered is not None,
         "secure aggregation has one session for each round": config.federation.secure is not None,
         "the clients' examples are in the workers of the cluster": config.cluster is not None,
-        "the clients' examples are in the processes of flower-sim": config.engine.name == "flower-sim",
     }
     reason = next((reason for reason, holds in reasons.items() if holds), None)
     if config.federation.final_rounds and reason is not None:
@@ -310,9 +307,6 @@ def _require_simulation_fit(config: RunSections) -> None:
     conditions = config.simulation
     if conditions is None:
         return
-    if config.engine.name == "flower-sim":
-        problem = "engine.name: flower-sim cannot simulate conditions. Use engine.name: batched or loop"
-        raise FedspanError("simulation", config.engine.name, problem=problem)
     if conditions.present and config.privacy is not None and config.privacy.mechanism == "central":
         problem = "central privacy counts on the same number of clients in every round; local and dp-sgd do not"
         raise FedspanError("simulation.present", conditions.present, problem=problem)
@@ -331,9 +325,6 @@ def _require_cluster_fit(config: RunSections) -> None:
     cluster = config.cluster
     if cluster is None:
         return
-    if config.engine.name == "flower-sim":
-        problem = "it has processes of its own, which cannot be combined with cluster"
-        raise FedspanError("engine.name", "flower-sim", "batched or loop", problem=problem)
     if config.evaluation.diagnostics is not None:
         problem = "it cannot be combined with cluster, because no process sees both ends of an update"
         raise FedspanError("evaluation.diagnostics", config.evaluation.diagnostics, problem=problem)

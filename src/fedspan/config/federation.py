@@ -131,7 +131,7 @@ class FederationConfig(Section):
         ge=0,
         description="Simulations: rounds after the best one in which clients train on all their examples, those of "
         "their validation parts included. A test set measures the model after them. Baselines have as many epochs. Not "
-        "under privacy, secure or buffered, nor with cluster or flower-sim.",
+        "under privacy, secure or buffered, nor with cluster.",
     )
     clients_per_round: int | None = Field(
         default=None, ge=1, description="Number of clients selected per round; default: all."
@@ -219,7 +219,7 @@ class FederationConfig(Section):
         default=300.0,
         ge=0,
         allow_inf_nan=False,
-        description="Flower: seconds that a retry waits for offline clients; a killed node is readmitted after a "
+        description="Deployments: seconds that a retry waits for offline clients; a killed node is readmitted after a "
         "minute.",
     )
     retries: int = Field(
@@ -244,7 +244,7 @@ class FederationConfig(Section):
         "nodes. See docs/deployment.md.",
     )
     message_mib: int = Field(
-        default=1024, ge=1, le=2048, description="Flower: maximum size of a reply in MiB; larger ones are refused."
+        default=1024, ge=1, le=2048, description="Deployments: maximum size of a reply in MiB; larger ones are refused."
     )
     max_norm_ratio: float | None = Field(
         default=10.0,

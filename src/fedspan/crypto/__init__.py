@@ -3,7 +3,7 @@
 Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning", CCS 2017; Bell et al., "Secure
 Single-Server Aggregation with (Poly)Logarithmic Overhead", CCS 2020 (eprint 2020/704). Independent of federations;
 primitives are those of ``cryptography`` and PyCryptodome (the extra ``fedspan[secagg]``), which only this package and
-``fedspan.transports.flower`` import.
+``fedspan.transports.http`` import.
 """
 
 import importlib.util

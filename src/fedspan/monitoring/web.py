@@ -220,7 +220,7 @@ class WebPage:
         require_web()
         import uvicorn
 
-        from fedspan.transports.flower.connections import BoundedProtocol, BoundedSocket, ConnectionLimits, Connections
+        from fedspan.transports.http.connections import BoundedProtocol, BoundedSocket, ConnectionLimits, Connections
 
         names = tuple(names)
         if host not in LOOPBACK and certificate is None:

@@ -85,7 +85,7 @@ def measure_speed(
     try:
         bench = _Bench(config, tuple(labels), architecture, device, depth, length)
         single = bench.time_single()
-        parallel, start = None if config.engine.name == "flower-sim" else single, 0.0  # it has other processes
+        parallel, start = single, 0.0
         if isinstance(bench.engine, BatchedEngine):
             parallel, start = bench.time_parallel(-(-clients // config.active_workers), steps)
     finally:

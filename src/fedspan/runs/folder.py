@@ -21,7 +21,6 @@
     best/                the best round's checkpoint
     predictions/         the predicted classes of the held-out examples: start and result
     adapter/             the exported adapter; one folder for each client where models are personal
-    nodes/               the clients' own stores on Flower's simulation engine
     baselines/           one folder each: its checkpoints while it trains, then a report.json; engine.json
     report.json          the summary, once the run is finished; names the config, inputs, logs and exported files
     run.lock             held while a process works on the run; names that process

@@ -150,11 +150,8 @@ def list_differences(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any
 
 
 def is_resource(name: str, before: Any, after: Any) -> bool:
-    """Return whether a field may change when a run resumes, and has no effect on what is finished.
-
-    The engine flower-sim stores the clients' states in folders of nodes, where other engines do not look for them.
-    """
-    return _is_among(_RESOURCES, name) and not (name == "engine.name" and "flower-sim" in (before, after))
+    """Return whether a field may change when a run resumes, and has no effect on what is finished."""
+    return _is_among(_RESOURCES, name)
 
 
 def _is_among(fields: set[str], name: str) -> bool:
@@ -183,10 +180,7 @@ def _require_same_config(run_folder: RunFolder, config: RunConfig, stored_text: 
             require_independent_rounds(checkpoints.read_last_saved_round(run_folder), stored, config)
         elif not _is_changeable(run_folder, name, before, after):
             problem = f"it is {after!r} now, and the run began with {before!r}"
-            expected = (
-                f"{before!r} again, or another folder (only paths, deadlines, cluster and engine, but not to or from "
-                "flower-sim, may change)"
-            )
+            expected = f"{before!r} again, or another folder (only paths, deadlines, cluster and engine may change)"
             raise FedspanError(f"{run_folder.config}, {name}", after, expected, problem=problem)
 
 
