@@ -127,17 +127,17 @@ endif
 
 # The lower bound as a release with its fixes; then the newest that fits.
 FLOWER := .venv-flower
-FLOWER_RELEASES = $$(sed -nE 's/^flower-app = \["(flwr)>=([0-9.]+),.*/\1[simulation]==\2.*/p' pyproject.toml) 'flwr[simulation]'
+FLOWER_RELEASES = $$(sed -nE 's/^flower = \["(flwr)>=([0-9.]+),.*/\1[simulation]==\2.*/p' pyproject.toml) 'flwr[simulation]'
 
 flower-versions:
 	set -e; for release in $(FLOWER_RELEASES); do \
 	  $(PYTHON) -m venv --clear $(FLOWER); \
 	  $(if $(strip $(TORCH_INDEX)),$(FLOWER)/bin/python -m pip install --no-deps --index-url $(TORCH_INDEX) \
 	    $$(grep '^torch==' constraints.txt);) \
-	  $(FLOWER)/bin/python -m pip install --quiet -e '.[flower-app,secagg]' "$$release" \
+	  $(FLOWER)/bin/python -m pip install --quiet -e '.[flower,secagg]' "$$release" \
 	    $$(grep -E '^(torch|pytest|pytest-xdist|hypothesis)==' constraints.txt); \
 	  $(FLOWER)/bin/python -m pip list | grep '^flwr '; \
-	  $(FLOWER)/bin/python -m pytest -m "" $(PYTEST_ARGS) tests/transports/flower_app \
+	  $(FLOWER)/bin/python -m pytest -m "" $(PYTEST_ARGS) tests/transports/flower \
 	    tests/deployment/test_flower_app.py; \
 	done
 

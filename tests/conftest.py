@@ -28,7 +28,6 @@ os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  # with Ray's default it
 LONGEST = [
     f"tests/{path}.py"
     for path in (
-        "transports/flower/test_simulation",
         "deployment/test_flower_app",
         "transports/flower/test_deployment",
         "training/test_devices",

@@ -16,7 +16,7 @@ import yaml
 from fedspan.deployment import host
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
-from fedspan.transports.flower_app.link import LONGEST_HEADER, forward
+from fedspan.transports.flower.link import LONGEST_HEADER, forward
 from helpers.another_user import as_another_user
 
 LONGEST = 1000

@@ -26,7 +26,7 @@ from fedspan.runs.folder import RunFolder
 from fedspan.runs.model_card import RunReport
 from fedspan.runs.remote import build_server_clients, connect, get_nodes_folder, prepare_server
 from fedspan.runs.setup import Prepared, prepare
-from fedspan.transports.flower_app.server import Context, Grid, GridTransport, create_server_app, invite
+from fedspan.transports.flower.server import Context, Grid, GridTransport, create_server_app, invite
 
 __all__ = ["app", "write_app"]
 

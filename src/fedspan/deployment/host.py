@@ -29,7 +29,7 @@ from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
 from fedspan.files import make_private_folder
 from fedspan.processes import hold_folder
-from fedspan.transports.flower_app.link import read_envelope, write_envelope
+from fedspan.transports.flower.link import read_envelope, write_envelope
 
 __all__ = ["host"]
 

@@ -12,7 +12,7 @@ from flwr.serverapp import Grid, ServerApp
 from fedspan.errors import escape_controls
 from fedspan.federation.protocol import Envelope
 from fedspan.federation.transport import OnReply, Orders, Transport
-from fedspan.transports.flower_app.client import from_records, to_records
+from fedspan.transports.flower.client import from_records, to_records
 
 __all__ = ["Context", "Grid", "GridTransport", "create_server_app", "invite"]
 

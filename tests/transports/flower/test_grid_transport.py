@@ -12,12 +12,12 @@ pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
-import fedspan.transports.flower_app as package
+import fedspan.transports.flower as package
 from fedspan.federation.protocol import Envelope
 from fedspan.federation.transport import Orders
-from fedspan.transports.flower_app import server
-from fedspan.transports.flower_app.client import from_records, to_records
-from fedspan.transports.flower_app.server import GridTransport, invite
+from fedspan.transports.flower import server
+from fedspan.transports.flower.client import from_records, to_records
+from fedspan.transports.flower.server import GridTransport, invite
 from helpers.reply_transport import exchanged
 
 NODES = {"a": 11, "b": 12, "c": 13}
