@@ -70,7 +70,7 @@ def test_a_simulation_finds_the_files_of_a_config_from_every_folder(
 
 
 def test_data_that_are_no_section_are_named_as_in_any_config(tiny_folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(FedspanError, match="^`?data"):
+    with pytest.raises(FedspanError, match=r"^`?data"):
         write(tmp_path, {**tiny.settings(tiny_folder), "data": "corpus.csv"})
 
 
