@@ -160,7 +160,7 @@ def main() -> None:
         "",
         f"Command: `python benchmarks/deployment.py --rounds {args.rounds}{repeated}`  ",
         f"Date: {datetime.date.today()}. Machine: {platform.machine()}, {os.cpu_count()} cores, torch "
-        f"{torch.__version__}, flwr 1.41.0.",
+        f"{torch.__version__}.",
         "",
         "| seconds per round | measured | goal |  |",
         "|---|---|---|---|",

@@ -140,7 +140,6 @@ def build_configs(folder: Path, host: str) -> dict[str, dict[str, Any]]:
         host: Name of the host.
     """
     engine = {"batched": {"name": "batched", "clients_per_pass": 2, "workers": 1}}
-    engine["flower-sim"] = {"name": "flower-sim", "workers": 1}
     made: dict[str, dict[str, Any]] = {}
     for name, changes in build_cases(folder).items():
         if name == TRAINERS and host not in ("loop", "deployment"):

@@ -27,7 +27,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version as find_version
 from pathlib import Path
 from typing import Any
 
@@ -512,12 +511,12 @@ def server_killed(stage: Stage) -> Outcome:
 
 
 @register_fault(
-    "superlink-killed",
-    "the SuperLink is killed (-9) in the middle of the second round; `fedspan server` restarts it",
+    "serving-killed",
+    "the server's serving process is killed (-9) in the middle of the second round; `fedspan server` restarts it",
 )
-def superlink_killed(stage: Stage) -> Outcome:
+def serving_killed(stage: Stage) -> Outcome:
     expected = stage.clean()
-    run = stage.submit("superlink-killed")
+    run = stage.submit("serving-killed")
     before = run.in_the_middle()
     os.kill(find_child(stage.made.processes["server"].pid), signal.SIGKILL)
     run.end()
@@ -527,7 +526,7 @@ def superlink_killed(stage: Stage) -> Outcome:
 
 
 @register_fault(
-    "server-down", "the whole server, SuperLink included, is down for 100 s, longer than Flower waits for heartbeats"
+    "server-down", "the whole server is down for 100 s, longer than an order waits for a node that is offline"
 )
 def server_down(stage: Stage) -> Outcome:
     expected = stage.clean()
@@ -732,7 +731,7 @@ def same_id(stage: Stage) -> Outcome:
 
 @register_fault("wrong-authority", "a node trusts another authority than the server's")
 def wrong_authority(stage: Stage) -> Outcome:
-    from fedspan.transports.flower.keys import make_authority
+    from fedspan.transports.http.keys import make_authority
 
     make_authority(stage.folder / "other", [])
     path = stage.node("misled", NORTH, authority=str(stage.folder / "other" / "ca.crt"))
@@ -1090,7 +1089,7 @@ A reply that is dropped leaves its client out of that round. In the other synchr
 clients (`federation.min_replies: 3`) unless the fault names another number.
 
 Command: `python benchmarks/faults.py --page docs/results/faults.md --record docs/results/faults.json`, where the names
-of faults as arguments run these again. Machine: {machine}, {cores} cores, torch {torch}, flwr {flwr}.
+of faults as arguments run these again. Machine: {machine}, {cores} cores, torch {torch}.
 
 ## Results
 
@@ -1202,7 +1201,6 @@ def page(record: Record) -> str:
         machine=platform.machine(),
         cores=os.cpu_count(),
         torch=torch.__version__,
-        flwr=find_version("flwr"),
         table=format_table(record.outcomes),
         missing="" if not missing else f"\nNot run: {', '.join(missing)}.\n",
         list=format_list(record.outcomes),

@@ -5,7 +5,7 @@
     python benchmarks/fuzz.py --target codec --number 4711     # one input again, with its traceback
     python benchmarks/fuzz.py --coverage 60                    # each target 60 s, guided by coverage (atheris)
 
-Valid inputs are mutated with regard to their form (fields of headers, the structure in a payload, trees of objects) or
+Valid inputs are mutated with regard to their form (fields of headers, the structure in a payload) or
 byte by byte. A finding is any exception but the documented one, an input that takes more than four seconds, or memory
 that grows beyond a limit. It is printed with target, seed and number, and the exit code is 1. Input number n of a seed
 is always the same. ``tests/helpers/fuzz_targets.py`` has the targets. Coverage needs fedspan[fuzz].
@@ -27,7 +27,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 
-NAMES = ("codec", "orders", "answers", "door", "configs")
+NAMES = ("codec", "orders", "answers", "messages", "requests", "configs")
 SECONDS = 4.0
 """Processor time that an input may take."""
 MEMORY = 512 * 2**20

@@ -2,20 +2,18 @@
 
     python benchmarks/load.py --page docs/results/load.md
 
-A SuperLink with TLS and keys, and the requested number of nodes' links, in a few processes, whose answers are what they
-were sent: a process with torch for each of 200 nodes would need more memory than there is. So this measures the server
-and the way to it, not the nodes. With the first number of nodes, one message of 500 MB goes to a node and back, and
-larger ones than the limits are refused. Last, the SuperLink's threads are sampled under load, by layer (``layers``).
+A server with TLS and keys, and the requested number of nodes' connections, in a few processes, whose answers are as
+large as what they were sent: a process with torch for each of 200 nodes would need more memory than there is. So this
+measures the server and the way to it, not the nodes. With the first number of nodes, one message of 500 MB goes to a
+node and back, and larger ones than the limits are refused.
 """
 
 from __future__ import annotations
 
 import argparse
-import io
 import logging
 import multiprocessing
 import os
-import re
 import signal
 import statistics
 import sys
@@ -23,15 +21,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
-from importlib.metadata import entry_points, version
 from itertools import combinations
 from pathlib import Path
 from threading import Event
 from typing import Any
 
-from layers import DATABASE, FLOWER, OWN, read_layers, sampled_superlinks, sampling
 from stage import Deployment, find_child, read_processor_seconds
 
 from fedspan.federation.protocol import Envelope
@@ -48,11 +43,9 @@ which memory may grow per node and round after them: a quarter of one message. A
 reply of a node would grow by four times as much."""
 LOADS = [(3, 20), (40, 50), (200, 12), (1000, 5)]
 """Numbers of nodes, and of rounds with them; memory is not judged with fewer than ``WARM + 3``."""
-PROFILED_ROUNDS, BUSY = 10, 0.8
-"""Rounds of the profile, and the share of a core's time from which on the SuperLink, a Python process, limits them."""
-SECONDS = {200: 20.0, 1000: 120.0}
+SECONDS = {200: 3.0, 1000: 15.0}
 """Goals for a round, by the number of nodes, in seconds."""
-REQUESTS = 8.0
+REQUESTS = 4.0
 """Goal for the requests per node and round."""
 
 
@@ -121,9 +114,9 @@ class Measured:
         rounds: Number of rounds.
         lost: Number of replies that did not arrive.
         seconds: Seconds of each round.
-        memory: MiB after each round, of the SuperLink and of who submits.
-        requests: Requests to the SuperLink for each node and round, of the nodes and of who submits.
-        processor: Seconds of the SuperLink's processor time for each round.
+        memory: MiB after each round, of the server and of who submits.
+        requests: Requests to the server for each node and round, of the nodes and of who submits.
+        processor: Seconds of the server's processor time for each round.
     """
 
     nodes: int
@@ -169,11 +162,9 @@ def exchange(transport: Transport, envelopes: dict[str, Envelope], seconds: floa
     return replies
 
 
-def measure_load(
-    transport: Transport, nodes: dict[str, int], rounds: int, superlink: int, counts: list[Any]
-) -> Measured:
+def measure_load(transport: Transport, nodes: dict[str, int], rounds: int, serving: int, counts: list[Any]) -> Measured:
     lost, seconds, memory = 0, list[float](), dict[str, list[float]]()
-    before, busy = [one.value for one in counts], read_processor_seconds(superlink)
+    before, busy = [one.value for one in counts], read_processor_seconds(serving)
     for number in range(1, rounds + 1):
         began = time.monotonic()
         body = os.urandom(BODY)  # the same for all, as a round's tensors are
@@ -181,7 +172,7 @@ def measure_load(
         replies = exchange(transport, envelopes, 600.0)
         lost += sum(replies.get(id) != make_answer(envelope) for id, envelope in envelopes.items())
         seconds.append(time.monotonic() - began)
-        for name, pid in (("SuperLink", superlink), ("submitting process", os.getpid())):
+        for name, pid in (("server", serving), ("submitting process", os.getpid())):
             memory.setdefault(name, []).append(read_resident_memory(pid))
         now = ", ".join(f"{name} {sizes[-1]:.1f} MiB" for name, sizes in memory.items())
         print(f"round {number}: {seconds[-1]:.1f} s, {now}", flush=True)
@@ -193,17 +184,8 @@ def measure_load(
         seconds,
         memory,
         (sum(sent[1:]), sent[0]),
-        (read_processor_seconds(superlink) - busy) / rounds,
+        (read_processor_seconds(serving) - busy) / rounds,
     )
-
-
-def profile(count: int, processes: int, folder: Path) -> tuple[Measured, dict[str, float]]:
-    """Sample a SuperLink under load: the load, and its seconds of processor time by layer."""
-    samples = folder / "samples"
-    samples.mkdir()
-    with sampled_superlinks(samples):
-        load, _ = measure(count, PROFILED_ROUNDS, processes, 0, folder, samples)
-    return load, read_layers(samples)
 
 
 def measure_large(
@@ -231,16 +213,16 @@ def measure_large(
     )
     run.limit = 8 * MIB  # type: ignore[attr-defined]
     reply, seconds = sent(16 * MIB)
-    results.append(("16 MiB from a node, where the server takes 8", str(reply), "more than 8 MiB" in str(reply)))
+    results.append(("16 MiB from a node, where the server takes 8", str(reply), "larger than its order allows" in str(reply)))
     reply, seconds = sent(1 * MIB)
     results.append(("1 MiB after that", f"{seconds:.1f} s", reply is True))
     return results
 
 
 def measure(
-    count: int, rounds: int, processes: int, megabytes: int, folder: Path, samples: Path | None = None
+    count: int, rounds: int, processes: int, megabytes: int, folder: Path
 ) -> tuple[Measured, list[tuple[str, str, bool]]]:
-    """Measure a load, and large messages if there are any; with a folder for samples, the SuperLink is sampled."""
+    """Measure a load, and large messages if there are any."""
     from fedspan.transports.http.admissions import admit_node, compute_node_id
     from fedspan.transports.http.keys import make_node_key
     from fedspan.transports.http.link import attach
@@ -278,11 +260,10 @@ def measure(
                     time.sleep(1)
                 print(f"{count} nodes online after {time.monotonic() - began:.0f} s", flush=True)
                 server = made.processes["server"].pid
-                superlink = find_child(server)
+                serving = find_child(server)
                 known = {id: public.read_bytes() for id, public in zip(ids, publics, strict=True)}
                 transport = ServerTransport(run, nodes, signer=ServerSigner(link.folder, lambda: known))
-                with nullcontext() if samples is None else sampling(samples):
-                    result = measure_load(transport, nodes, rounds, superlink, counts)
+                result = measure_load(transport, nodes, rounds, serving, counts)
                 return result, measure_large(transport, nodes, run, megabytes, most) if megabytes else []
         finally:
             logging.getLogger("httpx").removeHandler(own_count)
@@ -294,19 +275,17 @@ PAGE = """# Load
 
 This page measures rounds, requests and memory of a server with many nodes, without training.
 
-A SuperLink with TLS and keys and the nodes' connections, in {processes} processes without torch, run on one machine. In
-a round, all nodes receive the same {body} kB, and each replies with {body} kB of its own. Nodes and the submitting
-process use the door's own requests: an answer waits for an order and includes its objects.
-[Overhead](deployment.md) compares rounds of three nodes that train with and without these requests.
+A server with TLS and keys and the nodes' connections, in {processes} processes without torch, run on one machine. In
+a round, all nodes receive the same {body} kB, and each replies with {body} kB of its own.
 
 Command: `{command}`  
-{machine} Flower: {flwr}.
+{machine}{busy}
 
 | nodes | rounds | lost replies | seconds per round: median, maximum | goal | |
 |---|---|---|---|---|---|
 {rounds}
 
-| nodes | requests per node and round: node, submitting process | goal | | SuperLink's processor time per round, s |
+| nodes | requests per node and round: node, submitting process | goal | | server's processor time per round, s |
 |---|---|---|---|---|
 {requests}
 
@@ -315,10 +294,10 @@ round, and the limit is {growth:.0%}. In fewer rounds, it is the median growth p
 which threads and connections have their buffers. The limit is {kept:.1f} kB, a quarter of one message: a process that
 kept a node's order or reply would grow by {body} kB.
 
-| nodes | rounds compared | SuperLink | growth | submitting process | growth | |
+| nodes | rounds compared | server | growth | submitting process | growth | |
 |---|---|---|---|---|---|---|
 {memory}
-{profile}{large}"""
+{large}"""
 
 LARGE = """
 Large messages, one node:
@@ -328,46 +307,9 @@ Large messages, one node:
 """
 
 
-PROFILE = """
-## Where the SuperLink's time goes
-
-{nodes} nodes, {rounds} rounds, in a SuperLink whose threads are sampled about every 10 ms: {seconds:.1f} s of processor
-time in samples that show work, by the layer of the innermost frame that belongs to one. Sampling takes time of its own,
-so this load is not in the tables above.
-
-| layer | share |
-|---|---|
-{rows}
-
-{meaning}
-"""
-
-
-def format_profile(load: Measured, seconds: dict[str, float]) -> str:
-    """The section about the SuperLink's time, and what it means."""
-    total = sum(seconds.values())
-    shares = {layer: spent / total for layer, spent in sorted(seconds.items(), key=lambda item: -item[1])}
-    database, own = sum(shares[layer] for layer in DATABASE), shares[OWN]
-    busy = load.processor / statistics.mean(load.seconds)
-    limit = "is the limit" if busy >= BUSY else "is not the limit"
-    meaning = (
-        f"The SuperLink took {busy:.0%} of one core's time during these rounds. From {BUSY:.0%} on, it is taken to "
-        f"limit a round: here it {limit}. {' and '.join(DATABASE)} took {database:.0%} of its time, {FLOWER} "
-        f"{shares[FLOWER]:.0%}, {OWN} {own:.0%}."
-    )
-    return PROFILE.format(
-        nodes=load.nodes,
-        rounds=load.rounds,
-        seconds=total,
-        rows="\n".join(f"| {layer} | {share:.0%} |" for layer, share in shares.items()),
-        meaning=meaning,
-    )
-
-
 def page(
     results: list[Measured],
     messages: list[tuple[str, str, bool]],
-    profiled: tuple[Measured, dict[str, float]] | None,
     args: argparse.Namespace,
     command: str,
 ) -> tuple[str, bool]:
@@ -402,7 +344,7 @@ def page(
         body=BODY // 1000,
         command=command,
         machine=describe_machine(),
-        flwr=version("flwr"),
+        busy=" The machine had other work, too." if args.busy else "",
         rounds="\n".join(rounds),
         requests="\n".join(requests),
         long=LONG,
@@ -410,7 +352,6 @@ def page(
         warm=WARM,
         kept=KEPT / 1000,
         memory="\n".join(memory),
-        profile="" if profiled is None else format_profile(*profiled),
         large=LARGE + large if large else "",
     )
     return text, good
@@ -433,37 +374,25 @@ def main() -> None:
     )
     parser.add_argument("--processes", type=int, default=4, help="number of processes with the nodes' links")
     parser.add_argument("--megabytes", type=int, default=500, help="of the large message; 0: none")
-    parser.add_argument("--profiled", type=int, default=40, help="nodes of the SuperLink's profile; 0: none")
+    parser.add_argument("--busy", action="store_true", help="write on the page that the machine had other work to do")
     parser.add_argument("--page", type=Path, help="write the table to this file")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the server and the links end, too
     loads = "".join(f" --load {nodes} {rounds}" for nodes, rounds in args.load or ())
-    options = [f" --{name} {getattr(args, name)}" for name in ("megabytes", "profiled")]
-    changed = [option for option in options if option not in (" --megabytes 500", " --profiled 40")]
-    command = f"python benchmarks/load.py{loads}{''.join(changed)}"
+    megabytes = "" if args.megabytes == 500 else f" --megabytes {args.megabytes}"
+    command = f"python benchmarks/load.py{loads}{megabytes}{' --busy' if args.busy else ''}"
     results, messages = list[Measured](), list[tuple[str, str, bool]]()
-
-    def write(profiled: tuple[Measured, dict[str, float]] | None) -> bool:
-        text, good = page(results, messages, profiled, args, command)
-        print(text)
-        if args.page:
-            args.page.write_text(text, encoding="utf-8")
-        return good
-
     with tempfile.TemporaryDirectory(prefix="fedspan-load-") as temporary:
-        os.environ["FLWR_HOME"] = str(Path(temporary) / "home")
-        import fedspan.transports.flower  # noqa: F401  (no telemetry)
-
         for number, (nodes, rounds) in enumerate(args.load or LOADS):
             folder = Path(temporary) / str(number)
             folder.mkdir()
             result, large = measure(nodes, rounds, args.processes, 0 if number else args.megabytes, folder)
             results.append(result)
             messages += large
-        good = write(None)  # the profile may fail
-        if args.profiled:
-            (folder := Path(temporary) / "profile").mkdir()
-            good = write(profile(args.profiled, args.processes, folder))
+    text, good = page(results, messages, args, command)
+    print(text)
+    if args.page:
+        args.page.write_text(text, encoding="utf-8")
     if not good:
         raise SystemExit("a goal was missed")
 

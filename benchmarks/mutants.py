@@ -9,7 +9,7 @@ stratified: each package has its share of the lines. All mutants are compiled in
 switch: one run of the quick tests records which tests reach which mutant, and a process that has collected the tests is
 forked for every mutant. A mutant is run against the tests that reach it, at most the 60 fastest and 40 others from
 different files, until the first failure. A timeout or a crash is a kill, too. Not detected is what a test observes only
-in another process (Flower's and Ray's workers, subprocesses) or at import. Every test that killed a mutant is run once
+in another process (Ray's workers, subprocesses) or at import. Every test that killed a mutant is run once
 more without any: if it fails, it does not count.
 
 FOLDER has sample.json, coverage-*.json and fates.jsonl, a line for every mutant as soon as its fate is known.

@@ -4,10 +4,10 @@
     python benchmarks/reply_path.py --source ../before       # another one, such as a worktree
 
 One round of FedIT is run on the loop engine, in the simulator and in a deployment with TLS and keys. Every process of
-it (the server that runs the round, the SuperLink, the nodes and their workers) records which of the project's functions
-take or return a reply: the tensors that training returned, or bytes that hold them, enciphered or not
+it (the run, the serving process, the nodes and their workers) records which of the project's functions take or return
+a reply: the tensors that training returned, or bytes that hold them, enciphered or not
 (``reply_recorder``). After the replies are reduced, it is what they are reduced to. A function takes what its arguments
-hold, other than its object, in containers, dataclasses and Flower's messages. The count is the number of files with
+hold, other than its object, in containers and dataclasses. The count is the number of files with
 such a function. Files that hold the mathematics and the model (core, methods, wrappers, models, tasks, data) are left
 out: they are where a reply is made and used, not what it passes.
 """

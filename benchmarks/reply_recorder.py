@@ -43,7 +43,7 @@ _PLAIN = (str, int, float, complex, type, type(None))
 def list_contents(value: Any) -> Iterator[Any]:
     """Yield the bytes, tensors and arrays in a value, and its objects by which numbers are learned.
 
-    What is looked through: containers, dataclasses, Flower's messages and records, and protobuf messages.
+    What is looked through: containers and dataclasses.
     """
     left, seen = deque([(value, 0)]), set[int]()
     while left and len(seen) < _MOST:
@@ -74,13 +74,6 @@ def _list_parts(value: Any) -> Iterable[Any]:
         return list(value)
     if dataclasses.is_dataclass(value):
         return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
-    if hasattr(value, "SerializeToString"):
-        try:
-            return [value.SerializeToString()]
-        except Exception:  # it is not complete yet
-            return []
-    if type(value).__module__.partition(".")[0] == "flwr":
-        return list(vars(value).values()) if hasattr(value, "__dict__") else []
     return []
 
 

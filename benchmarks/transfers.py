@@ -33,9 +33,10 @@ import logging, sys, threading
 from pathlib import Path
 logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
 logging.getLogger("httpx").setLevel(logging.WARNING)
-from fedspan.transports.flower.keys import load_node_key
-from fedspan.transports.flower.supernode import Link, serve
-link = Link(sys.argv[1], Path(sys.argv[2]), load_node_key(Path(sys.argv[3])), 1 << 30)
+from fedspan.transports.http.client import Link
+from fedspan.transports.http.keys import load_node_key
+from fedspan.transports.http.node import serve
+link = Link(sys.argv[1], Path(sys.argv[2]), load_node_key(Path(sys.argv[3]))[0], 1 << 30)
 serve(link, lambda envelope: envelope, threading.Event())
 """
 
@@ -57,13 +58,13 @@ def measure(folder: Path, size: int, rate: float, cut_after: float | None) -> di
 
     from fedspan.federation.protocol import Envelope
     from fedspan.federation.transport import Orders
-    from fedspan.transports.flower.admissions import admit_node, read_admissions
-    from fedspan.transports.flower.grid import attach
-    from fedspan.transports.flower.keys import make_node_key
-    from fedspan.transports.flower.server import prepare_folder
-    from fedspan.transports.flower.signing import ServerSigner
-    from fedspan.transports.flower.superlink import supervise
-    from fedspan.transports.flower.transport import GridTransport, invite
+    from fedspan.transports.http.admissions import admit_node, read_admissions
+    from fedspan.transports.http.keys import make_node_key
+    from fedspan.transports.http.link import attach
+    from fedspan.transports.http.server import prepare_folder
+    from fedspan.transports.http.signing import ServerSigner
+    from fedspan.transports.http.supervision import supervise
+    from fedspan.transports.http.transport import ServerTransport, invite
 
     link = prepare_folder(folder / "server", free_port(), ["127.0.0.1"], insecure=False)
     stop, ready = Event(), Event()
@@ -72,20 +73,20 @@ def measure(folder: Path, size: int, rate: float, cut_after: float | None) -> di
     node: subprocess.Popen[bytes] | None = None
     try:
         if not ready.wait(120):
-            raise RuntimeError((folder / "server" / "superlink.log").read_text())
+            raise RuntimeError((folder / "server" / "server.log").read_text())
         make_node_key(folder / "node.key")
         admit_node(link, folder / "node.key.pub", "far")
         signer = ServerSigner(
             folder / "server", lambda: {id: one.key.encode() for id, one in read_admissions(link).items()}
         )
         port = int(link.address.rpartition(":")[2])
-        with SlowLink(port, rate, cut_after, is_cut=False) as slow, attach(link, 1 << 30) as grid:
+        with SlowLink(port, rate, cut_after, is_cut=False) as slow, attach(link, 1 << 30) as run:
             arguments = f"127.0.0.1:{slow.port}", str(folder / "server" / "ca.crt"), str(folder / "node.key")
             with (folder / "node.log").open("wb") as log:
                 node = subprocess.Popen(
                     [sys.executable, "-c", _NODE, *arguments], env=build_environment(), stdout=log, stderr=log
                 )
-            ((id, hello),) = [next(invite(grid, Envelope("hello"), 120.0, signer))]
+            ((id, hello),) = [next(invite(run, Envelope("hello"), 120.0, signer))]
             if hello != Envelope("hello"):
                 raise RuntimeError(f"the node replied {hello!r}")
             slow.cutting.set()
@@ -98,7 +99,7 @@ def measure(folder: Path, size: int, rate: float, cut_after: float | None) -> di
 
             patience = 120 + 8 * size / rate
             orders = Orders("train", ["a"], lambda _: order, lambda _: size)
-            GridTransport(grid, {"a": id}, signer=signer).exchange(orders, take, patience, wait_for_offline=True)
+            ServerTransport(run, {"a": id}, signer=signer).exchange(orders, take, patience, wait_for_offline=True)
             seconds = time.monotonic() - began
             if replies != {"a": order}:
                 raise RuntimeError(f"{str(replies)[:500]}\n{(folder / 'node.log').read_text()[-5000:]}")

@@ -29,14 +29,13 @@ LONGEST = [
     f"tests/{path}.py"
     for path in (
         "deployment/test_flower_app",
-        "transports/flower/test_deployment",
+        "transports/http/test_deployment",
         "training/test_devices",
-        "transports/flower/test_trainer_deployment",
-        "transports/flower/test_secure_deployment",
+        "transports/http/test_trainer_deployment",
+        "transports/http/test_secure_deployment",
         "transports/ray/test_worker",
         "transports/ray/test_team",
-        "transports/flower/test_supernode_methods",
-        "transports/flower/test_attacks",
+        "transports/http/test_attacks",
         "examples/test_examples",
         "docs/test_blocks",
         "cli/test_commands",

@@ -52,7 +52,7 @@ def test_every_slow_test_is_of_a_step_of_ci() -> None:
 def test_every_attack_on_a_running_server_is_replayed_for_every_commit() -> None:
     text = (ROOT / ".ci" / "run").read_text(encoding="utf-8").replace("\\\n", "")
     (step,) = (line for line in text.splitlines() if line.startswith("step attacks "))
-    assert steps()["attacks"] == (["tests/transports/flower/test_attacks.py"], [])
+    assert steps()["attacks"] == (["tests/transports/http/test_attacks.py"], [])
     assert "--part" not in step
 
 

@@ -38,7 +38,7 @@ class RandomWeights:
         raise KeyError(parameter)
 
 
-@pytest.mark.parametrize("host", ["loop", "batched", "flower-sim"])
+@pytest.mark.parametrize("host", ["loop", "batched"])
 def test_every_task_has_a_case(host: str, tmp_path: Path) -> None:
     configs = digest_cases.build_configs(tmp_path, host).values()
     tasks = {values.get("task", "sequence-classification") for values in configs}

@@ -1,6 +1,7 @@
 """Mutated messages, requests and configs end in their documented errors; a finding is reported and can be repeated."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +12,9 @@ import pytest
 
 from helpers.scripts import load_script
 
-pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
 pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
 
-from fedspan.transports.flower import wire
+from fedspan.transports.http import app
 from helpers import fuzz_targets
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "fuzz.py"
@@ -51,12 +51,13 @@ def test_unchanged_inputs_are_valid(name: str) -> None:
         target.inner.read(seed)
 
 
-def test_the_door_is_fed_all_paths_for_nodes_and_headers_of_its_own() -> None:
-    seeds = b"".join(fuzz_targets.TARGETS["door"]().seeds)
-    for path in (wire.TAKE_ORDER, wire.SEND_REPLY, wire.UPLOAD_OFFSET, wire.FETCH_BASE):
-        assert f"keyless {wire.NODE_PATH}{path}\n".encode() in seeds
-    for header in (wire.UPLOAD_HEADER, wire.PROGRESS_HEADER, "range", "if-range"):
-        assert f"\n{header}: ".encode() in seeds
+def test_every_request_of_a_node_is_a_seed() -> None:
+    """As the table of the handlers names them."""
+    seeds = b"".join(fuzz_targets.TARGETS["requests"]().seeds)
+    rows = re.findall(r"^\| ``(.*?)``.*\| (?:anyone|a key, in headers|a session) \|", app.__doc__ or "", re.MULTILINE)
+    assert len(rows) >= 9
+    for row in rows:
+        assert re.search(re.sub(r"ID|OFFER|FILE", "[0-9a-f]+", row).encode(), seeds), row
 
 
 def test_the_script_names_every_target(script: ModuleType) -> None:

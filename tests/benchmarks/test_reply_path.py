@@ -90,14 +90,6 @@ def test_another_process_recognizes_an_enciphered_reply(tmp_path: Path) -> None:
     assert server.counts([b"object " + enciphered])
 
 
-def test_flowers_messages_are_looked_through(tmp_path: Path) -> None:
-    app = pytest.importorskip("flwr.app", reason="the extra fedspan[flower] is not installed")
-    recording = Recording(tmp_path)
-    recording.train()
-    assert not recording.counts(app.RecordDict({"body": app.ConfigRecord({"body": ORDER})}))
-    assert recording.counts(app.RecordDict({"body": app.ConfigRecord({"body": REPLY})}))
-
-
 def test_what_replies_are_reduced_to_counts_where_they_are_but_not_as_an_order(tmp_path: Path) -> None:
     server, node = Recording(tmp_path), Recording(tmp_path)
     mean = {"A": TRAINED["A"] / 3}

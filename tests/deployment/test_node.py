@@ -307,7 +307,7 @@ def test_a_node_s_log_names_its_rounds(tiny_folder: Path, tmp_path: Path, caplog
 
 def test_another_version_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
     told = introduced(NodeService(node(tiny_folder, tmp_path)), values(tiny_folder), version="0.0.1")
-    assert "`version`: '0.0.1' is not accepted. Expected fedspan" in (told.refused or "")
+    assert "`version`: of the server, it runs fedspan 0.0.1, and this is" in (told.refused or "")
 
 
 def test_a_message_larger_than_the_node_takes_is_refused(tiny_folder: Path, tmp_path: Path) -> None:

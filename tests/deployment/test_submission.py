@@ -28,12 +28,11 @@ from fedspan.federation.validation import ReplyRules
 from fedspan.logs import JsonLines
 from fedspan.processes import read_process_start
 from fedspan.runs.folder import RunFolder
+from fedspan.transports.http import admissions, link, signing
+from fedspan.transports.http import server as servers
 from helpers import node_service
 from helpers.node_service import values
 from helpers.sites import SITES, local_values, run_values, site_files
-
-from fedspan.transports.http import admissions, link, signing
-from fedspan.transports.http import server as servers
 
 NORTH, SOUTH, WEST = SITES
 EAST = "east"

@@ -85,7 +85,6 @@ OF_SCRIPTS = {
     Path("docs/published-code.md"): {"--accumulate"},
     Path("docs/results/named-entities.md"): {"--optimizer-state", "--trainings"},
     Path("docs/results/text-embedding.md"): {"--lr", "--seed"},
-    Path("docs/security.md"): {"--coverage", "--number", "--seed"},
 }
 """Options of benchmarks, of Flower and of published code, by the page that names them."""
 
@@ -127,8 +126,8 @@ def test_the_page_of_commands_has_an_example_of_each() -> None:
 
 LONGEST = 120
 """Number of visible characters of the longest cell."""
-QUOTING = {Path("docs/published-code.md"), Path("docs/results/faults.md")}
-"""Pages whose cells list names of tests, or quote what a run printed."""
+QUOTING = {Path("docs/published-code.md")}
+"""Pages whose cells list names of tests."""
 
 
 def find_long_cells(text: str) -> list[str]:
@@ -179,7 +178,7 @@ def test_the_front_pages_count_the_attacks_of_the_table(page: str) -> None:
 
 def test_every_replayed_attack_is_in_the_table() -> None:
     text = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
-    attacks = (ROOT / "tests" / "transports" / "flower" / "test_attacks.py").read_text(encoding="utf-8")
+    attacks = (ROOT / "tests" / "transports" / "http" / "test_attacks.py").read_text(encoding="utf-8")
     for name in re.findall(r"^(?:async )?def (test_\w+)", attacks, re.MULTILINE):
         assert f"`{name}`" in text, name
 

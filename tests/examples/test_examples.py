@@ -206,7 +206,7 @@ def processes_of(out: Path) -> list[int]:
 
 
 def test_three_machines(tiny_folder: Path, tmp_path: Path) -> None:
-    pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
+    pytest.importorskip("uvicorn", reason="the extra fedspan[deploy] is not installed")
     out, clinics = tmp_path / "out", ("clinic-a", "clinic-b", "clinic-c")
     printed = run_example("three_machines", out, *ENCODER, tiny_folder / "deep-bert")
     report = fedspan.read_report(out / "run")
@@ -219,7 +219,7 @@ def test_three_machines(tiny_folder: Path, tmp_path: Path) -> None:
 
 
 def test_three_machines_leave_no_process_behind_when_asked_to_end(tiny_folder: Path, tmp_path: Path) -> None:
-    pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
+    pytest.importorskip("uvicorn", reason="the extra fedspan[deploy] is not installed")
     out = tmp_path / "out"
     process = subprocess.Popen(
         command("three_machines", out, *ENCODER, tiny_folder / "deep-bert"),
@@ -233,7 +233,7 @@ def test_three_machines_leave_no_process_behind_when_asked_to_end(tiny_folder: P
             assert process.poll() is None
             assert time.monotonic() < until
             time.sleep(0.2)
-        assert len(processes_of(out)) >= 7  # the script, the server and its SuperLink, three nodes, the submission
+        assert len(processes_of(out)) >= 7  # the script, the server and its worker, three nodes, the submission
         process.send_signal(signal.SIGTERM)
         assert process.wait(300) == 143
     finally:

@@ -277,7 +277,6 @@ def test_a_run_with_conditions_is_reported_and_resumed(tiny_folder: Path, tmp_pa
 @pytest.mark.parametrize(
     ("values", "field"),
     [
-        ({"simulation": {"dropout": 0.1}, "engine": {"name": "flower-sim"}}, "simulation"),
         ({"simulation": {"faults": {"share": 2.0, "kind": "nan"}}}, "simulation.faults.share"),
         ({"simulation": {"dropout": 1.5}}, "simulation.dropout"),
     ],

@@ -19,9 +19,7 @@ AROUND = "fedit"
 WRAPPED = f"{AROUND}+scaffold"
 """The wrapper that differs most from none: it sends twice as much, and has memory on both sides."""
 UNLIKE_CASES = (*UNLIKE, WRAPPED)
-"""The cases in ``make test``. Over Flower, where a case takes seconds, the simulation and the deployment share them."""
-SIMULATED = ("flora", WRAPPED)
-DEPLOYED = ("fedgalore", "fedsa-lora")
+"""The cases in ``make test``."""
 
 
 def list_cases() -> list[str]:

@@ -55,15 +55,21 @@ class HostileNode:
         self.client.close()
 
 
+def make_public_key(number: int, curve: ec.EllipticCurve | None = None) -> str:
+    """Return a public key in OpenSSH's format, the same for each number."""
+    public = ec.derive_private_key(number, curve or ec.SECP384R1()).public_key()
+    return public.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
+
+
 def make_strange_keys() -> list[str]:
     """Return public keys in OpenSSH's format that are no node's: of other kinds, unknown, damaged, and very long."""
     modulus = (1 << 2047) + 1
     keys: list[Any] = [
-        *(ec.derive_private_key(7, curve).public_key() for curve in (ec.SECP256R1(), ec.SECP521R1(), ec.SECP384R1())),
         ed25519.Ed25519PrivateKey.from_private_bytes(bytes(32)).public_key(),
         rsa.RSAPublicNumbers(65537, modulus).public_key(),
     ]
     encoded = [key.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode() for key in keys]
+    encoded += [make_public_key(7, curve) for curve in (ec.SECP256R1(), ec.SECP521R1(), ec.SECP384R1())]
     others: list[Any] = [
         ed448.Ed448PrivateKey.from_private_bytes(bytes(57)).public_key(),
         x25519.X25519PrivateKey.from_private_bytes(bytes(32)).public_key(),

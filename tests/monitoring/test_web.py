@@ -133,7 +133,7 @@ def test_other_addresses_need_tls(collect: Callable[[], Mapping[str, Any]]) -> N
 
 
 def test_other_addresses_have_the_certificate(collect: Callable[[], Mapping[str, Any]], tmp_path: Path) -> None:
-    pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
+    pytest.importorskip("cryptography", reason="the extra fedspan[deploy] is not installed")
     from fedspan.transports.http import keys
 
     keys.make_authority(tmp_path, ["127.0.0.2", "fl.example.org"])

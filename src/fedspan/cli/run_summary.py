@@ -25,6 +25,10 @@ from fedspan.tasks.registry import get_task
 
 __all__ = ["render_peft_snippet", "show_report"]
 
+_NO_SCORES = (
+    "no scores were measured: there is no test set, and no client has validation or test examples (a node needs "
+    "at least limits.evaluation_examples of them)"
+)
 _MAX_FAILURES = 5
 """Number of clients whose failures are shown."""
 _TARGET_COLUMNS: Mapping[TargetType, str] = {
@@ -38,7 +42,7 @@ _TARGET_COLUMNS: Mapping[TargetType, str] = {
 def show_report(out: Console, report: RunReport, folder: Path) -> None:
     """Print the report of the run in ``folder``."""
     table = _make_score_table(report)
-    out.print(Text("no scores were measured", "dim") if table is None else table)
+    out.print(Text(_NO_SCORES, "dim") if table is None else table)
     items = read_items(folder)
     sentences = (
         _describe_gain(report, folder, items),

@@ -23,7 +23,7 @@ from fedspan.config.node import NodeConfig
 from fedspan.data.files import NOWHERE
 from fedspan.deployment.base_offers import compute_offer_digest
 from fedspan.deployment.columns import describe_columns
-from fedspan.deployment.handshake import Invitation
+from fedspan.deployment.handshake import Invitation, get_minor_release
 from fedspan.errors import FedspanError, escape_controls
 from fedspan.files import convert_disk_errors, from_json, read_bytes, to_json, write_atomic
 from fedspan.logs import AuditLog
@@ -176,7 +176,7 @@ def _format_value(value: object) -> str:
 
 def compute_job_digest(invitation: Invitation) -> str:
     """Return the SHA-256 that names the job of an invitation."""
-    values = [invitation.run, invitation.version, invitation.config]
+    values = [invitation.run, get_minor_release(invitation.version), invitation.config]
     if invitation.base_files:
         values.append(compute_offer_digest(invitation.base_files))
     content = json.dumps(values)

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 from fedspan import __version__
 from fedspan.config import RunConfig, override, read_values
 from fedspan.config.node import NodeConfig, load_node, require_data
-from fedspan.data.files import NOWHERE
-from fedspan.data.path_patterns import has_placeholders, match_paths
+from fedspan.config.validation_errors import convert_validation_errors
+from fedspan.data.config import DataConfig
+from fedspan.data.dataset_defaults import fill_data_defaults
+from fedspan.data.files import NOWHERE, read_source
 from fedspan.deployment.base_files import BaseDownloads, describe_base
 from fedspan.deployment.base_offers import BaseFile, find_local_base, list_base_files, offer_base
-from fedspan.deployment.handshake import Invitation, build_server_config
+from fedspan.deployment.handshake import Invitation, build_node_values, build_server_config
 from fedspan.deployment.health import Heartbeat, read_work
 from fedspan.deployment.node_folder import WORKER
 from fedspan.deployment.submission import Submission
@@ -48,6 +50,8 @@ __all__ = ["build_invitation", "check_node", "join", "read_run_name", "submit"]
 
 _MBIT_BYTES = 1e6 / 8
 """Bytes of a megabit."""
+_SAMPLE_BYTES = 1 << 20
+"""Bytes at the beginning of a node's data from which the check infers their task."""
 
 log = logging.getLogger("fedspan.node")
 
@@ -58,7 +62,7 @@ _OFFER = "federation-offer"
 
 
 def check_node(path: str | Path, *, insecure: bool = False) -> list[str]:
-    """Check a node's file, its key and data, and that its server is reached with the right certificate.
+    """Check a node's file, its key, that its data can be loaded, and that its server is reached.
 
     Nothing is sent to the server, so the check does not tell whether the key was admitted.
 
@@ -78,10 +82,8 @@ def check_node(path: str | Path, *, insecure: bool = False) -> list[str]:
     lines = [f"file: {path}, node {node.id}"]
     if not node.data:
         lines.append("data: none in this file, so the node needs fedspan.join(file, trainer=...)")
-    for part in ("train", "test"):
-        value = node.data.get(part)
-        for name in [] if value is None else value if isinstance(value, list) else [value]:
-            lines.append(f"data.{part}: {_describe_data(str(name), f'data.{part}')}")
+    else:
+        lines += _check_examples(node)
     if not insecure and (node.authority is None or node.key is None):
         missing = "authority" if node.authority is None else "key"
         raise FedspanError(missing, None, "ca.crt of the server and the node's key, or --insecure for a test")
@@ -116,22 +118,55 @@ def _build_link(node: NodeConfig, *, insecure: bool) -> Link:
     return Link(node.server, authority, key, node.limits.message_bytes, Bandwidth(up, down), node.proxy, tls_authority)
 
 
-def _describe_data(name: str, field: str) -> str:
-    """Describe where a node's examples are.
+def _check_examples(node: NodeConfig) -> list[str]:
+    """Load a node's examples as a run of the task that they seem to be for would.
 
     Raises:
-        FedspanError: If it is the path of a file or folder that does not exist.
+        FedspanError: If they cannot be loaded, or are too few to participate.
     """
-    if has_placeholders(name):
-        files = match_paths(name, field)
-        if not files:
-            raise FedspanError(field, name, problem="no file matches this path")
-        return f"{len(files)} files match {name}"
-    if Path(name).expanduser().exists():
-        return name
-    if Path(name).suffix or Path(name).is_absolute() or name.startswith(("~", ".")):
-        raise FedspanError(field, name, "a file or folder of this machine")
-    return f"{name}, which is not a file on this machine: it is loaded as a named data set"
+    from fedspan.config.column_inference import infer_data
+    from fedspan.data.loading import load
+    from fedspan.tasks.registry import get_task
+
+    def parse(values: Mapping[str, Any]) -> DataConfig:
+        with convert_validation_errors("data", DataConfig):
+            return DataConfig.model_validate(values)
+
+    data = parse({"test_fraction": 0.0, **node.data})
+    rows = read_source(fill_data_defaults(data), "train", "data", _SAMPLE_BYTES)
+    named = {
+        "text": node.data.get("text", node.data.get("image")),
+        "label": data.label,
+        "answer": node.data.get("answer"),
+    }
+    try:
+        inferred = infer_data(rows, str(data.train), None, {**named, "by": None})
+    except FedspanError as error:  # which names an option of `fedspan init`
+        raise error.relocate(f"data.{error.field.removeprefix('--')}") from error
+    task = get_task(inferred.task)
+    # The labels are those of the run, so none of the owner's are an error.
+    shared = {**inferred.data, **({"labels": ["0", "1"]} if task.has_labels else {})}
+    own = {"data": node.data, "validation": node.validation, "test": node.test, "split_seed": node.split_seed}
+    assert task.columns is not None
+    try:
+        loaded = load(parse(build_node_values({"data": shared}, own)["data"]), task=task.columns, ignores_labels=True)
+    except FedspanError as error:
+        columns = ", ".join(f"{name}: {value}" for name, value in inferred.data.items())
+        raise error.relocate(
+            note=f"They seem to be examples for {task.name} ({columns or 'default columns'})."
+        ) from error
+    count, limits = len(loaded.train), node.limits
+    if count < limits.train_examples:
+        expected = f"at least {limits.train_examples} (limits.train_examples)"
+        raise FedspanError("data.train", f"{count} examples", expected)
+    lines = [f"data: {count} training examples, read for {task.name}"]
+    scored = round(count * node.validation)
+    if limits.evaluation_epsilon is not None and scored < limits.evaluation_examples:
+        lines.append(
+            f"scores: none will be sent, because about {scored} examples are for validation, and "
+            f"limits.evaluation_examples is {limits.evaluation_examples}"
+        )
+    return lines
 
 
 def join(path: str | Path, *, trainer: Any = None, insecure: bool = False, stop: Event | None = None) -> None:

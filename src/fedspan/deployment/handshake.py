@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
+from fedspan import __version__
 from fedspan.config import RunConfig, parse_config
 from fedspan.config.tags import MOST_TAGS, Tag
 from fedspan.data.files import NOWHERE
@@ -30,6 +31,8 @@ __all__ = [
     "build_server_config",
     "compute_base_digest",
     "compute_extras_digest",
+    "explain_version",
+    "get_minor_release",
 ]
 
 _SHARED = ("labels", "label_separator", "chat", "system", "packing", "prompt")
@@ -118,6 +121,22 @@ class Introduction(HeaderPart):
     def to_envelope(self) -> Envelope:
         """Encode as an envelope."""
         return Envelope(self.model_dump_json())
+
+
+def get_minor_release(version: str) -> str:
+    """Return the minor release of a version: 0.1 of 0.1.3.
+
+    Patch releases change neither messages nor the config's fields and defaults nor what is computed.
+    """
+    return ".".join(version.split(".")[:2])
+
+
+def explain_version(version: str) -> str | None:
+    """Return why a machine with a version of fedspan cannot participate; None: it can."""
+    own = get_minor_release(__version__)
+    if get_minor_release(version) == own:
+        return None
+    return f"it runs fedspan {version}, and this is {__version__}: install fedspan {own}"
 
 
 def build_server_config(values: Mapping[str, Any]) -> RunConfig:

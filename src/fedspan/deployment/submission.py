@@ -7,11 +7,16 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
-from fedspan import __version__
 from fedspan.config.federation import FederationConfig
 from fedspan.config.tags import explain_missing_tags
 from fedspan.deployment.audit import AuditedTransport
-from fedspan.deployment.handshake import Introduction, Invitation, compute_base_digest, compute_extras_digest
+from fedspan.deployment.handshake import (
+    Introduction,
+    Invitation,
+    compute_base_digest,
+    compute_extras_digest,
+    explain_version,
+)
 from fedspan.deployment.participants import NodeCallbacks, Participant, ParticipantRecord, Participants, load_record
 from fedspan.deployment.status import read_status, store_named_run
 from fedspan.errors import FedspanError
@@ -402,8 +407,8 @@ def read_introduction(
         return None, f"it calls itself {introduction.id}, a name under which another key was admitted (--as)"
     if introduction.refused is not None:
         return introduction, introduction.refused
-    if introduction.version != __version__:
-        return introduction, f"it runs fedspan {introduction.version}; this is {__version__}"
+    if (version := explain_version(introduction.version)) is not None:
+        return introduction, version
     if introduction.base != base:
         return introduction, explain_base(introduction)
     if introduction.examples < 1:  # a round in which it alone replies would have no weight, and stop the run

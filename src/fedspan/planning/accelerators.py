@@ -79,7 +79,7 @@ class Duration:
         client: Seconds of a round of a client that trains alone, after its first round; None if its number of examples
             is unknown.
         simulated: Seconds of all clients and rounds on one such device, or on one for each worker of the run's cluster;
-            None likewise, and for Flower's simulation on this machine.
+            None likewise.
         deployed: Seconds of the run if every client has its own device of this kind and takes as long as the mean
             client, including transfers if a bandwidth was given; None if the number of examples is unknown.
         start: Additional seconds in which the batched engine measures how many clients to train at once, unless it has

@@ -6,8 +6,10 @@ __all__ = ["format_duration", "format_number", "format_runs", "get_title", "shor
 
 
 def format_number(value: float | None) -> str:
-    """Format a loss with four decimals, or four digits if it is large; a dash if it is not a number."""
-    return "-" if value is None else f"{value:.4f}" if abs(value) < 1000 else f"{value:.3g}"
+    """Format a loss with four decimals, or three digits if it is large or would have fewer; a dash if there is none."""
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if 1e-3 <= abs(value) < 1000 or not value else f"{value:.3g}"
 
 
 def format_duration(seconds: float) -> str:

@@ -183,17 +183,7 @@ FIELDS = [
         _parse(federation__secure={"cliping": 1}),
     ),
     Mistake(
-        "Simulated conditions on Flower's simulation engine.",
-        "simulation",
-        _parse(simulation={"dropout": 0.1}, engine__name="flower-sim"),
-    ),
-    Mistake(
         "The address of a cluster has no port.", "cluster.address", _parse(cluster={"address": "head", "workers": 2})
-    ),
-    Mistake(
-        "A cluster with Flower's simulation engine.",
-        "engine.name",
-        _parse(cluster={"workers": 2}, engine__name="flower-sim"),
     ),
     Mistake(
         "Diagnostics of client updates on a cluster.",

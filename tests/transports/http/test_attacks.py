@@ -3,8 +3,6 @@
 Each attack happens while an honest node participates in exchanges, which must end as they would without it.
 """
 
-import os
-import signal
 import socket
 import ssl
 import subprocess
@@ -13,7 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from threading import Event, Thread
+from threading import Thread
 from typing import Any, NamedTuple
 
 import httpx
@@ -24,16 +22,16 @@ from fedspan.federation.protocol import Envelope
 from fedspan.federation.transport import Orders
 from fedspan.transports.http.admissions import admit_node, open_audit_log, read_admissions, revoke_node
 from fedspan.transports.http.connections import ConnectionLimits
-from fedspan.transports.http.deliveries import Bodies, send_envelopes
 from fedspan.transports.http.keys import load_node_key, make_node_key
 from fedspan.transports.http.link import attach
-from fedspan.transports.http.server import list_nodes, prepare_folder, read_link
+from fedspan.transports.http.server import ServerLink, list_nodes
 from fedspan.transports.http.signing import MARGIN, ServerSigner, UnsignedSigner
-from fedspan.transports.http.supervision import supervise
 from fedspan.transports.http.transport import ServerTransport
 from fedspan.transports.http.wire import CHUNK, NodeWork
+from helpers import http_server
 from helpers.another_user import as_another_user
 from helpers.hostile_node import HostileNode, connect, make_strange_keys, send_unauthenticated
+from helpers.http_server import kill_serving, run_server
 from helpers.reply_transport import exchanged
 
 pytestmark = pytest.mark.slow
@@ -52,13 +50,16 @@ serve(Link(sys.argv[1], Path(sys.argv[2]), key, 2**24), lambda envelope: envelop
 class Scene(NamedTuple):
     """A server at work, an honest node and a hostile one."""
 
-    address: str
+    link: ServerLink
     authority: Path
     log: Path
     transport: Any
     hostile: HostileNode
     honest: int
-    server: Thread
+
+    @property
+    def address(self) -> str:
+        return self.link.address
 
     def require_work(self) -> None:
         """Require that the honest node participates in an exchange, also with an empty body and a large one."""
@@ -70,49 +71,38 @@ class Scene(NamedTuple):
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     folder = tmp_path_factory.mktemp("attacked")
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    link = prepare_folder(folder / "server", port, [], insecure=False)
-    assert link.authority is not None
-    stop, ready = Event(), Event()
-    server = Thread(target=supervise, args=(folder / "server", link, "127.0.0.1", stop, ready.set))
-    server.start()
-    node = None
-    log = folder / "server" / "server.log"
-    try:
-        assert ready.wait(120), log.read_text()
+    with run_server(folder / "server", insecure=False) as link:
+        assert link.authority is not None
         for name in ("honest", "hostile"):
             admit_node(link, make_node_key(folder / f"{name}.key"), name)
         nodes = {one.name: id for id, one in read_admissions(link).items()}
         arguments = [link.address, str(link.authority), str(folder / "honest.key")]
         node = subprocess.Popen([sys.executable, "-c", ECHO, *arguments])
-        hostile = HostileNode(link.address, link.authority, load_node_key(folder / "hostile.key")[0])
-        hostile.join()
-        assert hostile.node == nodes["hostile"]
-        signer = ServerSigner(link.folder, lambda: {id: one.key.encode() for id, one in read_admissions(link).items()})
-        with attach(link, 2**24) as run:
-            transport = ServerTransport(run, nodes, signer=signer)
-            until = time.monotonic() + 120
-            while nodes["honest"] not in run.list_online():
-                assert time.monotonic() < until
-                time.sleep(0.2)
-            yield Scene(link.address, link.authority, log, transport, hostile, nodes["honest"], server)
-        hostile.close()
-    finally:
-        stop.set()
-        if node is not None:
+        try:
+            hostile = HostileNode(link.address, link.authority, load_node_key(folder / "hostile.key")[0])
+            hostile.join()
+            assert hostile.node == nodes["hostile"]
+            signer = ServerSigner(
+                link.folder, lambda: {id: one.key.encode() for id, one in read_admissions(link).items()}
+            )
+            with attach(link, 2**24) as run:
+                transport = ServerTransport(run, nodes, signer=signer)
+                until = time.monotonic() + 120
+                while nodes["honest"] not in run.list_online():
+                    assert time.monotonic() < until
+                    time.sleep(0.2)
+                yield Scene(link, link.authority, link.folder / "server.log", transport, hostile, nodes["honest"])
+            hostile.close()
+        finally:
             node.kill()
             node.wait()
-        server.join()
 
 
 def send_order(scene: Scene, node: int, body: bytes = b"order", reply_bytes: int = 1000) -> str:
     """Send a node an order past the transport, and return its id."""
-    run, signer = scene.transport.link, scene.transport.signer
     with suppress(httpx.HTTPError):
         scene.hostile.connection.note_work(None)  # so that it counts as online
-    addressed = [("", node, run.list_online()[node], Envelope("{}", body), reply_bytes)]
-    return next(iter(send_envelopes(run, signer, addressed, Bodies(run, signer))))
+    return http_server.send_order(scene.transport.link, node, Envelope("{}", body), reply_bytes, scene.transport.signer)
 
 
 @pytest.fixture
@@ -134,7 +124,7 @@ def take(scene: Scene, id: str, seconds: float = 30.0) -> Any:
 
 
 def test_what_a_node_says_that_it_does_is_kept_as_words_for_the_page(scene: Scene) -> None:
-    link = read_link(scene.log.parent)
+    link = scene.link
     for said, known in ((b"training/37", NodeWork("training", 37)), (b"<script>/1", None), (b"\xff" * 99, None)):
         assert scene.hostile.send("POST", "heartbeat", said).status_code == 200
         (node,) = [one for one in list_nodes(link, {}, {}) if one.id == str(scene.hostile.node)]
@@ -180,7 +170,13 @@ def test_a_part_that_overlaps_or_leaves_a_gap_or_has_another_total_is_refused(
 
 @pytest.mark.parametrize(
     "query",
-    ["", "upload=../../secret&start=0&total=1", "upload=0&start=0&total=1", f"upload={'0' * 32}&start=-1&total=1"],
+    [
+        "",
+        "upload=../../secret&start=0&total=1",
+        "upload=0&start=0&total=1",
+        f"upload={'0' * 32}&start=-1&total=1",
+        f"upload={'0' * 32}&start=0&total=0",
+    ],
 )
 def test_a_part_without_its_place_is_refused(scene: Scene, order: str, query: str) -> None:
     assert scene.hostile.send("PUT", f"order/{order}/reply?{query}", b"a").status_code == 400
@@ -274,7 +270,7 @@ def test_strangers_write_little_into_the_log_whatever_they_send(scene: Scene) ->
 def test_a_challenge_is_answered_with_its_key_only(scene: Scene) -> None:
     """Not with another node's signature, nor for another key, nor with a sealing key that its key has not signed."""
     authority = ssl.create_default_context(cafile=str(scene.authority))
-    keys = {one.name: " ".join(one.key.split()[:2]) for one in read_admissions(read_link(scene.log.parent)).values()}
+    keys = {one.name: " ".join(one.key.split()[:2]) for one in read_admissions(scene.link).values()}
     with httpx.Client(base_url=f"https://{scene.address}/v1/", verify=authority) as stranger:
         headers = {"fedspan-protocols": "1", "fedspan-key": keys["honest"]}
         challenge = stranger.post("join", headers=headers).json()["challenge"]
@@ -353,7 +349,7 @@ for header in ({}, {"authorization": "Bearer "}, {"x-forwarded-for": "127.0.0.1:
 def test_the_requests_of_the_operator_are_not_for_nodes_nor_for_browsers(scene: Scene) -> None:
     for path in ("nodes", "runs", "runs/0/orders"):
         assert scene.hostile.send("POST", path, b"[]").status_code == 403
-    secret = read_link(scene.log.parent).secret.read_text()
+    secret = scene.link.secret.read_text()
     for header in ("origin", "sec-fetch-site"):
         answer = scene.hostile.send("POST", "nodes", authorization=f"Bearer {secret}", **{header: "https://a.example"})
         assert answer.status_code == 403
@@ -368,7 +364,7 @@ def test_a_message_that_the_server_did_not_sign_is_not_carried_out(scene: Scene)
 
 def test_a_revoked_node_is_out_while_the_server_runs(scene: Scene, tmp_path: Path) -> None:
     """No restart: its requests are refused within seconds, stay refused, and the others go on."""
-    link = read_link(scene.log.parent)
+    link = scene.link
     public = make_node_key(tmp_path / "stolen.key")
     admit_node(link, public, "stolen")
     stolen = HostileNode(scene.address, scene.authority, load_node_key(tmp_path / "stolen.key")[0])
@@ -414,9 +410,7 @@ def test_a_server_that_is_killed_continues_with_its_orders(scene: Scene) -> None
     """The last test: a reply that has arrived in part, and an order without one, are there after the restart."""
     id = send_order(scene, scene.hostile.node)
     assert scene.hostile.put(id, bytes(100), total=200) == 200
-    children = Path(f"/proc/self/task/{scene.server.native_id}/children")
-    (before,) = children.read_text().split()
-    os.kill(int(before), signal.SIGKILL)
+    kill_serving(scene.link)
     scene.hostile.close()
     order, until = {"honest": Envelope("{}", b"again")}, time.monotonic() + 120
     while exchanged(scene.transport, order, 30.0) != order:

@@ -107,8 +107,8 @@ def test_whoever_is_killed_costs_no_finished_round_and_changes_no_bit(
     finish(process, made)
     assert same(tmp_path / "clean", run)
 
-    # The SuperLink, which is started again.
-    run = tmp_path / "superlink"
+    # The serving process, which is started again.
+    run = tmp_path / "serving"
     process = submitted(made, plan, run)
     wait_for_training(made, run, process, SITES[0])
     pid = made.processes["server"].pid

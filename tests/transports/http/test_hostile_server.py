@@ -135,7 +135,7 @@ def test_configs_beyond_the_limits_are_refused(scene: Scene) -> None:
 
 
 def test_a_forged_order_with_the_largest_serial_does_not_stop_the_server_s_own_orders(scene: Scene) -> None:
-    """It was stored on the SuperLink past the door. The node refuses it, and its serial counts for nothing."""
+    """It was stored on the server by another process. The node refuses it, and its serial counts for nothing."""
     _, transport = scene.joined("forged")
     order = Order("train", 0, 0, 0.0, VICTIM, None, b"", run="forged", serial=2**53 - 1)
     forged = ServerTransport(scene.link, transport.inner.nodes, signer=UnsignedSigner())

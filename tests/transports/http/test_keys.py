@@ -6,20 +6,14 @@ import socket
 import ssl
 import subprocess
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
 
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
-from fedspan.transports.http import keys, signing
-from fedspan.transports.http.client import Link
-from fedspan.transports.http.keys import CERTIFICATE, KEY, ensure_authority
-from fedspan.transports.http.reachability import check_server
+from fedspan.transports.http import identities, keys, signing
 
 
 def handshake(folder: Path, authority: Path, name: str) -> None:
@@ -190,17 +184,17 @@ def test_a_challenge_is_signed_for_its_own_server_only(made: tuple[Path, Any, An
     folder, _, node = made
     keys.make_authority(tmp_path / "other", [])
     own, other = (
-        signing.fingerprint_order_key(signing.load_order_key(place).public_key())
+        identities.fingerprint_order_key(identities.load_order_key(place).public_key())
         for place in (folder / "server", tmp_path / "other")
     )
     sealing, public = node.sign_sealing_key(), (folder / "node.key.pub").read_bytes()
-    signature = signing.sign_join(node, b"challenge", own, sealing)
-    signing.verify_join(public, signature, b"challenge", own, sealing)
+    signature = identities.sign_join(node.key, node.order_keys, b"challenge", own, sealing)
+    identities.verify_join(public, signature, b"challenge", own, sealing)
     for facts in ((b"another", own, sealing), (b"challenge", other, sealing)):
         with pytest.raises(ValueError, match="not valid"):
-            signing.verify_join(public, signature, *facts)
+            identities.verify_join(public, signature, *facts)
     with pytest.raises(ValueError, match=r"not in this node's ca\.crt"):
-        signing.sign_join(node, b"challenge", other, sealing)
+        identities.sign_join(node.key, node.order_keys, b"challenge", other, sealing)
 
 
 def test_the_authority_s_file_must_certify_the_order_key(made: tuple[Path, Any, Any], tmp_path: Path) -> None:
@@ -290,91 +284,3 @@ def test_a_revoked_node_s_reply_counts_no_longer(tmp_path: Path) -> None:
     admitted.clear()
     with pytest.raises(ValueError, match="revoked"):
         server.open(reply, 7, nonce)
-
-
-def answer_health(connection: socket.socket) -> None:
-    if b"GET /v1/health " in connection.recv(4096):
-        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nok")
-
-
-def check(address: str, authority: Path | None) -> str:
-    return check_server(Link(address, authority, None, 2**20))
-
-
-@contextmanager
-def listening(folder: Path | None) -> Iterator[int]:
-    """A server that answers one request, with the certificate of a folder or (None) without TLS."""
-    with socket.create_server(("0.0.0.0", 0)) as server:
-
-        def accept() -> None:
-            connection, _ = server.accept()
-            with connection:
-                if folder is None:
-                    answer_health(connection)
-                    return
-                context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-                context.load_cert_chain(folder / CERTIFICATE, folder / KEY)
-                with suppress(ssl.SSLError), context.wrap_socket(connection, server_side=True) as encrypted:
-                    answer_health(encrypted)
-
-        thread = Thread(target=accept, daemon=True)
-        thread.start()
-        yield server.getsockname()[1]
-        thread.join(5)
-
-
-def make_authority(folder: Path, host: str = "127.0.0.1") -> Path:
-    folder.mkdir()
-    ensure_authority(folder, [host])
-    return folder
-
-
-def test_the_certificate_of_the_authority_is_accepted(tmp_path: Path) -> None:
-    folder = make_authority(tmp_path / "a")
-    with listening(folder) as port:
-        assert "is reached, with a certificate of" in check(f"127.0.0.1:{port}", folder / "ca.crt")
-
-
-def test_the_certificate_of_another_authority_is_refused(tmp_path: Path) -> None:
-    folder, other = make_authority(tmp_path / "a"), make_authority(tmp_path / "b")
-    with listening(folder) as port, pytest.raises(FedspanError, match="is not signed by the authority in"):
-        check(f"127.0.0.1:{port}", other / "ca.crt")
-
-
-def test_a_certificate_for_another_address_is_refused(tmp_path: Path) -> None:
-    folder = make_authority(tmp_path / "a", "fl.example.org")
-    with listening(folder) as port, pytest.raises(FedspanError, match="is not valid for 127.0.0.2"):
-        check(f"127.0.0.2:{port}", folder / "ca.crt")
-
-
-def test_certificates_hold_under_strict_rules(tmp_path: Path) -> None:
-    """Python 3.13 sets this flag for every default context."""
-    folder = make_authority(tmp_path / "a")
-    context = ssl.create_default_context(cafile=str(folder / "ca.crt"))
-    context.verify_flags |= ssl.VERIFY_X509_STRICT
-    with (
-        listening(folder) as port,
-        socket.create_connection(("127.0.0.1", port), 5) as connection,
-        context.wrap_socket(connection, server_hostname="127.0.0.1") as encrypted,
-    ):
-        assert encrypted.getpeercert()
-
-
-def test_a_damaged_authority_is_named(tmp_path: Path) -> None:
-    (tmp_path / "ca.crt").write_text("no certificate")
-    for path in (tmp_path / "ca.crt", tmp_path / "missing.crt"):
-        with pytest.raises(FedspanError, match="authority"):
-            check("127.0.0.1:1", path)
-
-
-def test_an_insecure_server_is_reached_without_encryption() -> None:
-    with listening(None) as port:
-        assert "without encryption" in check(f"127.0.0.1:{port}", None)
-
-
-@pytest.mark.parametrize(
-    "address", ["localhost", ":9092", "localhost:port", "localhost:99999", "no-such-host.invalid:1"]
-)
-def test_what_is_not_reached_is_named(address: str) -> None:
-    with pytest.raises(FedspanError, match="server"):
-        check(address, None)

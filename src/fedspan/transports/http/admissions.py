@@ -25,8 +25,8 @@ from fedspan.crypto.identity import compute_fingerprint
 from fedspan.errors import FedspanError, require_printable, suggest_nearest
 from fedspan.files import convert_disk_errors, write_atomic
 from fedspan.logs import AuditLog
+from fedspan.transports.http.identities import load_node_public_key
 from fedspan.transports.http.server import Node, ServerLink, list_nodes
-from fedspan.transports.http.signing import load_node_public_key
 
 __all__ = [
     "DAYS",

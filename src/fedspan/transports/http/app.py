@@ -46,18 +46,22 @@ from starlette.types import Receive, Scope, Send
 
 from fedspan.errors import escape_controls
 from fedspan.transports.http.connections import CONNECTIONS, Connections
+from fedspan.transports.http.identities import verify_join
 from fedspan.transports.http.limits import Bucket, RequestLimits, Sender
-from fedspan.transports.http.signing import verify_join
-from fedspan.transports.http.store import Order, Store
+from fedspan.transports.http.store import RANDOM, Order, Store
 from fedspan.transports.http.wire import CHUNK, PROTOCOLS, parse_range
 
 __all__ = ["Server"]
 
 _SMALL = 2**14
 """Maximum size of a request of a node without a part of a reply, in bytes."""
+_PIECE = 2**16
+"""Size in bytes of the pieces in which an answer is sent."""
 _RUN_BYTES = 2**26
 """Maximum size of a request of the operator, in bytes."""
 _CHALLENGE_SECONDS = 60.0
+_KEYS_SECONDS = 1.0
+"""Seconds after which a request of a session notices that its node's key was revoked, at most."""
 _LONGEST_REASON = 500
 _BROWSER = "origin", "sec-fetch-site"
 """Headers that a browser adds to the requests of a web page; nodes and commands send none."""
@@ -152,6 +156,8 @@ class Server:
         self.store, self.limits, self.connections = store, limits or RequestLimits(), connections
         self._secret, self._read_keys, self._identity, self._offers = secret, read_keys, identity, offers
         self._challenge_key, self._started = secrets.token_bytes(32), time.monotonic()
+        self._keys: Mapping[int, str] = {}
+        self._keys_read = float("-inf")
         self._sessions: dict[str, Session] = {}
         self._tokens: dict[int, str] = {}
         self._runs = {run: Run() for run in store.list_runs()}
@@ -176,6 +182,7 @@ class Server:
             ],
             lifespan=self._live,
         )
+        self._app.router.redirect_slashes = False  # a path has one spelling
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request; one whose answer is not read in time loses its connection."""
@@ -185,11 +192,17 @@ class Server:
         seconds = self.limits.body_seconds
 
         async def send_in_time(message: Any) -> None:
+            body = message.get("body", b"")
             try:
-                async with asyncio.timeout(seconds + len(message.get("body", b"")) / self.limits.slowest):
-                    await send(message)
+                async with asyncio.timeout(seconds + len(body) / self.limits.slowest):
+                    for start in range(0, len(body), _PIECE):  # each waits until the one before it was read
+                        piece = {**message, "body": body[start : start + _PIECE], "more_body": True}
+                        async with asyncio.timeout(seconds):
+                            await send(piece)
+                    await send({**message, "body": b""} if body else message)
             except TimeoutError:
                 self.connections.abort(scope.get("client"))
+                await asyncio.sleep(0.1)  # it is closed then, and uvicorn's log has no line about it
 
         await self._app(scope, receive, send_in_time)
 
@@ -200,16 +213,17 @@ class Server:
         task.cancel()
 
     async def _end_left_runs(self) -> None:
-        """End the runs whose process is gone, and forget sessions of nodes that are gone for long."""
+        """End the runs whose process is gone, and the sessions of revoked nodes and of those without keys long gone."""
         while True:
-            await asyncio.sleep(5)
+            await asyncio.sleep(self.limits.sweep)
             now = time.monotonic()
             for run, state in list(self._runs.items()):
                 if now - state.seen > self.limits.lease:
                     log.info("run %s: its process is gone", run)
                     self._forget_run(run)
             for token, session in list(self._sessions.items()):
-                if not session.polls and now - session.seen > 86400:
+                is_gone = self._read_keys is None and not session.polls and now - session.seen > self.limits.forgotten
+                if is_gone or not self._is_admitted(session):
                     self._drop_session(token, session)
 
     def _guard(self, handler: Handler) -> Handler:
@@ -245,7 +259,7 @@ class Server:
             token, node = self._open_session(secrets.randbits(63), "", b"", request)
             return JSONResponse({**facts, "session": token, "node": node})
         key = headers.get("fedspan-key", "")
-        node = next((id for id, one in self._find_keys(key).items() if one == key), None)
+        node = next((id for id, one in self._list_keys(0.0).items() if one == key), None) if key else None
         if node is None:
             raise Refused(403, "this key was not admitted")
         text = headers.get("fedspan-challenge", "")
@@ -267,9 +281,14 @@ class Server:
         token, node = self._open_session(node, key, sealing, request)
         return JSONResponse({**facts, "session": token, "node": node})
 
-    def _find_keys(self, key: str) -> Mapping[int, str]:
+    def _list_keys(self, age: float) -> Mapping[int, str]:
+        """Return the keys of the admitted nodes, without comments, as they were at most so many seconds ago."""
         assert self._read_keys is not None
-        return {id: " ".join(one.split()[:2]) for id, one in self._read_keys().items()} if key else {}
+        now = time.monotonic()
+        if now - self._keys_read >= age:
+            self._keys = {id: " ".join(one.split()[:2]) for id, one in self._read_keys().items()}
+            self._keys_read = now
+        return self._keys
 
     def _sign(self, moment: str, key: str) -> str:
         return hmac.digest(self._challenge_key, f"{moment} {key}".encode(), "sha256").hex()
@@ -341,7 +360,7 @@ class Server:
         return session
 
     def _is_admitted(self, session: Session) -> bool:
-        return self._read_keys is None or session.node in self._read_keys()
+        return self._read_keys is None or session.node in self._list_keys(_KEYS_SECONDS)
 
     async def _take_order(self, request: Request, session: Session) -> Response:
         """Wait for an order; a node's earlier request that still waits ends."""
@@ -399,6 +418,8 @@ class Server:
         upload, start, total = query.get("upload", ""), query.get("start", ""), query.get("total", "")
         if not (_is_name(upload, 32) and start.isdecimal() and total.isdecimal() and len(start + total) < 32):
             raise Refused(400, "not a part of a reply")
+        if int(total) == 0:
+            raise Refused(400, "a reply that is empty")
         if int(total) > order.reply_bytes:
             raise Refused(413, f"the reply to this order has at most {order.reply_bytes} bytes")
         length = _read_length(request, CHUNK)
@@ -454,6 +475,7 @@ class Server:
         return JSONResponse({})
 
     async def _leave(self, request: Request, session: Session) -> Response:
+        log.info("node %d was stopped", session.node)
         session.has_left, session.seen = True, time.monotonic()
         session.number += 1
         session.signal.set()
@@ -530,7 +552,8 @@ class Server:
             for row in rows
         ]
         for body in {order.body for order in orders} - {""}:
-            if not _is_name(body, 32) or not (self.store.messages / body).is_file():
+            name, random = body[: len(run)], body[len(run) :]
+            if name != run or not _is_name(random, RANDOM) or not (self.store.messages / body).is_file():
                 raise Refused(409, "a body that is not there")
         self.store.add_orders(orders)
         for order in orders:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import base64
-import secrets
 import ssl
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +15,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from fedspan.errors import FedspanError
-from fedspan.transports.http.signing import NodeSigner, UnsignedSigner, sign_join
+from fedspan.transports.http.identities import sign_join
+from fedspan.transports.http.signing import NodeSigner, UnsignedSigner
 from fedspan.transports.http.transfers import Bandwidth, Pacer, TransferProgress
 from fedspan.transports.http.wire import CHUNK, POLL_SECONDS, PROTOCOLS, NodeWork
 
@@ -131,7 +132,8 @@ class NodeConnection:
         self.sent = TransferProgress("reply sent", on_progress)
         self.received = TransferProgress("order received", on_progress)
         self.node, self.session = 0, ""
-        self._incoming: _Incoming | None = None
+        self.incoming: _Incoming | None = None
+        """The order that has arrived in part, which another connection may continue."""
 
     def join(self) -> None:
         """Join the server, with a signature of its challenge.
@@ -148,7 +150,8 @@ class NodeConnection:
             headers["fedspan-key"] = " ".join(public.decode().split()[:2])
             offer = self._request("POST", "join", headers).json()
             challenge, sealing = str(offer["challenge"]), signer.sign_sealing_key()
-            signature = sign_join(signer, challenge.encode(), bytes.fromhex(str(offer["server"])), sealing)
+            server = bytes.fromhex(str(offer["server"]))
+            signature = sign_join(signer.key, signer.order_keys, challenge.encode(), server, sealing)
             headers["fedspan-challenge"] = challenge
             headers["fedspan-sealing"] = base64.b64encode(sealing).decode()
             headers["fedspan-signature"] = base64.b64encode(signature).decode()
@@ -167,17 +170,18 @@ class NodeConnection:
                 return None
             headers = response.headers
             id, total = str(headers["fedspan-order"]), int(headers["fedspan-bytes"])
-            if self._incoming is None or self._incoming.id != id:
-                self._incoming = _Incoming(id, bytearray(), total, int(headers["fedspan-reply"]))
-            incoming = self._incoming
+            if self.incoming is None or self.incoming.id != id:
+                self.incoming = _Incoming(id, bytearray(), total, int(headers["fedspan-reply"]))
+            incoming = self.incoming
             self.received.begin(total)
             if total <= self.link.limit and not incoming.data:
-                self._receive(response, incoming.data, CHUNK)
+                with suppress(httpx.TransportError):  # the rest is fetched as further parts are
+                    self._receive(response, incoming.data, min(total, CHUNK))
         if total > self.link.limit:
             return id, incoming.reply_bytes, None
         while len(incoming.data) < total:
             self._persist(lambda: self._fetch_part(f"order/{id}", incoming.data), lambda: len(incoming.data))
-        self._incoming = None
+        self.incoming = None
         return id, incoming.reply_bytes, bytes(incoming.data)
 
     def _fetch_part(self, path: str, data: bytearray) -> None:
@@ -186,20 +190,26 @@ class NodeConnection:
 
     def _receive(self, response: httpx.Response, data: bytearray, most: int) -> None:
         for block in response.iter_raw(_BLOCK):
+            if len(data) + len(block) > most:
+                raise ValueError("the server sent more than was requested")
             data += block
-            if len(data) > most:
-                raise httpx.RemoteProtocolError("more than was requested")
             self.received.show(len(data))
             self._down.wait(len(block))
 
-    def send_reply(self, id: str, message: bytes) -> None:
+    def send_reply(self, id: str, message: bytes, upload: str, *, is_continued: bool = False) -> None:
         """Send the reply to an order, in parts; a part that a broken connection has cut is continued.
+
+        Args:
+            id: Id of the order.
+            message: The reply.
+            upload: Name of the reply, of 32 hexadecimal digits.
+            is_continued: Whether it was sent before, of which a part may have arrived.
 
         Raises:
             RefusedError: If the server does not take it, because the run has ended.
             httpx.HTTPError: If the connection is lost.
         """
-        upload, offset = secrets.token_hex(16), 0
+        offset = 0
         self.sent.begin(len(message))
         while True:
 
@@ -213,13 +223,16 @@ class NodeConnection:
             def find() -> int:
                 return int(self._request("GET", f"order/{id}/reply", query={"upload": upload}).json()["bytes"])
 
-            offset = self._send_part(send, find, offset)
+            offset = self._send_part(send, find, offset, is_lost=is_continued)
+            is_continued = False
             if offset >= len(message):
                 return
 
-    def _send_part(self, send: Callable[[int], int], find: Callable[[], int], offset: int) -> int:
+    def _send_part(
+        self, send: Callable[[int], int], find: Callable[[], int], offset: int, *, is_lost: bool = False
+    ) -> int:
         """Send a part of a reply from an offset on, and return how many bytes have arrived."""
-        left, pause, is_lost = _RETRIES, _PAUSE, False
+        left, pause = _RETRIES, _PAUSE
         while True:
             try:
                 if is_lost:

@@ -95,16 +95,17 @@ class Delivery:
         for id in gone.values():
             yield id, _REVOKED
         online = self._link.list_online() if self.unsent else {}
-        ready = [id for id in self.unsent if self._nodes[id] in online]
-        for batch in () if self._orders is None else _split_batches(self._orders, ready):
-            addressed = [
-                (id, node, online[node], envelope, self._orders.compute_reply_bytes(id))
-                for id, envelope in batch
-                for node in (self._nodes[id],)
-            ]
-            self.pending.update(send_envelopes(self._link, self._signer, addressed, self._bodies))
-            for id, _ in batch:
-                del self.unsent[id]
+        ready, orders = [id for id in self.unsent if self._nodes[id] in online], self._orders
+        if orders is not None:
+            for batch in _split_batches(orders, ready):
+                addressed = [
+                    (id, node, online[node], envelope, orders.compute_reply_bytes(id))
+                    for id, envelope in batch
+                    for node in (self._nodes[id],)
+                ]
+                self.pending.update(send_envelopes(self._link, self._signer, addressed, self._bodies))
+                for id, _ in batch:
+                    del self.unsent[id]
         self._release_orders()
         if self.unsent and time.monotonic() >= self._offline_until:
             reason = "is not online"

@@ -24,6 +24,8 @@ class RequestLimits:
         offline: Seconds after its last request from which on a node counts as offline.
         reconnect: Seconds for which an order waits for a node that is offline, unless the node was stopped.
         lease: Seconds after its last request after which a run ends whose process is gone.
+        forgotten: Seconds after its last request after which the session of a node without a key ends.
+        sweep: Seconds between two searches for such runs and sessions.
         gather: Seconds for which an answer with replies waits for further ones.
         replies: Number of replies of an answer.
     """
@@ -38,6 +40,8 @@ class RequestLimits:
     offline: float = 40.0
     reconnect: float = 60.0
     lease: float = 90.0
+    forgotten: float = 86400.0
+    sweep: float = 5.0
     gather: float = 0.05
     replies: int = 256
 

@@ -9,14 +9,14 @@ import time
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import httpx
 
 from fedspan.errors import FedspanError
 from fedspan.files import convert_disk_errors, write_file
 from fedspan.transports.http.server import Operator, ServerLink
-from fedspan.transports.http.store import MESSAGES
+from fedspan.transports.http.store import MESSAGES, RANDOM
 
 __all__ = ["OutgoingOrder", "RunLink", "Taken", "attach"]
 
@@ -59,34 +59,7 @@ class Taken:
     failure: str = ""
 
 
-class RunLink(Protocol):
-    """What a transport needs of a server."""
-
-    limit: int
-    """Maximum size of a reply's body, in bytes."""
-
-    def list_online(self) -> Mapping[int, bytes]:
-        """Return the nodes that are online, with their signed sealing keys."""
-        ...
-
-    def store_body(self, data: bytes) -> str:
-        """Store the body of one or more orders, and return its name."""
-        ...
-
-    def send_orders(self, orders: Sequence[OutgoingOrder]) -> list[str]:
-        """Send orders, and return their ids."""
-        ...
-
-    def take_replies(self, ids: Collection[str], seconds: float = _WAIT) -> Iterable[Taken]:
-        """Return the replies to orders that have arrived, each once, or wait some seconds for the first."""
-        ...
-
-    def cancel(self, ids: Collection[str]) -> None:
-        """Give up orders whose replies are not awaited any more."""
-        ...
-
-
-class ServerRun:
+class RunLink:
     """A run on a server on this machine.
 
     Args:
@@ -107,21 +80,21 @@ class ServerRun:
         self._renewal.start()
 
     def list_online(self) -> Mapping[int, bytes]:
-        """``RunLink.list_online``."""
+        """Return the nodes that are online, with their signed sealing keys."""
         rows = self._post("nodes")
         return {row["node"]: base64.b64decode(row["sealing"]) for row in rows if row["online"]}
 
     def store_body(self, data: bytes) -> str:
-        """``RunLink.store_body``."""
+        """Store the body of one or more orders, and return its name."""
         if not data:
             return ""
-        name = secrets.token_hex(16)
+        name = self._run + secrets.token_hex(RANDOM // 2)
         with convert_disk_errors(self._folder, "free some space", field="server"):
             write_file(self._messages / name, data, 0o600)
         return name
 
     def send_orders(self, orders: Sequence[OutgoingOrder]) -> list[str]:
-        """``RunLink.send_orders``."""
+        """Send orders, and return their ids."""
         rows = [
             {"node": one.node, "head": base64.b64encode(one.head).decode(), "body": one.body, "reply": one.reply_bytes}
             for one in orders
@@ -129,7 +102,7 @@ class ServerRun:
         return self._post(f"runs/{self._run}/orders", rows)
 
     def take_replies(self, ids: Collection[str], seconds: float = _WAIT) -> Iterable[Taken]:
-        """``RunLink.take_replies``."""
+        """Return the replies to orders that have arrived, each once, or wait some seconds for the first."""
         asked = {"awaited": list(ids), "done": sorted(self._done), "seconds": seconds}
         answer = self._post(f"runs/{self._run}/replies", asked)
         self._done.clear()
@@ -138,7 +111,7 @@ class ServerRun:
             yield Taken(order, b"" if failure else self._read(order), failure or "")
 
     def cancel(self, ids: Collection[str]) -> None:
-        """``RunLink.cancel``; replies that were taken are deleted, too."""
+        """Give up orders whose replies are not awaited any more; replies that were taken are deleted, too."""
         self._done.update(ids)
         if self._done:
             asked = {"awaited": [], "done": sorted(self._done), "seconds": 0}
@@ -175,7 +148,7 @@ class ServerRun:
 
 
 @contextmanager
-def attach(link: ServerLink, limit: int) -> Generator[ServerRun]:
+def attach(link: ServerLink, limit: int) -> Generator[RunLink]:
     """Make this process that of a new run on a server for the duration of the context.
 
     Args:
@@ -186,7 +159,7 @@ def attach(link: ServerLink, limit: int) -> Generator[ServerRun]:
         FedspanError: If the server is unreachable, rejects the secret, or later no longer knows the run.
     """
     try:
-        run = ServerRun(link, limit)
+        run = RunLink(link, limit)
     except httpx.HTTPStatusError as error:
         expected = f"the file that fedspan server wrote (the server answered {error.response.status_code})"
         raise FedspanError("secret", str(link.secret), expected) from error

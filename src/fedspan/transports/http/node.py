@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 import random
+import secrets
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from threading import Event, Thread
 
@@ -60,11 +61,15 @@ class _Reply:
         order: Id of its order.
         message: The reply; None: there is none, for a reason.
         reason: The reason.
+        upload: Name of the reply at the server, under which another connection continues it.
+        is_sent: Whether a part of it may have arrived.
     """
 
     order: str
     message: bytes | None
     reason: str = ""
+    upload: str = field(default_factory=lambda: secrets.token_hex(16))
+    is_sent: bool = False
 
 
 def serve(
@@ -104,6 +109,7 @@ def serve(
                 pause = _RECONNECT[0]
                 if node is None or node.connection.node != connection.node:  # without keys, each session is a new node
                     node = _Node(connection, signer, answer, get_work)
+                connection.incoming = node.connection.incoming
                 node.connection = connection
                 try:
                     node.serve(stop, on_idle, before_order)
@@ -117,12 +123,12 @@ def serve(
                 if time.monotonic() > give_up_at:
                     raise FedspanError("server", link.address, problem=reason) from error
                 log.warning("%s refused the connection: %s; next attempt in %g s", link.address, reason, pause)
-            stop.wait(_vary_pause(pause))
+            _wait(stop, pause)
             pause = min(2 * pause, _UNKNOWN_PAUSE)
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
             reason = explain_certificate(error, link) or _describe_error(error)
             log.warning("no connection to %s (%s); next attempt in %g s", link.address, reason, pause)
-            stop.wait(_vary_pause(pause))
+            _wait(stop, pause)
             pause = min(2 * pause, _RECONNECT[1])
 
 
@@ -130,9 +136,15 @@ def _explain(error: RefusedError) -> str:
     return _UNKNOWN if error.status == httpx.codes.FORBIDDEN else escape_controls(str(error))
 
 
-def _vary_pause(seconds: float) -> float:
-    """Vary a pause at random, so that the nodes of a restarted server do not all join at once."""
-    return seconds * random.uniform(0.5, 1.5)
+def _wait(stop: Event, seconds: float) -> None:
+    """Wait before joining again: for a random time, so that the nodes of a restarted server do not all join at once.
+
+    A node that is stopped while its reply waits tries again soon.
+    """
+    if stop.is_set():
+        time.sleep(min(seconds, _RECONNECT[0]))
+    else:
+        stop.wait(seconds * random.uniform(0.5, 1.5))
 
 
 def _describe_error(error: Exception) -> str:
@@ -215,7 +227,8 @@ class _Node:
             if reply.message is None:
                 self.connection.send_failure(reply.order, reply.reason)
             else:
-                self.connection.send_reply(reply.order, reply.message)
+                is_continued, reply.is_sent = reply.is_sent, True
+                self.connection.send_reply(reply.order, reply.message, reply.upload, is_continued=is_continued)
         except RefusedError as error:
             if error.status == httpx.codes.UNAUTHORIZED:
                 raise

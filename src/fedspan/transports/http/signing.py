@@ -7,9 +7,6 @@ signature (ECDSA on P-384 with SHA-384). The body is encrypted by AES-256-GCM, i
 A signature covers the direction, the node's id, the nonce, the header and the digest of the body. An order's covers the
 key to which the reply is sealed, too, and a reply's the order's nonce, so that it cannot be the reply to another order;
 orders carry a serial, which a node accepts once (``deployment.node``).
-
-The order key's certificate is part of the file that data owners receive (``ca.crt``), signed by the authority in it. A
-node's key for sealed orders is derived from its lasting key, which signs it, so that it is the same after a restart.
 """
 
 from __future__ import annotations
@@ -19,29 +16,25 @@ import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from cryptography import x509
 from cryptography.exceptions import InvalidSignature, InvalidTag
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hpke import AEAD, KDF, KEM, Suite
-from cryptography.hazmat.primitives.kdf.hkdf import HKDF
-from cryptography.hazmat.primitives.serialization import (
-    Encoding,
-    PublicFormat,
-    load_pem_private_key,
-    load_ssh_public_key,
-)
 
-from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
-from fedspan.transports.http.keys import AUTHORITY, ORDER_KEY, ORDER_NAME, is_authority, is_issued
+from fedspan.transports.http.identities import (
+    derive_sealing_key,
+    load_node_public_key,
+    load_order_key,
+    load_order_keys,
+    read_sealing_key,
+    sign_sealing_key,
+)
 from fedspan.transports.http.wire import join_message, pack, split_message, unpack
 
 __all__ = [
@@ -52,11 +45,6 @@ __all__ = [
     "OrderSigner",
     "ServerSigner",
     "UnsignedSigner",
-    "fingerprint_order_key",
-    "load_order_key",
-    "load_order_keys",
-    "sign_join",
-    "verify_join",
 ]
 
 MARGIN = 2**20
@@ -66,7 +54,7 @@ _NONCE_BYTES, _KEY_BYTES, _TAG_BYTES = 16, 32, 16
 _PIECE = 2**20
 """Size in bytes of the pieces of a body that are encrypted at once."""
 _SUITE = Suite(KEM.X25519, KDF.HKDF_SHA256, AEAD.AES_256_GCM)
-_ENVELOPE, _JOIN, _SEALING = b"fedspan envelope 2", b"fedspan join 1", b"fedspan sealing key 1"
+_ENVELOPE = b"fedspan envelope 2"
 
 
 @dataclass(frozen=True)
@@ -99,58 +87,20 @@ class OpenedOrder:
     reply_key: bytes
 
 
-class OrderSigner(Protocol):
-    """The server's half: seals orders and opens replies."""
-
-    def encrypt(self, body: bytes) -> Body:
-        """Encrypt the body of one or more orders."""
-        ...
-
-    def seal(self, header: str, body: Body, node: int, sealing: bytes) -> tuple[bytes, bytes]:
-        """Seal an order.
-
-        Args:
-            header: Header of the envelope.
-            body: Its body.
-            node: Id of the node that receives it.
-            sealing: The node's signed sealing key, as it joined with it.
-
-        Returns:
-            What stands before the body in the message, and the order's nonce.
-
-        Raises:
-            ValueError: If the sealing key is not one of the node's.
-        """
-        ...
-
-    def open(self, message: bytes, node: int, nonce: bytes) -> Envelope:
-        """Return the envelope of a reply.
-
-        Args:
-            message: The reply.
-            node: Id of the node that sent it.
-            nonce: The nonce of its order.
-
-        Raises:
-            ValueError: If it is not a reply of this node to this order.
-        """
-        ...
-
-
 class UnsignedSigner:
     """Both halves without keys: for a trial on one machine."""
 
     def encrypt(self, body: bytes) -> Body:
-        """``OrderSigner.encrypt``; the body stays in plaintext."""
+        """Return a body as it is: it stays in plaintext."""
         return Body(b"", b"", body)
 
     def seal(self, header: str, body: Body, node: int, sealing: bytes) -> tuple[bytes, bytes]:
-        """``OrderSigner.seal``."""
+        """``ServerSigner.seal``."""
         nonce = secrets.token_bytes(_NONCE_BYTES)
         return join_message(pack([nonce, _encode(header)])), nonce
 
     def open(self, message: bytes, node: int, nonce: bytes) -> Envelope:
-        """``OrderSigner.open``; the envelope is not verified."""
+        """``ServerSigner.open``; the envelope is not verified."""
         return self.open_order(message, node).envelope
 
     def open_order(self, message: bytes, node: int) -> OpenedOrder:
@@ -181,21 +131,43 @@ class ServerSigner:
         self._reply_key = X25519PrivateKey.generate()  # of this process: what it has not received is ordered again
 
     def encrypt(self, body: bytes) -> Body:
-        """``OrderSigner.encrypt``."""
+        """Encrypt the body of one or more orders."""
         return _encrypt(body)
 
     def seal(self, header: str, body: Body, node: int, sealing: bytes) -> tuple[bytes, bytes]:
-        """``OrderSigner.seal``."""
-        recipient = _read_sealing_key(self._get_key(node), sealing)
+        """Seal an order.
+
+        Args:
+            header: Header of the envelope.
+            body: Its body.
+            node: Id of the node that receives it.
+            sealing: The node's signed sealing key, as it joined with it.
+
+        Returns:
+            What stands before the body in the message, and the order's nonce.
+
+        Raises:
+            ValueError: If the sealing key is not one of the node's.
+        """
+        recipient = read_sealing_key(self._get_key(node), sealing)
         nonce, reply_key = secrets.token_bytes(_NONCE_BYTES), self._reply_key.public_key().public_bytes_raw()
         signature = _sign(self._key, b"order", node, nonce, reply_key, _encode(header), body.digest)
         head = pack([nonce, reply_key, _encode(header), body.key, signature])
         return join_message(_SUITE.encrypt(head, recipient)), nonce
 
     def open(self, message: bytes, node: int, nonce: bytes) -> Envelope:
-        """``OrderSigner.open``."""
+        """Return the envelope of a reply.
+
+        Args:
+            message: The reply.
+            node: Id of the node that sent it.
+            nonce: The nonce of its order.
+
+        Raises:
+            ValueError: If it is not a reply of this node to this order.
+        """
         key = load_node_public_key(self._get_key(node))
-        header, body_key, signature, body = _open(message, self._reply_key, 3)
+        (header, body_key, signature), body = _open(message, self._reply_key, 3)
         plain = _decrypt(body_key, body)
         _verify(key, signature, b"reply", node, nonce, b"", header, hashlib.sha384(plain).digest())
         return Envelope(_decode(header), plain)
@@ -205,6 +177,10 @@ class ServerSigner:
         if key is None:
             raise ValueError("its node was not admitted with fedspan admit, or its key was revoked")
         return key
+
+
+OrderSigner = ServerSigner | UnsignedSigner
+"""The server's half: seals orders and opens replies."""
 
 
 class NodeSigner:
@@ -220,12 +196,11 @@ class NodeSigner:
 
     def __init__(self, key: ec.EllipticCurvePrivateKey, authority: Path) -> None:
         self.key, self.order_keys = key, load_order_keys(authority)
-        self._sealing_key = _derive_sealing_key(key)
+        self._sealing_key = derive_sealing_key(key)
 
     def sign_sealing_key(self) -> bytes:
         """Return the node's sealing key with the signature of its lasting key."""
-        public = self._sealing_key.public_key().public_bytes_raw()
-        return public + self.key.sign(pack([_SEALING, public]), ec.ECDSA(hashes.SHA384()))
+        return sign_sealing_key(self.key, self._sealing_key)
 
     def open_order(self, message: bytes, node: int) -> OpenedOrder:
         """Open an order.
@@ -233,7 +208,7 @@ class NodeSigner:
         Raises:
             ValueError: If it is not one of the server's to this node.
         """
-        nonce, reply_key, header, body_key, signature, body = _open(message, self._sealing_key, 5)
+        (nonce, reply_key, header, body_key, signature), body = _open(message, self._sealing_key, 5)
         if len(nonce) != _NONCE_BYTES or len(reply_key) != _KEY_BYTES:
             raise ValueError("not an order's nonce and key")
         plain = _decrypt(body_key, body)
@@ -254,148 +229,10 @@ class NodeSigner:
         return join_message(head) + body.data
 
 
-def sign_join(signer: NodeSigner, challenge: bytes, server: bytes, sealing: bytes) -> bytes:
-    """Sign a server's challenge.
-
-    Args:
-        signer: The node's signer.
-        challenge: The challenge.
-        server: Fingerprint of the server's order key, as the server names it.
-        sealing: The node's signed sealing key.
-
-    Raises:
-        ValueError: If the fingerprint is of no key in the node's file of the authority, so that the server passes on
-            the challenge of another one.
-    """
-    if server not in map(fingerprint_order_key, signer.order_keys):
-        raise ValueError("the server names an order key that is not in this node's ca.crt")
-    return signer.key.sign(pack([_JOIN, challenge, server, sealing]), ec.ECDSA(hashes.SHA384()))
-
-
-def verify_join(key: bytes, signature: bytes, challenge: bytes, server: bytes, sealing: bytes) -> None:
-    """Verify a node's answer to a challenge.
-
-    Args:
-        key: The node's public key in OpenSSH's format.
-        signature: The signature.
-        challenge: The challenge.
-        server: Fingerprint of the server's order key.
-        sealing: The node's signed sealing key.
-
-    Raises:
-        ValueError: If a signature is not valid.
-    """
-    _read_sealing_key(key, sealing)
-    try:
-        load_node_public_key(key).verify(
-            signature, pack([_JOIN, challenge, server, sealing]), ec.ECDSA(hashes.SHA384())
-        )
-    except InvalidSignature:
-        raise ValueError("its signature is not valid") from None
-
-
-def fingerprint_order_key(key: ec.EllipticCurvePublicKey) -> bytes:
-    """Return the SHA-256 of an order key."""
-    return hashlib.sha256(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)).digest()
-
-
-def load_order_key(folder: Path) -> ec.EllipticCurvePrivateKey:
-    """Return the private key that signs a server's orders.
-
-    Raises:
-        FedspanError: If the folder has none.
-    """
-    path = folder / ORDER_KEY
-    try:
-        key = load_pem_private_key(path.read_bytes(), password=None)
-    except (OSError, ValueError, TypeError) as error:
-        raise FedspanError("server", str(path), f"the server's order key ({error})") from error
-    if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise FedspanError("server", str(path), "an elliptic-curve key, as fedspan server writes it")
-    return key
-
-
-def load_order_keys(path: Path) -> list[ec.EllipticCurvePublicKey]:
-    """Load the public keys that sign a server's orders, and check that an authority in the file certified each.
-
-    Args:
-        path: File with the certificates of authorities and of their order keys: one of each, or two while the server's
-            certificates are renewed.
-
-    Raises:
-        FedspanError: If the file has no valid certificate of an order key.
-    """
-    expected = f"the {AUTHORITY} that fedspan server wrote"
-    keys: list[ec.EllipticCurvePublicKey] = []
-    is_expired, now = False, datetime.now(UTC)
-    try:
-        certificates = x509.load_pem_x509_certificates(path.read_bytes())
-        for certificate in certificates:
-            (name,) = certificate.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)
-            key = certificate.public_key()
-            if name.value != ORDER_NAME or not isinstance(key, ec.EllipticCurvePublicKey):
-                continue
-            issuer = next(
-                (
-                    candidate
-                    for candidate in certificates
-                    if is_authority(candidate) and is_issued(certificate, candidate)
-                ),
-                None,
-            )
-            if issuer is None:
-                raise ValueError("no authority in the file certified the order key")
-            if all(
-                certificate_of_pair.not_valid_before_utc <= now <= certificate_of_pair.not_valid_after_utc
-                for certificate_of_pair in (certificate, issuer)
-            ):
-                keys.append(key)
-            else:
-                is_expired = True
-    except (OSError, ValueError, TypeError) as error:
-        raise FedspanError("authority", str(path), f"{expected} ({type(error).__name__})") from error
-    if not keys and is_expired:
-        problem = "the certificates in it have expired. Ask the server's operator for a new one (fedspan renew)"
-        raise FedspanError("authority", str(path), problem=problem)
-    if not keys:
-        raise FedspanError("authority", str(path), expected, problem="the file has no certificate of an order key")
-    return keys
-
-
-@lru_cache(4096)
-def load_node_public_key(key: bytes) -> ec.EllipticCurvePublicKey:
-    """Parse a node's public key in OpenSSH's format.
-
-    Raises:
-        ValueError: If it is no elliptic-curve key.
-    """
-    public = load_ssh_public_key(key)
-    if not isinstance(public, ec.EllipticCurvePublicKey):
-        raise ValueError("its node's key is not an elliptic-curve key")
-    return public
-
-
-@lru_cache(4096)
-def _read_sealing_key(key: bytes, sealing: bytes) -> X25519PublicKey:
-    """Return the sealing key that a node's lasting key has signed."""
-    public, signature = sealing[:_KEY_BYTES], sealing[_KEY_BYTES:]
-    try:
-        load_node_public_key(key).verify(signature, pack([_SEALING, public]), ec.ECDSA(hashes.SHA384()))
-    except InvalidSignature:
-        raise ValueError("its node's sealing key is not signed by its key") from None
-    return X25519PublicKey.from_public_bytes(public)
-
-
-def _derive_sealing_key(key: ec.EllipticCurvePrivateKey) -> X25519PrivateKey:
-    secret = key.private_numbers().private_value.to_bytes(key.key_size // 8 + 1, "big")
-    derived = HKDF(hashes.SHA256(), _KEY_BYTES, salt=None, info=_SEALING).derive(secret)
-    return X25519PrivateKey.from_private_bytes(derived)
-
-
-def _open(message: bytes, key: X25519PrivateKey, count: int) -> tuple[bytes, ...]:
+def _open(message: bytes, key: X25519PrivateKey, count: int) -> tuple[list[bytes], memoryview]:
     head, body = split_message(message)
     try:
-        return *unpack(_SUITE.decrypt(head, key), count), body
+        return unpack(_SUITE.decrypt(head, key), count), body
     except InvalidTag:
         raise ValueError("it is not sealed to this receiver, or was changed") from None
 

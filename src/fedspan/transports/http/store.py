@@ -16,10 +16,12 @@ from typing import NamedTuple
 
 from fedspan.errors import FedspanError
 
-__all__ = ["DATABASE", "MESSAGES", "Order", "Store"]
+__all__ = ["DATABASE", "MESSAGES", "RANDOM", "Order", "Store"]
 
 DATABASE, MESSAGES = "orders.db", "messages"
 """The database and the folder of the bodies in the server's folder."""
+RANDOM = 16
+"""Number of random digits in the name of an order's body, after the run's."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS runs (run TEXT PRIMARY KEY) WITHOUT ROWID;
@@ -105,6 +107,8 @@ class Store:
         rows = self._database.execute("SELECT id FROM orders WHERE run = ?", (run,))
         self.delete(run, [id for (id,) in rows])
         self._database.execute("DELETE FROM runs WHERE run = ?", (run,))
+        for path in self.messages.glob(f"{run}*"):
+            path.unlink(missing_ok=True)
 
     def add_orders(self, orders: Iterable[Order]) -> None:
         """Store orders."""
@@ -212,8 +216,12 @@ class Store:
         return self.messages / f"{order.id}.part"
 
     def _delete_unnamed_files(self) -> None:
-        """Delete files of orders that are no longer stored, as after a restart or a lost database."""
-        named = {name for row in self._database.execute("SELECT id, body FROM orders") for name in row}
+        """Delete files of orders that are no longer stored, as after a lost database.
+
+        The bodies of a run that goes on stay, because its process may store one while no server is there.
+        """
+        named = {id for (id,) in self._database.execute("SELECT id FROM orders")}
+        runs = set(self.list_runs())
         for name in os.listdir(self.messages):
-            if name.removesuffix(".part") not in named:
+            if name.removesuffix(".part") not in named and name[: len(name) - RANDOM] not in runs:
                 (self.messages / name).unlink(missing_ok=True)

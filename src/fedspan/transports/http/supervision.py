@@ -12,62 +12,78 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from threading import Event
+from typing import TYPE_CHECKING
 
 from fedspan.errors import FedspanError
 from fedspan.processes import end_with_parent, hold_folder
 from fedspan.transports.http.admissions import end_admissions, read_admissions
 from fedspan.transports.http.app import Server
 from fedspan.transports.http.connections import BoundedProtocol, BoundedSocket
+from fedspan.transports.http.identities import fingerprint_order_key, load_order_key
 from fedspan.transports.http.keys import CERTIFICATE, KEY
 from fedspan.transports.http.limits import RequestLimits
 from fedspan.transports.http.server import ServerLink, read_link
-from fedspan.transports.http.signing import fingerprint_order_key, load_order_key
 from fedspan.transports.http.store import Store
 
-__all__ = ["main", "supervise"]
+if TYPE_CHECKING:
+    import uvicorn
+
+__all__ = ["bind", "create_server", "main", "supervise"]
 
 
 def main() -> None:
     """Serve nodes and the operator, as long as ``supervise`` has the other end of standard input."""
-    import uvicorn
-
     end_with_parent(partial(os.read, 0, 1))
     folder, host = Path(sys.argv[1]), sys.argv[2]
     link, limits = read_link(folder), RequestLimits(reconnect=float(sys.argv[3]))
     _allow_connections()
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.INFO)
-    with hold_folder(folder, _SERVING, "--folder"):
-        has_keys = link.authority is not None
-        read_keys = (lambda: {id: one.key for id, one in read_admissions(link).items()}) if has_keys else None
-        identity = fingerprint_order_key(load_order_key(folder).public_key()) if has_keys else b""
-        store = Store(folder)
-        app = Server(store, link.secret.read_text(encoding="utf-8"), read_keys, identity, limits, folder / "bases")
-        config = uvicorn.Config(
-            app,
-            proxy_headers=False,  # nodes are told apart by their keys, and connections by their real address
-            loop="asyncio",
-            http=BoundedProtocol,
-            ws="none",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=75,  # longer than proxies keep theirs
-            timeout_graceful_shutdown=2,
-            h11_max_incomplete_event_size=1 << 14,
-            backlog=4096,
-            ssl_certfile=folder / CERTIFICATE if has_keys else None,
-            ssl_keyfile=folder / KEY if has_keys else None,
-        )
-        bound = _bind(host, int(link.address.rpartition(":")[2]))
-        uvicorn.Server(config).run([BoundedSocket.take_over(bound)])
-        store.close()
+    with hold_folder(folder, _SERVING, "--folder"), closing(Store(folder)) as store:
+        server = create_server(link, store, limits)
+        server.run([BoundedSocket.take_over(bind(host, int(link.address.rpartition(":")[2])))])
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def create_server(
+    link: ServerLink, store: Store, limits: RequestLimits, protocol: type[BoundedProtocol] = BoundedProtocol
+) -> uvicorn.Server:
+    """Return a server that is not started.
+
+    Args:
+        link: Its connection data.
+        store: Its orders.
+        limits: Limits on requests.
+        protocol: Its connections.
+    """
+    import uvicorn
+
+    has_keys, folder = link.authority is not None, link.folder
+    read_keys = (lambda: {id: one.key for id, one in read_admissions(link).items()}) if has_keys else None
+    identity = fingerprint_order_key(load_order_key(folder).public_key()) if has_keys else b""
+    secret = link.secret.read_text(encoding="utf-8")
+    config = uvicorn.Config(
+        Server(store, secret, read_keys, identity, limits, folder / "bases", protocol.bounds),
+        proxy_headers=False,  # nodes are told apart by their keys, and connections by their real address
+        loop="asyncio",
+        http=protocol,
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=75,  # longer than proxies keep theirs
+        timeout_graceful_shutdown=2,
+        h11_max_incomplete_event_size=1 << 14,
+        backlog=4096,
+        ssl_certfile=folder / CERTIFICATE if has_keys else None,
+        ssl_keyfile=folder / KEY if has_keys else None,
+    )
+    return uvicorn.Server(config)
+
+
+def bind(host: str, port: int) -> socket.socket:
     """Return a socket that is bound to an address of this machine."""
     family, kind, protocol, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -196,7 +212,7 @@ def _end_admissions(link: ServerLink) -> None:
 
 def _require_free(host: str, port: int) -> None:
     try:
-        _bind(host, port).close()
+        bind(host, port).close()
     except socket.gaierror as error:
         raise FedspanError("--host", host, f"an address of this machine ({error.strerror})") from error
     except OSError as error:

@@ -11,7 +11,7 @@ from fedspan.deployment.deploy import submit
 from fedspan.methods.registry import METHODS
 from fedspan.transports.http.server import read_link
 from helpers.conformance import (
-    DEPLOYED,
+    UNLIKE_CASES,
     describe_case,
     get_method,
     list_cases,
@@ -37,7 +37,7 @@ def federation(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> I
             yield made, files["all"]
 
 
-@pytest.mark.parametrize("case", others_slow(list_cases(), DEPLOYED))
+@pytest.mark.parametrize("case", others_slow(list_cases(), UNLIKE_CASES))
 def test_every_method_and_wrapper_has_the_bits_of_the_loop_engine(
     case: str, federation: tuple[Deployment, Path], tiny_folder: Path, tmp_path: Path
 ) -> None:
