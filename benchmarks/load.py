@@ -213,7 +213,9 @@ def measure_large(
     )
     run.limit = 8 * MIB  # type: ignore[attr-defined]
     reply, seconds = sent(16 * MIB)
-    results.append(("16 MiB from a node, where the server takes 8", str(reply), "larger than its order allows" in str(reply)))
+    results.append(
+        ("16 MiB from a node, where the server takes 8", str(reply), "larger than its order allows" in str(reply))
+    )
     reply, seconds = sent(1 * MIB)
     results.append(("1 MiB after that", f"{seconds:.1f} s", reply is True))
     return results

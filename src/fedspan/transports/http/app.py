@@ -437,10 +437,11 @@ class Server:
             self.store.append(order, data)
 
         await self._read_body(request, append)
-        if received + length == order.total:
+        received = self.store.count_received(order, upload)
+        if received == order.total:
             self.store.finish_reply(order)
             self._note_answer(order, session)
-        return JSONResponse({"bytes": received + length})
+        return JSONResponse({"bytes": received})
 
     async def _store_failure(self, request: Request, session: Session) -> Response:
         reason = (await self._read_body(request)).decode(errors="replace")
