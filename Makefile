@@ -131,7 +131,7 @@ flower-versions:
 	  $(FLOWER)/bin/python -m pip install --quiet -e '.[flower,secagg]' "$$release" \
 	    $$(grep -E '^(torch|pytest|pytest-xdist|hypothesis)==' constraints.txt); \
 	  $(FLOWER)/bin/python -m pip list | grep '^flwr '; \
-	  $(FLOWER)/bin/python -m pytest -m "" $(PYTEST_ARGS) tests/transports/flower_app \
+	  $(FLOWER)/bin/python -m pytest -m "" $(PYTEST_ARGS) tests/transports/flower \
 	    tests/deployment/test_flower_app.py; \
 	done
 

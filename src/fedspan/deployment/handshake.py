@@ -143,8 +143,11 @@ def build_server_config(values: Mapping[str, Any]) -> RunConfig:
     """Return the config of a deployment: a run's config without data locations.
 
     Raises:
-        FedspanError: If it names data locations, baselines, which need all data in one place, or a record of arrivals.
+        FedspanError: If it names data locations, baselines, which need all data in one place, or a record of arrivals,
+            or is not valid.
     """
+    if not all(isinstance(values.get(name) or {}, Mapping) for name in ("data", "model", "privacy", "training")):
+        return parse_config(values)  # raises for what is no section
     data = dict(values.get("data") or {})
     for name in ("dataset", "train", "test"):
         if data.get(name) not in (None, NOWHERE):

@@ -41,6 +41,8 @@ NOTES = "fedspan.json"
 BASE_DIGEST = "base_sha256"
 """Entry of that file with the digest of the frozen weights (``digest.hash_frozen``), if the base has no name."""
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_LARGEST_NOTES = 1 << 24
+"""Maximum size in bytes of the JSON files beside a model, which come from whoever exported it."""
 
 
 @dataclass(frozen=True)
@@ -286,6 +288,7 @@ def read_adapter(folder: str, operators: Mapping[str, Operator], model: Any = No
         raise FedspanError(
             "model.adapter", folder, f"a folder with adapter_config.json and {ADAPTER_WEIGHTS} (no such folder)"
         )
+    require_small_notes(path)
     try:
         config = PeftConfig.from_pretrained(str(path))
         tensors = safetensors.torch.load_file(str(path / ADAPTER_WEIGHTS))
@@ -334,6 +337,17 @@ def read_adapter(folder: str, operators: Mapping[str, Operator], model: Any = No
             raise FedspanError("model.adapter", folder, expected) from None
         updates[layer] = LowRank(B.float(), A.float(), scaling).fold_scale()
     return StartingAdapter(updates, extras)
+
+
+def require_small_notes(folder: Path) -> None:
+    """Check the sizes of the JSON files beside a model, which are read whole.
+
+    Raises:
+        FedspanError: If one is too large.
+    """
+    for path in (folder / NOTES, folder / "adapter_config.json"):
+        if path.is_file() and (size := path.stat().st_size) > _LARGEST_NOTES:
+            raise FedspanError(str(path), size, f"a file of at most {_LARGEST_NOTES >> 20} MiB")
 
 
 def _is_base(name: str, value: Tensor, operators: Mapping[str, Operator]) -> bool:

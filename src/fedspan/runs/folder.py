@@ -11,7 +11,7 @@
     arrivals.json        the arrivals that asynchronous rounds repeat
     base.json            the digest of the frozen weights of clients' own trainers
     privacy.json         privacy cost of the current round, written before its orders are sent
-    participants.json    the nodes of each round, where nodes may join late
+    participants.json    the nodes of a run over Flower, or of each round where nodes may join late
     noise.key            the key of secret noise, readable by its owner only
     metrics.jsonl        one line per round, each chained to those before it
     ledger.jsonl         one line per message, likewise

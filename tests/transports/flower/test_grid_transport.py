@@ -12,12 +12,12 @@ pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
-import fedspan.transports.flower_app as package
+import fedspan.transports.flower as package
 from fedspan.federation.protocol import Envelope
 from fedspan.federation.transport import Orders
-from fedspan.transports.flower_app import server
-from fedspan.transports.flower_app.client import from_records, to_records
-from fedspan.transports.flower_app.server import GridTransport, invite
+from fedspan.transports.flower import server
+from fedspan.transports.flower.client import from_records, to_records
+from fedspan.transports.flower.server import GridTransport, invite
 from helpers.reply_transport import exchanged
 
 NODES = {"a": 11, "b": 12, "c": 13}
@@ -56,6 +56,7 @@ class Grid:
         return ids
 
     def pull_messages(self, ids: list[str]) -> list[Message]:
+        assert len(ids) == 1  # or replies of any size would be in memory at once
         answers = ((self.sent[id], self.answers[self.sent[id].metadata.dst_node_id]) for id in ids)
         replies = [answer(message) for message, answer in answers if answer is not None]
         return [reply for reply in replies if reply is not None]
@@ -143,6 +144,27 @@ def test_nodes_are_invited_once_and_those_that_wait_again(monkeypatch: pytest.Mo
         if replies.count(11) == 3:
             break
     assert sorted(replies) == [11, 11, 11, 12]
+
+
+def test_a_node_that_the_superlink_could_not_send_to_is_invited_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_REINVITE_SECONDS", 0.05)
+    grid, refused = Grid({11: echo}), list[Message]()
+    push = grid.push_messages
+
+    def refuse_first(messages: list[Message]) -> list[str]:
+        if refused:
+            return push(messages)
+        refused.extend(messages)
+        return []
+
+    grid.push_messages = refuse_first  # pyright: ignore
+    (reply,) = invite(grid, Envelope("join"), 1.0, set())  # pyright: ignore
+    assert reply == (11, Envelope("join of 11"))
+
+
+def test_an_introduction_with_a_body_is_refused() -> None:
+    (reply,) = invite(Grid({11: echo}), Envelope("join", b"body"), 0.1, set())  # pyright: ignore
+    assert reply == (11, "its introduction has a body")
 
 
 def test_only_flower_s_public_interface_is_used() -> None:

@@ -12,7 +12,7 @@ from flwr.serverapp import Grid, ServerApp
 from fedspan.errors import escape_controls
 from fedspan.federation.protocol import Envelope
 from fedspan.federation.transport import OnReply, Orders, Transport
-from fedspan.transports.flower_app.client import from_records, to_records
+from fedspan.transports.flower.client import from_records, to_records
 
 __all__ = ["Context", "Grid", "GridTransport", "create_server_app", "invite"]
 
@@ -57,34 +57,55 @@ class GridTransport(Transport):
     def exchange(self, orders: Orders, on_reply: OnReply, seconds: float, *, wait_for_offline: bool = False) -> None:
         """``Transport.exchange``."""
         started, pause = time.monotonic(), _POLL[0]
-        offline_seconds = min(seconds, self._reconnect_timeout) if wait_for_offline else 0.0
         unsent, pending = dict.fromkeys(orders), dict[str, str]()
+        wait = min(seconds, self._reconnect_timeout) if wait_for_offline else 0.0
         while unsent or pending:
-            replies = list[tuple[str, Envelope | str]]()
-            online = set(self._grid.get_node_ids()) if unsent else set[int]()
-            for id in [id for id in unsent if self._nodes[id] in online]:
-                del unsent[id]
-                message = _push(self._grid, self._nodes[id], orders[id], seconds)
-                if message is None:
-                    replies.append((id, "the SuperLink did not take its order"))
-                else:
-                    pending[message] = id
-            waited = time.monotonic() - started
-            if waited >= offline_seconds:
-                replies += ((id, "its node is not online") for id in unsent)
-                unsent.clear()
-            for id, reply in _pull(self._grid, pending):
-                limit = orders.compute_reply_bytes(id)
-                is_long = isinstance(reply, Envelope) and limit is not None and len(reply.body) > limit
-                replies.append((id, f"its reply has more than {limit} bytes, the maximum" if is_long else reply))
-            if waited >= seconds:
-                replies += ((id, f"no reply within {seconds:g} s") for id in pending.values())
-                pending.clear()
-            if any(on_reply(id, reply) for id, reply in replies):
-                return
+            pause = min(2 * pause, _POLL[1])
+            for id, reply in self._receive(orders, unsent, pending, started, seconds, wait):
+                if on_reply(id, reply):
+                    return
+                pause = _POLL[0]
             if unsent or pending:
-                pause = _POLL[0] if replies else min(2 * pause, _POLL[1])
                 time.sleep(pause)
+
+    def _receive(
+        self,
+        orders: Orders,
+        unsent: dict[str, None],
+        pending: dict[str, str],
+        started: float,
+        seconds: float,
+        wait: float,
+    ) -> Iterator[tuple[str, Envelope | str]]:
+        """Send orders to the nodes that are online, and yield replies and failures; both are removed from the inputs.
+
+        Args:
+            orders: The orders.
+            unsent: Clients without an order so far.
+            pending: Clients whose replies are awaited, by message id.
+            started: Start of the exchange.
+            seconds: Time limit of the exchange.
+            wait: Time limit for offline nodes.
+        """
+        online = set(self._grid.get_node_ids()) if unsent else set[int]()
+        for id in [id for id in unsent if self._nodes[id] in online]:
+            del unsent[id]
+            message = _push(self._grid, self._nodes[id], orders[id], seconds)
+            if message is None:
+                yield id, "the SuperLink did not take its order"
+            else:
+                pending[message] = id
+        waited = time.monotonic() - started
+        if waited >= wait:
+            yield from ((id, "its node is not online") for id in unsent)
+            unsent.clear()
+        for id, reply in _pull(self._grid, pending):
+            limit = orders.compute_reply_bytes(id)
+            is_long = isinstance(reply, Envelope) and limit is not None and len(reply.body) > limit
+            yield id, f"its reply has more than {limit} bytes, the maximum" if is_long else reply
+        if waited >= seconds:
+            yield from ((id, f"no reply within {seconds:g} s") for id in pending.values())
+            pending.clear()
 
 
 def invite(grid: Grid, envelope: Envelope, seconds: float, undecided: set[int]) -> Iterator[tuple[int, Envelope | str]]:
@@ -110,9 +131,12 @@ def invite(grid: Grid, envelope: Envelope, seconds: float, undecided: set[int]) 
                 invited_at[node] = now
                 undecided.discard(node)
                 message = _push(grid, node, envelope, deadline - now)
-                if message is not None:
+                if message is None:
+                    undecided.add(node)
+                else:
                     pending[message] = node
-        yield from _pull(grid, pending)
+        for node, reply in _pull(grid, pending):
+            yield node, "its introduction has a body" if isinstance(reply, Envelope) and reply.body else reply
         time.sleep(pause)
         pause = min(2 * pause, _POLL[1])
 
@@ -126,14 +150,18 @@ def _push(grid: Grid, node: int, envelope: Envelope, seconds: float) -> str | No
 def _pull(grid: Grid, pending: MutableMapping[str, T]) -> Iterator[tuple[T, Envelope | str]]:
     """Yield the recipients of messages with their replies, or with the reason for a missing one.
 
+    Flower reports no size before it has received a message whole, so messages are pulled one by one: the next is
+    received when this one has been processed.
+
     Args:
         grid: Flower's grid.
         pending: Recipients of messages by message id; those that replied are removed.
     """
-    for message in grid.pull_messages(sorted(pending)) if pending else ():
-        recipient = pending.pop(message.metadata.reply_to_message_id, None)
-        if recipient is not None:
-            yield recipient, _read(message)
+    for id in sorted(pending):
+        for message in grid.pull_messages([id]):
+            recipient = pending.pop(message.metadata.reply_to_message_id, None)
+            if recipient is not None:
+                yield recipient, _read(message)
 
 
 def _read(message: Message) -> Envelope | str:
