@@ -305,7 +305,7 @@ def main() -> None:
         arguments = [word for word in sys.argv[1:] if word not in ("--page", str(args.page))]
         text = PAGE.format(
             body=BODY // MIB,
-            command=" ".join(["python evidence/regression/attacks.py", *arguments]),
+            command=" ".join(["python -m evidence.regression.attacks", *arguments]),
             date=datetime.date.today(),
             machine=platform.machine(),
             cores=os.cpu_count(),

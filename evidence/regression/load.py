@@ -450,7 +450,7 @@ def main() -> None:
     loads = "".join(f" --load {nodes} {rounds}" for nodes, rounds in args.load or ())
     options = [f" --{name} {getattr(args, name)}" for name in ("megabytes", "profiled")]
     changed = [option for option in options if option not in (" --megabytes 500", " --profiled 40")]
-    command = f"python evidence/regression/load.py{loads}{''.join(changed)}"
+    command = f"python -m evidence.regression.load{loads}{''.join(changed)}"
     results, messages = list[Measured](), list[tuple[str, str, bool]]()
 
     def write(profiled: tuple[Measured, dict[str, float]] | None) -> bool:
