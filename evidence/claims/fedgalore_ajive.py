@@ -157,7 +157,7 @@ def tabulate_clients(errors: Errors, clients: Sequence[int]) -> list[str]:
     for ranks in (LOW, EQUAL, WIDER):
         for other in (AVERAGE, format_svd_name(ranks[0])):
             leads = [compute_advantage(errors, format_ajive_name(*ranks), other, k) for k in clients]
-            cells = (f"{format_points(lead)}, {lead.verdict}" for lead in leads)
+            cells = (f"{format_points(lead)}, {report.WORDS[lead.verdict]}" for lead in leads)
             compared.append([f"{format_ajive_name(*ranks)}, below {other}", *cells])
     header = [f"{k} clients" for k in clients]
     return [

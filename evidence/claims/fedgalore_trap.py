@@ -308,7 +308,7 @@ def tabulate_rows(results: Mapping[str, Mapping[str, Outcome]], positions: Mappi
         ordered += all(step.verdict == "holds" for step in steps)
         shares = [f"{outcomes[method].share:.1f}" for method in METHODS]
         left = [f"{outcomes[method].left:.3f}" for method in METHODS]
-        verdicts = [f"{step}, {step.verdict}" for step in steps]
+        verdicts = [f"{step}, {report.WORDS[step.verdict]}" for step in steps]
         lines.append([name, f"{positions[name]:.3f}", *shares, *verdicts, ", ".join(left)])
     header = ("setting", "W_ref / c", *METHODS.values(), "Full above GaLore", "GaLore above LoRA", "loss left")
     return report.format_table(header, lines), ordered

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-ORIGIN = "\nCommand: `python evidence/pages/examples.py"
+ORIGIN = "\nCommand: `python -m evidence.pages.examples"
 NEED_MODEL = ("instruction_tuning", "own_trainer")
 
 

@@ -496,7 +496,7 @@ def format_command(args: argparse.Namespace, device: torch.device) -> list[str]:
         if (values := getattr(args, option)) != args.defaults[option]:
             options += f" --{option} {' '.join(map(str, values))}"
     return [
-        f"Command: `python evidence/pages/gpu.py{options}`  ",
+        f"Command: `python -m evidence.pages.gpu{options}`  ",
         f"Date: {time.strftime('%Y-%m-%d')}. Device: {name}, torch {torch.__version__}.",
         "",
     ]
@@ -584,20 +584,6 @@ HEADER = (
     "describes the engine.",
     "",
 )
-NOT_MEASURED = "\n".join(
-    [
-        *HEADER,
-        "Not measured yet: no GPU was available to the project. On a machine with one, "
-        "`python -m evidence.pages.gpu --page docs/results/gpu.md` writes this page in at most 30 minutes. It measures "
-        "tokens a second of 1, 8 and 50 clients at batches of 1 to 8 against a loop over clients with PEFT (goal: 8 "
-        "times at batch 1), memory, 4-bit bases, and equality with the CPU, on random "
-        "weights in the shapes of RoBERTa-large, Llama-3.2-1B and Llama-2-7B.",
-        "",
-        "Correctness on a device other than the CPU is tested with a pretend one "
-        "([Devices](../architecture/devices.md)).",
-        "",
-    ]
-)
 
 
 def main() -> None:
@@ -625,9 +611,8 @@ def main() -> None:
         parser.error(f"--shapes {' '.join(sorted(unknown))}: there are {', '.join(defaults['shapes'])}")
     args.sections = [name for name in SECTIONS if name in args.sections]
     if args.device.startswith("cuda") and not torch.cuda.is_available():
-        text = NOT_MEASURED
-    else:
-        text = page(args, torch.device(args.device))
+        parser.error("--device cuda: there is no GPU")
+    text = page(args, torch.device(args.device))
     print(text)
     if args.page:
         args.page.write_text(text, encoding="utf-8")

@@ -58,6 +58,7 @@ OF_SCRIPTS = {
         *("--auth-supernode-private-key", "--disable-runtime-dependency-installation", "--node-config"),
         *("--run-config", "--simulation", "--trusted-entities"),
     },
+    Path("docs/claims/fedloru.md"): {"--accumulate"},
     Path("docs/methods/fedloru.md"): {"--accumulate"},
     Path("docs/published-code.md"): {"--accumulate"},
     Path("docs/security.md"): {"--coverage", "--number", "--seed"},

@@ -1,4 +1,4 @@
-"""The GPU page on tiny shapes on the CPU: every part runs, nothing is judged; without a GPU the page says so."""
+"""The GPU page on tiny shapes on the CPU: every part runs, nothing is judged."""
 
 import importlib.util
 import sys

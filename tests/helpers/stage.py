@@ -52,10 +52,12 @@ def free_port() -> int:
 
 
 def build_command(*arguments: str) -> list[str]:
+    """Return the command line of a fedspan command, for a process of its own."""
     return [sys.executable, "-m", "fedspan", *arguments]
 
 
 def build_environment() -> dict[str, str]:
+    """Return the environment of such a process: it imports what this one does, on one thread."""
     path = os.pathsep.join(path for path in sys.path if path)
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "160"}
 
