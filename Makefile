@@ -13,9 +13,7 @@
 #               .venv-flower (about 20 minutes; 2 GB)
 # make deploy-files  the files for containers, Kubernetes, systemd and GitHub, by linters and schemas in .venv-deploy
 # make packages the sdist and the wheel: contents, extras, and the demo in an empty environment (minutes; network)
-# make claims   what papers say, measured: all pages of docs/claims, hours of them; stopped, it goes on
-#               (DATA=FOLDER with the data sets, MODEL=FOLDER with a small language model, and an image classifier by
-#               CLAIMS_ARGS="--image-model FOLDER"; what lacks its own is left out; CLAIMS_ARGS="--one-seed" to try)
+# make claims   the theory of four papers, measured: eight minutes of one core
 #
 # Variables:
 #   PYTHON       the interpreter that .venv is made with, 3.11 or newer
@@ -29,9 +27,6 @@
 PYTHON ?= python3
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
-DATA ?=
-MODEL ?=
-CLAIMS_ARGS ?=
 FUZZ_ARGS ?=
 
 VENV := .venv
@@ -88,7 +83,7 @@ docs: $(VENV)/.stamp-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 fuzz: dev
-	$(BIN)/python benchmarks/fuzz.py $(FUZZ_ARGS)
+	$(BIN)/python tests/fuzz.py $(FUZZ_ARGS)
 
 # The lower bounds of the three, as exact versions; all other packages are the newest that fit.
 OLDEST := .venv-oldest
@@ -154,7 +149,8 @@ packages:
 	PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" .ci/packages
 
 claims: dev
-	$(BIN)/python claims/all.py $(if $(DATA),--data $(DATA)) $(if $(MODEL),--model $(MODEL)) $(CLAIMS_ARGS)
+	set -e; for script in rolora_linear fedloru_theory fedgalore_ajive fedgalore_trap; do \
+	  $(BIN)/python -m evidence.claims.$$script; done
 
 dev: $(VENV)/.stamp-dev
 

@@ -43,7 +43,7 @@ LONGEST = [
         "cli/test_commands",
         "cli/test_train",
         "cli/test_reproduce",
-        "claims/test_claims",
+        "evidence/test_claims",
         "wrappers/test_wrapper",
         "wrappers/test_wrapper_effects",
         "runs/test_own_trainers",

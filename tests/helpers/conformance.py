@@ -10,9 +10,10 @@ from fedspan.methods.registry import METHODS
 from fedspan.runs.checkpoint import load_latest
 from fedspan.runs.folder import RunFolder
 from fedspan.wrappers.registry import WRAPPERS
-from helpers.families import UNLIKE
-from helpers.watched_rounds import OPTIONS, PERIODIC, differences
-from helpers.wrapped_configs import TRAINING
+
+from .families import UNLIKE
+from .watched_rounds import OPTIONS, PERIODIC, differences
+from .wrapped_configs import TRAINING
 
 AROUND = "fedit"
 """The method around which the wrappers are."""

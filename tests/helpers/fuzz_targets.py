@@ -46,7 +46,8 @@ from fedspan.federation.secagg.messages import (
     UnmaskReply,
     decode_request,
 )
-from helpers.hostile_node import make_strange_keys, name_of, to_pem, tree_of
+
+from .hostile_node import make_strange_keys, name_of, to_pem, tree_of
 
 __all__ = ["TARGETS", "Codec", "Refusing", "Target"]
 

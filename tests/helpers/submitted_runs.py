@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from stage import Deployment, build_command, build_environment
+from .stage import Deployment, build_command, build_environment
 
 
 def rounds(run: Path) -> list[dict[str, Any]]:

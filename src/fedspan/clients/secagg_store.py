@@ -153,11 +153,7 @@ class DiskSessionStore:
         self._write(self._get_folder(client) / "session.json", session.model_dump_json())
 
     def load_sum(self, client: str, model: str) -> Sum | None:
-        """``SessionStore.load_sum``.
-
-        Raises:
-            FedspanError: If the file is damaged.
-        """
+        """``SessionStore.load_sum``."""
         path = self._get_sum_path(client, model)
         if not path.is_file():
             return None

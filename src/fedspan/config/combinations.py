@@ -10,8 +10,6 @@ from fedspan.federation.round_dependence import explain_round_dependence
 from fedspan.federation.settings import MOST_SECURE_CLIENTS
 from fedspan.methods.registry import get_method_class
 
-__all__ = ["explain_random_head", "require_combination"]
-
 
 def require_combination(config: RunSections) -> None:
     """Check that the options of a run fit together.
@@ -57,11 +55,7 @@ def require_combination(config: RunSections) -> None:
 
 
 def _require_buffered_fit(config: RunSections) -> None:
-    """Check that asynchronous rounds fit the method and the rest of the run.
-
-    Raises:
-        FedspanError: If they do not.
-    """
+    """Check that asynchronous rounds fit the method and the rest of the run."""
     buffered = config.federation.buffered
     if buffered is None:
         return
@@ -91,11 +85,7 @@ def _require_buffered_fit(config: RunSections) -> None:
 
 
 def _require_columns(config: RunSections) -> None:
-    """Check that the task has the roles and lists of labels that the section ``data`` names.
-
-    Raises:
-        FedspanError: If it does not.
-    """
+    """Check that the task has the roles and lists of labels that the section ``data`` names."""
     roles = config.task_columns.roles
     for role, column in config.data.roles.items():
         if role not in roles:
@@ -133,11 +123,7 @@ def explain_random_head(config: RunSections) -> str | None:
 
 
 def _require_head_fit(config: RunSections) -> None:
-    """Check that pooling and head_init fit the task and the model.
-
-    Raises:
-        FedspanError: If they do not.
-    """
+    """Check that pooling and head_init fit the task and the model."""
     if config.model.pooling not in ("auto", "stock") and not config.task_definition.can_pool:
         problem = f"{config.model.pooling} cannot be combined with {config.task}, which pools no texts"
         raise FedspanError("model.pooling", config.model.pooling, "auto", problem=problem)
@@ -161,11 +147,7 @@ def _require_head_fit(config: RunSections) -> None:
 
 
 def _require_head_rounds_fit(config: RunSections) -> None:
-    """Check that rounds can train the head alone.
-
-    Raises:
-        FedspanError: If they cannot.
-    """
+    """Check that rounds can train the head alone."""
     extras = config.model.extras or get_method_class(config.method.name).claims.extras
     reasons = {
         f"{config.task} has no head for classes": config.task_definition.target_type != "label",
@@ -182,11 +164,7 @@ def _require_head_rounds_fit(config: RunSections) -> None:
 
 
 def _require_offload_fit(config: RunSections) -> None:
-    """Check that the rest of the run can use a base that is offloaded.
-
-    Raises:
-        FedspanError: If it cannot.
-    """
+    """Check that the rest of the run can use a base that is offloaded."""
     if config.model.device_map is None:
         return
     if config.engine.name != "loop":
@@ -227,11 +205,7 @@ def _require_trainers(config: RunSections) -> None:
 
 
 def _require_head_updates_fit(config: RunSections) -> None:
-    """Check that ``training.head_updates`` fits the rest of the run.
-
-    Raises:
-        FedspanError: If it does not.
-    """
+    """Check that ``training.head_updates`` fits the rest of the run."""
     updates = config.training.head_updates
     reasons = {
         f"{config.task} has no classes": not config.task_definition.is_classifier,
@@ -249,11 +223,7 @@ def _require_head_updates_fit(config: RunSections) -> None:
 
 
 def _require_training_fit(config: RunSections) -> None:
-    """Check that options of local training, and those that need validation parts, fit the rest of the run.
-
-    Raises:
-        FedspanError: If they do not.
-    """
+    """Check that options of local training, and those that need validation parts, fit the rest of the run."""
     training, adjustment = config.training, config.training.logit_adjustment
     if adjustment and config.privacy is not None and config.privacy.mechanism == "dp-sgd":
         problem = "it cannot be combined with dp-sgd, which does not protect a client's class counts"
@@ -299,11 +269,7 @@ def _require_final_rounds_fit(config: RunSections) -> None:
 
 
 def _require_loss_fit(config: RunSections) -> None:
-    """Check that the options that change the loss fit the task, and those that cannot be combined the rest of the run.
-
-    Raises:
-        FedspanError: If they do not.
-    """
+    """Check that options of the loss fit the task, and that those which cannot be combined fit the rest of the run."""
     definition = config.task_definition
     unfit = f"the loss of {config.task} does not take it"
     if not definition.has_labels:
@@ -326,11 +292,7 @@ def _require_loss_fit(config: RunSections) -> None:
 
 
 def _require_reference_fit(config: RunSections) -> None:
-    """Check that a task that compares the model with the pretrained one can do so.
-
-    Raises:
-        FedspanError: If it cannot.
-    """
+    """Check that a task that compares the model with the pretrained one can do so."""
     if not config.task_definition.has_reference:
         return
     reference = f"{config.task} compares the model with its reference, the pretrained model"
@@ -344,11 +306,7 @@ def _require_reference_fit(config: RunSections) -> None:
 
 
 def _require_simulation_fit(config: RunSections) -> None:
-    """Check that simulated conditions fit the engine and the task.
-
-    Raises:
-        FedspanError: If they do not.
-    """
+    """Check that simulated conditions fit the engine and the task."""
     conditions = config.simulation
     if conditions is None:
         return
@@ -369,11 +327,7 @@ def _require_simulation_fit(config: RunSections) -> None:
 
 
 def _require_cluster_fit(config: RunSections) -> None:
-    """Check that a cluster fits the rest of the run.
-
-    Raises:
-        FedspanError: If it does not.
-    """
+    """Check that a cluster fits the rest of the run."""
     cluster = config.cluster
     if cluster is None:
         return

@@ -10,8 +10,6 @@ from pydantic import Field
 from fedspan.config.section import Section
 from fedspan.training.jobs import PrefixSettings
 
-__all__ = ["EngineConfig"]
-
 _GIB = 2**30
 
 

@@ -15,8 +15,6 @@ from fedspan.errors import FedspanError
 from fedspan.federation.settings import BufferedSettings, Reduction, SecureSettings
 from fedspan.federation.validation import ReplyRules
 
-__all__ = ["BufferedConfig", "FederationConfig", "FractionRanks", "RandomRanks", "Ranks", "SecureConfig"]
-
 Rank = Annotated[int, Field(ge=1)]
 
 
@@ -291,9 +289,6 @@ class FederationConfig(Section):
         Args:
             title: Title of the method with its wrappers.
             reason: Reason why the method has no asynchronous rounds, as a clause; None: it has them.
-
-        Raises:
-            FedspanError: If they do not fit.
         """
         if self.buffered is None:
             return
@@ -324,9 +319,6 @@ class FederationConfig(Section):
     def require_simulated(self, *, has_speeds: bool) -> None:
         """Check that a run on this machine sets nothing that selects nodes, and that its asynchronous rounds are timed.
 
-        Args:
-            has_speeds: Whether the simulated clients have speeds.
-
         Raises:
             FedspanError: If it selects nodes, or neither speeds nor a record time asynchronous rounds.
         """
@@ -346,9 +338,6 @@ class FederationConfig(Section):
         Args:
             mechanism: Mechanism of the run's privacy; None: it has none.
             wrappers: Names of the method's wrappers.
-
-        Raises:
-            FedspanError: If it does, with the reason.
         """
         if not self.late_joiners:
             return
@@ -368,9 +357,6 @@ class FederationConfig(Section):
             method: The method's registry key.
             title: Title of the method with its wrappers.
             claims: Claims of the method.
-
-        Raises:
-            FedspanError: If they can't, with the reason.
         """
         if self.secure is None:
             return

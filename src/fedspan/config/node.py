@@ -15,8 +15,6 @@ from fedspan.config.validation_errors import convert_validation_errors
 from fedspan.data.path_patterns import list_placeholders
 from fedspan.errors import FedspanError, require_printable
 
-__all__ = ["BandwidthLimits", "NodeConfig", "NodeLimits", "build_budget_marker", "load_node", "require_data"]
-
 _MIB = 2**20
 Fingerprint = Annotated[str, Field(pattern=r"^SHA256:[A-Za-z0-9+/]{43}$")]
 
@@ -309,11 +307,7 @@ def build_budget_marker(path: Path) -> Path:
 
 
 def require_data(node: NodeConfig) -> None:
-    """Check that a node's file names its data.
-
-    Raises:
-        FedspanError: If it does not.
-    """
+    """Check that a node's file names its data."""
     if not node.data:
         expected = "the node's data, or fedspan.join(file, trainer=...) for a trainer with data of its own"
         raise FedspanError("data", None, expected)

@@ -30,8 +30,6 @@ from fedspan.tasks.registry import get_task
 from fedspan.training.jobs import Privacy, TrainingSettings
 from fedspan.wrappers.head_rounds import HeadRounds, NewHead
 
-__all__ = ["RunSections"]
-
 
 class RunSections(Section):
     """The sections of a run's configuration, each valid by itself."""

@@ -23,8 +23,6 @@ from fedspan.files import convert_disk_errors, write_atomic
 from fedspan.methods.registry import get_method_class
 from fedspan.tasks.registry import TASKS, get_task
 
-__all__ = ["StarterConfig", "write_starter_config"]
-
 _VALIDATION = 0.1
 """Share of the examples for validation, within these bounds."""
 _VALIDATION_BOUNDS = (50, 1000)

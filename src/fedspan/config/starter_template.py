@@ -15,8 +15,6 @@ from fedspan.errors import FedspanError
 from fedspan.models.targets import suggest_targets
 from fedspan.tasks.registry import get_task
 
-__all__ = ["get_default_model", "render_config", "suggest_target_modules"]
-
 _TARGETS_BY_MODEL_TYPE: Mapping[str, str] = {
     "mobilenet_v2": r"'.*layer\.1[3-5]\.(expand|reduce)_1x1\.convolution|.*\.conv_1x1\.convolution'",
 }
@@ -26,11 +24,7 @@ _MARKER_OUTPUTS = 7919
 
 
 def get_default_model(task: str) -> tuple[str, str]:
-    """Return the name and the target layers (YAML) of the model that is suggested for a task.
-
-    Raises:
-        FedspanError: If none is suggested.
-    """
+    """Return the name and the target layers (YAML) of the model that is suggested for a task."""
     suggested = get_task(task).default_model
     if suggested is None:
         raise FedspanError("--model", None, "the name of a model", problem=f"{task} has no default model")

@@ -9,8 +9,6 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from fedspan.config.section import Section
 
-__all__ = ["TrainingConfig"]
-
 
 class TrainingConfig(Section):
     """Local training of one client in one round."""

@@ -10,15 +10,9 @@ import importlib.util
 
 from fedspan.errors import FedspanError, build_install_command
 
-__all__ = ["require_packages"]
-
 
 def require_packages() -> None:
-    """Check that the libraries are installed.
-
-    Raises:
-        FedspanError: If a library is missing.
-    """
+    """Check that the libraries are installed."""
     for package, name in (("cryptography", "cryptography"), ("Crypto", "pycryptodome")):
         if importlib.util.find_spec(package) is None:
             raise FedspanError(

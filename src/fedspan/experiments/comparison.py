@@ -295,13 +295,7 @@ def get_heldout_score(report: RunReport) -> float | None:
 
 
 def build_report(comparison: Comparison, reports: Mapping[str, RunReport], folder: str) -> CompareReport:
-    """Build the table of a comparison.
-
-    Args:
-        comparison: The plan.
-        reports: Reports of all runs, by name.
-        folder: Folder of the comparison.
-    """
+    """Build the table of a comparison."""
     runs = {key: [reports[step.name] for step in comparison.steps if step.group == key] for key in comparison.methods}
     first = runs[comparison.methods[0]]
     metric, measured = first[0].metric, select_compared_scores(first[0])

@@ -34,18 +34,6 @@ from fedspan.models.sentence_encoders import HEAD, PooledClassifier, read_output
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftConfig
 
-__all__ = [
-    "BASE_DIGEST",
-    "NOTES",
-    "StartingAdapter",
-    "compute_layer_updates",
-    "export_adapter",
-    "get_job_extras",
-    "read_adapter",
-    "require_adapter_base",
-    "truncate_adapter",
-]
-
 _PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(.*)\.lora_(?:embedding_)?([AB])(?:\.weight)?")
 NOTES = "fedspan.json"
@@ -216,9 +204,6 @@ def require_adapter_base(folder: Path, notes: Mapping[str, object], base: nn.Mod
         notes: The content of its fedspan.json; without a digest (a quantized base), there is nothing to compare, nor
             is there without the adapter's tensors (a merged model).
         base: The base, without the adapter.
-
-    Raises:
-        FedspanError: If its frozen weights are others.
     """
     digest, path = notes.get(BASE_DIGEST), folder / ADAPTER_WEIGHTS
     if digest is None or not path.is_file():
@@ -245,9 +230,6 @@ def truncate_adapter(folder: Path, rank: int) -> None:
         rank: Rank of the approximation, at least 1.
 
     Its fedspan.json then holds, under ``relative_error``, ``||W - W_rank||_F / ||W||_F`` of each layer's update.
-
-    Raises:
-        FedspanError: If the adapter's rank is smaller.
     """
     from peft import LoraConfig, PeftConfig
 

@@ -15,8 +15,6 @@ from fedspan.config import RunConfig
 from fedspan.errors import FedspanError
 from fedspan.planning.compute import Compute
 
-__all__ = ["ACCELERATORS", "HERE", "UTILIZATION", "Accelerator", "DeviceSpeed", "Duration", "get_accelerator_speed"]
-
 HERE = "here"
 UTILIZATION = 0.35
 _PASSES = 2  # passes over the weights in a step: forward and backward

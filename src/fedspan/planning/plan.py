@@ -26,8 +26,6 @@ from fedspan.runs.client_ranks import compute_client_ranks
 from fedspan.runs.model_setup import build_empty_model
 from fedspan.training.dp_sgd import compute_private_steps
 
-__all__ = ["ClientMemory", "Plan", "PlannedModel", "ServerMemory", "add_time", "plan_run", "prepare_model"]
-
 _FLOAT = 4  # bytes: trained and transmitted tensors are float32
 _MOMENTS = {"adamw": 2, "sgd": 1}  # moments of a trained number; SGD has one with momentum only
 

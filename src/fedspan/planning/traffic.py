@@ -20,18 +20,10 @@ from fedspan.planning.layer_counts import Computation, count_layer
 from fedspan.planning.shape_inference import count_traffic, rewrap_method
 from fedspan.wrappers.extras import ExtrasPolicy
 
-__all__ = ["Extras", "RankCounts", "RoundTraffic", "list_extras", "plan_traffic"]
-
 
 @dataclass(frozen=True)
 class RoundTraffic:
-    """Bytes of tensor data of one round.
-
-    Args:
-        clients: Clients of the cohort.
-        down: Bytes to all of them.
-        up: Bytes from all of them.
-    """
+    """Bytes of tensor data of one round."""
 
     clients: int
     down: int

@@ -20,26 +20,6 @@ from fedspan.reports.groups import Curve, RunGroup, summarize_curve
 from fedspan.reports.run_data import RunData
 from fedspan.tasks.metrics import METRICS
 
-__all__ = [
-    "ABSENT",
-    "COLORS",
-    "MAX_LISTED_CLIENTS",
-    "ON_DARK",
-    "Figure",
-    "build_menu",
-    "compute_tick_step",
-    "draw_clients",
-    "draw_course",
-    "draw_layers",
-    "draw_privacy",
-    "draw_spectra",
-    "draw_traffic",
-    "get_losses",
-    "get_scores",
-    "get_validation",
-    "style",
-]
-
 Figure = go.Figure
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8f7a00", "#56b4e9", "#6b4c9a", "#444444")
 """Okabe and Ito's colors, which most color-blind people can distinguish, darkened where they were pale."""
@@ -320,11 +300,7 @@ def draw_privacy(runs: Sequence[RunData]) -> Figure | None:
 
 
 def draw_spectra(values: Mapping[str, Sequence[float]]) -> Figure | None:
-    """Draw the singular values of an adapter's layers, relative to the largest one of each layer.
-
-    Args:
-        values: Singular values by layer, descending.
-    """
+    """Draw the singular values of an adapter's layers, relative to the largest one of each layer."""
     figure = go.Figure()
     for index, (layer, spectrum) in enumerate(values.items()):
         if spectrum and spectrum[0] > 0:
@@ -345,11 +321,7 @@ def draw_spectra(values: Mapping[str, Sequence[float]]) -> Figure | None:
 
 
 def draw_layers(diagnoses: Mapping[str, Diagnosis]) -> Figure:
-    """Draw every diagnostic by layer; a menu selects the diagnostic.
-
-    Args:
-        diagnoses: Diagnoses by label of the group.
-    """
+    """Draw every diagnostic by layer; a menu selects the diagnostic."""
     figure, buttons = go.Figure(), list[dict[str, Any]]()
     count = len(diagnoses)
     for number, measure in enumerate(MEASURES):

@@ -26,8 +26,6 @@ from fedspan.runs.formatting import format_size
 from fedspan.tasks.label_scores import compute_f1, count_labels
 from fedspan.tasks.metrics import METRICS
 
-__all__ = ["PageContent", "render_page"]
-
 
 @dataclass(frozen=True)
 class PageContent:

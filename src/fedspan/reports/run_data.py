@@ -20,8 +20,6 @@ from fedspan.runs.predictions import Items, read_items
 from fedspan.runs.results import read_report
 from fedspan.tasks.metrics import METRICS
 
-__all__ = ["Row", "RunData", "read_runs"]
-
 Row = Mapping[str, Any]
 BASELINES = ("local-only", "centralized")
 

@@ -13,8 +13,6 @@ from fedspan.runs.formatting import format_size
 from fedspan.runs.model_card import STATISTICS_NOTE, format_final_rounds
 from fedspan.tasks.metrics import METRICS
 
-__all__ = ["format_score_with_unit", "write_notes", "write_sentences"]
-
 
 def format_score_with_unit(metric: str, value: float | None, deviation: float | None = None) -> str:
     """Format a score as ``84.2 %``, ``84.2 ± 0.3 %`` or ``0.1234``; a dash for a score that was not measured."""
@@ -23,11 +21,7 @@ def format_score_with_unit(metric: str, value: float | None, deviation: float | 
 
 
 def write_sentences(groups: Sequence[RunGroup]) -> tuple[str, ...]:
-    """Write the verdict.
-
-    Args:
-        groups: Groups with one metric.
-    """
+    """Write the verdict."""
     metric = groups[0].runs[0].metric
     measured = [group for group in groups if group.mean is not None]
     if not measured:

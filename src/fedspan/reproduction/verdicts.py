@@ -13,8 +13,6 @@ from fedspan.reproduction.presets import Claim
 from fedspan.runs.curves import Point, compute_target, find_target_round
 from fedspan.tasks.metrics import METRICS
 
-__all__ = ["CellScore", "Judged", "JudgedCell", "format_difference", "judge", "tabulate_verdicts"]
-
 ClaimVerdict = Literal["holds", "contradicted", "inconclusive", "not runnable here"]
 
 COSTS: Mapping[str, Callable[[Point], float]] = {

@@ -31,8 +31,6 @@ from fedspan.runs.selection import Selection, has_stalled
 from fedspan.runs.setup import Prepared
 from fedspan.transports.in_process import simulate
 
-__all__ = ["BASELINES", "build_local_only", "build_pooled", "train_baseline"]
-
 
 def build_pooled(prepared: Prepared) -> Prepared:
     """Build the centralized baseline: all training examples on one client, optimizer moments stored.

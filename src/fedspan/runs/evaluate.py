@@ -151,11 +151,6 @@ def _change_columns(
 def build_file_config(data: str | Path, task_settings: TaskSettings, columns: Mapping[str, Any]) -> DataConfig:
     """Return the section ``data`` that reads a file for a trained model.
 
-    Args:
-        data: The file.
-        task_settings: The settings of the model's task.
-        columns: Options that describe the file's columns.
-
     Raises:
         FedspanError: If the options do not fit together.
     """

@@ -32,8 +32,6 @@ from fedspan.runs.task_setup import parse_task_settings, read_notes
 from fedspan.runs.trained_models import write_adapters
 from fedspan.tasks.registry import get_task
 
-__all__ = ["Form", "export"]
-
 Form = Literal["adapter", "merged"]
 
 

@@ -22,8 +22,6 @@ from fedspan.runs.integrity import format_config, is_resource, list_differences
 from fedspan.runs.planned_rounds import ROUNDS_FIELD, require_independent_rounds
 from fedspan.runs.selection import has_stalled
 
-__all__ = ["extend", "has_effect", "list_overrides", "require_extensible"]
-
 _ROUNDS, _PATIENCE = ROUNDS_FIELD, "federation.early_stopping"
 
 

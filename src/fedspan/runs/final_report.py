@@ -10,19 +10,16 @@ from fedspan.logs import read_lines
 from fedspan.runs.baselines import train_baseline
 from fedspan.runs.callbacks import sample_predictions
 from fedspan.runs.checkpoint_format import load as load_checkpoint
-from fedspan.runs.divergence import find_divergence
 from fedspan.runs.failures import count_failures
 from fedspan.runs.final_rounds import finish_training
 from fedspan.runs.integrity import describe_config
 from fedspan.runs.learning_rate import read_range_test
 from fedspan.runs.model_card import RunReport, format_final_rounds, write_cards
 from fedspan.runs.records import compute_result_digests
+from fedspan.runs.report_warnings import find_divergence, find_limited
 from fedspan.runs.session import Session
-from fedspan.runs.suspects import find_limited
 from fedspan.runs.trained_models import write_adapters
 from fedspan.tasks.bounded_losses import compute_guess_loss
-
-__all__ = ["finish"]
 
 _START = ("head_init", "simulated", "reason", "validation", "clients", "test")
 """Parts of the line of a start in metrics.jsonl that a report has."""

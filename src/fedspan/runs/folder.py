@@ -52,9 +52,6 @@ from fedspan.files import (
 )
 from fedspan.processes import acquire_lock
 
-__all__ = ["CARD", "RunFolder", "describe_missing_run", "suggest_folder"]
-
-
 CARD = "README.md"
 """File name of the model card beside an exported model."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from fedspan.tasks.metrics import METRICS
 
-__all__ = ["format_duration", "format_number", "format_runs", "format_score", "format_size", "shorten"]
-
 
 def format_number(value: float | None) -> str:
     """Format a loss with four decimals, or four digits if it is large; a dash if it is not a number."""

@@ -207,9 +207,6 @@ def write_predictions(
         rows: Columns of each input.
         predictions: Columns of each prediction; one that an input has already is called ``predicted_...``.
         cells: The same as texts, for csv and tsv, in which texts that a spreadsheet would run begin with an apostrophe.
-
-    Raises:
-        FedspanError: If the file cannot be written.
     """
     is_json, taken = path.name.lower().endswith(".jsonl"), {name for row in rows for name in row}
     full: list[dict[str, Any]] = []

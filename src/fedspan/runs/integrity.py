@@ -28,23 +28,6 @@ from fedspan.runs.folder import RunFolder
 from fedspan.runs.planned_rounds import ROUNDS_FIELD, require_independent_rounds
 from fedspan.runs.records import read_records, require_same_files
 
-__all__ = [
-    "DIRECTORY",
-    "RESOLVED",
-    "anchor_paths",
-    "compute_input_digests",
-    "describe_config",
-    "format_config",
-    "is_resource",
-    "list_differences",
-    "read_config",
-    "read_resolved_config",
-    "require_intact",
-    "require_same_base",
-    "require_same_run",
-    "resolve_config",
-]
-
 RESOLVED = ("pooling", "pooling_normalize")
 """Fields of ``model`` that are resolved once, at the start of a run; pooling.json holds them."""
 DIRECTORY = "directory"
@@ -100,11 +83,7 @@ def read_resolved_config(folder: str | Path) -> RunConfig:
 
 
 def resolve_config(run_folder: RunFolder, config: RunConfig) -> RunConfig:
-    """Return a run's config as it was at its start: the pooling, whatever a hub has now, and paths from its directory.
-
-    Raises:
-        FedspanError: If pooling.json was changed.
-    """
+    """Return a run's config as it was at its start: its pooling, whatever a hub has now, and its paths."""
     if run_folder.environment.is_file():
         recorded = run_folder.read_json(run_folder.environment)
         directory = recorded.get(DIRECTORY) if isinstance(recorded, dict) else None
@@ -174,11 +153,6 @@ def is_resource(name: str, before: Any, after: Any) -> bool:
     """Return whether a field may change when a run resumes, and has no effect on what is finished.
 
     The engine flower-sim stores the clients' states in folders of nodes, where other engines do not look for them.
-
-    Args:
-        name: Path of the field.
-        before: Its value until now.
-        after: Its new value.
     """
     return _is_among(_RESOURCES, name) and not (name == "engine.name" and "flower-sim" in (before, after))
 

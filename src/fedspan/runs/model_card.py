@@ -29,16 +29,6 @@ from fedspan.tasks.settings import TaskSettings
 if TYPE_CHECKING:
     from fedspan.runs.setup import Prepared
 
-__all__ = [
-    "STATISTICS_NOTE",
-    "RunReport",
-    "convert_card",
-    "cut_card",
-    "format_final_rounds",
-    "write_card",
-    "write_cards",
-]
-
 STATISTICS_NOTE = "A deployment starts without statistics, unless its config asks for them and its nodes allow them."
 """What a user of a simulation has to know of a head that starts from statistics."""
 

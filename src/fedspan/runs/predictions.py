@@ -83,11 +83,7 @@ def record_items(prepared: Prepared, run_folder: RunFolder, name: str) -> Genera
 
 
 def read_items(folder: str | Path, name: str = "result") -> Items | None:
-    """Read the predictions of a run, or of its baseline; None if there are none.
-
-    Raises:
-        FedspanError: If the file is damaged.
-    """
+    """Read the predictions of a run, or of its baseline; None if there are none."""
     path = RunFolder(folder).predictions / f"{name}.safetensors"
     if not path.is_file():
         return None

@@ -22,8 +22,6 @@ from fedspan.runs.remaining_time import Effort, describe_stage
 from fedspan.runs.setup import Prepared
 from fedspan.training.stages import Stage
 
-__all__ = ["LiveBar", "ProgressBar", "has_bar"]
-
 _QUIET = 10.0
 _RARER = 20  # progress lines become less frequent: one per this fraction of the elapsed time
 

@@ -24,8 +24,6 @@ from fedspan.runs.setup import Prepared
 from fedspan.tasks.metrics import METRICS
 from fedspan.training.stages import Stage
 
-__all__ = ["INTERVAL", "ProgressFile"]
-
 INTERVAL = 0.5
 """Shortest time between two writes, in seconds."""
 _COST = 50
@@ -40,9 +38,6 @@ class ProgressFile(Listener):
     """Writes the progress of a run while it is entered as a context manager, which the owner of the run's lock does.
 
     The file is not flushed to the disk: after a power cut it may be missing, and nothing depends on it.
-
-    Args:
-        path: The file.
     """
 
     def __init__(self, path: Path) -> None:

@@ -11,8 +11,6 @@ from rich.progress import Progress
 from fedspan.runs.setup import Prepared
 from fedspan.training.stages import Stage, StageName
 
-__all__ = ["STAGES", "Effort", "describe_stage", "get_unrepeated_name"]
-
 _TRAINING = 3.0  # cost of a forward and a backward pass, in forward passes
 
 _ONCE: tuple[StageName, ...] = ("hidden states", "reference", "statistics", "stacking", "learning rate")

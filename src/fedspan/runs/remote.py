@@ -49,18 +49,6 @@ if TYPE_CHECKING:
     from fedspan.clients.secagg import SecureClient
 
 
-__all__ = [
-    "build_method",
-    "build_server_clients",
-    "connect",
-    "get_nodes_folder",
-    "prepare_server",
-    "reply_as",
-    "secure_client",
-    "simulate_with_flower",
-]
-
-
 def get_nodes_folder(run: Path) -> Path:
     """Return the folder where the clients of a simulation store their state."""
     return run / "nodes"
@@ -208,9 +196,6 @@ def secure_client(
         folder: Folder of the client's last session of the run.
         sums: Folder of the sums of all runs of the client; None: those of this run alone count.
         owner: What the client's owner requires: the limits, ``identity``, ``known`` and ``check`` of ``SecureClient``.
-
-    Raises:
-        FedspanError: If the libraries are not installed.
     """
     if config.federation.secure is None:
         return None
@@ -222,13 +207,7 @@ def secure_client(
 
 
 def reply_as(run: str, threads: int, envelope: Envelope) -> Envelope:
-    """Reply as a client of a simulated run; a process loads model and data on its first request and caches them.
-
-    Args:
-        run: Folder of the run.
-        threads: Number of threads of this process.
-        envelope: The server's order.
-    """
+    """Reply as a client of a simulated run; a process loads model and data on its first request and caches them."""
     order = decode_request(envelope)
     try:
         host = _load_host(run)

@@ -37,9 +37,6 @@ if TYPE_CHECKING:
     import datasets
 
 
-__all__ = ["Prepared", "prepare"]
-
-
 @dataclass(frozen=True)
 class Prepared:
     """A run that is built and ready to start.

@@ -31,8 +31,6 @@ from fedspan.transports.in_process import simulate
 if TYPE_CHECKING:
     from fedspan.clients.secagg import SecureClient
 
-__all__ = ["build_simulated_federation"]
-
 
 def build_simulated_federation(
     config: RunConfig,

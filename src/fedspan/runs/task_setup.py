@@ -25,8 +25,6 @@ from fedspan.tasks.causal import can_attend_across_examples
 from fedspan.tasks.registry import get_task
 from fedspan.tasks.settings import TaskSettings
 
-__all__ = ["collect_columns", "collect_task_settings", "parse_task_settings", "read_notes", "require_packing"]
-
 _COLUMNS = ("text", "text_pair", "image", "label", "label_columns", "label_separator", "answer", "messages", "roles")
 """Options of the section ``data`` that describe the columns of examples."""
 _UNNAMED = ("text_pair", "label_columns", "label_separator")
@@ -125,10 +123,6 @@ def read_notes(folder: Path) -> dict[str, Any]:
 
 def parse_task_settings(folder: Path, notes: dict[str, Any]) -> TaskSettings:
     """Parse the settings of a model's task.
-
-    Args:
-        folder: Folder of the model.
-        notes: Content of its fedspan.json.
 
     Raises:
         FedspanError: If a value is one that no run can have.

@@ -34,8 +34,6 @@ from fedspan.tasks.registry import is_installed, register_task
 from fedspan.transports.flower import require
 from fedspan.transports.ray import require_ray
 
-__all__ = ["resume", "run", "simulate"]
-
 
 def run(
     config: RunConfig | Mapping[str, Any] | str | Path,
@@ -242,11 +240,7 @@ def _set_objects(
 
 
 def _require_no_processes(config: RunConfig, model: Any, tokenizer: Any) -> None:
-    """Check that the objects that were passed to a run are needed in this process only.
-
-    Raises:
-        FedspanError: If other processes need them.
-    """
+    """Check that the objects that were passed to a run are needed in this process only."""
     if config.engine.name == "flower-sim":
         problem = "Flower's simulation runs in other processes, to which objects cannot be passed"
         raise FedspanError("engine.name", "flower-sim", "batched or loop", problem=problem)

@@ -5,7 +5,8 @@ from typing import Any
 
 from fedspan.config import load_config, override, parse_config
 from fedspan.runs.devices import choose_device
-from helpers.mistakes.world import Mistake, World
+
+from ..mistakes.world import Mistake, World
 
 
 def _parse(**changes: Any) -> Callable[[World], object]:

@@ -1,16 +1,12 @@
-"""The processes of a deployment are started as the benchmarks start them; tests may be coroutines."""
+"""Tests may be coroutines."""
 
 import asyncio
 import importlib
 import inspect
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
 
 @pytest.hookimpl(tryfirst=True)

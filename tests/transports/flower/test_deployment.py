@@ -16,13 +16,12 @@ from safetensors.torch import load_file
 
 pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
 
-from stage import Deployment, build_command, build_environment, find_child, free_port
-
 import fedspan
 from fedspan.runs.checkpoint import load_latest
 from fedspan.runs.folder import RunFolder
 from fedspan.transports.flower.keys import make_authority
 from helpers.sites import SITES, local_values, run_values, site_files
+from helpers.stage import Deployment, build_command, build_environment, find_child, free_port
 from helpers.submitted_runs import finish, rounds, submitted, wait_for_round, was_asked_twice
 from helpers.watched_rounds import differences
 

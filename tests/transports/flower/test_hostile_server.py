@@ -14,8 +14,6 @@ import yaml
 pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
 pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
 
-from stage import Deployment
-
 from fedspan import __version__
 from fedspan.crypto.identity import compute_fingerprint
 from fedspan.deployment.handshake import Introduction, Invitation, build_server_config
@@ -31,6 +29,7 @@ from fedspan.transports.flower.signing import ServerSigner, UnsignedSigner
 from fedspan.transports.flower.transport import GridTransport, invite
 from helpers.reply_transport import exchanged
 from helpers.sites import SITES, run_values, site_files
+from helpers.stage import Deployment
 
 pytestmark = pytest.mark.slow
 VICTIM = SITES[0]

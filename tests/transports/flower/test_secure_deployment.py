@@ -12,10 +12,9 @@ from safetensors.torch import load_file
 pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
 pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
 
-from stage import Deployment
-
 import fedspan
 from helpers.sites import SITES, local_values, run_values, site_files
+from helpers.stage import Deployment
 from helpers.submitted_runs import finish, rounds, submitted, wait_for_round, was_asked_twice
 
 pytestmark = pytest.mark.slow

@@ -18,8 +18,6 @@ from torch import Tensor
 
 pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
 
-from stage import Deployment
-
 import fedspan
 from fedspan.deployment.deploy import submit
 from fedspan.methods.registry import METHODS
@@ -27,6 +25,7 @@ from fedspan.transports.flower.server import read_link
 from helpers.conformance import SIMULATED, describe_case, list_cases, require_same_model
 from helpers.families import others_slow
 from helpers.sites import SITES, local_values, run_values, site_files
+from helpers.stage import Deployment
 
 FAMILIES = ("fedit", "flora", "fedsa-lora", "fedgalore")
 """One method of each family: averaged factors, stacked factors, personal factors, projected gradients."""

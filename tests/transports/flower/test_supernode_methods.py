@@ -7,8 +7,6 @@ import pytest
 
 pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
 
-from stage import Deployment
-
 import fedspan
 from fedspan.deployment.deploy import submit
 from fedspan.methods.registry import METHODS
@@ -25,6 +23,7 @@ from helpers.conformance import (
 from helpers.families import others_slow
 from helpers.forked_nodes import fork_nodes
 from helpers.sites import local_values, run_values, site_files
+from helpers.stage import Deployment
 
 SITES = ("north", "south")
 

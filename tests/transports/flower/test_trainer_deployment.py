@@ -12,9 +12,8 @@ from safetensors.torch import load_file
 
 pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
 
-from stage import Deployment
-
 from helpers.sites import SITES, run_values
+from helpers.stage import Deployment
 from helpers.submitted_runs import finish, rounds, submitted, was_asked_twice
 
 pytestmark = pytest.mark.slow

@@ -335,8 +335,8 @@ def test_little_is_remembered() -> None:
 
 @pytest.mark.slow
 def test_a_message_crosses_a_superlink_over_a_link_that_breaks(tmp_path: Path) -> None:
-    """The short form of ``benchmarks/transfers.py``: pieces of a message that is too large for one request."""
-    import transfers as benchmark
+    """The short form of ``evidence/regression/transfers.py``: pieces of a message that is too large for one request."""
+    from evidence.regression import transfers as benchmark
 
     row = benchmark.measure(tmp_path, 6_000_000, 500_000, 4.0)
     assert row["cuts"] > 3

@@ -203,7 +203,7 @@ STAND_IN = ROOT / "tests" / "transports" / "flower_app" / "test_grid_transport.p
 
 def test_no_other_module_relies_on_private_names() -> None:
     private = re.compile(r"_message_id\"|\._runtime_client|\._retry_invoker|flwr_exit|TaskIdentity|flwr\.cli\.app")
-    for folder in ("src", "tests", "benchmarks", "examples"):
+    for folder in ("src", "tests", "evidence", "examples"):
         for path in (ROOT / folder).rglob("*.py"):
             if path.parent in (ADAPTER, Path(__file__).resolve().parent) or path == STAND_IN:
                 continue

@@ -2,7 +2,7 @@
 
 SQLAlchemy took most of a SuperLink's time with many nodes: it builds a statement from Python objects each time, and
 Flower's store runs a dozen of them for each object of a message. These methods leave the same rows and raise the same
-errors (``benchmarks/load.py`` profiles them).
+errors (``evidence/regression/load.py`` profiles them).
 """
 
 from __future__ import annotations
