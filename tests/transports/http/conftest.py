@@ -1,13 +1,9 @@
-"""The processes of a deployment are started as the benchmarks start them; tests may be coroutines."""
+"""Tests may be coroutines."""
 
 import asyncio
 import inspect
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
 
 @pytest.hookimpl(tryfirst=True)

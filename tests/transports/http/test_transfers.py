@@ -193,7 +193,7 @@ def test_a_node_logs_progress_after_some_seconds(
 @pytest.mark.slow
 def test_a_message_crosses_a_server_over_a_link_that_breaks(tmp_path: Path) -> None:
     """The short form of ``evidence.regression.transfers``, with processes, TLS and keys."""
-    import transfers as benchmark
+    from evidence.regression import transfers as benchmark
 
     row = benchmark.measure(tmp_path, 6_000_000, 500_000, 4.0)
     assert row["cuts"] > 3
