@@ -57,7 +57,7 @@ WORDS_PAGES := README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md examples/READM
                docs/*.md docs/architecture docs/claims/*.md docs/methods docs/results \
                src/fedspan/data/corpus/*/README.md src/fedspan/deployment/templates/README.md
 
-# Their texts are pieces of code and of YAML: words only, no rules of style. The tests' are the sources of docs/errors.md.
+# Their texts are pieces of code and of YAML: words only, no rules of style. The tests' are the sources of error messages.
 WORDS_ONLY := .github/ISSUE_TEMPLATE/*.yml examples/*.py tests/helpers/mistakes/*.py src/fedspan/demo.yaml
 
 # British spellings are refused in every file.

@@ -1,7 +1,9 @@
 """FedGaLore: AdamW in a low-rank subspace of the gradient on the clients, its second moments synchronized by AJIVE.
 
 Peng et al., "Rethinking LoRA for Data Heterogeneous Federated Learning: Subspace and State Alignment",
-arXiv:2602.01746; GaLore is arXiv:2403.03507. For a layer of m x n, m >= n (for m < n transpose everything):
+arXiv:2602.01746; GaLore is arXiv:2403.03507.
+
+For a layer of m x n, m >= n (for m < n transpose everything):
 
     client i:  g~ = g P^T (m, r);  m~, v~ by Adam, from m~ = 0, v~ = vbar;  W <- W - eta (scale u~ P + lambda W)
                P (r, n) renewed every ``period`` steps; T = P_old P_new^T maps m~ and v~
@@ -11,7 +13,7 @@ Under one projector that is AdamW on acc in W + scale acc P, so no dense gradien
 update is transmitted as its accumulators. The first ``adaptive_refreshes`` projectors come from the gradient, later
 ones from a seed, which both sides have: then P is not transmitted.
 
-Deviations, or what the paper leaves open: the update of a round with J projectors has rank J r and is not truncated.
+Deviations: the update of a round with J projectors has rank J r and is not truncated.
 vbar is sum_i p_i (J_i + column means), clamped at 0. After a seeded projector its coordinates are that one's; after
 projectors of the clients' own, the r directions that these cover best (``linear``: the top r right singular vectors of
 the joined views), which are then transmitted too. Whether AJIVE's identifiability check is made is an option (it may
