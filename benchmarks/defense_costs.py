@@ -134,7 +134,7 @@ This page reports what the defenses against hostile clients cost in time where n
 Command: `python benchmarks/defense_costs.py --rounds {rounds} --repeats {repeats}{busy}`  
 Date: {date}. Machine: {machine}, {cores} cores, torch {torch}, 1 thread a process{beside}.
 
-What clipping costs in accuracy is in [Robust aggregation](../robustness.md#why-the-default-is-15), beside these times.
+[Robust aggregation](../robustness.md#what-do-the-defaults-cost) has what clipping costs in accuracy.
 What the defenses achieve against an attack is in [robustness-moderate.md](robustness-moderate.md).
 
 ## In the simulator

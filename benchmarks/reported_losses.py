@@ -245,7 +245,8 @@ def format_page(tables: str, args: argparse.Namespace) -> str:
     config = get_config(SUBSETS[0], args.seeds[0], args)
     return (
         "# Rounds selected by noisy losses\n\n"
-        "This page measures the cost of [noise in validation losses](../privacy.md#metrics) on the nodes. "
+        "This page measures the cost of [noise in validation losses](../privacy.md#how-are-metrics-protected) on the "
+        "nodes. "
         "The server selects a round and stops a run by these losses.\n\n"
         f"{config.partition.clients} clients of equal distribution train with the config of `fedspan init`, in "
         "simulation and for all its rounds. What a deployment would have exported, and where early stopping (after "

@@ -1,6 +1,6 @@
 """Ask the site's own search what users ask: each answer is among its first two pages: ``python docs/check_search.py``.
 
-The questions are typed into the site in Chromium or Chrome. Where there is no browser, node runs the theme's search worker.
+The questions are typed into the site in Chromium or Chrome. Without a browser, node runs the theme's search worker.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ are refused. `python docs/generate_config.py` writes this page.
 """
 INTRO = """# Configuration
 
-All fields of a run's YAML file, with their types and defaults. Only `data.train` or `data.dataset` is required; `null` is
-the default where none is given. `--set section.field=value` overrides a field on the command line.
+All fields of a run's YAML file, with their types and defaults. Only `data.train` or `data.dataset` is required; `null`
+is the default where none is given. `--set section.field=value` overrides a field on the command line.
 
 A method's options are in the section `method` next to `name`; a wrapper's are next to its `name` in `method.wrappers`
 (`fedspan methods --json` lists them). Every method has `r` (rank of the adapter, 8), `lora_alpha` (the update is

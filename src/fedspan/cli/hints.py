@@ -19,7 +19,7 @@ PAGES = {
     "evaluation": "config.md#evaluation",
     "evaluation.diagnostics": "diagnostics.md",
     "federation": "config.md#federation",
-    "federation.ranks": "faq.md#clients-have-different-ranks",
+    "federation.ranks": "faq.md#how-do-i-give-clients-different-ranks",
     "federation.secure": "deployment.md#secure-aggregation",
     "good replies": "deployment.md#which-replies-count",
     "limits": "node.md#limits",
