@@ -19,13 +19,14 @@ SITE = Path(__file__).parents[1] / "site"
 ANSWERS = {
     "how do I federate my Trainer": "your-trainer",
     "bytes per round": "planning",
-    "can a node read another's data": "privacy",
+    "can a node read another's data": "faq",
     "GPU memory for Llama-7B": "language-models",
     "resume": "faq",
     "add a hospital": "faq",
     "compare methods on my data": "comparing",
     "serve the adapter": "faq",
     "Qwen": "language-models",
+    "Llama": "language-models",
     "LoRA rank": "language-models",
 }
 """Questions, and the page that answers each."""
@@ -96,7 +97,7 @@ def main() -> int:
         return 0
     failed = 0
     for (question, answer), pages in zip(ANSWERS.items(), ask(program), strict=True):
-        first = [page.partition("#")[0].strip("/").rpartition("/")[2] for page in pages[:2]]
+        first = list(dict.fromkeys(page.partition("#")[0].strip("/").rpartition("/")[2] for page in pages))[:2]
         failed |= answer not in first
         print(f"{'ok' if answer in first else 'NOT FOUND':10} {question}: {', '.join(first)}")
     return int(failed)

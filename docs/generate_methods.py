@@ -22,8 +22,8 @@ COMMON = ("r", "lora_alpha", "use_rslora")
 INTRO = """# All methods in tables
 
 A method is `method.name` in a config, a wrapper an entry of `method.wrappers`. Each key links to its page, with
-equations, options and deviations. [Choosing a method](choosing.md) recommends one, and [evidence by
-method](results/methods.md) has what was measured.
+equations, options and deviations. [Choosing a method](choosing.md) recommends one by what was
+measured.
 
 The numbers are elements per layer, client and round, without the head. A layer has m outputs and n inputs, r is the
 rank, r_i that of client i, K the number of replies. `fedspan plan` computes the bytes for your model.
@@ -45,7 +45,7 @@ PAGE = """# {name}
 
 ## Traffic and cost
 
-{traffic} [Measured results](../results/methods.md).
+{traffic} [What was measured](../choosing.md).
 
 ## Options
 
