@@ -45,7 +45,7 @@ PAGE = """# {name}
 
 ## Traffic and cost
 
-{traffic} [What was measured](../choosing.md).
+{traffic} [Measured results](../choosing.md).
 
 ## Options
 
@@ -75,11 +75,9 @@ def split_docstring(cls: type[Any]) -> tuple[str, str, str, str]:
 
 
 def format_options(options: list[Option]) -> str:
-    """A table of options, none if there are no options."""
-    if not options:
-        return ""
-    rows = [f"| `{option.name}` | {option.default} | {option.help.replace('``', '`')} |" for option in options]
-    return "\n".join(["", "| option | default | meaning |", "|---|---|---|", *rows]) + "\n"
+    """A list of options, none if there are no options."""
+    rows = [f"- `{option.name}` ({option.default}): {option.help.replace('``', '`')}" for option in options]
+    return "\n".join(["", *rows]) + "\n" if rows else ""
 
 
 def format_page(row: MethodRow | WrapperRow) -> str:

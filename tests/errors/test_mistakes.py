@@ -6,16 +6,16 @@ import pytest
 from typer.testing import CliRunner
 
 from helpers.mistakes import SECTIONS
+from helpers.mistakes.messages import PAGE, format_entry, format_row
 from helpers.mistakes.world import Mistake, World
 
-HERE = Path(__file__).parent
 ROWS = [(title, mistake) for title, mistakes in SECTIONS.items() for mistake in mistakes]
 
 
 @pytest.fixture(scope="module")
 def tables() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
-    for part in (HERE / "messages.md").read_text(encoding="utf-8").split("\n## ")[1:]:
+    for part in PAGE.read_text(encoding="utf-8").split("\n## ")[1:]:
         title, *lines = part.splitlines()
         found[title] = [line for line in lines if line.startswith("| ")][1:]
     return found
@@ -23,16 +23,13 @@ def tables() -> dict[str, list[str]]:
 
 @pytest.mark.parametrize(("title", "mistake"), ROWS, ids=[mistake.what for _, mistake in ROWS])
 def test_a_mistake_is_answered_as_the_file_says(
-    world: World, tables: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch, title: str, mistake: Mistake
+    world: World, tables: dict[str, list[str]], title: str, mistake: Mistake
 ) -> None:
-    monkeypatch.syspath_prepend(str(HERE))
-    from generate_messages import PAGE, format_entry, format_row
-
     field, message = world.said(mistake)
     assert field == mistake.field
     assert message.splitlines() == [message]
     assert message.startswith(f"`{field}`: ")
-    assert format_row(mistake, message) in tables[title], "python tests/errors/generate_messages.py writes it"
+    assert format_row(mistake, message) in tables[title], "python tests/helpers/mistakes/messages.py writes it"
     entry = format_entry(mistake, message)
     assert entry is None or entry in PAGE.read_text(encoding="utf-8").splitlines()
 

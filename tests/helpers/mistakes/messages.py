@@ -1,4 +1,4 @@
-"""Write messages.md from the catalogue of mistakes, each provoked: ``python tests/errors/generate_messages.py``."""
+"""Write tests/errors/messages.md, each mistake provoked: ``python tests/helpers/mistakes/messages.py``."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
-sys.path.append(str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[2]))
 
 from helpers.mistakes import SECTIONS
 from helpers.mistakes.world import Mistake, World
 
-PAGE = Path(__file__).parent / "messages.md"
+PAGE = Path(__file__).parents[2] / "errors" / "messages.md"
 INTRO = """# Error messages
 
-Mistakes that a user can correct, and the messages. `python tests/errors/generate_messages.py` provokes each of them and
-writes this file. FOLDER stands for a path of the user, LONG_NAME for a name of 300 characters, and `...` at the end of
-a message for a library's text. Long messages are shortened in a table and follow it in full.
+Mistakes that a user can correct, and the messages. `python tests/helpers/mistakes/messages.py` provokes each of them
+and writes this file. FOLDER stands for a path of the user, LONG_NAME for a name of 300 characters, and `...` at the end
+of a message for a library's text. Long messages are shortened in a table and follow it in full.
 """
 
 
