@@ -12,15 +12,18 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub.constants
 import openpyxl
 import pytest
+import ray
 import torch
 import yaml
 from click.testing import CliRunner
+from ray.cluster_utils import Cluster
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
 
@@ -63,6 +66,8 @@ TRANSCRIPT = Path("docs/first-hour.md")
 """A page with what its commands print; test_first_hour.py runs it."""
 FRONT = Path("README.md")
 """A page with what its Python prints."""
+ON_A_CLUSTER = Path("docs/cluster.md")
+"""A page whose Python needs a Ray cluster that runs already."""
 LOOKING = {Path("docs/report.md"), Path("docs/diagnostics.md"), Path("docs/language-models.md")}
 """Pages about runs that are there."""
 NOT_RUN = {"demo", "watch", *DEPLOYED}
@@ -210,10 +215,17 @@ def test_a_config_trains(block: Block, tiny_folder: Path, tmp_path: Path) -> Non
 @pytest.mark.slow  # together they take minutes
 @pytest.mark.parametrize("page", stories(), ids=str)
 def test_a_page_runs_from_its_first_block_to_its_last(
-    page: Path, desk: Path, hub: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    page: Path,
+    desk: Path,
+    hub: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
 ) -> None:
     monkeypatch.chdir(desk)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(hub))
+    if page == ON_A_CLUSTER:
+        monkeypatch.setenv("RAY_ADDRESS", request.getfixturevalue("cluster").address)
     names: dict[str, Any] = {}
     blocks = blocks_of(page)
     for at, block in enumerate(blocks):
@@ -272,6 +284,16 @@ def called(words: list[str], block: Block) -> None:
         assert words[:2] == ["pip", "install"]
         for extras in re.findall(r"^(?:fedspan|\.)\[(.+)\]$", words[-1]):
             assert set(extras.split(",")) <= project["optional-dependencies"].keys(), words
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    try:
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
 
 
 @pytest.fixture(scope="module")
