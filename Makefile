@@ -3,7 +3,7 @@
 # make lint     ruff, codespell, proselint, Harper: rules, format, spelling, style, grammar  make format   fix what ruff can
 # make types    pyright                         make imports  import rules between packages
 # make check    lint, types and imports         make clean    remove .venv and caches
-# make docs     the documentation as a site, in site/; every link within it is checked
+# make docs     the documentation as a site, in site/; its links, its search and its number of words are checked
 # make fuzz     100,000 mutated inputs for each function that reads what other machines send (FUZZ_ARGS="--inputs 5000")
 # make oldest   tests of models, tasks, exports and trainers with the oldest transformers, peft and trl that pyproject.toml
 #               allows, in .venv-oldest (minutes; about 2 GB). .ci/run leaves it out where they cannot be downloaded
@@ -48,10 +48,10 @@ test: dev
 
 # docs/words.txt, the words to avoid on these pages, is codespell's dictionary and its pattern at once.
 WORDS_PAGES := README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md examples/README.md examples/tutorials \
-               docs/*.md docs/architecture docs/claims/*.md docs/methods docs/results \
+               docs/*.md docs/api docs/architecture docs/claims/*.md docs/methods docs/results \
                src/fedspan/data/corpus/*/README.md src/fedspan/deployment/templates/README.md
 
-# Their texts are pieces of code and of YAML: words only, no rules of style. The tests' are the sources of docs/errors.md.
+# Their texts are pieces of code and of YAML: words only, no rules of style. The tests' are the sources of error messages.
 WORDS_ONLY := .github/ISSUE_TEMPLATE/*.yml examples/*.py tests/helpers/mistakes/*.py src/fedspan/demo.yaml
 
 # British spellings are refused in every file.
@@ -78,8 +78,10 @@ imports: dev
 
 check: lint types imports
 
-docs: $(VENV)/.stamp-docs
+docs: dev $(VENV)/.stamp-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/python docs/count_words.py
+	$(BIN)/python docs/check_search.py
 
 fuzz: dev
 	$(BIN)/python tests/fuzz.py $(FUZZ_ARGS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
@@ -15,21 +15,19 @@ PAGE = Path(__file__).parent / "config.md"
 NODE_PAGE = Path(__file__).parent / "node.md"
 NODE_INTRO = """# Node file
 
-This page lists the fields of the file that a data owner writes for `fedspan join` ([deployment](deployment.md)). It
-names the node, its data and its limits. Relative paths start at the file's folder. The server never sees this file;
-requests beyond the limits are refused. `python docs/generate_config.py` writes this page from the descriptions in
-`fedspan.config.node`.
+All fields of the file that a data owner writes for `fedspan join` ([deployment](deployment.md)): the node, its data and
+its limits. Relative paths start at the file's folder. The server never sees this file, and requests beyond its limits
+are refused. `python docs/generate_config.py` writes this page.
 """
 INTRO = """# Configuration
 
-This page lists all fields of a run's YAML file, which has no aliases (`*name`). Only `data.train` or `data.dataset` is
-required.
-`--set section.field=value` overrides a field on the command line.
+All fields of a run's YAML file, with their types and defaults. Only `data.train` or `data.dataset` is required; `null`
+is the default where none is given. `--set section.field=value` overrides a field on the command line.
 
 A method's options are in the section `method` next to `name`; a wrapper's are next to its `name` in `method.wrappers`
 (`fedspan methods --json` lists them). Every method has `r` (rank of the adapter, 8), `lora_alpha` (the update is
 lora_alpha / r times B A, 16) and `use_rslora` (lora_alpha / sqrt(r) instead, false).
-`python docs/generate_config.py` writes this page from the descriptions in `fedspan.config`.
+`python docs/generate_config.py` writes this page.
 """
 
 
@@ -39,13 +37,13 @@ def _type(annotation: Any) -> str:
     if origin is Annotated:
         return _type(args[0])
     if origin in (Union, UnionType):
-        return " or ".join(dict.fromkeys(map(_type, args)))
+        return " or ".join(dict.fromkeys(_type(arg) for arg in args if arg is not NoneType))
     if origin in (list, dict, tuple):
         return f"{origin.__name__}[{', '.join(map(_type, args))}]"
-    if annotation is NoneType:
-        return "None"
+    if origin is Literal:
+        return " or ".join(f"`{value}`" for value in args)
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return f"{{{', '.join(annotation.model_fields)}}}"
+        return "section"
     return annotation.__name__ if isinstance(annotation, type) else str(annotation).replace("typing.", "")
 
 
@@ -56,8 +54,8 @@ def format_section(title: str, model: type[BaseModel]) -> str:
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             continue
         default = field.get_default(call_default_factory=True)
-        value = "required" if field.is_required() else f"default `{default!r}`"
-        lines.append(f"- **`{name}`** (`{_type(field.annotation)}`, {value}): {field.description}")
+        value = ", required" if field.is_required() else "" if default is None else f", `{default!r}`"
+        lines.append(f"- **`{name}`** ({_type(field.annotation)}{value}): {field.description}")
     return "\n".join(lines) + "\n"
 
 

@@ -7,42 +7,33 @@ from pathlib import Path
 from fedspan.diagnostics.measures import MEASURES
 
 PAGE = Path(__file__).parent / "diagnostics.md"
-INTRO = """# Diagnostics
+INTRO = """# Do my clients agree, and what does averaging lose?
 
-This page explains the measures of `fedspan diagnose`, which show how well the clients' updates fit together.
-
-`fedspan diagnose RUN` starts from a checkpoint of the run (`--round last`, `best`, or a number) and runs one more
-round. It compares the clients' updates with each other and with the server's result, and then discards the round:
+`fedspan diagnose RUN` starts from a checkpoint of a run (`--round last`, `best`, or a number), runs one more round,
+compares the clients' updates with each other and with the server's result, and discards the round:
 
 ```bash
 fedspan diagnose runs/first
 fedspan diagnose runs/first --round best --pairs 6 --examples 1000 --json > diagnosis.json
 ```
 
-In Python, `fedspan.diagnose("runs/first")` returns the measures by layer and by pair of clients. Every method and every
-engine on one machine is supported. Runs of a deployment are not, because their data are on the nodes. The command
-prints how long it took; the run itself is not slowed down.
+In Python, `fedspan.diagnose("runs/first")` returns the measures by layer and by pair of clients. It works with every
+method on one machine, and not for deployments, whose data are on the nodes. To measure during a run, set
+`evaluation.diagnostics: 5` for every fifth round; `fedspan report` plots the measures.
 
-To measure during a run, set `evaluation.diagnostics: 5` for every fifth round. `metrics.jsonl` then contains the
-measures of every layer and the alignment of all layers as one vector, and `fedspan report` plots them by round. The
-trained model does not change. The run reports the time that the measures took.
-
-A client's update is the change of a layer's full weight in the round, whether the method trains the base, factors or
-projected gradients. Updates are measured before compression, clipping and noise. Means are weighted by the clients'
-weights. The tables show the mean, minimum and maximum over the target layers, and the layer with the worst value.
+An update is the change of a layer's full weight in the round, before compression, clipping and noise. The tables show
+the mean, minimum and maximum over the target layers, and the layer with the worst value.
 
 | measure | interpretation | source |
 |---|---|---|
 """
 REST = """
-The aggregation error of other methods is the cost of averaging factors instead of products. Fewer local steps or a
-lower learning rate reduce the client drift.
+If the aggregation error is large, an exact method may gain. If the client drift is large, try fewer local steps or a
+lower learning rate.
 
-For some pairs of clients (`--pairs`, default 3), the command also measures the loss on held-out examples at five points
-of the straight line between the two models, heads included. The *barrier* is the largest excess of this loss over the
-linear interpolation of the losses at the ends (Frankle et al., 2020; FedGaLore, arXiv:2602.01746, figure 3c). If it is
-near 0, both models are in one basin, and their average is as good as they are. If it is high, averaging loses what the
-clients learned.
+For some pairs of clients (`--pairs`, default 3), the command also measures the loss on the straight line between the
+two models. The *barrier* is the largest excess of this loss over the linear interpolation of the ends (Frankle et al.,
+2020; FedGaLore, arXiv:2602.01746, figure 3c). If it is high, averaging loses what the clients learned.
 """
 
 

@@ -18,9 +18,9 @@ from helpers import tiny_families  # noqa: E402
 from helpers.tiny_families import FAMILIES  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
-INTRO = """# Models
+INTRO = """# Which models work?
 
-This page lists the model families that fedspan is tested with, and what a model needs beyond them.
+Most Transformers models work; these are the families that we test, and what other models need.
 
 `model.name` is a hub id or a folder of any Transformers model that has a head for the [task](tasks.md). Target modules
 are named as in PEFT. Without `model.target_modules` they are PEFT's default for the architecture; where PEFT has none,
@@ -39,53 +39,32 @@ SENTENCES = """
 What the run prints where it has no default or does not stack:
 """
 REMARKS = """
-## What is refused or slower
+## What is refused or slower?
 
-- **DeBERTa**: queries and keys also read the relative positions, one input for all clients of a pass. With
-  `target_modules: [value_proj, dense]`, clients share passes.
-- **Mamba**: `dt_proj` and `out_proj` are refused, also as a part of `all-linear`: their weights are used without a call
-  of the layer, and PEFT refuses adapters of `out_proj`. `exclude_modules: [dt_proj, out_proj]` leaves them out.
-- **Mixtral** and other mixtures of experts: Transformers stores all experts of a layer in one tensor, which no adapter
-  of this library changes. Attention layers are targets, routers are refused.
-- **MobileNet, ConvNeXt**: convolutions in groups (depthwise ones) are refused. The suggested names leave them out.
-- **T5**: `model.pooling: mean` classifies with the encoder alone. Without it, Transformers' classifier runs the
-  decoder, too. Models of other families with an encoder and a decoder do not pool.
-- **mBART, M2M100, NLLB** mark texts with their language: set `task_options.source_language` and `target_language`
-  ([sequence to sequence](tasks.md#sequence-to-sequence)).
-- **Whisper** and other models of speech: no built-in task accepts audio. [Your own trainer](your-trainer.md) and [a
-  task of your own](your-task.md) can. The task's head is then
+- **DeBERTa** shares no passes with `query_proj`; `target_modules: [value_proj, dense]` does.
+- **Mamba**: leave out `dt_proj` and `out_proj` with `exclude_modules`.
+- **Mixtral** and other mixtures of experts: attention layers are targets, experts and routers are not.
+- **MobileNet, ConvNeXt**: depthwise convolutions are refused. The suggested names leave them out.
+- **T5**: `model.pooling: mean` classifies with the encoder alone.
+- **Whisper** and other models of speech need [your own trainer](your-trainer.md) or [task](your-task.md), with the head
   `Head("AutoModelForAudioClassification", ("ForAudioClassification",), outputs="labels", is_new=True)`.
 - **`nn.MultiheadAttention`**: its `out_proj` is refused, because its weight is used without a call of the layer.
 
-## Any PyTorch module
+## Can I train any PyTorch module?
 
 ```python
 report = fedspan.run(config, args.out, data=signals, model=model, task=SIGNALS, resume=True)
 ```
 
-`model=` takes any `nn.Module` and `task=` the definition of [a task of your own](your-task.md), which calls the module
-with its expected arguments. The run trains a copy.
+Yes. `model=` takes any `nn.Module`, of which the run trains a copy, and `task=` the definition of [your
+task](your-task.md), which calls it. `examples/plain_pytorch.py` is a whole run.
 
-- `model.target_modules` names layers (`nn.Linear`, `nn.Conv2d`, `nn.Embedding`) as in PEFT; there is no default.
-  `classifier`, `score`, `qa_outputs` and `model.modules_to_save` train whole where the task's head is new.
-- Dropout of layers is 0, as for all models. Dropout in the forward itself (`F.dropout`) stays, and clients then train
-  one by one.
-- A target layer whose weight the forward uses without calling the layer, as in `F.linear(x, self.embed.weight)`, is
-  refused before the first round: an adapter would have no effect there.
-- A Transformers model that reads neither tokens nor images, such as one of signals, needs no tokenizer. A feature
-  extractor passed as `tokenizer=` is exported with it. Its head starts with the weights that it has.
-- Of another module, the folder `adapter` holds a PEFT adapter and `state_dict.safetensors` with all weights: without
-  fedspan, `model.load_state_dict(load_file("adapter/state_dict.safetensors"))` loads them.
-- `resume=True` continues an interrupted run, on the weights with which it began. In a new process, register the task
-  first (`fedspan.register_task`).
-- `predict` and `evaluate` take a module of the same class as `model=`, with any weights: they load those of
-  `state_dict.safetensors` into a copy. `export(form="merged")` needs no module. What the run did not export, such as
-  another round, and an adapter cut to a smaller rank need the module with the weights with which the run began; others
-  are refused. So are those of a Transformers model passed as `model=`, unless its layers are quantized.
-- No weights are loaded by the name of a class: `predict` without `model=` is refused for a module, and for a
-  Transformers model that was built from a config without a name.
-
-`examples/plain_pytorch.py` is a whole run.
+- `model.target_modules` names layers (`nn.Linear`, `nn.Conv2d`, `nn.Embedding`) as in PEFT; there is no default. A
+  layer whose weight is used without a call of the layer is refused.
+- The export has a PEFT adapter and `adapter/state_dict.safetensors` with all weights, which
+  `model.load_state_dict(load_file(...))` loads without fedspan.
+- To resume in a new process, register the task first (`fedspan.register_task`) and pass the module with the weights
+  with which the run began. `predict` and `evaluate` take a module of the same class, with any weights.
 
 `python docs/generate_models.py` writes this page. `tests/models/test_families.py` checks each family with RoLoRA, too,
 and that PEFT loads the exported adapter with equal logits.

@@ -68,7 +68,7 @@ FRONT = Path("README.md")
 """A page with what its Python prints."""
 ON_A_CLUSTER = Path("docs/cluster.md")
 """A page whose Python needs a Ray cluster that runs already."""
-LOOKING = {Path("docs/report.md"), Path("docs/diagnostics.md"), Path("docs/tasks.md")}
+LOOKING = {Path("docs/report.md"), Path("docs/diagnostics.md"), Path("docs/language-models.md")}
 """Pages about runs that are there."""
 NOT_RUN = {"demo", "watch", *DEPLOYED}
 """Commands that take minutes, serve a page until Ctrl-C, or need a federation: their options are only parsed."""
@@ -83,7 +83,7 @@ doc_to_choice: [" a1", " b2 b3"]
 doc_to_target: right
 metric_list: [{metric: acc}]
 """
-"""One of lm-evaluation-harness, for docs/tasks.md."""
+"""One of lm-evaluation-harness, for docs/language-models.md."""
 
 SHAPES = {
     "FacebookAI/roberta-base": {"model_type": "roberta", "architectures": ["RobertaForMaskedLM"], "vocab_size": 50265},
@@ -168,7 +168,9 @@ def test_the_lines_of_an_own_trainer_are_the_example_s() -> None:
     script = (ROOT / "examples" / "own_trainer.py").read_text(encoding="utf-8")
     lines = {line.strip() for line in script.splitlines()}
     blocks = blocks_of(Path("docs/your-trainer.md"))
-    (diff,) = [block.text.splitlines() for block in blocks if "fedspan.simulate(" in block.text and "+ " in block.text]
+    shown = [block.text.splitlines() for block in (*blocks, *blocks_of(FRONT)) if "+ report = fedspan." in block.text]
+    diff, in_readme = shown
+    assert in_readme == diff
     assert {line[2:].strip() for line in diff} <= lines
     body = script.partition("def federate(")[2].partition("\n\n\n")[0].splitlines()[1:]
     assert [line[2:] for line in diff[1:]] == [line.removeprefix("    ") for line in body if line]
@@ -241,8 +243,9 @@ def test_a_page_runs_from_its_first_block_to_its_last(
 
 
 @pytest.mark.slow  # a minute
-def test_the_demo_prints_what_the_first_page_of_the_site_shows(tmp_path: Path) -> None:
-    (shown,) = [block.text.splitlines() for block in blocks_of(Path("docs/index.md")) if block.language == "text"]
+def test_the_demo_prints_what_the_readme_shows(tmp_path: Path) -> None:
+    texts = [block.text for block in blocks_of(FRONT) if block.language == "text"]
+    (shown,) = [text.splitlines() for text in texts if "local only" in text]
     environment = {**os.environ, "COLUMNS": "80", "TERM": "dumb"}
     command = [sys.executable, "-m", "fedspan", "demo"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)

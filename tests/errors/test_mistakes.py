@@ -1,4 +1,4 @@
-"""Every mistake of the catalogue is answered with one line, and docs/errors.md says which."""
+"""Every mistake of the catalogue is answered with one line, and messages.md has it."""
 
 from pathlib import Path
 
@@ -6,38 +6,35 @@ import pytest
 from typer.testing import CliRunner
 
 from helpers.mistakes import SECTIONS
+from helpers.mistakes.messages import PAGE, format_entry, format_row
 from helpers.mistakes.world import Mistake, World
 
-DOCS = Path(__file__).parents[2] / "docs"
 ROWS = [(title, mistake) for title, mistakes in SECTIONS.items() for mistake in mistakes]
 
 
 @pytest.fixture(scope="module")
 def tables() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
-    for part in (DOCS / "errors.md").read_text(encoding="utf-8").split("\n## ")[1:]:
+    for part in PAGE.read_text(encoding="utf-8").split("\n## ")[1:]:
         title, *lines = part.splitlines()
         found[title] = [line for line in lines if line.startswith("| ")][1:]
     return found
 
 
 @pytest.mark.parametrize(("title", "mistake"), ROWS, ids=[mistake.what for _, mistake in ROWS])
-def test_a_mistake_is_answered_as_the_page_says(
-    world: World, tables: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch, title: str, mistake: Mistake
+def test_a_mistake_is_answered_as_the_file_says(
+    world: World, tables: dict[str, list[str]], title: str, mistake: Mistake
 ) -> None:
-    monkeypatch.syspath_prepend(str(DOCS))
-    from generate_errors import PAGE, format_entry, format_row
-
     field, message = world.said(mistake)
     assert field == mistake.field
     assert message.splitlines() == [message]
     assert message.startswith(f"`{field}`: ")
-    assert format_row(mistake, message) in tables[title], "python docs/generate_errors.py writes the page"
+    assert format_row(mistake, message) in tables[title], "python tests/helpers/mistakes/messages.py writes it"
     entry = format_entry(mistake, message)
     assert entry is None or entry in PAGE.read_text(encoding="utf-8").splitlines()
 
 
-def test_the_page_has_these_rows_and_no_others(tables: dict[str, list[str]]) -> None:
+def test_the_file_has_these_rows_and_no_others(tables: dict[str, list[str]]) -> None:
     assert {title: len(rows) for title, rows in tables.items()} == {
         title: len(mistakes) for title, mistakes in SECTIONS.items()
     }

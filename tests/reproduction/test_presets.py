@@ -1,6 +1,5 @@
 """The papers' presets and their cells: every file fits the schema, and mistakes in one are named."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,15 +78,6 @@ def test_mistakes_in_a_preset_are_named(changes: dict[str, Any], message: str) -
 def test_an_unknown_preset() -> None:
     with refused("ID"):
         load_preset("rolora-table99")
-
-
-def test_the_page_lists_all_presets() -> None:
-    """Written by ``python docs/generate_presets.py``."""
-    path = Path(__file__).resolve().parents[2] / "docs" / "reproducing.md"
-    text = path.read_text(encoding="utf-8")
-    for preset in list_presets():
-        assert f"| `{preset.id}` | {preset.item} | {preset.title} | {', '.join(preset.methods)} |" in text
-    assert text.count("\n| `") == len(list_presets())
 
 
 IDS = [preset.id for preset in list_presets()]

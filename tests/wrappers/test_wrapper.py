@@ -19,7 +19,6 @@ from fedspan.federation.serialization import decode_state, encode, encode_state
 from fedspan.methods.registry import METHODS
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.transports.in_process import simulate
-from fedspan.wrappers.describe import list_wrappers
 from fedspan.wrappers.extras import WithExtras
 from fedspan.wrappers.fedadam import FedAdam
 from fedspan.wrappers.fedpaq import FedPAQ
@@ -209,16 +208,3 @@ def test_wrappers_are_written_as_keys_or_with_their_options() -> None:
     assert (method.bits, method.seed) == (4, 3)
     assert (method.inner.lr, method.inner.beta1, method.inner.tau) == (0.1, 0.5, 1e-3)
     assert parse_config(config.model_dump(mode="json")) == config
-
-
-PAGES = Path(__file__).parents[2] / "docs" / "methods"
-PAGE = {"fedadagrad": "fedadam", "fedyogi": "fedadam", "fedavgm": "fedadam"}
-"""Of wrappers that share one."""
-
-
-@pytest.mark.parametrize("row", list_wrappers(), ids=lambda row: row.key)
-def test_every_option_and_its_default_is_on_the_page(row: object) -> None:
-    page = (PAGES / f"{PAGE.get(row.key, row.key)}.md").read_text(encoding="utf-8")
-    lines = {line.split(" | ")[0].strip("| `"): line for line in page.splitlines() if line.startswith("| `")}
-    for option in row.options:
-        assert str(option.default) in lines[option.name].replace("fedavgm 1 ", "1.0 ").replace("fedadagrad 0 ", "0.0 ")

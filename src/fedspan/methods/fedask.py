@@ -13,14 +13,12 @@ follow from B_i, which is private, and from A and Omega, which depend on no data
 product has rank r and Q spans it for any l >= r, so the average is exact. With ``train_A`` its rank is up to K r for K
 clients: the result is then close to its best approximation of rank r, the closer the larger the oversampling.
 
-Deviations: sources are the paper's abstract and the authors' code. There clients train both factors unless ``freezeA``
-is set, and B alone under DP-SGD; here ``train_A`` is off in both cases, because only then the average is exact. A
-sketch of r columns (``oversampling: 0``) may be ill-conditioned in float32. In the code one Omega serves all rounds;
-here each round draws its own, so that errors of a narrow sketch do not repeat. Q is from an SVD instead of a QR, so
-that directions of rounding can be left out. The scaling alpha / r is left out of the sketches, as in the code. A
-singular value of zero leaves its row of A as a unit vector (``core.lowrank.balance_factors``). Moments are dropped
-every round. The head follows ``model.extras``; it is averaged over the clients of the first exchange. A client that
-drops out between the exchanges is in Q, but not in P, and the average is then not exact.
+Deviations: sources are the paper's abstract and the authors' code, where clients train both factors unless ``freezeA``
+is set, and B alone under DP-SGD; here ``train_A`` is off in both cases, because only then the average is exact. In the
+code one Omega serves all rounds; here each round draws its own. Q is from an SVD instead of a QR, so that directions of
+rounding can be left out. Moments are dropped every round. The head follows ``model.extras``; it is averaged over the
+clients of the first exchange. A client that drops out between the exchanges is in Q, but not in P, and the average is
+then not exact.
 """
 
 from __future__ import annotations

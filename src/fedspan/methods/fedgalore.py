@@ -1,7 +1,9 @@
 """FedGaLore: AdamW in a low-rank subspace of the gradient on the clients, its second moments synchronized by AJIVE.
 
 Peng et al., "Rethinking LoRA for Data Heterogeneous Federated Learning: Subspace and State Alignment",
-arXiv:2602.01746; GaLore is arXiv:2403.03507. For a layer of m x n, m >= n (for m < n transpose everything):
+arXiv:2602.01746; GaLore is arXiv:2403.03507.
+
+For a layer of m x n, m >= n (for m < n transpose everything):
 
     client i:  g~ = g P^T (m, r);  m~, v~ by Adam, from m~ = 0, v~ = vbar;  W <- W - eta (scale u~ P + lambda W)
                P (r, n) renewed every ``period`` steps; T = P_old P_new^T maps m~ and v~
@@ -11,19 +13,14 @@ Under one projector that is AdamW on acc in W + scale acc P, so no dense gradien
 update is transmitted as its accumulators. The first ``adaptive_refreshes`` projectors come from the gradient, later
 ones from a seed, which both sides have: then P is not transmitted.
 
-Deviations, or what the paper leaves open: the update of a round with J projectors has rank J r and is not truncated.
-vbar is sum_i p_i (J_i + column means), clamped at 0. After a seeded projector its coordinates are that one's; after
-projectors of the clients' own, the r directions that these cover best (``linear``: the top r right singular vectors of
-the joined views), which are then transmitted too. Whether AJIVE's identifiability check is made is an option (it may
-drop most of the r directions). The paper maps v~ by T too, which makes entries negative, and the step m~ / sqrt(v~)
-unbounded where they are clamped at 0: ``moments: linear``. The default here maps v~ by the squared entries of T:
-nonnegative, and the step grows by sqrt(r) at most. Between independent random projectors these entries are about 1 /
-n, so that about r / n of vbar is left: the second moments are almost re-initialized at every random refresh. ``keep``
-leaves it (GaLore's code). Bias correction is off as in algorithm 4, for the extras (the head) too, whose optimizer the
-paper does not give; on, the second moment's counter is carried over rounds. Clipping bounds the projected gradients,
-GaLore's code the whole ones. Weight decay reaches the frozen weight (W <- rho W), which no adapter can express;
-a client's rho is at least the median's to the power of 4. ``lora_alpha`` is not used; ``scale`` is GaLore's. Not in the
-paper: ``rounds_per_seed``.
+Deviations: the update of a round with J projectors has rank J r and is not truncated. vbar is sum_i p_i (J_i + column
+means), clamped at 0; after projectors of the clients' own, its coordinates are the r directions that these cover best,
+which are transmitted too. The paper maps v~ by T, which makes entries negative, and the step unbounded where they are
+clamped at 0: ``moments: linear``. The default maps v~ by the squared entries of T. Between independent random
+projectors about r / n of vbar is then left, so a random refresh almost re-initializes the second moments. ``keep``
+leaves them (GaLore's code). Bias correction is off as in algorithm 4, also for the head. Clipping bounds the projected
+gradients. Weight decay reaches the frozen weight (W <- rho W), which no adapter can express; a client's rho is at least
+the median's to the power of 4. ``lora_alpha`` is not used; ``scale`` is GaLore's.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class FedHM(RegisteredMethod):
     """Train factors, average products.
 
     Args:
-        frobenius_decay: Weight decay of the products U V, in place of the factors' own; 0 retains the latter.
+        frobenius_decay: Weight decay of the products U V, instead of that of the factors; 0 retains the latter.
         keep_global: Whether the old weight counts as one more client in layers that no client trained at full rank.
     """
 

@@ -11,20 +11,16 @@
 Q is not formed: A~ comes from the SVD of the stacked sqrt(p_i) A_i. L and R follow from the seed and are never
 transmitted.
 
-Deviations: the equations have no alpha; s = lora_alpha / r stands before the product here (``lora_alpha: r`` is the
-paper's). Q has a rank of up to K r, and the paper does not say how many eigenpairs A~ has; its proof (appendix A.1,
-lemma 2) needs orthonormal columns of S = U V^T (r, r'), which takes r' <= r: ``alignment: paper`` takes the r greatest
-eigenpairs, the nearest Gram matrix of rank r, and rotates them towards A_t. ``untruncated`` takes all r' of them, as
-the equations read without the proof, and keeps the r-dimensional part near A_t, which is further from Q. ``none`` is
-``paper`` without the rotation. The paper says no more of L and R than that they are orthonormal: ``bases: structured``
-takes the identity on the shorter side and a seeded cosine transform on the longer one, ``dense`` two uniformly random
-matrices. A_1 is not established: Gaussian or orthonormal rows of size ``init_std``; A = 0 is a stationary point.
-``center`` takes s L A_1^T A_1 R off W0, so that training starts from W0; it is not in the paper. One rank for all:
-rows of zeros, by which a larger client would be served, have no gradient. ``gram_sums``: what a reply contributes is
-A_i^T A_i (k x k, float64), so that Q is a plain weighted mean, which secure aggregation can compute; the result is the
-same to rounding, except for the digits of A that squaring loses. Without secure aggregation, replies are still A_i (r,
-k). A_{t+1} is rotated towards A_t, so the coordinates last and SCAFFOLD's variates with them, but not without rotation
-(``none``). Clients' stored moments are dropped in every round.
+Deviations: the equations have no alpha; s = lora_alpha / r stands before the product here. Q has a rank of up to K r,
+and the paper does not say how many eigenpairs A~ has; its proof (appendix A.1, lemma 2) needs r' <= r: ``alignment:
+paper`` takes the r greatest, the nearest Gram matrix of rank r, and rotates them towards A_t. ``untruncated`` takes
+all, as the equations read without the proof, and keeps the r-dimensional part near A_t. ``none`` is ``paper`` without
+the rotation. The paper says of L and R only that they are orthonormal: ``bases: structured`` takes the identity on the
+shorter side and a seeded cosine transform on the longer one, ``dense`` two uniformly random matrices. A_1 is Gaussian
+or has orthonormal rows of size ``init_std``. ``center`` takes s L A_1^T A_1 R off W0. ``gram_sums``: a reply
+contributes A_i^T A_i (k x k, float64), so that Q is a weighted mean, which secure aggregation can compute; squaring
+costs half of the digits. A_{t+1} is rotated towards A_t, so SCAFFOLD's variates last. Clients' stored moments are
+dropped in every round.
 """
 
 from __future__ import annotations

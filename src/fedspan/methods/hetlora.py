@@ -11,12 +11,11 @@ Not exact: products of means, and a slot that few clients have is averaged with 
 r x r Gram matrices. The server stores pruned ranks, so a lost reply prunes no rank.
 
 Deviations: the paper has no scaling; here s_i = alpha / r_i. B is averaged as (s_i / s) B_i, s being the scaling of
-rank ``r``, and a client is sent (s / s_i) B, so cutting slots does not rescale the rest; a pruned client keeps its
-s_i. A norm is taken over all layers together, one weight a client. A slot that no client of the cohort has stays as
-it is: averaging only zeros would make A = B = 0 there, which never trains again. Where all updates are 0, and under
-``weighting: examples``, the round's own weights stand in. The defaults of gamma and lambda are ours.
+rank ``r``, and a client is sent (s / s_i) B, so cutting slots does not rescale the rest; a pruned client keeps its s_i.
+A norm is taken over all layers together, one weight a client. A slot that no client of the cohort has stays as it is:
+averaging only zeros would make A = B = 0 there, which never trains again. The defaults of gamma and lambda are ours.
 ``federation.max_weight_ratio`` limits the norms: in every layer, one counts as that multiple of the cohort's median at
-most, so that a client does not gain weight by an update that is concentrated in one layer; null: as in the paper.
+most; null: as in the paper.
 """
 
 from __future__ import annotations

@@ -13,10 +13,9 @@ the server.
 
 Deviations: the paper's letters are swapped (its A is our B). Its two nested ranks are one, ``client.rank``. The
 multiplier n is ``nested_scaling``, 1/2 for every client: the paper's experiments have alpha_A / r_A = alpha_B / r_B =
-1/2, which is the multiplier by the convention of its published code (alpha / r), while equation 84 taken literally
-multiplies by alpha_A = r_k / 2; its remark that alpha from 1/4 to 1 makes little difference fits the former. Ranks
-above r count as r. Of a product of zero the left factor is 0 and the right one drawn from (seed, layer, round,
-client): the paper asks only that the product be 0.
+1/2, which is the multiplier by the convention of its published code (alpha / r). Ranks above r count as r. Of a product
+of zero the left factor is 0 and the right one drawn from (seed, layer, round, client): the paper asks only that the
+product be 0.
 """
 
 from __future__ import annotations

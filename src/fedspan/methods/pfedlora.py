@@ -13,9 +13,9 @@ L_k, U_k never leave the client. The shared W is the exact mean; the clients' mo
 
 Deviations: E_per is ``personal_epochs``; the rest is the run's local training: E_global in (1), the one phase of (2),
 where the paper takes E_per + E_global epochs. How L, U start is not said: as LoRA, L = 0 and U random. In (1) what
-trains beside the target layers rests while L, U train: its parameters stay as they are; norms are in training mode all
-the same, and their statistics follow ``model.extras``. The pair has the client's rank and scaling, so ranks may
-differ. Only the target modules have a trained W and a pair. The global model is W without a pair.
+trains beside the target layers rests while L, U train: norms are in training mode, and their statistics follow
+``model.extras``. The pair has the client's rank and scaling, so ranks may differ. Only the target modules have a
+trained W and a pair. The global model is W without a pair.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ Everything on the server is FedLoRU's own; only the client has a second pair and
 
 Deviations: E_per is ``personal_epochs``; E_global is the run's local training. The paper does not say how L, U start:
 as LoRA, L = 0 and U random. What trains beside the target layers belongs to the global model and rests while L, U
-train: its parameters stay as they are; norms are in training mode all the same, as algorithm 2 knows no other, and
-their statistics follow ``model.extras``. The paper allows personal ranks that differ by client; here all clients have
-``personal_r``. The global model, which the paper does not evaluate, is the one without a personal part.
+train; norms are in training mode, and their statistics follow ``model.extras``. The paper allows personal ranks that
+differ by client; here all clients have ``personal_r``. The global model, which the paper does not evaluate, is the one
+without a personal part.
 """
 
 from __future__ import annotations

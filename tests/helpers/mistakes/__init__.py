@@ -1,4 +1,4 @@
-"""The catalogue of mistakes: by section, what users do wrong. docs/errors.md is made of it."""
+"""The catalogue of mistakes: by section, what users do wrong. tests/errors/messages.md is made of it."""
 
 from collections.abc import Mapping, Sequence
 

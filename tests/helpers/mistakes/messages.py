@@ -1,4 +1,4 @@
-"""Write docs/errors.md from the tests' catalogue of mistakes, each provoked: ``python docs/generate_errors.py``."""
+"""Write tests/errors/messages.md, each mistake provoked: ``python tests/helpers/mistakes/messages.py``."""
 
 from __future__ import annotations
 
@@ -9,21 +9,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
+sys.path.append(str(Path(__file__).parents[2]))
 
 from helpers.mistakes import SECTIONS
 from helpers.mistakes.world import Mistake, World
 
-PAGE = Path(__file__).parent / "errors.md"
+PAGE = Path(__file__).parents[2] / "errors" / "messages.md"
 INTRO = """# Error messages
 
-This page lists the error messages of mistakes that a user can correct. A message names the field, the problem, and
-what is expected. The command line prints it on one line after `error:`, prints the page with more information below
-it, and exits with code 2. In Python it is a `FedspanError` with the attributes `field`, `value`, `expected` and
-`problem`. `python docs/generate_errors.py` provokes every one of these mistakes and writes this page; the tests
-provoke them, too. FOLDER stands for a path of the user, LONG_NAME for a name of 300 characters, and `...` at the end of
-a message for a library's text, which differs between its versions. Messages that are too long for a table are shortened
-in it and follow it in full.
+Mistakes that a user can correct, and the messages. `python tests/helpers/mistakes/messages.py` provokes each of them
+and writes this file. FOLDER stands for a path of the user, LONG_NAME for a name of 300 characters, and `...` at the end
+of a message for a library's text. Long messages are shortened in a table and follow it in full.
 """
 
 
