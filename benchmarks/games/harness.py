@@ -20,6 +20,7 @@ from scipy.stats import t
 
 from fedspan.config import parse_config
 from fedspan.core.tensors import Tensors, subtract
+from fedspan.federation.federation import Federation
 from fedspan.runs.setup import Prepared, prepare
 
 Rows = Sequence[tuple[str, str]]
@@ -43,13 +44,15 @@ def read_rows(path: Path, seed: int) -> Rows:
     return rows
 
 
-def format_score(values: Sequence[float]) -> str:
+def format_score(values: Sequence[float], scale: float = 100.0) -> str:
     """Format the mean of a score over seeds and its 95 % interval (Student's t), in points."""
     margin = t.ppf(0.975, len(values) - 1) * stdev(values) / math.sqrt(len(values))
-    return f"{100 * mean(values):.1f} ± {100 * margin:.1f}"
+    return f"{scale * mean(values):.1f} ± {scale * margin:.1f}"
 
 
-def prepare_nodes(values: Mapping[str, Any], rows: Rows, examples: int, protection: str, seed: int) -> Prepared:
+def prepare_nodes(
+    values: Mapping[str, Any], rows: Rows, examples: int, protection: str, seed: int, rounds: int = 1
+) -> Prepared:
     """Build the nodes of a game, one unless their replies are summed; the first one is the victim.
 
     Args:
@@ -58,6 +61,7 @@ def prepare_nodes(values: Mapping[str, Any], rows: Rows, examples: int, protecti
         examples: Number of examples of a node.
         protection: One of ``PROTECTIONS``.
         seed: Seed of the run.
+        rounds: Rounds of the run.
     """
     nodes = NODES if protection == "secure" else 1
     with tempfile.TemporaryDirectory() as folder:
@@ -67,17 +71,17 @@ def prepare_nodes(values: Mapping[str, Any], rows: Rows, examples: int, protecti
         changes = {
             **PROTECTIONS[protection],
             "data": {"train": str(path), "test_fraction": 0.0, "labels": sorted({label for _, label in rows})},
-            "federation": {"rounds": 1, "weights": "uniform", **PROTECTIONS[protection].get("federation", {})},
+            "federation": {"rounds": rounds, "weights": "uniform", **PROTECTIONS[protection].get("federation", {})},
             "partition": {"partitioner": "iid", "clients": nodes, "validation": 0.0, "test": 0.0},
         }
         return prepare(parse_config({"seed": seed, "threads": 1, **values, **changes}))
 
 
-def observe(nodes: Prepared, changes: Tensors) -> Tensors:
+def observe(federation: Federation, changes: Tensors) -> Tensors:
     """Send an order, the model with the attacker's changes, and return the mean change of the nodes' replies."""
-    progress = nodes.federation.begin()
+    progress = federation.begin()
     state = replace(progress.state, tensors={**progress.state.tensors, **changes})
-    after = nodes.federation.run_round(replace(progress, state=state)).progress.state
+    after = federation.run_round(replace(progress, state=state)).progress.state
     return subtract(after.tensors, state.tensors)
 
 
