@@ -56,13 +56,17 @@ def run_by_protection(
 
 
 def run_membership(args: argparse.Namespace) -> None:
-    """Members from a node's adapter, and the audit of DP-SGD."""
+    """Members from a node's adapter."""
     rows = read_rows(args.data, 0)
     for protection in args.protections:
         result = play_membership(rows[: 3 * NODE], 2 * NODE, args.models, DEFAULTS, protection, args.rounds, 0)
         for name, values in result.items():
             print(f"{name}, {protection}, {args.models} models: {format_score(values)}", flush=True)
-    audit = play_audit(rows[: 2 * NODE], args.runs, 0)
+
+
+def run_audit(args: argparse.Namespace) -> None:
+    """Members from one step of DP-SGD, and what they show about epsilon."""
+    audit = play_audit(read_rows(args.data, 0)[: 2 * NODE], args.runs, 0)
     print(f"membership from one step, dp-sgd: {format_score(audit['membership'])}", flush=True)
     bounds = audit["epsilon"]
     print(f"epsilon, from below: {format_score(bounds, 1.0)}, at most {max(bounds):.2f}, {args.runs} runs", flush=True)
@@ -86,6 +90,7 @@ GAMES: Mapping[str, Callable[[argparse.Namespace], None]] = {
     "step": lambda args: run_by_protection(play_step, args, tuple(PROTECTIONS)),
     "texts": lambda args: run_by_protection(play_texts, args, ("plain", "secure", "local")),
     "membership": run_membership,
+    "audit": run_audit,
     "secure": run_secure,
     "statistics": run_statistics,
 }

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,6 @@ from harness import Rows, compute_rate, observe, prepare_nodes
 from scipy.stats import binom
 
 from fedspan.core.tensors import create_generator
-from fedspan.core.values import Client
 from fedspan.federation.evaluation import Evaluator
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import ClientData
@@ -69,7 +69,7 @@ def train_models(
         progress = alone.begin()
         for _ in range(rounds):
             progress = alone.run_round(progress).progress
-        job = Evaluator(alone, 64, "all").build_job(progress, None)
+        job = Evaluator(alone, 64).build_job(progress, None)
         logits = node.engine.predict(job, node.train, everything, 64).double()
         accuracy = float((logits.argmax(1) == labels)[candidates:].double().mean())
         yield np.isin(everything[:candidates], members), compute_confidence(logits, labels)[:candidates], accuracy
@@ -77,10 +77,11 @@ def train_models(
 
 def build_alone(node: Prepared, members: np.ndarray, number: int) -> Federation:
     """Build the federation of one node with some of the examples; its noise depends on its number."""
-    rank = node.federation.method.get_rank(None)
     nothing = np.empty(0, np.int64)
-    data = ClientData(Client(f"node-{number}", rank, 1.0, len(members), 1.0), members, nothing, nothing)
-    return simulate(node.federation.method, node.engine, [data], node.train, node.federation.settings)
+    (data,) = node.federation.clients.values()
+    client = replace(data.client, id=f"node-{number}", examples=len(members))
+    alone = ClientData(client, members, nothing, nothing)
+    return simulate(node.federation.method, node.engine, [alone], node.train, node.federation.settings)
 
 
 def compute_confidence(logits: torch.Tensor, labels: torch.Tensor) -> np.ndarray:
