@@ -46,7 +46,7 @@ def run_by_protection(
     play: Callable[[Rows, str, int], Mapping[str, float]], args: argparse.Namespace, protections: Sequence[str]
 ) -> None:
     """Print the scores of a game over seeds, by protection."""
-    for protection in protections:
+    for protection in args.protections or protections:
         by_game = defaultdict[str, list[float]](list)
         for seed in args.seeds:
             for game, score in play(read_rows(args.data, seed), protection, seed).items():
@@ -58,7 +58,7 @@ def run_by_protection(
 def run_membership(args: argparse.Namespace) -> None:
     """Members from a node's adapter."""
     rows = read_rows(args.data, 0)
-    for protection in args.protections:
+    for protection in args.protections or ("plain", "dp-sgd"):
         result = play_membership(rows[: 3 * NODE], 2 * NODE, args.models, DEFAULTS, protection, args.rounds, 0)
         for name, values in result.items():
             print(f"{name}, {protection}, {args.models} models: {format_score(values)}", flush=True)
@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument(
         "--epsilons", type=float, nargs="+", default=[1e-9, limits.evaluation_epsilon, 1.0], help="1e-9 is a guess"
     )
-    parser.add_argument("--protections", nargs="+", default=["plain", "dp-sgd"], help="of the game membership")
+    parser.add_argument("--protections", nargs="+", choices=PROTECTIONS, help="default: those of the page")
     parser.add_argument("--models", type=int, default=64, help="models of the game membership")
     parser.add_argument("--rounds", type=int, default=20, help="rounds of these models")
     parser.add_argument("--runs", type=int, default=20, help="runs of the audit")
