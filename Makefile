@@ -13,9 +13,7 @@
 #               .venv-flower (about 20 minutes; 2 GB)
 # make deploy-files  the files for containers, Kubernetes, systemd and GitHub, by linters and schemas in .venv-deploy
 # make packages the sdist and the wheel: contents, extras, and the demo in an empty environment (minutes; network)
-# make claims   what papers say, measured: all pages of docs/claims, hours of them; stopped, it goes on
-#               (DATA=FOLDER with the data sets, MODEL=FOLDER with a small language model, and an image classifier by
-#               CLAIMS_ARGS="--image-model FOLDER"; what lacks its own is left out; CLAIMS_ARGS="--one-seed" to try)
+# make claims   the theory of four papers, measured: eight minutes of one core
 #
 # Variables:
 #   PYTHON       the interpreter that .venv is made with, 3.11 or newer
@@ -29,9 +27,6 @@
 PYTHON ?= python3
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
-DATA ?=
-MODEL ?=
-CLAIMS_ARGS ?=
 FUZZ_ARGS ?=
 
 VENV := .venv
@@ -51,8 +46,7 @@ demo: $(VENV)/.stamp-demo
 test: dev
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-# docs/words.txt, the words to avoid on these pages, is codespell's dictionary and its pattern at once. The skipped page
-# quotes the output of earlier versions.
+# docs/words.txt, the words to avoid on these pages, is codespell's dictionary and its pattern at once.
 WORDS_PAGES := README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md examples/README.md examples/tutorials \
                docs/*.md docs/architecture docs/claims/*.md docs/methods docs/results \
                src/fedspan/data/corpus/*/README.md src/fedspan/deployment/templates/README.md
@@ -67,7 +61,7 @@ lint: dev
 	$(BIN)/codespell
 	$(BIN)/codespell --builtin en-GB_to_en-US
 	$(BIN)/codespell -D docs/words.txt --regex "(?i)\b($$(sed 's/->.*//' docs/words.txt | paste -sd'|' -))\b" \
-	  --skip docs/results/faults.md $(WORDS_PAGES) $(WORDS_ONLY)
+	  $(WORDS_PAGES) $(WORDS_ONLY)
 	$(BIN)/proselint --config .proselintrc.json check $(WORDS_PAGES)
 	$(BIN)/harper lint --quiet --no-color --format compact \
 	  --ignore $$(grep -v '^#' .harperoff | paste -sd,) $(WORDS_PAGES)
@@ -88,14 +82,14 @@ docs: $(VENV)/.stamp-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 fuzz: dev
-	$(BIN)/python benchmarks/fuzz.py $(FUZZ_ARGS)
+	$(BIN)/python tests/fuzz.py $(FUZZ_ARGS)
 
 # The lower bounds of the three, as exact versions; all other packages are the newest that fit.
 OLDEST := .venv-oldest
 OLDEST_VERSIONS = $$(sed -nE 's/^ *(trl = \[)?"(transformers|peft|trl)>=([0-9.]+),.*/\2==\3/p' pyproject.toml)
 NEWEST := .venv-newest
 # What the tests of both need beside the package: the extras that they use, and the oracle of the scores of entities.
-VERSIONED := '.[flower,quantization,secagg,sentence-transformers,seq2seq,trl]'
+VERSIONED := '.[deploy,quantization,secagg,sentence-transformers,seq2seq,trl]'
 VERSIONED_TESTS := tests/training/trainers tests/models/test_families.py tests/models/test_plain.py \
                    tests/models/test_decoders.py tests/models/test_export.py tests/models/test_targets.py \
                    tests/models/test_loading.py tests/models/test_models_private_names.py \
@@ -127,17 +121,17 @@ endif
 
 # The lower bound as a release with its fixes; then the newest that fits.
 FLOWER := .venv-flower
-FLOWER_RELEASES = $$(sed -nE 's/^flower-app = \["(flwr)>=([0-9.]+),.*/\1[simulation]==\2.*/p' pyproject.toml) 'flwr[simulation]'
+FLOWER_RELEASES = $$(sed -nE 's/^flower = \["(flwr)>=([0-9.]+),.*/\1[simulation]==\2.*/p' pyproject.toml) 'flwr[simulation]'
 
 flower-versions:
 	set -e; for release in $(FLOWER_RELEASES); do \
 	  $(PYTHON) -m venv --clear $(FLOWER); \
 	  $(if $(strip $(TORCH_INDEX)),$(FLOWER)/bin/python -m pip install --no-deps --index-url $(TORCH_INDEX) \
 	    $$(grep '^torch==' constraints.txt);) \
-	  $(FLOWER)/bin/python -m pip install --quiet -e '.[flower-app,secagg]' "$$release" \
+	  $(FLOWER)/bin/python -m pip install --quiet -e '.[flower,secagg]' "$$release" \
 	    $$(grep -E '^(torch|pytest|pytest-xdist|hypothesis)==' constraints.txt); \
 	  $(FLOWER)/bin/python -m pip list | grep '^flwr '; \
-	  $(FLOWER)/bin/python -m pytest -m "" $(PYTEST_ARGS) tests/transports/flower_app \
+	  $(FLOWER)/bin/python -m pytest -m "" $(PYTEST_ARGS) tests/transports/flower \
 	    tests/deployment/test_flower_app.py; \
 	done
 
@@ -154,7 +148,8 @@ packages:
 	PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" .ci/packages
 
 claims: dev
-	$(BIN)/python claims/all.py $(if $(DATA),--data $(DATA)) $(if $(MODEL),--model $(MODEL)) $(CLAIMS_ARGS)
+	set -e; for script in rolora_linear fedloru_theory fedgalore_ajive fedgalore_trap; do \
+	  $(BIN)/python -m evidence.claims.$$script; done
 
 dev: $(VENV)/.stamp-dev
 

@@ -77,16 +77,20 @@ Nothing has been trained yet. The table shows each client's traffic and memory i
 """,
     ),
     (
-        "fedspan run fedspan.yaml --out runs/first",
+        "fedspan run fedspan.yaml --out runs/first --set federation.rounds=6 --set federation.early_stopping=null",
         """\
+Six rounds keep this page short. Leave out both `--set`, and the run ends after four rounds without a lower validation
+loss, or after 20.
+
 In a terminal, progress bars show the round, the stage and the time left; elsewhere, as here, long stages print a line
 from time to time. Before the first round, every client sends statistics from which the head starts, and the outputs of
 the layers below the adapters are computed once. The row `start` is the model before training. A terminal shows the best
-rounds in bold; early stopping ends the run after four rounds without a lower validation loss.
+rounds in bold.
 
-The exported round is not always the one with the lowest loss: it is the round whose gain in validation loss over the
-start, minus the gain's standard error, is the largest. A later round with a lower loss is not selected if its gains
-differ more between clients. Early stopping counts from the lowest loss.
+The best round is not always the one with the lowest loss: it is the round whose gain in validation loss over the start,
+minus the gain's standard error, is the largest. A later round with a lower loss is not selected if its gains differ
+more between clients. From the best round on, `federation.final_rounds` train on all examples, those of the validation
+parts included: the exported model is the one after them, and so are the scores on the held-out examples.
 
 `fedspan run --resume runs/first` resumes an interrupted run.
 

@@ -103,8 +103,8 @@ def render_server_page(_: Path) -> None:
     Another node is killed in the second round, so that a selected client has not replied. The first node has more data
     than the others, so that it still trains when another has replied.
     """
-    sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-    from stage import Deployment, free_port
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    from helpers.stage import Deployment, free_port
 
     with (files("fedspan.data") / "corpus" / "patient_messages" / "train.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))

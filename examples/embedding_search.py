@@ -81,10 +81,10 @@ def main() -> None:
         "federation": {"rounds": 1 if args.smoke else args.rounds},
         "training": {"lr": 5e-3, "batch_size": 16},
         "evaluation": {"best_by": "loss"},
-        "baselines": ["local"],
+        "baselines": ["local-only"],
     }
     report = fedspan.run(config, args.out, data={"train": desks, "test": make_pairs(test, count, rng)})
-    alone = report.baselines["local"]["scores"]["test"]["spearman"]
+    alone = report.baselines["local-only"]["scores"]["test"]["spearman"]
     print(f"pairs of all subjects: Spearman {report.scores['test']['spearman']:.3f}, one desk alone {alone:.3f}")
 
     texts = [text for text, _ in test]

@@ -73,10 +73,10 @@ def main() -> None:
         "federation": {"rounds": 1 if args.smoke else args.rounds},
         "training": {"lr": 3e-3, "local_epochs": 2, "batch_size": 8},
         "evaluation": {"best_by": "loss"},
-        "baselines": ["local"],
+        "baselines": ["local-only"],
     }
     report = fedspan.run(config, args.out, data={"train": reports, "test": test})
-    alone = report.baselines["local"]["scores"]["test"]
+    alone = report.baselines["local-only"]["scores"]["test"]
     print(f"federated: entity F1 {report.scores['test']['entity_f1']:.1%}")
     print(f"each hospital alone: mean {alone['entity_f1']:.1%}, worst {alone['worst']['entity_f1']:.1%}")
     text = "scar on the left knee . started on warfarin twice daily . no sign of pneumonia ."

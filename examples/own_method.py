@@ -1,4 +1,4 @@
-"""A federated method of your own, in forty lines, beside FedIT on the built-in patients' messages.
+"""A federated method of your own, in thirty lines, beside FedIT on the built-in patients' messages.
 
     python examples/own_method.py
 
@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, ClassVar, final
 
 import fedspan
-from fedspan.core.factors import create_b_factors, create_lora_job, draw_a_factors, reply
+from fedspan.core.factors import create_b_factors, create_lora_job, draw_a_factors
 from fedspan.core.method import Claims, Memory, RegisteredMethod, declare_decay_rate
-from fedspan.core.values import Client, Contribution, Job, Message, Reduced, ServerState, Trained, Weights
+from fedspan.core.values import Client, Job, Message, Reduced, ServerState, Weights
 
 
 @final
@@ -38,17 +38,8 @@ class SlowA(RegisteredMethod):
     def init(self, weights: Weights) -> ServerState:
         return ServerState(tensors={**draw_a_factors(self, self.r), **create_b_factors(self.spec, self.r)})
 
-    def sync(self, state: ServerState, client: Client | None) -> Message:
-        return Message(state.tensors)
-
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         return create_lora_job(self, message.tensors, client, train=("A", "B"))
-
-    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
-        return reply(job, trained), memory
-
-    def contribute(self, message: Message, client: Client) -> Contribution:
-        return Contribution(sum=message.tensors)
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         slow = draw_a_factors(self, self.r)  # for the names of the A tensors

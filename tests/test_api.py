@@ -194,6 +194,20 @@ def test_an_adapter_is_cut_to_a_lower_rank(run: tuple[Path, RunReport], tiny_fol
 @pytest.mark.slow  # a process that imports everything
 def test_extras_are_optional() -> None:
     """Without the packages of the extras everything imports that a run on the loop or batched engine uses."""
-    extras = ("opacus", "flwr", "ray", "cryptography", "Crypto", "bitsandbytes", "plotly", "lm_eval", "tensorboard")
+    extras = (
+        *(
+            "opacus",
+            "flwr",
+            "ray",
+            "cryptography",
+            "Crypto",
+            "starlette",
+            "uvicorn",
+            "bitsandbytes",
+            "plotly",
+            "lm_eval",
+        ),
+        "tensorboard",
+    )
     blocked = f"import sys; sys.modules.update(dict.fromkeys({extras!r}))"
     subprocess.run([sys.executable, "-c", f"{blocked}; import fedspan.runs.train, fedspan.cli"], check=True)

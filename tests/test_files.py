@@ -16,7 +16,7 @@ def test_a_private_folder_is_new_empty_or_private_already(tmp_path: Path) -> Non
         path.mkdir()
         path.chmod(mode)
     for path in (own, shared):
-        (path / "flower.db").touch()
+        (path / "server.db").touch()
     for path in (new, empty, own):
         make_private_folder(path, "--folder")
         assert path.stat().st_mode & 0o777 == 0o700
@@ -24,7 +24,7 @@ def test_a_private_folder_is_new_empty_or_private_already(tmp_path: Path) -> Non
         make_private_folder(shared, "--folder")
     assert shared.stat().st_mode & 0o777 == 0o750  # whoever shares it decides
     with refused("folder"):
-        make_private_folder(own / "flower.db", "folder")
+        make_private_folder(own / "server.db", "folder")
 
 
 def test_a_write_that_takes_only_part_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,15 +7,6 @@ import unicodedata
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-__all__ = [
-    "FedspanError",
-    "build_install_command",
-    "escape_controls",
-    "find_similar",
-    "require_printable",
-    "suggest_nearest",
-]
-
 
 class FedspanError(Exception):
     """A mistake that the user can correct.

@@ -17,30 +17,6 @@ from urllib.parse import quote
 
 from fedspan.errors import FedspanError
 
-__all__ = [
-    "DamagedFileError",
-    "build_folder_name",
-    "build_temporary_path",
-    "compute_sha256",
-    "convert_disk_errors",
-    "delete_temporary_files",
-    "from_json",
-    "fsync_folder",
-    "fsync_tree",
-    "is_temporary",
-    "make_private_folder",
-    "neutralize_formula",
-    "read_bytes",
-    "read_checkpoint_file",
-    "remove",
-    "require_no_link",
-    "restrict_new_files",
-    "to_json",
-    "write_all",
-    "write_atomic",
-    "write_file",
-]
-
 _TEMPORARY = re.compile(r".+\.tmp-\d+$")
 _FULL = {errno.ENOSPC, errno.EDQUOT} if hasattr(errno, "EDQUOT") else {errno.ENOSPC}
 

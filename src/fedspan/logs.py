@@ -22,18 +22,6 @@ from filelock import FileLock
 from fedspan.errors import FedspanError
 from fedspan.files import convert_disk_errors, from_json, fsync_folder, read_bytes, to_json, write_all
 
-__all__ = [
-    "EMPTY",
-    "AuditLog",
-    "JsonLines",
-    "LogFollower",
-    "Position",
-    "encode_chain_line",
-    "find_position",
-    "read_lines",
-    "require_position",
-]
-
 _CHAIN = re.compile(rb', "chain": "([0-9a-f]{64})"\}$')
 _ENDED = re.compile(rb', "chain": "[0-9a-f]{64}"\}.', re.DOTALL)
 """A whole line that ends in something else than a newline: nobody who writes a line leaves one."""

@@ -7,8 +7,6 @@ from typing import Any
 
 from fedspan.errors import FedspanError
 
-__all__ = ["load_installed"]
-
 
 def load_installed(group: str, name: str, field: str) -> tuple[str, Any] | None:
     """Load what an installed package declares under a name; None: no package declares it.
@@ -20,9 +18,6 @@ def load_installed(group: str, name: str, field: str) -> tuple[str, Any] | None:
 
     Returns:
         Where the package has it (``module:attribute``), and the object.
-
-    Raises:
-        FedspanError: If the package cannot be imported.
     """
     for entry_point in entry_points(group=group, name=name):
         try:

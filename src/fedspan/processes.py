@@ -13,8 +13,6 @@ from filelock import FileLock, SoftFileLock, Timeout
 
 from fedspan.errors import FedspanError
 
-__all__ = ["acquire_lock", "end_with_parent", "hold_folder", "read_process_start"]
-
 _ENDING = 10.0
 """Seconds for which the process that holds a folder may take to end."""
 

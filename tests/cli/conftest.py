@@ -32,7 +32,7 @@ def write(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Write:
 def finished(call: Call, write: Write, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run with both baselines; not to be changed."""
     folder = tmp_path_factory.mktemp("runs") / "finished"
-    config = write(("local", "centralized"), federation={"rounds": 2})
+    config = write(("local-only", "centralized"), federation={"rounds": 2})
     result = call("run", config, "--out", folder)
     assert result.exit_code == 0, result.output
     (folder.parent / "screen.txt").write_text(result.stdout)

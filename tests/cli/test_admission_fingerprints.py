@@ -9,23 +9,14 @@ from typing import Any
 import pytest
 
 admissions = pytest.importorskip(
-    "fedspan.transports.flower.admissions", reason="the extra fedspan[flower] is not installed"
+    "fedspan.transports.http.admissions", reason="the extra fedspan[deploy] is not installed"
 )
-servers = pytest.importorskip("fedspan.transports.flower.server")
+servers = pytest.importorskip("fedspan.transports.http.server")
 
 
 @pytest.fixture
-def registered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """The keys that a server's SuperLink registers."""
-    keys = list[str]()
-
-    def register(link: Any, key: Path, name: str) -> int:
-        keys.append(key.read_text())
-        return len(keys)
-
-    monkeypatch.setattr(admissions, "_register", register)
-    servers.prepare_folder(tmp_path / "server", 9092, [], insecure=True)
-    return keys
+def link(tmp_path: Path) -> Any:
+    return servers.prepare_folder(tmp_path / "server", 9092, [], insecure=True)
 
 
 @pytest.fixture
@@ -37,7 +28,7 @@ def fingerprint(call: Callable[..., Any], tmp_path: Path) -> str:
 
 
 def test_the_fingerprint_is_shown_to_be_compared(
-    call: Callable[..., Any], registered: list[str], fingerprint: str, tmp_path: Path
+    call: Callable[..., Any], link: Any, fingerprint: str, tmp_path: Path
 ) -> None:
     key = tmp_path / "node.key.pub"
     result = call("admit", key, "--as", "a", "--server", tmp_path / "server")
@@ -50,16 +41,16 @@ def test_the_fingerprint_is_shown_to_be_compared(
 
 
 def test_another_key_is_refused_before_it_is_admitted(
-    call: Callable[..., Any], registered: list[str], fingerprint: str, tmp_path: Path
+    call: Callable[..., Any], link: Any, fingerprint: str, tmp_path: Path
 ) -> None:
     call("join", "--new-key", tmp_path / "swapped.key")
     options = ("--as", "a", "--fingerprint", fingerprint, "--server", tmp_path / "server")
     result = call("admit", tmp_path / "swapped.key.pub", *options)
     assert result.exit_code == 2
     assert "nobody was admitted" in result.output + result.stderr
-    assert registered == []
+    assert admissions.read_admissions(link) == {}
     (tmp_path / "other.pub").write_text("no key")
     assert call("admit", tmp_path / "other.pub", *options).exit_code == 2
-    assert registered == []
+    assert admissions.read_admissions(link) == {}
     assert call("admit", tmp_path / "node.key.pub", *options).exit_code == 0
-    assert len(registered) == 1
+    assert [one.name for one in admissions.read_admissions(link).values()] == ["a"]

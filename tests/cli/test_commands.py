@@ -162,7 +162,7 @@ def test_every_section_of_a_config_has_a_page() -> None:
 
 
 def test_the_longest_entry_counts() -> None:
-    assert find_page("federation.secure.bits") == f"{DOCS / 'deployment.md'}#secure-aggregation"
+    assert find_page("federation.secure.bits") == f"{DOCS / 'secure-aggregation.md'}"
     assert find_page("federation.rounds") == f"{DOCS / 'config.md'}#federation"
     assert find_page("texts") is None
 

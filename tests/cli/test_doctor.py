@@ -49,7 +49,7 @@ def test_a_package_that_is_missing_or_old(call: Call, monkeypatch: pytest.Monkey
     assert found["fedspan"]["state"] == "missing"
     assert "peft is 0.1.0, not " in found["fedspan"]["finding"]
     assert found["fedspan"]["advice"] == "pip install fedspan"
-    assert found["extra flower-sim"]["finding"] == "ray is not installed"
+    assert found["extra cluster"]["finding"] == "ray is not installed"
     assert found["extra privacy"] == {
         "name": "extra privacy",
         "state": "note",

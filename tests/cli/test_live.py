@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from fedspan.cli.live import RunView
 from fedspan.cli.series import SeriesView
 from fedspan.config import RunConfig
 from fedspan.experiments.series import Step
 from fedspan.experiments.series_bar import SeriesBar
+from fedspan.runs.run_view import RunView
 from fedspan.runs.setup import Prepared
 from fedspan.training.stages import Stage
 from helpers.clock import Clock
@@ -47,9 +47,9 @@ def test_lines_without_a_terminal(prepared: Prepared) -> None:
         shown.on_round_finish(row(1, 0.5))
         shown.on_round_finish(row(2, 0.625, loss=None, test=None, clients=None))
         shown.on_round_finish({**row(3, 0.0), "validation": None})
-        shown.on_baseline_start("local", 3)
+        shown.on_baseline_start("local-only", 3)
         for round in (1, 2, 3):
-            shown.on_baseline_round("local", round, 0.5)
+            shown.on_baseline_round("local-only", round, 0.5)
     head, folder, columns, *lines = printed(out)
     assert head.startswith("fedit on ")
     assert "4 clients, 3 a round" in head
@@ -66,7 +66,7 @@ def test_lines_without_a_terminal(prepared: Prepared) -> None:
     ]
     assert lines[1].split() == ["2/3", "-", "62.5%", "-", "-", "3.4", "MB", "3.2", "MB", "2:02"]
     assert lines[2].split()[2] == "-"
-    assert lines[3:] == ["baseline local only: 3 epochs, loss 0.5000"]
+    assert lines[3:] == ["baseline local-only: 3 epochs, loss 0.5000"]
     assert {len(line) for line in lines[:3]} == {80}
 
 
@@ -159,9 +159,9 @@ def test_the_footer_has_the_run_and_its_round(series: tuple[SeriesView, Console,
     row = {"round": 1, "loss": 1.0, "seconds": 1.0, "bytes": {"down": 1, "up": 1}}
     shown.on_round_finish(row)
     assert "round          2/3" in footer(shown)
-    shown.on_baseline_start("local", 3)
-    shown.on_baseline_round("local", 2, 0.5)
-    assert "local only       2/3" in footer(shown)
+    shown.on_baseline_start("local-only", 3)
+    shown.on_baseline_round("local-only", 2, 0.5)
+    assert "local-only       2/3" in footer(shown)
     shown.on_run_finish(step, "accuracy", 0.5, 61.0, True)
     assert "run 2 of 2" in footer(shown)
     for _ in range(2):

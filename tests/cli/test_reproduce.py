@@ -280,6 +280,8 @@ def test_presets_are_listed_and_planned(call: Call) -> None:
         (["florg-bytes", "--data", ".", "--out", "x", "--reuse", "none"], "--reuse"),
         (["--reuse", "x"], "ID"),
         (["--out", "x"], "ID"),
+        (["--seeds", "0"], "ID"),
+        (["florg-bytes", "--data", ".", "--out", "x", "--seeds", "0;1"], "--seeds"),
         (["--resume", "x"], "folder"),
     ],
 )

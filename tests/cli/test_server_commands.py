@@ -29,10 +29,10 @@ from helpers.command_line import get_program
 from helpers.reply_transport import Replies, ReplyingTransport
 
 admissions = pytest.importorskip(
-    "fedspan.transports.flower.admissions", reason="the extra fedspan[flower] is not installed"
+    "fedspan.transports.http.admissions", reason="the extra fedspan[deploy] is not installed"
 )
-keys = pytest.importorskip("fedspan.transports.flower.keys")
-servers = pytest.importorskip("fedspan.transports.flower.server")
+keys = pytest.importorskip("fedspan.transports.http.keys")
+servers = pytest.importorskip("fedspan.transports.http.server")
 
 
 @pytest.fixture
@@ -105,11 +105,9 @@ def test_what_expires_soon_is_named_with_the_command(
     assert capsys.readouterr().err == ""
 
 
-SAID = [
-    {"node-id": "11", "status": "online", "online-elapsed": 75.4, "offline-at": "N/A"},
-    {"node-id": "12", "status": "offline", "online-elapsed": 9.0, "offline-at": "2026-01-02 03:04:05Z"},
-    {"node-id": "13", "status": "registered", "online-elapsed": 0.0, "offline-at": "N/A"},
-    {"node-id": "14", "status": "unregistered", "online-elapsed": 0.0, "offline-at": "N/A"},
+NODES = [
+    {"node": "11", "online": True, "online_seconds": 75.4, "offline_since": None, "work": ""},
+    {"node": "12", "online": False, "online_seconds": 0.0, "offline_since": 1767322985.0, "work": ""},
 ]
 
 
@@ -118,10 +116,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "server"
     servers.prepare_folder(folder, 9092, [], insecure=True)
 
-    def flower(link: Any, *arguments: str) -> dict[str, Any]:
-        return {"nodes": SAID}
-
-    monkeypatch.setattr(servers, "call_flower", flower)
+    monkeypatch.setattr(servers.Operator, "post", lambda operator, path: NODES)
     return folder
 
 
@@ -142,10 +137,17 @@ def test_status_shows_nodes_and_the_run(server: Path, tmp_path: Path) -> None:
     store_named_run(server, run, {"north": 11, "south": 12})
     shown = runner.invoke(get_program(), ["status", "--server", str(server)])
     assert shown.exit_code == 0, shown.output
-    for words in ("north", "now, for 1:15", "round 2: no reply within 5 s", "2 of 5, stopped", "--resume", "never"):
+    for words in (
+        "north",
+        "now, for 1:15",
+        "round 2: no reply within 5 s",
+        "2 of 5, stopped",
+        "--resume",
+        "2026-01-02",
+    ):
         assert words in shown.output
     printed = json.loads(runner.invoke(get_program(), ["status", "--server", str(server), "--json"]).stdout)
-    assert [node["client"] for node in printed["nodes"]] == ["north", "south", None]
+    assert [node["client"] for node in printed["nodes"]] == ["north", "south"]
     assert printed["run"]["round"] == 2
     done = runner.invoke(get_program(), ["status", "--server", str(server), "--run", str(tmp_path)])
     assert done.exit_code == 2

@@ -27,7 +27,7 @@ def test_run_shows_every_round_and_closes_with_the_comparison(finished: Path) ->
     report = json.loads((finished / "report.json").read_text())
     for round in (1, 2):
         assert f" {round}/2 " in screen
-    for shown in ("fedit", "local only", "centralized", "held-out", "client tests", "worst client"):
+    for shown in ("fedit", "local-only", "centralized", "held-out", "client tests", "worst client"):
         assert shown in screen
     assert f"{100 * report['scores']['test']['accuracy']:.1f}%" in screen
     assert str(finished / "adapter") in screen.replace("\n", "")
@@ -123,7 +123,7 @@ def test_scores_are_of_tests_or_of_validation(scores: Mapping[str, Any], columns
 
 def test_without_scores_there_is_a_sentence_and_no_table() -> None:
     lines = read_screen({})
-    assert lines[0] == "no scores were measured"
+    assert lines[0].startswith("no scores were measured: there is no test set")
     assert not any(line.startswith("FedIT") for line in lines)
 
 
@@ -164,4 +164,4 @@ def test_demo_shows_its_config(call: Call, tmp_path: Path) -> None:
     config = fedspan.load_config(path)
     assert config.model.name == "builtin:all-minilm-l6-v2"
     assert config.data.train == "builtin:banking-queries"
-    assert (config.method.name, config.baselines) == ("fedit", ["local", "centralized"])
+    assert (config.method.name, config.baselines) == ("fedit", ["local-only", "centralized"])

@@ -33,6 +33,35 @@ def test_predict(call: Call, finished: Path, tmp_path: Path) -> None:
     assert done(call("predict", finished, *texts, "--client", "west")) == expected
 
 
+def test_only_line_ends_end_a_line(call: Call, finished: Path, tmp_path: Path) -> None:
+    (tmp_path / "texts.txt").write_bytes("admin1\u2028word3\r\nlab2\x0cword1\rlab3\n".encode())
+    rows = json.loads(done(call("predict", finished, "--file", tmp_path / "texts.txt", "--json")))
+    assert [row["text"] for row in rows] == ["admin1\u2028word3", "lab2\x0cword1", "lab3"]
+    refused = call("predict", finished, "--file", "-", "--text", "message", input="lab2")
+    assert "standard input is read as lines" in refused.stderr
+
+
+def test_no_column_of_the_table_is_overwritten(call: Call, finished: Path, tmp_path: Path) -> None:
+    (tmp_path / "new.csv").write_text("text,label,predicted_label\nadmin1 word2,x,y\n")
+    done(call("predict", finished, "--file", tmp_path / "new.csv", "--out", tmp_path / "out.jsonl"))
+    row = json.loads((tmp_path / "out.jsonl").read_text())
+    assert (row["label"], row["predicted_label"], row["predicted_predicted_label"] in tiny.LABELS) == ("x", "y", True)
+    refused = call("predict", finished, "admin1", "--out", tmp_path / "absent" / "out.csv")
+    assert "`--out`" in refused.stderr
+    assert "a file in a folder that exists" in refused.stderr
+
+
+def test_options_that_describe_no_data_are_refused(call: Call, finished: Path, tmp_path: Path) -> None:
+    """They would be ignored: the run's own test set has the columns of the run's config."""
+    for option in (("--label", "intent"), ("--role", "tokens=words"), ("--set", "data.label=intent")):
+        assert "no data are given" in call("evaluate", finished, *option).stderr
+    (tmp_path / "new.csv").write_text("text,label\nadmin1,admin\n")
+    with pytest.raises(FedspanError, match="only one test set is measured"):
+        fedspan.evaluate(finished, data=tmp_path / "new.csv", run_data=tmp_path / "new.csv")
+    refused = call("evaluate", finished, "--tasks", "mmlu", "--text-pair", "b")
+    assert "cannot be combined with --tasks" in refused.stderr
+
+
 def test_a_model_of_single_texts_takes_no_pairs(call: Call, finished: Path) -> None:
     assert done(call("predict", finished, "admin1\tword3")) == done(call("predict", finished, "admin1 word3"))
     with pytest.raises(FedspanError, match="Expected single texts, as in this model's training"):

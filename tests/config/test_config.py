@@ -278,7 +278,7 @@ MISTAKES: list[tuple[str, Any, str, str]] = [
     ("method", {"name": "ffa-lora", "init_A": "random"}, "method.init_A", "'kaiming', 'gaussian' or 'orthonormal'"),
     ("training.betas", [0.9], "training.betas.1", "is required"),
     ("federation.clients_per_round", 0, "federation.clients_per_round", "greater than or equal to 1"),
-    ("baselines", ["global"], "baselines.0", "'local' or 'centralized'"),
+    ("baselines", ["global"], "baselines.0", "'local-only' or 'centralized'"),
     ("seed", 2**64, "seed", "less than 9223372036854775808"),
 ]
 """Path and value of a change of the valid config, the field that is named, and words; more are in helpers.mistakes."""

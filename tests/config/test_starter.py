@@ -140,6 +140,7 @@ def test_clients_have_tests_of_their_own_where_no_common_one_measures_their_mode
     train = table(tmp_path / "train.csv", {"text": TEXTS, "label": ["a", "b"] * 30})
     config, _ = config_of(train, method=method, options={"test_fraction": fraction})
     assert config.partition.test == share
+    assert config.federation.final_rounds == (2 if fraction else 0)  # a common test set measures the model after them
 
 
 def test_a_test_file(tmp_path: Path) -> None:
@@ -493,7 +494,14 @@ def test_decimal_commas_are_numbers(tmp_path: Path) -> None:
 
 
 def rendered(task: str = "sequence-classification", by: str | None = None, **changes: Any) -> dict[str, Any]:
-    options = {"model": "a/model", "targets": None, "method": "fedit", "shares": (0.1, 0.0), **changes}
+    options = {
+        "model": "a/model",
+        "targets": None,
+        "method": "fedit",
+        "shares": (0.1, 0.0),
+        "has_test": True,
+        **changes,
+    }
     data = {"train": "notes: of #1.csv", "text": "té xt"}
     text = render_config(InferredData(task, data, by, ()), data, 7, **options)
     values = yaml.safe_load(text)

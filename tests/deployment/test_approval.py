@@ -11,6 +11,7 @@ import pytest
 from fedspan.config import parse_config
 from fedspan.config.node import NodeConfig
 from fedspan.data.files import FROM_TRAINERS
+from fedspan.deployment import handshake
 from fedspan.deployment.approval import Approvals, NotApprovedError, compute_job_digest
 from fedspan.deployment.audit import AUDIT, AuditedTransport, describe_envelope
 from fedspan.deployment.base_offers import BaseFile, compute_offer_digest
@@ -68,6 +69,18 @@ def test_a_changed_config_is_another_job(tiny_folder: Path, tmp_path: Path, appr
     assert introduced(service, values(tiny_folder, training={"lr": 0.5})).waiting
     assert introduced(service, values(tiny_folder), run="another").waiting
     assert len(approvals.list_requests()) == 3
+
+
+def test_an_approval_outlives_a_patch_release_of_the_server(
+    tiny_folder: Path, tmp_path: Path, approvals: Approvals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handshake, "__version__", "0.1.2")
+    service, given = NodeService(node(tiny_folder, tmp_path, limits=ASK)), values(tiny_folder)
+    assert introduced(service, given, version="0.1.0").waiting
+    approvals.decide(approvals.list_requests()[0].job, "approved")
+    told = introduced(service, given, version="0.1.9")
+    assert (told.waiting, told.refused) == (False, None)
+    assert "it runs fedspan 0.2.0" in (introduced(service, given, version="0.2.0").refused or "")
 
 
 def test_an_offer_of_other_weights_is_another_job(tiny_folder: Path, tmp_path: Path, approvals: Approvals) -> None:

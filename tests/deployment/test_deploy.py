@@ -24,16 +24,14 @@ from fedspan.deployment.handshake import Invitation
 from fedspan.deployment.health import Heartbeat
 from fedspan.errors import FedspanError
 from fedspan.training.stages import Stages
-from fedspan.transports.flower.server import prepare_folder
+from fedspan.transports.http import node as nodes
+from fedspan.transports.http import reachability
+from fedspan.transports.http.keys import renew_authority
+from fedspan.transports.http.server import prepare_folder
 from helpers import tiny
 from helpers.command_line import get_program
 from helpers.node_service import values
 from helpers.refusals import refused
-
-pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
-
-from fedspan.transports.flower import reachability, supernode
-from fedspan.transports.flower.keys import renew_authority
 
 
 @pytest.fixture
@@ -48,14 +46,19 @@ def links(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
             works.append(get_work())
         found.append((link, before_order, works))
 
-    monkeypatch.setattr(supernode, "serve", serve)
+    monkeypatch.setattr(nodes, "serve", serve)
     monkeypatch.setattr(deploy, "Supervisor", lambda *_: SimpleNamespace(answer=None, close=lambda: None))
     return found
 
 
+def write_examples(path: Path, columns: str = "text,label", count: int = 20) -> None:
+    rows = (f"how do I cancel order {number},{'billing' if number % 2 else 'orders'}" for number in range(count))
+    path.write_text("\n".join([columns, *rows]))
+
+
 def write_node(folder: Path, **changes: Any) -> Path:
     values = {"id": "a", "server": "localhost:1", "folder": "state", "data": {"train": "data.csv"}, **changes}
-    (folder / "data.csv").write_text("text,label\nx,0\n")
+    write_examples(folder / "data.csv")
     path = folder / "node.yaml"
     path.write_text(yaml.safe_dump(values))
     return path
@@ -97,7 +100,7 @@ def test_a_node_s_folder_is_not_for_other_users(
 @pytest.mark.parametrize(
     ("module", "function", "arguments"),
     [
-        ("fedspan.transports.flower.superlink", "supervise", ["server", "--insecure", "--folder", "server"]),
+        ("fedspan.transports.http.supervision", "supervise", ["server", "--insecure", "--folder", "server"]),
         ("fedspan.deployment.deploy", "join", ["join", "node.yaml", "--insecure"]),
         ("fedspan.deployment.deploy", "submit", ["submit", "config.yaml", "--server", "server"]),
     ],
@@ -140,11 +143,11 @@ def test_a_resumed_run_offers_the_same_base(tiny_folder: Path, tmp_path: Path, m
         def __init__(self, link: Any, run_folder: Any, prepared: Any, invitation: Invitation, *_: Any) -> None:
             invitations.append(invitation)
 
-        def gather(self, grid: Any) -> None:
+        def gather(self, server: Any) -> None:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(deploy, "Submission", Interrupted)
-    monkeypatch.setattr("fedspan.transports.flower.grid.attach", lambda *_: nullcontext())
+    monkeypatch.setattr("fedspan.transports.http.link.attach", lambda *_: nullcontext())
     link: Any = SimpleNamespace(folder=tmp_path, authority=None)
     with monkeypatch.context() as context:
         context.setattr(deploy, "find_local_base", lambda *_: None)  # of a model that cannot be offered
@@ -202,7 +205,7 @@ def test_every_file_has_the_id_and_the_address(id: str, authority: Path, tmp_pat
     assert re.fullmatch(r"[a-z0-9][a-z0-9_-]*", compose["name"])
     assert compose["services"]["node"]["image"].endswith(__version__)
     readme = (bundle / "README.md").read_text()
-    assert f"'fedspan-{__version__}-py3-none-any.whl[flower,secagg,privacy,demo]'" in readme
+    assert f"'fedspan-{__version__}-py3-none-any.whl[deploy,secagg,privacy,demo]'" in readme
     assert not re.search(r"\$[a-z{]", readme.replace(id, ""))
 
 
@@ -233,7 +236,7 @@ def test_images_and_units_can_load_the_default_model(path: Path, extras: set[str
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     pattern = r"(?m)^ARG EXTRAS=(\S+)$" if path.name == "Dockerfile" else r"\.whl\[([a-z,]+)\]"
     (installed,) = re.findall(pattern, path.read_text())
-    assert set(installed.split(",")) == {"flower", "secagg", "privacy", "demo"} | extras
+    assert set(installed.split(",")) == {"deploy", "secagg", "privacy", "demo"} | extras
     assert set(installed.split(",")) <= project["optional-dependencies"].keys()
 
 
@@ -256,9 +259,9 @@ def test_a_server_writes_bundles_and_a_data_owner_checks_its_own(tmp_path: Path)
     assert str(bundle) in said
     assert hashlib.sha256((folder / "ca.crt").read_bytes()).hexdigest() in said
     assert "fedspan admit node.key.pub --as clinic-a --server" in said
-    (bundle / "data" / "train.csv").write_text("text,label\n")
+    write_examples(bundle / "data" / "train.csv")
     call("join", "--new-key", str(bundle / "node.key"))
-    with pytest.raises(FedspanError, match=r"no connection to localhost:1 \(Connection refused\)"):
+    with pytest.raises(FedspanError, match=r"no connection to localhost:1 \(.*Connection refused\)"):
         check_node(bundle / "node.yaml")
     (bundle / "data" / "train.csv").unlink()
     with pytest.raises(FedspanError, match=r"data\.train"):
@@ -295,34 +298,78 @@ def test_a_check_passes_and_says_what_it_saw(tmp_path: Path, monkeypatch: pytest
     call("server", "--folder", str(folder), "--name", "localhost", "--bundle", "clinic-a")
     bundle = folder / "bundles" / "clinic-a"
     call("join", "--new-key", str(bundle / "node.key"))
-    (bundle / "data" / "train.csv").write_text("text,label\n")
+    write_examples(bundle / "data" / "train.csv")
     said = call("join", str(bundle / "node.yaml"), "--check")
     assert "node clinic-a" in said
-    assert "data/train.csv" in said
+    assert "data: 20 training examples, read for sequence-classification" in said
+    assert "scores: none will be sent, because about 2 examples are for validation" in said
     assert "server: reached" in said
     (bundle / "node.key").chmod(0o644)
     with pytest.raises(FedspanError, match="others can read the key"):
         check_node(bundle / "node.yaml")
 
 
+CSV = {"train": "a/train.csv"}
+
+
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("columns", "data", "said"),
     [
-        ({"train": "{site}/train.csv"}, "1 files match"),
-        ({"train": ["a/train.csv"]}, "a/train.csv"),
-        ({"train": "banking77"}, "loaded as a named data set"),
-        ({}, "fedspan.join(file, trainer=...)"),
+        ("text,label", {"train": "{site}/train.csv"}, "20 training examples"),
+        ("text,label", {"train": "builtin:patient-messages"}, "read for sequence-classification"),
+        ("note,category", {**CSV, "text": "note", "label": "category"}, "20 training examples"),
+        ("prompt,answer", {**CSV, "prompt": "{prompt}"}, "read for causal-lm"),
+        ("text,label", {}, "fedspan.join(file, trainer=...)"),
     ],
 )
-def test_a_check_knows_all_data(
-    data: dict[str, object], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_check_loads_all_data(
+    columns: str, data: dict[str, object], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reachability, "check_server", lambda *_: "reached")
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "train.csv").write_text("text,label\n")
+    check_in(tmp_path, monkeypatch, columns)
     (tmp_path / "node.yaml").write_text(yaml.safe_dump({"id": "a", "server": "localhost:1", "data": data}))
-    monkeypatch.chdir(tmp_path)
     assert said in "\n".join(check_node("node.yaml", insecure=True))
+
+
+@pytest.mark.parametrize(
+    ("columns", "count", "data", "field", "problem"),
+    [
+        (
+            "text,category",
+            20,
+            CSV,
+            "data.label",
+            r"no column named 'label'.*for sequence-classification \(text: text, label: category",
+        ),
+        ("text,label", 20, {**CSV, "label": "kind"}, "data.label", r"no column named 'kind'"),
+        ("note,label", 20, CSV, "data.text", r"no column named 'text'.*\(text: note, label: label"),
+        ("text,label", 15, CSV, "data.train", r"15 examples.*at least 16 \(limits\.train_examples\)"),
+        ("text,label", 20, {"train": "b/train.csv"}, "data.train", r"b/train\.csv"),
+        ("text,label", 20, {"train": "{site}/b.csv"}, "data.train", r"no file"),
+        ("text,label", 20, {**CSV, "txet": "text"}, "data.txet", r"Did you mean 'text'"),
+    ],
+)
+def test_a_check_names_what_a_run_would_miss(
+    columns: str,
+    count: int,
+    data: dict[str, object],
+    field: str,
+    problem: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    check_in(tmp_path, monkeypatch, columns, count)
+    (tmp_path / "node.yaml").write_text(yaml.safe_dump({"id": "a", "server": "localhost:1", "data": data}))
+    with pytest.raises(FedspanError, match=problem) as caught:
+        check_node("node.yaml", insecure=True)
+    assert caught.value.field == field
+
+
+def check_in(folder: Path, monkeypatch: pytest.MonkeyPatch, columns: str, count: int = 20) -> None:
+    """Write a file with examples, and take the server as reached."""
+    monkeypatch.setattr(reachability, "check_server", lambda *_: "reached")
+    (folder / "a").mkdir()
+    write_examples(folder / "a" / "train.csv", columns, count)
+    monkeypatch.chdir(folder)
 
 
 def test_bundles_need_a_name_and_tls(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def flower(
 
 @pytest.fixture(scope="module")
 def simulation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StockFlower]:
-    pytest.importorskip("ray", reason="the extra fedspan[flower-sim] is not installed")
+    pytest.importorskip("ray", reason="the extra fedspan[flower] is not installed")
     with StockFlower(tmp_path_factory.mktemp("simulation") / "stock") as stock:
         stock.start_superlink("--simulation")
         yield stock

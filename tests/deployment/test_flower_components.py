@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from collections.abc import Collection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,6 +42,36 @@ def test_an_app_has_the_config_and_no_code(simulated: bool, tiny_folder: Path, t
         assert app["components"][component] == f"{module.__name__}:app"
     with pytest.raises(FedspanError, match="an empty folder"):
         write(tmp_path, values)
+
+
+def test_an_app_s_folder_may_have_any_name_that_toml_can_have(tiny_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / '\U0001f600 "\x7f'
+    folder.mkdir()
+    written = write(folder, tiny.settings(tiny_folder))
+    assert written["tool"]["flwr"]["app"]["config"]["folder"] == str(folder / "runs")
+
+
+def test_a_folder_whose_name_toml_cannot_have_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(tiny.settings(tiny_folder)))
+    with pytest.raises(FedspanError, match="--out"):
+        write_app(tmp_path / "app", tmp_path / "run.yaml", tmp_path / "\udcff")
+    assert list((tmp_path / "app").iterdir()) == []
+
+
+def test_a_simulation_finds_the_files_of_a_config_from_every_folder(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tiny_folder)
+    values = tiny.settings(Path())
+    config = json.loads(write(tmp_path, values)["tool"]["flwr"]["app"]["config"]["config"])
+    assert values["data"]["train"] == "corpus.csv"
+    assert config["data"]["train"] == str(tiny_folder / "corpus.csv")
+    assert config["model"]["name"] == str(tiny_folder / values["model"]["name"])
+
+
+def test_data_that_are_no_section_are_named_as_in_any_config(tiny_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(FedspanError, match=r"^`?data"):
+        write(tmp_path, {**tiny.settings(tiny_folder), "data": "corpus.csv"})
 
 
 @pytest.mark.parametrize(
@@ -90,7 +121,12 @@ class Notes(Listener):
         self.notes.append(text)
 
 
-def gather(monkeypatch: pytest.MonkeyPatch, replies: list[tuple[int, Envelope | str]]) -> tuple[Any, list[str]]:
+def gather(
+    monkeypatch: pytest.MonkeyPatch,
+    replies: list[tuple[int, Envelope | str]],
+    begun: Collection[str] = (),
+    offline: Collection[int] = (),
+) -> tuple[Any, list[str]]:
     """What becomes of nodes' replies to an invitation of two clients."""
     notes, asked = Notes(), set[int]()
 
@@ -104,7 +140,9 @@ def gather(monkeypatch: pytest.MonkeyPatch, replies: list[tuple[int, Envelope | 
     federation = SimpleNamespace(min_examples=0, require_tags={}, secure=None)
     config = SimpleNamespace(federation=federation, partition=SimpleNamespace(clients=2))
     prepared: Any = SimpleNamespace(model=None, config=config)
-    return (flower_server._gather(None, prepared, Envelope("{}"), 1.0, notes), asked), notes.notes  # pyright: ignore
+    grid: Any = SimpleNamespace(get_node_ids=lambda: {node for node, _ in replies} - set(offline))
+    gathered = flower_server._gather(grid, prepared, Envelope("{}"), 1.0, notes, begun)
+    return (gathered, asked), notes.notes
 
 
 def introduced(id: str, **changes: Any) -> Envelope:
@@ -124,14 +162,48 @@ def test_nodes_join_under_different_ids_and_the_others_reasons_are_noted(monkeyp
         ],
     )
     assert gathered == ({"a": 1, "c": 4}, {"a": 9, "c": 9})
-    assert asked == {4}
+    assert asked == {2, 4}
     assert notes == [
         "a participates with 9 examples (node 1)",
-        "node 2 does not participate: its node failed",
+        "node 2 does not participate yet: its node failed",
         "a does not participate: another node has this id",
         "c does not participate yet: not approved",
         "c participates with 9 examples (node 4)",
     ]
+
+
+@pytest.mark.parametrize(
+    ("again", "gathered"),
+    [
+        (introduced("a", examples=8), ({"a": 1, "b": 2}, {"a": 8, "b": 9})),
+        (introduced("c"), ({"c": 1, "b": 2}, {"c": 9, "b": 9})),
+        ("its node failed", None),
+    ],
+    ids=["same id", "another id", "failure"],
+)
+def test_a_node_that_comes_back_counts_once_as_what_it_is_now(
+    again: Envelope | str, gathered: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replies: list[tuple[int, Envelope | str]] = [(1, introduced("a")), (1, again), (2, introduced("b"))]
+    if gathered is None:
+        with pytest.raises(FedspanError, match=r"1 of 2 nodes .*its node failed"):
+            gather(monkeypatch, replies)
+    else:
+        assert gather(monkeypatch, replies)[0][0] == gathered
+
+
+def test_a_node_that_restarts_under_another_number_replaces_the_one_that_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replies: list[tuple[int, Envelope | str]] = [(1, introduced("a")), (3, introduced("a")), (2, introduced("b"))]
+    assert gather(monkeypatch, replies, offline=[1])[0][0][0] == {"a": 3, "b": 2}
+
+
+def test_a_resumed_run_needs_the_clients_with_which_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    replies: list[tuple[int, Envelope | str]] = [(node, introduced(id)) for node, id in enumerate("cab", 1)]
+    (gathered, _), notes = gather(monkeypatch, replies, begun=["a", "b"])
+    assert gathered[0] == {"a": 2, "b": 3}
+    assert notes[0] == "c does not participate: this run began with a, b"
 
 
 def test_too_few_nodes_are_an_error_with_their_reasons(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,7 +132,7 @@ def _is_digest(text: bytes) -> bool:
 
 
 def test_key_files(place: Path) -> None:
-    keys = pytest.importorskip("fedspan.transports.flower.keys", reason="the extra fedspan[flower] is not installed")
+    keys = pytest.importorskip("fedspan.transports.http.keys", reason="the extra fedspan[deploy] is not installed")
     path = place / "node.key"
     keys.make_node_key(path)
     fuzz(path, path.read_bytes(), keys.load_node_key, 1_000, 6)

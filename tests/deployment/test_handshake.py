@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fedspan import __version__
-from fedspan.deployment import submission
+from fedspan.deployment import handshake, submission
 from fedspan.deployment.handshake import Introduction, build_server_config
 from fedspan.deployment.node import NodeService
 from fedspan.errors import FedspanError
@@ -18,13 +18,10 @@ from fedspan.federation.protocol import Envelope
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.remote import build_server_clients, prepare_server
 from fedspan.runs.train import run
+from fedspan.transports.http import admissions, transport
+from fedspan.transports.http import server as servers
 from helpers import tiny
 from helpers.node_service import CLIENT, introduced, invitation, node, values
-
-pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
-
-from fedspan.transports.flower import admissions, transport
-from fedspan.transports.flower import server as servers
 
 Meet = Callable[..., tuple[Any, list[str]]]
 WAITING = "`limits.approve`: the node's operator has to approve job 3f9c first"
@@ -49,7 +46,7 @@ def meet(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """What the nodes of a run are after some replies of node 7, which is invited again while it has not decided."""
 
     def met(replies: list[dict[str, Any]], **federation: Any) -> tuple[Any, list[str]]:
-        def invite(grid: Any, envelope: Any, seconds: float, signer: Any, undecided: set[int]) -> Iterator[Any]:
+        def invite(server: Any, envelope: Any, seconds: float, signer: Any, undecided: set[int]) -> Iterator[Any]:
             for reply in replies:
                 fields: dict[str, Any] = {"id": CLIENT, "version": __version__, **reply}
                 yield 7, Introduction(**fields).to_envelope()
@@ -80,13 +77,13 @@ class Keyed:
         given["federation"].update(federation)
         prepared: Any = SimpleNamespace(config=build_server_config(given), model=None)
         link: Any = SimpleNamespace(authority=folder / "ca.crt", folder=folder)
-        self.listener, self.grid = Notes(), SimpleNamespace(get_node_ids=lambda: [2, 7, 8])
+        self.listener, self.server = Notes(), SimpleNamespace(list_online=lambda: [2, 7, 8])
         self.handshakes = submission.Handshakes(prepared, self.listener, link)
 
     def introduce(self, node: int, id: str = CLIENT, **changes: Any) -> dict[str, int]:
         """Process an introduction; returns the nodes of the run."""
         introduction = Introduction(id=id, version=__version__, examples=5, base="b", **changes)
-        self.handshakes.process(node, introduction.to_envelope(), self.grid)
+        self.handshakes.process(node, introduction.to_envelope(), self.server)
         return {id: one.node for id, one in self.handshakes.nodes.items()}
 
 
@@ -95,6 +92,19 @@ def test_a_run_begins_with_an_agreement(meet: Meet) -> None:
     found, notes = meet(replies)
     assert found == ({CLIENT: 7}, {CLIENT: 5})
     assert notes == [f"{CLIENT} does not participate yet: {WAITING}"]  # once, however often it was invited
+
+
+@pytest.mark.parametrize("version", ["9", "0.2.0", "0.1", "1.1.0", "0.1.1", "0.1.0rc1"])
+def test_only_nodes_of_other_minor_releases_are_refused(
+    version: str, meet: Meet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handshake, "__version__", "0.1.7")
+    replies = [{"examples": 5, "base": "b", "version": version}]
+    if version.startswith("0.1"):
+        assert meet(replies)[0] == ({CLIENT: 7}, {CLIENT: 5})
+        return
+    with pytest.raises(FedspanError, match=r"and this is 0\.1\.7: install fedspan 0\.1"):
+        meet(replies)
 
 
 def test_a_refusal_is_final_and_named(meet: Meet) -> None:

@@ -4,8 +4,8 @@ import socket
 import struct
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Event, Thread
@@ -16,7 +16,7 @@ import yaml
 from fedspan.deployment import host
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
-from fedspan.transports.flower_app.link import LONGEST_HEADER, forward
+from fedspan.transports.flower.link import LONGEST_HEADER, forward
 from helpers.another_user import as_another_user
 
 LONGEST = 1000
@@ -75,6 +75,29 @@ def test_what_is_no_envelope_is_not_answered(sent: bytes) -> None:
     assert seen == []
 
 
+def test_time_ends_a_message_whose_bytes_trickle_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "_SECONDS", 0.3)
+    with listening() as path, socket.socket(socket.AF_UNIX) as line:
+        line.connect(str(path))
+        line.sendall(struct.pack(">IQ", 1000, 0))
+        until = time.monotonic() + 10
+        with suppress(BrokenPipeError):
+            while time.monotonic() < until:
+                line.sendall(b"x")
+                time.sleep(0.02)
+        assert time.monotonic() < until
+
+
+def test_a_connection_too_many_is_refused_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with listening() as path, ExitStack() as stack:
+        for _ in range(host._CONNECTIONS + 1):
+            line = stack.enter_context(socket.socket(socket.AF_UNIX))
+            line.connect(str(path))
+        line.settimeout(10)
+        assert line.recv(1) == b""
+    assert f"a connection is refused: {host._CONNECTIONS} others" in caplog.text
+
+
 @pytest.mark.parametrize("allowed", [False, True])
 def test_only_the_named_users_may_connect(allowed: bool) -> None:
     program = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); "
@@ -114,6 +137,64 @@ def test_a_host_replaces_the_socket_that_a_killed_one_left_and_removes_its_own(t
     thread.join(30)
     assert not thread.is_alive()
     assert not path.exists()
+
+
+def test_a_host_leaves_the_socket_of_a_living_one(tmp_path: Path) -> None:
+    with listening() as path:
+        with pytest.raises(FedspanError, match="another process listens"):
+            host.host(write_node(tmp_path), path)
+        assert forward(str(path), "{}", b"body") == ("{}", b"body")
+
+
+def test_a_stopped_host_sends_the_reply_to_its_order_and_begins_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken, begun, goes_on, stop, replies = list[str](), list[str](), Event(), Event(), dict[str, str]()
+
+    def answer(_: object, envelope: Envelope) -> Envelope:
+        begun.append(envelope.header)
+        assert goes_on.wait(30)
+        return Envelope("reply", bytes(1 << 20))
+
+    def take(server: host._Server, envelope: Envelope) -> Envelope:
+        taken.append(envelope.header)
+        return answer_in_turn(server, envelope)
+
+    answer_in_turn = host._Server.answer
+    monkeypatch.setattr(host._Server, "answer", take)
+    monkeypatch.setattr(host.Supervisor, "answer", answer)
+    path = tmp_path / "host.sock"
+
+    def send(header: str) -> None:
+        try:
+            replies[header] = forward(str(path), header, b"")[0]
+        except FedspanError as error:
+            replies[header] = str(error)
+
+    running = Thread(target=host.host, args=(write_node(tmp_path), path), kwargs={"stop": stop}, daemon=True)
+    running.start()
+    wait_until(path.exists)
+    lines = [Thread(target=send, args=(header,)) for header in ("first", "second")]
+    lines[0].start()
+    wait_until(lambda: begun == ["first"])
+    lines[1].start()
+    wait_until(lambda: len(taken) == 2)
+    stop.set()
+    wait_until(lambda: not path.exists())
+    goes_on.set()
+    for thread in (*lines, running):
+        thread.join(30)
+        assert not thread.is_alive()
+    assert begun == ["first"]
+    assert replies["first"] == "reply"
+    assert "does not reply" in replies["second"]
+
+
+def wait_until(is_true: Callable[[], bool]) -> None:
+    until = time.monotonic() + 30
+    while not is_true():
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 def test_a_host_replaces_no_other_file(tmp_path: Path) -> None:

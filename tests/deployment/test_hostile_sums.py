@@ -261,7 +261,7 @@ def test_the_largest_weight_that_counts_is_part_of_what_the_nodes_agree_on(
 
 def test_nodes_that_know_each_other_let_no_others_in(tiny_folder: Path, tmp_path: Path) -> None:
     """Two nodes with pinned keys; the third is the server's invention, with a key of its own."""
-    keys = pytest.importorskip("fedspan.transports.flower.keys", reason="the extra fedspan[flower] is not installed")
+    keys = pytest.importorskip("fedspan.transports.http.keys", reason="the extra fedspan[deploy] is not installed")
     from fedspan.crypto.identity import compute_fingerprint
 
     public = {id: keys.make_node_key(tmp_path / f"{id}.key") for id in CLINICS}

@@ -1,5 +1,6 @@
 """A data owner's service: what it agrees to, what it refuses, what it remembers and shows."""
 
+import errno
 import hashlib
 import json
 import logging
@@ -306,7 +307,7 @@ def test_a_node_s_log_names_its_rounds(tiny_folder: Path, tmp_path: Path, caplog
 
 def test_another_version_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
     told = introduced(NodeService(node(tiny_folder, tmp_path)), values(tiny_folder), version="0.0.1")
-    assert "`version`: '0.0.1' is not accepted. Expected fedspan" in (told.refused or "")
+    assert "`version`: of the server, it runs fedspan 0.0.1, and this is" in (told.refused or "")
 
 
 def test_a_message_larger_than_the_node_takes_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
@@ -332,7 +333,7 @@ def test_a_server_s_config_names_no_data(tiny_folder: Path) -> None:
     with pytest.raises(FedspanError, match=r"data\.labels"):
         build_server_config({**given, "data": {}})
     with pytest.raises(FedspanError, match="baselines"):
-        build_server_config({**given, "baselines": ["local"]})
+        build_server_config({**given, "baselines": ["local-only"]})
     federation = {"clients_per_round": 2, "buffered": {"concurrency": 3, "replay": "runs/first"}}
     with pytest.raises(FedspanError, match="a record of arrivals is repeated in the simulator"):
         build_server_config({**given, "federation": federation})
@@ -515,3 +516,55 @@ def test_a_message_is_one_line_whatever_it_quotes(log: StringIO) -> None:
     assert first.endswith(f"\\r\\n{FORGED}")
     assert f"  {FORGED}" in rest
     assert all(line.startswith("  ") for line in rest)
+
+
+MARKER = "zebrawort"
+QUOTING = [
+    KeyError(MARKER),
+    ValueError(f"no number: {MARKER}"),
+    UnicodeDecodeError("utf-8", MARKER.encode(), 0, 1, f"in {MARKER}"),
+    OSError(errno.EACCES, f"no access to {MARKER}", f"/patients/{MARKER}"),
+    OSError(MARKER),
+    FedspanError("data.train", MARKER, f"a text other than {MARKER}", problem=MARKER),
+    FedspanError(f"/patients/{MARKER}", MARKER, problem=f"{MARKER} is damaged"),
+    FedspanError(f"{MARKER} ", MARKER),
+]
+"""Errors that quote an example, a label or a path of the owner's."""
+PLACES = {
+    "fedspan.tasks.classification.SequenceClassification.collate": ("train", "evaluate"),
+    "fedspan.deployment.node.DiskClientStore.store": ("train",),
+    "fedspan.clients.host.add_noise": ("evaluate",),
+    "fedspan.deployment.node.write_model": ("export",),
+}
+"""What carries out orders of these kinds."""
+
+
+def test_an_error_while_an_order_runs_tells_the_server_nothing_of_data_or_paths(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = node(tiny_folder, tmp_path, limits={"evaluation_epsilon": 0.1})
+    run, transport = served(tiny_folder, NodeService(config), method={"name": "fedsa-lora"})
+    trained = run.federation.run_round(run.federation.begin())
+    run.evaluator.evaluate_clients(trained.progress)
+    run.federation.conclude(trained.progress)
+    orders = {order.task: order for order in map(decode_order, transport.sent)}
+    serial = max(order.serial for order in orders.values())
+    for place, tasks in PLACES.items():
+        for task in tasks:
+            for error in QUOTING:
+
+                def fail(*_: Any, error: Exception = error, **__: Any) -> Any:
+                    try:
+                        raise RuntimeError(MARKER)
+                    except RuntimeError as cause:
+                        raise error from cause
+
+                caplog.clear()
+                serial += 1
+                with monkeypatch.context() as patch:
+                    patch.setattr(place, fail)
+                    reply = transport.service.answer(replace(orders[task], serial=serial).to_envelope())
+                assert MARKER in caplog.text, f"{place} was not called"
+                assert (decode_reply(reply).failed or "").endswith("; see the client's own log"), reply
+                assert MARKER not in reply.header
+                assert reply.body == b""

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fedspan.deployment.node_folder import LAST_REPLY, STATE, TRAINING, get_run_folder, remove_old_states
+from fedspan.clients.secagg_store import DiskSessionStore, Session
+from fedspan.deployment.node_folder import LAST_REPLY, SESSIONS, STATE, TRAINING, get_run_folder, remove_old_states
 
 LASTING = {"invitation.json", "serial", "noise.key", "adapter/adapter_model.safetensors"}
 
@@ -46,3 +47,20 @@ def test_a_run_that_has_had_an_order_since_keeps_its_state(name: str, tmp_path: 
     before = list_files(path)
     assert remove_old_states(tmp_path) == 0
     assert list_files(path) == before
+
+
+@pytest.mark.parametrize("days", [29, 31])
+def test_a_secure_session_without_a_phase_for_a_month_loses_its_secrets_and_keeps_its_number(
+    days: int, tmp_path: Path
+) -> None:
+    folder = get_run_folder(tmp_path / SESSIONS, "run")
+    store = DiskSessionStore(folder)
+    session = Session(run="run", number=7, phase="masked", secret=b"secret", sealed={"b": b"x"}, trained=(2, "model"))
+    store.store("a", session)
+    (path,) = folder.glob("*/session.json")
+    then = time.time() - days * 86400
+    os.utime(path, (then, then))
+    remove_old_states(tmp_path)
+    ended = Session(run="run", number=7, phase="unmasked", secret=b"", trained=(2, "model"))
+    assert store.load("a") == (ended if days > 30 else session)
+    assert path.stat().st_mode & 0o777 == 0o600

@@ -1,9 +1,9 @@
-"""A submitted run, its nodes between its rounds, and its status: Flower's grid passes messages within one process."""
+"""A submitted run, its nodes between its rounds, and its status: the server passes messages within one process."""
 
 import json
 import os
 import socket
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,29 +28,15 @@ from fedspan.federation.validation import ReplyRules
 from fedspan.logs import JsonLines
 from fedspan.processes import read_process_start
 from fedspan.runs.folder import RunFolder
+from fedspan.transports.http import admissions, link, signing
+from fedspan.transports.http import server as servers
 from helpers import node_service
 from helpers.node_service import values
 from helpers.sites import SITES, local_values, run_values, site_files
 
-pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
-
-from fedspan.transports.flower import adapter, admissions, grid, messages, signing
-from fedspan.transports.flower import server as servers
-
 NORTH, SOUTH, WEST = SITES
 EAST = "east"
 NODES = {NORTH: 1, SOUTH: 2, WEST: 3, EAST: 4}
-
-
-class Reply:
-    """As much of a Flower message as is inspected."""
-
-    def __init__(self, order: str, content: Any) -> None:
-        self.metadata, self.content = self, content
-        self.reply_to_message_id = order
-
-    def has_error(self) -> bool:
-        return False
 
 
 class Changed:
@@ -67,34 +53,39 @@ class Changed:
         return Envelope(json.dumps({**json.loads(answer.header), **self.change(self.invited)}), answer.body)
 
 
-class NodesGrid:
-    """A grid whose nodes are in this process, and reply when they are asked for their replies."""
+class LocalServer:
+    """A server whose nodes are in this process, and reply when they are asked for their replies."""
+
+    limit = 2**30
 
     def __init__(self, services: dict[int, Any], online: set[int]) -> None:
         self.services, self.online = services, online
-        self.orders: dict[str, Any] = {}
-        self.count = 0
+        self.orders: dict[str, link.OutgoingOrder] = {}
+        self.bodies: dict[str, bytes] = {"": b""}
 
-    def get_node_ids(self) -> Iterable[int]:
-        return sorted(self.online)
+    def list_online(self) -> dict[int, bytes]:
+        return dict.fromkeys(sorted(self.online), b"")
 
-    def push_messages(self, sent: Iterable[Any]) -> list[str]:
-        ids = list[str]()
-        for message in sent:
-            self.count += 1
-            ids.append(f"m{self.count}")
-            self.orders[ids[-1]] = message
+    def store_body(self, data: bytes) -> str:
+        name = f"b{len(self.bodies)}"
+        self.bodies[name] = data
+        return name
+
+    def send_orders(self, orders: Sequence[link.OutgoingOrder]) -> list[str]:
+        ids = [f"m{len(self.orders) + number}" for number in range(len(orders))]
+        self.orders |= dict(zip(ids, orders, strict=True))
         return ids
 
-    def pull_messages(self, ids: Iterable[str]) -> list[Any]:
-        replies, signer = list[Any](), signing.UnsignedSigner()
+    def take_replies(self, ids: Collection[str], seconds: float = 1.0) -> Iterable[link.Taken]:
+        signer = signing.UnsignedSigner()
         for id in ids:
-            message = self.orders.pop(id)
-            node = message.metadata.dst_node_id
-            sealed = messages.from_records(message.content)
-            answer = signer.seal(self.services[node].answer(signer.open(sealed, node)), node, sealed.nonce)
-            replies.append(Reply(id, messages.to_records(answer, messages.draw_salt())))
-        return replies
+            order = self.orders[id]
+            opened = signer.open_order(order.head + self.bodies[order.body], order.node)
+            reply = self.services[order.node].answer(opened.envelope)
+            yield link.Taken(id, signer.seal_reply(reply, order.node, opened))
+
+    def cancel(self, ids: Collection[str]) -> None:
+        pass
 
 
 class Scene:
@@ -111,7 +102,7 @@ class Scene:
             )
             for site, number in NODES.items()
         }  # fmt: skip
-        self.grid = NodesGrid(services, {1, 2, 3})
+        self.server = LocalServer(services, {1, 2, 3})
         self.link = servers.prepare_folder(folder / "server", 9092, [], insecure=True)
         self.values = run_values(tiny_folder, {"name": "fedit", "r": 2}, federation={"rounds": 5})
         self.values["training"]["local_steps"] = 1
@@ -129,12 +120,11 @@ def scene(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     made = Scene(tiny_folder, tmp_path)
 
     @contextmanager
-    def attach(link: Any, limit: int) -> Generator[NodesGrid]:
-        yield made.grid
+    def attach(_: Any, limit: int) -> Generator[LocalServer]:
+        yield made.server
 
-    monkeypatch.setattr(grid, "attach", attach)
+    monkeypatch.setattr(link, "attach", attach)
     monkeypatch.setattr("fedspan.deployment.participants._POLL", 0.05)
-    adapter.set_identity(1, 1, 1)
     return made
 
 
@@ -152,15 +142,15 @@ def require_same(one: Path, other: Path) -> None:
 class Events(fedspan.Listener):
     """Changes who is online after rounds, and interrupts the run after one."""
 
-    def __init__(self, grid: NodesGrid, online: dict[int, set[int]], end: int | None = None) -> None:
-        self.grid, self.online, self.end = grid, online, end
+    def __init__(self, server: LocalServer, online: dict[int, set[int]], end: int | None = None) -> None:
+        self.server, self.online, self.end = server, online, end
         self.notes = list[str]()
 
     def on_note(self, text: str) -> None:
         self.notes.append(text)
 
     def on_round_finish(self, row: Any) -> None:
-        self.grid.online = self.online.get(row["round"], self.grid.online)
+        self.server.online = self.online.get(row["round"], self.server.online)
         if row["round"] == self.end:
             raise KeyboardInterrupt
 
@@ -180,11 +170,11 @@ def test_nodes_join_leave_and_come_back_and_a_killed_run_resumes_to_the_bit(scen
     scene.values["federation"]["late_joiners"] = True
     events = {1: {1, 2, 3, 4}, 2: {1, 3, 4}, 3: {1, 2, 3, 4}, 4: {1, 2, 4}}
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    submit(scene.values, whole, scene.link, wait=30.0, listener=Events(scene.grid, events))
-    scene.grid.online = {1, 2, 3}
+    submit(scene.values, whole, scene.link, wait=30.0, listener=Events(scene.server, events))
+    scene.server.online = {1, 2, 3}
     with pytest.raises(KeyboardInterrupt):
-        submit(scene.values, killed, scene.link, wait=30.0, listener=Events(scene.grid, events, 3))
-    submit(None, killed, scene.link, resume=True, wait=30.0, listener=Events(scene.grid, events))
+        submit(scene.values, killed, scene.link, wait=30.0, listener=Events(scene.server, events, 3))
+    submit(None, killed, scene.link, resume=True, wait=30.0, listener=Events(scene.server, events))
     everybody = sorted(NODES)
     for run in (whole, killed):
         rows = read_rows(run)
@@ -203,7 +193,7 @@ def test_nodes_join_leave_and_come_back_and_a_killed_run_resumes_to_the_bit(scen
 @pytest.mark.slow
 def test_a_run_in_which_nodes_join_and_leave_is_the_simulation(scene: Scene, tmp_path: Path) -> None:
     scene.values["federation"]["late_joiners"] = True
-    listener = Events(scene.grid, {2: {1, 2, 3, 4}, 3: {1, 3, 4}})
+    listener = Events(scene.server, {2: {1, 2, 3, 4}, 3: {1, 3, 4}})
     submit(scene.values, tmp_path / "run", scene.link, wait=30.0, listener=listener)
     assert len(read_rows(tmp_path / "run")[2]["cohort"]) == 4
     scene.simulate(tmp_path / "simulated", {EAST: [3, None], SOUTH: [1, 3]})
@@ -222,14 +212,14 @@ def list_audited(scene: Scene, event: str) -> list[dict[str, Any]]:
 def submit_and_kill(scene: Scene, run: Path, online: dict[int, set[int]]) -> None:
     scene.values["federation"] |= {"rounds": 4, "late_joiners": True, "reconnect_timeout": 0.2}
     with pytest.raises(KeyboardInterrupt):
-        submit(scene.values, run, scene.link, wait=30.0, listener=Events(scene.grid, online, 2))
+        submit(scene.values, run, scene.link, wait=30.0, listener=Events(scene.server, online, 2))
 
 
 def test_a_resumed_run_does_not_use_a_node_that_it_refused(scene: Scene, tmp_path: Path) -> None:
     run = tmp_path / "run"
     submit_and_kill(scene, run, {})
-    scene.grid.services[3] = Changed(scene.grid.services[3], lambda _: {"base": "f" * 64})
-    listener = Events(scene.grid, {})
+    scene.server.services[3] = Changed(scene.server.services[3], lambda _: {"base": "f" * 64})
+    listener = Events(scene.server, {})
     submit(None, run, scene.link, resume=True, wait=2.0, listener=listener)
     assert list_cohorts(run) == [sorted(SITES)] * 2 + [[NORTH, SOUTH]] * 2
     assert any(f"{WEST} does not participate: its base model" in note for note in listener.notes)
@@ -239,33 +229,33 @@ def test_a_node_that_waits_under_ever_other_ids_has_one_entry(
     scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its reasons are texts of its own, and all of them would be in the error at the end."""
-    monkeypatch.setattr("fedspan.transports.flower.transport._REINVITE_SECONDS", 0.2)
-    scene.grid.services[3] = Changed(
-        scene.grid.services[3], lambda number: {"refused": "not yet", "waiting": True, "id": f"other-{number}"}
+    monkeypatch.setattr("fedspan.transports.http.transport._REINVITE_SECONDS", 0.2)
+    scene.server.services[3] = Changed(
+        scene.server.services[3], lambda number: {"refused": "not yet", "waiting": True, "id": f"other-{number}"}
     )
     with pytest.raises(FedspanError, match="not yet") as raised:
-        submit(scene.values, tmp_path / "run", scene.link, wait=3.0, listener=Events(scene.grid, {}))
-    assert scene.grid.services[3].invited > 2
+        submit(scene.values, tmp_path / "run", scene.link, wait=3.0, listener=Events(scene.server, {}))
+    assert scene.server.services[3].invited > 2
     assert str(raised.value).count("not yet") == 1
 
 
 def test_a_node_that_refused_is_invited_again_when_it_comes_back(scene: Scene, tmp_path: Path) -> None:
-    scene.grid.services[4] = Changed(
-        scene.grid.services[4], lambda number: {"refused": "out of memory"} if number == 1 else {}
+    scene.server.services[4] = Changed(
+        scene.server.services[4], lambda number: {"refused": "out of memory"} if number == 1 else {}
     )
     scene.values["federation"]["late_joiners"] = True
-    listener = Events(scene.grid, {1: {1, 2, 3, 4}, 3: {1, 2, 3}, 4: {1, 2, 3, 4}})
+    listener = Events(scene.server, {1: {1, 2, 3, 4}, 3: {1, 2, 3}, 4: {1, 2, 3, 4}})
     scene.values["federation"]["rounds"] = 5
     submit(scene.values, tmp_path / "run", scene.link, wait=30.0, listener=listener)
     assert [EAST in cohort for cohort in list_cohorts(tmp_path / "run")] == [False] * 4 + [True]
-    assert scene.grid.services[4].invited == 2
+    assert scene.server.services[4].invited == 2
     assert f"{EAST} does not participate: out of memory" in listener.notes
 
 
 def test_a_node_without_a_key_comes_back_under_another_flower_id(scene: Scene, tmp_path: Path) -> None:
-    scene.grid.services[5] = scene.grid.services[2]
+    scene.server.services[5] = scene.server.services[2]
     scene.values["federation"]["late_joiners"] = True
-    listener = Events(scene.grid, {1: {1, 3}, 2: {1, 3, 5}})
+    listener = Events(scene.server, {1: {1, 3}, 2: {1, 3, 5}})
     submit(scene.values, tmp_path / "run", scene.link, wait=30.0, listener=listener)
     assert list_cohorts(tmp_path / "run") == [sorted(SITES), [NORTH, WEST], *[sorted(SITES)] * 3]
     assert f"{SOUTH} has come back as node 5; it was node 2" in listener.notes
@@ -279,11 +269,11 @@ def test_a_recorded_id_is_taken_over_from_a_gone_node_only(online: set[int], sce
     """Node 2 is online in one of the cases, and has not introduced itself to the resumed run when node 5 does."""
     run = tmp_path / "run"
     submit_and_kill(scene, run, {})
-    scene.grid.services[5] = scene.grid.services[2]
+    scene.server.services[5] = scene.server.services[2]
     if 2 in online:
-        scene.grid.services[2] = Changed(scene.grid.services[2], lambda _: {"refused": "busy"})
-    scene.grid.online = online
-    listener = Events(scene.grid, {})
+        scene.server.services[2] = Changed(scene.server.services[2], lambda _: {"refused": "busy"})
+    scene.server.online = online
+    listener = Events(scene.server, {})
     submit(None, run, scene.link, resume=True, wait=2.0, listener=listener)
     taken = 2 not in online
     assert [SOUTH in cohort for cohort in list_cohorts(run)] == [True, True, taken, taken]
@@ -297,22 +287,25 @@ def test_a_new_key_takes_over_its_own_name_only(scene: Scene, tmp_path: Path, mo
         "read_admissions",
         lambda link: {id: admissions.Admission(name, "key") for id, name in names.items()},
     )
-    scene.grid.services |= {5: scene.grid.services[2], 6: Changed(scene.grid.services[2], lambda _: {"id": NORTH})}
+    scene.server.services |= {
+        5: scene.server.services[2],
+        6: Changed(scene.server.services[2], lambda _: {"id": NORTH}),
+    }
     scene.values["federation"]["late_joiners"] = True
-    listener = Events(scene.grid, {1: {3, 5, 6}})
+    listener = Events(scene.server, {1: {3, 5, 6}})
     submit(scene.values, tmp_path / "run", scene.link, wait=30.0, listener=listener)
     assert list_cohorts(tmp_path / "run") == [sorted(SITES), *[[SOUTH, WEST]] * 4]
     assert f"{NORTH} does not participate: another node has this id" in listener.notes
 
 
 def test_a_node_that_comes_back_under_another_id_is_no_further_client(scene: Scene, tmp_path: Path) -> None:
-    scene.grid.services[4] = Changed(
-        scene.grid.services[4], lambda number: {"id": EAST if number == 1 else f"{EAST}-{number}"}
+    scene.server.services[4] = Changed(
+        scene.server.services[4], lambda number: {"id": EAST if number == 1 else f"{EAST}-{number}"}
     )
     scene.values["federation"] |= {"late_joiners": True, "rounds": 6}
-    listener = Events(scene.grid, {1: {1, 2, 3, 4}, 2: {1, 2, 3}, 3: {1, 2, 3, 4}, 4: {1, 2, 3}, 5: {1, 2, 3, 4}})
+    listener = Events(scene.server, {1: {1, 2, 3, 4}, 2: {1, 2, 3}, 3: {1, 2, 3, 4}, 4: {1, 2, 3}, 5: {1, 2, 3, 4}})
     submit(scene.values, tmp_path / "run", scene.link, wait=30.0, listener=listener)
-    assert scene.grid.services[4].invited == 3
+    assert scene.server.services[4].invited == 3
     everybody, others = sorted(NODES), sorted(SITES)
     assert list_cohorts(tmp_path / "run") == [others, everybody, *[others] * 4]
     assert f"{EAST}-3 does not participate: this node has joined this run as {EAST}. Set id: {EAST} in its file" in (

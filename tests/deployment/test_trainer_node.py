@@ -85,18 +85,18 @@ def test_a_trainer_needs_a_tokenizer(
 def test_a_node_without_the_new_modules_of_the_server_is_refused_by_their_names(
     kind: str, targets: list[str], tiny_folder: Path, tmp_path: Path
 ) -> None:
-    servers = pytest.importorskip("fedspan.transports.flower.server", reason="the extra fedspan[flower] is missing")
+    servers = pytest.importorskip("fedspan.transports.http.server", reason="the extra fedspan[deploy] is missing")
     checkpoint = save_without_head(kind, tiny_folder, tmp_path / kind)
     named = {"name": str(checkpoint), "target_modules": targets, "pooling": "stock"}
     limits = {"train_examples": 1, "models": [str(checkpoint)]}
     config = node(tiny_folder, tmp_path / "node", data={}, limits=limits)
     link = servers.prepare_folder(tmp_path / "server", 9092, [], insecure=True)
-    grid: Any = None
+    server: Any = None
 
     def meet(service: NodeService, model: dict[str, Any], run: str) -> dict[str, str]:
         given = values(tiny_folder, model=model)
         handshakes = Handshakes(prepare_server(build_server_config(given)), Listener(), link)
-        handshakes.process(7, introduced(service, given, run=run).to_envelope(), grid)
+        handshakes.process(7, introduced(service, given, run=run).to_envelope(), server)
         return handshakes.refused
 
     trainer = make_trainer(tiny_folder, "east", model=tiny.fresh_classifier(checkpoint))
@@ -119,15 +119,15 @@ def test_a_node_without_the_new_modules_of_the_server_is_refused_by_their_names(
     ],
 )
 def test_a_server_names_what_differs(changes: dict[str, str], reason: str, tiny_folder: Path, tmp_path: Path) -> None:
-    servers = pytest.importorskip("fedspan.transports.flower.server", reason="the extra fedspan[flower] is missing")
+    servers = pytest.importorskip("fedspan.transports.http.server", reason="the extra fedspan[deploy] is missing")
     link = servers.prepare_folder(tmp_path / "server", 9092, [], insecure=True)
     prepared = prepare_server(build_server_config(values(tiny_folder)))
-    handshakes, grid = Handshakes(prepared, Listener(), link), cast(Any, None)
+    handshakes, server = Handshakes(prepared, Listener(), link), cast(Any, None)
     digests = {"base": compute_base_digest(prepared.model), "extras": compute_extras_digest(prepared.model)}
     introduction = Introduction(id="clinic", version=fedspan.__version__, examples=5, **digests)
-    handshakes.process(7, introduction.model_copy(update=changes).to_envelope(), grid)
+    handshakes.process(7, introduction.model_copy(update=changes).to_envelope(), server)
     assert handshakes.refused["clinic"].startswith(reason)
-    handshakes.process(7, introduction.to_envelope(), grid)
+    handshakes.process(7, introduction.to_envelope(), server)
     assert handshakes.nodes.keys() == {"clinic"}
 
 

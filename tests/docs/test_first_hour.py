@@ -33,6 +33,10 @@ def test_the_commands_print_what_the_page_says(script: ModuleType, tmp_path: Pat
     """Apart from numbers, which depend on the machine, and from predictions."""
     *found, predicted = script.run_blocks(tmp_path)
     *expected, _ = printed()
+    (run,) = (block for block in found if "run folder" in block)
+    assert re.findall(r"^ +(\d+)/6 ", run, re.MULTILINE) == ["1", "2", "3", "4", "5", "6"]
+    is_last_best = re.search(r"^round +6,", run, re.MULTILINE) is not None
+    assert ("Validation still improves: extend with" in run) == is_last_best
     assert [shape(block, script.CLINICS) for block in found] == [shape(block, script.CLINICS) for block in expected]
     assert re.fullmatch(r"(0\.\d\d  \w+\n?){3}", predicted)
 
@@ -40,9 +44,11 @@ def test_the_commands_print_what_the_page_says(script: ModuleType, tmp_path: Pat
 def shape(block: str, clinics: dict[str, int]) -> list[str]:
     """The lines of a block without numbers, lines of progress, repeated rows and example predictions.
 
-    Which stages took long enough to be printed before the first round depends on the machine as well.
+    Which stages took long enough to be printed before the first round, and whether the last round is the best one,
+    depend on the machine as well.
     """
     lines: list[str] = []
+    block = re.sub(r"Validation still improves: .*?\n\n", "", block, flags=re.DOTALL)
     for line in block.partition("a held-out text")[0].splitlines():
         if "elapsed" in line or line.startswith(("once, before", "before the first round:")):
             continue

@@ -74,7 +74,7 @@ def test_instruction_tuning(generator: ModuleType, decoders: Path, tmp_path: Pat
 
 @pytest.mark.slow
 def test_three_machines(generator: ModuleType, tiny_folder: Path, tmp_path: Path) -> None:
-    pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
+    pytest.importorskip("uvicorn", reason="the extra fedspan[deploy] is not installed")
     settings = {"model": str(tiny_folder / "deep-bert"), "layer": 1, "rounds": 1, "texts": 360}
     printed = run_notebook(generator, Path("examples/three_machines.ipynb"), tmp_path, **settings)
     assert printed.count(" on its own test part") == 3

@@ -48,29 +48,6 @@ def test_the_page_of_models_is_what_the_families_do() -> None:
     assert written == module.page(), "run: python docs/generate_models.py"
 
 
-OUTDATED = {page for page in PAGES if "\n**Outdated" in (ROOT / page).read_text(encoding="utf-8")}
-"""The pages that say that their results are outdated."""
-
-
-def find_unmarked_links(page: Path, text: str) -> list[str]:
-    """Find links to outdated pages without the mark after them."""
-    links = re.finditer(r"\]\(([^)#:]+\.md)[^)]*\)(?!\s\(outdated\))", text)
-    return [link[1] for link in links if (ROOT / page).parent.joinpath(link[1]).resolve().relative_to(ROOT) in OUTDATED]
-
-
-def test_the_scan_finds_an_unmarked_link() -> None:
-    name = min(OUTDATED).name
-    assert find_unmarked_links(Path("docs/page.md"), f"[a](claims/{name}), [b](claims/{name}) (outdated)") == [
-        f"claims/{name}"
-    ]
-
-
-@pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name != "claims"], ids=str)
-def test_links_to_outdated_results_are_marked(page: Path) -> None:
-    """The pages of claims name the state of each in a column or a sentence of their own."""
-    assert find_unmarked_links(page, (ROOT / page).read_text(encoding="utf-8")) == []
-
-
 COMMANDS = get_command(app).commands
 OPTIONS = {
     name: {"--help", *(option for part in command.params for option in (*part.opts, *part.secondary_opts))}
@@ -81,13 +58,12 @@ OF_SCRIPTS = {
         *("--auth-supernode-private-key", "--disable-runtime-dependency-installation", "--node-config"),
         *("--run-config", "--simulation", "--trusted-entities"),
     },
+    Path("docs/claims/fedloru.md"): {"--accumulate"},
     Path("docs/methods/fedloru.md"): {"--accumulate"},
     Path("docs/published-code.md"): {"--accumulate"},
-    Path("docs/results/named-entities.md"): {"--optimizer-state", "--trainings"},
-    Path("docs/results/text-embedding.md"): {"--lr", "--seed"},
     Path("docs/security.md"): {"--coverage", "--number", "--seed"},
 }
-"""Options of benchmarks, of Flower and of published code, by the page that names them."""
+"""Options of scripts, of Flower and of published code, by the page that names them."""
 
 
 def find_unknown_options(text: str) -> set[str]:
@@ -127,8 +103,8 @@ def test_the_page_of_commands_has_an_example_of_each() -> None:
 
 LONGEST = 120
 """Number of visible characters of the longest cell."""
-QUOTING = {Path("docs/published-code.md"), Path("docs/results/faults.md")}
-"""Pages whose cells list names of tests, or quote what a run printed."""
+QUOTING = {Path("docs/published-code.md")}
+"""Pages whose cells list names of tests."""
 
 
 def find_long_cells(text: str) -> list[str]:
@@ -146,9 +122,8 @@ def test_the_scan_measures_what_is_visible() -> None:
     assert find_long_cells(f"```text\n{table}```\n") == []
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if p.parent.name != "claims" and p not in QUOTING], ids=str)
+@pytest.mark.parametrize("page", [p for p in PAGES if p not in QUOTING], ids=str)
 def test_no_cell_of_a_table_is_long(page: Path) -> None:
-    """Scripts write the pages of claims, with the papers' statements."""
     assert find_long_cells((ROOT / page).read_text(encoding="utf-8")) == []
 
 
@@ -179,7 +154,7 @@ def test_the_front_pages_count_the_attacks_of_the_table(page: str) -> None:
 
 def test_every_replayed_attack_is_in_the_table() -> None:
     text = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
-    attacks = (ROOT / "tests" / "transports" / "flower" / "test_attacks.py").read_text(encoding="utf-8")
+    attacks = (ROOT / "tests" / "transports" / "http" / "test_attacks.py").read_text(encoding="utf-8")
     for name in re.findall(r"^(?:async )?def (test_\w+)", attacks, re.MULTILINE):
         assert f"`{name}`" in text, name
 

@@ -160,7 +160,7 @@ def test_named_entities(tiny_folder: Path, tmp_path: Path) -> None:
     report = fedspan.read_report(out)
     assert set(report.by_client) <= {"cardiology", "pharmacy", "orthopaedics", "village"}
     assert f"federated: entity F1 {report.scores['test']['entity_f1']:.1%}" in printed
-    worst = report.baselines["local"]["scores"]["test"]["worst"]["entity_f1"]
+    worst = report.baselines["local-only"]["scores"]["test"]["worst"]["entity_f1"]
     assert f"worst {worst:.1%}" in printed
 
 
@@ -168,7 +168,7 @@ def test_embedding_search(tiny_folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     printed = run_example("embedding_search", out, *ENCODER, tiny_folder / "deep-bert")
     report = fedspan.read_report(out)
-    alone = report.baselines["local"]["scores"]["test"]["spearman"]
+    alone = report.baselines["local-only"]["scores"]["test"]["spearman"]
     assert f"Spearman {report.scores['test']['spearman']:.3f}, one desk alone {alone:.3f}" in printed
     similarities = [float(value) for value in re.findall(r"^  (-?\d\.\d\d) ", printed, re.MULTILINE)]
     assert len(similarities) == 3
@@ -206,7 +206,7 @@ def processes_of(out: Path) -> list[int]:
 
 
 def test_three_machines(tiny_folder: Path, tmp_path: Path) -> None:
-    pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
+    pytest.importorskip("uvicorn", reason="the extra fedspan[deploy] is not installed")
     out, clinics = tmp_path / "out", ("clinic-a", "clinic-b", "clinic-c")
     printed = run_example("three_machines", out, *ENCODER, tiny_folder / "deep-bert")
     report = fedspan.read_report(out / "run")
@@ -219,7 +219,7 @@ def test_three_machines(tiny_folder: Path, tmp_path: Path) -> None:
 
 
 def test_three_machines_leave_no_process_behind_when_asked_to_end(tiny_folder: Path, tmp_path: Path) -> None:
-    pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
+    pytest.importorskip("uvicorn", reason="the extra fedspan[deploy] is not installed")
     out = tmp_path / "out"
     process = subprocess.Popen(
         command("three_machines", out, *ENCODER, tiny_folder / "deep-bert"),
@@ -233,7 +233,7 @@ def test_three_machines_leave_no_process_behind_when_asked_to_end(tiny_folder: P
             assert process.poll() is None
             assert time.monotonic() < until
             time.sleep(0.2)
-        assert len(processes_of(out)) >= 7  # the script, the server and its SuperLink, three nodes, the submission
+        assert len(processes_of(out)) >= 7  # the script, the server and its worker, three nodes, the submission
         process.send_signal(signal.SIGTERM)
         assert process.wait(300) == 143
     finally:

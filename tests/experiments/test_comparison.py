@@ -25,7 +25,7 @@ from helpers.refusals import refused
 
 def values_of(folder: Path, **changes: Any) -> dict[str, Any]:
     changes = {"method": {"tau": 1}, "federation": {"rounds": 2}, **changes}
-    return {**tiny.settings(folder, **changes), "baselines": ["local", "centralized"]}
+    return {**tiny.settings(folder, **changes), "baselines": ["local-only", "centralized"]}
 
 
 def test_a_partition_that_the_config_names_is_kept(tiny_folder: Path) -> None:
@@ -104,7 +104,7 @@ def test_the_table_is_that_of_the_reports(made: tuple[Path, CompareReport, Recor
     scores = {method: [made["scores"] for made in reports[method]] for method in METHODS}
     if "test" in reports["fedit"][0]["start"]:
         scores["start"] = [made["start"] for made in reports["fedit"]]
-    for name in ("local", "centralized"):
+    for name in ("local-only", "centralized"):
         scores[name] = [made["baselines"][name]["scores"] for made in reports["fedit"]]
     assert [row.name for row in report.rows] == list(scores)
     assert (report.metric, report.measured, report.higher, report.against) == ("accuracy", "test", True, "fedit")
@@ -216,7 +216,7 @@ def test_without_a_test_set_the_clients_own_are_compared(tiny_folder: Path, tmp_
     assert (report.metric, report.measured, report.higher) == ("loss", "clients", False)
     scores = [read_report(tmp_path / "made" / f"{key}-seed0").scores["clients"]["loss"] for key in ("fedit", "flora")]
     assert [row.mean for row in report.rows] == scores
-    assert report.rows[1].difference == Difference(scores[1] - scores[0])  # one seed and no items: no interval
+    assert report.rows[1].difference == Difference(scores[1] - scores[0], note="one seed: no interval")
     assert report.build_table().best is None
     assert "lower is better" in (tmp_path / "made" / "table.md").read_text()
 

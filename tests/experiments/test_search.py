@@ -25,7 +25,7 @@ from helpers.refusals import refused
 def values_of(folder: Path, **changes: Any) -> dict[str, Any]:
     """Values of a config of three rounds with a baseline, unless they are changed."""
     values = tiny.settings(folder, **{"federation": {"rounds": 3}, "partition": {"validation": 0.3}, **changes})
-    return {**values, "baselines": ["local"]}
+    return {**values, "baselines": ["local-only"]}
 
 
 def test_a_grid_has_all_combinations(tiny_folder: Path) -> None:
@@ -42,7 +42,11 @@ def test_a_grid_has_all_combinations(tiny_folder: Path) -> None:
 
 
 def test_rounds_that_are_tried_are_those_of_the_trial(tiny_folder: Path) -> None:
-    plan = plan_sweep(values_of(tiny_folder), {"federation.rounds": "1,2"}, None, 7, [0])
+    """Final rounds train on the examples that select a trial, so only the config that is found has them."""
+    values = values_of(tiny_folder, federation={"rounds": 3, "final_rounds": 2})
+    plan = plan_sweep(values, {"federation.rounds": "1,2"}, None, 7, [0])
+    assert [step.config.federation.final_rounds for step in plan.steps] == [0, 0]
+    assert [config.federation.final_rounds for config in plan.configs] == [2, 2]
     assert [step.config.federation.rounds for step in plan.steps] == [1, 2]
     assert [config.federation.rounds for config in plan.configs] == [1, 2]
 

@@ -40,10 +40,10 @@ from fedspan.experiments.tables import (
     format_mean,
     format_megabytes,
     format_seconds,
-    format_size,
     write_tables,
 )
 from fedspan.runs.folder import RunFolder
+from fedspan.runs.formatting import format_size
 from fedspan.runs.integrity import format_config
 from helpers.refusals import refused
 
@@ -282,13 +282,18 @@ def test_paired(better: list[float], worse: list[float], expected: str) -> None:
     assert compare_pairs(better, worse).verdict == expected
 
 
-def test_two_standard_errors_are_the_border() -> None:
-    """Differences 0, 1, 2 + shift: mean 1 + shift, standard error 1 / sqrt(3)."""
-    border = 2 / math.sqrt(3) - 1
+def test_the_border_is_student_s_for_the_number_of_seeds() -> None:
+    """Differences 0, 1, 2 + shift: mean 1 + shift, standard error 1 / sqrt(3), two degrees of freedom."""
+    half = 4.302653 / math.sqrt(3)
+    border = half - 1
     for shift, expected in ((border - 1e-6, "inconclusive"), (border + 1e-6, "holds")):
         found = compare_pairs([shift, 1 + shift, 2 + shift], [0.0, 0.0, 0.0])
         assert found.verdict == expected
-        assert found.error == pytest.approx(1 / math.sqrt(3))
+        assert found.half_width == pytest.approx(half)
+    assert str(compare_pairs([0.0, 1.0, 2.0], [0.0, 0.0, 0.0])) == "+1.0 ± 2.5"
+    assert str(compare_pairs([9.0], [1.0])) == "+8.0"
+    near = [compare_to([55.0, 56.0, 57.0], 55.0, 1 + half + shift).verdict for shift in (-1e-6, 1e-6)]
+    assert near == ["inconclusive", "holds"]
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,7 @@ from fedspan.core.values import Job, Message, Reduced
 from fedspan.errors import FedspanError
 from fedspan.federation import out_of_round
 from fedspan.federation.absences import Absences, Awaited
-from fedspan.federation.aggregation.message_buffer import MessageBuffer
-from fedspan.federation.aggregation.reply_buffer import ReplyBuffer
+from fedspan.federation.aggregation.reply_buffer import MessageBuffer, ReplyBuffer
 from fedspan.federation.conditions import PHASES, Conditions, Faults, SpeedDistribution, corrupt_reply
 from fedspan.federation.presence import Presence
 from fedspan.federation.progress import Progress, RoundResult
@@ -277,7 +276,6 @@ def test_a_run_with_conditions_is_reported_and_resumed(tiny_folder: Path, tmp_pa
 @pytest.mark.parametrize(
     ("values", "field"),
     [
-        ({"simulation": {"dropout": 0.1}, "engine": {"name": "flower-sim"}}, "simulation"),
         ({"simulation": {"faults": {"share": 2.0, "kind": "nan"}}}, "simulation.faults.share"),
         ({"simulation": {"dropout": 1.5}}, "simulation.dropout"),
     ],

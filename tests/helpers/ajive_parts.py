@@ -1,4 +1,4 @@
-"""Parts of an AJIVE decomposition that only tests and benchmarks need."""
+"""Parts of an AJIVE decomposition that only tests need."""
 
 import torch
 from torch import Tensor

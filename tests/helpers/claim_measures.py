@@ -11,7 +11,8 @@ from fedspan.core.method import Method, Traffic
 from fedspan.core.values import Spec
 from fedspan.federation.serialization import encode
 from fedspan.planning.shape_inference import count_traffic, rewrap_method, unwrap_method
-from helpers.watched_rounds import MethodRun, Round, Watched
+
+from .watched_rounds import MethodRun, Round, Watched
 
 
 def relative(actual: Tensor, expected: Tensor) -> float:

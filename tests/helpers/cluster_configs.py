@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from helpers import tiny
+from . import tiny
 
 
 def config(folder: Path, engine: dict[str, Any] | None = None, **cluster: Any) -> Any:

@@ -10,18 +10,17 @@ from fedspan.methods.registry import METHODS
 from fedspan.runs.checkpoint import load_latest
 from fedspan.runs.folder import RunFolder
 from fedspan.wrappers.registry import WRAPPERS
-from helpers.families import UNLIKE
-from helpers.watched_rounds import OPTIONS, PERIODIC, differences
-from helpers.wrapped_configs import TRAINING
+
+from .families import UNLIKE
+from .watched_rounds import OPTIONS, PERIODIC, differences
+from .wrapped_configs import TRAINING
 
 AROUND = "fedit"
 """The method around which the wrappers are."""
 WRAPPED = f"{AROUND}+scaffold"
 """The wrapper that differs most from none: it sends twice as much, and has memory on both sides."""
 UNLIKE_CASES = (*UNLIKE, WRAPPED)
-"""The cases in ``make test``. Over Flower, where a case takes seconds, the simulation and the deployment share them."""
-SIMULATED = ("flora", WRAPPED)
-DEPLOYED = ("fedgalore", "fedsa-lora")
+"""The cases in ``make test``."""
 
 
 def list_cases() -> list[str]:

@@ -15,9 +15,10 @@ from fedspan.core.base import BaseUpdate, Increment
 from fedspan.core.lowrank import LowRank
 from fedspan.core.method import Method
 from fedspan.core.tensors import join_tensor_name
-from helpers.toys.oracle import Pairs, average, descend
-from helpers.toys.problem import HEAD, LAYERS, Problem
-from helpers.toys.rounds import Federation, close, sgd, to_double, with_extras
+
+from .toys.oracle import Pairs, average, descend
+from .toys.problem import HEAD, LAYERS, Problem
+from .toys.rounds import Federation, close, sgd, to_double, with_extras
 
 LR, STEPS, ALPHA = 0.3, 2, 4.0
 EVERYBODY = (0, 1, 2, 3)

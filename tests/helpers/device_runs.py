@@ -16,7 +16,8 @@ from fedspan.federation.head_start import start_head
 from fedspan.methods.registry import METHODS
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.wrappers.registry import WRAPPERS
-from helpers import (
+
+from . import (
     tiny,
     tiny_decoders,
     tiny_images,
@@ -27,8 +28,8 @@ from helpers import (
     tiny_tags,
     tiny_topics,
 )
-from helpers.watched_rounds import OPTIONS, flat
-from helpers.wrapped_configs import TRAINING
+from .watched_rounds import OPTIONS, flat
+from .wrapped_configs import TRAINING
 
 __all__ = ["ENGINES", "RUNS", "WAITS", "compare", "inner_waits", "result", "save_models"]
 

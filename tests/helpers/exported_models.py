@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from fedspan.federation.progress import Progress
 from fedspan.runs.folder import CARD
 from fedspan.runs.setup import Prepared
-from helpers import tiny
+
+from . import tiny
 
 
 def predict_with_peft(made: Prepared, adapter: Path) -> Tensor:

@@ -26,19 +26,20 @@ import fedspan.experiments.run_search
 import fedspan.runs.start
 import fedspan.runs.train
 import fedspan.runs.trained_models  # noqa: F401
-from fedspan.cli import app, live, run_summary  # noqa: F401
+from fedspan.cli import app, run_summary  # noqa: F401
+from fedspan.runs.run_view import RunView
 
 
 def wait_after(round: int) -> None:
     """Have a run wait after a round, so that a signal finds it there however busy the machine is."""
-    finished = live.RunView.on_round_finish
+    finished = RunView.on_round_finish
 
-    def waiting(self: live.RunView, row: Mapping[str, Any]) -> None:
+    def waiting(self: RunView, row: Mapping[str, Any]) -> None:
         finished(self, row)
         if row["round"] == round:
             time.sleep(600)
 
-    live.RunView.on_round_finish = waiting
+    RunView.on_round_finish = waiting
 
 
 def command(output: str, waits: int | None, arguments: list[str]) -> None:

@@ -11,13 +11,12 @@ import hashlib
 import json
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from urllib.parse import unquote
 
 import torch
 
@@ -46,7 +45,8 @@ from fedspan.federation.secagg.messages import (
     UnmaskReply,
     decode_request,
 )
-from helpers.hostile_node import make_strange_keys, name_of, to_pem, tree_of
+
+from .hostile_node import make_public_key, make_strange_keys
 
 __all__ = ["TARGETS", "Codec", "Refusing", "Target"]
 
@@ -334,227 +334,180 @@ class Answers(_Json):
             raise ValueError("no reply")
 
 
-class Door(Target):
-    """Requests at the door: whether nodes need keys, the path, headers, and a body, as in HTTP.
+class Messages(Target):
+    """Messages as they are transmitted: an order at a node and a reply at a server, whole or with their open heads.
 
-    Of the headers with which a node signs, an input decides the values; the others it holds.
+    The first byte of an input is the reader: ``O`` and ``R`` read a message as it arrives, ``o`` and ``r`` one whose
+    head is sealed after the mutations, so that they reach what is in it, and ``u`` reads one without keys. Signed and
+    sealed bytes are others each time, so what follows are seeds of mutations, except without keys.
     """
 
-    name = "door"
+    name = "messages"
 
     def __init__(self) -> None:
-        from fedspan.transports.flower import adapter, wire
+        from fedspan.transports.http import keys, signing, wire
 
-        self._request = name_of("flwr.proto.fleet_pb2", "PushMessagesRequest")
-        request = self._request()
-        request.node.node_id = 7
-        message = request.messages_list.add()
-        message.metadata.src_node_id, message.metadata.dst_node_id = 7, 1
-        message.metadata.message_id, message.metadata.reply_to_message_id = "m", "o"
-        request.message_object_trees.append(tree_of("m", [tree_of(name) for name in "abc"]))
-        reply, digest, content = request.SerializeToString(), hashlib.sha256(b"base").hexdigest(), bytes(70_000)
+        self._signing, self._wire = signing, wire
         self._folder = TemporaryDirectory()
-        base = Path(self._folder.name, "weights")
-        base.write_bytes(content)
-        Path(self._folder.name, f"{digest}.run.json").write_text(json.dumps({digest: str(base)}))
-        part = wire.UploadPart(hashlib.sha256(content).hexdigest(), 0, len(content), 9, len(content))
-        sent = wire.pack((reply, b"a", b"b"))
-        sent_part = wire.UploadPart(hashlib.sha256(sent).hexdigest(), 0, len(sent))
-        flower, own = adapter.NODE_API, wire.NODE_PATH
-        file = wire.pack((digest.encode(), digest.encode(), b"0"))
-        rest = {"range": "bytes=5-", "if-range": wire.compute_tag(file, len(content))}
-        self.seeds = (
-            _request(flower + "push-messages", reply),
-            _request(flower + "push-object", content, {wire.UPLOAD_HEADER: part.to_header()}),
-            _request(flower + "pull-object", b"object", {wire.PROGRESS_HEADER: wire.format_progress(5, 900), **rest}),
-            _request(flower + "pull-messages", b""),
-            _request(flower + "send-node-heartbeat", b"heartbeat"),
-            _request(own + wire.TAKE_ORDER, wire.pack((b"7", b"o")), rest),
-            _request(own + wire.SEND_REPLY, sent),
-            _request(own + wire.SEND_REPLY, sent, {wire.UPLOAD_HEADER: sent_part.to_header()}),
-            _request(own + wire.UPLOAD_OFFSET, part.digest.encode()),
-            _request(own + wire.FETCH_BASE, file, rest),
-        )
-        self._keys = [key for key in make_strange_keys() if key.startswith(b"-----BEGIN")]
+        folder = Path(self._folder.name)
+        keys.make_authority(folder, [])
+        public = keys.make_node_key(folder / "node.key").read_bytes()
+        self._server = signing.ServerSigner(folder, lambda: {7: public})
+        self._node = signing.NodeSigner(keys.load_node_key(folder / "node.key")[0], folder / "ca.crt")
+        body, sealing = self._server.encrypt(b"weights"), self._node.sign_sealing_key()
+        head, self._nonce = self._server.seal('{"task": "train"}', body, 7, sealing)
+        order = self._node.open_order(head + body.data, 7)
+        reply = self._node.seal_reply(Envelope('{"task": "train"}', b"weights"), 7, order)
+        self._messages = {b"o": head + body.data, b"r": reply}
+        self._keys = {b"o": self._node._sealing_key, b"r": self._server._reply_key}
+        unsigned = wire.join_message(wire.pack([bytes(16), b'{"task": "train"}'])) + b"weights"
+        self.seeds = (b"O", b"R", b"o", b"r", b"u" + unsigned)
 
     def mutate(self, data: bytes, draws: random.Random) -> bytes:
-        """``Target.mutate``: the body, whose length is declared again in most cases, or a header, or any bytes."""
-        kind, path, headers, body = _read_request(data)
-        if (which := draws.random()) < 0.1:
-            return mangled(data, draws)
-        if which < 0.4 and headers:
-            at = draws.randrange(len(headers))
-            name, value = headers[at]
-            junk = (mangled(value, draws), mangled(value, draws), b"-1", b"9" * 40, b"", b"1e3", "٣".encode(), b"\xff")
-            headers[at] = name, draws.choice(junk).replace(b"\n", b"")
-        elif which < 0.5:
-            kind, path = draws.choice((kind, b"keyed")), draws.choice((path + b"x", mangled(path, draws), path))
-        else:
-            body = self._mutate_body(body, draws)
-            if draws.random() < 0.8:
-                headers = [(name, value) for name, value in headers if name != b"content-length"]
-                headers.append((b"content-length", b"%d" % len(body)))
-        lines = b"\n".join((kind + b" " + path, *(name + b": " + value for name, value in headers)))
-        return lines + b"\n\n" + body
-
-    def _mutate_body(self, body: bytes, draws: random.Random) -> bytes:
-        from fedspan.transports.flower import wire
-
-        try:
-            parts = wire.unpack(body, 100)
-        except ValueError:
-            parts = []
-        if not parts:
-            return self._mutate_reply(body, draws)
-        at = draws.randrange(len(parts))
-        match draws.randrange(4):
-            case 0:
-                parts[at] = self._mutate_reply(parts[at], draws)
-            case 1:
-                parts[at] = draws.choice((b"", b"7", b"9" * 20, b"9" * 21, b"-1", bytes(64), b"a" * 64, b"\xff" * 64))
-            case 2:
-                parts[at:at] = [parts[at]] * draws.choice((1, 3, 300))
-            case _:
-                del parts[at]
-        return wire.pack(parts)
-
-    def _mutate_reply(self, data: bytes, draws: random.Random) -> bytes:
-        request = self._request()
-        try:
-            request.ParseFromString(data)
-        except Exception:  # protobuf's own error class depends on its implementation
-            return mangled(data, draws)
-        if draws.random() < 0.4 or not request.messages_list or not request.message_object_trees:
-            return mangled(data, draws)
-        head, tree = request.messages_list[0].metadata, request.message_object_trees[0]
-        match draws.randrange(6):
-            case 0:
-                head.src_node_id = draws.choice((0, 1, 7, 8, 2**64 - 1))
-            case 1:
-                head.dst_node_id = draws.choice((0, 1, 7, 2**64 - 1))
-            case 2:
-                request.messages_list.add().CopyFrom(request.messages_list[0])
-            case 3:
-                for _ in range(draws.choice((3, 60, 90))):
-                    tree = tree.children.add()
-                    tree.object_id = "d"
-            case 4:
-                for number in range(draws.choice((3, 300, 20_000))):
-                    tree.children.add().object_id = str(number)
-            case _:
-                head.reply_to_message_id = draws.choice(("", "o", "x" * 1000))
-        return request.SerializeToString()
+        """``Target.mutate``; the reader stays."""
+        return data[:1] + mangled(data[1:], draws) if data[:1] == b"u" else data + draws.randbytes(8)
 
     def read(self, data: bytes) -> None:
-        """``Target.read``; the door answers every request with one status, and passes on what a role allows.
-
-        A request whose body can be resumed is sent twice, as by a node that lost the answer.
-        """
-        from fedspan.transports.flower import adapter, door, wire
-
-        kind, path, headers, body = _read_request(data)
-        self._require_unsigned(data, headers)
-        passed, exchange = list[bytes](), _Exchange()
-
-        async def app(scope: Any, receive: Any, send: Any) -> None:
-            passed.append((await receive())["body"])
-            await send({"type": "http.response.start", "status": 200, "headers": []})
-            await send({"type": "http.response.body", "body": b"answer"})
-
-        scope = {
-            "type": "http",
-            "path": path.decode("latin-1"),
-            "method": "POST",
-            "client": ("192.0.2.1", 7),
-            "server": ("127.0.0.1", 1),
-            "headers": headers,
-            "app": SimpleNamespace(state=SimpleNamespace(enable_supernode_auth=kind == b"keyed")),
-        }
-
-        async def request() -> list[int]:
-            made = door.Door(app, exchange=exchange, offers=Path(self._folder.name))
-            statuses = list[int]()
-            for _ in range(2 if wire.UPLOAD_HEADER.encode() in dict(headers) else 1):
-                events, sent = [{"type": "http.request", "body": body, "more_body": False}], list[Any]()
-
-                async def receive(events: list[Any] = events) -> Any:
-                    return events.pop() if events else {"type": "http.disconnect"}
-
-                async def send(event: Any, sent: list[Any] = sent) -> None:
-                    sent.append(event)
-
-                await made(dict(scope), receive, send)
-                statuses += [event["status"] for event in sent if event["type"] == "http.response.start"]
-            return statuses
-
-        with patch.object(door, "find_reply_limit", lambda *_: None):  # there is no database behind this door
-            statuses = asyncio.run(request())
-        if kind == b"keyed" and (passed or exchange.heads):
-            raise AssertionError("a request without a valid signature passed the door")
-        heads = passed if path == adapter.NODE_API.encode() + b"push-messages" else exchange.heads
-        for head in heads:
-            reply = adapter.read_pushed_reply(head, door.DoorLimits().objects)
-            if reply is None or reply.sender != reply.node or not reply.is_to_server or reply.depth > 8:
-                raise AssertionError("a message that is no reply of the node passed the door")
-        if statuses[0] not in (200, 206):
-            raise ValueError(f"refused with {statuses[0]}")
-
-    def _require_unsigned(self, data: bytes, headers: list[tuple[bytes, bytes]]) -> None:
-        """Add the headers with which a node signs, and check that their values are valid for nobody."""
-        from fedspan.transports.flower import adapter
-
-        draws = random.Random(data)
-        names = [adapter.FLEET_HTTP_PUBLIC_KEY_HEADER, adapter.FLEET_HTTP_SIGNATURE_HEADER, adapter.TIMESTAMP_HEADER]
-        key = to_pem(mangled(base64.b64decode(b"".join(draws.choice(self._keys).splitlines()[1:-1])), draws))
-        values = (data[:80], base64.b64encode(data[:80]), b"2026-01-01T00:00:00+00:00", b"", b"\xff")
-        signed = [(name.lower().encode(), draws.choice(values)) for name in names]
-        likely = (base64.b64encode(key), base64.b64encode(data[:80]), values[2])  # the key is read before the signature
-        headers += draws.choice((signed, [(name, value) for (name, _), value in zip(signed, likely, strict=True)]))
-        with patch.object(adapter.superlink, "now", lambda: datetime(2026, 1, 1, tzinfo=UTC)):
-            if adapter.verify_node_headers(dict(headers)) is not None:
-                raise AssertionError("headers that nobody signed are valid")
+        """``Target.read``; what was changed is not opened, except without keys."""
+        kind, suite = data[:1].lower(), self._signing._SUITE
+        if kind == b"u":
+            self._signing.UnsignedSigner().open_order(data[1:], 7)
+            return
+        message, key, is_opened = self._messages[kind], self._keys[kind], data[:1] == kind
+        if is_opened:
+            head, body = self._wire.split_message(message)
+            message = self._wire.join_message(suite.decrypt(head, key)) + bytes(body)
+        made = message
+        for start in range(1, len(data), 8):
+            made = mangled(made, random.Random(data[start : start + 8]))
+        if is_opened:
+            head, body = self._wire.split_message(made)
+            sealed = self._wire.join_message(suite.encrypt(head, key.public_key())) + bytes(body)
+        else:
+            sealed = made
+        if kind == b"o":
+            self._node.open_order(sealed, 7)
+        else:
+            self._server.open(sealed, 7, self._nonce)
+        if made != message:
+            raise AssertionError("a message that was changed is opened")
 
 
-class _Exchange:
-    """The door's own requests without a database; ``heads`` has the announcements of the replies that passed."""
+class Requests(Target):
+    """Requests of nodes and of the operator to a server with keys: a method, a path, headers and a body, as in HTTP.
+
+    Of the headers that only a node or the operator knows, an input has one that is valid: the session, or the secret.
+    """
+
+    name = "requests"
 
     def __init__(self) -> None:
-        self.heads: list[bytes] = []
+        from fedspan.transports.http import app
+        from fedspan.transports.http.admissions import compute_node_id
+        from fedspan.transports.http.limits import RequestLimits
+        from fedspan.transports.http.store import Order
 
-    async def take_order(self, node: int, received: str, disconnect: Any, slot: Any = None) -> bytes:
-        disconnect.close()
-        node.to_bytes(8, "big")  # numbers of nodes have 64 bits in the database
-        return (70_000).to_bytes(4, "big") + bytes(70_000)
+        self._app, self._folder = app, TemporaryDirectory()
+        self._path = Path(self._folder.name)
+        self._key = make_public_key(11)
+        self._node, self._order = compute_node_id(self._key), Order
+        self._limits = RequestLimits(poll=0.0, gather=0.0, body_seconds=2.0)
+        file = hashlib.sha256(b"base").hexdigest()
+        (self._path / "weights").write_bytes(bytes(70_000))
+        (self._path / f"{file}.run.json").write_text(json.dumps({file: str(self._path / "weights")}))
+        session, reply = f"authorization: Bearer {_SESSION}", f"/v1/order/{_ORDER}/reply"
+        self.seeds = (
+            _request("GET /v1/health"),
+            _request("POST /v1/join", b"", "fedspan-protocols: 1", f"fedspan-key: {self._key}"),
+            _request("POST /v1/order", b"", session),
+            _request(f"GET /v1/order/{_ORDER}", b"", session, "range: bytes=5-"),
+            _request(f"PUT {reply}?upload={'a' * 32}&start=0&total=10", b"0123456789", session),
+            _request(f"PUT {reply}?upload={'a' * 32}&start=0&total=99", b"0123456789", session),
+            _request(f"GET {reply}?upload={'a' * 32}", b"", session),
+            _request(f"POST /v1/order/{_ORDER}/failure", b"no memory", session),
+            _request(f"GET /v1/base/{file}/{file}", b"", session, "range: bytes=5-"),
+            _request("POST /v1/heartbeat", b"training/37", session),
+            _request("POST /v1/leave", b"", session),
+        )
+        self._strange = [
+            _request("POST /v1/join", b"", "fedspan-protocols: 1", f"fedspan-key: {one}") for one in make_strange_keys()
+        ]
 
-    async def send_reply(self, node: int, request: Any, contents: Sequence[bytes]) -> bytes:
-        self.heads.append(request.SerializeToString())
-        return b"stored"
+    def mutate(self, data: bytes, draws: random.Random) -> bytes:
+        """``Target.mutate``; some requests become those to join with a strange key or a wrong signature."""
+        kind = draws.random()
+        if kind < 0.05:
+            return draws.choice(self._strange)
+        if kind < 0.2:
+            signed = base64.b64encode(draws.randbytes(draws.choice((0, 32, 130)))).decode()
+            head, _, body = data.partition(b"\n\n")
+            moment = draws.choice(("1.0", "nan", "inf", "-1", "1e999", "", "\u0661"))
+            values = f"\nfedspan-challenge: {moment}:{signed}\nfedspan-signature: {signed}\nfedspan-sealing: {signed}"
+            return head + values.encode() + b"\n\n" + body
+        return mangled(data, draws)
 
-    async def acknowledge_heartbeat(self, body: bytes, node: int | None) -> bytes:
-        if body != b"heartbeat":
-            raise ValueError("not a heartbeat")
-        return b"acknowledged"
+    def read(self, data: bytes) -> None:
+        """``Target.read``."""
+        head, _, body = data.partition(b"\n\n")
+        first, *lines = head.split(b"\n")
+        method, _, target = first.partition(b" ")
+        path, _, query = target.partition(b"?")
+        pairs = (line.partition(b": ") for line in lines)
+        headers = [(name.lower(), value) for name, _, value in pairs]
+        status = asyncio.run(self._serve(method, path, query, headers, body))
+        is_known = any(value == f"Bearer {_SESSION}".encode() for name, value in headers if name == b"authorization")
+        if status < 400 and not is_known and path not in (b"/v1/health", b"/v1/join"):
+            raise AssertionError("a request without a session was answered")
+        if status >= 400:
+            raise ValueError(f"refused with {status}")
 
-    async def note_object(self, body: bytes) -> None:
-        pass
+    async def _serve(
+        self, method: bytes, path: bytes, query: bytes, headers: list[tuple[bytes, bytes]], body: bytes
+    ) -> int:
+        from fedspan.transports.http.limits import Bucket, Sender
+        from fedspan.transports.http.store import Store
 
-    def wake_runs(self) -> None:
-        pass
+        with TemporaryDirectory() as folder, closing(Store(Path(folder))) as store:
+            store.add_run("run")
+            store.add_orders([self._order(_ORDER, "run", self._node, b"head", "", 100)])
+            server = self._app.Server(
+                store, "secret", lambda: {self._node: self._key}, bytes(32), self._limits, self._path
+            )
+            sender = Sender(asyncio.Semaphore(2), Bucket(1e9, 1e9))
+            server._sessions[_SESSION] = self._app.Session(self._node, self._key, b"", sender)
+            server._tokens[self._node] = _SESSION
+            scope = {
+                "type": "http",
+                "http_version": "1.1",
+                "method": method.decode("latin-1"),
+                "path": unquote(path.decode("latin-1")),
+                "raw_path": path,
+                "query_string": query,
+                "client": ("192.0.2.1", 7),
+                "server": ("127.0.0.1", 1),
+                "headers": headers,
+            }
+            events, sent = [{"type": "http.request", "body": body, "more_body": False}], list[Any]()
+
+            async def receive() -> Any:
+                return events.pop() if events else {"type": "http.disconnect"}
+
+            async def send(event: Any) -> None:
+                sent.append(event)
+
+            await server(scope, receive, send)
+            answer = b"".join(event.get("body", b"") for event in sent)
+            if b"PRIVATE" in answer or b"secret" in answer:
+                raise AssertionError("an answer with a file of the server's")
+            return int(sent[0]["status"])
 
 
-def _request(path: str, body: bytes, headers: Mapping[str, str] | None = None) -> bytes:
-    """An input of the door."""
-    lines = [f"keyless {path}", *(f"{name}: {value}" for name, value in (headers or {}).items())]
-    return "\n".join([*lines, f"content-length: {len(body)}", "", ""]).encode() + body
+_SESSION, _ORDER = "5" * 64, "6" * 32
 
 
-def _read_request(data: bytes) -> tuple[bytes, bytes, list[tuple[bytes, bytes]], bytes]:
-    """Whether nodes need keys, path, headers and body of an input of the door."""
-    head, _, body = data.partition(b"\n\n")
-    first, *lines = head.split(b"\n")
-    kind, _, path = first.partition(b" ")
-    pairs = (line.partition(b": ") for line in lines)
-    return kind, path, [(name.lower(), value) for name, _, value in pairs], body
+def _request(first: str, body: bytes = b"", *headers: str) -> bytes:
+    """An input of the requests."""
+    return "\n".join([first, *headers, f"content-length: {len(body)}", "", ""]).encode() + body
 
 
 _CONFIG: dict[str, Any] = {
@@ -640,7 +593,8 @@ TARGETS: dict[str, Callable[[], Target]] = {
     "codec": lambda: Refusing(Codec(), ValueError),
     "orders": lambda: Refusing(Orders(), ValueError),
     "answers": lambda: Refusing(Answers(), ValueError),
-    "door": lambda: Refusing(Door(), ValueError),
+    "messages": lambda: Refusing(Messages(), ValueError),
+    "requests": lambda: Refusing(Requests(), ValueError),
     "configs": lambda: Refusing(Configs(), FedspanError),
 }
 """The targets by name. A read of theirs that raises anything is a finding."""

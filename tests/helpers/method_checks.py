@@ -13,8 +13,9 @@ from fedspan.core.values import Client, Contribution, Job, Reduced
 from fedspan.federation.aggregation.reduction import Reducer
 from fedspan.federation.serialization import decode, encode
 from fedspan.methods.registry import METHODS
-from helpers.claim_measures import errors, require_declared_traffic
-from helpers.watched_rounds import MethodRun, Round, RunMethod, differences
+
+from .claim_measures import errors, require_declared_traffic
+from .watched_rounds import MethodRun, Round, RunMethod, differences
 
 POLICIES = ("average", "local", "frozen")
 

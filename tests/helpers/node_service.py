@@ -11,8 +11,9 @@ from fedspan.deployment.node import NodeService
 from fedspan.federation.protocol import Envelope, read_header
 from fedspan.runs.remote import build_server_clients, connect, prepare_server
 from fedspan.runs.setup import Prepared
-from helpers import tiny
-from helpers.reply_transport import ReplyingTransport
+
+from . import tiny
+from .reply_transport import ReplyingTransport
 
 CLIENT = "clinic"
 OPEN = {

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
-from helpers import tiny
+from . import tiny
 
 __all__ = ["CASES", "EXAMPLES", "TOLERANCE", "save_models", "settings"]
 

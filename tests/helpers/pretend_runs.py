@@ -21,8 +21,9 @@ from transformers.utils import logging
 
 from fedspan.config import parse_config
 from fedspan.training.stacking import wait_for
-from helpers import pretend_device
-from helpers.device_runs import ENGINES, RUNS, WAITS, compare, inner_waits, save_models
+
+from . import pretend_device
+from .device_runs import ENGINES, RUNS, WAITS, compare, inner_waits, save_models
 
 
 def refusals() -> dict[str, str | None]:

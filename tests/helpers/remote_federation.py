@@ -13,7 +13,8 @@ from fedspan.federation.protocol import Envelope, decode_order
 from fedspan.federation.validation import ReplyRules
 from fedspan.runs.setup import Prepared
 from fedspan.training.loop import LoopEngine
-from helpers.reply_transport import Replies, ReplyingTransport
+
+from .reply_transport import Replies, ReplyingTransport
 
 
 class LocalTraining(ReplyingTransport):

@@ -14,9 +14,10 @@ from fedspan.federation.protocol import Envelope, read_header
 from fedspan.federation.secagg.messages import decode_request
 from fedspan.runs.remote import build_server_clients, connect, prepare_server
 from fedspan.runs.setup import Prepared
-from helpers import tiny
-from helpers.node_service import OPEN
-from helpers.reply_transport import Replies, ReplyingTransport
+
+from . import tiny
+from .node_service import OPEN
+from .reply_transport import Replies, ReplyingTransport
 
 CLINICS = ("clinic-a", "clinic-b", "clinic-c")
 

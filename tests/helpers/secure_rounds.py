@@ -27,7 +27,8 @@ from fedspan.runs.setup import Prepared
 from fedspan.training.loop import LoopEngine
 from fedspan.transports.in_process import simulate
 from fedspan.wrappers.wrapper import Wrapper
-from helpers.reply_transport import Replies, ReplyingTransport
+
+from .reply_transport import Replies, ReplyingTransport
 
 Lose = Callable[[Order | Phase], bool]
 Spoil = Callable[[Order | Phase, Envelope], Envelope | str]

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from helpers import tiny
+from . import tiny
 
 SITES = ("north", "south", "west")
 

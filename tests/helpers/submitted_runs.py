@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from stage import Deployment, build_command, build_environment
+from .stage import Deployment, build_command, build_environment
 
 
 def rounds(run: Path) -> list[dict[str, Any]]:
@@ -17,7 +17,7 @@ def rounds(run: Path) -> list[dict[str, Any]]:
 
 def wait_for_round(run: Path, number: int, process: subprocess.Popen[str]) -> None:
     """Wait until so many rounds of a run that a process makes have ended."""
-    until = time.monotonic() + 120
+    until = time.monotonic() + 240
     while len(rounds(run)) < number:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < until

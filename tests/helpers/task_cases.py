@@ -18,7 +18,8 @@ from sklearn.metrics.pairwise import cosine_similarity
 from torch import Tensor
 
 from fedspan.tasks.definition import TaskDefinition
-from helpers import (
+
+from . import (
     tiny,
     tiny_decoders,
     tiny_images,

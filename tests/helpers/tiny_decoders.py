@@ -19,7 +19,7 @@ from tokenizers.processors import TemplateProcessing
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-from helpers import tiny
+from . import tiny
 
 FAMILIES = ("llama", "qwen", "gpt2", "opt", "gemma")
 TARGETS: Mapping[str, list[str]] = {

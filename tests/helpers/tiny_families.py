@@ -16,7 +16,8 @@ from torch import nn
 from fedspan.config import parse_config
 from fedspan.federation.progress import Progress
 from fedspan.runs.setup import Prepared, prepare
-from helpers import tiny, tiny_decoders, tiny_images, tiny_seq2seq
+
+from . import tiny, tiny_decoders, tiny_images, tiny_seq2seq
 
 _TEXT: dict[str, Any] = {"vocab_size": tiny.VOCABULARY_SIZE, "initializer_range": 0.3, "pad_token_id": 0}
 _CAUSAL: dict[str, Any] = {

@@ -17,7 +17,8 @@ from torch import nn
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 from fedspan.config import RunConfig, parse_config
-from helpers import tiny
+
+from . import tiny
 
 COLORS = ("blue", "green", "red")
 SITES = {"east": 9, "north": 15, "west": 27}

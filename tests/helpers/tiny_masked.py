@@ -13,7 +13,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 
-from helpers import tiny
+from . import tiny
 
 __all__ = ["make_tokenizer", "save_masked", "settings"]
 

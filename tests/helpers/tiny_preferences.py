@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from helpers import tiny, tiny_decoders
+from . import tiny, tiny_decoders
 
 __all__ = ["BAD", "GOOD", "ROWS", "USER", "make_rows", "save_preferences", "settings"]
 

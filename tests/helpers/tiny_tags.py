@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from helpers import tiny
+from . import tiny
 
 __all__ = ["save_sentences", "settings"]
 

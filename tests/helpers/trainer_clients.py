@@ -24,7 +24,8 @@ from fedspan.training.trainers.local import RoundPlan
 from fedspan.training.trainers.optimizer import JobOptimizer
 from fedspan.training.trainers.trainer_engine import Owner, TrainerEngine
 from fedspan.training.trainers.transformers import TransformersTrainer
-from helpers import tiny, tiny_seq2seq
+
+from . import tiny, tiny_seq2seq
 
 
 class Rows(torch.utils.data.Dataset[int]):

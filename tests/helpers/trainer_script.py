@@ -12,7 +12,8 @@ import torch
 
 import fedspan
 from fedspan.training.trainers.processes import count_processes
-from helpers.trainer_clients import arguments, make_trainer
+
+from .trainer_clients import arguments, make_trainer
 
 
 def main(node: Path, tiny_folder: Path, site: str) -> None:

@@ -30,9 +30,10 @@ from fedspan.models.sharded import get_shard
 from fedspan.runs.own_trainers import TrainerRuns, adopt_trainer
 from fedspan.runs.setup import Prepared
 from fedspan.training.trainers.processes import Processes, count_processes
-from helpers import tiny
-from helpers.node_service import node, served
-from helpers.trainer_clients import QUIET, arguments, make_sentence_trainer, make_trainer, sentence_encoder
+
+from . import tiny
+from .node_service import node, served
+from .trainer_clients import QUIET, arguments, make_sentence_trainer, make_trainer, sentence_encoder
 
 GLOBAL_BATCH = 4
 

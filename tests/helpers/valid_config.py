@@ -15,6 +15,6 @@ VALID: dict[str, Any] = {
     "federation": {"rounds": 6, "clients_per_round": 2, "ranks": {"client-00": 4}},
     "training": {"optimizer": "adamw", "lr": 0.01, "betas": [0.9, 0.99], "local_steps": 3},
     "evaluation": {"every": 2, "batch_size": 8},
-    "baselines": ["local"],
+    "baselines": ["local-only"],
 }
 SPEC = Spec((LayerSpec("wide", 6, 20), LayerSpec("tall", 30, 5)))

@@ -24,7 +24,8 @@ from fedspan.tasks.task import Examples
 from fedspan.training.jobs import Assignment
 from fedspan.training.loop import LoopEngine
 from fedspan.wrappers.wrapper import Wrapper
-from helpers import tiny
+
+from . import tiny
 
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "fedgalore": {"adaptive_refreshes": 2},

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from fedspan.config import RunConfig
-from helpers.watched_rounds import MethodRun, method_config
+
+from .watched_rounds import MethodRun, method_config
 
 TRAINING: Mapping[str, Mapping[str, Any]] = {"scaffold": {"optimizer": "sgd", "lr": 0.1, "weight_decay": 0.0}}
 """What a wrapper needs of local training."""

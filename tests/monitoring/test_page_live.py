@@ -198,6 +198,9 @@ def test_a_stage_after_the_last_round_and_a_silent_run(
         assert view.text("#count").startswith("1 of 2 selected replied, 1 failed")
         assert view.text("#rows td.bad") == "failed"
         assert "round 3: gone" in view.text("#rows")
+        stage = {"text": "training", "done": 0, "total": 8003, "unit": "examples"}  # no node has replied
+        pretend_run.write_progress(round=3, cohort=["a", "b"], stage=stage)
+        view.wait("document.getElementById('stage').textContent === 'round 3 of 5: training'")
         view.context.close()
 
 

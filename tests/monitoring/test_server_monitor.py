@@ -1,10 +1,10 @@
 """What the page shows of a server: its nodes, and the run that was submitted last."""
 
-import json
 import re
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,8 @@ from fedspan.deployment.status import store_named_run
 from fedspan.errors import FedspanError
 from fedspan.monitoring.run_monitor import MAX_CLIENTS, clean_text
 from fedspan.monitoring.server_monitor import INTERVAL, ServerMonitor
-from fedspan.transports.flower.server import WORK, Node
+from fedspan.transports.http.server import Node
+from fedspan.transports.http.wire import NodeWork
 from helpers.clock import Clock
 from helpers.written_run import HOSTILE, PretendRun
 
@@ -74,17 +75,16 @@ def test_clients_of_the_run_have_the_status_of_their_nodes(tmp_path: Path, prete
 def test_nodes_that_are_online_say_what_they_do(tmp_path: Path, pretend_run: PretendRun) -> None:
     pretend_run.add(1, cohort=["clinic", "east"])
     store_named_run(tmp_path, pretend_run.folder.path, {"clinic": 12, "east": 11})
-    now = time.time()
-    said = {"11": [now, "training", 37], "12": [now, "training", 5], "99": [now, "training", None]}
-    (tmp_path / WORK).write_text(json.dumps(said))
-    state = collect_listed(ServerMonitor(tmp_path, lambda: NODES))
-    works = {row["name"]: row["node_work"] for row in state["clients"]}
-    assert works == {"clinic": "", "east": "training, 37 %", "south": "", "west": ""}
-    (tmp_path / WORK).write_text(json.dumps({"11": [now, "hidden states", None]}))
-    (east,) = (
-        row for row in collect_listed(ServerMonitor(tmp_path, lambda: NODES))["clients"] if row["name"] == "east"
-    )
-    assert east["node_work"] == "hidden states"
+    work = NodeWork("training", 37)
+
+    def show_work() -> dict[str, str]:
+        nodes = [replace(node, work=work if node.name == "east" else None) for node in NODES]
+        state = collect_listed(ServerMonitor(tmp_path, lambda: nodes))
+        return {row["name"]: row["node_work"] for row in state["clients"]}
+
+    assert show_work() == {"clinic": "", "east": "training, 37 %", "south": "", "west": ""}
+    work = NodeWork("hidden states", None)
+    assert show_work()["east"] == "hidden states"
 
 
 def test_a_newer_run_replaces_the_one_before(tmp_path: Path, pretend_run: PretendRun) -> None:
@@ -105,7 +105,7 @@ def test_nodes_are_listed_again_after_a_while_and_a_failure_is_shown(tmp_path: P
     def list_nodes() -> Sequence[Node]:
         calls.append(clock.now)
         if len(calls) == 2:
-            raise FedspanError("server", None, problem="flwr supernode failed: \x1b[31m")
+            raise FedspanError("server", None, problem="no answer: \x1b[31m")
         return NODES
 
     monitor = ServerMonitor(tmp_path, list_nodes, clock)
@@ -114,7 +114,7 @@ def test_nodes_are_listed_again_after_a_while_and_a_failure_is_shown(tmp_path: P
     clock.now += INTERVAL
     nodes = collect_listed(monitor)["nodes"]
     assert nodes["total"] == 3  # as before
-    assert nodes["problem"] == "`server`: flwr supernode failed: \\x1b[31m."
+    assert nodes["problem"] == "`server`: no answer: \\x1b[31m."
     clock.now += INTERVAL
     assert collect_listed(monitor)["nodes"]["problem"] is None
     assert calls == [0.0, INTERVAL, 2 * INTERVAL]

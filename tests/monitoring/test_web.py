@@ -133,8 +133,8 @@ def test_other_addresses_need_tls(collect: Callable[[], Mapping[str, Any]]) -> N
 
 
 def test_other_addresses_have_the_certificate(collect: Callable[[], Mapping[str, Any]], tmp_path: Path) -> None:
-    pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
-    from fedspan.transports.flower import keys
+    pytest.importorskip("cryptography", reason="the extra fedspan[deploy] is not installed")
+    from fedspan.transports.http import keys
 
     keys.make_authority(tmp_path, ["127.0.0.2", "fl.example.org"])
     certificate = (tmp_path / keys.CERTIFICATE, tmp_path / keys.KEY)
@@ -180,7 +180,7 @@ def test_connections_without_the_token_are_bounded(page: WebPage) -> None:
 
 def test_no_header_names_another_connection(page: WebPage, monkeypatch: pytest.MonkeyPatch) -> None:
     """The connection that sent the token is the one that may stay."""
-    connections = pytest.importorskip("fedspan.transports.flower.connections")
+    connections = pytest.importorskip("fedspan.transports.http.connections")
     cookie, clients = log_in(page), list[Any]()
     monkeypatch.setattr(connections.Connections, "accept", lambda self, client, *_: clients.append(client))
     with socket.create_connection(("127.0.0.1", page.port), 10) as viewer:

@@ -10,6 +10,7 @@ import torch
 import fedspan
 from fedspan.core.lowrank import LowRank
 from fedspan.core.values import LayerSpec, Spec
+from fedspan.federation.progress import Progress
 from fedspan.methods.registry import METHODS
 from fedspan.planning.layer_counts import Computation, StandIn, count_layer
 from fedspan.planning.plan import PlannedModel, plan_run, prepare_model
@@ -93,10 +94,10 @@ def test_narrow_and_quantized_bases_take_less(planned: PlannedModel, tiny_folder
 ROUNDS, RANK = 4, 3
 
 
-def count_run(prepared: Prepared, path: Path) -> Totals:
+def count_run(prepared: Prepared, path: Path, start: Progress | None = None) -> Totals:
     """The ledger of a federation of a few rounds."""
     federation = prepared.federation
-    progress = federation.begin()
+    progress = start or federation.begin()
     with Ledger(path) as ledger:
         for number in range(1, federation.settings.rounds + 1):
             result = federation.run_round(progress)
@@ -127,6 +128,27 @@ def test_bytes_are_the_ledger_s(
     assert plan.bytes_up == totals.run("up").payload
     assert plan.first_up * plan.clients == totals.count_round("up", 1).payload
     assert plan.first_down * plan.clients == totals.count_round("down", 1).payload
+
+
+OTHER_STARTS = {"florg", "fr-lora", "pfedlora"}
+"""Methods whose orders to train the head hold more, because they do not start from the pretrained model."""
+
+
+@pytest.mark.parametrize("key", methods_by_family(quick=("fedit", "fedask")))
+def test_rounds_of_the_head_alone_are_the_ledger_s(key: str, tiny_folder: Path, tmp_path: Path) -> None:
+    changes = {"federation": {"rounds": ROUNDS, "clients_per_round": None}}
+    never_prunes = {"gamma": 1.0} if key == "hetlora" else {}
+    method = {"name": key, "r": RANK, "lora_alpha": 6, **never_prunes}
+    config = tiny.config(tiny_folder, method=method, model={"head_rounds": 2, "extras": "average"}, **changes)
+    run = prepare(config)
+    totals = count_run(run, tmp_path / "ledger.jsonl", begin(run.federation, run.head))
+    plan = plan_run(config, prepare_model(config, len(tiny.LABELS)), clients=len(tiny.SITES))
+    assert not plan.exact
+    assert plan.first_up * plan.clients == totals.count_round("up", 1).payload
+    assert plan.bytes_up == totals.run("up").payload
+    if key not in OTHER_STARTS and not METHODS[key].claims.adaptive_rank:
+        assert plan.first_down * plan.clients == totals.count_round("down", 1).payload
+        assert plan.bytes_down == totals.run("down").payload
 
 
 @pytest.mark.parametrize(

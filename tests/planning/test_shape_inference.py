@@ -7,8 +7,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from fedspan.core.factors import reply
-from fedspan.core.method import Claims, Memory, RegisteredMethod, Traffic
+from fedspan.core.method import Claims, Memory, RegisteredMethod, Traffic, reply
 from fedspan.core.tensors import join_tensor_name
 from fedspan.core.values import Client, Job, LayerSpec, Message, Spec, Trained
 from fedspan.methods.fedgalore import FedGaLore

@@ -53,7 +53,9 @@ def figures(text: str) -> list[dict[str, Any]]:
 
 def compare_run(run: RunData, test: float, *, start: float, local: float, centralized: float) -> RunData:
     """A run with these scores on held-out examples, whose best round was the last of three."""
-    scores = {name: {"test": {"accuracy": value}} for name, value in (("local", local), ("centralized", centralized))}
+    scores = {
+        name: {"test": {"accuracy": value}} for name, value in (("local-only", local), ("centralized", centralized))
+    }
     baselines = {name: {"scores": score, "by_client": {"north": score["test"]}} for name, score in scores.items()}
     final = {"test": {"accuracy": test}}
     report = replace(run.report, scores=final, best_round=3, baselines=baselines, selected=True)
@@ -122,14 +124,14 @@ def test_baselines_are_level_lines_rows_and_marks_of_every_client(series: Path) 
     groups = group_runs([compared, other])
     figure = charts.draw_course(groups, {run.name: {1: 0.5, 2: 0.6} for run in (compared, other)}, "", True, True)
     lines = {line.get("name"): line["y"] for line in json.loads(figure.to_json() or "")["data"]}
-    assert lines["fedit: local only"] == [0.606, 0.606]
+    assert lines["fedit: local-only"] == [0.606, 0.606]
     assert lines["fedit: centralized"] == [0.972, 0.972]
     assert not any(name.startswith("ffa-lora:") for name in lines)
     text = render_page(groups[:1], PageContent(), "title", "version")
-    for name, score in (("start", "97.1 %"), ("local only", "60.6 %"), ("centralized", "97.2 %")):
+    for name, score in (("start", "97.1 %"), ("local-only", "60.6 %"), ("centralized", "97.2 %")):
         assert f"<tr><td>fedit: {name}</td><td>0</td><td>{score}</td>" in text
     (clients,) = [figure for figure in figures(text) if figure["data"][0].get("mode") == "markers"]
-    assert [marks["name"] for marks in clients["data"]] == ["fedit", "local only", "centralized"]
+    assert [marks["name"] for marks in clients["data"]] == ["fedit", "local-only", "centralized"]
 
 
 def test_lines_are_told_apart_without_color(text: str) -> None:
@@ -239,7 +241,8 @@ def with_scores(runs: tuple[RunData, ...], scores: dict[str, list[float]]) -> tu
 
 def test_the_verdict_is_computed(series: Path) -> None:
     runs = read_runs([series])
-    sure = " ".join(write_sentences(group_runs(with_scores(runs, {"fedit": [0.80, 0.82], "ffa-lora": [0.70, 0.72]}))))
+    scores = {"fedit": [0.80, 0.82], "ffa-lora": [0.701, 0.719]}
+    sure = " ".join(write_sentences(group_runs(with_scores(runs, scores))))
     assert "fedit has the best accuracy, 81.0 ± 1.4 % (mean of 2 seeds), at the best of 3 rounds by validation." in sure
     assert re.search(r"It is 10\.0 points \([\d.]+ to [\d.]+\) above ffa-lora\.", sure)
     assert "ffa-lora sends the least" in sure
@@ -263,7 +266,7 @@ def test_the_verdict_names_the_start_and_the_baselines(series: Path) -> None:
     first, second, other, _ = read_runs([series])
     above = compare_run(first, 0.975, start=0.971, local=0.606, centralized=0.972)
     (group,) = group_runs([above])
-    assert group.references == {"start": 0.971, "local": 0.606, "centralized": 0.972}
+    assert group.references == {"start": 0.971, "local-only": 0.606, "centralized": 0.972}
     assert write_sentences([group])[:3] == (
         "The accuracy of fedit is 97.5 % (one seed), at the best of 3 rounds by validation.",
         "Before the first round it was 97.1 %; the result is 0.4 points above the start (one seed: no interval).",
@@ -284,7 +287,9 @@ def test_the_verdict_names_the_start_and_the_baselines(series: Path) -> None:
 def test_the_verdict_names_the_clients_own_tests_beside_held_out_examples(series: Path) -> None:
     compared = compare_run(read_runs([series])[0], 0.975, start=0.971, local=0.606, centralized=0.972)
     assert not any("own tests" in sentence for sentence in write_sentences([RunGroup("fedit", (compared,))]))
-    scores = {name: {**compared.references[name], "clients": {"accuracy": 0.911}} for name in ("local", "centralized")}
+    scores = {
+        name: {**compared.references[name], "clients": {"accuracy": 0.911}} for name in ("local-only", "centralized")
+    }
     report = replace(
         compared.report,
         scores={**compared.report.scores, "clients": {"accuracy": 0.971}},
@@ -292,7 +297,7 @@ def test_the_verdict_names_the_clients_own_tests_beside_held_out_examples(series
     )
     start = {**compared.rows[0], "clients": {"accuracy": 0.979}}
     group = RunGroup("fedit", (replace(compared, report=report, rows=(start, *compared.rows[1:])),))
-    assert group.client_means == {"result": 0.971, "start": 0.979, "local": 0.911, "centralized": 0.911}
+    assert group.client_means == {"result": 0.971, "start": 0.979, "local-only": 0.911, "centralized": 0.911}
     assert (
         "On their own tests, the clients' mean is 97.1 % (97.9 % before the first round, "
         "91.1 % with local-only training, 91.1 % with centralized training)."

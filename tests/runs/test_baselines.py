@@ -69,9 +69,9 @@ def test_local_only_training_sends_nothing_and_keeps_a_model_a_client(prepared: 
 
 def test_a_baseline_takes_the_federation_s_rounds_and_tells_of_each(prepared: Prepared, tmp_path: Path) -> None:
     told = RecordingListener()
-    result = train_baseline(prepared, "local", told, tmp_path / "local")
+    result = train_baseline(prepared, "local-only", told, tmp_path / "local")
     rounds = prepared.federation.settings.rounds
-    assert told.events == [("local", rounds), *[("local", number) for number in range(1, rounds + 1)]]
+    assert told.events == [("local-only", rounds), *[("local-only", number) for number in range(1, rounds + 1)]]
     assert 1 <= result["best_round"] <= rounds
     assert set(result["by_client"]) == set(tiny.SITES)
     assert result["scores"]["test"]["worst"]["accuracy"] <= result["scores"]["test"]["accuracy"]
@@ -85,7 +85,7 @@ def test_baselines_share_hidden_states_with_the_run_to_the_bit(engine: str, tiny
     after.evaluator.evaluate_clients(run_rounds(after))
     told = {number: RecordingListener() for number in range(2)}
     for number, run in enumerate((after, alone)):
-        for name in ("local", "centralized"):
+        for name in ("local-only", "centralized"):
             train_baseline(run, name, told[number], tmp_path / f"{number}-{name}")
     cache = after.engine.prefixes.get_cache(after.train)
     assert cache.computed[build_pooled(after).federation.clients["all"].train].all()
@@ -94,7 +94,7 @@ def test_baselines_share_hidden_states_with_the_run_to_the_bit(engine: str, tiny
     assert len(told[0].losses) == 2 * values["federation"]["rounds"]
 
 
-@pytest.mark.parametrize("name", [pytest.param("local", marks=pytest.mark.slow), "centralized"])
+@pytest.mark.parametrize("name", [pytest.param("local-only", marks=pytest.mark.slow), "centralized"])
 def test_a_stopped_baseline_continues_to_the_same_scores(name: str, prepared: Prepared, tmp_path: Path) -> None:
     class Stopping(RecordingListener):
         def on_baseline_round(self, name: str, round: int, loss: float) -> None:

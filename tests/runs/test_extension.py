@@ -157,7 +157,6 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "other": ({}, ["training.lr=0.5"], "training.lr"),
     "seed": ({}, [f"{ROUNDS_FIELD}=4", "seed=9"], "seed"),
     "data": ({}, ["data.train=other.csv"], "data.train"),
-    "simulator": ({}, ["engine.name=flower-sim"], "engine.name"),
     "method": ({}, ["method.name=rolora"], "method.name"),
     "less-patience": ({"federation": {"early_stopping": 3}}, [f"{PATIENCE}=1"], PATIENCE),
     "patience-at-last": ({}, [f"{PATIENCE}=1"], PATIENCE),

@@ -83,9 +83,9 @@ def test_statistics_of_several_labels_and_words_are_for_plain_simulations(
     corpus: Any, tiny_folder: Path, tmp_path: Path
 ) -> None:
     values = corpus.settings(tiny_folder, tmp_path, model={"head_init": "auto"})
-    report = fedspan.run({**values, "baselines": ["local", "centralized"]}, tmp_path / "run")
+    report = fedspan.run({**values, "baselines": ["local-only", "centralized"]}, tmp_path / "run")
     assert report.start["head_init"] in ("by-label", "lda")
-    assert set(report.baselines) == {"local", "centralized"}
+    assert set(report.baselines) == {"local-only", "centralized"}
     kind = report.start["head_init"]
     secure = {**values, "federation": {**values["federation"], "secure": {}}}
     for config, parse in (
@@ -191,7 +191,7 @@ def test_the_start_is_a_row_of_metrics_and_can_be_the_best(tiny_folder: Path, tm
         training={"lr": 1e-12},
         federation={"rounds": 2},
     )
-    report = fedspan.run({**values, "baselines": ["local", "centralized"]}, tmp_path / "run")
+    report = fedspan.run({**values, "baselines": ["local-only", "centralized"]}, tmp_path / "run")
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["round"] for row in rows] == [0, 1, 2]
     assert "loss" not in rows[0]

@@ -231,7 +231,6 @@ def test_a_chosen_learning_rate_cannot_be_edited(world: World, tmp_path: Path) -
         ("partition", {"validation": 0.2}, "partition.validation"),
         ("federation", {"retries": 7, "deadline": 9.0}, None),
         ("engine", {"workers": 2}, None),
-        ("engine", {"name": "flower-sim"}, "engine.name"),  # which stores clients' states elsewhere
         ("cluster", {"workers": 2, "address": "auto"}, None),  # on other machines
         ("evaluation", {"batch_size": 3}, None),
     ],

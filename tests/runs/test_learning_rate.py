@@ -86,11 +86,11 @@ def test_a_stored_rate_that_was_damaged_is_an_error(interrupted: Path, tmp_path:
 @pytest.mark.slow
 def test_centralized_training_has_a_range_test_of_its_own(tiny_folder: Path, tmp_path: Path) -> None:
     values = tiny.settings(tiny_folder, training=AUTO, federation={"rounds": 1})
-    values["baselines"] = ["centralized", "local"]
+    values["baselines"] = ["centralized", "local-only"]
     report = fedspan.run(values, tmp_path / "run")
     own = report.baselines["centralized"]["learning_rate"]
     assert own["losses"] != report.learning_rate["losses"]
-    assert "learning_rate" not in report.baselines["local"]
+    assert "learning_rate" not in report.baselines["local-only"]
     assert {entry.name for entry in (tmp_path / "run" / "baselines" / "centralized").iterdir()} == {"report.json"}
     named = fedspan.run(values | {"centralized_lr": 0.01, "baselines": ["centralized"]}, tmp_path / "named")
     assert "learning_rate" not in named.baselines["centralized"]

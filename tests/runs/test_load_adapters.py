@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 import fedspan
 from fedspan.errors import FedspanError
+from fedspan.models.export import read_adapter
 from helpers import tiny
 
 
@@ -40,3 +41,15 @@ def test_another_kind_of_adapter_is_not_built(exported: Path, tmp_path: Path) ->
     plain = {name: config[name] for name in ("base_model_name_or_path", "task_type", "target_modules")}
     (folder / "adapter_config.json").write_text(json.dumps({**plain, "peft_type": "IA3", "feedforward_modules": []}))
     refuse(folder)
+
+
+@pytest.mark.parametrize("name", ["fedspan.json", "adapter_config.json"])
+def test_a_config_is_not_read_beyond_its_largest_size(name: str, exported: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(exported, tmp_path / "adapter"))
+    with (folder / name).open("r+b") as file:
+        file.seek(1 << 24)
+        file.write(b" ")  # of zeros before it, which take no space
+    for use in (lambda: fedspan.predict(folder, ["word1"]), lambda: read_adapter(str(folder), {})):
+        with pytest.raises(FedspanError, match="16 MiB") as caught:
+            use()
+        assert caught.value.field == str(folder / name)

@@ -92,13 +92,9 @@ def test_a_model_is_copied_and_resume_needs_it_again(tiny_folder: Path, tmp_path
         fedspan.resume(tmp_path / "stopped", **{**objects, "model": changed})
     place = tmp_path / "stopped" / "config.yaml"
     text = place.read_text()
-    for section, value, words in (
-        ("cluster", {"workers": 2}, "only data can be passed to a run on a cluster"),
-        ("engine", {"name": "flower-sim"}, "runs in other processes, to which objects cannot be passed"),
-    ):
-        place.write_text(yaml.safe_dump({**yaml.safe_load(text), section: value}, explicit_end=True))
-        with pytest.raises(FedspanError, match=words):
-            fedspan.resume(tmp_path / "stopped", **objects)
+    place.write_text(yaml.safe_dump({**yaml.safe_load(text), "cluster": {"workers": 2}}, explicit_end=True))
+    with pytest.raises(FedspanError, match="only data can be passed to a run on a cluster"):
+        fedspan.resume(tmp_path / "stopped", **objects)
     place.write_text(text)
     report = fedspan.resume(tmp_path / "stopped", **objects)
     assert weights(tmp_path / "stopped") == weights(tmp_path / "whole")

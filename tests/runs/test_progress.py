@@ -17,7 +17,7 @@ from fedspan.cli.formatting import create_console
 from fedspan.errors import FedspanError
 from fedspan.runs import progress_bar
 from fedspan.runs.callbacks import Listener, Listeners
-from fedspan.runs.formatting import format_duration, format_number, format_runs, get_title, shorten
+from fedspan.runs.formatting import format_duration, format_number, format_runs, shorten
 from fedspan.runs.progress_bar import ProgressBar, has_bar
 from fedspan.runs.progress_file import INTERVAL, ProgressFile
 from fedspan.runs.remaining_time import Effort, describe_stage, get_unrepeated_name
@@ -187,6 +187,7 @@ def test_a_call_shows_the_bar_on_standard_error(
     fedspan.run(values, tmp_path / "run", listener=Own())
     assert rounds == [1, 2]
     assert "2 rounds in 0:" in terminal.getvalue()
+    assert "worst client" in terminal.getvalue()  # the head of the table of rounds
     assert capsys.readouterr().out == "1\n2\n", "a file or pipe gets what the script prints, and no bar"
     terminal.truncate(0)
     fedspan.run(values, tmp_path / "quiet", progress=False)
@@ -196,11 +197,11 @@ def test_a_call_shows_the_bar_on_standard_error(
 
 @pytest.fixture
 def compared(prepared: Prepared) -> Prepared:
-    return replace(prepared, config=prepared.config.model_copy(update={"baselines": ["local", "centralized"]}))
+    return replace(prepared, config=prepared.config.model_copy(update={"baselines": ["local-only", "centralized"]}))
 
 
 def keys() -> list[str]:
-    baselines = [key for name in ("local", "centralized") for key in (*(f"{name} {n}" for n in (1, 2, 3)), name)]
+    baselines = [key for name in ("local-only", "centralized") for key in (*(f"{name} {n}" for n in (1, 2, 3)), name)]
     return ["round 1", "round 2", "round 3", "closing", *baselines]
 
 
@@ -266,7 +267,7 @@ def test_what_only_the_first_round_waits_for_stops_the_clock(prepared: Prepared)
 
 def test_rounds_and_epochs_that_are_not_run_are_no_work(compared: Prepared) -> None:
     effort = Effort(compared, 0, Clock())
-    for key in ("round 1", "closing", "local 1", "local", "centralized 1", "centralized"):
+    for key in ("round 1", "closing", "local-only 1", "local-only", "centralized 1", "centralized"):
         effort.finish(key)
     assert effort.completed == pytest.approx(effort.total)
     resumed = Effort(compared, 2, Clock())
@@ -284,13 +285,12 @@ def test_stages_in_words() -> None:
 
 
 def test_numbers_in_words() -> None:
-    losses = (None, 0.123456, -2.0, 999.99, 1000.0, -123456.0, float("nan"))
-    texts = ["-", "0.1235", "-2.0000", "999.9900", "1e+03", "-1.23e+05", "nan"]
+    losses = (None, 0.0, 0.00003, 0.123456, -2.0, 999.99, 1000.0, -123456.0, float("nan"))
+    texts = ["-", "0.0000", "3e-05", "0.1235", "-2.0000", "999.9900", "1e+03", "-1.23e+05", "nan"]
     assert [format_number(loss) for loss in losses] == texts
     seconds, texts = (0.4, 59.6, 75, 3599.4, 3600, 3675, 1e6), ["0:00", "1:00", "1:15", "59:59"]
     assert [format_duration(one) for one in seconds] == [*texts, "1:00:00", "1:01:15", "277:46:40"]
     assert [format_runs(count) for count in (0, 1, 2)] == ["0 runs", "1 run", "2 runs"]
-    assert [get_title(name) for name in ("local", "centralized", "mine")] == ["local only", "centralized", "mine"]
 
 
 def test_texts_become_one_short_line() -> None:
@@ -338,9 +338,9 @@ def test_clients_and_stages_of_a_round(prepared: Prepared, tmp_path: Path) -> No
         wait_for(path, round=None, round_started=None, cohort=[], replied=[])  # no round follows, as far as is known
         file.on_round_start(2)
         wait_for(path, round=2, cohort=list(prepared.federation.draw_cohort(1)), replied=[])
-        file.on_baseline_start("local", 5)
-        file.on_baseline_round("local", 2, 0.5)
-        wait_for(path, baseline={"name": "local only", "round": 2, "rounds": 5})
+        file.on_baseline_start("local-only", 5)
+        file.on_baseline_round("local-only", 2, 0.5)
+        wait_for(path, baseline={"name": "local-only", "round": 2, "rounds": 5})
     assert not path.exists()
 
 

@@ -23,9 +23,9 @@ from fedspan.runs.failures import count_failures
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.model_card import RunReport
 from fedspan.runs.records import compute_result_digests, read_records, require_intact_model, require_same_files
+from fedspan.runs.report_warnings import find_limited
 from fedspan.runs.results import read_partition, read_report
 from fedspan.runs.setup import prepare
-from fedspan.runs.suspects import find_limited
 from helpers import tiny
 from helpers.refusals import refused
 

@@ -79,7 +79,7 @@ def test_another_process_with_another_hash_seed(tiny_folder: Path, tmp_path: Pat
     """Sets and dicts of strings come in another order there."""
     values = tiny.settings(tiny_folder, federation={"rounds": 2})
     values["partition"] = {"partitioner": "dirichlet", "clients": 4}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump({**values, "threads": 1, "baselines": ["local"]}))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({**values, "threads": 1, "baselines": ["local-only"]}))
     fedspan.run(tmp_path / "config.yaml", tmp_path / "here")
     other = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
     environment = {**os.environ, "PYTHONHASHSEED": other, "HF_HUB_OFFLINE": "1"}

@@ -272,7 +272,7 @@ def test_the_long_work_of_a_run_is_counted_to_its_end(engine: str, tiny_folder: 
     )
     values["federation"] = {"rounds": 2}
     seen = Recorder()
-    fedspan.run({**values, "baselines": ["local", "centralized"]}, tmp_path / "run", listener=seen)
+    fedspan.run({**values, "baselines": ["local-only", "centralized"]}, tmp_path / "run", listener=seen)
     order = list(dict.fromkeys(stage.name for stage in seen.stages))
     assert order[:3] == ["data", "model", "encoding"]
     assert order.index("hidden states") < order.index("training")

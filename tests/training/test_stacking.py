@@ -303,9 +303,9 @@ def test_a_range_test_and_baselines_store_their_plans_before_they_use_them(
 ) -> None:
     values = tiny.settings(
         tiny_folder, engine={"name": "batched"}, training={"lr": "auto"}, federation={"rounds": 1}
-    ) | {"baselines": ["local"]}
+    ) | {"baselines": ["local-only"]}
     run = tmp_path / "run"
-    plans = (run / "engine.json", run / "baselines" / "local" / "engine.json")
+    plans = (run / "engine.json", run / "baselines" / "local-only" / "engine.json")
     seen = list[tuple[bool, ...]]()
     train_all = BatchedEngine.train_all
 
@@ -320,7 +320,7 @@ def test_a_range_test_and_baselines_store_their_plans_before_they_use_them(
     assert (run / "learning_rate.json").is_file()
     plans[1].write_text('{"clients_per_pass": 3, "workers": 1}')
     prepared = prepare(parse_config(values))
-    variant = BASELINES["local"](prepared)
+    variant = BASELINES["local-only"](prepared)
     keep_stacking_plan(RunFolder(plans[1].parent), variant.engine)
     assert variant.engine.stacking == StackingPlan(3, 1)
 

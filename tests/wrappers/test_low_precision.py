@@ -10,7 +10,6 @@ from torch import Tensor
 
 from fedspan.core.method import Claims, Memory, Method
 from fedspan.core.tensors import Tensors, create_generator, join_tensor_name
-from fedspan.core.transfer_formats import Format, compress, decompress
 from fedspan.core.values import Client, Job, LayerSpec, Message, Reduced, ServerState, Spec, Trained
 from fedspan.errors import FedspanError
 from fedspan.federation.serialization import compute_payload_size
@@ -23,7 +22,7 @@ from fedspan.methods.local_only import LocalOnly
 from fedspan.methods.lora_a2 import LoRAA2
 from fedspan.methods.registry import METHODS
 from fedspan.wrappers.extras import WithExtras
-from fedspan.wrappers.low_precision import LowPrecision
+from fedspan.wrappers.low_precision import Format, LowPrecision, compress, decompress
 from fedspan.wrappers.scaffold import Scaffold
 from fedspan.wrappers.wrapper import Wrapper, compute_common_start, split_prefix
 from helpers.families import others_slow

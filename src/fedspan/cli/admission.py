@@ -10,7 +10,7 @@ import typer
 from fedspan.cli.commands import MACHINES, SERVER, ServerFolder, register_command
 
 if TYPE_CHECKING:
-    from fedspan.transports.flower.server import ServerLink
+    from fedspan.transports.http.server import ServerLink
 
 __all__ = ["admit", "renew", "revoke", "warn_of_expiry"]
 
@@ -52,13 +52,13 @@ def admit(
     ] = None,
     folder: ServerFolder = SERVER,
 ) -> None:
-    """Admit a data owner's node to the federation (Flower's own command: flwr supernode register)."""
-    from fedspan.transports.flower import require
+    """Admit a data owner's node to the federation."""
+    from fedspan.transports.http import require
 
     require()
     from fedspan.crypto.identity import compute_fingerprint
-    from fedspan.transports.flower.admissions import admit_node
-    from fedspan.transports.flower.server import read_link
+    from fedspan.transports.http.admissions import admit_node
+    from fedspan.transports.http.server import read_link
 
     admission = admit_node(
         read_link(folder), key, name, days=days, replace=replace, max_examples=max_examples, fingerprint=fingerprint
@@ -72,7 +72,7 @@ def admit(
 
 @register_command("revoke", 'fedspan revoke clinic-a --reason "the machine was stolen"', panel=MACHINES)
 def revoke(
-    node: Annotated[str, typer.Argument(metavar="NODE", help="The node's name, or Flower's id of it.")],
+    node: Annotated[str, typer.Argument(metavar="NODE", help="The node's name, or its id.")],
     reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="The reason, for the audit log.")] = "",
     folder: ServerFolder = SERVER,
 ) -> None:
@@ -80,11 +80,11 @@ def revoke(
 
     A running server and running federations need no restart. To admit the node again, use a new key.
     """
-    from fedspan.transports.flower import require
+    from fedspan.transports.http import require
 
     require()
-    from fedspan.transports.flower.admissions import revoke_node
-    from fedspan.transports.flower.server import read_link
+    from fedspan.transports.http.admissions import revoke_node
+    from fedspan.transports.http.server import read_link
 
     for id in revoke_node(read_link(folder), node, reason):
         typer.echo(f"revoked the key of {node} (node {id})")
@@ -105,12 +105,12 @@ def renew(
     The first step creates a new ca.crt, which trusts both certificates. Send it to every data owner. The second step,
     --activate, switches to the new certificates; a running server restarts by itself.
     """
-    from fedspan.transports.flower import require
+    from fedspan.transports.http import require
 
     require()
-    from fedspan.transports.flower.admissions import open_audit_log
-    from fedspan.transports.flower.keys import AUTHORITY, activate_authority, renew_authority
-    from fedspan.transports.flower.server import read_link
+    from fedspan.transports.http.admissions import open_audit_log
+    from fedspan.transports.http.keys import AUTHORITY, activate_authority, renew_authority
+    from fedspan.transports.http.server import read_link
 
     link = read_link(folder)
     if activate:
@@ -127,8 +127,8 @@ def renew(
 
 def warn_of_expiry(link: ServerLink) -> None:
     """Print a warning for certificates and admissions that expire soon."""
-    from fedspan.transports.flower.admissions import read_admissions
-    from fedspan.transports.flower.keys import AUTHORITY, CERTIFICATE, SOON, compute_days_left
+    from fedspan.transports.http.admissions import read_admissions
+    from fedspan.transports.http.keys import AUTHORITY, CERTIFICATE, SOON, compute_days_left
 
     def warn(text: str) -> None:
         typer.secho(f"warning: {text}", fg="yellow", err=True)

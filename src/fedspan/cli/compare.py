@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fedspan.experiments.tables import Table
     from fedspan.experiments.watcher import Watcher
 
-__all__ = ["compare", "print_table", "sweep"]
+__all__ = ["Seeds", "compare", "parse_seeds", "print_table", "sweep"]
 
 Config = Annotated[Path | None, typer.Argument(metavar="CONFIG", help="The YAML file that all runs share.")]
 Out = Annotated[
@@ -69,7 +69,7 @@ def compare(
     options = {"--methods": methods, "--seeds": seeds, "--set-for": overrides_for}
     folder = _select_folder(config, out, resume, {**options, "--set": overrides})
     keys = [key.strip() for key in (methods or "").split(",") if key.strip()]
-    numbers, own = _parse_seeds(seeds or "0,1,2"), _parse_overrides_for(overrides_for or [])
+    numbers, own = parse_seeds(seeds or "0,1,2"), _parse_overrides_for(overrides_for or [])
 
     def validate() -> None:
         from fedspan.config import to_plain_values
@@ -133,7 +133,7 @@ def sweep(
     """
     options = {"--over": over, "--trials": trials, "--rounds": rounds, "--seeds": seeds, "--set": overrides}
     folder = _select_folder(config, out, resume, options)
-    space, numbers = _parse_search_space(over or []), _parse_seeds(seeds or "0")
+    space, numbers = _parse_search_space(over or []), parse_seeds(seeds or "0")
 
     def validate() -> None:
         from fedspan.config import to_plain_values
@@ -188,7 +188,8 @@ def _select_folder(config: Path | None, out: Path | None, resume: Path | None, o
     return out
 
 
-def _parse_seeds(text: str) -> list[int]:
+def parse_seeds(text: str) -> list[int]:
+    """Parse the value of ``--seeds``."""
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:

@@ -21,7 +21,7 @@ from fedspan.files import restrict_new_files
 
 if TYPE_CHECKING:
     from fedspan.monitoring.web import WebPage
-    from fedspan.transports.flower.server import ServerLink
+    from fedspan.transports.http.server import ServerLink
 
 __all__ = ["join", "make_stop_event", "server", "submit"]
 
@@ -81,16 +81,16 @@ def server(
         ),
     ] = 60.0,
 ) -> None:
-    """Run a federation's server: Flower's SuperLink, with TLS and node keys.
+    """Run a federation's server, with TLS and node keys.
 
     The first start creates a certificate authority and a certificate. Send ca.crt to every data owner, or a folder that
     --bundle writes. With --web-port, the address of the web page is printed with its token.
     """
-    from fedspan.transports.flower import require
+    from fedspan.transports.http import require
 
     require()
-    from fedspan.transports.flower.server import format_address, prepare_folder
-    from fedspan.transports.flower.superlink import supervise
+    from fedspan.transports.http.server import format_address, prepare_folder
+    from fedspan.transports.http.supervision import supervise
 
     if insecure:
         host = "127.0.0.1" if host == "0.0.0.0" else host
@@ -106,7 +106,7 @@ def server(
 
     def print_instructions() -> None:
         address = format_address((names or ["THIS-MACHINE"])[0], port)
-        typer.echo(f"listening on {host}:{port}; log: {folder / 'superlink.log'}")
+        typer.echo(f"listening on {host}:{port}; log: {folder / 'server.log'}")
         if page is not None:
             typer.echo(f"web page: {page.url}")
         if not insecure:
@@ -129,8 +129,8 @@ def _create_page(link: ServerLink, host: str, port: int, names: Sequence[str]) -
 
     require_web()
     from fedspan.monitoring.server_monitor import ServerMonitor
-    from fedspan.transports.flower.admissions import list_named_nodes
-    from fedspan.transports.flower.keys import CERTIFICATE, KEY, list_certified_hosts
+    from fedspan.transports.http.admissions import list_named_nodes
+    from fedspan.transports.http.keys import CERTIFICATE, KEY, list_certified_hosts
 
     monitor = ServerMonitor(link.folder, lambda: list_named_nodes(link))
     if host in LOOPBACK or link.authority is None:  # without TLS, other addresses are refused
@@ -149,8 +149,8 @@ def _write_bundles(folder: Path, ids: Sequence[str], names: Sequence[str], port:
     """Write bundles; the port and the mode of a server that was started before are not changed."""
     from fedspan.deployment.bundle import compute_digest, write_bundle
     from fedspan.monitoring.web import LOOPBACK
-    from fedspan.transports.flower.keys import ensure_authority, get_newest_authority, list_certified_hosts
-    from fedspan.transports.flower.server import format_address, is_prepared, prepare_folder, read_link
+    from fedspan.transports.http.keys import ensure_authority, get_newest_authority, list_certified_hosts
+    from fedspan.transports.http.server import format_address, is_prepared, prepare_folder, read_link
 
     without_tls = FedspanError(
         "--bundle", ids[0], problem="a server without TLS has no bundles: they hold its certificate"
@@ -210,13 +210,13 @@ def join(
     insecure: Annotated[bool, typer.Option("--insecure", help="Disable TLS and keys.")] = False,
 ) -> None:
     """Join federations as a data owner. Data and paths never leave this machine."""
-    from fedspan.transports.flower import require
+    from fedspan.transports.http import require
 
     require()
     if new_key is not None:
         from fedspan.crypto.identity import compute_fingerprint
         from fedspan.deployment.usage_markers import allow_first_book, continue_book, require_book
-        from fedspan.transports.flower.keys import make_node_key
+        from fedspan.transports.http.keys import make_node_key
 
         if replaces is not None:
             require_book(replaces)
@@ -243,8 +243,7 @@ def join(
         return
 
     log_to_console()
-    for name in ("httpx", "flwr"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
     run_node(node, insecure=insecure, stop=make_stop_event())
 
 
@@ -268,7 +267,7 @@ def submit(
     folder: ServerFolder = SERVER,
 ) -> None:
     """Train across the nodes that have joined, and export the best round's adapter."""
-    from fedspan.transports.flower import require
+    from fedspan.transports.http import require
 
     require()
     if (config is None) == (resume is None):
@@ -277,15 +276,14 @@ def submit(
         problem = "it cannot be combined with --resume, because nodes have agreed to the run's own config"
         raise FedspanError("--set", " ".join(overrides), problem=problem)
     from fedspan.cli.formatting import create_console
-    from fedspan.cli.live import RunView
     from fedspan.cli.run_summary import show_report
     from fedspan.deployment.deploy import submit as submit_run
-    from fedspan.transports.flower.server import read_link
+    from fedspan.runs.run_view import RunView
+    from fedspan.transports.http.server import read_link
 
     run_folder = resume or out or find_unused_folder(Path("runs") / (config or Path("run")).stem)
     screen = create_console()
     view = RunView(screen, run_folder)
-    logging.getLogger("flwr").setLevel(logging.ERROR)
     try:
         with view:
             report = submit_run(

@@ -24,7 +24,7 @@ def flower_app(
     overrides: Overrides = None,
 ) -> None:
     """Write a Flower app that runs a federation. It is for Flower's simulation if the config names data."""
-    from fedspan.transports.flower_app import require
+    from fedspan.transports.flower import require
 
     require()
     from fedspan.deployment.flower_server import write_app

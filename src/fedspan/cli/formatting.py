@@ -8,8 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from fedspan.runs.formatting import format_duration, format_number, get_title, shorten
-from fedspan.tasks.metrics import METRICS
+from fedspan.runs.formatting import format_duration, format_number, shorten
 
 __all__ = [
     "create_console",
@@ -17,10 +16,7 @@ __all__ = [
     "format_duration",
     "format_flop_count",
     "format_number",
-    "format_percent",
-    "format_score",
     "format_span",
-    "get_title",
     "shorten",
 ]
 
@@ -37,16 +33,6 @@ def create_console() -> Console:
 def create_table() -> Table:
     """Create a table of minimal width with a rule below its header."""
     return Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
-
-
-def format_percent(value: float | None) -> str:
-    """Format 0.8125 as 81.2%; a dash for an unmeasured value."""
-    return "-" if value is None else f"{100 * value:.1f}%"
-
-
-def format_score(metric: str, value: float | None) -> str:
-    """Format a metric's value: shares in percent, all else as a number; a dash for an unmeasured value."""
-    return format_percent(value) if METRICS[metric].is_percentage else format_number(value)
 
 
 def format_flop_count(count: float) -> str:

@@ -47,8 +47,8 @@ def show_run(folder: Path, config: Path | None, overrides: Sequence[str] = (), t
         # before what loads Transformers, so that a mistake is reported at once
         loaded = None if config is None else load_config(config, overrides)
         import fedspan
-        from fedspan.cli.live import RunView
         from fedspan.cli.run_summary import show_report
+        from fedspan.runs.run_view import RunView
     view = RunView(out, folder)
     try:
         with view:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from fedspan.cli.commands import Json, Overrides, register_command
+from fedspan.cli.compare import Seeds, parse_seeds, print_table
 from fedspan.errors import FedspanError
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def reproduce(
             "--out", metavar="FOLDER", help="Folder of the runs and the tables; an existing series is resumed."
         ),
     ] = None,
+    seeds: Seeds = None,
     overrides: Overrides = None,
     reuse: Annotated[
         list[Path] | None,
@@ -68,7 +70,14 @@ def reproduce(
     paper's statements are judged by differences paired by seed. After an interruption, the same command continues.
     """
     if resume is None and id is None:
-        options = {"--out": out, "--data": data, "--model": model, "--set": overrides, "--reuse": reuse}
+        options = {
+            "--out": out,
+            "--data": data,
+            "--model": model,
+            "--seeds": seeds,
+            "--set": overrides,
+            "--reuse": reuse,
+        }
         for name, value in options.items():
             if value:
                 raise FedspanError("ID", None, f"a preset together with {name} (fedspan reproduce lists the presets)")
@@ -78,7 +87,7 @@ def reproduce(
             raise FedspanError("ID", None, "a preset together with --dry-run, and no --resume")
         _show_dry_run(id, cast("Scale", scale), overrides or [], as_json)
     else:
-        _reproduce(id, scale, data, model, out, overrides or [], reuse or [], resume, as_json)
+        _reproduce(id, scale, data, model, out, seeds, overrides or [], reuse or [], resume, as_json)
 
 
 def _list(as_json: bool) -> None:
@@ -112,7 +121,7 @@ def _show_dry_run(id: str, scale: Scale, overrides: list[str], as_json: bool) ->
 
 def _show_plan(cells: tuple[PlannedCell, ...]) -> None:
     from fedspan.cli.formatting import create_console, create_table
-    from fedspan.experiments.tables import format_size
+    from fedspan.runs.formatting import format_size
 
     out = create_console()
     for cell in dict.fromkeys(planned.cell for planned in cells):
@@ -150,12 +159,14 @@ def _reproduce(
     data: Path | None,
     model: Path | None,
     out: Path | None,
+    seeds: str | None,
     overrides: list[str],
     reuse: list[Path],
     resume: Path | None,
     as_json: bool,
 ) -> None:
-    options = {"ID": id, "--data": data, "--model": model, "--out": out, "--set": overrides, "--reuse": reuse}
+    options = {"ID": id, "--data": data, "--model": model, "--out": out, "--seeds": seeds}
+    options |= {"--set": overrides, "--reuse": reuse}
     if resume is not None:
         for name, value in options.items():
             if value:
@@ -166,6 +177,7 @@ def _reproduce(
                 )
     elif out is None:
         raise FedspanError("--out", None, "a folder for the runs and the tables, or --dry-run")
+    numbers = None if seeds is None else parse_seeds(seeds)
     from fedspan.cli.formatting import create_console
 
     screen = create_console()
@@ -186,6 +198,7 @@ def _reproduce(
             model=model,
             overrides=overrides,
             reuse=reuse,
+            seeds=numbers,
             listener=watcher,
             progress=False,
         )
@@ -199,7 +212,6 @@ def _reproduce(
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(report), indent=2, ensure_ascii=False))
         return
-    from fedspan.cli.compare import print_table
     from fedspan.reproduction.verdicts import tabulate_verdicts
 
     print_table(screen, report.build_table())

@@ -12,12 +12,12 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fedspan.cli.formatting import create_table, format_duration, format_score, get_title, shorten
+from fedspan.cli.formatting import create_table, format_duration, shorten
 from fedspan.experiments.intervals import compare_clients, estimate_difference
 from fedspan.experiments.result_notes import describe_extension, describe_majority
-from fedspan.experiments.tables import format_size
 from fedspan.models.names import get_architecture, resolve_model
-from fedspan.runs.model_card import STATISTICS_NOTE, RunReport
+from fedspan.runs.formatting import format_score, format_size
+from fedspan.runs.model_card import STATISTICS_NOTE, RunReport, format_final_rounds
 from fedspan.runs.predictions import Items, read_items
 from fedspan.tasks.definition import TargetType
 from fedspan.tasks.metrics import METRICS
@@ -25,6 +25,10 @@ from fedspan.tasks.registry import get_task
 
 __all__ = ["render_peft_snippet", "show_report"]
 
+_NO_SCORES = (
+    "no scores were measured: there is no test set, and no client has validation or test examples (a node needs "
+    "at least limits.evaluation_examples of them)"
+)
 _MAX_FAILURES = 5
 """Number of clients whose failures are shown."""
 _TARGET_COLUMNS: Mapping[TargetType, str] = {
@@ -38,7 +42,7 @@ _TARGET_COLUMNS: Mapping[TargetType, str] = {
 def show_report(out: Console, report: RunReport, folder: Path) -> None:
     """Print the report of the run in ``folder``."""
     table = _make_score_table(report)
-    out.print(Text("no scores were measured", "dim") if table is None else table)
+    out.print(Text(_NO_SCORES, "dim") if table is None else table)
     items = read_items(folder)
     sentences = (
         _describe_gain(report, folder, items),
@@ -66,7 +70,8 @@ def show_report(out: Console, report: RunReport, folder: Path) -> None:
     facts = {
         "traffic": "; ".join(_describe_traffic(report)),
         "time": f"{format_duration(report.seconds)} for {report.rounds} {'round' if report.rounds == 1 else 'rounds'}",
-        "round": f"{report.best_round}, {selection}",
+        "round": f"{report.best_round}, {selection}"
+        + (f", and {format_final_rounds(report.final_rounds)}" if report.final_rounds else ""),
         f"{kind}s" if is_personal else kind: f"{adapter.parent} (one for each client)" if is_personal else str(adapter),
         **({"privacy": _describe_privacy(report.privacy)} if report.privacy else {}),
         "report": str(folder / "report.json"),
@@ -121,36 +126,38 @@ def _make_score_table(report: RunReport) -> Table | None:
             [metric, *(name for name in get_task(report.task).summary_metrics if name in report.scores.get("test", ()))]
         )
     )
-    table = create_table()
-    table.add_column("", no_wrap=True)
-    if heldout:
-        for name in metrics[:3]:
-            table.add_column(f"held-out\n{METRICS[name].title}", justify="right")
-        table.add_column("held-out\nworst client", justify="right", no_wrap=True)
-    if has_client_scores:
-        table.add_column("client tests\nmean", justify="right")
-        table.add_column("client tests\nworst client", justify="right", no_wrap=True)
-    if has_validation_alone:
-        table.add_column(f"validation\n{METRICS[metric].title}", justify="right")
     rows = {
         report.method: report.scores,
         **({"start": report.start} if report.start.get("head_init", "random") != "random" else {}),
         **{name: baseline["scores"] for name, baseline in report.baselines.items()},
     }
+    has_worst = any((scores.get("test") or {}).get("worst") for scores in rows.values())  # of personal models
+    table = create_table()
+    table.add_column("", no_wrap=True)
+    if heldout:
+        for name in metrics[:3]:
+            table.add_column(f"held-out\n{METRICS[name].title}", justify="right")
+        if has_worst:
+            table.add_column("held-out\nworst client", justify="right", no_wrap=True)
+    if has_client_scores:
+        table.add_column("client tests\nmean", justify="right")
+        table.add_column("client tests\nworst client", justify="right", no_wrap=True)
+    if has_validation_alone:
+        table.add_column(f"validation\n{METRICS[metric].title}", justify="right")
     for name, scores in rows.items():
         cells: list[str] = []
         if heldout:
             test = scores.get("test") or {}
             cells += [
                 *(format_score(metric_name, test.get(metric_name)) for metric_name in metrics[:3]),
-                _format_worst(test, metric),
+                *([_format_worst(test, metric)] if has_worst else []),
             ]
         if has_client_scores:
             clients = scores.get("clients") or {}
             cells += [format_score(metric, clients.get(metric)), _format_worst(clients, metric)]
         if has_validation_alone:
             cells.append(format_score(metric, (scores.get("validation") or {}).get(metric)))
-        table.add_row(get_title(name), *cells, style="bold" if name == report.method else "")
+        table.add_row(name, *cells, style="bold" if name == report.method else "")
     return table
 
 
@@ -168,14 +175,14 @@ def _describe_gain(report: RunReport, folder: Path, items: Items | None) -> str:
         return ""
     title, metric = METRICS[report.metric].title, report.metric
     scores = {"start": report.start, **{name: baseline["scores"] for name, baseline in report.baselines.items()}}
-    names = {"start": "the start", "local": "local-only training", "centralized": "centralized training"}
+    names = {"start": "the start", "local-only": "local-only training", "centralized": "centralized training"}
     reached, heldout, own = (report.scores.get("test") or {}).get(metric), list[str](), list[str]()
     for name, title_of_other in names.items():
         other = (scores.get(name, {}).get("test") or {}).get(metric)
         if reached is not None and other is not None:
             of_other = read_items(folder, "start") if name == "start" else read_items(folder / "baselines" / name)
             pair = None if items is None or of_other is None else (items, of_other)
-            whole_title = f"{title_of_other} (mean client)" if name == "local" else title_of_other
+            whole_title = f"{title_of_other} (mean client)" if name == "local-only" else title_of_other
             heldout.append(estimate_difference(metric, [reached], [other], [pair]).describe(metric, whole_title))
         by_client = report.baselines.get(name, {}).get("by_client", {})
         if (difference := compare_clients(metric, report.by_client, by_client)) is not None:
@@ -196,7 +203,7 @@ def _describe_start(report: RunReport) -> str:
     if kind == "random":
         return f"The head was initialized at random, because too few clients sent statistics: {report.start['reason']}."
     whose = {
-        "local": "in local-only training from the client's own",
+        "local-only": "in local-only training from the client's own",
         "centralized": "in centralized training from those of all clients",
     }
     others = [text for name, text in whose.items() if name in report.baselines]

@@ -9,10 +9,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from fedspan.cli.formatting import format_duration, format_score, shorten
 from fedspan.experiments.series import Step
 from fedspan.experiments.series_bar import SeriesBar
-from fedspan.runs.formatting import format_runs
+from fedspan.runs.formatting import format_duration, format_runs, format_score, shorten
 from fedspan.runs.setup import Prepared
 
 __all__ = ["SeriesView"]

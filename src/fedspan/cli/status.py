@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from fedspan.deployment.status import RunStatus
-    from fedspan.transports.flower.server import Node
+    from fedspan.transports.http.server import Node
 
 __all__ = ["status"]
 
@@ -36,16 +36,16 @@ def status(
 ) -> None:
     """Show the nodes of a server, and the progress of its run.
 
-    Flower detects offline nodes by missing heartbeats: a killed node is offline after one minute.
+    A killed node counts as offline within a minute.
     """
-    from fedspan.transports.flower import require
+    from fedspan.transports.http import require
 
     require()
     from fedspan.cli.formatting import create_console
     from fedspan.deployment.status import load_named_run, read_status
     from fedspan.errors import FedspanError
-    from fedspan.transports.flower.admissions import list_named_nodes, read_admissions
-    from fedspan.transports.flower.server import read_link
+    from fedspan.transports.http.admissions import list_named_nodes, read_admissions
+    from fedspan.transports.http.server import read_link
 
     named_run, link = load_named_run(folder), read_link(folder)
     run_folder = run or (None if named_run is None else named_run.folder)

@@ -181,8 +181,12 @@ def evaluate(
 ) -> None:
     """Evaluate a model as PEFT loads it, by the metrics of its task: accuracy, correlation, perplexity, exact match."""
     if tasks is not None:
-        inputs = {"--data": data, "--text": text, "--image": image, "--label": label, "--answer": answer}
-        inputs |= {"--role": ", ".join(roles or ()) or None, "--set": ", ".join(overrides or ()) or None}
+        inputs = {"--data": data, "--text": text, "--image": image, "--label": label, "--text-pair": text_pair}
+        inputs |= {
+            "--answer": answer,
+            "--role": ", ".join(roles or ()) or None,
+            "--set": ", ".join(overrides or ()) or None,
+        }
         for name, value in inputs.items():
             if value is not None:
                 raise FedspanError(
@@ -194,7 +198,7 @@ def evaluate(
         if value is not None:
             raise FedspanError(name, str(value), problem="it needs --tasks")
     import fedspan
-    from fedspan.cli.formatting import format_score
+    from fedspan.runs.formatting import format_score
     from fedspan.tasks.metrics import METRICS
 
     metrics = fedspan.evaluate(

@@ -120,12 +120,7 @@ class Host:
         return round(self.count_examples(id) * float(self.examples.lengths[indices].mean())) if len(indices) else 0
 
     def make_first_assignments(self, orders: Iterable[Order]) -> list[Assignment]:
-        """Return the first jobs of orders to train, without carrying them out.
-
-        Raises:
-            FedspanError: If ``answer`` would raise it.
-            ValueError: If ``answer`` would raise it.
-        """
+        """Return the first jobs of orders to train, without carrying them out."""
         keep = self.engine.settings.keep_optimizer
         return [training.make_assignment(training.job, keep) for training in map(self._open_training, orders)]
 
@@ -174,10 +169,6 @@ class Host:
         Args:
             orders: Orders to train by client id; each is read when its client's training begins.
             on_reply: Callback for each client's reply, as soon as it is complete.
-
-        Raises:
-            FedspanError: If ``answer`` would raise it.
-            ValueError: If ``answer`` would raise it.
         """
         keeps_moments, running = self.engine.settings.keep_optimizer, dict[str, OpenTraining]()
 
@@ -403,7 +394,6 @@ class Host:
         """Check, before anything is computed, that the owner lets the statistics of an order leave this client.
 
         Raises:
-            FedspanError: If not.
             ValueError: If the order is not one for statistics of a local client.
         """
         data, layer = self._get_data(order), find_output_layer(self.engine.adapted)

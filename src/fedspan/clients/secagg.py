@@ -238,11 +238,7 @@ class SecureClient:
         return SharesReply(id=self.id, session=order.session, sealed=sealed)
 
     def require_maskable(self, order: Order, masking: Masking) -> None:
-        """Check, before any training, that the reply to an order can be masked as requested.
-
-        Raises:
-            FedspanError: If it can't be masked.
-        """
+        """Check, before any training, that the reply to an order can be masked as requested."""
         self._load_maskable_session(order, masking)
 
     def _load_maskable_session(self, order: Order, masking: Masking) -> Session:
@@ -368,11 +364,7 @@ class SecureClient:
         return UnmaskReply(id=self.id, session=order.session, shares=revealed)
 
     def _require_same_sum(self, session: Session, survivors: Collection[str]) -> None:
-        """Check that a sum has the clients, and facts about them, of the model's sums in which shares were revealed.
-
-        Raises:
-            FedspanError: If it has others.
-        """
+        """Check that a sum has the clients, and facts about them, of the model's sums in which shares were revealed."""
         revealed, current = self.sessions.load_sum(self.id, _get_model(session)), _build_sum(session, survivors)
         if revealed is not None and revealed != current:
             problem = (
@@ -400,11 +392,7 @@ class SecureClient:
         return decrypted
 
     def _require_threshold(self, agreement: Agreement, present: Collection[str], facts: Sequence[ClientFacts]) -> None:
-        """Check that the number of clients that open a secret withstands the colluders.
-
-        Raises:
-            FedspanError: If it does not.
-        """
+        """Check that the number of clients that open a secret withstands the colluders."""
         clients, threshold, idle = agreement.clients, agreement.threshold, sum(not one.weight > 0 for one in facts)
         least = (clients + self.colluders + idle) / 2
         if not least < threshold <= clients:

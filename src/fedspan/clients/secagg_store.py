@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -13,7 +14,7 @@ from fedspan.federation.protocol import ClientFacts, Count, HeaderPart, Name
 from fedspan.federation.secagg.messages import Agreement, BinaryPart, PublicKeys
 from fedspan.files import convert_disk_errors, read_bytes, write_atomic
 
-__all__ = ["DiskSessionStore", "MemorySessionStore", "Session", "SessionStore", "Sum"]
+__all__ = ["DiskSessionStore", "MemorySessionStore", "Session", "SessionStore", "Sum", "remove_secrets"]
 
 
 class Session(BinaryPart):
@@ -153,11 +154,7 @@ class DiskSessionStore:
         self._write(self._get_folder(client) / "session.json", session.model_dump_json())
 
     def load_sum(self, client: str, model: str) -> Sum | None:
-        """``SessionStore.load_sum``.
-
-        Raises:
-            FedspanError: If the file is damaged.
-        """
+        """``SessionStore.load_sum``."""
         path = self._get_sum_path(client, model)
         if not path.is_file():
             return None
@@ -181,3 +178,19 @@ class DiskSessionStore:
 
     def _get_sum_path(self, client: str, model: str) -> Path:
         return (self._sums or self._get_folder(client) / "sums") / f"{model}.json"
+
+
+def remove_secrets(folder: Path, latest: float) -> None:
+    """Remove what sessions need to continue from their files; what later sessions must differ from stays.
+
+    Args:
+        folder: The folder of all runs' sessions.
+        latest: Sessions without a phase since this time, in seconds since the epoch, do not continue.
+    """
+    for path in folder.glob("*/*/session.json"):
+        with suppress(OSError, ValidationError):  # tried again with the next run, or reported by ``load``
+            if path.stat().st_mtime < latest and (session := Session.model_validate_json(path.read_bytes())).secret:
+                ended = Session(
+                    run=session.run, number=session.number, phase="unmasked", secret=b"", trained=session.trained
+                )
+                write_atomic(path, ended.model_dump_json().encode(), 0o600)

@@ -51,11 +51,7 @@ def write_moments(writer: Writer, moments_with_generation: tuple[OptimizerState,
 
 
 def read_moments(reader: Reader, structure: object) -> tuple[OptimizerState, int]:
-    """Decode the result of ``write_moments``.
-
-    Raises:
-        ValueError: If the structure is malformed.
-    """
+    """Decode the result of ``write_moments``."""
     moments, steps = expect(structure, "moments", dict), expect(structure, "steps", dict)
     state = OptimizerState(
         {kind: reader.read_tensors(expect(moments, kind, dict)) for kind in moments},
@@ -173,7 +169,6 @@ class StateFolder:
 
         Raises:
             OSError: If the disk is full or refuses to write.
-            ValueError: If a tensor cannot be stored.
         """
         path = self.get_path(client, round)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -193,7 +188,6 @@ class StateFolder:
 
         Raises:
             FedspanError: If the disk is full or refuses to write.
-            ValueError: If a tensor cannot be stored.
         """
         rounds, changes = self._split_changes(states)
         written = {client: state for client, state in changes.items() if not state.is_empty}
@@ -209,9 +203,6 @@ class StateFolder:
         Args:
             needed: Versions that stay.
             among: Versions that may also exist; None: everything in the folder.
-
-        Raises:
-            OSError: If the disk refuses to delete.
         """
         retained = {self.get_path(*version) for version in needed}
         if among is None:

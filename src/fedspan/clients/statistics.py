@@ -42,17 +42,7 @@ class StatisticsLimits:
     examples_per_feature: int = 0
 
     def require(self, kind: HeadKind, round: int, examples: int, features: int) -> None:
-        """Check that the owner lets statistics of a kind leave this client before a round.
-
-        Args:
-            kind: Kind of statistics.
-            round: Number of the round.
-            examples: Number of the client's training examples.
-            features: Number of features.
-
-        Raises:
-            FedspanError: If not.
-        """
+        """Check that the owner lets statistics of a kind leave this client before a round."""
         if self.refusal is not None:
             raise self.refusal
         if round != 0 or (self.announced is not None and kind not in self.announced):

@@ -8,8 +8,6 @@ from pydantic import Field, field_validator
 
 from fedspan.config.section import Section
 
-__all__ = ["ClusterConfig"]
-
 _SMALLEST_SHARE = 0.0001  # Ray's
 _ADDRESS = re.compile(r"(ray://)?[^\s/:]+:\d{1,5}")
 

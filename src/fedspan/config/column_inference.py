@@ -22,8 +22,6 @@ from fedspan.tasks.registry import TASKS, get_task
 if TYPE_CHECKING:
     import datasets
 
-__all__ = ["InferredData", "infer_data"]
-
 _LABEL_COLUMNS = (
     *("label", "labels", "intent", "category", "class", "sentiment", "target", "topic", "diagnosis", "kind", "type"),
     *("tag", "kategorie", "klasse", "bewertung", "catégorie", "classe", "categoría", "clase", "etiqueta"),

@@ -10,8 +10,6 @@ from fedspan.federation.round_dependence import explain_round_dependence
 from fedspan.federation.settings import MOST_SECURE_CLIENTS
 from fedspan.methods.registry import get_method_class
 
-__all__ = ["explain_random_head", "require_combination"]
-
 
 def require_combination(config: RunSections) -> None:
     """Check that the options of a run fit together.
@@ -46,6 +44,7 @@ def require_combination(config: RunSections) -> None:
     _require_buffered_fit(config)
     _require_trainers(config)
     _require_training_fit(config)
+    _require_final_rounds_fit(config)
     _require_offload_fit(config)
     config.task_definition.parse_options(config.task_options)
     _require_columns(config)
@@ -56,11 +55,7 @@ def require_combination(config: RunSections) -> None:
 
 
 def _require_buffered_fit(config: RunSections) -> None:
-    """Check that asynchronous rounds fit the method and the rest of the run.
-
-    Raises:
-        FedspanError: If they do not.
-    """
+    """Check that asynchronous rounds fit the method and the rest of the run."""
     buffered = config.federation.buffered
     if buffered is None:
         return
@@ -77,7 +72,6 @@ def _require_buffered_fit(config: RunSections) -> None:
             f"{problem}, because privacy budgets count the clients of synchronous rounds",
         ),
         "cluster": (None if config.cluster is None else config.cluster.workers, problem),
-        "engine.name": ("flower-sim" if config.engine.name == "flower-sim" else None, problem),
         "simulation.present": ((None if config.simulation is None else config.simulation.present) or None, problem),
         "evaluation.diagnostics": (
             config.evaluation.diagnostics,
@@ -90,11 +84,7 @@ def _require_buffered_fit(config: RunSections) -> None:
 
 
 def _require_columns(config: RunSections) -> None:
-    """Check that the task has the roles and lists of labels that the section ``data`` names.
-
-    Raises:
-        FedspanError: If it does not.
-    """
+    """Check that the task has the roles and lists of labels that the section ``data`` names."""
     roles = config.task_columns.roles
     for role, column in config.data.roles.items():
         if role not in roles:
@@ -132,11 +122,7 @@ def explain_random_head(config: RunSections) -> str | None:
 
 
 def _require_head_fit(config: RunSections) -> None:
-    """Check that pooling and head_init fit the task and the model.
-
-    Raises:
-        FedspanError: If they do not.
-    """
+    """Check that pooling and head_init fit the task and the model."""
     if config.model.pooling not in ("auto", "stock") and not config.task_definition.can_pool:
         problem = f"{config.model.pooling} cannot be combined with {config.task}, which pools no texts"
         raise FedspanError("model.pooling", config.model.pooling, "auto", problem=problem)
@@ -160,11 +146,7 @@ def _require_head_fit(config: RunSections) -> None:
 
 
 def _require_head_rounds_fit(config: RunSections) -> None:
-    """Check that rounds can train the head alone.
-
-    Raises:
-        FedspanError: If they cannot.
-    """
+    """Check that rounds can train the head alone."""
     extras = config.model.extras or get_method_class(config.method.name).claims.extras
     reasons = {
         f"{config.task} has no head for classes": config.task_definition.target_type != "label",
@@ -181,11 +163,7 @@ def _require_head_rounds_fit(config: RunSections) -> None:
 
 
 def _require_offload_fit(config: RunSections) -> None:
-    """Check that the rest of the run can use a base that is offloaded.
-
-    Raises:
-        FedspanError: If it cannot.
-    """
+    """Check that the rest of the run can use a base that is offloaded."""
     if config.model.device_map is None:
         return
     if config.engine.name != "loop":
@@ -214,10 +192,10 @@ def _require_trainers(config: RunSections) -> None:
     options: dict[str, object] = {
         "training.lr": "auto" if config.training.lr == "auto" else None,
         "baselines": config.baselines or None,
+        "federation.final_rounds": config.federation.final_rounds or None,
         "evaluation.diagnostics": config.evaluation.diagnostics,
         "evaluation.by": config.evaluation.by,
         "cluster": None if config.cluster is None else config.cluster.workers,
-        "engine.name": "flower-sim" if config.engine.name == "flower-sim" else None,
     }
     for field, value in options.items():
         if value is not None:
@@ -225,11 +203,7 @@ def _require_trainers(config: RunSections) -> None:
 
 
 def _require_head_updates_fit(config: RunSections) -> None:
-    """Check that ``training.head_updates`` fits the rest of the run.
-
-    Raises:
-        FedspanError: If it does not.
-    """
+    """Check that ``training.head_updates`` fits the rest of the run."""
     updates = config.training.head_updates
     reasons = {
         f"{config.task} has no classes": not config.task_definition.is_classifier,
@@ -247,11 +221,7 @@ def _require_head_updates_fit(config: RunSections) -> None:
 
 
 def _require_training_fit(config: RunSections) -> None:
-    """Check that options of local training, and those that need validation parts, fit the rest of the run.
-
-    Raises:
-        FedspanError: If they do not.
-    """
+    """Check that options of local training, and those that need validation parts, fit the rest of the run."""
     training, adjustment = config.training, config.training.logit_adjustment
     if adjustment and config.privacy is not None and config.privacy.mechanism == "dp-sgd":
         problem = "it cannot be combined with dp-sgd, which does not protect a client's class counts"
@@ -276,12 +246,27 @@ def _require_training_fit(config: RunSections) -> None:
         raise FedspanError("federation.early_stopping", config.federation.early_stopping, problem=problem)
 
 
-def _require_loss_fit(config: RunSections) -> None:
-    """Check that the options that change the loss fit the task, and those that cannot be combined the rest of the run.
+def _require_final_rounds_fit(config: RunSections) -> None:
+    """Check that ``federation.final_rounds`` fits the rest of the run.
 
     Raises:
-        FedspanError: If they do not.
+        FedspanError: If it does not.
     """
+    reasons = {
+        "without partition.validation all examples are trained on in every round": not config.partition.validation,
+        "further rounds would cost privacy budget": config.privacy is not None,
+        "asynchronous rounds have no best one to continue from": config.federation.buffered is not None,
+        "secure aggregation has one session for each round": config.federation.secure is not None,
+        "the clients' examples are in the workers of the cluster": config.cluster is not None,
+    }
+    reason = next((reason for reason, holds in reasons.items() if holds), None)
+    if config.federation.final_rounds and reason is not None:
+        problem = f"final rounds cannot be run, because {reason}"
+        raise FedspanError("federation.final_rounds", config.federation.final_rounds, "0", problem=problem)
+
+
+def _require_loss_fit(config: RunSections) -> None:
+    """Check that options of the loss fit the task, and that those which cannot be combined fit the rest of the run."""
     definition = config.task_definition
     unfit = f"the loss of {config.task} does not take it"
     if not definition.has_labels:
@@ -304,11 +289,7 @@ def _require_loss_fit(config: RunSections) -> None:
 
 
 def _require_reference_fit(config: RunSections) -> None:
-    """Check that a task that compares the model with the pretrained one can do so.
-
-    Raises:
-        FedspanError: If it cannot.
-    """
+    """Check that a task that compares the model with the pretrained one can do so."""
     if not config.task_definition.has_reference:
         return
     reference = f"{config.task} compares the model with its reference, the pretrained model"
@@ -322,17 +303,10 @@ def _require_reference_fit(config: RunSections) -> None:
 
 
 def _require_simulation_fit(config: RunSections) -> None:
-    """Check that simulated conditions fit the engine and the task.
-
-    Raises:
-        FedspanError: If they do not.
-    """
+    """Check that simulated conditions fit the engine and the task."""
     conditions = config.simulation
     if conditions is None:
         return
-    if config.engine.name == "flower-sim":
-        problem = "engine.name: flower-sim cannot simulate conditions. Use engine.name: batched or loop"
-        raise FedspanError("simulation", config.engine.name, problem=problem)
     if conditions.present and config.privacy is not None and config.privacy.mechanism == "central":
         problem = "central privacy counts on the same number of clients in every round; local and dp-sgd do not"
         raise FedspanError("simulation.present", conditions.present, problem=problem)
@@ -347,17 +321,10 @@ def _require_simulation_fit(config: RunSections) -> None:
 
 
 def _require_cluster_fit(config: RunSections) -> None:
-    """Check that a cluster fits the rest of the run.
-
-    Raises:
-        FedspanError: If it does not.
-    """
+    """Check that a cluster fits the rest of the run."""
     cluster = config.cluster
     if cluster is None:
         return
-    if config.engine.name == "flower-sim":
-        problem = "it has processes of its own, which cannot be combined with cluster"
-        raise FedspanError("engine.name", "flower-sim", "batched or loop", problem=problem)
     if config.evaluation.diagnostics is not None:
         problem = "it cannot be combined with cluster, because no process sees both ends of an update"
         raise FedspanError("evaluation.diagnostics", config.evaluation.diagnostics, problem=problem)

@@ -11,8 +11,6 @@ from fedspan.data.catalogue import DatasetEntry, list_datasets
 from fedspan.errors import FedspanError
 from fedspan.tasks.registry import TASKS, get_task
 
-__all__ = ["fill_dataset_defaults"]
-
 
 def fill_dataset_defaults(values: object) -> object:
     """Fill a run's configuration with what ``data.dataset`` implies for the values that the user left out.

@@ -10,19 +10,16 @@ from pydantic import Field
 from fedspan.config.section import Section
 from fedspan.training.jobs import PrefixSettings
 
-__all__ = ["EngineConfig"]
-
 _GIB = 2**30
 
 
 class EngineConfig(Section):
     """The simulator. These settings do not change results, up to rounding."""
 
-    name: Literal["batched", "loop", "flower-sim"] = Field(
+    name: Literal["batched", "loop"] = Field(
         default="batched",
         description="batched: several clients in each forward and backward pass over the frozen base. loop: one client "
-        "after another, the reference. flower-sim: one after another in each process of Flower's simulation engine, "
-        "as in a deployment; needs fedspan[flower-sim].",
+        "after another, the reference.",
     )
     clients_per_pass: int | None = Field(
         default=None,
@@ -35,8 +32,7 @@ class EngineConfig(Section):
         ge=1,
         le=1024,
         description="batched: threads that train clients in parallel on one base and share torch's own threads; "
-        "default: measured. flower-sim: processes, each with its own base; default: one per torch "
-        "thread.",
+        "default: measured.",
     )
     padding_free: bool = Field(
         default=True,

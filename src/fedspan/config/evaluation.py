@@ -9,8 +9,6 @@ from pydantic import Field, field_validator
 
 from fedspan.config.section import Section
 
-__all__ = ["EvaluationConfig"]
-
 
 class EvaluationConfig(Section):
     """Evaluation during the run."""
@@ -66,11 +64,7 @@ class EvaluationConfig(Section):
     )
 
     def get_selection_metric(self, metric: str) -> str:
-        """Return the metric by which rounds are compared.
-
-        Args:
-            metric: The run's metric.
-        """
+        """Return the metric by which rounds are compared."""
         return "loss" if self.best_by == "loss" else metric
 
     @field_validator("answer_pattern")

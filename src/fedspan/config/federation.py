@@ -15,8 +15,6 @@ from fedspan.errors import FedspanError
 from fedspan.federation.settings import BufferedSettings, Reduction, SecureSettings
 from fedspan.federation.validation import ReplyRules
 
-__all__ = ["BufferedConfig", "FederationConfig", "FractionRanks", "RandomRanks", "Ranks", "SecureConfig"]
-
 Rank = Annotated[int, Field(ge=1)]
 
 
@@ -128,6 +126,13 @@ class FederationConfig(Section):
         "loss if evaluation.best_by is loss); default: run all rounds. Baselines stop by the same rule. In a "
         "deployment, whose nodes add noise to their metrics, a round with equal ones restarts the count.",
     )
+    final_rounds: int = Field(
+        default=0,
+        ge=0,
+        description="Simulations: rounds after the best one in which clients train on all their examples, those of "
+        "their validation parts included. A test set measures the model after them. Baselines have as many epochs. Not "
+        "under privacy, secure or buffered, nor with cluster.",
+    )
     clients_per_round: int | None = Field(
         default=None, ge=1, description="Number of clients selected per round; default: all."
     )
@@ -214,7 +219,7 @@ class FederationConfig(Section):
         default=300.0,
         ge=0,
         allow_inf_nan=False,
-        description="Flower: seconds that a retry waits for offline clients; a killed node is readmitted after a "
+        description="Deployments: seconds that a retry waits for offline clients; a killed node is readmitted after a "
         "minute.",
     )
     retries: int = Field(
@@ -239,7 +244,7 @@ class FederationConfig(Section):
         "nodes. See docs/deployment.md.",
     )
     message_mib: int = Field(
-        default=1024, ge=1, le=2048, description="Flower: maximum size of a reply in MiB; larger ones are refused."
+        default=1024, ge=1, le=2048, description="Deployments: maximum size of a reply in MiB; larger ones are refused."
     )
     max_norm_ratio: float | None = Field(
         default=10.0,
@@ -261,6 +266,11 @@ class FederationConfig(Section):
         "the server sees no single replies.",
     )
 
+    @property
+    def most_rounds(self) -> int:
+        """Largest number of rounds of a run, the final ones included."""
+        return self.rounds + self.final_rounds
+
     @model_validator(mode="after")
     def _validate_over_select(self) -> Self:
         if self.over_select and self.clients_per_round is None:
@@ -279,9 +289,6 @@ class FederationConfig(Section):
         Args:
             title: Title of the method with its wrappers.
             reason: Reason why the method has no asynchronous rounds, as a clause; None: it has them.
-
-        Raises:
-            FedspanError: If they do not fit.
         """
         if self.buffered is None:
             return
@@ -312,9 +319,6 @@ class FederationConfig(Section):
     def require_simulated(self, *, has_speeds: bool) -> None:
         """Check that a run on this machine sets nothing that selects nodes, and that its asynchronous rounds are timed.
 
-        Args:
-            has_speeds: Whether the simulated clients have speeds.
-
         Raises:
             FedspanError: If it selects nodes, or neither speeds nor a record time asynchronous rounds.
         """
@@ -334,9 +338,6 @@ class FederationConfig(Section):
         Args:
             mechanism: Mechanism of the run's privacy; None: it has none.
             wrappers: Names of the method's wrappers.
-
-        Raises:
-            FedspanError: If it does, with the reason.
         """
         if not self.late_joiners:
             return
@@ -356,9 +357,6 @@ class FederationConfig(Section):
             method: The method's registry key.
             title: Title of the method with its wrappers.
             claims: Claims of the method.
-
-        Raises:
-            FedspanError: If they can't, with the reason.
         """
         if self.secure is None:
             return

@@ -13,8 +13,6 @@ from fedspan.methods.registry import get_method_class
 from fedspan.wrappers.extras import ExtrasPolicy, WithExtras
 from fedspan.wrappers.registry import wrap
 
-__all__ = ["MethodConfig", "WrapperConfig"]
-
 
 class WrapperConfig(BaseModel):
     """A wrapper, and any of its options."""

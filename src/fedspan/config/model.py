@@ -10,8 +10,6 @@ from fedspan.config.section import Section
 from fedspan.errors import FedspanError
 from fedspan.models.names import get_architecture
 
-__all__ = ["ModelConfig"]
-
 
 class ModelConfig(Section):
     """The pretrained model and which of its layers train; PEFT's words."""

@@ -15,8 +15,6 @@ from fedspan.config.validation_errors import convert_validation_errors
 from fedspan.data.path_patterns import list_placeholders
 from fedspan.errors import FedspanError, require_printable
 
-__all__ = ["BandwidthLimits", "NodeConfig", "NodeLimits", "build_budget_marker", "load_node", "require_data"]
-
 _MIB = 2**20
 Fingerprint = Annotated[str, Field(pattern=r"^SHA256:[A-Za-z0-9+/]{43}$")]
 
@@ -245,6 +243,18 @@ class NodeConfig(Section):
         default=None, min_length=1, description="File with the certificate from the server's operator: ca.crt."
     )
     key: str | None = Field(default=None, min_length=1, description="File with the node's private key.")
+    proxy: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Address of the proxy to the server, such as http://proxy.example.org:3128. Default: HTTPS_PROXY "
+        "of the environment, unless NO_PROXY names the server.",
+    )
+    tls_authority: str | None = Field(
+        default=None,
+        min_length=1,
+        description="File with the authority of the connection's certificate, if a proxy in front of the server, or of "
+        "this node's network, terminates TLS. Orders are verified by authority all the same. Default: authority.",
+    )
     folder: str = Field(default="fedspan-node", min_length=1, description="Folder of the node's persistent state.")
     data: dict[str, Any] = Field(
         default_factory=dict,
@@ -309,11 +319,7 @@ def build_budget_marker(path: Path) -> Path:
 
 
 def require_data(node: NodeConfig) -> None:
-    """Check that a node's file names its data.
-
-    Raises:
-        FedspanError: If it does not.
-    """
+    """Check that a node's file names its data."""
     if not node.data:
         expected = "the node's data, or fedspan.join(file, trainer=...) for a trainer with data of its own"
         raise FedspanError("data", None, expected)
@@ -340,6 +346,7 @@ def load_node(path: str | Path) -> NodeConfig:
             data[name] = resolve(value)
     changes = {
         "authority": resolve(node.authority),
+        "tls_authority": resolve(node.tls_authority),
         "key": resolve(node.key),
         "folder": resolve(node.folder),
         "data": data,

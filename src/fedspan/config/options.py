@@ -16,8 +16,6 @@ from fedspan.errors import FedspanError
 from fedspan.methods.registry import get_method_class
 from fedspan.wrappers.registry import WRAPPERS, get_wrapper_class
 
-__all__ = ["validate_method_options", "validate_wrapper_options"]
-
 _HIDDEN = frozenset({"inner", "seed", "spec"})
 """Fields that the run sets, not the user."""
 

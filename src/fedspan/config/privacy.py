@@ -13,8 +13,6 @@ from fedspan.core.noise import derive_seed_key
 from fedspan.errors import FedspanError
 from fedspan.training.jobs import Privacy
 
-__all__ = ["PrivacyConfig"]
-
 
 class PrivacyConfig(Section):
     """Clipping, noise and the privacy budget; needs fedspan[privacy]."""
@@ -70,16 +68,7 @@ class PrivacyConfig(Section):
         return self
 
     def require_fit(self, method: str, claims: Claims, federation: FederationConfig) -> None:
-        """Check that a run's replies can be privatized.
-
-        Args:
-            method: The method's title.
-            claims: Claims of the method.
-            federation: Federation settings of the run.
-
-        Raises:
-            FedspanError: If they can't, with the reason.
-        """
+        """Check that a run's replies can be privatized."""
         reasons = {
             "it transmits nothing": claims.sends == "nothing",
             "what a client chooses to send tells of its data": claims.budgets and self.mechanism != "dp-sgd",

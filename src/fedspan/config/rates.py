@@ -3,7 +3,7 @@
 A task's own rate is in its definition (``TaskDefinition.lr``).
 ``fedspan init`` writes them into a config, and ``training.lr: auto`` tests rates around them. They are for AdamW and
 for a head that starts from pooled statistics: such a head is close to its place whatever the number of classes, so it
-trains with the adapters' rate. The factors by method are ratios of the best rates in docs/results/banking77.md.
+trains with the adapters' rate. The factors by method are ratios of the best rates of a sweep on Banking77.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fedspan.tasks.registry import get_task
-
-__all__ = ["FACTORS", "TrainingDefaults", "get_training_defaults"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +24,7 @@ class TrainingDefaults:
         local_epochs: Passes over a client's examples in a round.
         rounds: Maximum number of rounds.
         early_stopping: Rounds without a lower validation loss after which the run stops.
+        final_rounds: Rounds after the best one on all of a client's examples.
         logit_adjustment: Strength of the adjustment of logits to a client's own classes.
     """
 
@@ -34,6 +33,7 @@ class TrainingDefaults:
     local_epochs: int
     rounds: int
     early_stopping: int
+    final_rounds: int
     logit_adjustment: float
 
 
@@ -56,5 +56,6 @@ def get_training_defaults(task: str, method: str) -> TrainingDefaults:
         local_epochs=1,
         rounds=20,
         early_stopping=4,
+        final_rounds=2,
         logit_adjustment=1.0 if "logit_adjustment" in definition.loss_options else 0.0,
     )

@@ -12,17 +12,6 @@ from fedspan.config.run import RunConfig
 from fedspan.config.validation_errors import convert_validation_errors
 from fedspan.errors import FedspanError, suggest_nearest
 
-__all__ = [
-    "ConfigLike",
-    "load_config",
-    "load_yaml",
-    "override",
-    "parse_config",
-    "parse_yaml",
-    "read_values",
-    "to_plain_values",
-]
-
 ConfigLike = RunConfig | Mapping[str, Any] | str | Path
 
 _MAX_DEPTH = 20
@@ -111,10 +100,6 @@ def _suggest_configs(path: Path) -> str:
 
 def parse_yaml(text: str, source: str) -> dict[str, Any]:
     """Parse the plain values in the text of a config, without validation.
-
-    Args:
-        text: YAML text.
-        source: The file of the text.
 
     Raises:
         FedspanError: If the text is not YAML, or not a mapping.

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from fedspan.data.loading import LoadedData
     from fedspan.data.source import Source
 
-__all__ = ["RunConfig"]
-
 
 class RunConfig(RunSections):
     """The configuration of one run."""

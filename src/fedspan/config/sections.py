@@ -30,8 +30,6 @@ from fedspan.tasks.registry import get_task
 from fedspan.training.jobs import Privacy, TrainingSettings
 from fedspan.wrappers.head_rounds import HeadRounds, NewHead
 
-__all__ = ["RunSections"]
-
 
 class RunSections(Section):
     """The sections of a run's configuration, each valid by itself."""
@@ -82,7 +80,7 @@ class RunSections(Section):
         description="Train the clients in several processes, on one machine or many, with Ray; needs "
         "fedspan[cluster]. Default: in this process. See docs/cluster.md.",
     )
-    baselines: list[Literal["local", "centralized"]] = Field(
+    baselines: list[Literal["local-only", "centralized"]] = Field(
         default_factory=list,
         description="Baselines to train in addition, for comparison, with the same number of passes.",
     )

@@ -10,8 +10,6 @@ from fedspan.config.section import Section
 from fedspan.federation.conditions import Conditions, Faults, SpeedDistribution
 from fedspan.federation.presence import Presence
 
-__all__ = ["FaultsConfig", "SimulationConfig", "SpeedConfig"]
-
 Round = Annotated[int, Field(ge=1)]
 Probability = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
@@ -90,11 +88,7 @@ class SimulationConfig(Section):
         return Presence({id: ((first - 1, last),) for id, (first, last) in self.present.items()})
 
     def build_conditions(self, seed: int) -> Conditions:
-        """Return the conditions for the transport.
-
-        Args:
-            seed: Seed of the run.
-        """
+        """Return the conditions for the transport."""
         speed, faults = self.speed, self.faults
         return Conditions(
             seed=seed,

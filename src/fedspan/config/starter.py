@@ -23,8 +23,6 @@ from fedspan.files import convert_disk_errors, write_atomic
 from fedspan.methods.registry import get_method_class
 from fedspan.tasks.registry import TASKS, get_task
 
-__all__ = ["StarterConfig", "write_starter_config"]
-
 _VALIDATION = 0.1
 """Share of the examples for validation, within these bounds."""
 _VALIDATION_BOUNDS = (50, 1000)
@@ -117,10 +115,14 @@ def write_starter_config(
     name = model or get_default_model(inferred.task)[0]
 
     def render(
-        section: Mapping[str, Any], by: str | None, clients: int, shares: tuple[float, float] = (_VALIDATION, 0.1)
+        section: Mapping[str, Any],
+        by: str | None,
+        clients: int,
+        shares: tuple[float, float] = (_VALIDATION, 0.1),
+        has_test: bool = False,
     ) -> tuple[str, RunConfig]:
         selected = replace(inferred, by=by)
-        content = render_config(selected, section, clients, name, targets, method, shares)
+        content = render_config(selected, section, clients, name, targets, method, shares, has_test)
         return content, parse_config(load_yaml(content))
 
     content, config = render(section, inferred.by, clients or _CLIENTS)
@@ -137,7 +139,7 @@ def write_starter_config(
     if loaded.dropped:
         section["invalid"] = "skip"
     assigned_by, count, notes = _select_partition(loaded, config, is_requested=by is not None, clients=clients)
-    content, config = render(section, assigned_by, count, _compute_shares(loaded, method))
+    content, config = render(section, assigned_by, count, _compute_shares(loaded, method), loaded.test is not None)
     findings = [*inferred.findings[:1], *notes, *inferred.findings[1:], *filter(None, [inferred.advice])]
     findings += _describe_counts(loaded, rows, str(data), test)
     if loaded.labels:

@@ -15,8 +15,6 @@ from fedspan.errors import FedspanError
 from fedspan.models.targets import suggest_targets
 from fedspan.tasks.registry import get_task
 
-__all__ = ["get_default_model", "render_config", "suggest_target_modules"]
-
 _TARGETS_BY_MODEL_TYPE: Mapping[str, str] = {
     "mobilenet_v2": r"'.*layer\.1[3-5]\.(expand|reduce)_1x1\.convolution|.*\.conv_1x1\.convolution'",
 }
@@ -26,11 +24,7 @@ _MARKER_OUTPUTS = 7919
 
 
 def get_default_model(task: str) -> tuple[str, str]:
-    """Return the name and the target layers (YAML) of the model that is suggested for a task.
-
-    Raises:
-        FedspanError: If none is suggested.
-    """
+    """Return the name and the target layers (YAML) of the model that is suggested for a task."""
     suggested = get_task(task).default_model
     if suggested is None:
         raise FedspanError("--model", None, "the name of a model", problem=f"{task} has no default model")
@@ -69,6 +63,7 @@ def render_config(
     targets: str | None,
     method: str,
     shares: tuple[float, float],
+    has_test: bool,
 ) -> str:
     """Render the text of a starter config.
 
@@ -80,6 +75,7 @@ def render_config(
         targets: Target layers as YAML; None: PEFT's default.
         method: Registry key of the method.
         shares: Shares of each client's examples for validation and for its own test.
+        has_test: Whether a common test set measures the model after the final rounds.
     """
     defaults = get_training_defaults(inferred.task, method)
     data = yaml.safe_dump(dict(section), sort_keys=False, allow_unicode=True).rstrip().replace("\n", "\n  ")
@@ -121,6 +117,11 @@ def render_config(
         "federation:",
         f"  rounds: {defaults.rounds} # maximum",
         f"  early_stopping: {defaults.early_stopping} # stop after this many rounds without a lower validation loss",
+        *(
+            (f"  final_rounds: {defaults.final_rounds} # after the best one, on all examples, validation included",)
+            if has_test
+            else ()
+        ),
         "",
         "evaluation:",
         "  best_by: loss # selects the best round; accuracy is noisy on small validation parts",

@@ -9,8 +9,6 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from fedspan.errors import require_printable
 
-__all__ = ["MOST_TAGS", "Tag", "Tags", "explain_missing_tags"]
-
 MOST_TAGS = 32
 
 Tag = Annotated[str, Field(min_length=1, max_length=64), AfterValidator(require_printable)]
@@ -28,11 +26,6 @@ Tags = Annotated[dict[Tag, Annotated[Tag, BeforeValidator(_convert_scalar)]], Fi
 
 
 def explain_missing_tags(tags: Mapping[str, str], required: Mapping[str, str]) -> str | None:
-    """Return which required tags a node does not have; None if it has all of them.
-
-    Args:
-        tags: The node's tags.
-        required: The tags that a run requires.
-    """
+    """Return which required tags a node does not have; None if it has all of them."""
     missing = [f"{name}: {value}" for name, value in required.items() if tags.get(name) != value]
     return f"this run requires the tags {', '.join(missing)}" if missing else None

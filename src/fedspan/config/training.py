@@ -9,8 +9,6 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from fedspan.config.section import Section
 
-__all__ = ["TrainingConfig"]
-
 
 class TrainingConfig(Section):
     """Local training of one client in one round."""
@@ -20,7 +18,7 @@ class TrainingConfig(Section):
         default=2e-3,
         description="Peak learning rate. auto: selected before the first round by a range test, which trains a "
         "few steps with each of several rates and selects the lowest loss on the clients' validation "
-        "parts. Only for clients in this process or in Flower's simulation, without privacy.",
+        "parts. Only for clients in this process, without privacy.",
     )
     schedule: Literal["constant", "linear", "cosine"] = Field(
         default="constant", description="Schedule of the learning rate across rounds."

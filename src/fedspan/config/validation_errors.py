@@ -13,8 +13,6 @@ from pydantic import BaseModel
 from fedspan.data.config import CONTRADICTION
 from fedspan.errors import FedspanError, suggest_nearest
 
-__all__ = ["VARIANT", "convert_validation_error", "convert_validation_errors"]
-
 _DATA_FILES = ("data.train", "data.test")
 VARIANT = "="
 """Prefix of the tags of a field with several notations; the tags are not part of the user's input."""
@@ -22,11 +20,7 @@ VARIANT = "="
 
 @contextmanager
 def convert_validation_errors(prefix: str = "", root: type[BaseModel] | None = None) -> Generator[None]:
-    """Convert pydantic's errors within this context (``convert_validation_error``).
-
-    Raises:
-        FedspanError: For the first mistake.
-    """
+    """Convert pydantic's errors within this context (``convert_validation_error``)."""
     try:
         yield
     except pydantic.ValidationError as error:

@@ -17,8 +17,6 @@ from fedspan.core.lowrank import LowRank, assign_values_to_B, concatenate, svd
 from fedspan.core.tensors import join_tensor_name
 from fedspan.core.values import LayerSpec, Reduced
 
-__all__ = ["average_stack", "choose_smaller_form", "compute_residual", "map_layers", "sum_products"]
-
 T = TypeVar("T")
 
 

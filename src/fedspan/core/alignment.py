@@ -13,16 +13,6 @@ from torch import Tensor
 
 from fedspan.core.lowrank import LowRank, fix_signs
 
-__all__ = [
-    "Ajive",
-    "View",
-    "compute_ajive",
-    "compute_gram_factor",
-    "factorize_gram",
-    "find_nearest_rotation",
-    "solve_procrustes",
-]
-
 
 def solve_procrustes(source_RI: Tensor, target_RI: Tensor) -> Tensor:
     """Solve orthogonal Procrustes: the S with orthonormal rows that maximizes ``<S source, target>``.

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from fedspan.core.lowrank import LowRank, concatenate
 
-__all__ = ["BasePatch", "BaseUpdate", "Delta", "Increment", "Total", "apply_patch", "materialize", "to_dense"]
-
 Delta = LowRank | Tensor
 """A layer's weight change, (O, I): a pair of factors, or the dense matrix."""
 

@@ -14,8 +14,6 @@ from torch import Tensor
 from fedspan.core.projectors import draw_random_projector
 from fedspan.core.tensors import create_generator
 
-__all__ = ["draw_dense_bases", "draw_mixing_keys", "multiply_by_mixing"]
-
 
 @lru_cache(maxsize=256)
 def draw_dense_bases(shape: tuple[int, int], seed: int, layer: str) -> tuple[Tensor, Tensor]:

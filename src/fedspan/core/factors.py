@@ -15,28 +15,7 @@ from fedspan.core.lowrank import LowRank, balance_factors, compute_leading_svd
 from fedspan.core.method import RegisteredMethod
 from fedspan.core.parametrization import LoRA
 from fedspan.core.tensors import Tensors, create_generator, join_tensor_name
-from fedspan.core.values import Client, Group, Job, LayerSpec, Message, Spec, Trained, Weights
-
-__all__ = [
-    "Init",
-    "Singular",
-    "compute_principal_factors",
-    "create_b_factors",
-    "create_lora_job",
-    "create_restarted_lora_job",
-    "cut_slots",
-    "draw_a_factors",
-    "draw_initial_A",
-    "draw_kaiming",
-    "draw_personal_pair",
-    "flatten_pairs",
-    "get_alternating_factor",
-    "list_alternating_factors",
-    "list_tensor_names",
-    "reply",
-    "require_rank",
-    "resize_factors",
-]
+from fedspan.core.values import Client, Group, Job, LayerSpec, Spec, Weights
 
 Init = Literal["kaiming", "gaussian", "orthonormal"]
 
@@ -193,11 +172,6 @@ def create_restarted_lora_job(method: RegisteredMethod, client: Client | None, r
     initial = draw_a_factors(method, rank, round, "" if client is None else client.id)
     tensors = {**initial, **create_b_factors(method.spec, rank)}
     return create_lora_job(method, tensors, client, train=("A", "B"), generation=round)
-
-
-def reply(job: Job, trained: Trained, scalars: Mapping[str, int | float | str | bool] | None = None) -> Message:
-    """Create a reply with exactly the tensors that were trained."""
-    return Message({name: trained.tensors[name] for name in job.trainable_names}, scalars or {})
 
 
 def require_rank(spec: Spec, rank: int) -> str | None:

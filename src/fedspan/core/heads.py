@@ -54,20 +54,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = [
-    "SCALE",
-    "HeadKind",
-    "HeadStatistics",
-    "OutputWeights",
-    "compute_oas_shrinkage",
-    "compute_statistics_shapes",
-    "fit_cosine_discriminant",
-    "fit_labels",
-    "fit_least_squares",
-    "solve_head",
-    "summarize_features",
-]
-
 HeadKind = Literal["class-means", "lda", "least-squares", "by-label"]
 
 SCALE = 20.0
@@ -157,13 +143,7 @@ class OutputWeights:
 
 
 def compute_statistics_shapes(kind: HeadKind, outputs: int, features: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the named tensors of ``HeadStatistics.to_tensors``.
-
-    Args:
-        kind: Kind of start.
-        outputs: Number of outputs C.
-        features: Number of features D.
-    """
+    """Return the shapes of the named tensors of ``HeadStatistics.to_tensors``."""
     rows = outputs + 1 if kind == "by-label" else outputs
     shapes: dict[str, tuple[int, ...]] = {"shares": (rows,), "sums": (rows, features), "square": (1,)}
     if kind != "class-means":
@@ -299,10 +279,6 @@ def fit_labels(statistics: HeadStatistics, examples: float) -> OutputWeights:
     """Compute a head for labels that are decided one by one.
 
     A label that all examples have or none has zero weights, and the bias of half an example.
-
-    Args:
-        statistics: Pooled statistics by label.
-        examples: Number of examples in them.
     """
     assert statistics.products is not None
     g, half = statistics.sums[-1], 0.5 / max(1.0, examples)

@@ -12,18 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = [
-    "LowRank",
-    "assign_values_to_B",
-    "balance_factors",
-    "compute_inner_product",
-    "compute_leading_svd",
-    "concatenate",
-    "find_energy_rank",
-    "fix_signs",
-    "svd",
-]
-
 
 @dataclass(frozen=True)
 class LowRank:

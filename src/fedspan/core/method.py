@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -40,6 +41,7 @@ __all__ = [
     "compute_scaling",
     "declare_bounded",
     "declare_decay_rate",
+    "reply",
 ]
 
 Memory = Tensors
@@ -173,6 +175,11 @@ def compute_scaling(lora_alpha: float, rank: int, use_rslora: bool = False) -> f
     return lora_alpha / (math.sqrt(rank) if use_rslora else rank)
 
 
+def reply(job: Job, trained: Trained, scalars: Mapping[str, int | float | str | bool] | None = None) -> Message:
+    """Create a reply with exactly the tensors that were trained."""
+    return Message({name: trained.tensors[name] for name in job.trainable_names}, scalars or {})
+
+
 class Method(ABC):
     """The six functions of a method. Instances are immutable and hold hyperparameters only."""
 
@@ -278,6 +285,9 @@ class Method(ABC):
 class RegisteredMethod(Method):
     """Base of the methods in the registry: their common hyperparameters, which the user's config sets.
 
+    What a method does not define is federated averaging: clients are sent the complete state and what they lack of the
+    base, they reply with what they trained, and the mean of the replies (the claimed ``reduction``) is the next state.
+
     Args:
         spec: The model's target layers and extras.
         seed: Seed of all random draws that server and clients share.
@@ -303,3 +313,20 @@ class RegisteredMethod(Method):
     def get_scaling(self, client: Client | None) -> float:
         """Return the factor on B A of a client, or of the global model."""
         return compute_scaling(self.lora_alpha, self.r, self.use_rslora) if client is None else client.scaling
+
+    def sync(self, state: ServerState, client: Client | None) -> Message:
+        known_round = None if client is None else client.last_round
+        return Message(state.tensors, base=state.base.build_patch(known_round))
+
+    def finish(
+        self, job: Job, trained: Trained, client: Client, memory: Memory, round: int
+    ) -> tuple[Job | Message, Memory]:
+        return reply(job, trained), memory
+
+    def contribute(self, message: Message, client: Client) -> Contribution:
+        if self.declare_claims().reduction == "stack":
+            return Contribution(stack=message.tensors)
+        return Contribution(sum=message.tensors)
+
+    def update(self, state: ServerState, reduced: Reduced) -> ServerState:
+        return state.advance_round(tensors=reduced.mean)

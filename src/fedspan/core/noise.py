@@ -14,8 +14,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-__all__ = ["KEY_BYTES", "compute_tensor_digest", "derive_seed_key", "draw_gaussian", "draw_poisson_sample"]
-
 KEY_BYTES = 32
 _TERMS = 4
 _BITS = 52  # plus one half, exact in a float64
@@ -33,9 +31,6 @@ def draw_gaussian(key: bytes, shape: torch.Size, *label: int | str) -> Tensor:
         key: Key of 32 bytes.
         shape: Shape of the draws.
         label: Name of the draw; under one key, another label gives unrelated draws.
-
-    Raises:
-        ValueError: If the key has another length.
     """
     count = shape.numel()
     uniform = _draw_uniform(key, _TERMS * count, label)
@@ -54,9 +49,6 @@ def draw_poisson_sample(key: bytes, rate: float, count: int, *label: int | str) 
 
     Returns:
         The positions in ascending order, int64; possibly none.
-
-    Raises:
-        ValueError: If the key has another length.
     """
     return (_draw_uniform(key, count, label) < rate).nonzero().flatten()
 

@@ -13,8 +13,6 @@ from fedspan.core.lowrank import LowRank, compute_inner_product
 from fedspan.core.parametrization import Projected
 from fedspan.core.tensors import Tensors, join_tensor_name, to_device
 
-__all__ = ["Penalty", "ProductDecay", "Proximal", "SlotProduct"]
-
 
 class Penalty(Protocol):
     """A differentiable term of the loss, a function of the job's tensors."""

@@ -14,15 +14,6 @@ from torch import Tensor
 from fedspan.core.lowrank import LowRank, fix_signs, svd
 from fedspan.core.tensors import create_generator
 
-__all__ = [
-    "choose_side",
-    "compute_sketched_projector",
-    "compute_svd_projector",
-    "draw_projector",
-    "draw_random_projector",
-    "reproject",
-]
-
 _OVERSAMPLING = 8
 _POWER_STEPS = 2
 

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from fedspan.core.tensors import Tensors
 
-__all__ = ["MessageTensors", "RecentValues"]
-
 V = TypeVar("V")
 
 _MAX_BYTES = 256 << 20

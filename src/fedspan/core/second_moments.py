@@ -24,8 +24,6 @@ from fedspan.core.alignment import Ajive, compute_ajive
 from fedspan.core.lowrank import LowRank, concatenate, fix_signs, svd
 from fedspan.core.projectors import reproject
 
-__all__ = ["MomentSynchronizer", "compute_covering_projector"]
-
 _SAMPLES = 200
 
 

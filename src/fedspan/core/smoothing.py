@@ -15,8 +15,6 @@ from torch import Tensor
 from fedspan.core.tensors import Tensors
 from fedspan.core.values import Group
 
-__all__ = ["smooth", "smooth_groups"]
-
 _KERNEL = (1 / 16, 4 / 16, 6 / 16, 4 / 16, 1 / 16)
 
 

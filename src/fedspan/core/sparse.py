@@ -10,8 +10,6 @@ from torch import Tensor
 
 from fedspan.core.tensors import create_generator
 
-__all__ = ["count_entries", "draw_entries", "scatter_entries"]
-
 
 def count_entries(shape: tuple[int, int], density: float) -> int:
     """Return the number of entries of a weight that a density means: at least one."""

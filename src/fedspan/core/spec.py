@@ -8,8 +8,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-__all__ = ["LayerSpec", "Spec", "Weights"]
-
 
 @dataclass(frozen=True)
 class LayerSpec:

@@ -12,26 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-__all__ = [
-    "EXTRAS",
-    "Tensors",
-    "compute_norm",
-    "count",
-    "create_example_generators",
-    "create_generator",
-    "group_by_layer",
-    "is_extra",
-    "join_extra_name",
-    "join_tensor_name",
-    "map_tensors",
-    "select",
-    "select_slots",
-    "split_extras",
-    "subtract",
-    "sum_rows",
-    "to_device",
-]
-
 Tensors = Mapping[str, Tensor]
 
 EXTRAS = "extras"

@@ -22,8 +22,6 @@ from cryptography.hazmat.primitives.serialization import (
     load_ssh_public_key,
 )
 
-__all__ = ["Identity", "compute_fingerprint", "load_identity", "verify_signature"]
-
 
 @dataclass(frozen=True)
 class Identity:
@@ -42,7 +40,6 @@ def load_identity(path: Path) -> Identity:
     """Load an identity from a private key in OpenSSH's format.
 
     Raises:
-        OSError: If the file cannot be read.
         ValueError: If it is no elliptic-curve key without a passphrase.
     """
     try:
@@ -70,11 +67,6 @@ def compute_fingerprint(public: str) -> str:
 
 def verify_signature(public: str, signature: bytes, data: bytes) -> None:
     """Check a signature.
-
-    Args:
-        public: The public key in OpenSSH's format.
-        signature: The signature.
-        data: What was signed.
 
     Raises:
         ValueError: If the key or the signature is not valid.

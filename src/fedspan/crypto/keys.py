@@ -26,21 +26,6 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-__all__ = [
-    "SECRET",
-    "SessionKeys",
-    "compute_commitment",
-    "compute_masking_public",
-    "compute_share_commitment",
-    "derive_pair_seed",
-    "draw_secret",
-    "open_sealed",
-    "read_commitments",
-    "require_public_key",
-    "seal",
-    "verify_session_signature",
-]
-
 SECRET = 32
 """Bytes of every secret and key."""
 
@@ -125,11 +110,7 @@ class SessionKeys:
 
 
 def verify_session_signature(public: bytes, signature: bytes, data: bytes) -> None:
-    """Check a signature of ``SessionKeys.sign``.
-
-    Raises:
-        ValueError: If it is not valid.
-    """
+    """Check a signature of ``SessionKeys.sign``."""
     try:
         Ed25519PublicKey.from_public_bytes(public).verify(signature, data)
     except InvalidSignature as error:

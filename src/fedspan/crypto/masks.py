@@ -28,8 +28,6 @@ from cryptography.hazmat.primitives.ciphers.algorithms import AES256
 from cryptography.hazmat.primitives.ciphers.modes import CTR
 from numpy.typing import NDArray
 
-__all__ = ["Integers", "Ring", "add_mask"]
-
 Integers = NDArray[Any]
 """Array of uint32 or uint64."""
 
@@ -89,9 +87,6 @@ class Ring:
 
         Every addend has an error of at most one step, plus float64 rounding errors, which matter where steps are as
         small as these: at most 2^-49 of ``clip``.
-
-        Args:
-            count: Number of addends.
         """
         return count * self.clip * (1 / self.levels + 2.0**-49)
 

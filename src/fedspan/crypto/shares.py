@@ -13,8 +13,6 @@ from functools import lru_cache
 
 from Crypto.Protocol.SecretSharing import Shamir
 
-__all__ = ["SHARE", "combine", "split"]
-
 _HALF = 16
 _NUMBER = 2
 SHARE = _NUMBER + 2 * _HALF

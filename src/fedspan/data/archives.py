@@ -18,8 +18,6 @@ from typing import IO
 
 from fedspan.data.folders import is_example
 
-__all__ = ["SUFFIXES", "read_archive"]
-
 SUFFIXES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
 _FILE_BYTES = 1 << 28
 """Maximum size of one file, 256 MiB."""
@@ -42,7 +40,6 @@ def read_archive(path: Path, suffixes: Collection[str]) -> tuple[dict[tuple[str,
 
     Raises:
         ValueError: If the archive is damaged, an entry leads out of it or is a link or a device, or it is too large.
-        OSError: If it cannot be read.
     """
     files: dict[tuple[str, ...], bytes] = {}
     others: list[str] = []

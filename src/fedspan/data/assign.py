@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     import datasets
     from flwr_datasets.partitioner import Partitioner
 
-__all__ = ["Shares", "assign", "make_client_ids"]
-
 _ROW, _BY = "row", "by"
 _ID = "client-"
 """Beginning of the ids of clients without names."""

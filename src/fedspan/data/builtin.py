@@ -8,8 +8,6 @@ from importlib.resources.abc import Traversable
 
 from fedspan.errors import FedspanError, suggest_nearest
 
-__all__ = ["CORPORA", "PREFIX", "Corpus", "find_corpus_file"]
-
 PREFIX = "builtin:"
 
 

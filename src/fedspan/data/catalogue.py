@@ -16,8 +16,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from fedspan.data.dialects import Quoting
 from fedspan.errors import FedspanError, suggest_nearest
 
-__all__ = ["Columns", "DatasetEntry", "Files", "Hub", "Rows", "get_dataset_entry", "list_datasets", "render_snippet"]
-
 
 class _Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -140,10 +138,6 @@ def list_datasets() -> tuple[DatasetEntry, ...]:
 
 def get_dataset_entry(key: str, field: str) -> DatasetEntry:
     """Return the entry of a data set.
-
-    Args:
-        key: Name as the user wrote it.
-        field: The user's name of the option.
 
     Raises:
         FedspanError: If there is no such data set.

@@ -30,19 +30,6 @@ from fedspan.data.source import Source
 from fedspan.data.templates import parse_template
 from fedspan.errors import FedspanError
 
-__all__ = [
-    "FLAGS",
-    "LABELED_TEXTS",
-    "ColumnReader",
-    "ReadColumns",
-    "TaskColumns",
-    "ValidatedColumns",
-    "parse_conversation",
-    "parse_messages",
-    "read_text_columns",
-    "validate_columns",
-]
-
 FLAGS = {"0": False, "1": True, "false": False, "true": True}
 """Values of columns that say whether a row has a label, in lower case."""
 _TASK_COLUMNS = ("text", "text_pair", "label", "target", "answer", "history", "image", "has_masks")

@@ -22,8 +22,6 @@ from fedspan.data.dialects import Quoting
 from fedspan.data.numbers import drop_decimal_zero
 from fedspan.errors import FedspanError
 
-__all__ = ["CONTRADICTION", "DataConfig", "PartitionConfig"]
-
 CONTRADICTION = "contradiction"
 """Type of pydantic's errors about a field that contradicts another field of its section; their context names it."""
 

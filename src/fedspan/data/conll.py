@@ -11,8 +11,6 @@ import pyarrow as pa
 from fedspan.data.encodings import decode
 from fedspan.data.reading import ReadTable, read_beginning
 
-__all__ = ["TAG", "has_sentences", "read_sentences"]
-
 TAG = re.compile(r"O|[BIELSU]-\S+")
 """A word's tag: outside (O), or the place of the word in an entity (IOB1, IOB2, IOBES, BILOU) and the entity's type."""
 _BARE_TAG = re.compile(r"[BIELSU]")
@@ -37,9 +35,6 @@ def has_sentences(path: Path) -> bool:
 
     Args:
         path: The file; ``.gz`` is unpacked.
-
-    Raises:
-        OSError: If the file cannot be read.
     """
     content, is_complete = read_beginning(path, _SAMPLE)
     rows = _list_rows(_split_lines(content.decode(errors="replace"), is_complete=is_complete))
@@ -67,7 +62,6 @@ def read_sentences(path: Path, encoding: str | None, limit: int | None = None) -
 
     Raises:
         ValueError: If a line has no tag; the message names the line.
-        OSError: If the file cannot be read.
     """
     content, is_complete = read_beginning(path, limit)
     text, name = decode(content, encoding, is_complete=is_complete)

@@ -12,8 +12,6 @@ from pathlib import Path
 from fedspan.data.path_patterns import has_placeholders, match_paths
 from fedspan.errors import FedspanError
 
-__all__ = ["compute_content_digest"]
-
 _LEAST_AGE_NS = 2_000_000_000
 """Nanoseconds since a file's last change from which its digest is cached: a later change gets another time."""
 
@@ -31,9 +29,6 @@ def compute_content_digest(user_path: str, option: str) -> str:
 
     Returns:
         SHA-256 in hexadecimal digits.
-
-    Raises:
-        FedspanError: If a file cannot be read.
     """
     try:
         digests = sorted(_compute_file_digest(path) for path in _list_files(user_path, option))

@@ -12,8 +12,6 @@ from fedspan.data.config import DataConfig
 from fedspan.data.files import has_own_splits, read_column_names
 from fedspan.errors import FedspanError
 
-__all__ = ["fill_data_defaults"]
-
 _DELIMITED = re.compile(r"\.[ct]sv(\.gz)?$")
 
 
@@ -21,10 +19,6 @@ def fill_data_defaults(config: DataConfig, field: str = "data") -> DataConfig:
     """Complete the settings with the catalogue's values for ``config.dataset``; the user's settings take precedence.
 
     The column names of a local file are read, to distinguish the original files from copies of the hub's.
-
-    Args:
-        config: The user's settings.
-        field: The user's name of `config`.
 
     Raises:
         FedspanError: If a data set is not on the hub and has no `train`, or if the completed settings contradict each

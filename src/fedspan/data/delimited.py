@@ -13,8 +13,6 @@ from fedspan.data.dialects import DELIMITERS, Dialect, describe_missing_header, 
 from fedspan.data.encodings import convert_to_utf8
 from fedspan.data.reading import ReadTable, read_beginning
 
-__all__ = ["read_delimited", "read_delimited_names"]
-
 _SAMPLE = 1 << 18
 """Number of bytes that the detection of a dialect examines."""
 
@@ -48,12 +46,7 @@ def read_delimited(path: Path, kind: str, config: DataConfig, limit: int | None 
 
 
 def read_delimited_names(path: Path, kind: str) -> list[str]:
-    """Return the names in a delimited file's first row, or its first example if it has no header.
-
-    Raises:
-        ValueError: If the file cannot be decoded.
-        OSError: If the file cannot be read.
-    """
+    """Return the names in a delimited file's first row, or its first example if it has no header."""
     content, is_complete = read_beginning(path, _SAMPLE)
     content, _ = convert_to_utf8(content, is_complete=is_complete)
     dialect = detect_dialect(_take_sample(content), tabs=kind == "tsv", header=True)

@@ -15,19 +15,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal
 
-__all__ = [
-    "DELIMITERS",
-    "Dialect",
-    "Quoting",
-    "count_title_rows",
-    "describe_missing_header",
-    "describe_titles",
-    "detect_dialect",
-    "has_header",
-    "is_usual_name",
-    "make_positional_names",
-]
-
 Quoting = Literal["double", "single", "none"]
 DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "pipes"}
 _CHARACTERS: dict[Quoting, str] = {"double": '"', "single": "'"}

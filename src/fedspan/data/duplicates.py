@@ -27,15 +27,6 @@ from fedspan.errors import FedspanError
 if TYPE_CHECKING:
     import datasets
 
-__all__ = [
-    "advise_grouping",
-    "describe_shared",
-    "encode_contents",
-    "encode_groups",
-    "find_shared_between_clients",
-    "find_shared_with_test",
-]
-
 _INPUTS = ("text", "text_pair", "history")
 _FEW = 10
 """Mean number of equal examples from which a column hardly holds the examples' contents."""
@@ -47,9 +38,6 @@ def encode_contents(*parts: datasets.Dataset) -> list[np.ndarray]:
     """Encode the content of every example as a number, equal for equal inputs, regardless of their labels.
 
     Texts are compared without surrounding spaces, images by their files.
-
-    Args:
-        parts: Data sets as in `LoadedData`.
 
     Returns:
         For each data set, int64, (examples,).
@@ -109,16 +97,7 @@ def _compute_digest(row: dict[str, Any]) -> str:
 
 
 def encode_groups(dataset: datasets.Dataset, config: DataConfig, field: str) -> np.ndarray | None:
-    """Encode the group of each example as a number, int64, (examples,); None if the config has no groups.
-
-    Args:
-        dataset: Training examples as in `LoadedData`.
-        config: Options that name the column.
-        field: The user's name of `config`.
-
-    Raises:
-        FedspanError: If there is no such column.
-    """
+    """Encode the group of each example as a number, int64, (examples,); None if the config has no groups."""
     if config.group is None:
         return None
     if config.group in (config.text, config.image) and {"text", "image"} & set(dataset.column_names):
@@ -145,13 +124,7 @@ def find_shared_with_test(train: datasets.Dataset, test: datasets.Dataset) -> in
 
 
 def advise_grouping(dataset: datasets.Dataset, column: str, field: str = "data") -> str:
-    """Return the advice on equal examples: to group them, or to check the column if only a few are distinct.
-
-    Args:
-        dataset: Examples as in `LoadedData`.
-        column: The column with their contents.
-        field: The user's name of their options.
-    """
+    """Return the advice on equal examples: to group them, or to check the column if only a few are distinct."""
     distinct = len(np.unique(encode_contents(dataset)[0]))
     if distinct * _FEW <= len(dataset):  # such as the names of six shops in place of texts
         return f"only {distinct:,} of {len(dataset):,} examples are distinct: check that {column} is the right column"

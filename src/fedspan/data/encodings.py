@@ -16,8 +16,6 @@ from collections.abc import Generator, Mapping
 
 from charset_normalizer import from_bytes
 
-__all__ = ["convert_to_utf8", "decode", "decode_all"]
-
 _MARKS = (
     (codecs.BOM_UTF8, "utf-8"),
     (codecs.BOM_UTF32_LE, "utf-32"),

@@ -21,8 +21,6 @@ from fedspan.data.json_files import make_table
 from fedspan.data.reading import ReadTable
 from fedspan.errors import FedspanError, build_install_command, suggest_nearest
 
-__all__ = ["SUFFIXES", "read_excel"]
-
 SUFFIXES = (".xlsx", ".xlsm", ".xlsb", ".xls", ".ods")
 
 

@@ -32,17 +32,6 @@ from fedspan.errors import FedspanError, suggest_nearest
 if TYPE_CHECKING:
     import datasets
 
-__all__ = [
-    "FROM_TRAINERS",
-    "IN_MEMORY",
-    "NOWHERE",
-    "flatten_columns",
-    "has_own_splits",
-    "make_plain_dataset",
-    "read_column_names",
-    "read_source",
-]
-
 IN_MEMORY = "python:data"
 """Value of ``data.train`` and ``data.test`` if the data were passed from Python."""
 FROM_TRAINERS = "python:trainers"
@@ -341,11 +330,7 @@ def _make_dataset(table: pa.Table, kind: str, user_path: str, option: str) -> da
 
 
 def _require_storable_names(fields: Iterable[pa.Field]) -> None:
-    """Check that no field, at any depth, has a NUL in its name, at which Arrow and datasets cut names.
-
-    Raises:
-        ValueError: If one has.
-    """
+    """Check that no field, at any depth, has a NUL in its name, at which Arrow and datasets cut names."""
     for field in fields:
         if "\0" in field.name:
             raise ValueError(f"the name {field.name!r} has a NUL character")

@@ -13,8 +13,6 @@ from fedspan.data.encodings import decode_all
 from fedspan.data.reading import ReadTable
 from fedspan.errors import escape_controls
 
-__all__ = ["TEXTS", "describe_left_out", "has_texts", "infer_classes", "is_example", "make_text_table", "read_texts"]
-
 TEXTS = (".txt",)
 _PARTS = {"train", "test", "val", "valid", "validation"}
 _ABOUT = frozenset({"changelog", "citation", "copying", "licence", "license", "readme"})
@@ -75,7 +73,6 @@ def read_texts(root: Path, encoding: str | None) -> ReadTable:
 
     Raises:
         ValueError: If the folder is laid out differently, or a file cannot be decoded.
-        OSError: If a file cannot be read.
     """
     files = {path.relative_to(root).parts: path for path in sorted(root.rglob("*")) if path.is_file()}
     examples = {

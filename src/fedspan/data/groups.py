@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 from scipy.sparse import coo_array
 
-__all__ = ["draw_groups"]
-
 
 def draw_groups(
     groups: np.ndarray,

@@ -30,18 +30,6 @@ if TYPE_CHECKING:
     import datasets
     import PIL.Image
 
-__all__ = [
-    "IMAGES",
-    "MAX_PIXELS",
-    "PICTURES",
-    "decode_image",
-    "find_readable_images",
-    "has_images",
-    "make_archived_images",
-    "read_images",
-    "resolve_paths",
-]
-
 IMAGES = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 """Arrow type of an image, as in ``datasets.Image``."""
 
@@ -285,15 +273,7 @@ def _read_folders(root: Path) -> datasets.Dataset:
 
 
 def make_archived_images(files: Mapping[tuple[str, ...], bytes], name: str) -> datasets.Dataset:
-    """Return the images of an archive as a data set, like those of a folder.
-
-    Args:
-        files: Content of the files by path.
-        name: Name of the archive.
-
-    Raises:
-        ValueError: If they are laid out differently.
-    """
+    """Return the images of an archive as a data set, like those of a folder."""
     classes = infer_classes(list(files), name, PICTURES)
     images = [{"bytes": content, "path": "/".join(parts)} for parts, content in files.items()]
     columns = {column: pa.array(values) for column, values in classes.items()}

@@ -17,8 +17,6 @@ from fedspan.errors import FedspanError
 if TYPE_CHECKING:
     import datasets
 
-__all__ = ["drop_invalid_rows", "drop_rows_without_value"]
-
 
 def drop_invalid_rows(
     source: Source,
@@ -37,9 +35,6 @@ def drop_invalid_rows(
         field: The user's name of `config`.
         part: The option that names the source.
         limit: Number of bytes that may be read to check files that the rows name; None: any number.
-
-    Raises:
-        FedspanError: If no row is left.
     """
     dataset = source.dataset
     invalid = [False] * len(dataset)
@@ -65,11 +60,7 @@ def drop_invalid_rows(
 
 
 def drop_rows_without_value(source: Source, column: str, field: str, part: Literal["train", "test"]) -> Source:
-    """Return the rows that have a value in a column.
-
-    Raises:
-        FedspanError: If no row is left.
-    """
+    """Return the rows that have a value in a column."""
     names = read_names(source.dataset, column)
     valid = [row for row, name in enumerate(names) if name is not None]
     if not valid:

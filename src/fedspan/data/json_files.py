@@ -12,8 +12,6 @@ import pyarrow as pa
 from fedspan.data.encodings import decode
 from fedspan.data.reading import ReadTable, read_beginning
 
-__all__ = ["convert_nan", "make_table", "read_json"]
-
 
 def read_json(path: Path, kind: str, encoding: str | None, limit: int | None = None) -> ReadTable:
     """Read a ``.json`` file (a list of objects, or one that is the only list in an object) or a ``.jsonl`` file.
@@ -28,7 +26,6 @@ def read_json(path: Path, kind: str, encoding: str | None, limit: int | None = N
 
     Raises:
         ValueError: If the file is malformed; the message names the row.
-        OSError: If the file cannot be read.
     """
     content, is_complete = read_beginning(path, limit)
     text, name = decode(content, encoding, is_complete=is_complete)

@@ -7,8 +7,6 @@ import json
 
 import numpy as np
 
-__all__ = ["make_generator"]
-
 
 def make_generator(seed: int, *key: str | int) -> np.random.Generator:
     """Create a separate generator for each (seed, key); numpy's global state is neither read nor changed.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["find_combined_labels", "find_separator"]
-
 _SEPARATORS = ("|", ";", ",")
 _COMBINED_SHARE = 0.2
 """Share of texts with a separator from which they are likely to hold several labels."""

@@ -13,20 +13,12 @@ from fedspan.data.names import get_arrow_table, is_list, make_dataset
 from fedspan.data.source import Source
 from fedspan.errors import FedspanError
 
-__all__ = ["unwrap_lists"]
-
 
 def unwrap_lists(source: Source, config: DataConfig, task: TaskColumns, field: str) -> Source:
     """Return a source whose columns of texts and labels hold no lists.
 
     A list of texts (tokens, sentences) is joined with spaces. A list of one label is that label; another number of
     labels is none where invalid rows are skipped.
-
-    Args:
-        source: The source as it was read.
-        config: Options that name the columns.
-        task: The columns that the task needs.
-        field: The user's name of `config`.
 
     Raises:
         FedspanError: If a row has several labels or none.

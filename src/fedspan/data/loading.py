@@ -29,8 +29,6 @@ from fedspan.errors import FedspanError, suggest_nearest
 if TYPE_CHECKING:
     import datasets
 
-__all__ = ["LoadedData", "load"]
-
 
 @dataclass(frozen=True)
 class LoadedData:

@@ -14,8 +14,6 @@ from fedspan.errors import FedspanError
 if TYPE_CHECKING:
     import datasets
 
-__all__ = ["read_multiple"]
-
 
 def read_multiple(user_path: str, option: str, read: Callable[[Path], Source]) -> Source:
     """Read all files that match a path with places, concatenated, with a column for each place.

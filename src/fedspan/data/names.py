@@ -18,24 +18,6 @@ from fedspan.errors import FedspanError, find_similar
 if TYPE_CHECKING:
     from datasets import Dataset
 
-__all__ = [
-    "describe_missing_column",
-    "describe_partial_column",
-    "find_source_column",
-    "get_arrow_column",
-    "get_arrow_table",
-    "is_list",
-    "list_source_columns",
-    "make_dataset",
-    "mark_source_column",
-    "read_names",
-    "read_required_names",
-    "sort_names",
-    "take_rows",
-    "trim",
-]
-
-
 _SOURCE = "source:"
 """Beginning of the names of a source's own columns whose names the task uses for others."""
 _ENCODED = (pa.types.is_string, pa.types.is_large_string, pa.types.is_integer, pa.types.is_floating)
@@ -96,13 +78,7 @@ def list_source_columns(dataset: Dataset) -> list[str]:
 
 
 def describe_missing_column(name: str, columns: Iterable[str], file: str = "") -> str:
-    """Return the sentences that report a missing column, for the ``problem`` of an error.
-
-    Args:
-        name: The column that is not there.
-        columns: The available columns.
-        file: The file, if there are several.
-    """
+    """Return the sentences that report a missing column, for the ``problem`` of an error."""
     columns = list(columns)
     available = _list_nearest(name, columns)
     closest = find_similar(name, columns, 1)

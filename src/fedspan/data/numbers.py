@@ -6,8 +6,6 @@ import math
 import re
 from collections.abc import Sequence
 
-__all__ = ["drop_decimal_zero", "is_ambiguous", "parse_numbers"]
-
 _SPACES = "[ \u00a0\u202f\u2009']"
 _DECIMAL_COMMA = re.compile(rf"[+-]?(\d+|\d{{1,3}}(\.\d{{3}})+|\d{{1,3}}({_SPACES}\d{{3}})+)(,\d+)?")
 _COMMA_BETWEEN_THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2}(,\d{3})+(\.\d+)?")

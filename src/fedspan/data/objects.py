@@ -20,8 +20,6 @@ from fedspan.errors import FedspanError
 if TYPE_CHECKING:
     import datasets
 
-__all__ = ["CLIENT", "DataObjects", "read_objects"]
-
 CLIENT = "client"
 """Name of the column that says whose an example is, where the data were passed by client."""
 _TRAIN, _TEST = "train", ("test", "validation")

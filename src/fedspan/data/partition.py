@@ -22,8 +22,6 @@ from fedspan.errors import FedspanError
 if TYPE_CHECKING:
     import datasets
 
-__all__ = ["ClientPart", "ClientParts", "ClientRow", "Partition", "partition"]
-
 _FORMAT = "fedspan-partition-1"
 """Header of a fingerprint's text; the first file format: one object per client."""
 _FLAT = "fedspan-partition-2"

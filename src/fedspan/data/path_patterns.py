@@ -8,8 +8,6 @@ from pathlib import Path
 
 from fedspan.errors import FedspanError
 
-__all__ = ["has_files", "has_placeholders", "list_placeholders", "match_paths"]
-
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 

@@ -19,8 +19,6 @@ from fedspan.data.partition import Partition
 if TYPE_CHECKING:
     import datasets
 
-__all__ = ["plot_partition"]
-
 MOST_BARS = 12
 # Okabe and Ito's colors, distinguishable with any color vision, then four more for up to twelve labels.
 _COLORS = (

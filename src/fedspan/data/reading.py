@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pyarrow as pa
 
-__all__ = ["ReadTable", "read_beginning"]
-
 
 @dataclass(frozen=True)
 class ReadTable:

@@ -10,9 +10,6 @@ if TYPE_CHECKING:
     import datasets
 
 
-__all__ = ["Source"]
-
-
 @dataclass(frozen=True)
 class Source:
     """A split as it was read.

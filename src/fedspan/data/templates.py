@@ -7,8 +7,6 @@ from collections.abc import Mapping
 
 from fedspan.errors import FedspanError, suggest_nearest
 
-__all__ = ["TEMPLATES", "Template", "parse_template"]
-
 TEMPLATES: Mapping[str, tuple[str, ...]] = {
     # Stanford Alpaca's two prompts: with an input, and without.
     "alpaca": (

@@ -23,7 +23,7 @@ from fedspan.config.node import NodeConfig
 from fedspan.data.files import NOWHERE
 from fedspan.deployment.base_offers import compute_offer_digest
 from fedspan.deployment.columns import describe_columns
-from fedspan.deployment.handshake import Invitation
+from fedspan.deployment.handshake import Invitation, get_minor_release
 from fedspan.errors import FedspanError, escape_controls
 from fedspan.files import convert_disk_errors, from_json, read_bytes, to_json, write_atomic
 from fedspan.logs import AuditLog
@@ -66,7 +66,9 @@ SILENT = frozenset(
     {
         *("seed", "device", "threads", "deterministic", "simulation", "cluster", "baselines", "centralized_lr"),
         *_list_fields("model", "device_map max_memory attention gradient_checkpointing"),
-        *_list_fields("federation", "early_stopping max_weight_ratio reduction clip_ratio max_norm trim min_replies"),
+        *_list_fields(
+            "federation", "early_stopping final_rounds max_weight_ratio reduction clip_ratio max_norm trim min_replies"
+        ),
         *_list_fields("federation", "deadline max_missed_rounds reconnect_timeout retries require_tags min_examples"),
         *_list_fields("federation", "message_mib max_norm_ratio"),
         *("engine.*", "data.*", "partition.*"),
@@ -176,7 +178,7 @@ def _format_value(value: object) -> str:
 
 def compute_job_digest(invitation: Invitation) -> str:
     """Return the SHA-256 that names the job of an invitation."""
-    values = [invitation.run, invitation.version, invitation.config]
+    values = [invitation.run, get_minor_release(invitation.version), invitation.config]
     if invitation.base_files:
         values.append(compute_offer_digest(invitation.base_files))
     content = json.dumps(values)

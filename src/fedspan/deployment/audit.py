@@ -44,7 +44,7 @@ class AuditedTransport(AsynchronousTransport):
         inner: The transport.
         log: The audit log.
         run: Name of the run.
-        nodes: Flower's node id of each client.
+        nodes: Id of each client's node.
     """
 
     def __init__(self, inner: AsynchronousTransport, log: AuditLog, run: str, nodes: Mapping[str, int]) -> None:

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from fedspan import __version__
 from fedspan.config import RunConfig, override, read_values
-from fedspan.config.node import load_node, require_data
-from fedspan.data.files import NOWHERE
-from fedspan.data.path_patterns import has_placeholders, match_paths
+from fedspan.config.node import NodeConfig, load_node, require_data
+from fedspan.config.validation_errors import convert_validation_errors
+from fedspan.data.config import DataConfig
+from fedspan.data.dataset_defaults import fill_data_defaults
+from fedspan.data.files import NOWHERE, read_source
 from fedspan.deployment.base_files import BaseDownloads, describe_base
 from fedspan.deployment.base_offers import BaseFile, find_local_base, list_base_files, offer_base
-from fedspan.deployment.handshake import Invitation, build_server_config
+from fedspan.deployment.handshake import Invitation, build_node_values, build_server_config
 from fedspan.deployment.health import Heartbeat, read_work
 from fedspan.deployment.node_folder import WORKER
 from fedspan.deployment.submission import Submission
@@ -38,15 +40,18 @@ from fedspan.runs.progress_file import ProgressFile
 from fedspan.runs.remote import prepare_server
 from fedspan.runs.results import is_run, read_report
 from fedspan.runs.setup import Prepared
-from fedspan.transports.flower import require
+from fedspan.transports.http import require
 
 if TYPE_CHECKING:
-    from fedspan.transports.flower.server import ServerLink
+    from fedspan.transports.http.client import Link
+    from fedspan.transports.http.server import ServerLink
 
 __all__ = ["build_invitation", "check_node", "join", "read_run_name", "submit"]
 
 _MBIT_BYTES = 1e6 / 8
 """Bytes of a megabit."""
+_SAMPLE_BYTES = 1 << 20
+"""Bytes at the beginning of a node's data from which the check infers their task."""
 
 log = logging.getLogger("fedspan.node")
 
@@ -57,7 +62,7 @@ _OFFER = "federation-offer"
 
 
 def check_node(path: str | Path, *, insecure: bool = False) -> list[str]:
-    """Check a node's file, its key and data, and that its server is reached with the right certificate.
+    """Check a node's file, its key, that its data can be loaded, and that its server is reached.
 
     Nothing is sent to the server, so the check does not tell whether the key was admitted.
 
@@ -71,48 +76,97 @@ def check_node(path: str | Path, *, insecure: bool = False) -> list[str]:
     Raises:
         FedspanError: For the first thing that is missing or wrong.
     """
-    from fedspan.transports.flower.keys import load_node_key
-    from fedspan.transports.flower.reachability import check_server
+    from fedspan.transports.http.reachability import check_server
 
     node = load_node(path)
     lines = [f"file: {path}, node {node.id}"]
     if not node.data:
         lines.append("data: none in this file, so the node needs fedspan.join(file, trainer=...)")
-    for part in ("train", "test"):
-        value = node.data.get(part)
-        for name in [] if value is None else value if isinstance(value, list) else [value]:
-            lines.append(f"data.{part}: {_describe_data(str(name), f'data.{part}')}")
+    else:
+        lines += _check_examples(node)
+    if not insecure and (node.authority is None or node.key is None):
+        missing = "authority" if node.authority is None else "key"
+        raise FedspanError(missing, None, "ca.crt of the server and the node's key, or --insecure for a test")
+    link = _build_link(node, insecure=insecure)
     if not insecure:
-        if node.authority is None or node.key is None:
-            missing = "authority" if node.authority is None else "key"
-            raise FedspanError(missing, None, "ca.crt of the server and the node's key, or --insecure for a test")
-        load_node_key(Path(node.key))
         lines.append(f"key: {node.key}")
     if Path(node.folder).exists():
         make_private_folder(Path(node.folder), "folder")
     for name in [*node.models, *(name for name in node.limits.models or () if not set(name) & set("*?["))]:
         if not name.startswith("builtin:"):
             lines.append(f"model {name}: {describe_base(node, name)}")
-    lines.append(f"server: {check_server(node.server, None if insecure else node.authority)}")
+    lines.append(f"server: {check_server(link)}")
     return lines
 
 
-def _describe_data(name: str, field: str) -> str:
-    """Describe where a node's examples are.
+def _build_link(node: NodeConfig, *, insecure: bool) -> Link:
+    """Return the connection data of a node's server.
 
     Raises:
-        FedspanError: If it is the path of a file or folder that does not exist.
+        FedspanError: If the file of the node's key is not valid.
     """
-    if has_placeholders(name):
-        files = match_paths(name, field)
-        if not files:
-            raise FedspanError(field, name, problem="no file matches this path")
-        return f"{len(files)} files match {name}"
-    if Path(name).expanduser().exists():
-        return name
-    if Path(name).suffix or Path(name).is_absolute() or name.startswith(("~", ".")):
-        raise FedspanError(field, name, "a file or folder of this machine")
-    return f"{name}, which is not a file on this machine: it is loaded as a named data set"
+    from fedspan.transports.http.client import Link
+    from fedspan.transports.http.keys import load_node_key
+    from fedspan.transports.http.transfers import Bandwidth
+
+    key = None if insecure or node.key is None else load_node_key(Path(node.key))[0]
+    authority = None if insecure or node.authority is None else Path(node.authority)
+    up, down = (
+        None if mbit is None else mbit * _MBIT_BYTES for mbit in (node.bandwidth.up_mbit, node.bandwidth.down_mbit)
+    )
+    tls_authority = None if node.tls_authority is None else Path(node.tls_authority)
+    return Link(node.server, authority, key, node.limits.message_bytes, Bandwidth(up, down), node.proxy, tls_authority)
+
+
+def _check_examples(node: NodeConfig) -> list[str]:
+    """Load a node's examples as a run of the task that they seem to be for would.
+
+    Raises:
+        FedspanError: If they cannot be loaded, or are too few to participate.
+    """
+    from fedspan.config.column_inference import infer_data
+    from fedspan.data.loading import load
+    from fedspan.tasks.registry import get_task
+
+    def parse(values: Mapping[str, Any]) -> DataConfig:
+        with convert_validation_errors("data", DataConfig):
+            return DataConfig.model_validate(values)
+
+    data = parse({"test_fraction": 0.0, **node.data})
+    rows = read_source(fill_data_defaults(data), "train", "data", _SAMPLE_BYTES)
+    named = {
+        "text": node.data.get("text", node.data.get("image")),
+        "label": data.label,
+        "answer": node.data.get("answer"),
+    }
+    try:
+        inferred = infer_data(rows, str(data.train), None, {**named, "by": None})
+    except FedspanError as error:  # which names an option of `fedspan init`
+        raise error.relocate(f"data.{error.field.removeprefix('--')}") from error
+    task = get_task(inferred.task)
+    # The labels are those of the run, so none of the owner's are an error.
+    shared = {**inferred.data, **({"labels": ["0", "1"]} if task.has_labels else {})}
+    own = {"data": node.data, "validation": node.validation, "test": node.test, "split_seed": node.split_seed}
+    assert task.columns is not None
+    try:
+        loaded = load(parse(build_node_values({"data": shared}, own)["data"]), task=task.columns, ignores_labels=True)
+    except FedspanError as error:
+        columns = ", ".join(f"{name}: {value}" for name, value in inferred.data.items())
+        raise error.relocate(
+            note=f"They seem to be examples for {task.name} ({columns or 'default columns'})."
+        ) from error
+    count, limits = len(loaded.train), node.limits
+    if count < limits.train_examples:
+        expected = f"at least {limits.train_examples} (limits.train_examples)"
+        raise FedspanError("data.train", f"{count} examples", expected)
+    lines = [f"data: {count} training examples, read for {task.name}"]
+    scored = round(count * node.validation)
+    if limits.evaluation_epsilon is not None and scored < limits.evaluation_examples:
+        lines.append(
+            f"scores: none will be sent, because about {scored} examples are for validation, and "
+            f"limits.evaluation_examples is {limits.evaluation_examples}"
+        )
+    return lines
 
 
 def join(path: str | Path, *, trainer: Any = None, insecure: bool = False, stop: Event | None = None) -> None:
@@ -133,25 +187,20 @@ def join(path: str | Path, *, trainer: Any = None, insecure: bool = False, stop:
             processes failed.
     """
     require()
-    from fedspan.transports.flower.keys import SOON, compute_days_left, load_node_key
-    from fedspan.transports.flower.supernode import Link, serve
-    from fedspan.transports.flower.transfers import Bandwidth
-    from fedspan.transports.flower.wire import NodeWork
+    from fedspan.transports.http.keys import SOON, compute_days_left
+    from fedspan.transports.http.node import serve
+    from fedspan.transports.http.wire import NodeWork
 
     node = load_node(path)
     for field, value in (("authority", node.authority), ("key", node.key)):
         if value is None and not insecure:
             raise FedspanError(field, None, "a file, or --insecure for a trial without TLS and keys")
-    keys = None if insecure or node.key is None else load_node_key(Path(node.key))
-    authority = None if insecure or node.authority is None else Path(node.authority)
+    link = _build_link(node, insecure=insecure)
+    authority = link.authority
     if authority is not None and (days := compute_days_left(authority)) < SOON:
         log.warning("%s expires in %.0f days: ask the server's operator for a new one (fedspan renew)", authority, days)
     make_private_folder(Path(node.folder), "folder")
     stop, heartbeat = stop or Event(), Heartbeat(Path(node.folder))
-    up, down = (
-        None if mbit is None else mbit * _MBIT_BYTES for mbit in (node.bandwidth.up_mbit, node.bandwidth.down_mbit)
-    )
-    link = Link(node.server, authority, keys, node.limits.message_bytes, Bandwidth(up, down))
     downloads: BaseDownloads | None = None
     if trainer is not None:
         from fedspan.deployment.trainer_node import TrainerNode, adopt_node_trainer, follow
@@ -197,12 +246,12 @@ def submit(
     offer: bool = False,
     listener: Listener | None = None,
 ) -> RunReport:
-    """Run a federation with the nodes of a SuperLink from this process.
+    """Run a federation with the nodes of a server from this process.
 
     Args:
         config: Config of a new run, a YAML file or plain values; ``partition.clients`` is the number of nodes.
         folder: Folder of the run; for a new run, empty or not yet created.
-        link: Connection data of the SuperLink.
+        link: Connection data of the server.
         overrides: Changes to the config, each ``section.field=value``.
         resume: Whether to continue the run in the folder after its last finished round; a finished run returns its
             report.
@@ -215,9 +264,9 @@ def submit(
         FedspanError: If an error occurs that the user can correct.
     """
     require()
-    from fedspan.transports.flower.admissions import read_admissions
-    from fedspan.transports.flower.grid import attach
-    from fedspan.transports.flower.signing import ServerSigner
+    from fedspan.transports.http.admissions import read_admissions
+    from fedspan.transports.http.link import attach
+    from fedspan.transports.http.signing import ServerSigner
 
     parsed: RunConfig | None = None
     if resume and is_run(folder) and RunFolder(folder).report.is_file():
@@ -247,7 +296,7 @@ def submit(
             size = sum(file.size for file in files) / 2**20
             events.on_note(f"offered to the nodes, {size:.1f} MiB: {', '.join(file.name for file in files)}")
             offered = offer_base(link.folder, base_folder, files)
-        with offered, attach(link, prepared.config.federation.message_mib << 20) as grid:
+        with offered, attach(link, prepared.config.federation.message_mib << 20) as server:
             signer = None
             if link.authority is not None:
                 signer = ServerSigner(
@@ -256,8 +305,8 @@ def submit(
                 )
             invitation = build_invitation(prepared.config, run, files)
             submission = Submission(link, run_folder, prepared, invitation, signer, events, wait)
-            submission.gather(grid)
-            return run_rounds(submission.connect(grid))
+            submission.gather(server)
+            return run_rounds(submission.connect(server))
 
     return start.run(
         parsed,

@@ -10,8 +10,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from fedspan.errors import FedspanError
-from fedspan.transports.flower_app.client import Context, create_client_app
-from fedspan.transports.flower_app.link import forward
+from fedspan.transports.flower.client import Context, create_client_app
+from fedspan.transports.flower.link import forward
 
 __all__ = ["app", "get_run_path"]
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from os.path import abspath, exists, expanduser
 from pathlib import Path
 from typing import Any
 
 from fedspan import __version__
 from fedspan.config import RunConfig, override, parse_config, read_values
+from fedspan.data.path_patterns import has_files
 from fedspan.deployment.console import log_to_console
 from fedspan.deployment.deploy import build_invitation, read_run_name
 from fedspan.deployment.flower_client import get_run_path
 from fedspan.deployment.handshake import build_server_config, compute_base_digest
+from fedspan.deployment.participants import RECORD, Participant, ParticipantRecord, load_record
 from fedspan.deployment.submission import explain_base, read_introduction
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
@@ -26,7 +29,7 @@ from fedspan.runs.folder import RunFolder
 from fedspan.runs.model_card import RunReport
 from fedspan.runs.remote import build_server_clients, connect, get_nodes_folder, prepare_server
 from fedspan.runs.setup import Prepared, prepare
-from fedspan.transports.flower_app.server import Context, Grid, GridTransport, create_server_app, invite
+from fedspan.transports.flower.server import Context, Grid, GridTransport, create_server_app, invite
 
 __all__ = ["app", "write_app"]
 
@@ -57,6 +60,9 @@ wait = {wait}
 """
 
 log = logging.getLogger("fedspan.flower")
+
+_PATHS = {"data": ("train", "test"), "model": ("name", "adapter")}
+"""The settings of a run that may be files or folders."""
 
 RunRounds = Callable[[Prepared], RunReport]
 
@@ -89,6 +95,8 @@ def write_app(folder: Path, config: str | Path, out: Path, overrides: Sequence[s
     """
     values = override(read_values(config), overrides)
     simulated = _is_simulated(values)
+    if simulated:
+        values = _make_paths_absolute(values)
     _parse(values, simulated)
     with convert_disk_errors(folder, "choose another folder", "FOLDER"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -96,14 +104,39 @@ def write_app(folder: Path, config: str | Path, out: Path, overrides: Sequence[s
             raise FedspanError("FOLDER", str(folder), "an empty folder, or one that does not exist")
     components = {"serverapp": __name__, "clientapp": get_run_path.__module__, "version": __version__}
     settings = {"config": json.dumps(values), "folder": str(out.absolute()), "simulated": simulated, "wait": _WAIT}
-    text = _APP.format(**components, **{name: json.dumps(value) for name, value in settings.items()})
+    text = _APP.format(**components, **{name: _format_toml(value) for name, value in settings.items()})
     with convert_disk_errors(folder, "choose another folder", "FOLDER"):
         write_atomic(folder / "pyproject.toml", text.encode())
 
 
 def _is_simulated(values: Mapping[str, Any]) -> bool:
-    data = values.get("data") or {}
-    return data.get("train") is not None or data.get("dataset") is not None
+    data = values.get("data")
+    return isinstance(data, Mapping) and (data.get("train") is not None or data.get("dataset") is not None)
+
+
+def _make_paths_absolute(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config whose files and folders are found from the folders of Flower's processes, too."""
+    changed = dict(values)
+    for section, names in _PATHS.items():
+        part = values.get(section)
+        for name in names if isinstance(part, Mapping) else ():
+            if isinstance(value := part.get(name), str) and (exists(path := expanduser(value)) or has_files(value)):
+                changed[section] = {**changed[section], name: abspath(path)}
+    return changed
+
+
+def _format_toml(value: str | float | bool) -> str:
+    """Format a value in TOML, whose strings are those of JSON, but for the surrogates of ASCII and for one character.
+
+    Raises:
+        FedspanError: If it is a text that no encoding has, such as the path of a folder whose name is in another one.
+    """
+    text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise FedspanError("--out", value, "a folder whose path is UTF-8") from None
+    return text
 
 
 def _parse(values: Mapping[str, Any], simulated: bool) -> RunConfig:
@@ -174,7 +207,13 @@ def _deploy(
         listener.on_note(note)
     invitation = build_invitation(config, run)
     with prepared.engine.stages.stage("nodes", config.partition.clients, "nodes"):
-        nodes, examples = _gather(grid, prepared, invitation.to_envelope(), wait, listener)
+        record = load_record(run_folder.path)
+        begun = () if record is None else record.clients.keys()
+        nodes, examples = _gather(grid, prepared, invitation.to_envelope(), wait, listener, begun)
+    if record is None:
+        joined = {id: Participant(node=node, examples=examples[id]) for id, node in nodes.items()}
+        with convert_disk_errors(run_folder.path):
+            write_atomic(run_folder.path / RECORD, ParticipantRecord(clients=joined).model_dump_json().encode())
     transport = GridTransport(grid, nodes, config.federation.reconnect_timeout)
     clients = build_server_clients(config, prepared.engine.adapted.spec, examples)
     rules = config.federation.build_reply_rules()
@@ -182,9 +221,17 @@ def _deploy(
 
 
 def _gather(
-    grid: Grid, prepared: Prepared, invitation: Envelope, wait: float, listener: Listener
+    grid: Grid, prepared: Prepared, invitation: Envelope, wait: float, listener: Listener, begun: Collection[str]
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Invite nodes until as many have joined as there are clients.
+
+    Args:
+        grid: Flower's grid.
+        prepared: The run.
+        invitation: The invitation to the run.
+        wait: Seconds to wait.
+        listener: Listener that is told which nodes participate, and why others do not.
+        begun: Clients with which a resumed run began, which it needs again; none: any node may participate.
 
     Returns:
         Flower's node id and the number of examples of each client.
@@ -195,14 +242,19 @@ def _gather(
     base, config = compute_base_digest(prepared.model), prepared.config
     nodes, examples, refused, undecided = dict[str, int](), dict[str, int](), dict[int, str](), set[int]()
     for node, reply in invite(grid, invitation, wait, undecided):
+        for id in [id for id, known in nodes.items() if known == node]:
+            del nodes[id], examples[id]  # it has come back, and what it declares now is what counts
         introduction, reason = read_introduction(
             reply, base, partial(explain_base, prepared, base), None, (), config.federation
         )
         id = f"node {node}" if introduction is None else introduction.id
-        if introduction is not None and reason is None and id in nodes:
-            reason = "another node has this id"
+        if introduction is not None and reason is None:
+            if begun and id not in begun:
+                reason = f"this run began with {', '.join(sorted(begun))}"
+            elif id in nodes and nodes[id] in set(grid.get_node_ids()):
+                reason = "another node has this id"
         if introduction is None or reason is not None:
-            if introduction is not None and introduction.waiting:
+            if introduction is None or introduction.waiting:
                 undecided.add(node)
             if refused.get(node) != (text := f"{id}: {reason}"):
                 refused[node] = text

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
+from fedspan import __version__
 from fedspan.config import RunConfig, parse_config
 from fedspan.config.tags import MOST_TAGS, Tag
 from fedspan.data.files import NOWHERE
@@ -30,6 +31,8 @@ __all__ = [
     "build_server_config",
     "compute_base_digest",
     "compute_extras_digest",
+    "explain_version",
+    "get_minor_release",
 ]
 
 _SHARED = ("labels", "label_separator", "chat", "system", "packing", "prompt")
@@ -120,12 +123,31 @@ class Introduction(HeaderPart):
         return Envelope(self.model_dump_json())
 
 
+def get_minor_release(version: str) -> str:
+    """Return the minor release of a version: 0.1 of 0.1.3.
+
+    Patch releases change neither messages nor the config's fields and defaults nor what is computed.
+    """
+    return ".".join(version.split(".")[:2])
+
+
+def explain_version(version: str) -> str | None:
+    """Return why a machine with a version of fedspan cannot participate; None: it can."""
+    own = get_minor_release(__version__)
+    if get_minor_release(version) == own:
+        return None
+    return f"it runs fedspan {version}, and this is {__version__}: install fedspan {own}"
+
+
 def build_server_config(values: Mapping[str, Any]) -> RunConfig:
     """Return the config of a deployment: a run's config without data locations.
 
     Raises:
-        FedspanError: If it names data locations, baselines, which need all data in one place, or a record of arrivals.
+        FedspanError: If it names data locations, baselines, which need all data in one place, or a record of arrivals,
+            or is not valid.
     """
+    if not all(isinstance(values.get(name) or {}, Mapping) for name in ("data", "model", "privacy", "training")):
+        return parse_config(values)  # raises for what is no section
     data = dict(values.get("data") or {})
     for name in ("dataset", "train", "test"):
         if data.get(name) not in (None, NOWHERE):
@@ -152,6 +174,9 @@ def build_server_config(values: Mapping[str, Any]) -> RunConfig:
             values["baselines"],
             problem="they cannot be trained in a deployment, because they need all examples on one machine",
         )
+    if final_rounds := (values.get("federation") or {}).get("final_rounds"):
+        problem = "they cannot be run in a deployment, whose nodes do not train on their validation examples"
+        raise FedspanError("federation.final_rounds", final_rounds, "0", problem=problem)
     run_values = dict(values)
     if values.get("privacy") is not None:
         privacy = dict(values["privacy"])
@@ -191,7 +216,10 @@ def build_node_values(config: Mapping[str, Any], node: Mapping[str, Any]) -> dic
     run_values = {key: value for key, value in config.items() if key not in ("data", "partition", "device", "threads")}
     rounds = dict(run_values.pop("federation", None) or {})
     # These concern the server and other clients; each order contains what a node needs to know of them.
-    for name in ("clients_per_round", "over_select", "ranks", "min_replies", "early_stopping", "buffered"):
+    for name in (
+        *("clients_per_round", "over_select", "ranks", "min_replies"),
+        *("early_stopping", "final_rounds", "buffered"),
+    ):
         rounds.pop(name, None)
     engine = dict(run_values.pop("engine", None) or {})
     evaluation = dict(run_values.pop("evaluation", None) or {})

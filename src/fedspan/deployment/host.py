@@ -7,17 +7,18 @@ the host all that comes over the socket is one server, that of the node's file.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import pwd
 import socket
 import stat
 import struct
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Generator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from socketserver import StreamRequestHandler, ThreadingMixIn, UnixStreamServer
-from threading import BoundedSemaphore, Event, Lock
+from threading import BoundedSemaphore, Event, Lock, Timer
 from typing import Any
 
 from fedspan.config.node import load_node, require_data
@@ -29,36 +30,53 @@ from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
 from fedspan.files import make_private_folder
 from fedspan.processes import hold_folder
-from fedspan.transports.flower_app.link import read_envelope, write_envelope
+from fedspan.transports.flower.link import read_envelope, write_envelope
 
 __all__ = ["host"]
 
 _CONNECTIONS = 4
 """Number of connections at once; each may hold a message of the largest size."""
 _SECONDS = 60.0
-"""Seconds without a byte after which a connection is closed."""
+"""Seconds in which a message has to arrive, and its reply to be taken."""
 _STEP = 0.5
 """Seconds between two renewals of the heartbeat while no order is carried out."""
 
 log = logging.getLogger("fedspan.node")
 
 
+@contextmanager
+def _limit_time(connection: socket.socket) -> Generator[None]:
+    """Shut a connection down if this context takes too long, however often bytes arrive."""
+
+    def shut_down() -> None:
+        with suppress(OSError):  # the peer was faster
+            connection.shutdown(socket.SHUT_RDWR)
+
+    timer = Timer(_SECONDS, shut_down)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 class _Handler(StreamRequestHandler):
     """One envelope and its reply."""
-
-    timeout = _SECONDS
 
     def handle(self) -> None:
         assert isinstance(self.server, _Server)
         try:
-            reply = self.server.answer(Envelope(*read_envelope(self.rfile, self.server.longest_body)))
-            write_envelope(self.wfile, reply.header, reply.body)
+            with _limit_time(self.connection):
+                envelope = Envelope(*read_envelope(self.rfile, self.server.longest_body))
+            reply = self.server.answer(envelope)
+            with _limit_time(self.connection):
+                write_envelope(self.wfile, reply.header, reply.body)
         except (FedspanError, OSError, ValueError) as error:
             log.warning("a message is not answered: %s", error)
 
 
 class _Server(ThreadingMixIn, UnixStreamServer):
-    """Takes envelopes of some users, and answers one after the other.
+    """Takes envelopes of some users, and answers one after the other; closing it waits for the current reply.
 
     Args:
         path: The socket.
@@ -67,17 +85,23 @@ class _Server(ThreadingMixIn, UnixStreamServer):
         answer: Carries out an envelope.
     """
 
-    daemon_threads = True
     timeout = _STEP
 
     def __init__(self, path: str, users: set[int], longest_body: int, answer: Callable[[Envelope], Envelope]) -> None:
         super().__init__(path, _Handler)
         os.chmod(path, 0o666)  # the peer's user decides, not the file's mode
-        self.longest_body, self.busy = longest_body, Lock()
+        self.longest_body, self.busy, self.stop = longest_body, Lock(), Event()
         self._users, self._answer, self._free = users, answer, BoundedSemaphore(_CONNECTIONS)
 
     def answer(self, envelope: Envelope) -> Envelope:
+        """Carry out an envelope when those before it are done.
+
+        Raises:
+            FedspanError: If the host stops first.
+        """
         with self.busy:
+            if self.stop.is_set():
+                raise FedspanError("host", None, problem="it stops, and begins no other order")
             return self._answer(envelope)
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
@@ -85,7 +109,10 @@ class _Server(ThreadingMixIn, UnixStreamServer):
         if user not in self._users:
             log.warning("a connection of user %d is refused; --user names the users that may connect", user)
             return False
-        return self._free.acquire(blocking=False)
+        if not self._free.acquire(blocking=False):
+            log.warning("a connection is refused: %d others have messages that are not answered yet", _CONNECTIONS)
+            return False
+        return True
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
@@ -125,7 +152,7 @@ def host(path: str | Path, address: Path, user: str | None = None, stop: Event |
                 server.handle_request()
                 if not server.busy.locked():
                     heartbeat.renew()
-            server.busy.acquire()  # the current order is finished, and no other one begins
+            server.stop.set()
             address.unlink(missing_ok=True)
 
 
@@ -147,10 +174,14 @@ def _listen(address: Path, users: set[int], longest_body: int, answer: Callable[
     """Create the socket, in place of one that a killed host left.
 
     Raises:
-        FedspanError: If it cannot be created.
+        FedspanError: If it cannot be created, or another process listens at it.
     """
     try:
         if address.exists() and stat.S_ISSOCK(address.lstat().st_mode):
+            with socket.socket(socket.AF_UNIX) as other:
+                other.settimeout(_STEP)
+                if other.connect_ex(str(address)) != errno.ECONNREFUSED:
+                    raise FedspanError("--socket", str(address), problem="another process listens at this socket")
             address.unlink()
         return _Server(str(address), users, longest_body, answer)
     except OSError as error:

@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from fedspan import __version__
 from fedspan.config import RunConfig
 from fedspan.config.federation import FractionRanks, RandomRanks
 from fedspan.config.node import NodeConfig, NodeLimits
 from fedspan.core.method import Method, RegisteredMethod
 from fedspan.core.values import Client
 from fedspan.deployment.columns import require_columns
-from fedspan.deployment.handshake import Invitation
+from fedspan.deployment.handshake import Invitation, explain_version
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Order
 from fedspan.federation.secagg.messages import Agreement, compute_share
@@ -53,8 +52,8 @@ def require_config(node: NodeConfig, invitation: Invitation, config: RunConfig) 
     Raises:
         FedspanError: If a limit forbids the run.
     """
-    if invitation.version != __version__:
-        raise FedspanError("version", invitation.version, f"fedspan {__version__}, the version of this node")
+    if (problem := explain_version(invitation.version)) is not None:
+        raise FedspanError("version", invitation.version, problem=f"of the server, {problem}")
     limits, method = node.limits, config.method.name
     if limits.methods is not None and method not in limits.methods:
         raise _build_forbidden_error("limits.methods", method, limits.methods)

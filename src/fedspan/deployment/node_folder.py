@@ -8,6 +8,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from fedspan.clients.secagg_store import remove_secrets
 from fedspan.files import remove
 
 __all__ = [
@@ -57,7 +58,8 @@ _OLD_DAYS = 30
 def remove_old_states(folder: Path) -> int:
     """Remove what runs without an order for a month need to continue, and return the number of these runs.
 
-    What limits, replays and audits refer to stays (invitation, last order, key of the noise), and so does the adapter.
+    What limits, replays and audits refer to stays (invitation, last order, number of the last secure session, key of
+    the noise), and so does the adapter.
 
     Args:
         folder: The node's folder.
@@ -71,4 +73,5 @@ def remove_old_states(folder: Path) -> int:
                     for state in states:
                         remove(state)
                     runs += 1
+    remove_secrets(folder / SESSIONS, latest)
     return runs

@@ -39,7 +39,7 @@ class Participant(BaseModel):
     """A node that joined a run.
 
     Args:
-        node: Flower's id of the node.
+        node: Id of the node.
         examples: Number of training examples that it declared.
     """
 
@@ -108,12 +108,12 @@ class NodeCallbacks:
     """How a run finds and invites nodes.
 
     Args:
-        list_online: Returns Flower's ids of the nodes that are online and not revoked.
+        list_online: Returns the ids of the nodes that are online and not revoked.
         invite: Invites nodes that are new or have come back, and returns all nodes whose last introduction was accepted
             in this process, by client id.
-        list_undecided: Returns Flower's ids of the invited nodes that have not replied.
+        list_undecided: Returns the ids of the invited nodes that have not replied.
         build_clients: Builds the server's view of clients from the numbers of examples that they declared.
-        on_change: Called with Flower's ids of all nodes by client id, when a node has joined or an entry has changed.
+        on_change: Called with the ids of all nodes by client id, when a node has joined or an entry has changed.
     """
 
     list_online: Callable[[], Collection[int]]
@@ -145,7 +145,7 @@ class Participants:
         record = load_record(folder) or ParticipantRecord()
         self._record = record.model_copy(update={"clients": {**record.clients, **joined}})
         self.nodes = {id: participant.node for id, participant in self._record.clients.items()}
-        """Flower's ids of all nodes that ever joined, by client id; nodes that join are added."""
+        """Ids of all nodes that ever joined, by client id; nodes that join are added."""
         self._accepted = frozenset(joined)
         self._awaited = frozenset[int]()
         """Nodes that have not replied and that a round has waited for already."""

@@ -30,7 +30,7 @@ class NamedRun:
 
     Args:
         folder: Folder of the run.
-        nodes: Flower's node ids by client.
+        nodes: Node ids by client.
     """
 
     folder: Path
@@ -64,7 +64,7 @@ def store_named_run(server: Path, run: Path, nodes: Mapping[str, int]) -> None:
     Args:
         server: The server's folder.
         run: The run's folder.
-        nodes: Flower's node ids by client.
+        nodes: Node ids by client.
     """
     content = {"run": str(run.resolve()), "nodes": {id: str(node) for id, node in nodes.items()}}
     write_atomic(server / _NAMED, json.dumps(content).encode())

@@ -7,11 +7,16 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
-from fedspan import __version__
 from fedspan.config.federation import FederationConfig
 from fedspan.config.tags import explain_missing_tags
 from fedspan.deployment.audit import AuditedTransport
-from fedspan.deployment.handshake import Introduction, Invitation, compute_base_digest, compute_extras_digest
+from fedspan.deployment.handshake import (
+    Introduction,
+    Invitation,
+    compute_base_digest,
+    compute_extras_digest,
+    explain_version,
+)
 from fedspan.deployment.participants import NodeCallbacks, Participant, ParticipantRecord, Participants, load_record
 from fedspan.deployment.status import read_status, store_named_run
 from fedspan.errors import FedspanError
@@ -26,10 +31,10 @@ from fedspan.runs.remote import build_server_clients, connect
 from fedspan.runs.setup import Prepared
 
 if TYPE_CHECKING:
-    from fedspan.transports.flower.admissions import Admission
-    from fedspan.transports.flower.grid import Grid
-    from fedspan.transports.flower.server import ServerLink
-    from fedspan.transports.flower.signing import Signer
+    from fedspan.transports.http.admissions import Admission
+    from fedspan.transports.http.link import RunLink
+    from fedspan.transports.http.server import ServerLink
+    from fedspan.transports.http.signing import OrderSigner
 
 __all__ = ["Handshakes", "Submission", "explain_base", "gather_nodes", "read_introduction"]
 
@@ -38,11 +43,11 @@ class Submission:
     """A submitted run and its nodes.
 
     Args:
-        link: Connection data of the SuperLink.
+        link: Connection data of the server.
         run_folder: The run's folder.
         prepared: The run without its clients.
         invitation: The invitation to the run.
-        signer: Signs orders and verifies replies; None: neither.
+        signer: Seals orders and opens replies; None: neither.
         listener: Listener for the events of the run.
         wait: Seconds to wait for all nodes.
     """
@@ -53,11 +58,11 @@ class Submission:
         run_folder: RunFolder,
         prepared: Prepared,
         invitation: Invitation,
-        signer: Signer | None,
+        signer: OrderSigner | None,
         listener: Listener,
         wait: float,
     ) -> None:
-        from fedspan.transports.flower.admissions import open_audit_log
+        from fedspan.transports.http.admissions import open_audit_log
 
         self._link, self._folder, self._prepared, self._run = link, run_folder.path, prepared, invitation.run
         self._signer, self._listener, self._wait = signer, listener, wait
@@ -75,7 +80,7 @@ class Submission:
         self._announced: dict[str, Participant] = {}
         """Those whose introduction was accepted in this process."""
 
-    def gather(self, grid: Grid) -> None:
+    def gather(self, server: RunLink) -> None:
         """Wait for the nodes with which the run begins or goes on.
 
         Raises:
@@ -87,56 +92,54 @@ class Submission:
         if record is not None:
             self._nodes = {**record.clients}
             self._handshakes.owners.update({id: one.node for id, one in record.clients.items()})
-        expected = () if record is None else self._list_expected(record, grid)
+        expected = () if record is None else self._list_expected(record, server)
         self._store_nodes({})  # the run is shown while nodes are waited for
         with self._prepared.engine.stages.stage("nodes", self._handshakes.clients, "nodes"):
-            gather_nodes(self._handshakes, grid, self._invitation, self._wait, self._signer, expected)
+            gather_nodes(self._handshakes, server, self._invitation, self._wait, self._signer, expected)
         self._collect_joined()
 
-    def _list_expected(self, record: ParticipantRecord, grid: Grid) -> Collection[str]:
+    def _list_expected(self, record: ParticipantRecord, server: RunLink) -> Collection[str]:
         """Return the clients that a resumed run waits for: those of an interrupted round, or those that are online."""
         finished = read_status(self._folder).round
         if len(record.present) > finished:
             return record.present[finished]
-        online = set(grid.get_node_ids())
+        online = set(server.list_online())
         recorded = record.present[-1] if record.present else ()
         return [id for id, one in record.clients.items() if one.node in online] or recorded
 
-    def connect(self, grid: Grid) -> Prepared:
+    def connect(self, server: RunLink) -> Prepared:
         """Return the run with its clients."""
-        from fedspan.transports.flower.transport import GridTransport
+        from fedspan.transports.http.transport import ServerTransport
 
         if self._prepared.config.federation.late_joiners:
-            return self._connect_late(grid)
+            return self._connect_late(server)
         nodes = {id: one.node for id, one in self._nodes.items()}
         self._store_nodes(nodes)
-        transport = GridTransport(grid, nodes, self._reconnect_timeout, self._signer, self._list_revoked)
+        transport = ServerTransport(server, nodes, self._reconnect_timeout, self._signer, self._list_revoked)
         clients = self._build_clients({id: one.examples for id, one in self._nodes.items()})
         return self._connect(transport, nodes, clients)
 
-    def _connect_late(self, grid: Grid) -> Prepared:
+    def _connect_late(self, server: RunLink) -> Prepared:
         """Return the run with clients that join and leave between its rounds."""
-        from fedspan.transports.flower.grid import SharedGrid
-        from fedspan.transports.flower.transport import GridTransport, Invitations
+        from fedspan.transports.http.transport import Invitations, ServerTransport
 
-        shared, handshakes, config = SharedGrid(grid), self._handshakes, self._prepared.config
+        handshakes, config = self._handshakes, self._prepared.config
         invitations = Invitations(
-            *(shared.side, self._invitation.to_envelope(), self._signer),
+            *(server, self._invitation.to_envelope(), self._signer),
             handshakes.undecided,
             handshakes.known_nodes,
         )
 
         def invite_new() -> dict[str, Participant]:
-            for replies in (invitations.receive(), invitations.send(self._wait + 60)):
-                for node, reply in replies:
-                    handshakes.process(node, reply, shared)
+            for node, reply in invitations.receive(0):
+                handshakes.process(node, reply, server)
+            invitations.send()
             for id in self._collect_joined():
                 self._listener.on_note(f"{id} has joined and participates from the next round on")
             return handshakes.nodes
 
         def list_online() -> Collection[int]:
-            shared.pull_messages(())  # replies to invitations, while no exchange fetches them
-            return set(shared.get_node_ids()) - set(self._list_revoked())
+            return set(server.list_online()) - set(self._list_revoked())
 
         callbacks = NodeCallbacks(
             list_online, invite_new, lambda: invitations.pending_nodes, self._build_clients, self._store_nodes
@@ -146,8 +149,8 @@ class Submission:
         participants = Participants(self._folder, handshakes.nodes, callbacks, least, self._reconnect_timeout)
         self._nodes = {**participants.clients}
         self._store_nodes(participants.nodes)
-        transport = GridTransport(
-            *(shared, participants.nodes, self._reconnect_timeout, self._signer),
+        transport = ServerTransport(
+            *(server, participants.nodes, self._reconnect_timeout, self._signer),
             self._list_revoked,
             participants.admit_now_and_then,
         )
@@ -195,7 +198,7 @@ class Submission:
 
     def _build_clients(self, examples: Mapping[str, int]) -> dict[str, ClientData]:
         """Build the server's view of clients that declared numbers of examples."""
-        from fedspan.transports.flower.admissions import read_admissions
+        from fedspan.transports.http.admissions import read_admissions
 
         admitted = read_admissions(self._link)
         admissions = {id: admitted[one.node] for id, one in self._nodes.items() if one.node in admitted}
@@ -206,7 +209,7 @@ class Submission:
         )
 
     def _list_revoked(self) -> Collection[int]:
-        from fedspan.transports.flower.admissions import read_revocations
+        from fedspan.transports.http.admissions import read_revocations
 
         return () if self._link.authority is None else read_revocations(self._link)
 
@@ -221,7 +224,7 @@ class Handshakes:
     Args:
         prepared: The run.
         listener: Listener that is told why a node does not participate.
-        link: Connection data of the SuperLink.
+        link: Connection data of the server.
     """
 
     def __init__(self, prepared: Prepared, listener: Listener, link: ServerLink) -> None:
@@ -232,7 +235,7 @@ class Handshakes:
         self.nodes: dict[str, Participant] = {}
         """The nodes whose last introduction was accepted, by client id."""
         self.owners: dict[str, int] = {}
-        """Flower's ids of all nodes that ever joined, by client id. A caller adds those of a resumed run."""
+        """Ids of all nodes that ever joined, by client id. A caller adds those of a resumed run."""
         self.refused: dict[str, str] = {}
         """Why other nodes have not, by client id."""
         self._refused_ids: dict[int, str] = {}  # the id of each node's entry
@@ -241,15 +244,15 @@ class Handshakes:
         self.known_nodes: set[int] = set()
         """Nodes that have replied."""
 
-    def process(self, node: int, reply: Envelope | str, grid: Grid) -> None:
+    def process(self, node: int, reply: Envelope | str, server: RunLink) -> None:
         """Process a node's reply to the invitation.
 
         Args:
-            node: Flower's id of the node.
+            node: Id of the node.
             reply: The reply, or the reason for a missing one.
-            grid: Flower's grid, which is asked for the nodes that are online.
+            server: The server, which is asked for the nodes that are online.
         """
-        from fedspan.transports.flower.admissions import read_admissions, read_revocations
+        from fedspan.transports.http.admissions import read_admissions, read_revocations
 
         admissions = read_admissions(self._link)  # a node may be admitted while others are waited for
         admitted = admissions.get(node)
@@ -264,7 +267,7 @@ class Handshakes:
             reason = self._explain_second_id(introduction.id, node)
         if introduction is not None and reason is None and self.owners.get(introduction.id, node) != node:
             is_taken = self._can_replace(introduction.id, admitted)
-            reason = self._explain_taken(introduction.id, is_taken, grid)
+            reason = self._explain_taken(introduction.id, is_taken, server)
         if introduction is not None and reason is None:
             self.nodes[introduction.id] = Participant(node=node, examples=introduction.examples)
             self.owners[introduction.id] = node
@@ -299,14 +302,14 @@ class Handshakes:
         is_named = self._link.authority is None if admitted is None else admitted.name == id
         return self._federation.late_joiners and is_named
 
-    def _explain_taken(self, id: str, may_replace: bool, grid: Grid) -> str | None:
+    def _explain_taken(self, id: str, may_replace: bool, server: RunLink) -> str | None:
         """Return why a node cannot have the id of another one; None: it may take it over."""
-        from fedspan.transports.flower.admissions import read_revocations
+        from fedspan.transports.http.admissions import read_revocations
 
         owner = self.owners[id]
         if not may_replace:
             return "another node has this id"
-        if owner not in set(grid.get_node_ids()) or (
+        if owner not in set(server.list_online()) or (
             self._link.authority is not None and owner in read_revocations(self._link)
         ):
             return None
@@ -335,30 +338,30 @@ def explain_base(prepared: Prepared, base: str, introduction: Introduction) -> s
 
 def gather_nodes(
     handshakes: Handshakes,
-    grid: Grid,
+    server: RunLink,
     invitation: Invitation,
     wait: float,
-    signer: Signer | None,
+    signer: OrderSigner | None,
     expected: Collection[str] = (),
 ) -> None:
     """Invite nodes until as many have joined as there are clients, or all expected ones have.
 
     Args:
         handshakes: Receives the nodes' replies.
-        grid: Flower's grid.
+        server: The server.
         invitation: The invitation.
         wait: Seconds to wait.
-        signer: Signs the invitation and verifies replies; None: neither.
+        signer: Seals the invitation and opens replies; None: neither.
         expected: Clients of a resumed run, where nodes may join and leave; after the wait the run goes on without those
             that have not joined if others have, and its next round waits for enough.
 
     Raises:
         FedspanError: If too few nodes join in time; it names the nodes that refused.
     """
-    from fedspan.transports.flower.transport import invite
+    from fedspan.transports.http.transport import invite
 
-    for node, reply in invite(grid, invitation.to_envelope(), wait, signer, handshakes.undecided):
-        handshakes.process(node, reply, grid)
+    for node, reply in invite(server, invitation.to_envelope(), wait, signer, handshakes.undecided):
+        handshakes.process(node, reply, server)
         joined = handshakes.nodes.keys()
         if joined >= set(expected) if expected else len(joined) == handshakes.clients:
             return
@@ -404,8 +407,8 @@ def read_introduction(
         return None, f"it calls itself {introduction.id}, a name under which another key was admitted (--as)"
     if introduction.refused is not None:
         return introduction, introduction.refused
-    if introduction.version != __version__:
-        return introduction, f"it runs fedspan {introduction.version}; this is {__version__}"
+    if (version := explain_version(introduction.version)) is not None:
+        return introduction, version
     if introduction.base != base:
         return introduction, explain_base(introduction)
     if introduction.examples < 1:  # a round in which it alone replies would have no weight, and stop the run

@@ -15,8 +15,6 @@ from fedspan.federation.progress import Progress, RoundResult
 from fedspan.federation.round import OnCharge
 from fedspan.federation.round_exchange import OnClient, OnFailure
 
-__all__ = ["MEASURES", "DiagnosticsRecorder", "Measure", "MeasureSummary", "get_values", "summarize_measures"]
-
 
 @dataclass(frozen=True)
 class Measure:

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from fedspan.training.engine import Engine
     from fedspan.training.jobs import Assignment
 
-__all__ = ["STEPS", "Barrier", "Diagnosis", "LayerDiagnosis", "TrainingRecord", "diagnose_layers", "diagnose_round"]
-
 
 @dataclass(frozen=True)
 class ClientTraining:
@@ -205,14 +203,7 @@ def diagnose_round(
 def diagnose_layers(
     federation: Federation, record: TrainingRecord, before: Progress, result: RoundResult
 ) -> dict[str, LayerDiagnosis]:
-    """Diagnose a completed round, by layer.
-
-    Args:
-        federation: The federation that ran the round.
-        record: Record of the round's training.
-        before: The progress before the round.
-        result: Result of the round.
-    """
+    """Diagnose a completed round, by layer."""
     return _make_round_models(federation, record, before, result).diagnose_layers()
 
 

@@ -18,20 +18,6 @@ from torch import Tensor
 from fedspan.core.base import Delta, to_dense
 from fedspan.core.lowrank import LowRank, compute_inner_product, concatenate, svd
 
-__all__ = [
-    "Shape",
-    "UpdateComparison",
-    "combine_deltas",
-    "compare_updates",
-    "compute_alignment",
-    "compute_form_inner_product",
-    "compute_principal_angles",
-    "compute_singular_values",
-    "get_shape",
-    "measure_moment_mismatch",
-    "measure_shape",
-]
-
 
 @dataclass(frozen=True)
 class UpdateComparison:
@@ -109,9 +95,6 @@ def compare_updates(
         updates: D_i by client.
         weights: Weights w_i by client, with any positive sum.
         global_update: G; None where the clients have personal models.
-
-    Raises:
-        ValueError: If there are no updates.
     """
     ids = sorted(updates)
     if not ids:

@@ -72,7 +72,7 @@ class CompareRow:
     """The results of one method or baseline over the seeds.
 
     Args:
-        name: Key of a method, ``start`` (of the first method's runs), or ``local`` or ``centralized``.
+        name: Key of a method, ``start`` (of the first method's runs), or ``local-only`` or ``centralized``.
         scores: One score for each seed.
         mean: Mean of the scores; None if one is missing.
         deviation: Standard deviation (n - 1) of the scores; None for one seed.
@@ -140,7 +140,8 @@ class CompareReport:
         numbers = ", ".join(map(str, self.seeds))
         subject = f"Mean ± standard deviation over the seeds {numbers}" if several else f"One seed ({numbers})"
         intervals = "Differences are taken seed by seed, with 95 % intervals"
-        intervals += " of seeds and test items" if self.measured == "test" else ""
+        limits = dict.fromkeys(row.difference.note for row in self.rows if row.difference and row.difference.note)
+        intervals += f" ({'; '.join(limits)})" if limits else " of seeds and test items"
         return Table(
             head=(
                 "method",
@@ -228,6 +229,9 @@ def plan_comparison(
     seeds = validate_seeds(seeds)
     configs = {key: _build_config(values, key, methods, overrides_for.get(key, ())) for key in methods}
     baselines = configs[methods[0]].baselines
+    if repeated := sorted({*methods} & {*baselines}):
+        problem = f"the config trains {repeated[0]} as a baseline, too; a table has one row of each name"
+        raise FedspanError("--methods", repeated[0], "methods other than the config's baselines", problem=problem)
     rows = (*methods, *baselines)
     if against is not None and against not in rows:
         raise FedspanError("--against", against, f"a row of the table: {', '.join(rows)}")
@@ -291,13 +295,7 @@ def get_heldout_score(report: RunReport) -> float | None:
 
 
 def build_report(comparison: Comparison, reports: Mapping[str, RunReport], folder: str) -> CompareReport:
-    """Build the table of a comparison.
-
-    Args:
-        comparison: The plan.
-        reports: Reports of all runs, by name.
-        folder: Folder of the comparison.
-    """
+    """Build the table of a comparison."""
     runs = {key: [reports[step.name] for step in comparison.steps if step.group == key] for key in comparison.methods}
     first = runs[comparison.methods[0]]
     metric, measured = first[0].metric, select_compared_scores(first[0])

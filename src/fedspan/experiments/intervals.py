@@ -1,8 +1,9 @@
 """Intervals of differences, and the rule that decides whether a claim holds, is contradicted, or is inconclusive.
 
 The difference of two results has two sources of noise: the seeds, and the items of the test set that all seeds share.
-Its standard error is the root of the sum of both squared errors. That of the items is a bootstrap of the mean over the
-seeds; with one seed it is the only one.
+Its standard error is the root of the sum of both squared errors. That of the items is the one of a mean (accuracy) or a
+bootstrap over the items (other scores of classes) of the mean difference over the seeds. With one seed it is the only
+one; if each seed has a test set of its own, the spread of the seeds includes it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ __all__ = [
 
 _LEVEL = 0.95
 _RESAMPLES = 1000
+_ROUNDING = 1e-12
+"""Standard error below which differences are equal but for rounding."""
 
 Verdict = Literal["holds", "contradicted", "inconclusive"]
 
@@ -42,13 +45,15 @@ class Difference:
 
     Args:
         mean: First minus second result, in the unit of the metric.
-        low: Lower end of the interval; None: there is none, for one seed without items.
+        low: Lower end of the interval; None: there is none.
         high: Upper end of the interval.
+        note: Why there is no interval, or what it lacks; empty if it lacks nothing.
     """
 
     mean: float
     low: float | None = None
     high: float | None = None
+    note: str = ""
 
     @property
     def is_measurable(self) -> bool:
@@ -57,16 +62,18 @@ class Difference:
 
     def describe(self, metric: str, other: str) -> str:
         """Describe the difference as a predicate: ``1.2 points (0.3 to 2.1) above the start``."""
+        if not math.isfinite(self.mean):
+            return f"not comparable with {other} (a score is not a number)"
+        direction = "above" if self.mean > 0 else "below"
         if self.low is None or self.high is None:
-            if self.mean == 0:
-                return f"equal to {other}"
-            direction = "above" if self.mean > 0 else "below"
-            return f"{format_gap(metric, self.mean)} {direction} {other} (one seed: no interval)"
+            gap = format_gap(metric, self.mean)
+            return f"{gap} {direction} {other} ({self.note})" if self.mean else f"equal to {other}"
+        note = f"; {self.note}" if self.note else ""
         if not self.is_measurable:
-            return f"not measurably different from {other} ({self.format(metric)})"
+            return f"not measurably different from {other} ({self.format(metric)}{note})"
         ends = sorted((abs(self.low), abs(self.high)))
         low, high = (format_gap(metric, end).removesuffix(" points") for end in ends)
-        return f"{format_gap(metric, self.mean)} ({low} to {high}) {'above' if self.mean > 0 else 'below'} {other}"
+        return f"{format_gap(metric, self.mean)} ({low} to {high}{note}) {direction} {other}"
 
     def format(self, metric: str) -> str:
         """Format the difference as ``+1.2, +0.3 to +2.1``; only the mean without an interval."""
@@ -81,20 +88,20 @@ class Difference:
 
 @dataclass(frozen=True)
 class Within:
-    """A mean with its standard error and the verdict on it.
+    """A mean with its 95 % interval and the verdict on it.
 
     Args:
         mean: The mean, in the unit of the compared values.
-        error: Standard error of the mean; infinite for a single value.
+        half_width: Half the width of the interval, by Student's t; infinite for a single value.
         verdict: The verdict by the rule.
     """
 
     mean: float
-    error: float
+    half_width: float
     verdict: Verdict
 
     def __str__(self) -> str:
-        return f"{self.mean:+.1f} ± {self.error:.1f}"
+        return f"{self.mean:+.1f}" + (f" ± {self.half_width:.1f}" if math.isfinite(self.half_width) else "")
 
 
 def estimate_standard_error(values: Sequence[float]) -> float:
@@ -117,17 +124,17 @@ def estimate_difference(
         metric: The metric.
         first: One score for each seed.
         second: Scores of the other side for the same seeds, in the same order.
-        items: The predictions of both sides, by seed; None, or none for a seed: they are not known.
+        items: The predictions of both sides, one pair for each seed, or none; None in place of a pair: not known.
 
     Raises:
-        ValueError: If the two differ in length.
+        ValueError: If they differ in length.
     """
     differences = [one - other for one, other in zip(first, second, strict=True)]
+    if items and len(items) != len(differences):
+        raise ValueError(f"{len(items)} pairs of predictions for {len(differences)} seeds")
     by_items = _estimate_item_error(metric, items)
-    if len(differences) < 2 and by_items is None:
-        return Difference(differences[0])
-    by_seeds = estimate_standard_error(differences) if len(differences) > 1 else 0.0
-    return _build_interval(math.fsum(differences) / len(differences), by_seeds, len(differences), by_items or 0.0)
+    note = "" if by_items is not None else "without the noise of the test items"
+    return _build_interval(differences, by_items or 0.0, "seed", note)
 
 
 def compare_clients(
@@ -140,34 +147,49 @@ def compare_clients(
         first: Metrics by client.
         second: Metrics by client of the other side.
     """
-    scores = [(first[id].get(metric), second[id].get(metric)) for id in first if id in second]
+    scores = [(side.get(metric), second.get(id, {}).get(metric)) for id, side in first.items()]
     differences = [one - other for one, other in scores if one is not None and other is not None]
+    differences, count = [value for value in differences if math.isfinite(value)], len(first.keys() | second.keys())
     if not differences:
         return None
-    mean = math.fsum(differences) / len(differences)
-    if len(differences) < 2:
-        return Difference(mean)
-    return _build_interval(mean, estimate_standard_error(differences), len(differences), 0.0)
+    note = "" if len(differences) == count else f"{len(differences)} of {count} clients have both scores"
+    return _build_interval(differences, 0.0, "client", note)
 
 
-def _build_interval(mean: float, error: float, count: int, by_items: float) -> Difference:
-    """Build the interval of a mean of ``count`` values with their standard error, and that of the items."""
+def _build_interval(values: Sequence[float], by_items: float, unit: str, note: str) -> Difference:
+    """Build the interval of a mean over seeds or clients.
+
+    Args:
+        values: One difference for each seed or client.
+        by_items: Standard error of their mean from the test items.
+        unit: What a value is of.
+        note: What the interval lacks.
+    """
     from scipy import stats  # it is slow to import, and few commands need it
 
+    mean, count = math.fsum(values) / len(values), len(values)
+    error = estimate_standard_error(values) if count > 1 else 0.0
     total = math.hypot(error, by_items)
+    if total < _ROUNDING or not math.isfinite(mean):
+        reason = (
+            f"all {count} {unit}s have the same difference: no interval" if count > 1 else f"one {unit}: no interval"
+        )
+        return Difference(mean, note=f"{reason}; {note}" if note and unit == "client" else reason)
     freedom = (count - 1) * (total / error) ** 4 if error else math.inf  # Welch and Satterthwaite
     half = float(stats.t.ppf((1 + _LEVEL) / 2, freedom)) * total
-    return Difference(mean, mean - half, mean + half)
+    return Difference(mean, mean - half, mean + half, note)
 
 
 def _estimate_item_error(metric: str, items: Sequence[tuple[Items, Items] | None]) -> float | None:
     """Estimate the standard error of the mean difference over the seeds from the test items; None: not known."""
-    if metric not in LABEL_METRICS:
-        return None
     pairs = [pair for pair in items if pair is not None]
-    targets = pairs[0][0].targets if pairs else np.empty(0)
-    is_shared = all(np.array_equal(side.targets, targets) for pair in pairs for side in pair)
-    if not pairs or len(pairs) < len(items) or not is_shared or len(targets) < 2:
+    if not pairs or len(pairs) < len(items) or any(one.examples != other.examples for one, other in pairs):
+        return None
+    test_sets = {one.examples for one, _ in pairs}
+    if len(test_sets) == len(pairs) > 1:
+        return 0.0  # the spread of the seeds includes it
+    targets = pairs[0][0].targets
+    if len(test_sets) > 1 or metric not in LABEL_METRICS or len(targets) < 2:
         return None
     if metric == "accuracy":  # a mean over the items: no resampling of predictions is needed
         correct = [(side.predicted == side.targets).mean(0) for pair in pairs for side in pair]
@@ -193,8 +215,8 @@ def format_gap(metric: str, value: float) -> str:
 def compare_pairs(better: Sequence[float], worse: Sequence[float]) -> Within:
     """Decide whether ``better`` is above ``worse``, seed by seed.
 
-    *holds* if the mean difference exceeds two standard errors in that direction, *contradicted* if in the other,
-    else *inconclusive*.
+    *holds* if the 95 % interval of the mean difference is above 0, *contradicted* if it is below, else *inconclusive*.
+    A difference that is the same for each of several seeds, as one of bytes, is exact.
 
     Args:
         better: One value for each seed, of the side that is claimed to be above.
@@ -204,28 +226,36 @@ def compare_pairs(better: Sequence[float], worse: Sequence[float]) -> Within:
         ValueError: If the two differ in length.
     """
     differences = [better_score - worse_score for better_score, worse_score in zip(better, worse, strict=True)]
-    mean, error = math.fsum(differences) / len(differences), estimate_standard_error(differences)
+    mean, half = math.fsum(differences) / len(differences), _compute_half_width(differences)
     verdict: Verdict = "inconclusive"
-    if abs(mean) > 2 * error:
+    if abs(mean) > half:
         verdict = "holds" if mean > 0 else "contradicted"
-    return Within(mean, error, verdict)
+    return Within(mean, half, verdict)
 
 
 def compare_to(values: Sequence[float], target: float, tolerance: float) -> Within:
     """Decide whether a mean is within ``tolerance`` of a number reported in a paper.
 
-    *holds* if the interval of two standard errors around the mean lies within the tolerance, *contradicted* if it lies
-    entirely outside, else *inconclusive*.
+    *holds* if the 95 % interval of the mean lies within the tolerance, *contradicted* if it lies entirely outside, else
+    *inconclusive*.
 
     Args:
         values: One value for each seed.
         target: The number in the paper.
         tolerance: Largest distance from it that counts as reproduced, in the same unit.
     """
-    mean, error = math.fsum(values) / len(values), estimate_standard_error(values)
+    mean, half = math.fsum(values) / len(values), _compute_half_width(values)
     distance, verdict = abs(mean - target), "inconclusive"
-    if distance + 2 * error <= tolerance:
+    if distance + half <= tolerance:
         verdict = "holds"
-    elif distance - 2 * error > tolerance:
+    elif distance - half > tolerance:
         verdict = "contradicted"
-    return Within(mean, error, verdict)
+    return Within(mean, half, verdict)
+
+
+def _compute_half_width(values: Sequence[float]) -> float:
+    """Return half the width of the 95 % interval of a mean, by Student's t; infinite for a single value."""
+    from scipy import stats  # it is slow to import, and few commands need it
+
+    error = estimate_standard_error(values)
+    return float(stats.t.ppf((1 + _LEVEL) / 2, len(values) - 1)) * error if len(values) > 1 else error

@@ -86,11 +86,10 @@ def plan_sweep(
     for number, setting in enumerate(settings, 1):
         description = " ".join(f"{path}={value}" for path, value in setting.items())
         trial_config = require_comparable(base, parse_config(_set(values, setting)), "--over", description)
-        short = trial_config
+        changes = {"final_rounds": 0}  # the validation scores that select a trial are measured before them
         if rounds is not None and "federation.rounds" not in setting:
-            short = trial_config.model_copy(
-                update={"federation": trial_config.federation.model_copy(update={"rounds": rounds})}
-            )
+            changes["rounds"] = rounds
+        short = trial_config.model_copy(update={"federation": trial_config.federation.model_copy(update=changes)})
         configs_by_seed = [set_seed(short, seed, first, baselines=False) for seed in seeds]
         steps += [
             Step(

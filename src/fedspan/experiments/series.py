@@ -87,9 +87,6 @@ def require_comparable(shared: RunConfig, config: RunConfig, field: str, value: 
         config: Config of one run.
         field: The option or field in which the user set the difference, named in the error.
         value: The user's value, named in the error.
-
-    Raises:
-        FedspanError: If the two are not comparable.
     """
     differ = [name for name in _SHARED if getattr(shared, name) != getattr(config, name)]
     if shared.evaluation.metric != config.evaluation.metric:

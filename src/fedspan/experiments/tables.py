@@ -24,7 +24,6 @@ __all__ = [
     "format_mean",
     "format_megabytes",
     "format_seconds",
-    "format_size",
     "write_tables",
 ]
 
@@ -79,17 +78,6 @@ def format_mean(metric: str, value: float | None, error: float | None, sign: boo
 def format_megabytes(count: float | None) -> str:
     """Format bytes in millions, with three decimals for small numbers."""
     return "-" if count is None else f"{count / 1e6:.{1 if count >= 1e7 else 3}f}"
-
-
-def format_size(count: float) -> str:
-    """Format bytes in decimal units: 3 412 345 as 3.4 MB."""
-    if count < 1000:
-        return f"{count:.0f} B"
-    for unit in ("kB", "MB", "GB"):
-        count /= 1000
-        if count < 999.5:
-            return f"{count:.{0 if count >= 99.95 else 1}f} {unit}"
-    return f"{count / 1000:.1f} TB"
 
 
 def format_seconds(value: float | None) -> str:

@@ -6,8 +6,6 @@ from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 
-__all__ = ["Absences", "Awaited", "EvaluationAbsences"]
-
 
 class Absences:
     """In how many of its last rounds a client's reply did not count, from the rounds' draws alone.

@@ -22,8 +22,6 @@ from fedspan.federation.round_context import RoundContext
 from fedspan.federation.settings import BufferedSettings
 from fedspan.federation.transport import AsynchronousTransport, Orders, TimedTransport
 
-__all__ = ["Arrival", "ArrivalSource", "NodeArrivals", "OnOrder", "RecordedArrivals", "SimulatedArrivals"]
-
 OnOrder = Callable[[str], object]
 """Takes the id of a client that has an order, or receives one."""
 

@@ -36,8 +36,6 @@ from fedspan.federation.round_context import RoundContext, Tally
 from fedspan.federation.round_exchange import OnClient, OnFailure, RoundExchange
 from fedspan.federation.transport import AsynchronousTransport, Orders, TimedTransport
 
-__all__ = ["BufferedRound"]
-
 
 class BufferedRound:
     """One asynchronous round: it ends after as many valid replies as a synchronous round has clients.

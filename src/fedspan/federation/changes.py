@@ -18,21 +18,6 @@ from fedspan.core.method import Claims, Method, Quantity
 from fedspan.core.tensors import Tensors, compute_norm
 from fedspan.core.values import Client, Contribution, Message
 
-__all__ = [
-    "ENOUGH_REPLIES",
-    "MODEL",
-    "Change",
-    "ChangeSize",
-    "apply_change",
-    "clip_change",
-    "compute_capped_median",
-    "compute_change",
-    "compute_norm_limits",
-    "measure_change",
-    "rebase_change",
-    "shrink_reply",
-]
-
 ENOUGH_REPLIES = 3
 """Minimum number of replies that are compared with each other."""
 MODEL = "change"
@@ -68,13 +53,6 @@ def measure_change(
 
     It is measured on what is summed, because what is transmitted may be compressed; where the server needs replies one
     by one, on the reply.
-
-    Args:
-        message: The reply.
-        contribution: Its contribution.
-        expected: The untrained reply.
-        method: The run's method.
-        client: The client.
     """
     measured, untrained = message.tensors, expected.tensors
     if not _is_stacked(contribution):
@@ -110,10 +88,6 @@ def compute_norm_limits(changes: Mapping[str, Change], ratio: float) -> dict[str
 
     A norm is ``ratio`` times the median (``compute_capped_median``) of the cohort's norms of this quantity; of clients
     with more entries, as many times the square root of their number.
-
-    Args:
-        changes: The changes by client.
-        ratio: Multiple of the median.
 
     Returns:
         The limits; none if there are too few replies to compare, or most changes are zero.
@@ -221,10 +195,6 @@ def apply_change(change: Mapping[str, Tensor], origin: Mapping[str, Tensor]) -> 
 
 def clip_change(change: Mapping[str, Tensor], limit: float) -> tuple[Mapping[str, Tensor], float]:
     """Scale a change as a whole so that its norm is at most ``limit``.
-
-    Args:
-        change: The change.
-        limit: The largest norm.
 
     Returns:
         The scaled change, and the factor by which it was scaled; 1 if its norm was at most ``limit``.

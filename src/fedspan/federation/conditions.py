@@ -16,8 +16,6 @@ from torch import Tensor
 from fedspan.core.tensors import create_generator
 from fedspan.core.values import Message
 
-__all__ = ["PHASES", "Conditions", "FaultKind", "Faults", "SpeedDistribution", "corrupt_reply"]
-
 FaultKind = Literal["nan", "noise", "sign-flip", "scale", "label-flip"]
 
 PHASES = ("keys", "shares", "train", "confirm", "unmask")
@@ -106,11 +104,7 @@ class Conditions:
         return examples / (speed.median * factor)
 
     def draw_faulty(self, ids: Sequence[str]) -> frozenset[str]:
-        """Draw the faulty clients.
-
-        Args:
-            ids: Ids of all clients, sorted.
-        """
+        """Draw the faulty clients."""
         if self.faults is None:
             return frozenset()
         count = round(self.faults.share * len(ids))

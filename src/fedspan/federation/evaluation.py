@@ -20,8 +20,6 @@ from fedspan.tasks.task import Examples
 from fedspan.training.engine import Predictor
 from fedspan.training.stacked_prediction import ModelInputs
 
-__all__ = ["ClientScores", "Evaluator", "Metrics", "summarize"]
-
 Metrics = Mapping[str, float]
 """Metrics by name."""
 

@@ -40,8 +40,6 @@ from fedspan.training.engine import Engine
 from fedspan.training.jobs import TrainingSettings
 from fedspan.training.stages import StageName, Stages
 
-__all__ = ["Federation", "draw_cohort", "open_clients_stage", "sort_clients"]
-
 
 def draw_cohort(seed: int, round: int, clients: int, size: int | None, extra: int = 0) -> list[int]:
     """Draw the positions of a round's clients and of ``extra`` more, in order of drawing; all, sorted, if all.
@@ -139,11 +137,7 @@ class Federation:
         )
 
     def begin_round(self, round: int) -> None:
-        """Update the clients before a round, from 0, if clients join and leave between rounds.
-
-        Raises:
-            FedspanError: If too few clients are present.
-        """
+        """Update the clients before a round, from 0, if clients join and leave between rounds."""
         if self._begin_round is not None:
             clients, self.presence = self._begin_round(round)
             self.clients = sort_clients(clients)
@@ -284,9 +278,6 @@ class Federation:
 
     def conclude(self, progress: Progress) -> tuple[Failure, ...]:
         """End the run: have clients export their personal models if the server cannot see them.
-
-        Args:
-            progress: The progress to export.
 
         Returns:
             The failures of the clients that did not export.

@@ -42,17 +42,6 @@ from fedspan.federation.round_context import RoundContext
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.head import OutputLayer
 
-__all__ = [
-    "BOUND",
-    "KIND",
-    "HeadStart",
-    "StatisticsExchange",
-    "check_statistics",
-    "compute_head_tensors",
-    "is_start_pretrained",
-    "start_head",
-]
-
 KIND, BOUND = "head/kind", "head/bound"
 """Scalars of an order: the kind of start, and the norm to which features are clipped (0: they are not)."""
 _SLACK = 1e-3

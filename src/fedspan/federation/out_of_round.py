@@ -12,8 +12,6 @@ from fedspan.federation.protocol import Envelope, OrderEncoder, Reply, open_repl
 from fedspan.federation.round_exchange import create_order_transfer
 from fedspan.federation.transport import Orders, Transport
 
-__all__ = ["exchange_model"]
-
 
 def exchange_model(
     task: Literal["evaluate", "export"],

@@ -9,8 +9,6 @@ from fedspan.federation.changes import ENOUGH_REPLIES, compute_capped_median
 from fedspan.federation.protocol import Reply, Scores
 from fedspan.tasks.metrics import METRICS
 
-__all__ = ["drop_impossible_losses", "drop_impossible_metrics"]
-
 _FAR = 1000.0
 """Multiple of the median beyond which a loss or perplexity is not believed."""
 
@@ -22,9 +20,6 @@ def drop_impossible_metrics(
 
     Impossible are values outside the metric's range and, of metrics without an upper bound, those of more than 1000
     times the clients' median, or 1000 if the median is smaller than 1.
-
-    Args:
-        reported: Reported metrics by client.
 
     Returns:
         The possible ones by client, and the client and the reason of each one that was removed.
@@ -46,9 +41,6 @@ def drop_impossible_metrics(
 
 def drop_impossible_losses(replies: Mapping[str, Reply]) -> tuple[dict[str, Reply], list[tuple[str, str]]]:
     """Remove replies with a training loss that no client can have (``drop_impossible_metrics``).
-
-    Args:
-        replies: Replies by client.
 
     Returns:
         The other replies by client, and the client and the reason of each one that was removed.

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 
 from fedspan.errors import FedspanError
 
-__all__ = ["Presence", "Span"]
-
 Span = tuple[int, int | None]
 """The first round of a client, from 0, and the first one after its last round; None: it stays until the end."""
 
@@ -77,9 +75,6 @@ class Presence:
             round: Number of the round, from 0.
             least: Number of clients that a round needs; None: one.
             reason: The field that needs so many.
-
-        Raises:
-            FedspanError: If there are too few.
         """
         count, required = clients - sum(not self.is_present(id, round) for id in self.spans), max(1, least or 1)
         if self.spans and count < required:

@@ -37,19 +37,6 @@ from fedspan.training.accounting import Charge, Mechanism, PrivacySpend, calibra
 from fedspan.training.dp_sgd import compute_noise, release_of
 from fedspan.training.jobs import Privacy, TrainingSettings
 
-__all__ = [
-    "CentralPrivacy",
-    "compute_expected_charges",
-    "compute_order_charges",
-    "compute_planned_charges",
-    "compute_round_charges",
-    "compute_sampling_rate",
-    "compute_training_noise",
-    "create_central_privacy",
-    "draw_poisson_cohort",
-    "privatize",
-]
-
 
 def compute_sampling_rate(settings: RoundSettings, clients: int) -> float:
     """Return the probability that a client is in a round's cohort."""
@@ -127,15 +114,7 @@ def compute_order_charges(
 def compute_expected_charges(
     privacy: Privacy | None, training: TrainingSettings, method: Method, state: ServerState, client: Client
 ) -> tuple[Charge, ...]:
-    """Return the privacy cost of a training order as the server knows it, independent of the client's stored state.
-
-    Args:
-        privacy: Privacy of the run.
-        training: Settings of local training.
-        method: The run's method.
-        state: The server's state.
-        client: The client.
-    """
+    """Return the privacy cost of a training order as the server knows it, independent of the client's stored state."""
     new_client = replace(client, last_round=None)
     return compute_order_charges(privacy, training, method, method.sync(state, new_client), new_client, state.round)
 

@@ -14,22 +14,6 @@ from fedspan.core.values import Client, OptimizerState, ServerState
 from fedspan.errors import FedspanError, escape_controls
 from fedspan.training.accounting import Charge
 
-__all__ = [
-    "ClientData",
-    "ClientState",
-    "Direction",
-    "Failure",
-    "OpenOrder",
-    "OpenOrders",
-    "OutOfRoundEvents",
-    "Progress",
-    "Purpose",
-    "RoundResult",
-    "TooFew",
-    "TooFewReplies",
-    "Transfer",
-]
-
 Direction = Literal["down", "up"]
 """``down``: from server to client; ``up``: from client to server."""
 Purpose = Literal["train", "statistics", "evaluate", "export"]

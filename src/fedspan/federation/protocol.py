@@ -19,31 +19,6 @@ from fedspan.errors import escape_controls, require_printable
 from fedspan.federation import serialization
 from fedspan.files import from_json
 
-__all__ = [
-    "FORMAT",
-    "REPLY_HEADER",
-    "ClientLostState",
-    "Count",
-    "Envelope",
-    "HeaderPart",
-    "Masking",
-    "Name",
-    "Order",
-    "OrderEncoder",
-    "Part",
-    "PrintableName",
-    "Reason",
-    "Reply",
-    "ScoredPart",
-    "Scores",
-    "decode_order",
-    "decode_reply",
-    "open_reply",
-    "read_header",
-    "read_task",
-    "serial",
-]
-
 FORMAT = 1
 """Version of the headers; a reader rejects any other."""
 

@@ -21,8 +21,6 @@ from fedspan.federation.protocol import Reply, ScoredPart, Scores
 from fedspan.federation.trimmed_scores import compute_trimmed_means
 from fedspan.federation.weights import compute_weight_limit
 
-__all__ = ["RemoteEvaluator", "ReportedEvaluator"]
-
 _REQUIRED = ("accuracy", "loss")
 """Metrics without which a client is not counted where others have them: rounds are compared by them."""
 

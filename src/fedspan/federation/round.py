@@ -18,8 +18,6 @@ from fedspan.federation.second_exchange import build_second_context
 from fedspan.federation.transport import Orders
 from fedspan.training.accounting import Charge
 
-__all__ = ["OnCharge", "Round", "compute_client_charges"]
-
 OnCharge = Callable[[tuple[Charge, ...]], None]
 """Takes the privacy cost of an attempt before its orders are sent; an error that it raises ends the round."""
 

@@ -16,8 +16,6 @@ from fedspan.federation.validation import ReplyRules
 from fedspan.federation.weights import limit_weights
 from fedspan.training.jobs import TrainingSettings
 
-__all__ = ["RoundContext", "Tally"]
-
 
 @dataclass(frozen=True)
 class RoundContext:

@@ -11,8 +11,6 @@ from fedspan.core.method import Method
 from fedspan.core.values import Client, Job, Reduced, ServerState
 from fedspan.federation.validation import compute_origin
 
-__all__ = ["explain_round_dependence"]
-
 
 @dataclass(frozen=True)
 class _DiagonalWeights:

@@ -19,8 +19,6 @@ from fedspan.federation.round_context import RoundContext, Tally
 from fedspan.federation.weights import compute_weight_limit
 from fedspan.training.accounting import Charge
 
-__all__ = ["OnClient", "OnFailure", "RoundExchange", "compute_mean_loss", "create_order_transfer"]
-
 OnClient = Callable[[str, float], None]
 """Takes a client's id and its training loss."""
 
@@ -142,11 +140,7 @@ class RoundExchange:
             self._last_replies[id] = self.context.state.round
 
     def build_error(self, succeeded: Collection[str]) -> TooFewReplies:
-        """Create the error of a round with too few accepted replies.
-
-        Args:
-            succeeded: Clients whose replies would be accepted.
-        """
+        """Create the error of a round with too few accepted replies."""
         context, ids = self.context, self.context.ids
         last = {failure.client: failure.reason for failure in self._tally.failures}
         reasons = "; ".join(f"{id}: {last.get(id, 'no reply')}" for id in ids if id not in succeeded)
@@ -218,12 +212,5 @@ def compute_mean_loss(replies: Iterable[Reply], ratio: float | None) -> float:
 
 
 def create_order_transfer(id: str, body: bytes, message: Message, purpose: Purpose = "train") -> Transfer:
-    """Create the ledger entry of an order.
-
-    Args:
-        id: Id of the client.
-        body: The encoded message.
-        message: The message.
-        purpose: Purpose of the order.
-    """
+    """Create the ledger entry of an order."""
     return Transfer(id, "down", len(body), serialization.compute_payload_size(message), purpose)

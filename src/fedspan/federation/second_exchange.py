@@ -38,18 +38,10 @@ from fedspan.federation.round_context import RoundContext
 from fedspan.federation.validation import build_untrained_jobs
 from fedspan.training.projector_refresh import build_untrained_tensors
 
-__all__ = ["SecondExchange", "build_second_context"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class SecondExchange(Method):
-    """A round's second exchange as a method whose replies are averaged; it is the server's half alone.
-
-    Args:
-        inner: The run's method.
-        order: The message to all clients.
-        state: The server's state before the round.
-    """
+    """A round's second exchange as a method whose replies are averaged; it is the server's half alone."""
 
     inner: Method
     order: Message

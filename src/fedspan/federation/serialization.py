@@ -26,18 +26,6 @@ from fedspan.core.lowrank import LowRank
 from fedspan.core.tensors import Tensors
 from fedspan.core.values import Message, Scalar, ServerState
 
-__all__ = [
-    "Reader",
-    "Writer",
-    "compute_payload_size",
-    "decode",
-    "decode_state",
-    "encode",
-    "encode_state",
-    "expect",
-    "is_canonical",
-]
-
 FORMAT = 1
 """Version of the structure below; a reader rejects any other."""
 
@@ -276,11 +264,7 @@ def decode(data: bytes) -> Message:
 
 
 def is_canonical(data: bytes) -> bool:
-    """Return whether a message is encoded as ``encode`` does: no two such encodings have one message.
-
-    Raises:
-        ValueError: If ``decode`` would raise it.
-    """
+    """Return whether a message is encoded as ``encode`` does: no two such encodings have one message."""
     return encode(decode(data)) == data
 
 

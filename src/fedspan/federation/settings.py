@@ -8,16 +8,6 @@ from typing import Literal
 
 from fedspan.training.jobs import Privacy
 
-__all__ = [
-    "FEWEST_SECURE_CLIENTS",
-    "MOST_SECURE_CLIENTS",
-    "Arrivals",
-    "BufferedSettings",
-    "Reduction",
-    "RoundSettings",
-    "SecureSettings",
-]
-
 Reduction = Literal["mean", "median", "trimmed-mean", "multi-krum", "geometric-median", "flame"]
 """Rules that combine replies; all but the mean are for replies that sum."""
 

@@ -11,15 +11,6 @@ from fedspan.federation.progress import ClientState, OpenOrders, Progress
 from fedspan.federation.protocol import Envelope
 from fedspan.training.jobs import Assignment
 
-__all__ = [
-    "AsynchronousTransport",
-    "OnReply",
-    "OnTrained",
-    "Orders",
-    "TimedTransport",
-    "Transport",
-]
-
 OnReply = Callable[[str, Envelope | str], bool]
 """Takes a client's id and its reply or the reason for its absence; returns whether enough replies have arrived."""
 

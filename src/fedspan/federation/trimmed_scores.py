@@ -7,24 +7,12 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-__all__ = [
-    "DECIDING",
-    "compute_trimmed_means",
-    "count_trimmed_clients",
-    "describe_few_nodes",
-    "describe_few_reports",
-]
-
 DECIDING = 3
 """Number of clients that report their own metrics from which these metrics decide between rounds."""
 
 
 def describe_few_nodes(count: int) -> str | None:
-    """Return a note for the user if the nodes' metrics select no round; None: they do.
-
-    Args:
-        count: Number of nodes that are evaluated.
-    """
+    """Return a note for the user if the nodes' metrics select no round; None: they do."""
     if count != 2:
         return None
     return (

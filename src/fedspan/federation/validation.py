@@ -16,17 +16,6 @@ from fedspan.federation.changes import MODEL, Change, compute_norm_limits, measu
 from fedspan.federation.protocol import Reply
 from fedspan.training.projector_refresh import build_untrained_tensors
 
-__all__ = [
-    "ReplyRules",
-    "ValidatedReply",
-    "build_untrained_jobs",
-    "build_untrained_reply",
-    "compute_origin",
-    "find_outliers",
-    "require_requested",
-    "validate_reply",
-]
-
 _LARGEST = 1e15
 """Largest number that a reply may hold: far above a trained value, and its square fits into every format."""
 
@@ -124,12 +113,6 @@ class ValidatedReply:
 def validate_reply(method: Method, message: Message, client: Client, expected: Message) -> ValidatedReply:
     """Check a client's reply on its own.
 
-    Args:
-        method: The run's method.
-        message: The received reply.
-        client: The client.
-        expected: The untrained reply.
-
     Raises:
         ValueError: If the reply is rejected; the message gives the reason.
     """
@@ -156,9 +139,6 @@ def require_requested(reply: Reply, id: str, round: int, attempt: int, task: str
         round: Number of the round, from 0.
         attempt: Number of the attempt, from 0.
         task: Kind of the order.
-
-    Raises:
-        ValueError: If it does not match.
     """
     if (reply.task, reply.id, reply.round, reply.attempt) != (task, id, round, attempt):
         raise ValueError(
@@ -168,11 +148,7 @@ def require_requested(reply: Reply, id: str, round: int, attempt: int, task: str
 
 
 def _require_moderate(tensors: Tensors) -> None:
-    """Check that all numbers are finite, and small enough for the server's arithmetic.
-
-    Raises:
-        ValueError: If they are not.
-    """
+    """Check that all numbers are finite, and small enough for the server's arithmetic."""
     for name, value in tensors.items():
         if not value.is_floating_point() or not value.numel():
             continue
@@ -184,11 +160,7 @@ def _require_moderate(tensors: Tensors) -> None:
 
 
 def _require_variances(tensors: Tensors, paths: Collection[str]) -> None:
-    """Check that variances are not negative: a root of the mean would otherwise be NaN, for all clients.
-
-    Raises:
-        ValueError: If they are.
-    """
+    """Check that variances are not negative: a root of the mean would otherwise be NaN, for all clients."""
     for name in map(join_extra_name, sorted(paths)):
         value = tensors.get(name)
         if value is not None and value.numel() and float(value.min()) < 0:

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 
 from fedspan.federation.progress import ClientData
 
-__all__ = ["compute_weight_limit", "limit_weights"]
-
 
 def compute_weight_limit(weights: Sequence[float], ratio: float | None) -> float | None:
     """Return the largest weight that a client may have; None: no limit.

@@ -14,8 +14,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MethodRow", "Option", "describe", "list_methods", "list_options", "read_title"]
-
 _TABLE = "table.json"
 
 

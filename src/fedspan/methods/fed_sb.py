@@ -25,24 +25,12 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from fedspan.core.factors import list_tensor_names, reply
+from fedspan.core.factors import list_tensor_names
 from fedspan.core.lowrank import compute_leading_svd
-from fedspan.core.method import Claims, Memory, RegisteredMethod
+from fedspan.core.method import Claims, Memory, RegisteredMethod, reply
 from fedspan.core.parametrization import Core, DenseChange
 from fedspan.core.tensors import Tensors, join_tensor_name, select
-from fedspan.core.values import (
-    Client,
-    Contribution,
-    Group,
-    Job,
-    Message,
-    Reduced,
-    ServerState,
-    Trained,
-    Weights,
-)
-
-__all__ = ["FedSB"]
+from fedspan.core.values import Client, Group, Job, Message, Reduced, ServerState, Trained, Weights
 
 PROBE = "probe"
 
@@ -99,9 +87,6 @@ class FedSB(RegisteredMethod):
 
     def list_added_epochs(self) -> tuple[int, ...]:
         return (1,)  # the first round's gradient
-
-    def contribute(self, message: Message, client: Client) -> Contribution:
-        return Contribution(sum=message.tensors)
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         return state.advance_round(

@@ -36,10 +36,8 @@ from fedspan.core.factors import create_b_factors, create_lora_job, draw_a_facto
 from fedspan.core.lowrank import LowRank, balance_factors, fix_signs, svd
 from fedspan.core.method import Claims, Memory, RegisteredMethod, declare_bounded
 from fedspan.core.tensors import Tensors, create_generator, join_tensor_name
-from fedspan.core.values import Client, Contribution, Job, LayerSpec, Message, Reduced, ServerState, Trained, Weights
+from fedspan.core.values import Client, Job, LayerSpec, Message, Reduced, ServerState, Trained, Weights
 from fedspan.errors import FedspanError
-
-__all__ = ["FedASK"]
 
 
 @final
@@ -85,9 +83,6 @@ class FedASK(RegisteredMethod):
             return (B.double() @ (A.double() @ Omega)).to(B.dtype)
 
         return Message(_name(map_layers(sketch, self.spec.layers), "Y")), memory
-
-    def contribute(self, message: Message, client: Client) -> Contribution:
-        return Contribution(sum=message.tensors)
 
     def build_second_order(self, state: ServerState, reduced: Reduced) -> Message:
         def compute_basis(layer: LayerSpec) -> Tensor:

@@ -17,23 +17,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from fedspan.core.factors import list_tensor_names, reply
+from fedspan.core.factors import list_tensor_names
 from fedspan.core.method import Claims, Memory, RegisteredMethod
 from fedspan.core.parametrization import Dense
 from fedspan.core.tensors import join_tensor_name
-from fedspan.core.values import (
-    Client,
-    Contribution,
-    Group,
-    Job,
-    Message,
-    Reduced,
-    ServerState,
-    Trained,
-    Weights,
-)
-
-__all__ = ["FedAvg"]
+from fedspan.core.values import Client, Group, Job, Message, ServerState, Weights
 
 
 @final
@@ -53,21 +41,9 @@ class FedAvg(RegisteredMethod):
             tensors={join_tensor_name(layer.name, "W"): weights.get_weight(layer.name) for layer in self.spec.layers}
         )
 
-    def sync(self, state: ServerState, client: Client | None) -> Message:
-        return Message(state.tensors)
-
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         return Job(
             parametrization={layer.name: Dense() for layer in self.spec.layers},
             tensors=message.tensors,
             trainable=(Group(list_tensor_names(self.spec, "W")),),
         )
-
-    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
-        return reply(job, trained), memory
-
-    def contribute(self, message: Message, client: Client) -> Contribution:
-        return Contribution(sum=message.tensors)
-
-    def update(self, state: ServerState, reduced: Reduced) -> ServerState:
-        return state.advance_round(tensors=reduced.mean)

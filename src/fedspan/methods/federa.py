@@ -21,12 +21,10 @@ from typing import ClassVar, Literal, final
 
 from fedspan.core.aggregation import map_layers, sum_products
 from fedspan.core.base import BaseUpdate
-from fedspan.core.factors import Singular, compute_principal_factors, create_lora_job, flatten_pairs, reply
+from fedspan.core.factors import Singular, compute_principal_factors, create_lora_job, flatten_pairs
 from fedspan.core.lowrank import LowRank, balance_factors, svd
 from fedspan.core.method import Claims, Memory, RegisteredMethod
-from fedspan.core.values import Client, Contribution, Job, LayerSpec, Message, Reduced, ServerState, Trained, Weights
-
-__all__ = ["FeDeRA"]
+from fedspan.core.values import Client, Contribution, Job, LayerSpec, Message, Reduced, ServerState, Weights
 
 
 @final
@@ -64,9 +62,6 @@ class FeDeRA(RegisteredMethod):
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         return create_lora_job(self, message.tensors, client, ("A", "B"), int(message.scalars["generation"]))
-
-    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
-        return reply(job, trained), memory
 
     def contribute(self, message: Message, client: Client) -> Contribution:
         if self.aggregation == "factors":

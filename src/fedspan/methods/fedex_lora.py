@@ -20,12 +20,10 @@ from typing import ClassVar, final
 
 from fedspan.core.aggregation import average_stack, choose_smaller_form, compute_residual, map_layers
 from fedspan.core.base import Delta, Increment
-from fedspan.core.factors import create_b_factors, create_lora_job, draw_a_factors, reply
+from fedspan.core.factors import create_b_factors, create_lora_job, draw_a_factors
 from fedspan.core.method import Claims, Memory, RegisteredMethod
 from fedspan.core.tensors import join_tensor_name
-from fedspan.core.values import Client, Contribution, Job, LayerSpec, Message, Reduced, ServerState, Trained, Weights
-
-__all__ = ["FedExLoRA"]
+from fedspan.core.values import Client, Job, LayerSpec, Message, Reduced, ServerState, Weights
 
 
 @final
@@ -58,12 +56,6 @@ class FedExLoRA(RegisteredMethod):
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         return create_lora_job(self, message.tensors, client, train=("A", "B"))
-
-    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
-        return reply(job, trained), memory
-
-    def contribute(self, message: Message, client: Client) -> Contribution:
-        return Contribution(stack=message.tensors)
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         means, s = average_stack(reduced), self.get_scaling(None)

@@ -61,8 +61,6 @@ from fedspan.core.values import (
 )
 from fedspan.errors import FedspanError
 
-__all__ = ["FedGaLore"]
-
 _MOST_STEPS = 10**9
 """Largest number of steps that a reply may state where the run's epochs decide."""
 _MOST_DECAY = 4

@@ -27,27 +27,14 @@ from typing import ClassVar, final
 from torch import Tensor
 
 from fedspan.core.aggregation import map_layers
-from fedspan.core.factors import draw_kaiming, list_tensor_names, reply
+from fedspan.core.factors import draw_kaiming, list_tensor_names
 from fedspan.core.lowrank import LowRank, balance_factors, compute_leading_svd, concatenate, svd
 from fedspan.core.method import Claims, Memory, RegisteredMethod, declare_bounded
 from fedspan.core.parametrization import Factorized, FactorizedConv, reshape_to_rectangle
 from fedspan.core.penalties import ProductDecay
 from fedspan.core.recent import MessageTensors
 from fedspan.core.tensors import Tensors, create_generator, join_tensor_name
-from fedspan.core.values import (
-    Client,
-    Contribution,
-    Group,
-    Job,
-    LayerSpec,
-    Message,
-    Reduced,
-    ServerState,
-    Trained,
-    Weights,
-)
-
-__all__ = ["FedHM"]
+from fedspan.core.values import Client, Group, Job, LayerSpec, Message, Reduced, ServerState, Weights
 
 
 def _pair(tensors: Tensors, layer: LayerSpec, scale: float = 1.0) -> LowRank:
@@ -138,12 +125,6 @@ class FedHM(RegisteredMethod):
             penalties=(decay,) if self.frobenius_decay else (),
             generation=int(message.scalars.get("generation", 0)),
         )
-
-    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
-        return reply(job, trained), memory
-
-    def contribute(self, message: Message, client: Client) -> Contribution:
-        return Contribution(stack=message.tensors)
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         def average(layer: LayerSpec) -> LowRank:

@@ -30,22 +30,11 @@ from torch import Tensor
 
 from fedspan.core.aggregation import choose_smaller_form
 from fedspan.core.base import BaseUpdate, Increment
-from fedspan.core.factors import create_b_factors, create_lora_job, draw_a_factors, draw_kaiming, reply
+from fedspan.core.factors import create_b_factors, create_lora_job, draw_a_factors, draw_kaiming
 from fedspan.core.lowrank import LowRank
 from fedspan.core.method import Claims, Memory, RegisteredMethod
 from fedspan.core.tensors import create_generator, join_tensor_name
-from fedspan.core.values import (
-    Client,
-    Contribution,
-    Job,
-    Message,
-    Reduced,
-    ServerState,
-    Trained,
-    Weights,
-)
-
-__all__ = ["FedLoRU"]
+from fedspan.core.values import Client, Job, Message, Reduced, ServerState, Weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,14 +87,6 @@ class FedLoRU(RegisteredMethod):
         generation = int(message.scalars["generation"])
         tensors = message.tensors or self.create_factors(generation)
         return create_lora_job(self, tensors, client, train=("A", "B"), generation=generation)
-
-    def finish(
-        self, job: Job, trained: Trained, client: Client, memory: Memory, round: int
-    ) -> tuple[Job | Message, Memory]:
-        return reply(job, trained), memory
-
-    def contribute(self, message: Message, client: Client) -> Contribution:
-        return Contribution(sum=message.tensors)
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         if (state.round + 1) % self.tau:

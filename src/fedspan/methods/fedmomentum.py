@@ -25,14 +25,12 @@ import torch
 
 from fedspan.core.aggregation import choose_smaller_form, map_layers, sum_products
 from fedspan.core.base import Delta, Increment
-from fedspan.core.factors import create_b_factors, create_lora_job, draw_a_factors, flatten_pairs, reply, resize_factors
+from fedspan.core.factors import create_b_factors, create_lora_job, draw_a_factors, flatten_pairs, resize_factors
 from fedspan.core.lowrank import LowRank, assign_values_to_B, balance_factors, concatenate, svd
 from fedspan.core.method import Claims, Memory, RegisteredMethod
 from fedspan.core.parametrization import PairSum
 from fedspan.core.tensors import join_tensor_name, map_tensors
-from fedspan.core.values import Client, Contribution, Job, LayerSpec, Message, Reduced, ServerState, Trained, Weights
-
-__all__ = ["FedMomentum"]
+from fedspan.core.values import Client, Job, LayerSpec, Message, Reduced, ServerState, Weights
 
 
 @final
@@ -69,12 +67,6 @@ class FedMomentum(RegisteredMethod):
             tensors[join_tensor_name(layer.name, "U")] = message.tensors[join_tensor_name(layer.name, "A")][rank:]
         pair_sum = PairSum(scaling, self.get_scaling(None))
         return replace(job, parametrization=dict.fromkeys(job.parametrization, pair_sum), tensors=tensors)
-
-    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
-        return reply(job, trained), memory
-
-    def contribute(self, message: Message, client: Client) -> Contribution:
-        return Contribution(stack=message.tensors)
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         def split(layer: LayerSpec) -> tuple[LowRank, Delta]:

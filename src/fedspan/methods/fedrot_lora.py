@@ -27,12 +27,10 @@ import torch
 from torch import Tensor
 
 from fedspan.core.alignment import find_nearest_rotation
-from fedspan.core.factors import create_b_factors, create_lora_job, draw_a_factors, reply
-from fedspan.core.method import Claims, Memory, RegisteredMethod, declare_bounded
+from fedspan.core.factors import create_b_factors, create_lora_job, draw_a_factors
+from fedspan.core.method import Claims, Memory, RegisteredMethod, declare_bounded, reply
 from fedspan.core.tensors import join_tensor_name
-from fedspan.core.values import Client, Contribution, Job, Message, Reduced, ServerState, Trained, Weights
-
-__all__ = ["FedRotLoRA"]
+from fedspan.core.values import Client, Job, Message, ServerState, Trained, Weights
 
 
 @final
@@ -54,9 +52,6 @@ class FedRotLoRA(RegisteredMethod):
     def init(self, weights: Weights) -> ServerState:
         return ServerState(tensors={**draw_a_factors(self, self.r), **create_b_factors(self.spec, self.r)})
 
-    def sync(self, state: ServerState, client: Client | None) -> Message:
-        return Message(state.tensors)
-
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         return create_lora_job(self, message.tensors, client, ("A", "B"), round)
 
@@ -75,9 +70,3 @@ class FedRotLoRA(RegisteredMethod):
             Rt = find_nearest_rotation(torch.lerp(torch.eye(len(A), dtype=A.dtype), rotation, self.strength))
             rotated |= {a: (Rt @ A).to(trained.tensors[a].dtype), b: (B @ Rt.T).to(trained.tensors[b].dtype)}
         return reply(job, replace(trained, tensors={**trained.tensors, **rotated})), memory
-
-    def contribute(self, message: Message, client: Client) -> Contribution:
-        return Contribution(sum=message.tensors)
-
-    def update(self, state: ServerState, reduced: Reduced) -> ServerState:
-        return state.advance_round(tensors=reduced.mean)

@@ -19,18 +19,7 @@ from typing import ClassVar, final
 from fedspan.core.factors import create_b_factors, create_lora_job, draw_a_factors, list_tensor_names
 from fedspan.core.method import Claims, Memory, RegisteredMethod
 from fedspan.core.tensors import select
-from fedspan.core.values import (
-    Client,
-    Contribution,
-    Job,
-    Message,
-    Reduced,
-    ServerState,
-    Trained,
-    Weights,
-)
-
-__all__ = ["FedSALoRA"]
+from fedspan.core.values import Client, Job, Message, ServerState, Trained, Weights
 
 
 @final
@@ -48,9 +37,6 @@ class FedSALoRA(RegisteredMethod):
     def init(self, weights: Weights) -> ServerState:
         return ServerState(tensors=draw_a_factors(self, self.r))
 
-    def sync(self, state: ServerState, client: Client | None) -> Message:
-        return Message(state.tensors)
-
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         personal = memory or create_b_factors(self.spec, self.r)
         return create_lora_job(self, {**personal, **message.tensors}, client, train=("A", "B"))
@@ -58,9 +44,3 @@ class FedSALoRA(RegisteredMethod):
     def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
         shared = select(trained.tensors, list_tensor_names(self.spec, "A"))
         return Message(shared), select(trained.tensors, list_tensor_names(self.spec, "B"))
-
-    def contribute(self, message: Message, client: Client) -> Contribution:
-        return Contribution(sum=message.tensors)
-
-    def update(self, state: ServerState, reduced: Reduced) -> ServerState:
-        return state.advance_round(tensors=reduced.mean)

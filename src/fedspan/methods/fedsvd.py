@@ -19,13 +19,11 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 from fedspan.core.aggregation import map_layers
-from fedspan.core.factors import Init, create_b_factors, create_lora_job, draw_a_factors, flatten_pairs, reply
+from fedspan.core.factors import Init, create_b_factors, create_lora_job, draw_a_factors, flatten_pairs
 from fedspan.core.lowrank import LowRank, assign_values_to_B, svd
 from fedspan.core.method import Claims, Memory, RegisteredMethod
 from fedspan.core.tensors import join_tensor_name
-from fedspan.core.values import Client, Contribution, Job, LayerSpec, Message, Reduced, ServerState, Trained, Weights
-
-__all__ = ["FedSVD"]
+from fedspan.core.values import Client, Job, LayerSpec, Message, Reduced, ServerState, Weights
 
 
 @final
@@ -56,12 +54,6 @@ class FedSVD(RegisteredMethod):
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         return create_lora_job(self, message.tensors, client, ("B",), int(message.scalars["generation"]))
-
-    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
-        return reply(job, trained), memory
-
-    def contribute(self, message: Message, client: Client) -> Contribution:
-        return Contribution(sum=message.tensors)
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         def decompose(layer: LayerSpec) -> LowRank:

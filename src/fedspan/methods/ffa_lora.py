@@ -18,20 +18,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from fedspan.core.factors import Init, create_b_factors, create_lora_job, draw_a_factors, reply
+from fedspan.core.factors import Init, create_b_factors, create_lora_job, draw_a_factors
 from fedspan.core.method import Claims, Memory, RegisteredMethod
-from fedspan.core.values import (
-    Client,
-    Contribution,
-    Job,
-    Message,
-    Reduced,
-    ServerState,
-    Trained,
-    Weights,
-)
-
-__all__ = ["FFALoRA"]
+from fedspan.core.values import Client, Job, Message, ServerState, Weights
 
 
 @final
@@ -53,18 +42,6 @@ class FFALoRA(RegisteredMethod):
     def init(self, weights: Weights) -> ServerState:
         return ServerState(tensors=create_b_factors(self.spec, self.r))
 
-    def sync(self, state: ServerState, client: Client | None) -> Message:
-        return Message(state.tensors)
-
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         frozen = draw_a_factors(self, self.r, init=self.init_A)
         return create_lora_job(self, {**frozen, **message.tensors}, client, train=("B",))
-
-    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
-        return reply(job, trained), memory
-
-    def contribute(self, message: Message, client: Client) -> Contribution:
-        return Contribution(sum=message.tensors)
-
-    def update(self, state: ServerState, reduced: Reduced) -> ServerState:
-        return state.advance_round(tensors=reduced.mean)

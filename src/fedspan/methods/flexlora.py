@@ -25,14 +25,12 @@ from typing import ClassVar, Literal, final
 from torch import Tensor
 
 from fedspan.core.aggregation import map_layers, sum_products
-from fedspan.core.factors import create_lora_job, flatten_pairs, reply, resize_factors
+from fedspan.core.factors import create_lora_job, flatten_pairs, resize_factors
 from fedspan.core.lowrank import LowRank, assign_values_to_B, balance_factors, svd
 from fedspan.core.method import Claims, Memory, RegisteredMethod
 from fedspan.core.recent import MessageTensors
 from fedspan.core.tensors import Tensors, join_tensor_name
-from fedspan.core.values import Client, Contribution, Job, LayerSpec, Message, Reduced, ServerState, Trained, Weights
-
-__all__ = ["FlexLoRA"]
+from fedspan.core.values import Client, Job, LayerSpec, Message, Reduced, ServerState, Weights
 
 
 @final
@@ -79,12 +77,6 @@ class FlexLoRA(RegisteredMethod):
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         tensors = resize_factors(self, message.tensors, self.get_rank(client))
         return create_lora_job(self, tensors, client, ("A", "B"), int(message.scalars["generation"]))
-
-    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
-        return reply(job, trained), memory
-
-    def contribute(self, message: Message, client: Client) -> Contribution:
-        return Contribution(stack=message.tensors)
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         """Store the SVD itself, scaling 1; ``sync`` cuts it to a client's rank and scaling."""

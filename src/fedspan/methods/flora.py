@@ -19,20 +19,9 @@ from typing import ClassVar, final
 
 from fedspan.core.aggregation import choose_smaller_form, map_layers, sum_products
 from fedspan.core.base import Increment
-from fedspan.core.factors import create_restarted_lora_job, reply
+from fedspan.core.factors import create_restarted_lora_job
 from fedspan.core.method import Claims, Memory, RegisteredMethod
-from fedspan.core.values import (
-    Client,
-    Contribution,
-    Job,
-    Message,
-    Reduced,
-    ServerState,
-    Trained,
-    Weights,
-)
-
-__all__ = ["FLoRA"]
+from fedspan.core.values import Client, Job, Message, Reduced, ServerState, Weights
 
 
 @final
@@ -55,18 +44,8 @@ class FLoRA(RegisteredMethod):
     def init(self, weights: Weights) -> ServerState:
         return ServerState()
 
-    def sync(self, state: ServerState, client: Client | None) -> Message:
-        known_round = None if client is None else client.last_round
-        return Message(base=state.base.build_patch(known_round))
-
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         return create_restarted_lora_job(self, client, round)
-
-    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
-        return reply(job, trained), memory
-
-    def contribute(self, message: Message, client: Client) -> Contribution:
-        return Contribution(stack=message.tensors)
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         deltas = map_layers(lambda layer: choose_smaller_form(sum_products(layer.name, reduced)), self.spec.layers)

@@ -39,26 +39,13 @@ from torch import Tensor
 from fedspan.core.alignment import compute_gram_factor, factorize_gram, solve_procrustes
 from fedspan.core.base import BaseUpdate, Increment
 from fedspan.core.bases import draw_dense_bases, draw_mixing_keys
-from fedspan.core.factors import list_tensor_names, reply
+from fedspan.core.factors import list_tensor_names
 from fedspan.core.lowrank import LowRank
 from fedspan.core.method import Claims, Memory, RegisteredMethod
 from fedspan.core.parametrization import Gram, MixedGram, Parametrization
 from fedspan.core.projectors import draw_random_projector
 from fedspan.core.tensors import Tensors, create_generator, join_tensor_name, select_slots
-from fedspan.core.values import (
-    Client,
-    Contribution,
-    Group,
-    Job,
-    LayerSpec,
-    Message,
-    Reduced,
-    ServerState,
-    Trained,
-    Weights,
-)
-
-__all__ = ["FLoRG"]
+from fedspan.core.values import Client, Contribution, Group, Job, LayerSpec, Message, Reduced, ServerState, Weights
 
 
 @final
@@ -121,10 +108,6 @@ class FLoRG(RegisteredMethod):
         assert isinstance(pair, LowRank)
         return pair
 
-    def sync(self, state: ServerState, client: Client | None) -> Message:
-        known_round = None if client is None else client.last_round
-        return Message(state.tensors, base=state.base.build_patch(known_round))
-
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         parametrization: dict[str, Parametrization] = {}
         tensors = dict(message.tensors)
@@ -132,9 +115,6 @@ class FLoRG(RegisteredMethod):
             parametrization[layer.name], fixed = self.build_fixed(layer)
             tensors |= {join_tensor_name(layer.name, slot): value for slot, value in fixed.items()}
         return Job(parametrization, tensors, trainable=(Group(list_tensor_names(self.spec, "A")),), generation=round)
-
-    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
-        return reply(job, trained), memory
 
     def contribute(self, message: Message, client: Client) -> Contribution:
         if not self.gram_sums:

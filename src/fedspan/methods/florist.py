@@ -23,22 +23,10 @@ from typing import ClassVar, final
 
 from fedspan.core.aggregation import choose_smaller_form, map_layers, sum_products
 from fedspan.core.base import Delta, Increment
-from fedspan.core.factors import create_restarted_lora_job, reply
+from fedspan.core.factors import create_restarted_lora_job
 from fedspan.core.lowrank import assign_values_to_B, find_energy_rank, svd
 from fedspan.core.method import Claims, Memory, RegisteredMethod, declare_bounded
-from fedspan.core.values import (
-    Client,
-    Contribution,
-    Job,
-    LayerSpec,
-    Message,
-    Reduced,
-    ServerState,
-    Trained,
-    Weights,
-)
-
-__all__ = ["FLoRIST"]
+from fedspan.core.values import Client, Job, LayerSpec, Message, Reduced, ServerState, Weights
 
 
 @final
@@ -73,12 +61,6 @@ class FLoRIST(RegisteredMethod):
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         return create_restarted_lora_job(self, client, round)
-
-    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
-        return reply(job, trained), memory
-
-    def contribute(self, message: Message, client: Client) -> Contribution:
-        return Contribution(stack=message.tensors)
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         def truncate(layer: LayerSpec) -> Delta:

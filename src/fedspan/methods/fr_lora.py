@@ -24,13 +24,11 @@ import torch
 
 from fedspan.core.aggregation import choose_smaller_form
 from fedspan.core.base import BaseUpdate, Delta, Increment
-from fedspan.core.factors import Singular, compute_principal_factors, create_lora_job, list_tensor_names, reply
+from fedspan.core.factors import Singular, compute_principal_factors, create_lora_job, list_tensor_names
 from fedspan.core.lowrank import LowRank
-from fedspan.core.method import Claims, Memory, RegisteredMethod
+from fedspan.core.method import Claims, Memory, RegisteredMethod, reply
 from fedspan.core.tensors import join_tensor_name, select
-from fedspan.core.values import Client, Contribution, Job, Message, Reduced, ServerState, Trained, Weights
-
-__all__ = ["FRLoRA"]
+from fedspan.core.values import Client, Job, Message, Reduced, ServerState, Trained, Weights
 
 
 @final
@@ -72,9 +70,6 @@ class FRLoRA(RegisteredMethod):
 
     def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
         return reply(job, trained), select(job.tensors, list_tensor_names(self.spec, "A", "B"))
-
-    def contribute(self, message: Message, client: Client) -> Contribution:
-        return Contribution(sum=message.tensors)
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         deltas = {layer.name: self._compute_learned(layer.name, state, reduced) for layer in self.spec.layers}

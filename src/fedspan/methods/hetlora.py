@@ -32,24 +32,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fedspan.core.factors import create_b_factors, create_lora_job, cut_slots, draw_a_factors, draw_initial_A, reply
+from fedspan.core.factors import create_b_factors, create_lora_job, cut_slots, draw_a_factors, draw_initial_A
 from fedspan.core.lowrank import LowRank, compute_inner_product
-from fedspan.core.method import Claims, Memory, RegisteredMethod, declare_bounded
+from fedspan.core.method import Claims, Memory, RegisteredMethod, declare_bounded, reply
 from fedspan.core.penalties import SlotProduct
 from fedspan.core.recent import MessageTensors
 from fedspan.core.tensors import Tensors, create_generator, join_tensor_name
-from fedspan.core.values import (
-    Client,
-    Contribution,
-    Job,
-    Message,
-    Reduced,
-    ServerState,
-    Trained,
-    Weights,
-)
-
-__all__ = ["HetLoRA"]
+from fedspan.core.values import Client, Contribution, Job, Message, Reduced, ServerState, Trained, Weights
 
 
 def _rank(tensors: Tensors) -> int:

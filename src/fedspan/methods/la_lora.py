@@ -23,21 +23,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
-from fedspan.core.factors import create_b_factors, create_lora_job, draw_a_factors, list_tensor_names, reply
+from fedspan.core.factors import create_b_factors, create_lora_job, draw_a_factors, list_tensor_names
 from fedspan.core.method import Claims, Memory, RegisteredMethod
-from fedspan.core.values import (
-    Client,
-    Contribution,
-    Group,
-    Job,
-    Message,
-    Reduced,
-    ServerState,
-    Trained,
-    Weights,
-)
-
-__all__ = ["LALoRA"]
+from fedspan.core.values import Client, Group, Job, Message, ServerState, Weights
 
 
 @final
@@ -61,9 +49,6 @@ class LALoRA(RegisteredMethod):
     def init(self, weights: Weights) -> ServerState:
         return ServerState(tensors={**draw_a_factors(self, self.r), **create_b_factors(self.spec, self.r)})
 
-    def sync(self, state: ServerState, client: Client | None) -> Message:
-        return Message(state.tensors)
-
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         job = create_lora_job(self, message.tensors, client, train=("A", "B"))
         B = Group(list_tensor_names(self.spec, "B"), lr_scale=self.b_lr_scale, turns=2, turn=0)
@@ -71,12 +56,3 @@ class LALoRA(RegisteredMethod):
         if self.smoothing:
             B, A = replace(B, smoothed_axis=0), replace(A, smoothed_axis=1)
         return replace(job, trainable=(B, A))
-
-    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
-        return reply(job, trained), memory
-
-    def contribute(self, message: Message, client: Client) -> Contribution:
-        return Contribution(sum=message.tensors)
-
-    def update(self, state: ServerState, reduced: Reduced) -> ServerState:
-        return state.advance_round(tensors=reduced.mean)

@@ -12,18 +12,7 @@ from typing import ClassVar, final
 
 from fedspan.core.factors import create_b_factors, create_lora_job, draw_a_factors
 from fedspan.core.method import Claims, Memory, RegisteredMethod
-from fedspan.core.values import (
-    Client,
-    Contribution,
-    Job,
-    Message,
-    Reduced,
-    ServerState,
-    Trained,
-    Weights,
-)
-
-__all__ = ["LocalOnly"]
+from fedspan.core.values import Client, Contribution, Job, Message, Reduced, ServerState, Trained, Weights
 
 
 @final

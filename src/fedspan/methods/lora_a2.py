@@ -48,17 +48,11 @@ from fedspan.core.values import (
     Weights,
 )
 
-__all__ = ["LoRAA2"]
-
 _SLOT_AXIS = {"A": 0, "B": 1}
 
 
 def _require_slots(slots: Tensor, change: Tensor, shape: tuple[int, int], axis: int) -> None:
-    """Check that a reply's change is of distinct slots that exist.
-
-    Raises:
-        ValueError: If it is not.
-    """
+    """Check that a reply's change is of distinct slots that exist."""
     indices: list[int] = slots.flatten().tolist()
     is_valid = change.shape == (*shape[:axis], len(indices), *shape[axis + 1 :])
     if (

@@ -31,10 +31,8 @@ from fedspan.core.factors import draw_kaiming, list_tensor_names
 from fedspan.core.method import Claims, Memory
 from fedspan.core.parametrization import LoRA, Nested
 from fedspan.core.tensors import create_generator, join_tensor_name, select_slots
-from fedspan.core.values import Client, Contribution, Group, Job, Message, Reduced, ServerState, StackItem
+from fedspan.core.values import Client, Group, Job, Message, Reduced, ServerState, StackItem
 from fedspan.methods.fedloru import FedLoRU
-
-__all__ = ["MFedLoRU"]
 
 
 @final
@@ -70,9 +68,6 @@ class MFedLoRU(FedLoRU):
         nested = Group(list_tensor_names(self.spec, "A_d", "A_u", "B_d", "B_u"))
         # Nested factors are new every round, so moments of an earlier round are invalid.
         return replace(job, tensors=tensors, trainable=(nested,), generation=round)
-
-    def contribute(self, message: Message, client: Client) -> Contribution:
-        return Contribution(stack=message.tensors)
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         rebuilt = [(item.weight, self._rebuild(state, item)) for item in reduced.stack]

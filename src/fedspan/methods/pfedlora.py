@@ -27,19 +27,7 @@ from fedspan.core.factors import draw_personal_pair, list_tensor_names
 from fedspan.core.method import Claims, Memory, RegisteredMethod
 from fedspan.core.parametrization import DenseLoRA
 from fedspan.core.tensors import join_tensor_name, select
-from fedspan.core.values import (
-    Client,
-    Contribution,
-    Group,
-    Job,
-    Message,
-    Reduced,
-    ServerState,
-    Trained,
-    Weights,
-)
-
-__all__ = ["PFedLoRA"]
+from fedspan.core.values import Client, Group, Job, Message, ServerState, Trained, Weights
 
 PERSONAL = "personal"
 
@@ -70,9 +58,6 @@ class PFedLoRA(RegisteredMethod):
             tensors={join_tensor_name(layer.name, "W"): weights.get_weight(layer.name) for layer in self.spec.layers}
         )
 
-    def sync(self, state: ServerState, client: Client | None) -> Message:
-        return Message(state.tensors)
-
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         personal = memory or draw_personal_pair(self, self.get_rank(client), client)
         is_joint = self.variant == 2
@@ -97,9 +82,3 @@ class PFedLoRA(RegisteredMethod):
 
     def list_added_epochs(self) -> tuple[int, ...]:
         return (self.personal_epochs,) if self.variant == 1 else ()
-
-    def contribute(self, message: Message, client: Client) -> Contribution:
-        return Contribution(sum=message.tensors)
-
-    def update(self, state: ServerState, reduced: Reduced) -> ServerState:
-        return state.advance_round(tensors=reduced.mean)

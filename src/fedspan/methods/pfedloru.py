@@ -21,14 +21,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
-from fedspan.core.factors import draw_personal_pair, list_tensor_names, reply
-from fedspan.core.method import Claims, Memory, compute_scaling
+from fedspan.core.factors import draw_personal_pair, list_tensor_names
+from fedspan.core.method import Claims, Memory, compute_scaling, reply
 from fedspan.core.parametrization import PairSum
 from fedspan.core.tensors import select
 from fedspan.core.values import Client, Group, Job, Message, Trained
 from fedspan.methods.fedloru import FedLoRU
-
-__all__ = ["PFedLoRU"]
 
 PERSONAL = "personal"
 

@@ -26,19 +26,7 @@ from fedspan.core.factors import list_tensor_names
 from fedspan.core.method import Claims, Memory, RegisteredMethod
 from fedspan.core.parametrization import MultiHeadCore
 from fedspan.core.tensors import create_generator, join_tensor_name
-from fedspan.core.values import (
-    Client,
-    Contribution,
-    Group,
-    Job,
-    Message,
-    Reduced,
-    ServerState,
-    Trained,
-    Weights,
-)
-
-__all__ = ["RAVAN"]
+from fedspan.core.values import Client, Group, Job, Message, ServerState, Trained, Weights
 
 
 def _draw_columns(rows: int, columns: int, rng: torch.Generator, *, orthonormal: bool) -> Tensor:
@@ -75,9 +63,6 @@ class RAVAN(RegisteredMethod):
         shape = (self.heads, self.r, self.r)
         return ServerState(tensors={name: torch.zeros(shape) for name in list_tensor_names(self.spec, "R")})
 
-    def sync(self, state: ServerState, client: Client | None) -> Message:
-        return Message(state.tensors)
-
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         scales = {name: torch.ones(self.heads) for name in list_tensor_names(self.spec, "c")}
         return Job(
@@ -103,9 +88,3 @@ class RAVAN(RegisteredMethod):
             name = join_tensor_name(layer.name, "R")
             cores[name] = trained.tensors[join_tensor_name(layer.name, "c")][:, None, None] * trained.tensors[name]
         return Message(cores), memory
-
-    def contribute(self, message: Message, client: Client) -> Contribution:
-        return Contribution(sum=message.tensors)
-
-    def update(self, state: ServerState, reduced: Reduced) -> ServerState:
-        return state.advance_round(tensors=reduced.mean)

@@ -47,8 +47,6 @@ from fedspan.methods.rolora import RoLoRA
 from fedspan.methods.slora import SLoRA
 from fedspan.packages import load_installed
 
-__all__ = ["ENTRY_POINTS", "METHODS", "get_method_class", "register"]
-
 ENTRY_POINTS = "fedspan.methods"
 """Group of the entry points."""
 _RESERVED = {"all"}

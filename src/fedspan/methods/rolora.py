@@ -31,22 +31,10 @@ from fedspan.core.factors import (
     get_alternating_factor,
     list_alternating_factors,
     list_tensor_names,
-    reply,
 )
-from fedspan.core.method import Claims, Memory, RegisteredMethod
+from fedspan.core.method import Claims, Memory, RegisteredMethod, reply
 from fedspan.core.tensors import select
-from fedspan.core.values import (
-    Client,
-    Contribution,
-    Job,
-    Message,
-    Reduced,
-    ServerState,
-    Trained,
-    Weights,
-)
-
-__all__ = ["RoLoRA"]
+from fedspan.core.values import Client, Job, Message, Reduced, ServerState, Trained, Weights
 
 
 @final
@@ -82,9 +70,6 @@ class RoLoRA(RegisteredMethod):
 
     def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
         return reply(job, trained), select(job.tensors, list_tensor_names(self.spec, "A", "B"))
-
-    def contribute(self, message: Message, client: Client) -> Contribution:
-        return Contribution(sum=message.tensors)
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         return state.advance_round(tensors={**state.tensors, **reduced.mean})

@@ -22,26 +22,13 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from fedspan.core.factors import create_lora_job, list_tensor_names, reply
+from fedspan.core.factors import create_lora_job, list_tensor_names
 from fedspan.core.lowrank import compute_leading_svd
 from fedspan.core.method import Claims, Memory, RegisteredMethod, declare_bounded
 from fedspan.core.parametrization import Sparse
 from fedspan.core.sparse import count_entries, draw_entries, scatter_entries
 from fedspan.core.tensors import Tensors, join_tensor_name
-from fedspan.core.values import (
-    Client,
-    Contribution,
-    Group,
-    Job,
-    LayerSpec,
-    Message,
-    Reduced,
-    ServerState,
-    Trained,
-    Weights,
-)
-
-__all__ = ["SLoRA"]
+from fedspan.core.values import Client, Group, Job, LayerSpec, Message, Reduced, ServerState, Weights
 
 
 @final
@@ -89,12 +76,6 @@ class SLoRA(RegisteredMethod):
             tensors={**(message.tensors or self._create_zeros()), **entries},
             trainable=(Group(list_tensor_names(self.spec, "values"), lr_scale=self.sparse_lr_scale),),
         )
-
-    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
-        return reply(job, trained), memory
-
-    def contribute(self, message: Message, client: Client) -> Contribution:
-        return Contribution(sum=message.tensors)
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         if state.round + 1 != self.sparse_rounds:

@@ -30,8 +30,6 @@ from fedspan.models.quantized import prevent_repacking
 from fedspan.models.sharded import is_sharded
 from fedspan.models.targets import find_variances, is_batch_norm, make_spec
 
-__all__ = ["AdaptedLayer", "AdaptedModel"]
-
 
 class AdaptedModel:
     """The pretrained model, its target layers and its extras.

@@ -13,19 +13,6 @@ from torch import Tensor, nn
 
 from fedspan.models.offload import get_device
 
-__all__ = [
-    "DROPOUTS",
-    "HIDDEN",
-    "Call",
-    "build_tiny_batch",
-    "enter_evaluation",
-    "find_block_chains",
-    "get_hidden",
-    "has_own_decoder_inputs",
-    "replace_forward",
-    "trace_calls",
-]
-
 HIDDEN = "hidden_states"
 """The name of a block's first argument."""
 DROPOUTS = nn.modules.dropout._DropoutNd  # pyright: ignore[reportPrivateUsage]

@@ -13,8 +13,6 @@ from fedspan.errors import FedspanError
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.calls import find_block_chains, replace_forward, trace_calls
 
-__all__ = ["CompiledBlocks"]
-
 VARIANTS = 64
 """Compiled variants of a block: one for each number of clients that share a pass, with and without gradients and masks.
 
@@ -29,9 +27,6 @@ class CompiledBlocks:
     Only passes inside the context ``within`` are compiled: jobs that train alone, refreshed projectors (which hook into
     the backward pass) and evaluation are not. Shapes are dynamic, since static ones would need a compilation for every
     number of tokens.
-
-    Args:
-        adapted: The adapted model.
     """
 
     def __init__(self, adapted: AdaptedModel) -> None:
@@ -48,11 +43,7 @@ class CompiledBlocks:
 
     @contextmanager
     def within(self) -> Generator[None]:
-        """Use the compiled blocks in forward passes within this context.
-
-        Raises:
-            FedspanError: If a block can't be compiled.
-        """
+        """Use the compiled blocks in forward passes within this context."""
         from torch._dynamo.exc import TorchDynamoException
 
         with ExitStack() as contexts:

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from fedspan.models.sharded import gather
 
-__all__ = ["hash_frozen"]
-
 
 def hash_frozen(root: nn.Module, extras: Mapping[str, Tensor]) -> Any:
     """Return the SHA-256 object of all parameters and stored buffers of a module, but for a model's extras.

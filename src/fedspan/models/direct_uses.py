@@ -16,8 +16,6 @@ from fedspan.models.adapted import AdaptedModel
 from fedspan.models.calls import enter_evaluation, replace_forward
 from fedspan.models.offload import is_offloaded
 
-__all__ = ["forbid_direct_uses"]
-
 
 class _DirectUses(TorchDispatchMode):
     """Records the target layers whose weights a forward pass uses outside of a call of the layer.
@@ -76,9 +74,6 @@ def forbid_direct_uses(adapted: AdaptedModel) -> Generator[None]:
     that a pass does not use at all, such as experts without tokens, are no such case. Compiled code runs as Python
     within this context. The model's ``forward`` is observed, because sentence-transformers calls it without the model's
     hooks.
-
-    Args:
-        adapted: The model.
 
     Raises:
         FedspanError: On exit, if a target layer's weight was used otherwise.

@@ -21,8 +21,6 @@ from fedspan.models.names import MODEL_NAMES, describe_image_model_problem, desc
 from fedspan.models.pooling import Pooling
 from fedspan.models.resnet import SmallResNetConfig
 
-__all__ = ["META", "load_empty"]
-
 META = torch.device("meta")
 _SPREAD = 0.03  # spread of the distribution that weights are drawn from
 

@@ -34,18 +34,6 @@ from fedspan.models.sentence_encoders import HEAD, PooledClassifier, read_output
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftConfig
 
-__all__ = [
-    "BASE_DIGEST",
-    "NOTES",
-    "StartingAdapter",
-    "compute_layer_updates",
-    "export_adapter",
-    "get_job_extras",
-    "read_adapter",
-    "require_adapter_base",
-    "truncate_adapter",
-]
-
 _PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(.*)\.lora_(?:embedding_)?([AB])(?:\.weight)?")
 NOTES = "fedspan.json"
@@ -53,6 +41,8 @@ NOTES = "fedspan.json"
 BASE_DIGEST = "base_sha256"
 """Entry of that file with the digest of the frozen weights (``digest.hash_frozen``), if the base has no name."""
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_LARGEST_NOTES = 1 << 24
+"""Maximum size in bytes of the JSON files beside a model, which come from whoever exported it."""
 
 
 @dataclass(frozen=True)
@@ -216,9 +206,6 @@ def require_adapter_base(folder: Path, notes: Mapping[str, object], base: nn.Mod
         notes: The content of its fedspan.json; without a digest (a quantized base), there is nothing to compare, nor
             is there without the adapter's tensors (a merged model).
         base: The base, without the adapter.
-
-    Raises:
-        FedspanError: If its frozen weights are others.
     """
     digest, path = notes.get(BASE_DIGEST), folder / ADAPTER_WEIGHTS
     if digest is None or not path.is_file():
@@ -245,9 +232,6 @@ def truncate_adapter(folder: Path, rank: int) -> None:
         rank: Rank of the approximation, at least 1.
 
     Its fedspan.json then holds, under ``relative_error``, ``||W - W_rank||_F / ||W||_F`` of each layer's update.
-
-    Raises:
-        FedspanError: If the adapter's rank is smaller.
     """
     from peft import LoraConfig, PeftConfig
 
@@ -304,6 +288,7 @@ def read_adapter(folder: str, operators: Mapping[str, Operator], model: Any = No
         raise FedspanError(
             "model.adapter", folder, f"a folder with adapter_config.json and {ADAPTER_WEIGHTS} (no such folder)"
         )
+    require_small_notes(path)
     try:
         config = PeftConfig.from_pretrained(str(path))
         tensors = safetensors.torch.load_file(str(path / ADAPTER_WEIGHTS))
@@ -352,6 +337,17 @@ def read_adapter(folder: str, operators: Mapping[str, Operator], model: Any = No
             raise FedspanError("model.adapter", folder, expected) from None
         updates[layer] = LowRank(B.float(), A.float(), scaling).fold_scale()
     return StartingAdapter(updates, extras)
+
+
+def require_small_notes(folder: Path) -> None:
+    """Check the sizes of the JSON files beside a model, which are read whole.
+
+    Raises:
+        FedspanError: If one is too large.
+    """
+    for path in (folder / NOTES, folder / "adapter_config.json"):
+        if path.is_file() and (size := path.stat().st_size) > _LARGEST_NOTES:
+            raise FedspanError(str(path), size, f"a file of at most {_LARGEST_NOTES >> 20} MiB")
 
 
 def _is_base(name: str, value: Tensor, operators: Mapping[str, Operator]) -> bool:

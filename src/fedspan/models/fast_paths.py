@@ -6,8 +6,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["BlockedFastPaths"]
-
 
 class BlockedFastPaths:
     """Makes the transformer layers within a model call their linear layers also in eval mode.
@@ -15,9 +13,6 @@ class BlockedFastPaths:
     In eval mode ``nn.TransformerEncoderLayer`` computes with the weights of ``linear1`` and ``linear2`` without calling
     them, so adapters of these layers would have no effect. A hook prevents that, as torch documents. Layers with
     hooks do not accept the nested tensors that ``nn.TransformerEncoder`` makes for the fast path.
-
-    Args:
-        model: The model.
     """
 
     def __init__(self, model: nn.Module) -> None:

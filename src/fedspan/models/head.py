@@ -14,15 +14,6 @@ from fedspan.models.adapted import AdaptedModel
 from fedspan.models.precision import compute_tolerance
 from fedspan.models.sharded import gather
 
-__all__ = [
-    "FeatureTap",
-    "NoOutputLayer",
-    "OutputLayer",
-    "find_frozen_heads",
-    "find_output_layer",
-    "find_untrained_head",
-]
-
 
 class NoOutputLayer(ValueError):
     """A model whose logits are not those of one linear layer; the text is the reason, without a full stop."""
@@ -30,14 +21,7 @@ class NoOutputLayer(ValueError):
 
 @dataclass(frozen=True)
 class OutputLayer:
-    """The linear layer that computes a model's logits.
-
-    Args:
-        path: Path of the module.
-        outputs: Number of its outputs.
-        features: Number of its features.
-        bias: Whether it has a bias.
-    """
+    """The linear layer that computes a model's logits."""
 
     path: str
     outputs: int
@@ -105,12 +89,7 @@ def _is_untrained(layer: nn.Linear) -> bool:
 
 
 class FeatureTap:
-    """Reads the features that enter an output layer during forward passes.
-
-    Args:
-        model: The model.
-        layer: Output layer of the model.
-    """
+    """Reads the features that enter an output layer during forward passes."""
 
     def __init__(self, model: nn.Module, layer: OutputLayer) -> None:
         self._model, self._module = model, model.get_submodule(layer.path)

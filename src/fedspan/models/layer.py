@@ -20,18 +20,11 @@ from fedspan.models.operators import build_operator
 from fedspan.models.quantized import dequantize, is_quantized
 from fedspan.models.sharded import cut_shard, get_shard, is_sharded
 
-__all__ = ["AdaptedLayer", "Dropout"]
-
 Dropout = Callable[[Tensor, str], Tensor]
 
 
 class AdaptedLayer:
-    """One target layer's replaced forward.
-
-    Args:
-        name: Module path of the layer.
-        module: Module that `operators.explain_unfit` accepts.
-    """
+    """One target layer's replaced forward."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name

@@ -21,8 +21,6 @@ from torch import Tensor, nn
 
 from fedspan.core.tensors import to_device
 
-__all__ = ["Move", "Padded", "TokenLayout", "pack_bins", "round_up"]
-
 
 @dataclass(frozen=True)
 class Bins:

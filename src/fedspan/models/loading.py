@@ -43,17 +43,6 @@ from fedspan.models.quantized import Quantization, get_quantization_options, pre
 from fedspan.models.resnet import SmallResNetConfig
 from fedspan.models.sentence_encoders import HEAD, PooledClassifier, get_encoder_class, get_encoder_options
 
-__all__ = [
-    "Loaded",
-    "Processor",
-    "adopt_loaded",
-    "build_from_config",
-    "get_source",
-    "load_pretrained",
-    "load_scratch",
-    "prepare_config",
-]
-
 Processor = Any
 """Converter of rows to tensors: a ``PreTrainedTokenizerBase``, or one of Transformers' image processors."""
 _PROCESSED_INPUTS = ("input_ids", "pixel_values")

@@ -25,8 +25,6 @@ from fedspan.models.plain import is_plain_module, write_state_dict
 from fedspan.models.quantized import is_quantized
 from fedspan.models.sentence_encoders import HEAD, PooledClassifier, write_modules
 
-__all__ = ["export_merged", "is_merging_required", "merge_weights", "save_model"]
-
 
 def is_merging_required(job: Job, base: BaseUpdate) -> bool:
     """Check whether a model is more than pretrained weights plus a change: they were scaled or are replaced by factors.

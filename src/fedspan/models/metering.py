@@ -18,8 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-__all__ = ["Meter", "PassCost", "meter_pass"]
-
 
 @dataclass(frozen=True)
 class PassCost:

@@ -10,18 +10,6 @@ from pathlib import Path
 from fedspan.errors import FedspanError, build_install_command, suggest_nearest
 from fedspan.files import compute_sha256
 
-__all__ = [
-    "ARCHITECTURES",
-    "BUILTIN_MODELS",
-    "FROM_PYTHON",
-    "MODEL_NAMES",
-    "describe_image_model_problem",
-    "describe_load_error",
-    "get_architecture",
-    "get_published_name",
-    "resolve_model",
-]
-
 MODEL_NAMES = "a hub id that can be reached, a local folder with a model, or builtin:NAME"
 """What ``model.name`` may be, for error messages."""
 

@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Offload", "get_device", "is_offloaded", "read_bias", "read_weight", "remove_with"]
-
 _GIB = 1 << 30
 _HEADS = ("classifier", "pre_classifier", "score")
 

@@ -16,15 +16,9 @@ from fedspan.core.base import Delta
 from fedspan.core.lowrank import LowRank
 from fedspan.core.tensors import sum_rows
 
-__all__ = ["Convolution", "Linear", "Lookup", "Operator", "build_operator", "explain_unfit"]
-
 
 class Operator(ABC):
-    """A module as a matrix (O, I) that is applied to an input.
-
-    Args:
-        module: The target layer.
-    """
+    """A module as a matrix (O, I) that is applied to an input."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

@@ -16,16 +16,6 @@ from fedspan.errors import FedspanError
 from fedspan.models.calls import DROPOUTS
 from fedspan.models.sentence_encoders import PooledClassifier
 
-__all__ = [
-    "STATE_DICT",
-    "adopt_module",
-    "has_name",
-    "is_plain_module",
-    "read_dtype",
-    "read_state_dict",
-    "write_state_dict",
-]
-
 STATE_DICT = "state_dict.safetensors"
 """File of all weights of a model, beside its adapter or alone; ``model.load_state_dict(load_file(...))`` reads it."""
 

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["DENSE", "Pooling", "PoolingMode"]
-
 DENSE = "3_Dense"
 """Folder of a pooled classifier's output layer in an export."""
 

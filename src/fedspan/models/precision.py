@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["compute_tolerance", "has_narrow_weights", "keep_in_float32"]
-
 
 def keep_in_float32(model: nn.Module, trained: Iterable[nn.Parameter]) -> None:
     """Convert the modules that own trained parameters to float32, in place; the rest of the model is unchanged.
@@ -17,10 +15,6 @@ def keep_in_float32(model: nn.Module, trained: Iterable[nn.Parameter]) -> None:
     A step of the size of a learning rate is mostly rounded away in bfloat16 (8 bits of mantissa), so weights that an
     optimizer updates are float32. The floating inputs of such a module are cast up, and its floating outputs are cast
     back to the format that the rest of the model computes in. Parameters keep their identity (tied ones too).
-
-    Args:
-        model: Any module.
-        trained: Parameters that an optimizer will update.
     """
     ids = {id(parameter) for parameter in trained}
     narrow = {

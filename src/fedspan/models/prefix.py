@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.calls import DROPOUTS, HIDDEN, Call, find_block_chains, get_hidden, replace_forward, trace_calls
 
-__all__ = ["FrozenPrefix", "NoPrefix", "Recording", "list_live_modules"]
-
 
 class NoPrefix(Exception):
     """A model or data for which no blocks can be skipped; the text is the reason, without a full stop."""

@@ -12,15 +12,6 @@ from torch import Tensor, nn
 
 from fedspan.errors import FedspanError, build_install_command
 
-__all__ = [
-    "Quantization",
-    "dequantize",
-    "get_quantization_options",
-    "is_quantized",
-    "list_unquantized_modules",
-    "prevent_repacking",
-]
-
 Quantization = Literal["nf4", "int8"]
 _HEADS = (".*classifier", ".*score", "lm_head", "embed_out")  # regexes of what trains or is tied to the embeddings
 
@@ -40,9 +31,6 @@ def get_quantization_options(
         dtype: Number format that 4-bit layers compute in.
         keep: Modules that stay unquantized, beside the heads.
         device: Target device.
-
-    Raises:
-        FedspanError: If bitsandbytes is not installed.
     """
     if importlib.util.find_spec("bitsandbytes") is None:
         problem = f"{quantization} needs bitsandbytes. Run: {build_install_command('quantization')}"

@@ -15,8 +15,6 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForImageClassification, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import ImageClassifierOutput
 
-__all__ = ["ResNetForSmallImages", "SmallResNetConfig"]
-
 
 class SmallResNetConfig(PreTrainedConfig):
     """Shape of a network.

@@ -28,19 +28,6 @@ from fedspan.models.pooling import DENSE, Pooling, PoolingMode
 if TYPE_CHECKING:
     from transformers.modeling_outputs import SequenceClassifierOutput
 
-__all__ = [
-    "HEAD",
-    "PooledClassifier",
-    "PoolingSearch",
-    "find_pooling",
-    "get_encoder_class",
-    "get_encoder_options",
-    "omit_pooler",
-    "read_output_layer",
-    "read_pooling",
-    "write_modules",
-]
-
 HEAD = "classifier"
 """Name of the output layer of a pooled classifier."""
 _WEIGHTS = "model.safetensors"
@@ -168,7 +155,6 @@ def read_output_layer(folder: Path) -> dict[str, Tensor] | None:
     """Read the output layer that ``write_modules`` wrote, by parameter path; None if there is none.
 
     Raises:
-        OSError: If its file cannot be read.
         SafetensorError: If its file is damaged.
         LookupError: If its file holds something else.
     """
@@ -181,9 +167,6 @@ def read_output_layer(folder: Path) -> dict[str, Tensor] | None:
 
 def get_encoder_class(config: Any) -> Any:
     """Return the auto class that builds an encoder whose hidden states are pooled.
-
-    Args:
-        config: Transformers' config of the encoder.
 
     Raises:
         ValueError: If the model has an encoder and a decoder, and Transformers has no class of the encoder alone.
@@ -198,11 +181,7 @@ def get_encoder_class(config: Any) -> Any:
 
 
 def get_encoder_options(config: Any) -> dict[str, Any]:
-    """Return the options of ``AutoModel`` that omit the pooler of an encoder, which pooled classifiers do not use.
-
-    Args:
-        config: Transformers' config of the encoder.
-    """
+    """Return the options of ``AutoModel`` that omit the pooler of an encoder, which pooled classifiers do not use."""
     from transformers import MODEL_MAPPING
 
     kind = MODEL_MAPPING.get(type(config), None)

@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["cut_shard", "gather", "get_shard", "is_sharded", "reshard", "shard"]
-
 
 def is_sharded(value: Tensor) -> bool:
     """Check whether this process holds only a part of a tensor."""

@@ -26,8 +26,6 @@ from fedspan.models.operators import Linear, Operator
 from fedspan.models.targets import is_batch_norm
 from fedspan.models.unpadded import get_current_layout
 
-__all__ = ["StackedModel", "Unstackable", "add_product", "apply", "apply_stacked_change", "can_add"]
-
 
 def stack_effective(parametrization: Parametrization, slots: Mapping[str, Tensor], clients: int) -> Effective:
     """Compute a parametrization's ``Effective`` for every client at once.

@@ -14,18 +14,6 @@ from fedspan.models.operators import build_operator, explain_unfit
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-__all__ = [
-    "find_buffers",
-    "find_extras",
-    "find_other_parameters",
-    "find_targets",
-    "find_variances",
-    "is_batch_norm",
-    "make_spec",
-    "require_peft_names",
-    "suggest_targets",
-]
-
 _LORA_CONTAINERS = ("lora_A", "lora_B", "lora_dropout", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
 """Containers that PEFT adds to a target layer."""
 

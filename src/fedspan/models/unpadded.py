@@ -23,8 +23,6 @@ from fedspan.models.layout import Padded, TokenLayout
 from fedspan.models.operators import Linear
 from fedspan.models.precision import has_narrow_weights
 
-__all__ = ["Unpadded", "get_current_layout"]
-
 _ATTENTION = "fedspan_unpadded"
 
 _CURRENT: ContextVar[TokenLayout | None] = ContextVar("layout", default=None)
@@ -120,9 +118,6 @@ def _register_attention() -> None:
 class Unpadded:
     """The blocks of an adapted model that batches can pass through without padding.
 
-    Args:
-        adapted: A Hugging Face model.
-
     Raises:
         Padded: If the model needs its padding, as far as its modules show.
     """
@@ -163,9 +158,6 @@ class Unpadded:
     @contextmanager
     def within(self, layout: TokenLayout) -> Generator[None]:
         """Run forward passes of a batch without padding within this context.
-
-        Args:
-            layout: Layout of the batch.
 
         Raises:
             Padded: If a forward pass within the context can't run without padding.

@@ -1,11 +1,10 @@
-"""The state of a server for the web page: its nodes, as Flower knows them, and its newest run."""
+"""The state of a server for the web page: its nodes and its newest run."""
 
 from __future__ import annotations
 
-import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,17 +12,14 @@ from fedspan.deployment.status import NamedRun, load_named_run
 from fedspan.errors import FedspanError
 from fedspan.monitoring.run_monitor import MAX_CLIENTS, RunMonitor, build_client, clean_text
 from fedspan.runs.formatting import format_duration
-from fedspan.transports.flower.server import WORK
-from fedspan.transports.flower.work import read_works
 
 if TYPE_CHECKING:
-    from fedspan.transports.flower.server import Node
-    from fedspan.transports.flower.wire import NodeWork
+    from fedspan.transports.http.server import Node
 
 __all__ = ["INTERVAL", "ServerMonitor"]
 
-INTERVAL = 15.0
-"""Seconds between two lists of the nodes; each is a process of Flower's command line, started only for a viewer."""
+INTERVAL = 3.0
+"""Seconds between two lists of the nodes, which are requested only for a viewer."""
 
 
 class ServerMonitor:
@@ -31,7 +27,7 @@ class ServerMonitor:
 
     Args:
         folder: The server's folder.
-        list_nodes: Returns the server's nodes; it may take seconds, and is called in a thread of its own.
+        list_nodes: Returns the server's nodes; it may wait for the server, and is called in a thread of its own.
         clock: Function that returns the time in seconds.
     """
 
@@ -56,13 +52,12 @@ class ServerMonitor:
         run = None if named is None or self._run is None else self._run.collect(tuple(named.nodes))
         clients = [] if run is None else run.pop("clients")
         nodes, problem = self._listed
-        works = read_works(self._folder / WORK)
         present = [node for node in nodes or () if node.status != "revoked"]
         return {
             "time": time.time(),
             "folder": clean_text(self._folder),
             "run": run,
-            "clients": _merge(clients, nodes or (), named, works),
+            "clients": _merge(clients, nodes or (), named),
             "nodes": {
                 "online": sum(node.status == "online" for node in present),
                 "total": None if nodes is None else len(present),
@@ -73,13 +68,11 @@ class ServerMonitor:
     def _update_nodes(self) -> None:
         try:
             self._listed = (self._list_nodes(), None)
-        except (FedspanError, OSError, subprocess.SubprocessError) as error:
+        except (FedspanError, OSError) as error:
             self._listed = (self._listed[0], clean_text(error))
 
 
-def _merge(
-    clients: list[dict[str, Any]], nodes: Sequence[Node], named: NamedRun | None, works: Mapping[str, NodeWork]
-) -> list[dict[str, Any]]:
+def _merge(clients: list[dict[str, Any]], nodes: Sequence[Node], named: NamedRun | None) -> list[dict[str, Any]]:
     """Return the run's clients with the status of their nodes, followed by the nodes that are not in the run.
 
     There are at most ``MAX_CLIENTS`` rows; the run may have clients without one.
@@ -89,18 +82,18 @@ def _merge(
     rows: list[dict[str, Any]] = []
     for client in clients:
         node = by_id.pop(ids.get(client["name"], ""), None)
-        rows.append({**client, **_describe(node, works)})
+        rows.append({**client, **_describe(node)})
     others = [node for id, node in by_id.items() if id not in ids.values()]
     for node in others[: max(0, MAX_CLIENTS - len(rows))]:
         name = clean_text(node.name or f"node {node.id}", 200)
-        rows.append({**build_client(), "name": name, "status": "", "loss": None, **_describe(node, works)})
+        rows.append({**build_client(), "name": name, "status": "", "loss": None, **_describe(node)})
     return rows
 
 
-def _describe(node: Node | None, works: Mapping[str, NodeWork]) -> dict[str, str]:
+def _describe(node: Node | None) -> dict[str, str]:
     if node is None:
         return {"node_status": "unknown", "node_seen": "", "node_work": ""}
-    work, doing = works.get(node.id) if node.status == "online" else None, ""
+    work, doing = node.work, ""
     if node.status == "online":
         seen = f"now, for {format_duration(node.online_seconds)}"
     elif node.offline_since is None:

@@ -60,11 +60,7 @@ _STARTING = 10.0
 
 
 def require_web() -> None:
-    """Check that the packages of the web page are installed.
-
-    Raises:
-        FedspanError: If one is missing.
-    """
+    """Check that the packages of the web page are installed."""
     for package in ("starlette", "uvicorn"):
         if importlib.util.find_spec(package) is None:
             problem = f"the web page needs {package}, which is not installed. Run: {build_install_command('web')}"
@@ -224,7 +220,7 @@ class WebPage:
         require_web()
         import uvicorn
 
-        from fedspan.transports.flower.connections import BoundedProtocol, BoundedSocket, ConnectionLimits, Connections
+        from fedspan.transports.http.connections import BoundedProtocol, BoundedSocket, ConnectionLimits, Connections
 
         names = tuple(names)
         if host not in LOOPBACK and certificate is None:

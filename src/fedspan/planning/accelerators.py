@@ -15,8 +15,6 @@ from fedspan.config import RunConfig
 from fedspan.errors import FedspanError
 from fedspan.planning.compute import Compute
 
-__all__ = ["ACCELERATORS", "HERE", "UTILIZATION", "Accelerator", "DeviceSpeed", "Duration", "get_accelerator_speed"]
-
 HERE = "here"
 UTILIZATION = 0.35
 _PASSES = 2  # passes over the weights in a step: forward and backward
@@ -79,7 +77,7 @@ class Duration:
         client: Seconds of a round of a client that trains alone, after its first round; None if its number of examples
             is unknown.
         simulated: Seconds of all clients and rounds on one such device, or on one for each worker of the run's cluster;
-            None likewise, and for Flower's simulation on this machine.
+            None likewise.
         deployed: Seconds of the run if every client has its own device of this kind and takes as long as the mean
             client, including transfers if a bandwidth was given; None if the number of examples is unknown.
         start: Additional seconds in which the batched engine measures how many clients to train at once, unless it has

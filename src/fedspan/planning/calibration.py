@@ -38,8 +38,6 @@ from fedspan.training.engine import Engine
 from fedspan.training.jobs import Assignment
 from fedspan.training.stacking import StackingPlan
 
-__all__ = ["measure_speed"]
-
 _WHOLE = 1 << 30  # maximum bytes of a model that is timed with all of its blocks
 _BLOCKS = 2  # blocks of a larger model
 _SECONDS = 2.0  # time for one client alone, and for several at once, after a first step of each
@@ -87,7 +85,7 @@ def measure_speed(
     try:
         bench = _Bench(config, tuple(labels), architecture, device, depth, length)
         single = bench.time_single()
-        parallel, start = None if config.engine.name == "flower-sim" else single, 0.0  # it has other processes
+        parallel, start = single, 0.0
         if isinstance(bench.engine, BatchedEngine):
             parallel, start = bench.time_parallel(-(-clients // config.active_workers), steps)
     finally:

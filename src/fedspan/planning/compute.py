@@ -30,8 +30,6 @@ from fedspan.runs.trainer_setup import compute_max_length
 from fedspan.tasks.losses import upcast
 from fedspan.training.jobs import TrainingSettings
 
-__all__ = ["Compute", "LocalTraining", "PlannedPasses", "Trains", "compute_training_cost"]
-
 
 @dataclass(frozen=True)
 class Trains:
@@ -83,13 +81,7 @@ class Compute:
 
 @dataclass(frozen=True)
 class Prefix:
-    """The frozen blocks whose hidden states are stored.
-
-    Args:
-        frozen: The frozen blocks.
-        features: Features of a hidden state.
-        dtype: Number format of a hidden state.
-    """
+    """The frozen blocks whose hidden states are stored."""
 
     frozen: FrozenPrefix
     features: int

@@ -18,8 +18,6 @@ from fedspan.planning.calibration import measure_speed
 from fedspan.planning.plan import Plan, add_time, plan_run, prepare_model
 from fedspan.tasks.registry import get_task
 
-__all__ = ["get_known_examples", "get_known_labels", "plan", "plan_methods"]
-
 
 def plan(
     config: ConfigLike,
@@ -102,9 +100,6 @@ def plan_methods(
     Returns:
         The plan of each method, or the reason why it can't be planned (such as a rank that is too large for its layers,
         or mixed ranks that it does not support).
-
-    Raises:
-        FedspanError: If an error affects every method.
     """
     values = to_plain_values(config, overrides)
     steps = plan_comparison(values, tuple(METHODS) if methods is None else methods, [0], {}, None).steps

@@ -16,9 +16,6 @@ from fedspan.core.tensors import count, group_by_layer
 from fedspan.core.values import Job, LayerSpec, Spec
 from fedspan.planning.shape_inference import ShapeInference
 
-__all__ = ["Computation", "LayerCounts", "StandIn", "count_layer"]
-
-
 WeightSource = Literal["held", "made"] | None
 
 

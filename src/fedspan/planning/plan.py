@@ -21,12 +21,10 @@ from fedspan.models.head import NoOutputLayer, find_output_layer
 from fedspan.models.quantized import list_unquantized_modules
 from fedspan.planning.accelerators import DeviceSpeed, Duration
 from fedspan.planning.compute import Compute, PlannedPasses, Trains, compute_training_cost
-from fedspan.planning.traffic import RankCounts, list_extras, plan_traffic
+from fedspan.planning.traffic import RankCounts, count_head_rounds, list_extras, plan_traffic
 from fedspan.runs.client_ranks import compute_client_ranks
 from fedspan.runs.model_setup import build_empty_model
 from fedspan.training.dp_sgd import compute_private_steps
-
-__all__ = ["ClientMemory", "Plan", "PlannedModel", "ServerMemory", "add_time", "plan_run", "prepare_model"]
 
 _FLOAT = 4  # bytes: trained and transmitted tensors are float32
 _MOMENTS = {"adamw": 2, "sgd": 1}  # moments of a trained number; SGD has one with momentum only
@@ -105,7 +103,8 @@ class Plan:
         exact: Whether the bytes equal the ledger's: true if every client participates in every round, and the method's
             ranks do not depend on the replies (those of FLoRIST and of HetLoRA with pruning do: the largest are
             counted). Otherwise, returning clients may be sent more of the base, and one-time transfers are counted for
-            the drawn cohorts.
+            the drawn cohorts. Never if the first rounds train the head alone: their orders are planned for a method
+            that starts from the pretrained model, and their steps and FLOPs as those of the other rounds.
         steps: Optimizer steps of a client in a round, in a method's main phase; None if the number of examples is
             unknown.
         all_steps: Optimizer steps over cohorts and rounds; None likewise.
@@ -241,7 +240,7 @@ def plan_run(
     trains = Trains(largest.computations, extras.policy != "frozen" and bool(planned.adapted.extras))
     cohorts = [
         draw_cohort(config.seed, number, count, config.federation.clients_per_round)
-        for number in range(config.federation.rounds)
+        for number in range(config.federation.most_rounds)
     ]
     local = compute_training_cost(config, planned.passes, trains, own_examples, length, cohorts)
     bytes_down, bytes_up = sum(traffic.down for traffic in rounds), sum(traffic.up for traffic in rounds)
@@ -256,7 +255,7 @@ def plan_run(
         trainable=trainable,
         clients=count,
         cohort=first.clients,
-        rounds=config.federation.rounds,
+        rounds=config.federation.most_rounds,
         first_down=first.down // first.clients,
         first_up=first.up // first.clients,
         later_down=sum(traffic.down for traffic in later) / messages,
@@ -264,7 +263,9 @@ def plan_run(
         bytes_down=bytes_down,
         bytes_up=bytes_up,
         head_up=_compute_head_bytes(config, planned.adapted),
-        exact=first.clients == count and not method.declare_claims().adaptive_rank,
+        exact=first.clients == count
+        and not method.declare_claims().adaptive_rank
+        and not count_head_rounds(config, extras),
         steps=steps,
         all_steps=None if steps is None else steps * orders,
         client=ClientMemory(

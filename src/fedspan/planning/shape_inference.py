@@ -36,8 +36,6 @@ from fedspan.federation.serialization import compute_payload_size
 from fedspan.training.projector_refresh import build_untrained_tensors
 from fedspan.wrappers.wrapper import Wrapper
 
-__all__ = ["ClientExchange", "ShapeInference", "count_traffic", "rewrap_method", "unwrap_method"]
-
 
 def _infer_svd(matrix: Tensor, full_matrices: bool = True) -> tuple[Tensor, Tensor, Tensor]:
     rows, columns = matrix.shape

@@ -16,22 +16,15 @@ from fedspan.federation.federation import draw_cohort
 from fedspan.federation.serialization import compute_payload_size
 from fedspan.methods.fedavg import FedAvg
 from fedspan.models.adapted import AdaptedModel
+from fedspan.models.head import find_output_layer
 from fedspan.planning.layer_counts import Computation, count_layer
 from fedspan.planning.shape_inference import count_traffic, rewrap_method
 from fedspan.wrappers.extras import ExtrasPolicy
 
-__all__ = ["Extras", "RankCounts", "RoundTraffic", "list_extras", "plan_traffic"]
-
 
 @dataclass(frozen=True)
 class RoundTraffic:
-    """Bytes of tensor data of one round.
-
-    Args:
-        clients: Clients of the cohort.
-        down: Bytes to all of them.
-        up: Bytes from all of them.
-    """
+    """Bytes of tensor data of one round."""
 
     clients: int
     down: int
@@ -108,6 +101,8 @@ def plan_traffic(
 ) -> list[RoundTraffic]:
     """Compute the bytes of all rounds of a run.
 
+    Rounds that train the head alone are planned for a method that starts from the pretrained model.
+
     Args:
         config: Config of the run.
         adapted: The model, on the meta device.
@@ -117,9 +112,10 @@ def plan_traffic(
     federation, wrapped, extras = config.federation, config.wrap_method(method), list_extras(config, adapted, method)
     cohorts = [
         sorted(draw_cohort(config.seed, number, len(ranks), federation.clients_per_round))
-        for number in range(federation.rounds)
+        for number in range(federation.most_rounds)
     ]
-    by_rank = [[ranks[client] for client in cohort] for cohort in cohorts]
+    head_rounds = count_head_rounds(config, extras)
+    by_rank = [[ranks[client] for client in cohort] for cohort in cohorts[head_rounds:]]
 
     def count_bytes(bare: RegisteredMethod, values: Tensors = MappingProxyType({})) -> list[tuple[int, int]]:
         """Count the bytes to and from all clients of each round; ``values`` are those of the extras of the spec."""
@@ -135,8 +131,11 @@ def plan_traffic(
     ]
     # Extras are transmitted alike around every method; FedAvg supports every wrapper.
     beside = count_bytes(FedAvg(spec=replace(method.spec, layers=())), extras.values)
+    head = compute_payload_size(Message(_get_head(adapted, extras))) if head_rounds else 0
     rounds, informed = list[RoundTraffic](), set[int]()
-    for number, cohort in enumerate(cohorts):
+    for cohort in cohorts[:head_rounds]:
+        rounds.append(RoundTraffic(len(cohort), len(cohort) * extras.bytes, len(cohort) * head))
+    for number, cohort in enumerate(cohorts[head_rounds:]):
         down = sum(times * rows[number][0] for times, rows in layers)
         up = sum(times * rows[number][1] for times, rows in layers)
         if extras.policy == "average":
@@ -146,3 +145,14 @@ def plan_traffic(
         informed.update(cohort)
         rounds.append(RoundTraffic(len(cohort), down, up))
     return rounds
+
+
+def count_head_rounds(config: RunConfig, extras: Extras) -> int:
+    """Count the rounds that train the head alone, which is taken to be new."""
+    is_random = config.head_kind[0] is None and extras.policy == "average"
+    return config.head_rounds if is_random else 0
+
+
+def _get_head(adapted: AdaptedModel, extras: Extras) -> Tensors:
+    path = find_output_layer(adapted).path
+    return {name: value for name, value in extras.values.items() if name.startswith(f"{path}.")}

@@ -18,28 +18,7 @@ from fedspan.diagnostics.measures import MEASURES
 from fedspan.diagnostics.round_diagnosis import Diagnosis
 from fedspan.reports.groups import Curve, RunGroup, summarize_curve
 from fedspan.reports.run_data import RunData
-from fedspan.runs.formatting import get_title
 from fedspan.tasks.metrics import METRICS
-
-__all__ = [
-    "ABSENT",
-    "COLORS",
-    "MAX_LISTED_CLIENTS",
-    "ON_DARK",
-    "Figure",
-    "build_menu",
-    "compute_tick_step",
-    "draw_clients",
-    "draw_course",
-    "draw_layers",
-    "draw_privacy",
-    "draw_spectra",
-    "draw_traffic",
-    "get_losses",
-    "get_scores",
-    "get_validation",
-    "style",
-]
 
 Figure = go.Figure
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8f7a00", "#56b4e9", "#6b4c9a", "#444444")
@@ -52,7 +31,7 @@ DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 MARKS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "star", "triangle-down")
 PATTERNS = ("", "/", "x", ".", "-", "|", "+", "\\")
 BASELINE_STYLES = {
-    "local": ("#444444", "dot", "triangle-down-open"),
+    "local-only": ("#444444", "dot", "triangle-down-open"),
     "centralized": ("#444444", "longdash", "triangle-up-open"),
 }
 """Color, dashes and marker of each baseline."""
@@ -148,7 +127,7 @@ def draw_course(
     if with_baselines:
         shown = [value for curve in curves for value in curve.mean]
         shown += [level for group in groups if (level := group.references.get("centralized")) is not None]
-        locals_ = [level for group in groups if (level := group.references.get("local")) is not None]
+        locals_ = [level for group in groups if (level := group.references.get("local-only")) is not None]
         if (span := _compute_axis(shown, locals_)) is not None:
             figure.update_yaxes(range=span)
     tick = compute_tick_step(max((summary.rounds[-1] for summary in curves if summary.rounds), default=1))
@@ -208,7 +187,7 @@ def _draw_line(figure: Figure, curve: Curve, label: str, color: str, dash: str, 
 
 def _title_baseline(group: RunGroup, name: str, count: int) -> str:
     """Return a baseline's name in a legend; of several groups, with that of the group."""
-    return get_title(name) if count == 1 else f"{group.label}: {get_title(name)}"
+    return name if count == 1 else f"{group.label}: {name}"
 
 
 def _extend_axes(axes: Mapping[str, list[Any]], curve: Curve, times: int) -> None:
@@ -321,11 +300,7 @@ def draw_privacy(runs: Sequence[RunData]) -> Figure | None:
 
 
 def draw_spectra(values: Mapping[str, Sequence[float]]) -> Figure | None:
-    """Draw the singular values of an adapter's layers, relative to the largest one of each layer.
-
-    Args:
-        values: Singular values by layer, descending.
-    """
+    """Draw the singular values of an adapter's layers, relative to the largest one of each layer."""
     figure = go.Figure()
     for index, (layer, spectrum) in enumerate(values.items()):
         if spectrum and spectrum[0] > 0:
@@ -346,11 +321,7 @@ def draw_spectra(values: Mapping[str, Sequence[float]]) -> Figure | None:
 
 
 def draw_layers(diagnoses: Mapping[str, Diagnosis]) -> Figure:
-    """Draw every diagnostic by layer; a menu selects the diagnostic.
-
-    Args:
-        diagnoses: Diagnoses by label of the group.
-    """
+    """Draw every diagnostic by layer; a menu selects the diagnostic."""
     figure, buttons = go.Figure(), list[dict[str, Any]]()
     count = len(diagnoses)
     for number, measure in enumerate(MEASURES):

@@ -10,8 +10,6 @@ from fedspan.experiments.series import compute_deviation, compute_mean
 from fedspan.reports.run_data import RunData
 from fedspan.runs.curves import compute_sent_bytes
 
-__all__ = ["Curve", "RunGroup", "group_runs", "list_distinguishing_settings", "summarize_curve"]
-
 _SEEDS = ("seed", "baselines")
 
 

@@ -14,8 +14,6 @@ from fedspan.reports.charts import ABSENT, MAX_LISTED_CLIENTS, Figure, build_men
 from fedspan.reports.run_data import RunData
 from fedspan.runs.predictions import Items
 
-__all__ = ["draw_confusion", "draw_participation", "draw_rounds", "partition"]
-
 
 def partition(rows: Sequence[ClientRow], labels: Sequence[str]) -> Figure:
     """Draw the number of examples of every label, with one row for each client."""

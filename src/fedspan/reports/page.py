@@ -17,17 +17,14 @@ from plotly.offline import get_plotlyjs
 from fedspan.data.partition import ClientRow
 from fedspan.diagnostics.measures import MEASURES
 from fedspan.diagnostics.round_diagnosis import Diagnosis
-from fedspan.experiments.tables import format_size
 from fedspan.reports import charts, matrices
 from fedspan.reports.charts import Figure
 from fedspan.reports.groups import RunGroup, list_distinguishing_settings
 from fedspan.reports.run_data import Row, RunData
 from fedspan.reports.summary import format_score_with_unit, write_notes, write_sentences
-from fedspan.runs.formatting import get_title
+from fedspan.runs.formatting import format_size
 from fedspan.tasks.label_scores import compute_f1, count_labels
 from fedspan.tasks.metrics import METRICS
-
-__all__ = ["PageContent", "render_page"]
 
 
 @dataclass(frozen=True)
@@ -187,7 +184,7 @@ def _render_summary(groups: Sequence[RunGroup]) -> str:
             rows.append((group.label, str(run.config.seed), *cells))
             for name, scores in run.references.items():
                 cells = (*format_scores(scores), *["-"] * 4, "")
-                rows.append((f"{group.label}: {get_title(name)}", str(run.config.seed), *cells))
+                rows.append((f"{group.label}: {name}", str(run.config.seed), *cells))
     title = METRICS[metric].title
     heads = (f"held-out {title}",) if has_heldout else ()
     heads += (f"{title} on the clients' own tests", "worst client there") if has_clients else ()

@@ -19,8 +19,6 @@ from fedspan.reports.groups import RunGroup, group_runs
 from fedspan.reports.run_data import RunData, read_runs
 from fedspan.runs.folder import RunFolder
 
-__all__ = ["report"]
-
 _WEIGHTS = "adapter_model.safetensors"
 
 

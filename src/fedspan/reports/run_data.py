@@ -20,10 +20,8 @@ from fedspan.runs.predictions import Items, read_items
 from fedspan.runs.results import read_report
 from fedspan.tasks.metrics import METRICS
 
-__all__ = ["Row", "RunData", "read_runs"]
-
 Row = Mapping[str, Any]
-BASELINES = ("local", "centralized")
+BASELINES = ("local-only", "centralized")
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,7 @@ class RunData:
 
     @property
     def references(self) -> Mapping[str, Mapping[str, Any]]:
-        """Scores of what the result is compared with: ``start``, ``local``, ``centralized``, as far as measured."""
+        """Scores of what the result is compared with, as far as measured: ``start`` and the baselines."""
         baselines = {} if self.report is None else self.report.baselines
         scores: dict[str, Row] = {name: baseline["scores"] for name, baseline in baselines.items()}
         return {"start": self.rows[0], **scores} if self.rows and self.rows[0]["round"] == 0 else scores

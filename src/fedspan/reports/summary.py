@@ -7,12 +7,11 @@ from collections.abc import Sequence
 
 from fedspan.experiments.intervals import Difference, estimate_difference, format_gap
 from fedspan.experiments.result_notes import describe_extension, describe_majority
-from fedspan.experiments.tables import format_mean, format_size
+from fedspan.experiments.tables import format_mean
 from fedspan.reports.groups import RunGroup
-from fedspan.runs.model_card import STATISTICS_NOTE
+from fedspan.runs.formatting import format_size
+from fedspan.runs.model_card import STATISTICS_NOTE, format_final_rounds
 from fedspan.tasks.metrics import METRICS
-
-__all__ = ["format_score_with_unit", "write_notes", "write_sentences"]
 
 
 def format_score_with_unit(metric: str, value: float | None, deviation: float | None = None) -> str:
@@ -22,11 +21,7 @@ def format_score_with_unit(metric: str, value: float | None, deviation: float | 
 
 
 def write_sentences(groups: Sequence[RunGroup]) -> tuple[str, ...]:
-    """Write the verdict.
-
-    Args:
-        groups: Groups with one metric.
-    """
+    """Write the verdict."""
     metric = groups[0].runs[0].metric
     measured = [group for group in groups if group.mean is not None]
     if not measured:
@@ -69,7 +64,9 @@ def _describe_rounds(group: RunGroup) -> str:
     counts = sorted({run.rounds for run in group.runs})
     rounds = f"{counts[0]} rounds" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} rounds"
     is_selected = all(run.report is not None and run.report.selected for run in group.runs)
-    return f"at the best of {rounds} by validation" if is_selected else f"after {rounds}"
+    counts = sorted({run.report.final_rounds for run in group.runs if run.report is not None})
+    final = f" and {format_final_rounds(counts[-1])}" if counts and counts[-1] else ""
+    return f"at the best of {rounds} by validation{final}" if is_selected else f"after {rounds}"
 
 
 def _compare_start(best: RunGroup, metric: str) -> str:
@@ -83,7 +80,7 @@ def _compare_start(best: RunGroup, metric: str) -> str:
 
 
 def _describe_baselines(best: RunGroup, metric: str) -> str:
-    titles = {"local": "Local-only training (mean client)", "centralized": "Centralized training"}
+    titles = {"local-only": "Local-only training (mean client)", "centralized": "Centralized training"}
     return " ".join(
         f"{title} reached {format_score_with_unit(metric, best.references[name])}; "
         f"the result is {_compare_with_reference(best, name, metric).describe(metric, 'it')}."
@@ -94,19 +91,23 @@ def _describe_baselines(best: RunGroup, metric: str) -> str:
 
 def _compare_with_reference(group: RunGroup, name: str, metric: str) -> Difference:
     """Compare a group's results with the start or a baseline, which all of its runs have."""
-    others = [run.score(run.references[name]) or 0.0 for run in group.runs]
+    others = [_replace_none(run.score(run.references[name])) for run in group.runs]
     pairs = [
         None if (items := run.read_items()) is None or (other := run.read_items(name)) is None else (items, other)
         for run in group.runs
     ]
-    return estimate_difference(metric, [score or 0.0 for score in group.scores], others, pairs)
+    return estimate_difference(metric, [_replace_none(score) for score in group.scores], others, pairs)
+
+
+def _replace_none(score: float | None) -> float:
+    return math.nan if score is None else score
 
 
 def _compare_groups(first: RunGroup, second: RunGroup, metric: str) -> str:
     """Describe the difference of two groups' results, with an interval if they have the same seeds."""
-    scores = [[score or 0.0 for score in group.scores] for group in (first, second)]
+    scores = [[_replace_none(score) for score in group.scores] for group in (first, second)]
     if [run.config.seed for run in first.runs] != [run.config.seed for run in second.runs]:
-        gap = format_gap(metric, (first.mean or 0.0) - (second.mean or 0.0))
+        gap = format_gap(metric, _replace_none(first.mean) - _replace_none(second.mean))
         return f"{gap} from {second.label}, without an interval because their seeds differ"
     pairs = [
         None if (items := run.read_items()) is None or (theirs := other.read_items()) is None else (items, theirs)
@@ -123,7 +124,7 @@ def _compare_client_means(best: RunGroup, metric: str) -> str:
         return ""
     titles = {
         "start": "before the first round",
-        "local": "with local-only training",
+        "local-only": "with local-only training",
         "centralized": "with centralized training",
     }
     others = [

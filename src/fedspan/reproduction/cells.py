@@ -16,8 +16,6 @@ from fedspan.errors import FedspanError
 from fedspan.experiments.tables import Table
 from fedspan.reproduction.presets import Preset, Scale, Where, merge
 
-__all__ = ["DATA", "IMAGE_MODEL", "MODEL", "Cell", "list_cells", "name_row_folders", "tabulate_settings"]
-
 DATA, MODEL, IMAGE_MODEL = "{data}", "{model}", "{image_model}"
 """Placeholders in presets for the data folder, and for the folder of a language model or an image classifier that no
 package provides."""
@@ -56,9 +54,6 @@ def list_cells(
         data: Replacement for ``{data}`` in paths; None leaves it.
         model: Replacement for ``{model}`` and ``{image_model}``; None leaves them.
         overrides: Changes to all cells, each ``section.field=value``.
-
-    Raises:
-        FedspanError: If an override is invalid.
     """
     axes = preset.get_axes(scale)
     published = merge(_AS_PUBLISHED, preset.config)
@@ -93,11 +88,7 @@ def list_cells(
 
 
 def tabulate_settings(cells: Sequence[Cell]) -> Table:
-    """Tabulate the settings of each cell: at the small scale, names are the paper's, but what runs under them differs.
-
-    Raises:
-        FedspanError: If a config is invalid.
-    """
+    """Tabulate the settings of each cell: at the small scale, names are the paper's but what runs differs."""
     rows: list[tuple[str, ...]] = []
     for cell in cells:
         configs = {label: parse_config(values) for label, values in cell.configs.items()}

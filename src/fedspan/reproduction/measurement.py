@@ -15,8 +15,6 @@ from fedspan.runs.diagnose import diagnose
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.results import read_report
 
-__all__ = ["MEASURED", "measure"]
-
 MEASURED = frozenset({"exact_match", "alignment", "barrier", "state_step"})
 _PAIRS = 3
 
@@ -29,10 +27,6 @@ def measure(folder: Path, names: Collection[str]) -> dict[str, float | None]:
     one more round (``fedspan.diagnose``) if there are none;
     ``barrier`` is that of one more round, averaged over three pairs of clients;
     ``state_step`` is how far the last round moved the server's tensors of the target layers, relative to their norm.
-
-    Args:
-        folder: Folder of a run.
-        names: Names of the measures.
     """
     values: dict[str, float | None] = {}
     recorded = _list_recorded_alignments(RunFolder(folder)) if "alignment" in names else []

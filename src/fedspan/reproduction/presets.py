@@ -18,22 +18,6 @@ from fedspan.config.validation_errors import convert_validation_errors
 from fedspan.errors import FedspanError, suggest_nearest
 from fedspan.methods.registry import METHODS
 
-__all__ = [
-    "SCALES",
-    "Claim",
-    "ClaimMeasure",
-    "Gap",
-    "Preset",
-    "PresetPart",
-    "Protocol",
-    "Scale",
-    "list_presets",
-    "load_preset",
-    "merge",
-    "read_architectures",
-    "require_scale",
-]
-
 ClaimMeasure = Literal[
     "score",
     "bytes_up",
@@ -105,11 +89,7 @@ Protocol = Literal["best", "matched"]
 
 
 def require_scale(scale: str) -> None:
-    """Check that a scale exists.
-
-    Raises:
-        FedspanError: If the scale is unknown.
-    """
+    """Check that a scale exists."""
     if scale not in SCALES:
         raise FedspanError("--scale", scale, f"one of {', '.join(SCALES)}")
 

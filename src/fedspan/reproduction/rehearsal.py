@@ -12,8 +12,6 @@ from fedspan.planning.plan import Plan, PlannedModel, plan_run, prepare_model
 from fedspan.reproduction.cells import list_cells
 from fedspan.reproduction.presets import Scale, load_preset, read_architectures, require_scale
 
-__all__ = ["PlannedCell", "dry_run"]
-
 
 @dataclass(frozen=True)
 class PlannedCell:

@@ -34,8 +34,6 @@ from fedspan.runs.results import read_report
 from fedspan.training.prefix_rows import share_prefixes
 from fedspan.transports.ray.sharing import share_teams
 
-__all__ = ["Reproduction", "reproduce", "resume_reproduction"]
-
 REPRODUCE = "reproduce.yaml"
 _SETTINGS = {
     "command": list,

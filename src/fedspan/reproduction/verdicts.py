@@ -13,8 +13,6 @@ from fedspan.reproduction.presets import Claim
 from fedspan.runs.curves import Point, compute_target, find_target_round
 from fedspan.tasks.metrics import METRICS
 
-__all__ = ["CellScore", "Judged", "JudgedCell", "format_difference", "judge", "tabulate_verdicts"]
-
 ClaimVerdict = Literal["holds", "contradicted", "inconclusive", "not runnable here"]
 
 COSTS: Mapping[str, Callable[[Point], float]] = {
@@ -76,7 +74,7 @@ class JudgedCell:
     Args:
         cell: Name of the cell; ``all`` for all cells of the claim.
         mean: Mean advantage of the better row over the seeds, in the metric's unit.
-        error: Standard error of the mean; None for one seed.
+        half_width: Half the width of the 95 % interval of the mean; None for one seed.
         verdict: Verdict by the rule.
         bound: Bound on a mean of costs, if a run of the worse row (at least), of the better one (at most) or of both
             (about) ended before it reached the score: its whole cost is counted, which is less than reaching it takes.
@@ -84,7 +82,7 @@ class JudgedCell:
 
     cell: str
     mean: float
-    error: float | None
+    half_width: float | None
     verdict: ClaimVerdict
     bound: Bound = ""
 
@@ -117,8 +115,8 @@ class Judged:
 def judge(claims: Sequence[Claim], cells: Sequence[Cell], scores: Sequence[CellScore]) -> tuple[Judged, ...]:
     """Judge every claim against every row that it names as worse.
 
-    The verdict is *holds* if the difference, paired by seed, exceeds two standard errors in the paper's direction,
-    *contradicted* if it does so in the other direction, else *inconclusive*; ``claim.within`` is applied as in
+    The verdict is *holds* if the 95 % interval of the difference, paired by seed, lies in the paper's direction,
+    *contradicted* if it lies in the other direction, else *inconclusive*; ``claim.within`` is applied as in
     ``experiments.intervals.compare_to``. A cell in which a row failed is left out.
 
     Args:
@@ -177,7 +175,8 @@ def _judge_cell(name: str, result: Within, bound: Bound) -> JudgedCell:
         result.verdict == "contradicted" and bound in ("at least ", "about ")
     )
     verdict = "inconclusive" if is_inconclusive else result.verdict
-    return JudgedCell(name, result.mean, result.error if result.error < float("inf") else None, verdict, bound)
+    half = result.half_width if result.half_width < float("inf") else None
+    return JudgedCell(name, result.mean, half, verdict, bound)
 
 
 def _compute_bound(bounds: Collection[Bound]) -> Bound:
@@ -254,8 +253,8 @@ def tabulate_verdicts(judged: Sequence[Judged]) -> Table:
         for judgment in judged
     )
     notes = (
-        "Holds: the difference over all cells, paired by seed, exceeds two standard errors in the paper's direction; "
-        "contradicted: in the other; else inconclusive.",
+        "± is half the 95 % interval of the difference over all cells, paired by seed (Student's t). Holds: the "
+        "interval lies in the paper's direction; contradicted: in the other; else inconclusive.",
     )
     return Table(
         ("the paper's statement", "rows", "better by", "cells in which it holds", "verdict"), rows, None, notes
@@ -267,11 +266,11 @@ def format_difference(metric: str, cell: JudgedCell) -> str:
     if metric in ("bytes_up", "bytes_down"):
         return f"{cell.mean / 1e6:+.3f} MB"
     if metric == "bytes_to":
-        error = "" if cell.error is None else f" ± {cell.error / 1e6:.3f}"
-        return f"{cell.bound}{cell.mean / 1e6:+.3f}{error} MB"
+        half = "" if cell.half_width is None else f" ± {cell.half_width / 1e6:.3f}"
+        return f"{cell.bound}{cell.mean / 1e6:+.3f}{half} MB"
     if metric in ("rounds_to", "seconds_to"):
-        error = "" if cell.error is None else f" ± {cell.error:.1f}"
-        return f"{cell.bound}{cell.mean:+.1f}{error} {metric.removesuffix('_to')}"
+        half = "" if cell.half_width is None else f" ± {cell.half_width:.1f}"
+        return f"{cell.bound}{cell.mean:+.1f}{half} {metric.removesuffix('_to')}"
     if metric in _SIGNS and metric not in METRICS:
-        return f"{cell.mean:+.3g}" + ("" if cell.error is None else f" ± {cell.error:.2g}")
-    return format_mean(metric, cell.mean, cell.error, sign=True)
+        return f"{cell.mean:+.3g}" + ("" if cell.half_width is None else f" ± {cell.half_width:.2g}")
+    return format_mean(metric, cell.mean, cell.half_width, sign=True)

@@ -10,8 +10,6 @@ from fedspan.crypto import require_packages
 from fedspan.federation.aggregation.aggregation import AggregationFactory
 from fedspan.federation.aggregation.plaintext import PlaintextAggregation
 
-__all__ = ["build_aggregation"]
-
 
 def build_aggregation(config: RunConfig, clip: float | None = None) -> AggregationFactory:
     """Return the aggregation that a config selects.

@@ -11,8 +11,6 @@ from fedspan.federation.settings import Arrivals, RoundSettings
 from fedspan.logs import read_lines
 from fedspan.runs.folder import RunFolder
 
-__all__ = ["read_arrivals", "require_same_arrivals"]
-
 
 def read_arrivals(federation: FederationConfig, settings: RoundSettings) -> RoundSettings:
     """Return the settings of rounds with the arrivals of the run that the config repeats, if it repeats one.
@@ -43,11 +41,7 @@ def _parse_row(row: dict[str, Any]) -> tuple[tuple[str, int], ...]:
 
 
 def require_same_arrivals(run_folder: RunFolder, arrivals: Arrivals) -> None:
-    """Store the arrivals that a run repeats, or compare them with those with which it began.
-
-    Raises:
-        FedspanError: If the run began with others.
-    """
+    """Store the arrivals that a run repeats, or compare them with those with which it began."""
     rounds = [[list(arrival) for arrival in row] for row in arrivals]
     if not run_folder.arrivals.exists():
         run_folder.write_json(run_folder.arrivals, rounds)

@@ -19,19 +19,17 @@ from fedspan.federation.federation import Federation
 from fedspan.federation.progress import ClientData, Progress
 from fedspan.files import convert_disk_errors, remove
 from fedspan.runs import checkpoint as checkpoints
-from fedspan.runs.callbacks import Listener, compute_final_scores
+from fedspan.runs.callbacks import Listener
 from fedspan.runs.checkpoint_format import Checkpoint
 from fedspan.runs.checkpoint_format import load as load_checkpoint
 from fedspan.runs.engine_setup import keep_stacking_plan, make_engine
+from fedspan.runs.final_rounds import finish_training
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.head_setup import begin, begin_locally, compute_baseline_head, find_new_head
 from fedspan.runs.learning_rate import load_or_choose, read_range_test, run_range_test, set_rate
-from fedspan.runs.predictions import record_items
 from fedspan.runs.selection import Selection, has_stalled
 from fedspan.runs.setup import Prepared
 from fedspan.transports.in_process import simulate
-
-__all__ = ["BASELINES", "build_local_only", "build_pooled", "train_baseline"]
 
 
 def build_pooled(prepared: Prepared) -> Prepared:
@@ -107,8 +105,8 @@ def _build_evaluator(federation: Federation, config: RunConfig) -> Evaluator:
     return Evaluator(federation, config.evaluation.batch_size, config.evaluation.clients)
 
 
-BASELINES = {"local": build_local_only, "centralized": build_pooled}
-_BEGINNINGS = {"local": begin_locally, "centralized": begin}
+BASELINES = {"local-only": build_local_only, "centralized": build_pooled}
+_BEGINNINGS = {"local-only": begin_locally, "centralized": begin}
 
 
 def train_baseline(prepared: Prepared, name: str, listener: Listener, folder: Path) -> dict[str, Any]:
@@ -118,7 +116,7 @@ def train_baseline(prepared: Prepared, name: str, listener: Listener, folder: Pa
 
     Args:
         prepared: The run of the federation.
-        name: ``local`` or ``centralized``.
+        name: ``local-only`` or ``centralized``.
         listener: Listener that receives an event after every epoch.
         folder: The baseline's own folder, inside a run whose lock this process holds.
 
@@ -175,8 +173,7 @@ def train_baseline(prepared: Prepared, name: str, listener: Listener, folder: Pa
     best = selection.best
     if best is not None and best.round != progress.state.round:
         progress = load_checkpoint(run_folder.best).progress
-    with record_items(variant, run_folder, "result") as record:
-        final = compute_final_scores(variant, progress, record)
+    _, final = finish_training(variant, progress, selection, run_folder, lambda _: None)
     report: dict[str, Any] = {"best_round": progress.state.round, **dataclasses.asdict(final)}
     if tested.is_file():
         report["learning_rate"] = read_range_test(tested)

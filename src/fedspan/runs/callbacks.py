@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from fedspan.federation.progress import Progress
     from fedspan.runs.setup import Prepared
 
-__all__ = ["FinalScores", "Listener", "Listeners", "compute_final_scores", "sample_predictions"]
-
 
 class Listener:
     """Receives the events of a run; every method does nothing by default."""

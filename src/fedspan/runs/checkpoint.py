@@ -29,20 +29,6 @@ from fedspan.runs.checkpoint_format import Checkpoint, load, pack, read_index, r
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.selection import Selection
 
-__all__ = [
-    "load_latest",
-    "prune",
-    "read_last_saved_round",
-    "read_newest_index",
-    "read_selection",
-    "resume",
-    "save",
-    "select_checkpoint",
-    "store_clients",
-    "truncate_logs",
-]
-
-
 _FOLDER = re.compile(r"round-(\d{5,})$")
 
 
@@ -89,9 +75,6 @@ def select_checkpoint(run: RunFolder, round: int | str) -> Path:
     Args:
         run: The run folder.
         round: ``best`` (without one, the last), ``last``, or a number.
-
-    Raises:
-        FedspanError: If there is no such checkpoint.
     """
     folders = _list_rounds(run)
     if not folders:
@@ -106,11 +89,7 @@ def select_checkpoint(run: RunFolder, round: int | str) -> Path:
 
 
 def read_newest_index(run: RunFolder) -> dict[str, Any] | None:
-    """Read the index of a run's newest checkpoint, while any process may work on the run; None: there is none.
-
-    Raises:
-        FedspanError: As ``read_index``.
-    """
+    """Read the index of a run's newest checkpoint, while any process may work on the run; None: there is none."""
     while rounds := _list_rounds(run):
         newest = rounds[max(rounds)]
         try:
@@ -130,7 +109,6 @@ def store_clients(run: RunFolder, progress: Progress) -> Progress:
 
     Raises:
         FedspanError: If the disk is full or refuses to write; nothing of the round is left then.
-        ValueError: If a tensor cannot be stored.
     """
     return replace(progress, states=StateFolder(run.clients).store_round(progress.state.round, progress.states))
 
@@ -285,7 +263,6 @@ def prune(run: RunFolder, keep: int = 2) -> None:
 
     Raises:
         FedspanError: If the newest checkpoint is damaged (nothing is deleted then), or the disk cannot be written.
-        ValueError: If ``keep`` is below 1.
     """
     if keep < 1:
         raise ValueError(f"keep at least 1 checkpoint, not {keep}")

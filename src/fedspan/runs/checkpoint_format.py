@@ -23,8 +23,6 @@ from fedspan.logs import Position
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.selection import Selection
 
-__all__ = ["Checkpoint", "load", "pack", "read_index", "read_positions", "read_versions"]
-
 FORMAT = 7
 """Version of checkpoint.json."""
 

@@ -13,8 +13,6 @@ from fedspan.core.method import RegisteredMethod, compute_scaling
 from fedspan.core.tensors import create_generator
 from fedspan.errors import FedspanError, suggest_nearest
 
-__all__ = ["compute_client_ranks", "compute_client_scaling"]
-
 
 def compute_client_ranks(config: RunConfig, method: RegisteredMethod, ids: Sequence[str]) -> dict[str, int]:
     """Determine the rank of every client.

@@ -25,8 +25,6 @@ from fedspan.transports.in_process import InProcess
 if TYPE_CHECKING:
     from fedspan.transports.ray.team import Resources, Team
 
-__all__ = ["WorkerKit", "build_host", "connect_workers", "get_resources", "simulate_on_cluster"]
-
 
 @dataclass(frozen=True)
 class WorkerKit:
@@ -91,9 +89,6 @@ def connect_workers(
         team: The workers.
         key: Secret key of the noise, if it has one.
         build: Builds the host of a worker.
-
-    Raises:
-        FedspanError: If a worker does not start.
     """
     from fedspan.transports.ray.predictor import ClusterPredictor
     from fedspan.transports.ray.transport import ClusterTransport

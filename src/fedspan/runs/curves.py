@@ -12,8 +12,6 @@ from fedspan.logs import read_lines
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.ledger import Totals, read_totals
 
-__all__ = ["Point", "compute_sent_bytes", "compute_target", "find_target_round", "get_score", "read_curve"]
-
 SHARE = 0.9
 """Target score, as a share of the distance from the worst first score to the best score."""
 
@@ -61,12 +59,7 @@ def get_score(scores: Mapping[str, Any], metric: str) -> float | None:
 
 
 def compute_sent_bytes(totals: Totals, rounds: int) -> list[int]:
-    """Return the cumulative bytes of the training messages, both directions, at the start and after each of the rounds.
-
-    Args:
-        totals: Totals of a ledger.
-        rounds: Number of rounds.
-    """
+    """Return the cumulative bytes of the training messages, both directions, at the start and after each round."""
     each = (
         totals.count_round("down", round).bytes + totals.count_round("up", round).bytes
         for round in range(1, rounds + 1)
@@ -79,10 +72,6 @@ def compute_target(curves: Sequence[Sequence[Point]], higher: bool) -> float | N
 
     The best score that all runs reach is no useful target: if one run learns nothing, it is the score of an untrained
     model, and every run reaches it at once.
-
-    Args:
-        curves: Curves of the runs.
-        higher: Whether a higher score is better.
 
     Returns:
         The target score; None if a run has no score at all.

@@ -9,8 +9,6 @@ import torch
 
 from fedspan.errors import FedspanError
 
-__all__ = ["choose_device", "set_algorithms"]
-
 _FILLING: Any = torch.utils.deterministic
 _restricts_torch = False  # whether the last run of this process has restricted torch
 

@@ -16,8 +16,6 @@ from fedspan.runs.privacy_budget import load_noise_key
 from fedspan.runs.results import is_run, read_partition
 from fedspan.runs.setup import prepare
 
-__all__ = ["diagnose"]
-
 
 def diagnose(
     run_folder: str | Path,

@@ -19,8 +19,6 @@ from fedspan.training.loop import LoopEngine
 from fedspan.training.stacking import StackingPlan, StackingRequest
 from fedspan.training.stages import Stages
 
-__all__ = ["describe_refusal", "keep_stacking_plan", "make_engine", "without_stacking_plan"]
-
 
 def make_engine(
     config: RunConfig,
@@ -78,9 +76,6 @@ def keep_stacking_plan(run_folder: RunFolder, engine: Engine) -> None:
 
     The bits of a run's results depend on the number of stacked clients. Numbers that the config asks for replace those
     of the plan, as after an error for too little memory.
-
-    Raises:
-        FedspanError: If the file cannot be read.
     """
     if not isinstance(engine, BatchedEngine):
         return

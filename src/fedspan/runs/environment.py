@@ -15,8 +15,6 @@ from fedspan.config import RunConfig
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.integrity import DIRECTORY
 
-__all__ = ["extend_command", "is_command", "is_same_environment", "mark_changed", "record_environment"]
-
 _PACKAGES = ("transformers", "peft", "safetensors", "datasets", "flwr")
 
 
@@ -106,9 +104,6 @@ def is_same_environment(folder: RunFolder, config: RunConfig) -> bool:
     """Check whether a run had the current versions, a machine like this one, and the threads of this config.
 
     A run that went on with other settings than it began with (``mark_changed``) had several.
-
-    Raises:
-        FedspanError: If its environment.json cannot be read.
     """
     recorded = folder.read_json(folder.environment)
     if isinstance(recorded, dict) and "changed" in recorded:

@@ -78,9 +78,18 @@ def evaluate(
         The task's metrics, the number of ``examples`` and, if ``data.invalid=skip`` left any out, of ``skipped`` rows.
 
     Raises:
-        FedspanError: If `load_served` raises it, a file of the run is not what it wrote, there is no test set, or the
-            data do not fit the model.
+        FedspanError: If `load_served` raises it, a file of the run is not what it wrote, there is no test set, the
+            data do not fit the model, or an option describes data that are not given.
     """
+    columns = {"text": text, "image": image, "label": label, "text_pair": text_pair, "answer": answer}
+    if data is None:
+        described = {**columns, "roles": roles or None, "overrides": [*overrides] or None}
+        for name, value in described.items():
+            if value is not None:
+                problem = "it describes the columns of `data`, and no data are given"
+                raise FedspanError(name, str(value), "data with this column", problem=problem)
+    elif run_data is not None:
+        raise FedspanError("run_data", None, problem="`data` are given, too, and only one test set is measured")
     if is_run(folder):
         require_intact(RunFolder(folder))  # the config names the test set and its columns
     served_from = find_adapter_folder(folder, client)  # cheap mistakes before slow loading
@@ -89,7 +98,6 @@ def evaluate(
     if generate and require_packages is not None:
         require_packages()
     if data is not None:
-        columns = {"text": text, "image": image, "label": label, "text_pair": text_pair, "answer": answer}
         source = None if isinstance(data, str | Path) else _load_examples(data)
         rows, skipped = _load_labeled(
             build_file_config(
@@ -142,11 +150,6 @@ def _change_columns(
 
 def build_file_config(data: str | Path, task_settings: TaskSettings, columns: Mapping[str, Any]) -> DataConfig:
     """Return the section ``data`` that reads a file for a trained model.
-
-    Args:
-        data: The file.
-        task_settings: The settings of the model's task.
-        columns: Options that describe the file's columns.
 
     Raises:
         FedspanError: If the options do not fit together.

@@ -32,8 +32,6 @@ from fedspan.runs.task_setup import parse_task_settings, read_notes
 from fedspan.runs.trained_models import write_adapters
 from fedspan.tasks.registry import get_task
 
-__all__ = ["Form", "export"]
-
 Form = Literal["adapter", "merged"]
 
 
@@ -125,7 +123,7 @@ def _find_source(
     if run_files.report.is_file():
         report = read_report(folder)
         is_available = client is None or "global" in report.adapters or client in report.adapters
-        if is_available and round in ("best", report.best_round):
+        if is_available and (round == "best" or (round == report.best_round and not report.final_rounds)):
             return find_adapter_folder(folder, client)
     checkpoint, config = load_checkpoint(checkpoints.select_checkpoint(run_files, round)), read_resolved_config(folder)
     passed = collect_objects(config, "fedspan.export", *objects)

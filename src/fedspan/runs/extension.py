@@ -22,8 +22,6 @@ from fedspan.runs.integrity import format_config, is_resource, list_differences
 from fedspan.runs.planned_rounds import ROUNDS_FIELD, require_independent_rounds
 from fedspan.runs.selection import has_stalled
 
-__all__ = ["extend", "has_effect", "list_overrides", "require_extensible"]
-
 _ROUNDS, _PATIENCE = ROUNDS_FIELD, "federation.early_stopping"
 
 
@@ -43,7 +41,7 @@ def require_extensible(run_folder: RunFolder, stored: RunConfig, changed: RunCon
         if field not in (_ROUNDS, _PATIENCE) and not is_resource(field, before, after):
             problem = (
                 f"the config with which this run began has {before!r}, and only {_ROUNDS}, deadlines, cluster and "
-                "engine, but not to or from flower-sim, can change in a run. Start a new run in another folder"
+                "engine can change in a run. Start a new run in another folder"
             )
             raise FedspanError(field, after, problem=problem)
     if not _changes_length(changes):

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any, cast
 if TYPE_CHECKING:
     from fedspan.federation.progress import Failure
 
-__all__ = ["count_failures"]
-
 
 def count_failures(
     rows: Iterable[Mapping[str, object]], last: int = 0, more: Iterable[Failure] = ()

@@ -8,21 +8,18 @@ from fedspan.federation.progress import Progress
 from fedspan.files import convert_disk_errors, fsync_tree, remove
 from fedspan.logs import read_lines
 from fedspan.runs.baselines import train_baseline
-from fedspan.runs.callbacks import compute_final_scores, sample_predictions
+from fedspan.runs.callbacks import sample_predictions
 from fedspan.runs.checkpoint_format import load as load_checkpoint
-from fedspan.runs.divergence import find_divergence
 from fedspan.runs.failures import count_failures
+from fedspan.runs.final_rounds import finish_training
 from fedspan.runs.integrity import describe_config
 from fedspan.runs.learning_rate import read_range_test
-from fedspan.runs.model_card import RunReport, write_cards
-from fedspan.runs.predictions import record_items
+from fedspan.runs.model_card import RunReport, format_final_rounds, write_cards
 from fedspan.runs.records import compute_result_digests
+from fedspan.runs.report_warnings import find_divergence, find_limited
 from fedspan.runs.session import Session
-from fedspan.runs.suspects import find_limited
 from fedspan.runs.trained_models import write_adapters
 from fedspan.tasks.bounded_losses import compute_guess_loss
-
-__all__ = ["finish"]
 
 _START = ("head_init", "simulated", "reason", "validation", "clients", "test")
 """Parts of the line of a start in metrics.jsonl that a report has."""
@@ -39,8 +36,16 @@ def finish(session: Session, progress: Progress) -> RunReport:
     best = session.selection.best
     if best is not None and best.round != progress.state.round:
         best_round, progress = best.round, load_checkpoint(run_folder.best).progress
-    with record_items(prepared, run_folder, "result") as record:
-        final = compute_final_scores(prepared, progress, record)
+    progress, final = finish_training(
+        prepared,
+        progress,
+        session.selection,
+        run_folder,
+        lambda result: session.record(result.progress.state.round + last_round - best_round, result.transfers),
+    )
+    final_rounds = progress.state.round - best_round
+    if final_rounds:
+        session.listener.on_note(f"{format_final_rounds(final_rounds)}, ran after round {best_round}")
     with convert_disk_errors(run_folder.path), prepared.engine.stages.stage("export"):
         remove(run_folder.adapter)  # of a run before it was extended
         adapters = write_adapters(prepared, progress, run_folder, prepared.evaluator.get_ids(progress))
@@ -61,6 +66,7 @@ def finish(session: Session, progress: Progress) -> RunReport:
         metric=prepared.task.metric,
         rounds=last_round,
         best_round=best_round,
+        final_rounds=final_rounds,
         scores=final.scores,
         by_client=final.by_client,
         bytes={"down": totals.run("down").bytes, "up": totals.run("up").bytes},

@@ -11,7 +11,7 @@
     arrivals.json        the arrivals that asynchronous rounds repeat
     base.json            the digest of the frozen weights of clients' own trainers
     privacy.json         privacy cost of the current round, written before its orders are sent
-    participants.json    the nodes of each round, where nodes may join late
+    participants.json    the nodes of a run over Flower, or of each round where nodes may join late
     noise.key            the key of secret noise, readable by its owner only
     metrics.jsonl        one line per round, each chained to those before it
     ledger.jsonl         one line per message, likewise
@@ -21,8 +21,7 @@
     best/                the best round's checkpoint
     predictions/         the predicted classes of the held-out examples: start and result
     adapter/             the exported adapter; one folder for each client where models are personal
-    nodes/               the clients' own stores on Flower's simulation engine
-    baselines/           local/, centralized/: their checkpoints while they train, then a report.json each; engine.json
+    baselines/           one folder each: its checkpoints while it trains, then a report.json; engine.json
     report.json          the summary, once the run is finished; names the config, inputs, logs and exported files
     run.lock             held while a process works on the run; names that process
 
@@ -51,9 +50,6 @@ from fedspan.files import (
     write_atomic,
 )
 from fedspan.processes import acquire_lock
-
-__all__ = ["CARD", "RunFolder", "describe_missing_run", "suggest_folder"]
-
 
 CARD = "README.md"
 """File name of the model card beside an exported model."""

@@ -1,13 +1,15 @@
-"""Numbers, times and names as runs show them."""
+"""Numbers, times and texts as runs show them."""
 
 from __future__ import annotations
 
-__all__ = ["format_duration", "format_number", "format_runs", "get_title", "shorten"]
+from fedspan.tasks.metrics import METRICS
 
 
 def format_number(value: float | None) -> str:
-    """Format a loss with four decimals, or four digits if it is large; a dash if it is not a number."""
-    return "-" if value is None else f"{value:.4f}" if abs(value) < 1000 else f"{value:.3g}"
+    """Format a loss with four decimals, or three digits if it is large or would have fewer; a dash if there is none."""
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if 1e-3 <= abs(value) < 1000 or not value else f"{value:.3g}"
 
 
 def format_duration(seconds: float) -> str:
@@ -28,6 +30,19 @@ def shorten(text: str, width: int) -> str:
     return text if len(text) <= width else text[: max(0, width - 1)] + "…"
 
 
-def get_title(name: str) -> str:
-    """Return the title of a baseline."""
-    return {"local": "local only", "centralized": "centralized"}.get(name, name)
+def format_score(metric: str, value: float | None) -> str:
+    """Format a metric's value: shares in percent, all else as a number; a dash for an unmeasured value."""
+    if value is not None and METRICS[metric].is_percentage:
+        return f"{100 * value:.1f}%"
+    return format_number(value)
+
+
+def format_size(count: float) -> str:
+    """Format bytes in decimal units: 3 412 345 as 3.4 MB."""
+    if count < 1000:
+        return f"{count:.0f} B"
+    for unit in ("kB", "MB", "GB"):
+        count /= 1000
+        if count < 999.5:
+            return f"{count:.{0 if count >= 99.95 else 1}f} {unit}"
+    return f"{count / 1000:.1f} TB"

@@ -10,8 +10,6 @@ from fedspan.errors import FedspanError, build_install_command, suggest_nearest
 from fedspan.runs.load import load_served
 from fedspan.tasks.registry import get_task
 
-__all__ = ["harness"]
-
 _RESAMPLES = 1000
 """Number of bootstrap resamples, for the standard errors of metrics without a formula."""
 

@@ -23,16 +23,6 @@ from fedspan.runs.model_setup import RunModel
 from fedspan.tasks.losses import get_logits
 from fedspan.wrappers.head_rounds import HeadRounds, NewHead
 
-__all__ = [
-    "STATISTICS_CLIP",
-    "begin",
-    "begin_at_random",
-    "begin_locally",
-    "build_head_start",
-    "compute_baseline_head",
-    "find_new_head",
-]
-
 STATISTICS_CLIP = 2.0
 """Norm to which a client's statistics are clipped in a secure sum; with features of norm 1 it is 3 ** 0.5 at most."""
 _AS_PASSED = (

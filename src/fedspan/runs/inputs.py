@@ -6,8 +6,9 @@ import csv
 import io
 import json
 import os
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,11 @@ def read_inputs(
     Raises:
         FedspanError: If the file cannot be read, or it lacks a column or a value.
     """
-    has_lines = file is not None and not _is_table(file, text)
+    if str(file) == "-" and (text is not None or text_pair is not None):
+        raise FedspanError(
+            "--file", "-", "a table, whose columns have names", problem="standard input is read as lines"
+        )
+    has_lines = file is not None and not _is_table(file, text or text_pair)
     lines = [*texts, *(_read_lines(file) if has_lines and file is not None else ())]
     adapter = find_adapter_folder(folder, client)
     task_settings = parse_task_settings(adapter, read_notes(adapter))
@@ -87,15 +92,16 @@ def read_inputs(
     return Inputs([*values, *table.values], [*({"text": line} for line in lines), *table.rows])
 
 
-def _is_table(file: Path, text: str | None) -> bool:
+def _is_table(file: Path, column: str | None) -> bool:
     name = file.name.lower()
-    return text is not None or (name.endswith(SUFFIXES) and not name.endswith(_LINES)) or os.path.isdir(file)
+    return column is not None or (name.endswith(SUFFIXES) and not name.endswith(_LINES)) or os.path.isdir(file)
 
 
 def _read_lines(file: Path) -> list[str]:
     try:
         content = sys.stdin.buffer.read() if str(file) == "-" else read_beginning(file, None)[0]
-        lines = [line for line in decode(content)[0].splitlines() if line.strip()]
+        # str.splitlines also breaks lines at characters within a text, such as U+2028.
+        lines = [line for line in re.split(r"\r\n|\r|\n", decode(content)[0]) if line.strip()]
     except (OSError, ValueError) as error:
         raise FedspanError("--file", str(file), f"a readable text file ({error})") from None
     if not lines:
@@ -181,12 +187,14 @@ def require_new_table(path: Path) -> None:
     """Check that predictions can be written to a file.
 
     Raises:
-        FedspanError: If it exists, or is no table.
+        FedspanError: If it exists, is no table, or its folder does not exist.
     """
     if not path.name.lower().endswith(_TABLES):
         raise FedspanError("--out", str(path), f"a file that ends in {', '.join(_TABLES)}")
     if path.exists():
         raise FedspanError("--out", str(path), "a file that does not exist yet")
+    if not path.parent.is_dir():
+        raise FedspanError("--out", str(path), "a file in a folder that exists")
 
 
 def write_predictions(
@@ -199,14 +207,11 @@ def write_predictions(
         rows: Columns of each input.
         predictions: Columns of each prediction; one that an input has already is called ``predicted_...``.
         cells: The same as texts, for csv and tsv, in which texts that a spreadsheet would run begin with an apostrophe.
-
-    Raises:
-        FedspanError: If the file cannot be written.
     """
     is_json, taken = path.name.lower().endswith(".jsonl"), {name for row in rows for name in row}
     full: list[dict[str, Any]] = []
     for row, prediction, texts in zip(rows, predictions, cells, strict=True):
-        names = [f"predicted_{name}" if name in taken else name for name in prediction]
+        names = [_name_column(name, taken) for name in prediction]
         full.append({**row, **dict(zip(names, prediction.values() if is_json else texts, strict=True))})
     if is_json:
         content = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in full)
@@ -219,6 +224,12 @@ def write_predictions(
         content = buffer.getvalue()
     with convert_disk_errors(path.parent, "choose another file", "--out"):
         write_atomic(path, content.encode())
+
+
+def _name_column(name: str, taken: Collection[str]) -> str:
+    while name in taken:
+        name = f"predicted_{name}"
+    return name
 
 
 def _format(value: Any) -> str:

@@ -28,23 +28,6 @@ from fedspan.runs.folder import RunFolder
 from fedspan.runs.planned_rounds import ROUNDS_FIELD, require_independent_rounds
 from fedspan.runs.records import read_records, require_same_files
 
-__all__ = [
-    "DIRECTORY",
-    "RESOLVED",
-    "anchor_paths",
-    "compute_input_digests",
-    "describe_config",
-    "format_config",
-    "is_resource",
-    "list_differences",
-    "read_config",
-    "read_resolved_config",
-    "require_intact",
-    "require_same_base",
-    "require_same_run",
-    "resolve_config",
-]
-
 RESOLVED = ("pooling", "pooling_normalize")
 """Fields of ``model`` that are resolved once, at the start of a run; pooling.json holds them."""
 DIRECTORY = "directory"
@@ -100,11 +83,7 @@ def read_resolved_config(folder: str | Path) -> RunConfig:
 
 
 def resolve_config(run_folder: RunFolder, config: RunConfig) -> RunConfig:
-    """Return a run's config as it was at its start: the pooling, whatever a hub has now, and paths from its directory.
-
-    Raises:
-        FedspanError: If pooling.json was changed.
-    """
+    """Return a run's config as it was at its start: its pooling, whatever a hub has now, and its paths."""
     if run_folder.environment.is_file():
         recorded = run_folder.read_json(run_folder.environment)
         directory = recorded.get(DIRECTORY) if isinstance(recorded, dict) else None
@@ -171,16 +150,8 @@ def list_differences(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any
 
 
 def is_resource(name: str, before: Any, after: Any) -> bool:
-    """Return whether a field may change when a run resumes, and has no effect on what is finished.
-
-    The engine flower-sim stores the clients' states in folders of nodes, where other engines do not look for them.
-
-    Args:
-        name: Path of the field.
-        before: Its value until now.
-        after: Its new value.
-    """
-    return _is_among(_RESOURCES, name) and not (name == "engine.name" and "flower-sim" in (before, after))
+    """Return whether a field may change when a run resumes, and has no effect on what is finished."""
+    return _is_among(_RESOURCES, name)
 
 
 def _is_among(fields: set[str], name: str) -> bool:
@@ -209,10 +180,7 @@ def _require_same_config(run_folder: RunFolder, config: RunConfig, stored_text: 
             require_independent_rounds(checkpoints.read_last_saved_round(run_folder), stored, config)
         elif not _is_changeable(run_folder, name, before, after):
             problem = f"it is {after!r} now, and the run began with {before!r}"
-            expected = (
-                f"{before!r} again, or another folder (only paths, deadlines, cluster and engine, but not to or from "
-                "flower-sim, may change)"
-            )
+            expected = f"{before!r} again, or another folder (only paths, deadlines, cluster and engine may change)"
             raise FedspanError(f"{run_folder.config}, {name}", after, expected, problem=problem)
 
 

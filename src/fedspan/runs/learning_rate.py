@@ -25,8 +25,6 @@ from fedspan.training.batched import BatchedEngine
 from fedspan.training.jobs import TrainingSettings
 from fedspan.transports.in_process import simulate
 
-__all__ = ["RangeTest", "choose_rate", "load_or_choose", "read_range_test", "run_range_test", "set_rate"]
-
 EXPONENTS = (-2, -1, 0, 1, 2)
 """Exponents of the square root of 10 in the candidates."""
 ROUNDS, STEPS = 2, 8
@@ -60,9 +58,6 @@ def choose_rate(start: float, losses: tuple[tuple[float, float], ...]) -> float:
     Args:
         start: Loss before training.
         losses: Loss by candidate rate, in ascending order of the rates.
-
-    Raises:
-        FedspanError: If training diverged with every candidate.
     """
     lowest = min(loss for _, loss in losses)
     if not math.isfinite(lowest):
@@ -78,9 +73,6 @@ def run_range_test(prepared: Prepared, default: float) -> RangeTest:
     Args:
         prepared: The run, or a baseline of it.
         default: The rate in the middle of the candidates.
-
-    Raises:
-        FedspanError: If training diverged with every candidate.
     """
     federation, settings = prepared.federation, prepared.federation.training
     steps = STEPS if settings.steps is None else min(STEPS, settings.steps)
@@ -120,11 +112,7 @@ def _test_rates(prepared: Prepared, trial: Federation, short: TrainingSettings, 
 
 
 def read_range_test(path: Path) -> Mapping[str, Any]:
-    """Read the stored result of a range test; empty if there is none.
-
-    Raises:
-        FedspanError: If the file was changed.
-    """
+    """Read the stored result of a range test; empty if there is none."""
     if not path.is_file():
         return {}
     try:
@@ -139,10 +127,6 @@ def read_range_test(path: Path) -> Mapping[str, Any]:
 
 def load_or_choose(path: Path, find: Callable[[], RangeTest]) -> float:
     """Return the rate that is stored in a file, or run a range test and store its result.
-
-    Args:
-        path: The file.
-        find: Runs the range test.
 
     Raises:
         FedspanError: If the file was changed, or the range test finds no rate.

@@ -14,8 +14,6 @@ from fedspan.errors import FedspanError
 from fedspan.federation.progress import Direction, Purpose
 from fedspan.logs import JsonLines, Position, read_lines
 
-__all__ = ["Ledger", "Totals", "TrafficCount", "read_totals"]
-
 
 @dataclass(frozen=True)
 class TrafficCount:

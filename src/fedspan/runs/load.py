@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 
     from fedspan.models.loading import Loaded, Processor
 
-__all__ = ["ADAPTER", "Served", "find_adapter_folder", "load_served", "predict"]
-
 ADAPTER = "adapter_config.json"
 _BATCH = 64
 
@@ -293,11 +291,7 @@ def _copy_attributes(model: PeftModel) -> PeftModel:
 
 
 def _load_output_layer(model: PooledClassifier, adapter_path: Path) -> None:
-    """Load the output layer beside an exported encoder or adapter.
-
-    Raises:
-        FedspanError: If it is missing or damaged.
-    """
+    """Load the output layer beside an exported encoder or adapter."""
     try:
         head = read_output_layer(adapter_path)
         if head is None:
@@ -381,11 +375,7 @@ def _build_rows(
 
 
 def _takes_pairs(task_settings: TaskSettings, inputs: Sequence[Any]) -> bool:
-    """Check that inputs have the form of the training data: all of them pairs of texts, or none.
-
-    Raises:
-        FedspanError: If not.
-    """
+    """Check that inputs have the form of the training data: all of them pairs of texts, or none."""
     columns = task_settings.columns
     is_known = "text" in columns or "text_pair" in columns
     takes_pairs = "text_pair" in columns if is_known else isinstance(inputs[0], tuple)

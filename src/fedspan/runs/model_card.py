@@ -29,8 +29,6 @@ from fedspan.tasks.settings import TaskSettings
 if TYPE_CHECKING:
     from fedspan.runs.setup import Prepared
 
-__all__ = ["STATISTICS_NOTE", "RunReport", "convert_card", "cut_card", "write_card", "write_cards"]
-
 STATISTICS_NOTE = "A deployment starts without statistics, unless its config asks for them and its nodes allow them."
 """What a user of a simulation has to know of a head that starts from statistics."""
 
@@ -45,9 +43,9 @@ class RunReport:
         metric: The metric that rounds were compared by.
         rounds: Number of rounds that were run.
         best_round: The round with the best validation score (the last one if none was selected); 0: the start.
-        scores: Scores of the best round's models: ``test`` (held-out set; mean over clients for personal methods),
-            ``clients`` (own test parts: mean, worst).
-        by_client: Metrics of the best round on each client's own test part.
+        scores: Scores of the exported models: ``test`` (held-out set; mean over clients for personal methods),
+            ``clients`` (own test parts: mean, worst); and ``validation``, of the best round.
+        by_client: Metrics of the exported models on each client's own test part.
         bytes: Serialized bytes of the training, ``down`` and ``up``.
         seconds: Wall-clock time of the rounds.
         baselines: Scores of local-only and centralized training, if requested.
@@ -65,10 +63,12 @@ class RunReport:
         start: Scores before the first round, if the head started from statistics: ``head_init`` (the kind), whether
             the clients were ``simulated``, and ``validation``, ``clients`` and ``test`` as in a line of metrics. If too
             few clients sent statistics: ``head_init`` (random) and the ``reason``.
-        by_value: Metrics of the best round, and the number of ``examples``, on the held-out examples of each value of
-            ``evaluation.by`` (mean over clients for personal methods); empty without it.
+        by_value: Metrics of the exported models, and the number of ``examples``, on the held-out examples of each value
+            of ``evaluation.by`` (mean over clients for personal methods); empty without it.
         selected: Whether validation scores selected ``best_round``. They do not without validation parts, or where too
             few nodes report them (``docs/robustness.md``).
+        final_rounds: Number of rounds after the best one that trained on all examples, those of the validation parts
+            included; the exported models are those after them.
     """
 
     method: str
@@ -91,6 +91,12 @@ class RunReport:
     start: Mapping[str, Any] = field(default_factory=dict)
     by_value: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     selected: bool = True
+    final_rounds: int = 0
+
+
+def format_final_rounds(count: int) -> str:
+    """Format a number of final rounds as ``2 final rounds on all examples, validation included``."""
+    return f"{count} final {'round' if count == 1 else 'rounds'} on all examples, validation included"
 
 
 def write_cards(prepared: Prepared, report: RunReport, run_folder: RunFolder) -> None:
@@ -204,7 +210,8 @@ def _describe_training(prepared: Prepared, report: RunReport) -> dict[str, str]:
         "Method": f"{config.method.title}, rank {' to '.join(map(str, dict.fromkeys((ranks[0], ranks[-1]))))}",
         "Clients": f"{len(sizes)}, {'all' if cohort is None else cohort} a round; partition: {description}",
         "Training examples of a client": f"{min(sizes)} to {max(sizes)}, median {statistics.median(sizes):g}",
-        "Rounds": f"{report.rounds}; this is round {report.best_round}",
+        "Rounds": f"{report.rounds}; this is round {report.best_round}"
+        + (f", and {format_final_rounds(report.final_rounds)}" if report.final_rounds else ""),
         "Bytes transmitted": f"{report.bytes['down']:,} down, {report.bytes['up']:,} up",
         "Seed": str(config.seed),
     }

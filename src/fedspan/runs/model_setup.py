@@ -41,29 +41,12 @@ if TYPE_CHECKING:
 
     from fedspan.models.loading import Loaded, Processor
 
-__all__ = [
-    "ModelObjects",
-    "RunModel",
-    "adapt_model",
-    "adopt_adapter",
-    "build_empty_model",
-    "build_model",
-    "get_pooling",
-    "list_unnamed_modules",
-    "require_saveable",
-    "require_size",
-    "resolve_pooling",
-]
-
 
 def require_saveable(processor: Processor | None) -> None:
     """Check that a processor can be exported with its model.
 
     Args:
         processor: The processor; None: there is none.
-
-    Raises:
-        FedspanError: If it has no ``save_pretrained``.
     """
     if processor is not None and not hasattr(processor, "save_pretrained"):
         expected = "a tokenizer or processor of Transformers, whose save_pretrained(folder) exports it with the model"
@@ -391,11 +374,6 @@ def _build_lora_config(config: RunConfig, modules_to_save: list[str], base: str 
 
 def adopt_adapter(config: RunConfig, adapted: AdaptedModel, labels: tuple[str, ...]) -> StartingAdapter:
     """Load the starting adapter into the model and return it; empty without one.
-
-    Args:
-        config: Config of the run.
-        adapted: The model.
-        labels: Labels of the data.
 
     Raises:
         FedspanError: If the adapter does not exist, does not match, or is not what the run that exported it wrote.

@@ -12,9 +12,6 @@ from fedspan.models.names import FROM_PYTHON
 from fedspan.runs.model_setup import ModelObjects
 from fedspan.runs.setup import Objects
 
-__all__ = ["collect_objects", "require_named_data", "require_named_model"]
-
-
 _PASSED = "the {} passed from Python: pass {} again as {}= of {} (the command line has no such option)"
 
 

@@ -36,8 +36,6 @@ from fedspan.training.trainers.processes import Processes, count_processes
 from fedspan.training.trainers.trainer_engine import Owner, TrainerEngine
 from fedspan.training.trainers.transformers import TransformersTrainer
 
-__all__ = ["TrainerRuns", "adopt_trainer", "adopt_trainers", "require_used"]
-
 log = logging.getLogger(__name__)
 
 _NAMED_CLIENTS = 5
@@ -91,9 +89,6 @@ def require_used(config: RunConfig, is_complete: bool = False) -> None:
     Args:
         config: Config of the run.
         is_complete: Whether the config names all defaults, as that in a run's folder does; they are accepted then.
-
-    Raises:
-        FedspanError: If it sets one.
     """
     for part, (reason, names) in _UNUSED.items():
         section = getattr(config, part) if part else config

@@ -6,8 +6,6 @@ from fedspan.config import RunConfig
 from fedspan.errors import FedspanError
 from fedspan.runs.learning_rate import ROUNDS
 
-__all__ = ["ROUNDS_FIELD", "require_independent_rounds"]
-
 ROUNDS_FIELD = "federation.rounds"
 
 
@@ -18,9 +16,6 @@ def require_independent_rounds(done: int, stored: RunConfig, changed: RunConfig)
         done: Number of finished rounds.
         stored: The config under which they ran.
         changed: The stored config with another number of rounds.
-
-    Raises:
-        FedspanError: If they do.
     """
     before, after, training = stored.federation.rounds, changed.federation.rounds, stored.training
     start_anew = f"Start a new run with {ROUNDS_FIELD}={after} in another folder"

@@ -1,12 +1,13 @@
 """The predicted classes of the held-out examples, which a run records for the intervals of its differences.
 
 ``predictions/start.safetensors`` and ``result.safetensors`` have ``targets``, (items,), and ``predicted``, (models,
-items), both int32: one model for all clients, or one for each. Their metadata have the names of the classes. A baseline
-has the latter file in its own folder.
+items), both int32: one model for all clients, or one for each. Their metadata have the names of the classes and the
+digest of the examples. A baseline has the latter file in its own folder.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -40,11 +41,13 @@ class Items:
         targets: The true classes, (items,).
         predicted: The predicted classes of each model, (models, items); the score is the mean over the models.
         labels: Names of the classes.
+        examples: SHA-256 of the examples and their true classes: equal classes alone may be those of other examples.
     """
 
     targets: np.ndarray
     predicted: np.ndarray
     labels: tuple[str, ...]
+    examples: str
 
     def compute_score(self, metric: str, rows: np.ndarray) -> float:
         """Compute the score of some items, which may be repeated."""
@@ -73,24 +76,26 @@ def record_items(prepared: Prepared, run_folder: RunFolder, name: str) -> Genera
     targets = get_labels(prepared.test, np.arange(len(prepared.test))).astype(np.int32)
     with convert_disk_errors(run_folder.path):
         run_folder.predictions.mkdir(parents=True, exist_ok=True)
-        metadata = {"labels": json.dumps(prepared.labels)}
+        identity = json.dumps([prepared.test_names, targets.tolist()])
+        metadata = {"labels": json.dumps(prepared.labels), "examples": hashlib.sha256(identity.encode()).hexdigest()}
         content = save({"targets": targets, "predicted": np.stack(predicted)}, metadata)
         write_atomic(run_folder.predictions / f"{name}.safetensors", content)
 
 
 def read_items(folder: str | Path, name: str = "result") -> Items | None:
-    """Read the predictions of a run, or of its baseline; None if there are none.
-
-    Raises:
-        FedspanError: If the file is damaged.
-    """
+    """Read the predictions of a run, or of its baseline; None if there are none."""
     path = RunFolder(folder).predictions / f"{name}.safetensors"
     if not path.is_file():
         return None
     try:
         with safe_open(path, framework="numpy") as file:
-            labels = tuple(json.loads(file.metadata()["labels"]))
-            items = Items(file.get_tensor("targets"), file.get_tensor("predicted"), labels)
+            metadata = file.metadata()
+            labels = json.loads(metadata["labels"])
+            items = Items(file.get_tensor("targets"), file.get_tensor("predicted"), tuple(labels), metadata["examples"])
+        if not isinstance(labels, list) or not all(isinstance(label, str) for label in labels):
+            raise ValueError("classes that are not a list of names")
+        if items.targets.dtype != np.int32 or items.predicted.dtype != np.int32:
+            raise ValueError("classes that are not int32")
         if items.predicted.ndim != 2 or items.targets.shape != items.predicted.shape[1:] or not items.predicted.size:
             raise ValueError("shapes that do not fit together")
         if any(values.min() < 0 or values.max() >= len(labels) for values in (items.targets, items.predicted)):

@@ -14,8 +14,6 @@ from fedspan.errors import FedspanError
 from fedspan.files import convert_disk_errors, from_json, fsync_folder, read_bytes, to_json, write_all, write_atomic
 from fedspan.training.accounting import Charge, Mechanism, PrivacySpend, require_opacus
 
-__all__ = ["Budget", "generate_key", "has_key", "load_noise_key", "store_noise_key"]
-
 _KEY = "noise.key"
 
 
@@ -148,11 +146,7 @@ class Budget:
         return {key: max(self._earlier.get(key, 0), totals.get(key, 0)) for key in {**self._earlier, **totals}}
 
     def require_first(self, charges: tuple[Charge, ...]) -> None:
-        """Check that the budget covers the first round.
-
-        Raises:
-            FedspanError: If it does not.
-        """
+        """Check that the budget covers the first round."""
         if not self.can_spend(charges) and self._spend is not None and self._config is not None:
             least = f"at least {self._spend.compute_worst(charges):.3g}, which one round costs with this noise"
             raise FedspanError("privacy.epsilon", self._config.epsilon, least)
@@ -196,11 +190,7 @@ def _list_charges(totals: _Totals) -> tuple[Charge, ...]:
 
 
 def _read_unfinished(path: Path, finished: int) -> _Totals:
-    """Read the cost of a round that was started but not finished; empty if the last one was finished.
-
-    Raises:
-        FedspanError: If the file is damaged.
-    """
+    """Read the cost of a round that was started but not finished; empty if the last one was finished."""
     if not path.is_file():
         return {}
     try:

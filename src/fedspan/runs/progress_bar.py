@@ -17,12 +17,10 @@ from rich.table import Table
 from rich.text import Text
 
 from fedspan.runs.callbacks import Listener
-from fedspan.runs.formatting import format_duration, format_number, get_title, shorten
+from fedspan.runs.formatting import format_duration, format_number, shorten
 from fedspan.runs.remaining_time import Effort, describe_stage
 from fedspan.runs.setup import Prepared
 from fedspan.training.stages import Stage
-
-__all__ = ["LiveBar", "ProgressBar", "has_bar"]
 
 _QUIET = 10.0
 _RARER = 20  # progress lines become less frequent: one per this fraction of the elapsed time
@@ -142,7 +140,7 @@ class ProgressBar(LiveBar, Listener):
         assert self._effort is not None
         self._effort.finish("closing" if self._baseline is None else self._baseline[0])
         self._baseline = (name, 0, rounds, 0.0)
-        self._now = f"for comparison, {get_title(name)}"
+        self._now = f"for comparison, {name}"
 
     def on_baseline_round(self, name: str, round: int, loss: float) -> None:
         assert self._baseline is not None
@@ -163,7 +161,7 @@ class ProgressBar(LiveBar, Listener):
         if stage is not None:
             now, bars = describe_stage(stage), self._prepared is not None and self.is_live
             if self._baseline is not None and not bars:
-                now = f"for comparison, {get_title(self._baseline[0])}: {now}"
+                now = f"for comparison, {self._baseline[0]}: {now}"
             if stage.total and stage.done < stage.total and not bars:
                 now += f", {stage.done} of {stage.total} {stage.unit}"
         left = None if self._effort is None else self._effort.estimate_left()
@@ -178,9 +176,7 @@ class ProgressBar(LiveBar, Listener):
         bars.add_column(no_wrap=True, overflow="ellipsis")
         if self._baseline is not None:
             name, round, rounds, loss = self._baseline
-            bars.add_row(
-                get_title(name), f"{round}/{rounds}", Bar(rounds, round), f"loss {format_number(loss)}" if round else ""
-            )
+            bars.add_row(name, f"{round}/{rounds}", Bar(rounds, round), f"loss {format_number(loss)}" if round else "")
         elif self.done < self.rounds:
             bars.add_row("round", f"{self.done + 1}/{self.rounds}", Bar(self.rounds, self.done), "")
         stage = self._stage

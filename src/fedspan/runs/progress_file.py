@@ -19,13 +19,10 @@ from typing import Any, Self
 from fedspan.errors import FedspanError
 from fedspan.files import build_temporary_path, remove, to_json
 from fedspan.runs.callbacks import Listener
-from fedspan.runs.formatting import get_title
 from fedspan.runs.remaining_time import describe_stage
 from fedspan.runs.setup import Prepared
 from fedspan.tasks.metrics import METRICS
 from fedspan.training.stages import Stage
-
-__all__ = ["INTERVAL", "ProgressFile"]
 
 INTERVAL = 0.5
 """Shortest time between two writes, in seconds."""
@@ -41,9 +38,6 @@ class ProgressFile(Listener):
     """Writes the progress of a run while it is entered as a context manager, which the owner of the run's lock does.
 
     The file is not flushed to the disk: after a power cut it may be missing, and nothing depends on it.
-
-    Args:
-        path: The file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -165,7 +159,7 @@ class ProgressFile(Listener):
         with self._lock:
             before = self._state.get("baseline") or {}
             total = before.get("rounds") if rounds is None else rounds
-            self._state["baseline"] = {"name": get_title(name), "round": round, "rounds": total}
+            self._state["baseline"] = {"name": name, "round": round, "rounds": total}
             self._request_write()
 
     def _set_round(self, values: Mapping[str, Any]) -> None:

@@ -16,15 +16,6 @@ from fedspan.logs import Position
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.folder import CARD, RunFolder
 
-__all__ = [
-    "RECORDS",
-    "Records",
-    "compute_result_digests",
-    "read_records",
-    "require_intact_model",
-    "require_same_files",
-]
-
 RECORDS = ("config", "files", "logs")
 """Fields of report.json that ``RunReport`` lacks: the run's files are compared with them."""
 
@@ -45,11 +36,7 @@ class Records:
 
 
 def read_records(run_folder: RunFolder) -> Records:
-    """Read what a finished run's report names.
-
-    Raises:
-        FedspanError: If report.json was changed.
-    """
+    """Read what a finished run's report names."""
     content = run_folder.read_sealed(run_folder.report)
     try:
         positions = {str(name): Position(int(length), str(head)) for name, (length, head) in content["logs"].items()}

@@ -11,8 +11,6 @@ from rich.progress import Progress
 from fedspan.runs.setup import Prepared
 from fedspan.training.stages import Stage, StageName
 
-__all__ = ["STAGES", "Effort", "describe_stage", "get_unrepeated_name"]
-
 _TRAINING = 3.0  # cost of a forward and a backward pass, in forward passes
 
 _ONCE: tuple[StageName, ...] = ("hidden states", "reference", "statistics", "stacking", "learning rate")
@@ -133,7 +131,7 @@ class Effort:
             self._count(self._floor + part.training + done)
 
     def finish(self, key: str) -> None:
-        """Count a part as finished: ``round 3``, ``closing``, ``local 3``, ``local``; skipped ones are no work."""
+        """Count a part as finished (``round 3``, ``closing``, ``local-only``); skipped ones are no work."""
         if all(part.key != key for part in self._parts[self._at :]):
             return  # an estimate ends no run
         while self._parts[self._at].key != key:
@@ -193,9 +191,10 @@ def _list_parts(prepared: Prepared, done: int) -> list[_Part]:
         )
         for n in range(done + 1, rounds + 1)
     ]
-    parts.append(_Part("closing", 0.0, examples + heldout * (len(measured) if personal else 1)))
+    final = config.federation.final_rounds * count_training_work(federation.draw_cohort(0))
+    parts.append(_Part("closing", final, examples + heldout * (len(measured) if personal else 1)))
     epoch = count_training_work(clients) if config.baselines else 0.0
     for name in config.baselines:
         parts += [_Part(f"{name} {n}", epoch, examples) for n in range(1, rounds + 1)]
-        parts.append(_Part(name, 0.0, examples + heldout * (len(measured) if name == "local" else 1)))
+        parts.append(_Part(name, 0.0, examples + heldout * (len(measured) if name == "local-only" else 1)))
     return parts

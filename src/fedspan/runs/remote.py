@@ -1,10 +1,10 @@
-"""Runs with remote clients: the server's half, the clients' half as a service, and Flower's simulation."""
+"""Runs with remote clients: the server's half, the clients' half as a service."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,6 @@ from fedspan.runs.engine_setup import make_engine
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.head_setup import build_head_start, find_new_head
 from fedspan.runs.integrity import read_resolved_config
-from fedspan.runs.model_card import RunReport
 from fedspan.runs.model_setup import build_model
 from fedspan.runs.privacy_budget import load_noise_key
 from fedspan.runs.setup import Prepared, prepare
@@ -47,18 +46,6 @@ from fedspan.transports.in_process import simulate
 
 if TYPE_CHECKING:
     from fedspan.clients.secagg import SecureClient
-
-
-__all__ = [
-    "build_method",
-    "build_server_clients",
-    "connect",
-    "get_nodes_folder",
-    "prepare_server",
-    "reply_as",
-    "secure_client",
-    "simulate_with_flower",
-]
 
 
 def get_nodes_folder(run: Path) -> Path:
@@ -208,9 +195,6 @@ def secure_client(
         folder: Folder of the client's last session of the run.
         sums: Folder of the sums of all runs of the client; None: those of this run alone count.
         owner: What the client's owner requires: the limits, ``identity``, ``known`` and ``check`` of ``SecureClient``.
-
-    Raises:
-        FedspanError: If the libraries are not installed.
     """
     if config.federation.secure is None:
         return None
@@ -222,13 +206,7 @@ def secure_client(
 
 
 def reply_as(run: str, threads: int, envelope: Envelope) -> Envelope:
-    """Reply as a client of a simulated run; a process loads model and data on its first request and caches them.
-
-    Args:
-        run: Folder of the run.
-        threads: Number of threads of this process.
-        envelope: The server's order.
-    """
+    """Reply as a client of a simulated run; a process loads model and data on its first request and caches them."""
     order = decode_request(envelope)
     try:
         host = _load_host(run)
@@ -256,28 +234,4 @@ def _load_host(run: str) -> Host:
         DiskClientStore(folder),
         config.evaluation.batch_size,
         secure=secure,
-    )
-
-
-def simulate_with_flower(
-    run_folder: RunFolder, prepared: Prepared, run_rounds: Callable[[Prepared], RunReport]
-) -> RunReport:
-    """Run a federation with its clients in the processes of Flower's simulation engine (``runs.start.HostRun``).
-
-    Raises:
-        FedspanError: If nodes do not start; also any error that ``run_rounds`` raises.
-    """
-    from fedspan.transports.flower.simulation import simulate
-
-    threads = torch.get_num_threads()
-    actors = min(prepared.config.engine.workers or threads, len(prepared.federation.clients))
-    cuda = prepared.engine.adapted.device.type == "cuda"
-    answer = partial(reply_as, str(run_folder.path.resolve()), max(1, threads // actors))
-
-    def run_server(transport: Transport) -> RunReport:
-        rules = prepared.config.federation.build_reply_rules()
-        return run_rounds(connect(prepared, transport, rules, nodes=get_nodes_folder(run_folder.path)))
-
-    return simulate(
-        list(prepared.federation.clients), answer, run_server, actors=actors, gpus=1 / actors if cuda else 0.0
     )

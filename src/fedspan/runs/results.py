@@ -13,8 +13,6 @@ from fedspan.runs.folder import RunFolder, describe_missing_run
 from fedspan.runs.model_card import RunReport
 from fedspan.runs.records import RECORDS
 
-__all__ = ["is_run", "read_partition", "read_report", "require_client"]
-
 
 def is_run(folder: str | Path) -> bool:
     """Check whether a folder holds a run (an exported model has a config.json, but no config.yaml)."""

@@ -31,8 +31,6 @@ from fedspan.federation.evaluation import ClientScores
 from fedspan.federation.trimmed_scores import DECIDING, compute_trimmed_means, count_trimmed_clients
 from fedspan.tasks.metrics import compute_score
 
-__all__ = ["Best", "ClientLoss", "Gain", "Selection", "compute_gain", "has_stalled", "rate_round"]
-
 _WORST = -1e308
 _MARGIN = 0.01
 """Share of the start's loss that counts as the standard error of a single client, which has none."""
@@ -144,9 +142,6 @@ class Selection:
 
     def compute_deciding_means(self, metric: str) -> dict[str, float] | None:
         """Compute the trimmed means that rate the last round, of the clients' last metrics.
-
-        Args:
-            metric: The metric that compares rounds.
 
         Returns:
             The means of the metric and the loss, as far as enough clients have reported them; None: neither.

@@ -32,8 +32,6 @@ from fedspan.runs.selection import Selection, has_stalled
 from fedspan.runs.setup import Prepared
 from fedspan.wrappers.head_rounds import HeadRounds
 
-__all__ = ["Session"]
-
 
 class Session:
     """The state of one process's work on a run."""

@@ -37,9 +37,6 @@ if TYPE_CHECKING:
     import datasets
 
 
-__all__ = ["Prepared", "prepare"]
-
-
 @dataclass(frozen=True)
 class Prepared:
     """A run that is built and ready to start.
@@ -150,6 +147,9 @@ def prepare(
         if ignores_labels:  # so that groups are not drawn by the server's list of labels
             assigned = assigned.remove_columns([name for name in ("label", "labels") if name in assigned.column_names])
         parts = existing_partition or partition(assigned, config.partition, config.data_seed, groups=data.groups)
+    if config.federation.final_rounds and data.test is None:
+        problem = "without data.test or a data.test_fraction, no examples are left to measure the model after them"
+        raise FedspanError("federation.final_rounds", config.federation.final_rounds, "0", problem=problem)
     if parts.examples != len(data.train):
         raise FedspanError("data.train", len(data.train), f"the {parts.examples} examples with which the run began")
     if config.evaluation.metric == "f1" and len(data.labels) != 2:

@@ -31,8 +31,6 @@ from fedspan.transports.in_process import simulate
 if TYPE_CHECKING:
     from fedspan.clients.secagg import SecureClient
 
-__all__ = ["build_simulated_federation"]
-
 
 def build_simulated_federation(
     config: RunConfig,
@@ -90,7 +88,7 @@ def _build_presence(config: RunConfig, ids: Sequence[str]) -> Presence:
     needs = [(required, "federation.min_replies")]
     if config.federation.secure is not None:
         needs.append((FEWEST_SECURE_CLIENTS, "federation.secure"))
-    for round in range(config.federation.rounds):
+    for round in range(config.federation.most_rounds):
         try:
             for least, reason in needs:
                 presence.require_enough(len(ids), round, least, reason)

@@ -41,8 +41,6 @@ from fedspan.runs.session import Session
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.training.stages import Stages
 
-__all__ = ["Build", "HostRun", "load_partition", "run"]
-
 
 def load_partition(run_folder: RunFolder) -> Partition | None:
     """Load the partition that a run was started with, if it is stored."""

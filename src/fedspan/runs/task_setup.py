@@ -19,13 +19,11 @@ from fedspan.data.config import DataConfig
 from fedspan.data.dataset_defaults import fill_data_defaults
 from fedspan.data.files import IN_MEMORY
 from fedspan.errors import FedspanError
-from fedspan.models.export import BASE_DIGEST, NOTES
+from fedspan.models.export import BASE_DIGEST, NOTES, require_small_notes
 from fedspan.models.pooling import Pooling
 from fedspan.tasks.causal import can_attend_across_examples
 from fedspan.tasks.registry import get_task
 from fedspan.tasks.settings import TaskSettings
-
-__all__ = ["collect_columns", "collect_task_settings", "parse_task_settings", "read_notes", "require_packing"]
 
 _COLUMNS = ("text", "text_pair", "image", "label", "label_columns", "label_separator", "answer", "messages", "roles")
 """Options of the section ``data`` that describe the columns of examples."""
@@ -97,8 +95,10 @@ def read_notes(folder: Path) -> dict[str, Any]:
     """Read the content of a model's fedspan.json.
 
     Raises:
-        FedspanError: If it is missing, is not a JSON object, or lacks an entry that is needed to use the model.
+        FedspanError: If it is missing, is not a JSON object, or lacks an entry that is needed to use the model, or if
+            it or the adapter's config is too large.
     """
+    require_small_notes(folder)
     path = folder / NOTES
     try:
         notes = json.loads(path.read_text(encoding="utf-8"))
@@ -125,10 +125,6 @@ def read_notes(folder: Path) -> dict[str, Any]:
 
 def parse_task_settings(folder: Path, notes: dict[str, Any]) -> TaskSettings:
     """Parse the settings of a model's task.
-
-    Args:
-        folder: Folder of the model.
-        notes: Content of its fedspan.json.
 
     Raises:
         FedspanError: If a value is one that no run can have.

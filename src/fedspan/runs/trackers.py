@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 from fedspan.errors import FedspanError
 
-__all__ = ["TRACKERS", "require_trackers"]
-
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 """Names of the trackers, which are also their package names."""
 

@@ -18,8 +18,6 @@ from fedspan.runs.callbacks import Listener, Listeners
 from fedspan.runs.setup import Prepared
 from fedspan.runs.trackers import TRACKERS, require_trackers
 
-__all__ = ["TrackingListener", "select_numbers"]
-
 _PROJECT = "fedspan"
 _MADE: Mapping[str, Callable[[Path], Any]] = {
     "tensorboard": lambda folder: tracking.TensorBoardTracker(".", folder / "tensorboard"),

@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from fedspan.config import RunConfig, override, parse_config, read_values
 from fedspan.data.files import FROM_TRAINERS, IN_MEMORY
 from fedspan.data.objects import CLIENT
@@ -23,15 +25,12 @@ from fedspan.runs.integrity import read_config, require_intact
 from fedspan.runs.model_card import RunReport
 from fedspan.runs.objects import collect_objects
 from fedspan.runs.progress_bar import ProgressBar, has_bar
-from fedspan.runs.remote import simulate_with_flower
 from fedspan.runs.results import is_run, read_report
+from fedspan.runs.run_view import RunView
 from fedspan.runs.setup import prepare
 from fedspan.tasks.definition import TaskDefinition
 from fedspan.tasks.registry import is_installed, register_task
-from fedspan.transports.flower import require
 from fedspan.transports.ray import require_ray
-
-__all__ = ["resume", "run", "simulate"]
 
 
 def run(
@@ -63,7 +62,7 @@ def run(
         overrides: Changes to the config, each ``section.field=value``.
         resume: Whether to resume, as ``resume(folder)`` does, if the folder holds a run of this config. The config may
             have more rounds (``federation.rounds``) or more patience (``federation.early_stopping``) than the run,
-            which is then extended, even if it is finished. Deadlines, engine (but not to or from flower-sim) and
+            which is then extended, even if it is finished. Deadlines, engine and
             cluster may differ, too.
         listener: Listener that receives the events of the run (a ``fedspan.Listener``).
         track: Trackers that receive the numbers of every round in addition to the run folder: ``tensorboard``,
@@ -160,11 +159,15 @@ def _set_trainers(config: RunConfig | dict[str, Any], model: Any) -> RunConfig:
 def _open_listener(
     listener: Listener | None, track: Sequence[str], folder: str | Path, progress: bool | None
 ) -> Generator[Listener]:
-    """Yield a listener that forwards all events to the given one, to a progress bar, and to trackers, where wanted."""
+    """Yield a listener that forwards all events to the given one, to a progress bar, and to trackers, where wanted.
+
+    Above the bar is the table of rounds, except in a notebook, where each line would be an output of its own.
+    """
     with ExitStack() as stack:
         listeners = listener or Listener()
         if has_bar(progress):
-            listeners = Listeners(listeners, stack.enter_context(ProgressBar()))
+            bar = ProgressBar() if Console().is_jupyter else RunView(None, Path(folder))
+            listeners = Listeners(listeners, stack.enter_context(bar))
         if track:
             from fedspan.runs.tracking import TrackingListener
 
@@ -190,11 +193,10 @@ def _require_shared_task(config: RunConfig) -> None:
     Raises:
         FedspanError: If they do not: the task is registered in this process alone.
     """
-    field = "engine.name" if config.engine.name == "flower-sim" else "cluster" if config.cluster is not None else None
-    if field is not None and not is_installed(config.task):
+    if config.cluster is not None and not is_installed(config.task):
         problem = f"it trains in other processes, in which the task {config.task} is not registered"
-        expected = "engine.name: batched or loop, or a task of an installed package (an entry point in fedspan.tasks)"
-        raise FedspanError(field, config.task, expected, problem=problem)
+        expected = "no cluster, or a task of an installed package (an entry point in fedspan.tasks)"
+        raise FedspanError("cluster", config.task, expected, problem=problem)
 
 
 def _to_values(
@@ -235,14 +237,7 @@ def _set_objects(
 
 
 def _require_no_processes(config: RunConfig, model: Any, tokenizer: Any) -> None:
-    """Check that the objects that were passed to a run are needed in this process only.
-
-    Raises:
-        FedspanError: If other processes need them.
-    """
-    if config.engine.name == "flower-sim":
-        problem = "Flower's simulation runs in other processes, to which objects cannot be passed"
-        raise FedspanError("engine.name", "flower-sim", "batched or loop", problem=problem)
+    """Check that the objects that were passed to a run are needed in this process only."""
     if config.cluster is not None and (model is not None or tokenizer is not None):
         problem = "workers load the model themselves, by its name; only data can be passed to a run on a cluster"
         raise FedspanError("model" if model is not None else "tokenizer", None, problem=problem)
@@ -297,7 +292,7 @@ def resume(
         overrides: Changes that extend the run, finished or not: ``federation.rounds=40`` for more rounds, where the
             learning-rate schedule does not spread over all rounds; ``federation.early_stopping=10`` or ``=null`` for
             more patience. It ends with the same bits as a run that was planned so. A run that is not finished may also
-            get other deadlines, another engine (but not to or from flower-sim) or another cluster, such as
+            get other deadlines, another engine or another cluster, such as
             ``cluster.workers=4``.
         listener: Listener that receives the events of the run.
         track: Trackers, as for ``run``.
@@ -354,7 +349,4 @@ def _open_host(config: RunConfig) -> start.HostRun | None:
     if config.cluster is not None:
         require_ray()
         return simulate_on_cluster
-    if config.engine.name != "flower-sim":
-        return None
-    require(simulation=True)
-    return simulate_with_flower
+    return None

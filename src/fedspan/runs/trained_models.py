@@ -20,8 +20,6 @@ from fedspan.models.sentence_encoders import PooledClassifier, write_modules
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.setup import Prepared
 
-__all__ = ["write_adapters", "write_model"]
-
 
 def write_adapters(
     prepared: Prepared, progress: Progress, run_folder: RunFolder, clients: Iterable[str] | None = None

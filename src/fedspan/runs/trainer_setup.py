@@ -20,8 +20,6 @@ from fedspan.tasks.task import RunTask
 from fedspan.training.engine import Engine
 from fedspan.training.stages import Stages
 
-__all__ = ["RunTrainer", "build_trainer", "compute_max_length", "require_private_model"]
-
 
 @dataclass(frozen=True)
 class RunTrainer:
@@ -83,11 +81,7 @@ def build_trainer(
 
 
 def require_private_model(config: RunConfig, adapted: AdaptedModel) -> None:
-    """Check that the run's privacy covers all parts of a model.
-
-    Raises:
-        FedspanError: If it does not.
-    """
+    """Check that the run's privacy covers all parts of a model."""
     if config.privacy is not None and adapted.buffers:
         problem = f"this model's running statistics ({adapted.buffers[0]}, ...) come from raw examples, without privacy"
         raise FedspanError("privacy", config.privacy.mechanism, problem=problem)

@@ -18,8 +18,6 @@ from torch import Generator, Tensor
 
 from fedspan.core.tensors import to_device
 
-__all__ = ["ImageOptions", "augment"]
-
 _GRAY = torch.tensor([0.2989, 0.587, 0.114]).reshape(3, 1, 1)
 """Weights of red, green and blue in a gray value (ITU-R BT.601, as torchvision rounds them)."""
 

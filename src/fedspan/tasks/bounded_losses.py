@@ -14,16 +14,6 @@ from torch import Tensor
 
 from fedspan.tasks.task import Task
 
-__all__ = [
-    "LOSS_BOUND",
-    "BoundsExamples",
-    "bound_loss",
-    "compute_guess_bound",
-    "compute_guess_entropy",
-    "compute_guess_loss",
-    "get_loss_bound",
-]
-
 LOSS_BOUND = 6.0
 """Bound of the loss of a task without a ``loss_bound``. For text it is a perplexity of 403."""
 

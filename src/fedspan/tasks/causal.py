@@ -22,26 +22,30 @@ from fedspan.errors import FedspanError
 from fedspan.tasks.bounded_losses import compute_guess_entropy
 from fedspan.tasks.definition import TaskDefinition
 from fedspan.tasks.encoding import Ragged, require_processor
-from fedspan.tasks.exact_match import is_exact_match
 from fedspan.tasks.losses import (
     LossOption,
-    average_cross_entropy,
-    average_cross_entropy_by_client,
-    average_sums,
     get_logits,
     select_inputs,
     upcast,
 )
 from fedspan.tasks.prompts import Prompt, render_chat, tokenize, truncate
-from fedspan.tasks.token_scores import IGNORED, SCORES, compute_token_metrics, decode_generated, mark_ends, score_tokens
+from fedspan.tasks.text_scores import is_exact_match
+from fedspan.tasks.token_scores import (
+    IGNORED,
+    SCORES,
+    TokenTask,
+    compute_token_metrics,
+    decode_generated,
+    find_targets,
+    mark_ends,
+    score_tokens,
+)
 
 if TYPE_CHECKING:
     import datasets
     from transformers import PreTrainedTokenizerBase
 
     from fedspan.tasks.settings import TaskSettings
-
-__all__ = ["CAUSAL_LM", "CausalLM", "EncodedPrompts", "GenerationOptions", "can_attend_across_examples"]
 
 _ANSWERS = "answer_tokens"
 """Key of a batch's numbers of answer tokens by row, (B,), on the CPU: they are shapes, which the host must know."""
@@ -89,7 +93,7 @@ class EncodedPrompts:
         return len(self.ids)
 
 
-class CausalLM:
+class CausalLM(TokenTask):
     """Answers to prompts, with any Hugging Face decoder.
 
     Args:
@@ -106,12 +110,6 @@ class CausalLM:
 
     loss_options: tuple[LossOption, ...] = ("label_smoothing",)
     """Options of ``training`` that the loss takes."""
-    continuous_columns = 2
-    """Number of leading columns of a prediction that rounding changes only slightly: sum of losses, number of tokens.
-
-    The others depend on which score is the largest. Rounding decides that where two are nearly equal, so a check that
-    two passes of the model give the same predictions compares only these columns.
-    """
 
     def __init__(
         self,
@@ -231,17 +229,7 @@ class CausalLM:
         }
         return _move_batch(batch, device)
 
-    def compute_loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Compute the mean negative log-likelihood of the batch's answer tokens, in float32 or better."""
-        logits_SV, targets_S, _ = self.compute_answer_logits(model, batch)
-        return average_cross_entropy(logits_SV, targets_S, batch)
-
-    def compute_client_losses(self, model: nn.Module, batch: Mapping[str, Tensor], mask_CB: Tensor) -> Tensor:
-        """Compute the mean negative log-likelihood of the answer tokens of each client's examples, (C,)."""
-        logits_SV, targets_S, numbers_S = self.compute_answer_logits(model, batch)
-        return average_cross_entropy_by_client(logits_SV, targets_S, batch, mask_CB, numbers_S)
-
-    def compute_answer_logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def compute_logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return the logits (S, V) of a batch's S answer tokens, these tokens, and their examples' numbers, (S,)."""
         logits_BTV = get_logits(model(**select_inputs(batch, _ANSWERS), use_cache=False))
         labels_BT = batch["labels"][:, 1:]
@@ -249,8 +237,7 @@ class CausalLM:
             numbers_BT = (batch["position_ids"] == 0).cumsum(1)[:, 1:] - 1
         else:
             numbers_BT = torch.arange(len(labels_BT), device=labels_BT.device)[:, None].expand_as(labels_BT)
-        # A mask as index would make the host wait for a GPU, which alone knows how many tokens it selects.
-        places = torch.nonzero_static((labels_BT != IGNORED).flatten(), size=int(batch[_ANSWERS].sum()))[:, 0]
+        places = find_targets(labels_BT != IGNORED, batch[_ANSWERS])
         logits_SV = logits_BTV[:, :-1].flatten(0, 1).index_select(0, places)
         return upcast(logits_SV), labels_BT.flatten()[places], numbers_BT.flatten()[places]
 
@@ -259,7 +246,7 @@ class CausalLM:
 
         With ``generate``, N further columns hold the generated ids, and -1 after their end.
         """
-        logits_SV, targets_S, numbers_S = self.compute_answer_logits(model, batch)
+        logits_SV, targets_S, numbers_S = self.compute_logits(model, batch)
         is_packed = "position_ids" in batch
         count = int((batch["position_ids"] == 0).sum()) if is_packed else len(batch["labels"])
         rows = score_tokens(logits_SV, targets_S, numbers_S, count)
@@ -311,12 +298,6 @@ class CausalLM:
     def guess_loss(self) -> float:
         """Loss of a uniform guess among the vocabulary's tokens."""
         return compute_guess_entropy(len(self.tokenizer))
-
-    def compute_example_losses(
-        self, predictions: Tensor, examples: EncodedPrompts, indices: Sequence[int]
-    ) -> tuple[Tensor, Tensor]:
-        """``BoundsExamples.compute_example_losses``: the mean over an answer's tokens, and their number."""
-        return average_sums(predictions)
 
     def describe_examples(self, examples: EncodedPrompts) -> tuple[str, ...]:
         """Report how many prompts and answers were truncated."""

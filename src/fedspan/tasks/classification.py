@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from fedspan.tasks.settings import TaskSettings
 
-__all__ = ["SEQUENCE_CLASSIFICATION", "SequenceClassification"]
-
 
 class SequenceClassification(SingleLabelClassification):
     """Prediction of one label for a text or a pair of texts, with any Hugging Face sequence classifier.

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from fedspan.tasks.encoding import Ragged
     from fedspan.tasks.settings import TaskSettings
 
-__all__ = ["InferredColumns", "TargetType", "TaskDefinition"]
-
 TargetType = Literal["label", "labels", "number", "text", "other"]
 """Type of a task's targets: one of several labels for an example; several labels for an example, or one for each of
 its words; a number; generated text; anything else."""

@@ -15,14 +15,6 @@ from torch.nn import functional as F
 
 from fedspan.tasks.losses import average_by_client
 
-__all__ = [
-    "EmbeddingLoss",
-    "compute_contrastive",
-    "compute_cosent",
-    "compute_cosine_error",
-    "compute_multiple_negatives",
-]
-
 EmbeddingLoss = Literal["multiple-negatives", "cosent", "cosine-similarity", "contrastive"]
 _FAR = 1e12
 """Subtracted from a logit that does not count; its exponential is zero."""

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     import datasets
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["EncodedText", "Ragged", "collate_texts", "describe_truncation", "encode_texts", "require_processor"]
-
 
 class Ragged(Sequence[list[int]]):
     """Rows of ids of different lengths; every access to a row returns a new list.
@@ -48,12 +46,7 @@ class Ragged(Sequence[list[int]]):
         return joined
 
     def pad(self, indices: Sequence[int], value: int) -> np.ndarray:
-        """Return some rows, padded on the right to the longest of them, int64, (rows, longest).
-
-        Args:
-            indices: The rows.
-            value: Padding, which may be negative.
-        """
+        """Return some rows, padded on the right to the longest of them, int64, (rows, longest)."""
         lengths, ends = self.lengths[list(indices)], self._ends[list(indices)]
         columns = np.arange(lengths.max(initial=0))
         is_value = columns < lengths[:, None]
@@ -100,11 +93,7 @@ class EncodedText:
 def encode_texts(
     tokenizer: PreTrainedTokenizerBase, dataset: datasets.Dataset, max_length: int, labels: np.ndarray
 ) -> EncodedText:
-    """Tokenize the column ``text`` and, if present, ``text_pair``, once.
-
-    Raises:
-        FedspanError: If there is no tokenizer.
-    """
+    """Tokenize the column ``text`` and, if present, ``text_pair``, once."""
     require_processor(tokenizer, "texts")
     selected = dataset.select_columns([name for name in ("text", "text_pair") if name in dataset.column_names])
     pieces: dict[str, list[Ragged]] = {}
@@ -124,9 +113,6 @@ def require_processor(processor: object, inputs: str) -> None:
     Args:
         processor: The tokenizer or image processor; None: there is none.
         inputs: The inputs that it converts to tensors, in the plural.
-
-    Raises:
-        FedspanError: If there is none.
     """
     if processor is None:
         problem = f"the task needs a tokenizer or image processor for its {inputs}, and the model has none. "

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["EntityScores", "convert_to_iob2", "find_entities", "list_labels", "score_entities"]
-
 _BEGINS = frozenset("BSU")
 _ENDS = frozenset("ELSU")
 

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     from fedspan.tasks.settings import TaskSettings
 
-__all__ = ["IMAGE_CLASSIFICATION", "AugmentedImageClassification", "EncodedImages", "ImageClassification"]
-
 _CHUNK = 256
 """Maximum number of images that are resized together."""
 _CHUNK_PIXELS = MAX_PIXELS

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["LABEL_METRICS", "compute_f1", "compute_matthews", "count_labels", "score_labels"]
-
 LABEL_METRICS = ("accuracy", "macro_f1", "f1", "matthews")
 """Metrics of ``score_labels``."""
 

@@ -15,23 +15,6 @@ from torch.nn import functional as F
 
 from fedspan.errors import FedspanError
 
-__all__ = [
-    "CLASS_OPTIONS",
-    "CLASS_WEIGHTS",
-    "OFFSETS",
-    "SMOOTHING",
-    "LossOption",
-    "average_by_client",
-    "average_cross_entropy",
-    "average_cross_entropy_by_client",
-    "average_sums",
-    "compute_cross_entropies",
-    "get_logits",
-    "get_smoothing",
-    "select_inputs",
-    "upcast",
-]
-
 LossOption = Literal["label_smoothing", "class_weights", "logit_adjustment"]
 """Options of ``training`` that change the loss of local training."""
 CLASS_OPTIONS: tuple[LossOption, ...] = ("label_smoothing", "class_weights", "logit_adjustment")
@@ -46,11 +29,7 @@ OFFSETS = "logit_offsets"
 
 
 def get_logits(output: Any) -> Tensor:
-    """Return the logits in a model's output: its ``logits``, or the output itself of a plain module.
-
-    Raises:
-        FedspanError: If it is neither.
-    """
+    """Return the logits in a model's output: its ``logits``, or the output itself of a plain module."""
     logits = getattr(output, "logits", output)
     if not isinstance(logits, Tensor):
         problem = f"its forward returns {type(output).__name__}"

@@ -21,9 +21,8 @@ import pyarrow as pa
 import torch
 from pydantic import Field
 from torch import Generator, Tensor, nn
-from torch.nn import functional as F
 
-from fedspan.core.tensors import create_example_generators, create_generator, sum_rows, to_device
+from fedspan.core.tensors import create_example_generators, create_generator, to_device
 from fedspan.data.columns import ColumnReader, ReadColumns, TaskColumns
 from fedspan.data.config import DataConfig
 from fedspan.errors import FedspanError
@@ -32,15 +31,12 @@ from fedspan.tasks.definition import TaskDefinition
 from fedspan.tasks.encoding import EncodedText, collate_texts, describe_truncation, encode_texts, require_processor
 from fedspan.tasks.losses import (
     LossOption,
-    average_cross_entropy,
-    average_cross_entropy_by_client,
-    average_sums,
     get_logits,
     select_inputs,
     upcast,
 )
 from fedspan.tasks.metrics import Metric
-from fedspan.tasks.token_scores import IGNORED
+from fedspan.tasks.token_scores import IGNORED, SCORES, TokenTask, find_targets, score_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -50,11 +46,8 @@ if TYPE_CHECKING:
 
     from fedspan.tasks.settings import TaskSettings
 
-__all__ = ["MASKED_LM", "MaskedLanguageModel", "MaskedOptions", "MaskedTexts"]
-
 _COUNTS = "predicted_tokens"
 """Key of a batch's numbers of predicted tokens by text, (B,), on the CPU: they are shapes, which the host knows."""
-_SUMS = 3  # columns of a prediction: loss, predicted tokens, right ones; the predicted tokens' ids follow
 _MASK, _RANDOM = 0.8, 0.9  # below: replaced by the mask; by a random token; above: unchanged
 _LARGEST = 34.0  # the exponential of a larger loss is beyond the bounds of the metric
 
@@ -91,7 +84,7 @@ class MaskedTexts:
         return self.text.lengths
 
 
-class MaskedLanguageModel:
+class MaskedLanguageModel(TokenTask):
     """Prediction of masked tokens, with any Hugging Face masked language model.
 
     Args:
@@ -103,12 +96,6 @@ class MaskedLanguageModel:
 
     loss_options: tuple[LossOption, ...] = ("label_smoothing",)
     """Options of ``training`` that the loss takes."""
-    continuous_columns = 2
-    """Number of leading columns of a prediction that rounding changes only slightly: sum of losses, number of tokens.
-
-    The others depend on which score is the largest. Rounding decides that where two are nearly equal, so a check that
-    two passes of the model give the same predictions compares only these columns.
-    """
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, max_length: int, metric: str = "loss", mask_share: float = 0.15
@@ -203,41 +190,25 @@ class MaskedLanguageModel:
         random_ids = torch.randint(len(self.tokenizer), (count,), generator=generator).numpy()
         return positions, np.where(kinds < _MASK, mask, np.where(kinds < _RANDOM, random_ids, ids[positions]))
 
-    def compute_loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Compute the mean cross-entropy of the batch's predicted tokens, in float32 or better."""
-        logits_SV, targets_S, _ = self._compute_logits(model, batch)
-        return average_cross_entropy(logits_SV, targets_S, batch)
-
-    def compute_client_losses(self, model: nn.Module, batch: Mapping[str, Tensor], mask_CB: Tensor) -> Tensor:
-        """Compute the mean cross-entropy of the predicted tokens of each client's texts, (C,)."""
-        logits_SV, targets_S, rows_S = self._compute_logits(model, batch)
-        return average_cross_entropy_by_client(logits_SV, targets_S, batch, mask_CB, rows_S)
-
-    def _compute_logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def compute_logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return the logits (S, V) of the predicted tokens, these tokens, and their texts' numbers, (S,)."""
         logits_BTV = get_logits(model(**select_inputs(batch, _COUNTS)))
-        # A mask as index would make the host wait for a GPU, which alone knows how many tokens it selects.
-        predicted_BT = batch["labels"] != IGNORED
-        positions_S = torch.nonzero_static(predicted_BT.flatten(), size=int(batch[_COUNTS].sum()))[:, 0]
+        positions_S = find_targets(batch["labels"] != IGNORED, batch[_COUNTS])
         logits_SV = upcast(logits_BTV.flatten(0, 1).index_select(0, positions_S))
-        return logits_SV, batch["labels"].flatten()[positions_S], positions_S // predicted_BT.shape[1]
+        return logits_SV, batch["labels"].flatten()[positions_S], positions_S // batch["labels"].shape[1]
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, generate: bool = False) -> Tensor:
         """Return each text's sum of losses, its predicted tokens, the right ones, and their ids, (B, 3 + max_length).
 
         The ids are in the order of the text, followed by -1.
         """
-        logits_SV, targets_S, rows_S = self._compute_logits(model, batch)
-        losses_S = F.cross_entropy(logits_SV, targets_S, reduction="none")
-        count, predicted_S = len(batch["labels"]), logits_SV.argmax(1)
-        correct_S = predicted_S == targets_S
-        values = torch.stack([losses_S.float(), torch.ones_like(losses_S).float(), correct_S.float()], 1)
-        sums = sum_rows(values, rows_S, count)
-        counts_B = batch[_COUNTS].to(losses_S.device)
+        logits_SV, targets_S, rows_S = self.compute_logits(model, batch)
+        count = len(batch["labels"])
+        counts_B = batch[_COUNTS].to(rows_S.device)
         numbers_S = torch.arange(len(rows_S), device=rows_S.device) - (counts_B.cumsum(0) - counts_B)[rows_S]
-        ids = torch.full((count, self.max_length), -1.0, device=losses_S.device)
-        ids[rows_S, numbers_S] = predicted_S.float()
-        return torch.cat([sums, ids], 1)
+        ids = torch.full((count, self.max_length), -1.0, device=rows_S.device)
+        ids[rows_S, numbers_S] = logits_SV.argmax(1).float()
+        return torch.cat([score_tokens(logits_SV, targets_S, rows_S, count), ids], 1)
 
     def compute_metrics(self, predictions: Tensor, examples: MaskedTexts, indices: Sequence[int]) -> dict[str, float]:
         """Compute ``loss`` over all predicted tokens, its exponential, and the share of tokens that are right.
@@ -245,7 +216,7 @@ class MaskedLanguageModel:
         ``pseudo_perplexity`` is that of these masks. Salazar et al. (ACL 2020, arXiv:1910.14659) mask each token of a
         text in a pass of its own.
         """
-        loss, tokens, correct = predictions[:, :_SUMS].double().sum(0).tolist()
+        loss, tokens, correct = predictions[:, :SCORES].double().sum(0).tolist()
         mean = loss / max(1, tokens)
         return {
             "loss": mean,
@@ -258,19 +229,13 @@ class MaskedLanguageModel:
         """Loss of a uniform guess among the vocabulary's tokens."""
         return compute_guess_entropy(len(self.tokenizer))
 
-    def compute_example_losses(
-        self, predictions: Tensor, examples: MaskedTexts, indices: Sequence[int]
-    ) -> tuple[Tensor, Tensor]:
-        """``BoundsExamples.compute_example_losses``: the mean over a text's predicted tokens, and their number."""
-        return average_sums(predictions)
-
     def describe_examples(self, examples: MaskedTexts) -> tuple[str, ...]:
         """Report how many texts fill the maximal length, and so may have been cut."""
         return describe_truncation(examples.text, self.max_length)
 
     def decode_predictions(self, predictions: Tensor) -> list[str]:
         """Return the predicted tokens of each text, joined with spaces."""
-        rows = predictions[:, _SUMS:].long().tolist()
+        rows = predictions[:, SCORES:].long().tolist()
         return [self._join([id for id in row if id >= 0]) for row in rows]
 
     def decode_targets(self, examples: MaskedTexts, indices: Sequence[int]) -> list[str]:

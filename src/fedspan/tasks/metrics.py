@@ -9,17 +9,6 @@ from types import MappingProxyType
 
 from fedspan.errors import FedspanError
 
-__all__ = [
-    "METRICS",
-    "Metric",
-    "compute_score",
-    "drop_undefined",
-    "is_metric_name",
-    "order_metrics",
-    "register_metrics",
-    "replace_metrics",
-]
-
 
 @dataclass(frozen=True)
 class Metric:

@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 
     from fedspan.tasks.settings import TaskSettings
 
-__all__ = ["MULTI_LABEL_CLASSIFICATION", "LabeledTexts", "MultiLabelClassification", "MultiLabelOptions"]
-
 _MAX_LABELS = 500
 _COLUMN = "labels"
 _SEPARATED_COLUMNS = ("labels", "tags", "topics", "genres", "categories", "classes", "kinds", "themes", "subjects")

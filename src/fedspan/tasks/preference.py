@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
     from fedspan.tasks.settings import TaskSettings
 
-__all__ = ["PREFERENCE", "EncodedPreferences", "PreferenceOptions", "PreferenceTuning"]
-
 _REFERENCE = "reference"
 _BOUND = 1e15  # of metrics without a bound
 
@@ -111,9 +109,6 @@ class PreferenceTuning:
 
         Its columns are ``text``, ``chosen``, ``rejected`` and optionally ``history``; without ``chosen``, its texts are
         prompts to answer.
-
-        Raises:
-            FedspanError: If ``CausalLM.encode`` raises it.
         """
         has_pairs = ANSWERS[0] in dataset.column_names
         prompts = dataset.select_columns([name for name in ("text", "history") if name in dataset.column_names])
@@ -145,7 +140,7 @@ class PreferenceTuning:
         sums: list[Tensor] = []
         counts: list[Tensor] = []
         for role in ANSWERS:
-            logits_SV, targets_S, numbers_S = self.language.compute_answer_logits(model, _select(batch, role))
+            logits_SV, targets_S, numbers_S = self.language.compute_logits(model, _select(batch, role))
             losses_S = F.cross_entropy(logits_SV, targets_S, reduction="none")
             # A product with zeros and ones: an indexed sum adds in no fixed order on a GPU.
             rows_B = torch.arange(len(batch[f"{role}.labels"]), device=numbers_S.device)

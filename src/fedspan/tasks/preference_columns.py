@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     import datasets
 
 
-__all__ = ["ANSWERS", "find_valid_rows", "get_required_columns", "infer_columns", "read_columns", "split_preference"]
-
 ANSWERS = ("chosen", "rejected")
 """Roles of an example's answers, in the order of all columns of numbers of preference tuning."""
 

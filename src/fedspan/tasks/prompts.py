@@ -18,8 +18,6 @@ from fedspan.errors import FedspanError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Prompt", "render_chat", "tokenize", "truncate"]
-
 
 @dataclass(frozen=True)
 class Prompt:

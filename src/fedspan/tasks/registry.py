@@ -28,8 +28,6 @@ from fedspan.tasks.text_embedding import TEXT_EMBEDDING
 from fedspan.tasks.token_classification import TOKEN_CLASSIFICATION
 from fedspan.tasks.trainer import TRAINER
 
-__all__ = ["BUILT_IN", "ENTRY_POINTS", "TASKS", "get_task", "is_installed", "list_tasks", "register_task"]
-
 ENTRY_POINTS = "fedspan.tasks"
 """Group of the entry points."""
 _OWN = (

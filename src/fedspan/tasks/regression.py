@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
     from fedspan.tasks.settings import TaskSettings
 
-__all__ = ["REGRESSION", "Regression"]
-
 
 class Regression:
     """Prediction of one number for a text or a pair of texts, with any sequence classifier of one output.

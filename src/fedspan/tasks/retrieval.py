@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["measure_retrieval"]
-
 _CHUNK = 1024
 """Number of pairs whose similarities to all documents are in memory at once."""
 

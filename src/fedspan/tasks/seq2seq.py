@@ -32,21 +32,25 @@ from fedspan.tasks.definition import InferredColumns, TaskDefinition
 from fedspan.tasks.encoding import Ragged, require_processor
 from fedspan.tasks.losses import (
     LossOption,
-    average_cross_entropy,
-    average_cross_entropy_by_client,
-    average_sums,
     upcast,
 )
 from fedspan.tasks.text_scores import TEXT_METRICS, BleuTokenizer, compute_text_scores, require_text_scores
-from fedspan.tasks.token_scores import IGNORED, SCORES, compute_token_metrics, decode_generated, mark_ends, score_tokens
+from fedspan.tasks.token_scores import (
+    IGNORED,
+    SCORES,
+    TokenTask,
+    compute_token_metrics,
+    decode_generated,
+    find_targets,
+    mark_ends,
+    score_tokens,
+)
 
 if TYPE_CHECKING:
     import datasets
     from transformers import PreTrainedTokenizerBase
 
     from fedspan.tasks.settings import TaskSettings
-
-__all__ = ["SEQ2SEQ", "EncodedPairs", "Seq2Seq", "Seq2SeqOptions"]
 
 _COUNTS = "target_tokens"
 """Key of a batch's numbers of target tokens by example, (B,), on the CPU: they are shapes, which the host must know."""
@@ -118,7 +122,7 @@ class EncodedPairs:
         return len(self.texts)
 
 
-class Seq2Seq:
+class Seq2Seq(TokenTask):
     """A target text for a source text, with any Hugging Face model of an encoder and a decoder.
 
     Args:
@@ -138,12 +142,6 @@ class Seq2Seq:
     cached."""
     loss_options: tuple[LossOption, ...] = ("label_smoothing",)
     """Options of ``training`` that the loss takes."""
-    continuous_columns = 2
-    """Number of leading columns of a prediction that rounding changes only slightly: sum of losses, number of tokens.
-
-    The others depend on which score is the largest. Rounding decides that where two are nearly equal, so a check that
-    two passes of the model give the same predictions compares only these columns.
-    """
 
     def __init__(
         self,
@@ -219,20 +217,7 @@ class Seq2Seq:
         counts = torch.from_numpy(examples.targets.lengths[rows])
         return {**{key: to_device(value, device) for key, value in batch.items()}, _COUNTS: counts}
 
-    def compute_loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Compute the mean negative log-likelihood of the batch's target tokens, in float32 or better.
-
-        With the batch's share of smoothing, if there is one, as Transformers' ``LabelSmoother``.
-        """
-        logits_SV, targets_S, _ = self._compute_logits(model, batch)
-        return average_cross_entropy(logits_SV, targets_S, batch)
-
-    def compute_client_losses(self, model: nn.Module, batch: Mapping[str, Tensor], mask_CB: Tensor) -> Tensor:
-        """Compute the mean negative log-likelihood of the target tokens of each client's examples, (C,)."""
-        logits_SV, targets_S, rows_S = self._compute_logits(model, batch)
-        return average_cross_entropy_by_client(logits_SV, targets_S, batch, mask_CB, rows_S)
-
-    def _compute_logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def compute_logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return the logits (S, V) of a batch's target tokens, these tokens, and their examples' numbers, (S,)."""
         labels_BT = batch["labels"]
         logits_BTV = model(
@@ -241,8 +226,7 @@ class Seq2Seq:
             decoder_input_ids=_shift_right(model, labels_BT),
             use_cache=False,
         ).logits
-        # A mask as index would make the host wait for a GPU, which alone knows how many tokens it selects.
-        places_S = torch.nonzero_static((labels_BT != IGNORED).flatten(), size=int(batch[_COUNTS].sum()))[:, 0]
+        places_S = find_targets(labels_BT != IGNORED, batch[_COUNTS])
         logits_SV = upcast(logits_BTV.flatten(0, 1).index_select(0, places_S))
         return logits_SV, labels_BT.flatten()[places_S], places_S // labels_BT.shape[1]
 
@@ -251,7 +235,7 @@ class Seq2Seq:
 
         With ``generate``: N further columns with the generated ids, -1 after their end.
         """
-        logits_SV, targets_S, rows_S = self._compute_logits(model, batch)
+        logits_SV, targets_S, rows_S = self.compute_logits(model, batch)
         sums = score_tokens(logits_SV, targets_S, rows_S, len(batch["labels"]))
         return torch.cat([sums, self._generate(model, batch)], 1) if generate else sums
 
@@ -313,12 +297,6 @@ class Seq2Seq:
     def guess_loss(self) -> float:
         """Loss of a uniform guess among the vocabulary's tokens."""
         return compute_guess_entropy(len(self.tokenizer))
-
-    def compute_example_losses(
-        self, predictions: Tensor, examples: EncodedPairs, indices: Sequence[int]
-    ) -> tuple[Tensor, Tensor]:
-        """``BoundsExamples.compute_example_losses``: the mean over a target's tokens, and their number."""
-        return average_sums(predictions)
 
     def describe_examples(self, examples: EncodedPairs) -> tuple[str, ...]:
         """Report how many sources and targets fill their maximum length, and so may have been cut."""

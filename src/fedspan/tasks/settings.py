@@ -9,8 +9,6 @@ from typing import Any
 from fedspan.models.pooling import Pooling
 from fedspan.models.quantized import Quantization
 
-__all__ = ["TaskSettings"]
-
 
 @dataclass(frozen=True)
 class TaskSettings:

@@ -26,12 +26,6 @@ from fedspan.tasks.losses import (
     upcast,
 )
 
-__all__ = [
-    "SingleLabelClassification",
-    "compute_class_offsets",
-    "compute_class_weights",
-]
-
 
 def compute_class_weights(labels: np.ndarray, count: int) -> Tensor:
     """Compute scikit-learn's ``balanced`` weights of a client's classes, (K,) float32; 0 of a class without examples.
@@ -61,12 +55,7 @@ def compute_class_offsets(labels: np.ndarray, count: int, strength: float) -> Te
 
 
 class SingleLabelClassification(ABC):
-    """Prediction of one of several labels for an example.
-
-    Args:
-        labels: Label names by index.
-        metric: Metric by which rounds are compared.
-    """
+    """Prediction of one of several labels for an example."""
 
     loss_options = CLASS_OPTIONS
     """Options of ``training`` that the loss takes."""

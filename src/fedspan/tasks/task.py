@@ -14,8 +14,6 @@ from fedspan.errors import FedspanError
 if TYPE_CHECKING:
     import datasets
 
-__all__ = ["Examples", "LabelsWords", "RunTask", "Task", "get_head_targets", "get_labels"]
-
 
 class Examples(Protocol):
     """Encoded examples, by index."""

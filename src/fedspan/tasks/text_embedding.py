@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 
     from fedspan.tasks.settings import TaskSettings
 
-__all__ = ["TEXT_EMBEDDING", "EmbeddingOptions", "EncodedTuples", "TextEmbedding", "split_vectors"]
-
 _ROLES = {"text": "anchor", "text_pair": "positive", "negative": "negative"}
 """Roles of an example's texts by column."""
 _SCORES = "scores"

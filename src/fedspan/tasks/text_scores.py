@@ -7,14 +7,13 @@ ACL 2004 workshop; Post, "A Call for Clarity in Reporting BLEU Scores", WMT 2018
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any, Literal
 
 from fedspan.errors import FedspanError, build_install_command
 from fedspan.tasks.metrics import Metric
-
-__all__ = ["TEXT_METRICS", "BleuTokenizer", "compute_text_scores", "require_text_scores"]
 
 BleuTokenizer = Literal["13a", "intl", "char", "zh", "none"]
 """Tokenizers of sacrebleu that need no further package."""
@@ -31,11 +30,7 @@ _ROUGE = {"rouge_1": "rouge1", "rouge_2": "rouge2", "rouge_l": "rougeL"}
 
 
 def require_text_scores() -> None:
-    """Require the packages that compute the scores.
-
-    Raises:
-        FedspanError: If one is missing.
-    """
+    """Require the packages that compute the scores."""
     try:
         for package in ("sacrebleu", "rouge_score.rouge_scorer"):
             import_module(package)
@@ -51,14 +46,6 @@ def compute_text_scores(
     """Compute the scores in `TEXT_METRICS` over all texts.
 
     BLEU and chrF are those of the corpus, not means over texts; ROUGE is the mean F-measure, without stemming.
-
-    Args:
-        predictions: Generated texts.
-        references: The reference of each text.
-        tokenizer: Sacrebleu's tokenizer for BLEU.
-
-    Raises:
-        FedspanError: If a package is missing.
     """
     require_text_scores()
     import sacrebleu
@@ -71,3 +58,28 @@ def compute_text_scores(
         "chrf": sacrebleu.corpus_chrf(predictions, [references]).score,
         **{name: sum(row[kind].fmeasure for row in rows) / len(rows) for name, kind in _ROUGE.items()},
     }
+
+
+def is_exact_match(prediction: str, reference: str, pattern: str | None = None) -> bool:
+    """Check whether two answers are equal: as numbers if both are (1,000 is 1000.0), else as texts without whitespace.
+
+    Args:
+        prediction: The generated answer.
+        reference: The true answer.
+        pattern: Regex of the part that is compared: the first group of its first match, or the whole match without
+            groups; None: the whole texts. Answers without a match are not equal.
+    """
+    left, right = (_extract(text, pattern) for text in (prediction, reference))
+    if left is None or right is None:
+        return False
+    try:
+        return float(left.replace(",", "")) == float(right.replace(",", ""))
+    except ValueError:
+        return left.split() == right.split()
+
+
+def _extract(text: str, pattern: str | None) -> str | None:
+    if pattern is None:
+        return text
+    match = re.search(pattern, text)
+    return None if match is None else match[1 if match.re.groups else 0]

@@ -31,23 +31,18 @@ from fedspan.tasks.encoding import EncodedText, Ragged, collate_texts, require_p
 from fedspan.tasks.entities import convert_to_iob2, find_entities, list_labels, score_entities
 from fedspan.tasks.losses import (
     LossOption,
-    average_cross_entropy,
-    average_cross_entropy_by_client,
-    average_sums,
     get_logits,
     select_inputs,
     upcast,
 )
 from fedspan.tasks.metrics import Metric
-from fedspan.tasks.token_scores import IGNORED
+from fedspan.tasks.token_scores import IGNORED, TokenTask, find_targets
 
 if TYPE_CHECKING:
     import datasets
     from transformers import PreTrainedTokenizerBase
 
     from fedspan.tasks.settings import TaskSettings
-
-__all__ = ["TOKEN_CLASSIFICATION", "EncodedSentences", "TokenClassification"]
 
 _WORDS = "word_numbers"
 """Key of a batch's numbers of the words that its pieces begin, (B, T); -1 for other pieces."""
@@ -84,7 +79,7 @@ class EncodedSentences:
         return self.text.lengths
 
 
-class TokenClassification:
+class TokenClassification(TokenTask):
     """Prediction of a tag for each word, with any Hugging Face token classifier.
 
     Args:
@@ -96,12 +91,6 @@ class TokenClassification:
 
     loss_options: tuple[LossOption, ...] = ("label_smoothing", "class_weights")
     """Options of ``training`` that the loss takes."""
-    continuous_columns = 2
-    """Number of leading columns of a prediction that rounding changes only slightly: sum of losses, number of words.
-
-    The others depend on which score is the largest. Rounding decides that where two are nearly equal, so a check that
-    two passes of the model give the same predictions compares only these columns.
-    """
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, labels: Sequence[str], max_length: int, metric: str = "entity_f1"
@@ -174,39 +163,25 @@ class TokenClassification:
         """Return the values of the first pieces of each sentence's words, (words, D)."""
         return [values[words >= 0] for values, words in zip(values_BTD, batch[_WORDS], strict=True)]
 
-    def compute_loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Compute the mean cross-entropy of the batch's words, in float32 or better."""
-        logits_SK, targets_S, positions_S = self._compute_logits(model, batch)
-        return average_cross_entropy(logits_SK, targets_S, batch, positions_S // batch["input_ids"].shape[1])
-
-    def compute_client_losses(self, model: nn.Module, batch: Mapping[str, Tensor], mask_CB: Tensor) -> Tensor:
-        """Compute the mean cross-entropy of the words of each client's sentences, (C,)."""
-        logits_SK, targets_S, positions_S = self._compute_logits(model, batch)
-        rows_S = positions_S // batch["input_ids"].shape[1]
-        return average_cross_entropy_by_client(logits_SK, targets_S, batch, mask_CB, rows_S)
-
-    def _compute_logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the logits (S, K) of the labeled pieces, their labels, and their positions in (B, T), (S,)."""
+    def compute_logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the logits (S, K) of the labeled pieces, their labels, and their sentences' numbers, (S,)."""
         logits_BTK = get_logits(model(**select_inputs(batch, _WORDS, _COUNTS)))
-        # A mask as index would make the host wait for a GPU, which alone knows how many pieces it selects.
-        labeled = (batch[_WORDS] >= 0).flatten()
-        positions_S = torch.nonzero_static(labeled, size=int(batch[_COUNTS].sum()))[:, 0]
+        positions_S = find_targets(batch[_WORDS] >= 0, batch[_COUNTS])
         logits_SK = upcast(logits_BTK.flatten(0, 1).index_select(0, positions_S))
-        return logits_SK, batch["labels"].flatten()[positions_S], positions_S
+        return logits_SK, batch["labels"].flatten()[positions_S], positions_S // batch["labels"].shape[1]
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, generate: bool = False) -> Tensor:
         """Return each sentence's sum of losses, its labeled words, and the labels of its words, (B, 2 + max_length).
 
         Words without a piece of their own, and columns beyond the sentence, are -1.
         """
-        logits_SK, targets_S, positions_S = self._compute_logits(model, batch)
+        logits_SK, targets_S, rows_S = self.compute_logits(model, batch)
         losses_S = F.cross_entropy(logits_SK, targets_S, reduction="none")
-        count, width = batch["input_ids"].shape
-        rows_S = positions_S // width
+        count = len(batch["input_ids"])
         values = torch.stack([losses_S.float(), torch.ones_like(losses_S, dtype=torch.float32)], 1)
         sums = sum_rows(values, rows_S, count)
         labels = torch.full((count, self.max_length), -1.0, device=losses_S.device)
-        numbers_S = batch[_WORDS].flatten()[positions_S]
+        numbers_S = batch[_WORDS].flatten()[find_targets(batch[_WORDS] >= 0, batch[_COUNTS])]
         fits = numbers_S < self.max_length  # words without pieces may push later words beyond the width
         labels[rows_S[fits], numbers_S[fits]] = logits_SK.argmax(1).float()[fits]
         return torch.cat([sums, labels], 1)
@@ -237,12 +212,6 @@ class TokenClassification:
     def loss_bound(self) -> float:
         """Largest loss of an example that an owner reports to others."""
         return compute_guess_bound(len(self.labels))
-
-    def compute_example_losses(
-        self, predictions: Tensor, examples: EncodedSentences, indices: Sequence[int]
-    ) -> tuple[Tensor, Tensor]:
-        """``BoundsExamples.compute_example_losses``: the mean over a sentence's words, and their number."""
-        return average_sums(predictions)
 
     def _get_tags(self, indices: Sequence[int]) -> list[str]:
         return [self.labels[index] for index in indices]
@@ -393,11 +362,7 @@ def _preprocess(settings: TaskSettings, inputs: Sequence[Any]) -> datasets.Datas
 
 
 def _list_words(text: Any) -> list[str]:
-    """Return the words of a text or of a list of words.
-
-    Raises:
-        FedspanError: If it is neither.
-    """
+    """Return the words of a text or of a list of words."""
     if isinstance(text, str):
         return text.split()
     if not isinstance(text, list | tuple) or not all(isinstance(word, str) for word in cast("list[Any]", text)):

@@ -1,31 +1,24 @@
-"""What tasks whose targets are texts have in common: scores of target tokens, and generated ids behind them.
+"""What tasks with a target for each token have in common: the loss, scores of target tokens, and generated ids.
 
-Shapes: B examples, S target tokens of a batch, V vocabulary, N generated ids.
+Shapes: B examples, T tokens, S target tokens of a batch, V vocabulary or classes, C clients, N generated ids.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedspan.core.tensors import sum_rows
+from fedspan.tasks.losses import average_cross_entropy, average_cross_entropy_by_client, average_sums
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-__all__ = [
-    "IGNORED",
-    "SCORES",
-    "compute_token_metrics",
-    "decode_generated",
-    "mark_ends",
-    "score_tokens",
-]
 
 IGNORED = -100
 """The label of tokens that are no targets, as in Transformers."""
@@ -33,6 +26,52 @@ SCORES = 3
 """Number of columns of a prediction before the generated ids: sum of losses, target tokens, correct tokens."""
 _LARGEST = 700.0
 """The exponential of a larger loss overflows a float64."""
+
+
+class TokenTask(ABC):
+    """A task whose loss is the mean cross-entropy of the target tokens of all examples together."""
+
+    continuous_columns = 2
+    """Number of leading columns of a prediction that rounding changes only slightly: sum of losses, number of tokens.
+
+    The others depend on which score is the largest. Rounding decides that where two are nearly equal, so a check that
+    two passes of the model give the same predictions compares only these columns.
+    """
+
+    @abstractmethod
+    def compute_logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the logits (S, V) of a batch's target tokens, their targets, and their examples' numbers, (S,)."""
+
+    def compute_loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Compute the mean negative log-likelihood of the batch's targets, in float32 or better.
+
+        With the batch's share of smoothing, if there is one, as Transformers' ``LabelSmoother``.
+        """
+        logits_SV, targets_S, rows_S = self.compute_logits(model, batch)
+        return average_cross_entropy(logits_SV, targets_S, batch, rows_S)
+
+    def compute_client_losses(self, model: nn.Module, batch: Mapping[str, Tensor], mask_CB: Tensor) -> Tensor:
+        """Compute the mean negative log-likelihood of the targets of each client's examples, (C,)."""
+        logits_SV, targets_S, rows_S = self.compute_logits(model, batch)
+        return average_cross_entropy_by_client(logits_SV, targets_S, batch, mask_CB, rows_S)
+
+    def compute_example_losses(
+        self, predictions: Tensor, examples: Any, indices: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """``BoundsExamples.compute_example_losses``: the mean over an example's targets, and their number."""
+        return average_sums(predictions)
+
+
+def find_targets(is_target_BT: Tensor, counts_B: Tensor) -> Tensor:
+    """Return the positions of a batch's target tokens in its flattened tokens, int64, (S,).
+
+    A mask as index would make the host wait for a GPU, which alone knows how many tokens it selects.
+
+    Args:
+        is_target_BT: Whether a token is a target.
+        counts_B: Number of targets by example, on the CPU.
+    """
+    return torch.nonzero_static(is_target_BT.flatten(), size=int(counts_B.sum()))[:, 0]
 
 
 def score_tokens(logits_SV: Tensor, targets_S: Tensor, numbers_S: Tensor, count: int) -> Tensor:
@@ -63,13 +102,7 @@ def compute_token_metrics(predictions: Tensor) -> dict[str, float]:
 
 
 def mark_ends(generated_BN: Tensor, length: int, ends: int | Sequence[int] | None) -> Tensor:
-    """Return generated ids as float32, (B, length), with -1 from their first end on and where none was generated.
-
-    Args:
-        generated_BN: The ids.
-        length: Number of columns, at least N.
-        ends: Ids that end a text.
-    """
+    """Return generated ids as float32, (B, length), with -1 from their first end on and where none was generated."""
     rows = torch.full((len(generated_BN), length), -1.0, device=generated_BN.device)
     rows[:, : generated_BN.shape[1]] = generated_BN.float()
     stops = torch.tensor([ends] if isinstance(ends, int) else list(ends or ()), device=generated_BN.device)

@@ -19,16 +19,10 @@ if TYPE_CHECKING:  # slow to import, and a worker of a cluster does not need it
 
     from fedspan.tasks.settings import TaskSettings
 
-__all__ = ["TRAINER", "TrainerExamples", "TrainerTask"]
-
 
 @dataclass(frozen=True)
 class TrainerExamples:
-    """The examples of users' own trainers: only their number is known.
-
-    Args:
-        count: Number of examples.
-    """
+    """The examples of users' own trainers: only their number is known."""
 
     count: int
 

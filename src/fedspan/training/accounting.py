@@ -16,8 +16,6 @@ from typing import Any, Literal
 
 from fedspan.errors import FedspanError, build_install_command
 
-__all__ = ["Accounting", "Charge", "Mechanism", "PrivacySpend", "calibrate_noise", "compute_epsilon", "require_opacus"]
-
 Accounting = Literal["rdp", "prv"]
 
 _STEP = 0.01
@@ -30,12 +28,7 @@ _COARSE = 8
 
 @dataclass(frozen=True, order=True)
 class Mechanism:
-    """One kind of release.
-
-    Args:
-        rate: Probability that a protected unit participates.
-        noise: Standard deviation over sensitivity.
-    """
+    """One kind of release."""
 
     rate: float
     noise: float
@@ -57,12 +50,7 @@ class Charge:
 
 
 class PrivacySpend:
-    """All releases so far, by payer.
-
-    Args:
-        delta: Delta of the guarantee.
-        accounting: The accountant.
-    """
+    """All releases so far, by payer."""
 
     def __init__(self, delta: float, accounting: Accounting) -> None:
         self.delta = delta
@@ -111,11 +99,7 @@ class PrivacySpend:
 
 
 def require_opacus() -> None:
-    """Raise a clear error where the extra is missing.
-
-    Raises:
-        FedspanError: If Opacus can't be imported.
-    """
+    """Raise a clear error where the extra is missing."""
     try:
         import opacus  # noqa: F401  # pyright: ignore[reportUnusedImport]
     except ImportError as error:
@@ -127,13 +111,7 @@ def require_opacus() -> None:
 
 
 def compute_epsilon(counts: Mapping[Mechanism, int], delta: float, accounting: Accounting) -> float:
-    """Compute the epsilon of a composition; infinite if anything was released without noise.
-
-    Args:
-        counts: Number of releases by kind.
-        delta: Delta of the guarantee.
-        accounting: The accountant.
-    """
+    """Compute the epsilon of a composition; infinite if anything was released without noise."""
     releases = {mechanism: count for mechanism, count in counts.items() if count}
     if not releases:
         return 0.0
@@ -191,9 +169,6 @@ def calibrate_noise(rate: float, count: int, epsilon: float, delta: float, accou
         epsilon: The target.
         delta: Delta of the guarantee.
         accounting: The accountant.
-
-    Raises:
-        FedspanError: If no noise is enough.
     """
     require_opacus()
 

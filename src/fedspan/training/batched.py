@@ -38,8 +38,6 @@ from fedspan.training.stacking import DEFAULT, PROBE_CLIENTS, MeasuringTime, Sta
 from fedspan.training.stages import Stages
 from fedspan.training.worker import Worker
 
-__all__ = ["BatchedEngine"]
-
 
 class BatchedEngine:
     """Trains and evaluates jobs on one model, many clients at once.

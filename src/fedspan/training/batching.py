@@ -21,8 +21,6 @@ from fedspan.models.unpadded import Unpadded
 from fedspan.tasks.task import Examples, Task
 from fedspan.training.jobs import Assignment, TrainingSettings
 
-__all__ = ["Padding", "draw_epoch_batches", "draw_job_batches", "draw_training_batches", "split_evaluation_batches"]
-
 _WINDOW = 8
 
 

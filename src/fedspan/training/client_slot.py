@@ -16,8 +16,6 @@ from fedspan.training.batching import draw_job_batches
 from fedspan.training.jobs import Assignment, TrainingSettings, build_not_finite_error
 from fedspan.training.optimizers import Layout, build_optimizer_spec, join_states
 
-__all__ = ["ClientSlot", "SharedTensors", "perturb", "select_group", "stack_frozen"]
-
 
 class SharedTensors:
     """Tensors that do not train and are equal in many clients: one copy of each on the device.
@@ -184,11 +182,7 @@ class ClientSlot:
         self.batches_done += 1
 
     def build_result(self) -> Trained:
-        """Return the result of the job.
-
-        Raises:
-            FedspanError: If a loss was not finite.
-        """
+        """Return the result of the job."""
         assignment = self.assignment
         losses = torch.stack(self._losses).double().tolist()
         for value in losses:

@@ -32,8 +32,6 @@ from fedspan.training.accounting import Mechanism, calibrate_noise, require_opac
 from fedspan.training.jobs import Assignment, Privacy, TrainingSettings, build_not_finite_error
 from fedspan.training.services import TrainingServices, draw_dropout_mask
 
-__all__ = ["PrivateTraining", "compute_noise", "compute_private_steps", "draw_poisson_batches", "release_of"]
-
 
 def compute_expected_batch(settings: TrainingSettings, count: int) -> int:
     """Compute the average number of examples of an optimizer step for a client with ``count`` examples."""
@@ -52,14 +50,7 @@ def compute_private_steps(settings: TrainingSettings, job: Job, count: int) -> i
 
 
 def compute_noise(privacy: Privacy, settings: TrainingSettings, jobs: Sequence[Job], count: int) -> float:
-    """Compute a client's noise over the clipping norm: the run's, or the smallest noise that its budget allows.
-
-    Args:
-        privacy: Privacy settings of the run.
-        settings: Settings of local training.
-        jobs: Jobs of a round.
-        count: Number of the client's training examples.
-    """
+    """Compute a client's noise over the clipping norm: the run's, or the smallest noise that its budget allows."""
     if privacy.noise is not None:
         return privacy.noise
     assert privacy.epsilon is not None  # the config has noise or epsilon

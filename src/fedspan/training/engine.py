@@ -16,8 +16,6 @@ from fedspan.training.prefix import PrefixCaches
 from fedspan.training.stacked_prediction import ModelInputs
 from fedspan.training.stages import Stages
 
-__all__ = ["Engine", "Predictor", "train_one_by_one"]
-
 
 class Predictor(Protocol):
     """Predicts examples with jobs."""
@@ -110,9 +108,6 @@ class Engine(Predictor, Protocol):
             open_job: Returns a client's first job; called once a client, shortly before it begins, by one thread at a
                 time.
             finish_job: Takes a job's result and returns the client's next job, or None; by one thread at a time.
-
-        Raises:
-            FedspanError: If a loss stops being finite.
         """
         ...
 

@@ -19,8 +19,6 @@ from fedspan.models.calls import replace_forward
 from fedspan.models.head import NoOutputLayer, find_output_layer
 from fedspan.tasks.task import Examples
 
-__all__ = ["FeatureStore", "trains_output_layer"]
-
 
 def trains_output_layer(job: Job, adapted: AdaptedModel) -> bool:
     """Return whether a job trains the output layer of the pretrained model, and is of nothing else."""

@@ -16,17 +16,6 @@ from fedspan.core.values import Job, OptimizerSpec, OptimizerState
 from fedspan.errors import FedspanError
 from fedspan.training.accounting import Accounting
 
-__all__ = [
-    "Assignment",
-    "JobCheckpoint",
-    "PrefixSettings",
-    "Privacy",
-    "TrainingProgress",
-    "TrainingSettings",
-    "TrainingTotals",
-    "build_not_finite_error",
-]
-
 
 @dataclass(frozen=True)
 class Privacy:

@@ -26,8 +26,6 @@ from fedspan.training.optimizers import LocalOptimizer
 from fedspan.training.projector_refresh import refresh_projectors
 from fedspan.training.services import TrainingServices
 
-__all__ = ["LoopEngine"]
-
 
 class LoopEngine(TrainingServices):
     """Trains and evaluates jobs on one model, one at a time."""

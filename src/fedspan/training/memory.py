@@ -9,8 +9,6 @@ import torch
 
 from fedspan.errors import FedspanError
 
-__all__ = ["convert_out_of_memory"]
-
 
 @contextmanager
 def convert_out_of_memory(
@@ -24,9 +22,6 @@ def convert_out_of_memory(
         value: Its value.
         content: What a pass holds, after the value ("clients in a pass").
         remedy: What would need less memory, after "a smaller number".
-
-    Raises:
-        FedspanError: If the memory does not suffice.
     """
     try:
         yield

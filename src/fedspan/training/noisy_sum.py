@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from fedspan.core.noise import compute_tensor_digest, draw_gaussian
 from fedspan.training.jobs import Assignment, Privacy
 
-__all__ = ["NoisySum"]
-
 
 class _Keyed(DPOptimizer):
     """Opacus' optimizer with noise from a key: torch's generators have too few streams to be secret."""

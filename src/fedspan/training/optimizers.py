@@ -16,17 +16,6 @@ from fedspan.core.tensors import to_device
 from fedspan.core.values import Group, Job, OptimizerSpec, OptimizerState
 from fedspan.training.jobs import Assignment, TrainingSettings
 
-__all__ = [
-    "Layout",
-    "LocalOptimizer",
-    "build_optimizer_spec",
-    "clip",
-    "clip_rows",
-    "join_states",
-    "run_fused_step",
-    "step_rows",
-]
-
 
 def build_optimizer_spec(assignment: Assignment, settings: TrainingSettings) -> OptimizerSpec:
     """Return the optimizer settings of a job."""

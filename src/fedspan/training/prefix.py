@@ -32,8 +32,6 @@ from fedspan.training.memory import convert_out_of_memory
 from fedspan.training.prefix_rows import PrefixRows, PrefixStore, compute_prefix_key, store_in_use
 from fedspan.training.stages import Stages
 
-__all__ = ["PrefixCache", "PrefixCaches"]
-
 _SAMPLE = 4
 """Number of examples on which a cache is verified."""
 
@@ -190,9 +188,6 @@ class PrefixCache:
         Args:
             indices: Examples that ``ensure`` has computed.
             tokens: Number of tokens of the batch; None: that of its longest example.
-
-        Raises:
-            ValueError: If some were never computed.
         """
         examples = np.asarray(indices, dtype=np.int64)
         if not self.computed[examples].all():

@@ -23,8 +23,6 @@ from fedspan.models.adapted import AdaptedModel
 from fedspan.models.prefix import FrozenPrefix, NoPrefix, list_live_modules
 from fedspan.tasks.task import Examples, Task
 
-__all__ = ["PrefixRows", "PrefixStore", "compute_prefix_key", "share_prefixes", "start_next_run", "store_in_use"]
-
 _CHUNK = 256  # examples of a batch that is only read
 
 

@@ -18,8 +18,6 @@ from fedspan.tasks.task import Examples
 if TYPE_CHECKING:  # the engine loads Transformers, and reading a config imports this module
     from fedspan.training.services import TrainingServices
 
-__all__ = ["Moments", "build_untrained_tensors", "close_segment", "refresh_due", "refresh_projectors"]
-
 
 class Moments(Protocol):
     """The part of an optimizer's interface that projectors need."""

@@ -23,8 +23,6 @@ from fedspan.tasks.task import Examples, Task
 from fedspan.training.batching import split_evaluation_batches
 from fedspan.training.stages import Stages
 
-__all__ = ["ReferenceTask", "References", "copy_reference", "fill_reference", "has_reference"]
-
 
 class ReferenceTask(Task, Protocol):
     """A task that compares the model with the reference.
@@ -61,9 +59,6 @@ def fill_reference(
         device: Device of the model.
         batch_size: Number of examples of a pass.
         on_done: Called with the number of examples of every batch that is done.
-
-    Raises:
-        FedspanError: If a number is NaN.
     """
     values: np.ndarray = cast(Any, examples).reference
     for batch in split_evaluation_batches(indices, examples.lengths, batch_size):

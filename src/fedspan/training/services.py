@@ -33,8 +33,6 @@ from fedspan.training.references import References
 from fedspan.training.stacked_prediction import ModelInputs
 from fedspan.training.stages import Stages
 
-__all__ = ["TrainingServices", "draw_dropout_mask"]
-
 _FEATURE_BATCH = 64
 
 
@@ -144,11 +142,7 @@ class TrainingServices:
 
     @torch.no_grad()
     def _require_calls(self, examples: Examples, parts: Sequence[np.ndarray]) -> None:
-        """Check once, on one example, that the model uses the weights of its target layers only by calling them.
-
-        Raises:
-            FedspanError: If it uses one otherwise (``forbid_direct_uses``).
-        """
+        """Check once, on one example, that the model uses the weights of its target layers only by calling them."""
         first = next((int(part[0]) for part in parts if len(part)), None)
         if self._is_checked or first is None:
             return

@@ -9,16 +9,6 @@ import numpy as np
 
 from fedspan.core.values import Job
 
-__all__ = [
-    "ModelInputs",
-    "build_prediction_key",
-    "split_into_passes",
-    "split_job_windows",
-    "split_windows",
-    "stack_models",
-    "stack_on_shared_examples",
-]
-
 ModelInputs = tuple[Job, np.ndarray]
 """A model, and the indices of the examples that it predicts, (examples,)."""
 

@@ -37,20 +37,6 @@ from fedspan.training.client_slot import ClientSlot, select_group
 from fedspan.training.jobs import Assignment
 from fedspan.training.worker import Worker
 
-__all__ = [
-    "DEFAULT",
-    "PROBE_CLIENTS",
-    "MeasurementBudget",
-    "MeasuringTime",
-    "StackingPlan",
-    "StackingRequest",
-    "get_cache_file",
-    "read_plans",
-    "search",
-    "tune",
-    "wait_for",
-]
-
 _SHARE, _LIMIT = 0.05, 10.0  # measuring takes at most this share of a run's tokens, and so many seconds
 _PASSES, _SECONDS = 4, 0.3  # limits of one measurement
 _REPEATS, _LONG = 3, 2.0  # runs of each measured pass; one if it takes longer than this

@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from threading import RLock
 from typing import Literal
 
-__all__ = ["Stage", "StageName", "Stages"]
-
 StageName = Literal[
     "data",
     "model",

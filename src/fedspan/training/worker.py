@@ -26,8 +26,6 @@ from fedspan.training.projector_refresh import refresh_due, refresh_projectors
 from fedspan.training.services import draw_dropout_mask
 from fedspan.training.stacked_prediction import ModelInputs, build_prediction_key
 
-__all__ = ["Worker"]
-
 OpenJob = Callable[[str], Assignment]
 FinishJob = Callable[[Assignment, Trained], Assignment | None]
 

@@ -30,7 +30,7 @@ from fedspan.training.engine import Engine
 if TYPE_CHECKING:
     from fedspan.clients.secagg import SecureClient
 
-__all__ = ["InProcess", "simulate"]
+__all__ = ["InProcess", "replace_clients", "simulate"]
 
 
 _DROPPED_OUT = "it dropped out (simulated)"
@@ -264,3 +264,25 @@ def simulate(
     host = Host(method, engine, by_id, examples, store, batch_size=1, secure=secure, reveals_losses=True)
     transport = InProcess(host, conditions)
     return Federation(method, engine, by_id, examples, settings, transport, rules, new_aggregation, presence=presence)
+
+
+def replace_clients(federation: Federation, clients: Mapping[str, ClientData]) -> Federation:
+    """Return a federation in this process with other examples of its clients, on a host of its own.
+
+    Args:
+        federation: A federation that ``simulate`` created, without secure aggregation.
+        clients: The same clients with other examples.
+    """
+    assert isinstance(federation.transport, InProcess)
+    replaced = simulate(
+        federation.method,
+        federation.engine,
+        clients,
+        federation.examples,
+        federation.settings,
+        federation.rules,
+        federation.new_aggregation,
+        conditions=federation.transport.conditions,
+        presence=federation.presence,
+    )
+    return replaced.replace_training(federation.training)

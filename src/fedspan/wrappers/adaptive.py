@@ -15,8 +15,6 @@ from fedspan.core.method import declare_decay_rate
 from fedspan.core.tensors import Tensors
 from fedspan.wrappers.server_optimizer import ServerOptimizer
 
-__all__ = ["Adaptive"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Adaptive(ServerOptimizer):

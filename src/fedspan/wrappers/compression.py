@@ -24,8 +24,6 @@ from fedspan.core.values import Client, Contribution, Job, Message, Reduced, Ser
 from fedspan.errors import FedspanError
 from fedspan.wrappers.wrapper import RegisteredWrapper, add_prefix, compute_common_start, split_prefix
 
-__all__ = ["Compression"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Compression(RegisteredWrapper):

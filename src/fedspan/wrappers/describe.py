@@ -13,8 +13,6 @@ from typing import Any
 
 from fedspan.methods.describe import Option, list_options, read_title
 
-__all__ = ["WrapperRow", "describe", "list_wrappers"]
-
 _TABLE = "table.json"
 _HIDDEN = frozenset({"inner", "seed"})
 

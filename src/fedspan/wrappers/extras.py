@@ -24,8 +24,6 @@ from fedspan.core.tensors import Tensors, is_extra, join_extra_name, split_extra
 from fedspan.core.values import Client, Contribution, Group, Job, Message, Reduced, ServerState, Trained, Weights
 from fedspan.wrappers.wrapper import Wrapper
 
-__all__ = ["ExtrasPolicy", "WithExtras"]
-
 ExtrasPolicy = Literal["average", "local", "frozen"]
 
 

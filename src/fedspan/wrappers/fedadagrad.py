@@ -19,8 +19,6 @@ from torch import Tensor
 from fedspan.core.method import declare_decay_rate
 from fedspan.wrappers.adaptive import Adaptive
 
-__all__ = ["FedAdagrad"]
-
 
 @final
 @dataclass(frozen=True, kw_only=True)

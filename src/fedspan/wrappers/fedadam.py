@@ -21,8 +21,6 @@ from torch import Tensor
 from fedspan.core.method import declare_decay_rate
 from fedspan.wrappers.adaptive import Adaptive
 
-__all__ = ["FedAdam"]
-
 
 @final
 @dataclass(frozen=True, kw_only=True)

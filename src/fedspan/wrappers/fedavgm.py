@@ -21,8 +21,6 @@ from fedspan.core.method import declare_decay_rate
 from fedspan.core.tensors import Tensors
 from fedspan.wrappers.server_optimizer import ServerOptimizer
 
-__all__ = ["FedAvgM"]
-
 
 @final
 @dataclass(frozen=True, kw_only=True)

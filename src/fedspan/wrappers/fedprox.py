@@ -25,8 +25,6 @@ from fedspan.core.tensors import Tensors
 from fedspan.core.values import Client, Job, Message, Trained
 from fedspan.wrappers.wrapper import RegisteredWrapper
 
-__all__ = ["FedProx"]
-
 
 @final
 @dataclass(frozen=True, kw_only=True)

@@ -20,8 +20,6 @@ from torch import Tensor
 from fedspan.core.method import declare_decay_rate
 from fedspan.wrappers.adaptive import Adaptive
 
-__all__ = ["FedYogi"]
-
 
 @final
 @dataclass(frozen=True, kw_only=True)

@@ -32,8 +32,6 @@ from fedspan.core.values import Client, Contribution, Group, Job, Message, Reduc
 from fedspan.errors import FedspanError
 from fedspan.wrappers.wrapper import Wrapper
 
-__all__ = ["HEAD_PHASE", "HeadRounds", "NewHead"]
-
 ROUNDS, SHORT = "head-rounds/rounds", "head-rounds/short"
 """Scalars of a state that requests the rounds: their number, and whether orders hold the extras alone."""
 HEAD_PHASE = "head"

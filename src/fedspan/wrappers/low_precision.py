@@ -3,11 +3,12 @@
     server:    sends D(x);   client i:  trains from D(x), sends U(x_i - D(x) [+ e_i])
     server:    x_i' = x + U(x_i - D(x)), then as the wrapped method's
 
-U and D round to the format of each direction (``core.transfer_formats``). The server's x stays in float32, so what D
-rounds off is not lost: changes below D's resolution add up in x until a client receives them. With error feedback a
-client adds what U rounded off to its next change: e_i <- e_i + (x_i - D(x)) - U(...), as in Karimireddy et al., "Error
-Feedback Fixes SignSGD and other Gradient Compression Schemes", ICML 2019, arXiv:1901.09847. Tensors without a common
-start (``wrappers.compression``) are rounded themselves, and so are both messages of a second exchange.
+U and D round to the format of each direction: bfloat16, float16, or int8 with one scale per row or column
+(``compress``). The server's x stays in float32, so what D rounds off is not lost: changes below D's resolution add up
+in x until a client receives them. With error feedback a client adds what U rounded off to its next change: e_i <- e_i +
+(x_i - D(x)) - U(...), as in Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes",
+ICML 2019, arXiv:1901.09847. Tensors without a common start (``wrappers.compression``) are rounded themselves, and so
+are both messages of a second exchange.
 
 Deviations: int8 replies without error feedback are rounded stochastically, so that they are unbiased; the paper's
 scheme rounds deterministically, which int8 with error feedback does. A client drops its error when the method gives the
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar, final
+from typing import ClassVar, Literal, final
 
 import torch
 from torch import Tensor
@@ -26,14 +27,17 @@ from torch import Tensor
 from fedspan.core.method import Claims, Memory
 from fedspan.core.recent import MessageTensors
 from fedspan.core.tensors import Tensors, create_generator
-from fedspan.core.transfer_formats import Format, compress, decompress
 from fedspan.core.values import Client, Job, LayerSpec, Message, Reduced, ServerState, Trained
 from fedspan.errors import FedspanError
 from fedspan.wrappers.compression import Compression
 from fedspan.wrappers.wrapper import add_prefix
 
-__all__ = ["LowPrecision"]
+Format = Literal["float32", "bfloat16", "float16", "int8"]
 
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_ROWS, _COLUMNS = "rows/", "columns/"  # prefixes of int8 names: where the scales are
+_SCALE = 4  # bytes of a float32
+_LEVELS = 127
 _GENERATION = "low-precision generation"  # name of a scalar of messages and jobs, and of a tensor in the memory
 _ERROR = "error/"
 
@@ -161,3 +165,60 @@ def _convert(tensors: Tensors, format: Format, rngs: dict[str, torch.Generator] 
 
 def _restore(tensors: Tensors) -> dict[str, Tensor]:
     return dict(decompress(name, value) for name, value in tensors.items())
+
+
+def compress(name: str, value: Tensor, format: Format, rng: torch.Generator | None = None) -> tuple[str, Tensor]:
+    """Convert a tensor to a format of fewer bits.
+
+    Integer tensors are returned as they are. int8 stores q = round(x / s) with s = max |x| / 127 over a row, or over a
+    column where columns are longer, so that the scales are the smaller part: an (m, n) tensor becomes (m, n + 4) or
+    (m + 4, n) entries of int8, of which the last four of every row, or the last four rows, are the bytes of the float32
+    scales. Scalars and tensors without an entry in the first and the last dimension are stored as float32.
+
+    Args:
+        name: Name of the tensor.
+        value: Floating-point tensor of any shape.
+        format: The format.
+        rng: Generator of stochastic rounding, by which int8 is unbiased; None: to the nearest level.
+
+    Returns:
+        The name and the tensor to transmit; ``decompress`` restores both.
+
+    Raises:
+        OverflowError: If a finite value exceeds float16's largest number.
+    """
+    if not value.is_floating_point():
+        return name, value
+    if format == "int8" and value.ndim and max(value.shape[0], value.shape[-1]):
+        return _quantize(name, value.float(), rng)
+    if format == "int8":
+        format = "float32"
+    converted = value.to(_DTYPES[format])
+    if format == "float16" and bool((converted.isinf() & value.isfinite()).any()):
+        raise OverflowError(f"{name} has values above float16's largest, {torch.finfo(torch.float16).max:g}")
+    return name, converted
+
+
+def decompress(name: str, value: Tensor) -> tuple[str, Tensor]:
+    """Restore the name and the float32 values, of the original shape, of a tensor that ``compress`` returned."""
+    if value.dtype != torch.int8 or not name.startswith((_ROWS, _COLUMNS)):
+        return name, value.float() if value.is_floating_point() else value
+    if name.startswith(_COLUMNS):
+        return name.removeprefix(_COLUMNS), _dequantize(value.movedim(0, -1)).movedim(-1, 0)
+    return name.removeprefix(_ROWS), _dequantize(value)
+
+
+def _quantize(name: str, value: Tensor, rng: torch.Generator | None) -> tuple[str, Tensor]:
+    columns = value.shape[0] > value.shape[-1]
+    last = value.movedim(0, -1) if columns else value
+    scales = last.abs().amax(-1, keepdim=True) / _LEVELS
+    scaled = last / torch.where(scales > 0, scales, 1.0)
+    levels = scaled.round() if rng is None else (scaled + torch.rand(scaled.shape, generator=rng)).floor()
+    scale_bytes = scales.flatten().view(torch.int8).view(*last.shape[:-1], _SCALE)
+    codes = torch.cat([levels.clamp(-_LEVELS, _LEVELS).to(torch.int8), scale_bytes], -1)
+    return (_COLUMNS + name, codes.movedim(-1, 0).contiguous()) if columns else (_ROWS + name, codes)
+
+
+def _dequantize(codes: Tensor) -> Tensor:
+    scales = codes[..., -_SCALE:].clone(memory_format=torch.contiguous_format).view(torch.float32)  # aligned
+    return codes[..., :-_SCALE].float() * scales

@@ -20,8 +20,6 @@ from fedspan.wrappers.low_precision import LowPrecision
 from fedspan.wrappers.scaffold import Scaffold
 from fedspan.wrappers.wrapper import RegisteredWrapper
 
-__all__ = ["WRAPPERS", "get_wrapper_class", "wrap"]
-
 WRAPPERS: Mapping[str, type[RegisteredWrapper]] = MappingProxyType(
     {
         "fedadagrad": FedAdagrad,

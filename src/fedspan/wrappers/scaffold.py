@@ -46,8 +46,6 @@ from fedspan.core.values import (
 from fedspan.errors import FedspanError
 from fedspan.wrappers.wrapper import RegisteredWrapper, add_prefix, split_prefix
 
-__all__ = ["Scaffold"]
-
 PREFIX = "scaffold/"
 OWN, OFFSET, DRIFT, LENGTH, GENERATION = "own/", "offset/", "drift/", "length/", "generation"
 PROBE = "scaffold"

@@ -18,8 +18,6 @@ from fedspan.core.values import Reduced, ServerState
 from fedspan.errors import FedspanError
 from fedspan.wrappers.wrapper import RegisteredWrapper, add_prefix, compute_common_start, split_prefix
 
-__all__ = ["ServerOptimizer"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptimizer(RegisteredWrapper):

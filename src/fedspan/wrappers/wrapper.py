@@ -22,8 +22,6 @@ from fedspan.core.values import (
     Weights,
 )
 
-__all__ = ["RegisteredWrapper", "Wrapper", "add_prefix", "compute_common_start", "split_prefix"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Wrapper(Method):

@@ -12,9 +12,8 @@ from fedspan.core.spec import LayerSpec, Spec
 from fedspan.core.values import Client, Message, OptimizerSpec
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
-from fedspan.federation.aggregation.message_buffer import MessageBuffer
 from fedspan.federation.aggregation.plaintext import PlaintextAggregation
-from fedspan.federation.aggregation.reply_buffer import ReplyBuffer
+from fedspan.federation.aggregation.reply_buffer import MessageBuffer, ReplyBuffer
 from fedspan.federation.federation import STRICT
 from fedspan.federation.progress import ClientData
 from fedspan.federation.round_context import RoundContext, Tally

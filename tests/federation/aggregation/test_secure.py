@@ -581,7 +581,6 @@ def test_a_cohort_that_may_be_too_small_to_hide_in_is_refused(tiny_folder: Path)
         tiny_folder,
         privacy={"mechanism": "central", "noise": 1.0},
         federation={"weights": "uniform", "secure": {}},
-        engine={"name": "flower-sim"},
     )
     with pytest.raises(FedspanError, match=r"with privacy\.mechanism: central and federation\.secure") as refused:
         parse_config(given)

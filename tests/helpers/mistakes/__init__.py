@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from helpers.mistakes import config, data, images, model, runs, use
-from helpers.mistakes.world import Mistake
+from ..mistakes import config, data, images, model, runs, use
+from ..mistakes.world import Mistake
 
 SECTIONS: Mapping[str, Sequence[Mistake]] = {
     "The configuration's file and `--set`": config.FILES,

@@ -5,7 +5,8 @@ from typing import Any
 
 from fedspan.config import load_config, override, parse_config
 from fedspan.runs.devices import choose_device
-from helpers.mistakes.world import Mistake, World
+
+from ..mistakes.world import Mistake, World
 
 
 def _parse(**changes: Any) -> Callable[[World], object]:
@@ -183,17 +184,7 @@ FIELDS = [
         _parse(federation__secure={"cliping": 1}),
     ),
     Mistake(
-        "Simulated conditions on Flower's simulation engine.",
-        "simulation",
-        _parse(simulation={"dropout": 0.1}, engine__name="flower-sim"),
-    ),
-    Mistake(
         "The address of a cluster has no port.", "cluster.address", _parse(cluster={"address": "head", "workers": 2})
-    ),
-    Mistake(
-        "A cluster with Flower's simulation engine.",
-        "engine.name",
-        _parse(cluster={"workers": 2}, engine__name="flower-sim"),
     ),
     Mistake(
         "Diagnostics of client updates on a cluster.",
@@ -204,7 +195,7 @@ FIELDS = [
     Mistake(
         "Baselines on a cluster whose workers use the GPUs.",
         "baselines",
-        _parse(cluster={"workers": 2, "gpus_per_worker": 1}, baselines=["local"]),
+        _parse(cluster={"workers": 2, "gpus_per_worker": 1}, baselines=["local-only"]),
     ),
     Mistake("An option of another method.", "method.tau", _parse(method={"name": "fedit", "tau": 3})),
     Mistake("The rank is not a number.", "method.r", _parse(method__r="two")),

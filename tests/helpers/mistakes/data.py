@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 
-from helpers.mistakes.world import GOOD, LONG_NAME, QUESTIONS, Mistake, World
+from ..mistakes.world import GOOD, LONG_NAME, QUESTIONS, Mistake, World
 
 CAUSAL: dict[str, Any] = {"task": "causal-lm", "name": "t.jsonl"}
 READING = "cannot be read as "

@@ -13,8 +13,9 @@ from PIL import Image
 import fedspan
 from fedspan.config import parse_config
 from fedspan.runs.setup import prepare
-from helpers import tiny_images
-from helpers.mistakes.world import Mistake, World, cut, edit_json
+
+from .. import tiny_images
+from ..mistakes.world import Mistake, World, cut, edit_json
 
 TASK = "image-classification"
 

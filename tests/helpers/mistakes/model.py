@@ -11,7 +11,8 @@ import safetensors.torch
 import torch
 
 from fedspan.models.names import resolve_model
-from helpers.mistakes.world import LONG_NAME, Mistake, World, cut, edit_json
+
+from ..mistakes.world import LONG_NAME, Mistake, World, cut, edit_json
 
 WEIGHTS, ADAPTER = "adapter_model.safetensors", "adapter_config.json"
 
@@ -54,7 +55,7 @@ def _no_template(world: World) -> None:
     from fedspan.runs.setup import prepare
 
     world.model(_plain_tokenizer, "llama-lm")
-    from helpers import tiny_decoders
+    from .. import tiny_decoders
 
     changes: dict[str, Any] = {"model": {"name": "model"}, "data": {"chat": True}}
     prepare(parse_config(tiny_decoders.settings(world.tiny, **changes)))

@@ -8,7 +8,8 @@ from unittest import mock
 
 import fedspan
 from fedspan.runs.folder import RunFolder
-from helpers.mistakes.world import LONG_NAME, Mistake, World, cut, edit_json, flip
+
+from ..mistakes.world import LONG_NAME, Mistake, World, cut, edit_json, flip
 
 CONFIG = "FOLDER/stopped/config.yaml"
 CHECKPOINT = Path("checkpoints") / "round-00001"

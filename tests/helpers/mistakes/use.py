@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import fedspan
-from helpers.mistakes.world import LONG_NAME, Mistake, World, cut, edit_json, flip
+
+from ..mistakes.world import LONG_NAME, Mistake, World, cut, edit_json, flip
 
 
 def _predict(client: str | None = None, kind: str = "finished") -> Callable[[World], object]:

@@ -21,7 +21,8 @@ from fedspan.data.partition import Partition, partition
 from fedspan.errors import FedspanError
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.setup import Prepared, prepare
-from helpers import tiny, tiny_decoders, tiny_images
+
+from .. import tiny, tiny_decoders, tiny_images
 
 LONG_NAME = "x" * 300
 """A name that no file system takes."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from helpers.toys.problem import HEAD, LAYERS, Problem
+from ..toys.problem import HEAD, LAYERS, Problem
 
 Pairs = dict[str, dict[str, Tensor]]
 

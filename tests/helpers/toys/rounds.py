@@ -22,7 +22,8 @@ from fedspan.training.jobs import Assignment, TrainingSettings
 from fedspan.training.loop import LoopEngine
 from fedspan.wrappers.extras import ExtrasPolicy, WithExtras
 from fedspan.wrappers.wrapper import Wrapper
-from helpers.toys.problem import Problem
+
+from ..toys.problem import Problem
 
 WHOLE = 1000
 """A batch size that no client's data reach: one step is one pass over all of them."""

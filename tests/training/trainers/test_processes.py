@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from stage import free_port
 from torch import distributed
 
 import fedspan
@@ -25,6 +24,7 @@ from fedspan.runs.own_trainers import TrainerRuns, adopt_trainer
 from fedspan.tasks.trainer import TrainerExamples
 from fedspan.training.trainers.processes import Processes, describe_job, read_job
 from helpers import tiny, two_processes
+from helpers.stage import free_port
 from helpers.trainer_clients import make_trainer, site_rows
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -77,6 +77,7 @@ SAME: dict[str, dict[str, Any]] = {
     "moments-stay": {"training": {"optimizer_state": "keep"}},
     "ranks-differ": {"method": {"name": "hetlora"}, "federation": {"ranks": [1, 2]}},
     "head-from-statistics": {"model": {"head_init": "lda"}},
+    "head-alone-first": {"model": {"head_rounds": 1}},
     "dp-sgd": {"privacy": {"mechanism": "dp-sgd", "clip": 1.0, "noise": 1.0}},
     "local-privacy": {"privacy": {"mechanism": "local", "clip": 1.0, "noise": 1.0}},
     "dropout-and-faults": {

@@ -9,8 +9,6 @@ from fedspan.core.values import Client, Reduced
 from fedspan.federation.protocol import Masking, OrderEncoder, Reply
 from fedspan.federation.round_context import RoundContext, Tally
 
-__all__ = ["Aggregation", "AggregationFactory"]
-
 
 class Aggregation(Protocol):
     """One round's aggregation."""
@@ -53,9 +51,6 @@ class Aggregation(Protocol):
 
         Returns:
             Whether enough replies have arrived.
-
-        Raises:
-            ValueError: If the reply is rejected.
         """
         ...
 

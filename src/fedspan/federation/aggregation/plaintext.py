@@ -10,9 +10,9 @@ from fedspan.core.tensors import Tensors
 from fedspan.core.values import Client, Contribution, Message, Reduced, ServerState
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
-from fedspan.federation.aggregation.message_buffer import MessageBuffer
 from fedspan.federation.aggregation.reducers import create_reducer
 from fedspan.federation.aggregation.reduction import PrivateReducer, Reducer
+from fedspan.federation.aggregation.reply_buffer import MessageBuffer
 from fedspan.federation.changes import (
     MODEL,
     Change,
@@ -32,9 +32,6 @@ from fedspan.federation.validation import (
     validate_reply,
 )
 
-__all__ = ["PlaintextAggregation"]
-
-
 _SCALAR_BYTES = 64
 """Size in bytes by which a number, or the padding of the header, may be larger than in an untrained reply."""
 
@@ -45,10 +42,6 @@ class PlaintextAggregation:
     If a rule compares replies with each other, or the cohort is not known before they arrive, all of them are held
     until the attempt ends: decoded in memory, beyond 256 MiB encoded in a temporary file. Otherwise each reply is
     folded into the reduction on arrival. A later attempt sends orders only to clients without an accepted reply.
-
-    Args:
-        context: The round.
-        tally: Collects the events of the round.
     """
 
     def __init__(self, context: RoundContext, tally: Tally) -> None:

@@ -16,8 +16,6 @@ from fedspan.federation.aggregation.robust import (
 from fedspan.federation.privacy import create_central_privacy
 from fedspan.federation.settings import RoundSettings
 
-__all__ = ["create_reducer"]
-
 
 def create_reducer(
     settings: RoundSettings, cohort: Sequence[Client], clients: int, round: int, origin: Callable[[], Tensors]

@@ -11,8 +11,6 @@ from fedspan.core.tensors import Tensors
 from fedspan.core.values import Client, Contribution, Reduced, StackItem
 from fedspan.federation.privacy import CentralPrivacy
 
-__all__ = ["PrivateReducer", "Reducer"]
-
 
 class Reducer:
     """Accumulates contributions in client-id order.
@@ -20,9 +18,6 @@ class Reducer:
     A contribution that arrives before its turn waits. Those at the front of the order are folded into a float64 sum and
     released, so memory holds one contribution (plus those waiting), and the result does not depend on the order of
     arrival.
-
-    Args:
-        cohort: The clients selected for this round.
     """
 
     def __init__(self, cohort: Sequence[Client]) -> None:
@@ -52,11 +47,7 @@ class Reducer:
             self._position += 1
 
     def _check(self, contribution: Contribution) -> Contribution:
-        """Return a contribution in the form in which it waits for its turn.
-
-        Raises:
-            ValueError: If it cannot be reduced.
-        """
+        """Return a contribution in the form in which it waits for its turn."""
         return contribution
 
     def _fold(self, client: Client, contribution: Contribution | None) -> None:
@@ -101,11 +92,7 @@ class Reducer:
         return self._sums
 
     def _require_all(self) -> None:
-        """Check that every client of the cohort was added.
-
-        Raises:
-            ValueError: If one is missing.
-        """
+        """Check that every client of the cohort was added."""
         if self._position < len(self._order):
             raise ValueError(f"no contribution yet of client {self._order[self._position]!r}")
 

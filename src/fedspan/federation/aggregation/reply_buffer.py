@@ -1,4 +1,4 @@
-"""Encoded replies that wait for the end of an attempt, in memory or, beyond a budget, in a temporary file."""
+"""Replies that wait for the end of an attempt, in memory or, beyond a budget, encoded in a temporary file."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from fedspan.core.values import Message
 from fedspan.errors import FedspanError
+from fedspan.federation import serialization
 from fedspan.files import convert_disk_errors
 
-__all__ = ["ReplyBuffer"]
-
 _IN_MEMORY = 256 << 20
-"""Bytes of all replies beyond which they move to a file."""
+"""Bytes of all replies beyond which they, or further ones, move to a file."""
+_TENSOR_BYTES = 1024
+"""Bytes that a tensor takes beside its numbers, generously."""
 _RESERVE = 1 << 30
 """Bytes of the disk that replies leave free for everything else."""
 _CURE = (
@@ -61,11 +63,7 @@ class ReplyBuffer:
             raise FedspanError("TMPDIR", str(folder), problem=problem)
 
     def load(self, id: str) -> bytes:
-        """Return the reply of a client.
-
-        Raises:
-            KeyError: If there is none.
-        """
+        """Return the reply of a client."""
         position, length = self._places[id]
         self._file.seek(position)
         return self._file.read(length)
@@ -74,3 +72,44 @@ class ReplyBuffer:
         """Free the memory or disk space of all replies."""
         self._file.close()
         self._places.clear()
+
+
+class MessageBuffer:
+    """Messages of replies by client.
+
+    Args:
+        in_memory: Bytes of decoded messages beyond which further ones wait in a file, encoded.
+    """
+
+    def __init__(self, in_memory: int = _IN_MEMORY) -> None:
+        self._left = in_memory
+        self._decoded: dict[str, tuple[Message, int]] = {}
+        self._encoded = ReplyBuffer(in_memory=1)
+
+    def store(self, id: str, message: Message, body: bytes) -> None:
+        """Store the message of a client; one that it sent before is no longer returned.
+
+        Raises:
+            FedspanError: If it exceeds the budget on the disk, or the disk is full.
+        """
+        self.discard(id)
+        size = len(body) + _TENSOR_BYTES * len(message.tensors)  # an encoded message holds the bytes of its tensors
+        if size <= self._left:
+            self._decoded[id] = message, size
+            self._left -= size
+        else:
+            self._encoded.store(id, body)
+
+    def load(self, id: str) -> Message:
+        """Return the message of a client."""
+        return self._decoded[id][0] if id in self._decoded else serialization.decode(self._encoded.load(id))
+
+    def discard(self, id: str) -> None:
+        """Free the memory of a client's message, if there is one; the file keeps its size."""
+        if id in self._decoded:
+            self._left += self._decoded.pop(id)[1]
+
+    def close(self) -> None:
+        """Free the memory and disk space of all messages."""
+        self._decoded.clear()
+        self._encoded.close()

@@ -35,17 +35,6 @@ from fedspan.core.values import Client, Contribution, Reduced
 from fedspan.federation.aggregation.reduction import Reducer
 from fedspan.federation.changes import apply_change, compute_change
 
-__all__ = [
-    "CoordinateReducer",
-    "FlameReducer",
-    "GeometricMedianReducer",
-    "MultiKrumReducer",
-    "RobustReducer",
-    "compute_geometric_median",
-    "find_largest_cluster",
-    "select_by_multi_krum",
-]
-
 _ITERATIONS = 100
 _AT_REST = 1e-8
 """Step of the geometric median, over the median distance from it, at which the iteration ends."""
@@ -58,11 +47,7 @@ _FEWEST = 3
 
 
 class RobustReducer(Reducer, ABC):
-    """Collects all replies of a round, in client-id order.
-
-    Args:
-        cohort: The clients selected for this round.
-    """
+    """Collects all replies of a round, in client-id order."""
 
     def __init__(self, cohort: Sequence[Client]) -> None:
         super().__init__(cohort)

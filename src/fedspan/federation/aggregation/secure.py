@@ -44,8 +44,6 @@ from fedspan.federation.secagg.session import SecureSession
 from fedspan.federation.settings import FEWEST_SECURE_CLIENTS, MOST_SECURE_CLIENTS, SecureSettings
 from fedspan.federation.validation import compute_origin, require_requested
 
-__all__ = ["SecureAggregation"]
-
 _VECTOR_HEADER = 1024
 """Maximum size of what an encoded message with one vector has beside its numbers, in bytes."""
 
@@ -54,11 +52,6 @@ class SecureAggregation:
     """Aggregation of replies of which the server sees only the sum.
 
     Replies are reduced by their mean. They are not checked for outliers, because their norms are unknown to the server.
-
-    Args:
-        context: The round.
-        tally: Collects the events of the round.
-        secure: Settings of secure aggregation.
 
     Raises:
         FedspanError: If too few clients were selected to hide among, or too many for their shares, or the method's
@@ -156,11 +149,7 @@ class SecureAggregation:
         )
 
     def _compute_model_digest(self, clients: Sequence[Client], encoder: OrderEncoder) -> str:
-        """Return the digest of the message that all clients are sent, whatever they store of earlier rounds.
-
-        Raises:
-            FedspanError: If the method sends different messages.
-        """
+        """Return the digest of the message that all clients are sent, whatever they store of earlier rounds."""
         common: bytes | None = None
         for client in clients:
             body = encoder.encode(self.context.method.sync(self.context.state, replace(client, last_round=None)))

@@ -54,34 +54,6 @@ from fedspan.federation.protocol import (
     read_task,
 )
 
-__all__ = [
-    "MASKED",
-    "Agreement",
-    "ConfirmOrder",
-    "ConfirmReply",
-    "KeysOrder",
-    "KeysReply",
-    "Phase",
-    "PhaseReply",
-    "PublicKeys",
-    "SharesOrder",
-    "SharesReply",
-    "UnmaskOrder",
-    "UnmaskReply",
-    "build_confirmation",
-    "build_session_context",
-    "compute_facts_digest",
-    "compute_layout_digest",
-    "compute_share",
-    "count_envelope_bytes",
-    "create_initial_values",
-    "decode_phase",
-    "decode_request",
-    "flatten",
-    "refuse_phase",
-    "unflatten_change",
-]
-
 A = TypeVar("A", bound="PhaseReply")
 
 MASKED = "masked"

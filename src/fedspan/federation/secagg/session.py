@@ -40,8 +40,6 @@ from fedspan.federation.secagg.messages import (
 )
 from fedspan.federation.transport import Orders, Transport
 
-__all__ = ["Masked", "SecureSession", "SharesError", "require_openable", "unmask"]
-
 
 @dataclass(frozen=True)
 class Masked:

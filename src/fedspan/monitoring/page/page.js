@@ -23,7 +23,8 @@ function isNumber(value) {
 }
 function formatNumber(value) {
   if (!isNumber(value)) return "–";
-  return Math.abs(value) >= 1000 ? value.toPrecision(3) : value.toFixed(4);
+  const size = Math.abs(value);
+  return size >= 1000 || (size && size < 1e-3) ? value.toPrecision(3) : value.toFixed(4);
 }
 function formatScore(value, percent) {
   if (!isNumber(value)) return "–";
@@ -73,7 +74,8 @@ function showProgress(state) {
   const stage = run.stage, parts = [];
   if (run.baseline) parts.push(`for comparison, ${run.baseline.name}: epoch ${run.baseline.round} of ${run.baseline.rounds}`);
   else if (run.current) parts.push(`round ${run.current} of ${run.rounds}`);
-  if (stage) parts.push(stage.text + (stage.total ? `, ${Math.min(stage.done, stage.total)} of ${stage.total} ${stage.unit}` : ""));
+  // of clients on other machines, only whole replies are seen
+  if (stage) parts.push(stage.text + (stage.total && stage.done ? `, ${Math.min(stage.done, stage.total)} of ${stage.total} ${stage.unit}` : ""));
   setText(byId("stage"), parts.join(": ") || "preparing");
   const within = isNumber(run.round_started) ? `${formatDuration(state.time - run.round_started)} in this round` : "";
   const silence = isNumber(run.updated) && state.time - run.updated >= SILENCE ? `no news for ${formatDuration(state.time - run.updated)}` : "";

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.sharded import get_shard
 
-__all__ = ["FrozenBase", "checksum_frozen"]
-
 _CHUNK = 1 << 20
 _MIX, _STEP = 0x5851F42D4C957F2D, 0x14057B7EF767814F  # odd, below 2**63
 
@@ -61,10 +59,6 @@ class FrozenBase:
 
 def checksum_frozen(root: nn.Module, live: Mapping[str, Tensor]) -> dict[str, int]:
     """Compute a checksum of every parameter and stored buffer of a module that does not belong to a job.
-
-    Args:
-        root: The module.
-        live: The job's tensors.
 
     Returns:
         Checksums of the raw values and their order, by name; computed on the module's device. Of a sharded weight,

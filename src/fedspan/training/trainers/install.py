@@ -12,8 +12,6 @@ from fedspan.core.values import Job
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.targets import is_batch_norm
 
-__all__ = ["install_job"]
-
 _PREFIX = "fedspan_"
 
 

@@ -12,8 +12,6 @@ from fedspan.core.tensors import create_generator
 from fedspan.training.jobs import Assignment, TrainingSettings
 from fedspan.training.trainers.optimizer import JobOptimizer
 
-__all__ = ["LocalTrainer", "RoundPlan", "plan_round"]
-
 
 @dataclass(frozen=True)
 class RoundPlan:

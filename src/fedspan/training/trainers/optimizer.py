@@ -15,8 +15,6 @@ from fedspan.training.optimizers import build_optimizer_spec
 from fedspan.training.services import TrainingServices
 from fedspan.training.trainers.processes import Processes
 
-__all__ = ["JobOptimizer"]
-
 
 class JobOptimizer(torch.optim.Optimizer):
     """Steps the tensors of a job as the loop engine does (``TrainingServices.apply``).

@@ -27,8 +27,6 @@ from fedspan.core.parametrization import Parametrization
 from fedspan.core.values import Group, Job
 from fedspan.errors import FedspanError
 
-__all__ = ["Announcement", "Processes", "count_processes", "describe_job", "read_job"]
-
 _WAIT = timedelta(days=365)
 """How long a process waits for the next task."""
 
@@ -47,11 +45,7 @@ def count_processes() -> int:
 
 
 class Processes:
-    """The processes of one trainer. Every process makes this object at the same point of the script.
-
-    Raises:
-        FedspanError: If ``torch.distributed`` has no process group.
-    """
+    """The processes of one trainer. Every process makes this object at the same point of the script."""
 
     def __init__(self) -> None:
         if not distributed.is_initialized():
@@ -112,11 +106,7 @@ class Processes:
         self.announce(task, tensors, **described, **header)
 
     def receive(self) -> Announcement:
-        """Wait for the next task of rank 0, in another process.
-
-        Raises:
-            FedspanError: If rank 0 ended.
-        """
+        """Wait for the next task of rank 0, in another process."""
         try:
             size = torch.zeros((), dtype=torch.int64)
             self._broadcast(size)
@@ -160,9 +150,6 @@ class Processes:
 
         An interrupt (``KeyboardInterrupt``, ``SystemExit``) leaves the others in the middle of a task, where they would
         not receive another one.
-
-        Raises:
-            FedspanError: If another process ended.
         """
         if not self.is_busy:
             self.announce("end")

@@ -12,8 +12,6 @@ from transformers import Trainer
 from fedspan.errors import FedspanError
 from fedspan.models.sharded import shard
 
-__all__ = ["explain_refused_sharding", "shard_base"]
-
 
 def explain_refused_sharding(trainer: Trainer) -> str | None:
     """Return why a round cannot train with a trainer's DeepSpeed or FSDP; None: it can, or the trainer has neither."""

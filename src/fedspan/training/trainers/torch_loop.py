@@ -13,8 +13,6 @@ from fedspan.tasks.metrics import METRICS
 from fedspan.training.trainers.local import RoundPlan
 from fedspan.training.trainers.optimizer import JobOptimizer
 
-__all__ = ["TorchTrainer", "TrainingRound"]
-
 Batch = TypeVar("Batch")
 
 _FEWEST_BATCHES = 1000

@@ -35,8 +35,6 @@ from fedspan.training.trainers.optimizer import JobOptimizer
 from fedspan.training.trainers.processes import Processes
 from fedspan.training.trainers.transformers import TransformersTrainer
 
-__all__ = ["Owner", "TrainerEngine"]
-
 log = logging.getLogger(__name__)
 
 
@@ -359,11 +357,7 @@ def _require_supported(settings: TrainingSettings) -> None:
 
 
 def _require_equal_models(owners: Mapping[str, Owner]) -> None:
-    """Check that all owners' models have the same target layers, extras and frozen weights.
-
-    Raises:
-        FedspanError: If they differ.
-    """
+    """Check that all owners' models have the same target layers, extras and frozen weights."""
     first = next(iter(owners.values()))
     expected, compared = None, {first.trainer.root}
     for id, owner in list(owners.items())[1:]:

@@ -29,8 +29,6 @@ from fedspan.training.trainers.transformers_round import (
     set_round_arguments,
 )
 
-__all__ = ["TransformersTrainer", "list_unused_arguments"]
-
 _UNUSED_ARGUMENTS = (
     *("optim", "optim_args", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
     *("max_grad_norm", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_ratio", "warmup_steps"),
@@ -200,11 +198,7 @@ class _StoppedEpochs(TrainerCallback):
 
 
 class _RequiredOptimizer(TrainerCallback):
-    """Checks before the first step that a trainer kept the optimizer that was set.
-
-    Args:
-        optimizer: The optimizer of the round.
-    """
+    """Checks before the first step that a trainer kept the optimizer that was set."""
 
     def __init__(self, optimizer: JobOptimizer) -> None:
         self._optimizer = optimizer
@@ -225,14 +219,6 @@ def _require_complete(trainer: Trainer, plan: RoundPlan, stopped_epochs: int) ->
 
     In a round of epochs, a sampler may yield fewer batches than its length: what it yields is an epoch. A round of
     steps would miss some of them, because the ``Trainer`` plans as many epochs as that length needs.
-
-    Args:
-        trainer: The trainer, after the training.
-        plan: What was planned.
-        stopped_epochs: Number of epochs that callbacks stopped.
-
-    Raises:
-        FedspanError: If it did.
     """
     state = trainer.state
     if plan.steps is not None:
@@ -266,11 +252,7 @@ def _get_constant_rate(step: int) -> float:
 
 
 def _require_supported(trainer: Trainer) -> None:
-    """Check that a federation can honor a trainer.
-
-    Raises:
-        FedspanError: If it cannot.
-    """
+    """Check that a federation can honor a trainer."""
     args, model = trainer.args, trainer.model
     loss = getattr(trainer, "loss", None)
     losses = [part for part in (loss.values() if isinstance(loss, Mapping) else [loss]) if isinstance(part, nn.Module)]

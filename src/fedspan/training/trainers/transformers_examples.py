@@ -14,18 +14,12 @@ from fedspan.errors import FedspanError
 from fedspan.training.trainers.optimizer import JobOptimizer
 from fedspan.training.trainers.transformers_round import add_callback
 
-__all__ = ["count_examples", "get_length"]
-
 _EXAMPLES = "fedspan_examples"
 """The entry of a batch with one element for each example: a tensor, which Accelerate can concatenate and slice."""
 
 
 class _CountingCollator:
-    """A collator that adds the number of examples to a batch: its tensors may have other numbers of rows (DPO).
-
-    Args:
-        collate: The collator.
-    """
+    """A collator that adds the number of examples to a batch: its tensors may have other numbers of rows (DPO)."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate
@@ -81,11 +75,7 @@ def count_examples(trainer: Trainer, optimizer: JobOptimizer) -> Generator[None]
 
 
 def _pop_examples(batch: Any, trainer: Trainer) -> int:
-    """Remove and return a batch's number of examples; of a loader without a collator, the rows of its first tensor.
-
-    Raises:
-        FedspanError: If the batch has no tensor.
-    """
+    """Remove and return a batch's number of examples; of a loader without a collator, the rows of its first tensor."""
     if isinstance(batch, MutableMapping) and _EXAMPLES in batch:
         return len(batch.pop(_EXAMPLES))
     values = batch.values() if isinstance(batch, Mapping) else batch

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-__all__ = ["BOOKKEEPING", "split_by_set", "translate_metrics"]
-
 BOOKKEEPING = (
     *("runtime", "samples_per_second", "steps_per_second", "model_preparation_time", "jit_compilation_time"),
     *("epoch", "num_tokens", "num_input_tokens_seen"),

@@ -12,8 +12,6 @@ from transformers import Trainer, TrainerCallback
 
 from fedspan.training.trainers.local import RoundPlan
 
-__all__ = ["add_callback", "draw_by_process", "restore_losses", "restore_model", "set_round_arguments"]
-
 
 @contextmanager
 def add_callback(trainer: Trainer, callback: TrainerCallback) -> Generator[None]:

@@ -1,39 +1,18 @@
-"""The methods on Flower's simulation and deployment engines. Nothing else in fedspan imports ``flwr``.
-
-Importing this package disables Flower's and Ray's telemetry and update checks, and Flower's installation of an app's
-dependencies at run time. Set the variables below beforehand to enable them.
-"""
+"""The methods as a Flower app, on Flower's public interface alone, so that a range of its releases works."""
 
 import importlib.util
-import os
 
 from fedspan.errors import FedspanError, build_install_command
 
 __all__ = ["require"]
 
-_QUIET = {
-    "FLWR_TELEMETRY_ENABLED": "0",
-    "FLWR_DISABLE_UPDATE_CHECK": "1",
-    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-    "RAY_USAGE_STATS_ENABLED": "0",
-}
 
-for _name, _value in _QUIET.items():
-    os.environ.setdefault(_name, _value)
-
-
-def require(*, simulation: bool = False) -> None:
+def require() -> None:
     """Check that Flower is installed.
 
-    Args:
-        simulation: Whether Flower's simulation engine (Ray) is needed, too.
-
     Raises:
-        FedspanError: If Flower is missing.
+        FedspanError: If it is not.
     """
-    extras = {"flwr": "flower", **({"ray": "flower-sim"} if simulation else {})}
-    for package, extra in extras.items():
-        if importlib.util.find_spec(package) is None:
-            raise FedspanError(
-                package, None, problem=f"the package is not installed. Run: {build_install_command(extra)}"
-            )
+    if importlib.util.find_spec("flwr") is None:
+        problem = f"the package is not installed. Run: {build_install_command('flower')}"
+        raise FedspanError("flwr", None, problem=problem)

@@ -1,219 +1,174 @@
-"""A server's folder with certificates and the secret, its operator's connection, and the known nodes."""
+"""The server half of the app: a transport over Flower's grid, and invitations to the nodes that are online."""
 
 from __future__ import annotations
 
-import json
-import os
-import secrets
-import subprocess
-import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from datetime import datetime
-from pathlib import Path
-from typing import Any
+import time
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import TypeVar
 
-from fedspan.errors import FedspanError
-from fedspan.files import make_private_folder
-from fedspan.transports.flower.adapter import build_flwr_command
-from fedspan.transports.flower.keys import AUTHORITY, ensure_authority
+from flwr.app import Context, Message
+from flwr.serverapp import Grid, ServerApp
 
-__all__ = [
-    "DATABASE",
-    "WORK",
-    "Node",
-    "ServerLink",
-    "call_flower",
-    "format_address",
-    "is_prepared",
-    "list_nodes",
-    "prepare_folder",
-    "read_link",
-]
+from fedspan.errors import escape_controls
+from fedspan.federation.protocol import Envelope
+from fedspan.federation.transport import OnReply, Orders, Transport
+from fedspan.transports.flower.client import from_records, to_records
 
-_DESCRIPTION, _SECRET = "server.json", "secret"
-DATABASE = "flower.db"
-"""The SuperLink's database in the server's folder."""
-WORK = "work.json"
-"""The file in the server's folder that says what its nodes do (``work``)."""
+__all__ = ["Context", "Grid", "GridTransport", "create_server_app", "invite"]
 
-_NAME = "fedspan"
-_BUNDLE = """\
-[project]
-name = "fedspan-run"
-version = "1.0.0"
-license = "Apache-2.0"
-dependencies = []
+T = TypeVar("T", str, int)
 
-[tool.flwr.app]
-publisher = "fedspan"
-
-[tool.flwr.app.components]
-serverapp = "fedspan.transports.flower.app:server"
-clientapp = "fedspan.transports.flower.app:client"
-"""
+_POLL = 0.05, 1.0
+"""Polling interval for replies in seconds: initial and maximum."""
+_LIFETIME = 60.0
+"""Seconds for which a message outlives its time limit."""
+_REINVITE_SECONDS = 10.0
+"""Seconds after which a node that has not decided is invited again; each invitation starts a process on it."""
+_LONGEST_REASON = 500
+"""Maximum number of characters of the reason that comes with a failure."""
 
 
-@dataclass(frozen=True)
-class ServerLink:
-    """The connection data of a SuperLink for its operator.
+def create_server_app(run: Callable[[Grid, Context], None]) -> ServerApp:
+    """Create the server app, which runs a federation over Flower's grid."""
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:  # pyright: ignore[reportUnusedFunction]
+        run(grid, context)
+
+    return app
+
+
+class GridTransport(Transport):
+    """Sends envelopes to Flower's nodes and waits for their replies.
+
+    Flower's public interface cancels no message: a node trains on after its order's time limit, until its own limits
+    end that, and the reply is discarded.
 
     Args:
-        address: Address as ``host:port``, on this machine.
-        authority: File with the certificate of the authority that signed the SuperLink's; None: an insecure connection.
-        secret: File with the secret that the SuperLink was started with.
+        grid: Flower's grid.
+        nodes: Flower's node id of each client.
+        reconnect_timeout: Time limit for offline nodes in an exchange that waits for them, in seconds.
     """
 
-    address: str
-    authority: Path | None
-    secret: Path
+    def __init__(self, grid: Grid, nodes: Mapping[str, int], reconnect_timeout: float) -> None:
+        self._grid, self._nodes, self._reconnect_timeout = grid, nodes, reconnect_timeout
 
-    @property
-    def folder(self) -> Path:
-        """The server's folder, which contains the secret."""
-        return self.secret.parent
+    def exchange(self, orders: Orders, on_reply: OnReply, seconds: float, *, wait_for_offline: bool = False) -> None:
+        """``Transport.exchange``."""
+        started, pause = time.monotonic(), _POLL[0]
+        unsent, pending = dict.fromkeys(orders), dict[str, str]()
+        wait = min(seconds, self._reconnect_timeout) if wait_for_offline else 0.0
+        while unsent or pending:
+            pause = min(2 * pause, _POLL[1])
+            for id, reply in self._receive(orders, unsent, pending, started, seconds, wait):
+                if on_reply(id, reply):
+                    return
+                pause = _POLL[0]
+            if unsent or pending:
+                time.sleep(pause)
+
+    def _receive(
+        self,
+        orders: Orders,
+        unsent: dict[str, None],
+        pending: dict[str, str],
+        started: float,
+        seconds: float,
+        wait: float,
+    ) -> Iterator[tuple[str, Envelope | str]]:
+        """Send orders to the nodes that are online, and yield replies and failures; both are removed from the inputs.
+
+        Args:
+            orders: The orders.
+            unsent: Clients without an order so far.
+            pending: Clients whose replies are awaited, by message id.
+            started: Start of the exchange.
+            seconds: Time limit of the exchange.
+            wait: Time limit for offline nodes.
+        """
+        online = set(self._grid.get_node_ids()) if unsent else set[int]()
+        for id in [id for id in unsent if self._nodes[id] in online]:
+            del unsent[id]
+            message = _push(self._grid, self._nodes[id], orders[id], seconds)
+            if message is None:
+                yield id, "the SuperLink did not take its order"
+            else:
+                pending[message] = id
+        waited = time.monotonic() - started
+        if waited >= wait:
+            yield from ((id, "its node is not online") for id in unsent)
+            unsent.clear()
+        for id, reply in _pull(self._grid, pending):
+            limit = orders.compute_reply_bytes(id)
+            is_long = isinstance(reply, Envelope) and limit is not None and len(reply.body) > limit
+            yield id, f"its reply has more than {limit} bytes, the maximum" if is_long else reply
+        if waited >= seconds:
+            yield from ((id, f"no reply within {seconds:g} s") for id in pending.values())
+            pending.clear()
 
 
-def format_address(host: str, port: int) -> str:
-    """Return a host and a port as ``host:port``, an IPv6 address in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def prepare_folder(folder: Path, port: int, hosts: Sequence[str], *, insecure: bool) -> ServerLink:
-    """Create the missing files of a server's folder.
+def invite(grid: Grid, envelope: Envelope, seconds: float, undecided: set[int]) -> Iterator[tuple[int, Envelope | str]]:
+    """Send an envelope to all nodes that are or come online, until time is up or the caller stops iterating.
 
     Args:
-        folder: The server's folder, which no other user may enter.
-        port: Port on which the server listens.
-        hosts: Host names and addresses under which nodes reach the server.
-        insecure: Whether to run without TLS and keys.
-
-    Raises:
-        FedspanError: If other users may enter the folder, or its certificate is not valid for a host.
-    """
-    make_private_folder(folder, "--folder")
-    if not insecure:
-        ensure_authority(folder, hosts)
-    if not (folder / _SECRET).exists():
-        descriptor = os.open(folder / _SECRET, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(secrets.token_hex(32))
-    (folder / _DESCRIPTION).write_text(json.dumps({"port": port, "insecure": insecure}) + "\n", encoding="utf-8")
-    return read_link(folder)
-
-
-def is_prepared(folder: Path) -> bool:
-    """Return whether a server was started with a folder before."""
-    return (folder / _DESCRIPTION).is_file()
-
-
-def read_link(folder: Path) -> ServerLink:
-    """Return the connection data of a server for its own machine.
-
-    Raises:
-        FedspanError: If no server was ever started with the folder.
-    """
-    try:
-        description = json.loads((folder / _DESCRIPTION).read_text(encoding="utf-8"))
-        port, insecure = int(description["port"]), bool(description["insecure"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise FedspanError("server", str(folder), "the folder of a server (fedspan server)") from error
-    return ServerLink(f"127.0.0.1:{port}", None if insecure else folder / AUTHORITY, folder / _SECRET)
-
-
-def call_flower(link: ServerLink, *arguments: str) -> Any:
-    """Call Flower's own command line for a SuperLink.
-
-    Args:
-        link: Connection data of the SuperLink.
-        arguments: Arguments of ``flwr``; ``@`` stands for the SuperLink's name.
+        grid: Flower's grid.
+        envelope: The invitation.
+        seconds: Seconds to wait.
+        undecided: Nodes that are invited again some seconds later. The caller adds nodes that have not decided yet.
 
     Returns:
-        The parsed output of ``--format json``.
-
-    Raises:
-        FedspanError: If the command failed, took too long, or could not be run, as on a full disk.
+        Node ids with their replies, or with the reason for a missing reply in plain text.
     """
-    try:
-        return _call_flower(link, arguments)
-    except subprocess.TimeoutExpired as error:
-        problem = f"flwr {' '.join(arguments[:2])} took more than {error.timeout:g} seconds"
-        raise FedspanError("server", link.address, problem=problem) from error
-    except OSError as error:
-        problem = f"flwr {' '.join(arguments[:2])} could not be run: {error}"
-        raise FedspanError("server", link.address, problem=problem) from error
+    deadline, pause = time.monotonic() + seconds, _POLL[0]
+    invited_at, pending = dict[int, float](), dict[str, int]()
+    while (now := time.monotonic()) < deadline:
+        online = set(grid.get_node_ids())
+        invited_at = {node: at for node, at in invited_at.items() if node in online}
+        for node in sorted(online):
+            is_due = node in undecided and now - invited_at.get(node, now) >= _REINVITE_SECONDS
+            if node not in invited_at or is_due:
+                invited_at[node] = now
+                undecided.discard(node)
+                message = _push(grid, node, envelope, deadline - now)
+                if message is None:
+                    undecided.add(node)
+                else:
+                    pending[message] = node
+        for node, reply in _pull(grid, pending):
+            yield node, "its introduction has a body" if isinstance(reply, Envelope) and reply.body else reply
+        time.sleep(pause)
+        pause = min(2 * pause, _POLL[1])
 
 
-def _call_flower(link: ServerLink, arguments: Sequence[str]) -> Any:
-    with tempfile.TemporaryDirectory(prefix="fedspan-") as home:
-        secure = f'root-certificates = "{link.authority.resolve()}"' if link.authority else "insecure = true"
-        config = f'[superlink]\ndefault = "{_NAME}"\n\n[superlink.{_NAME}]\naddress = "{link.address}"\n{secure}\n'
-        Path(home, "config.toml").write_text(config, encoding="utf-8")
-        bundle = Path(home, "bundle")
-        bundle.mkdir()
-        (bundle / "pyproject.toml").write_text(_BUNDLE, encoding="utf-8")
-        expanded = [
-            _NAME if argument == "@" else str(bundle) if argument == "%" else argument for argument in arguments
-        ]
-        command = build_flwr_command(*expanded, "--format", "json")
-        # On a dumb terminal JSON has no colors, even if FORCE_COLOR is set, as in the kernel of a notebook.
-        environment = {**os.environ, "FLWR_HOME": home, "TERM": "dumb"}
-        completed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    return _parse_response(completed, expanded)
+def _push(grid: Grid, node: int, envelope: Envelope, seconds: float) -> str | None:
+    """Send an envelope, and return the id of its message; None: the SuperLink refused it."""
+    content = to_records(envelope.header, envelope.body)
+    return next(iter(grid.push_messages([Message(content, node, "train", ttl=seconds + _LIFETIME)])), None)
 
 
-def _parse_response(completed: subprocess.CompletedProcess[str], arguments: Sequence[str]) -> Any:
-    try:
-        response = json.loads(completed.stdout[completed.stdout.index("{") :])
-    except ValueError:
-        response = {"success": False, "error-message": (completed.stderr or completed.stdout).strip()[-500:]}
-    if completed.returncode or not response.get("success", True):
-        command = f"flwr {' '.join(arguments[:2])}"
-        raise FedspanError("server", command, problem=f"{command} failed: {response.get('error-message', response)}")
-    return response
+def _pull(grid: Grid, pending: MutableMapping[str, T]) -> Iterator[tuple[T, Envelope | str]]:
+    """Yield the recipients of messages with their replies, or with the reason for a missing one.
 
-
-@dataclass(frozen=True)
-class Node:
-    """A node as its server knows it.
+    Flower reports no size before it has received a message whole, so messages are pulled one by one: the next is
+    received when this one has been processed.
 
     Args:
-        id: Flower's node id.
-        name: The operator's name for the node; empty if it was never admitted by name.
-        status: Status of the node: ``online``, ``offline``, ``registered`` if it never connected, or ``revoked``.
-        online_seconds: Seconds since the node connected; 0 if it is not online.
-        offline_since: Time when the node went offline, in seconds since 1970; None: it did not go offline.
+        grid: Flower's grid.
+        pending: Recipients of messages by message id; those that replied are removed.
     """
-
-    id: str
-    name: str
-    status: str
-    online_seconds: float
-    offline_since: float | None
-
-
-def list_nodes(link: ServerLink, names: Mapping[int, str]) -> list[Node]:
-    """Return the nodes that a server knows; a node whose key was revoked only if it has a name here.
-
-    Args:
-        link: Connection data of the server.
-        names: The operator's names by Flower's node id.
-    """
-    nodes: list[Node] = []
-    for record in call_flower(link, "supernode", "list", "@").get("nodes", []):
-        id, status = str(record.get("node-id")), str(record.get("status"))
-        name = names.get(int(id), "") if id.isdigit() else ""
-        if status == "unregistered":
-            if not name:
-                continue
-            status = "revoked"
-        online = float(record.get("online-elapsed") or 0.0) if status == "online" else 0.0
-        nodes.append(Node(id, name, status, online, _parse_timestamp(record.get("offline-at"))))
-    return nodes
+    for id in sorted(pending):
+        for message in grid.pull_messages([id]):
+            recipient = pending.pop(message.metadata.reply_to_message_id, None)
+            if recipient is not None:
+                yield recipient, _read(message)
 
 
-def _parse_timestamp(value: object) -> float | None:
+def _read(message: Message) -> Envelope | str:
+    if message.has_error():
+        reason = escape_controls((message.error.reason or "none")[:_LONGEST_REASON])
+        return f"its node failed (Flower's code {message.error.code}: {reason})"
     try:
-        return datetime.fromisoformat(str(value)).timestamp()
-    except ValueError:  # N/A
-        return None
+        return Envelope(*from_records(message.content))
+    except ValueError as error:
+        return str(error)

@@ -1,1 +1,0 @@
-"""What `benchmarks/engines.py` is made of. Files named `peers_*` run in an environment without fedspan."""

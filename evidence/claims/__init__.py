@@ -1,0 +1,1 @@
+"""Statements of papers that a script can test."""

@@ -1,0 +1,1 @@
+"""What a deployment withstands: faults, attacks, load."""

@@ -1,0 +1,20 @@
+"""Deployments over HTTPS: a server and its nodes (Starlette on uvicorn, httpx, SQLite, cryptography)."""
+
+import importlib.util
+
+from fedspan.errors import FedspanError, build_install_command
+
+__all__ = ["require"]
+
+
+def require() -> None:
+    """Check that the packages of a deployment are installed.
+
+    Raises:
+        FedspanError: If one is missing.
+    """
+    for package in ("cryptography", "httpx", "starlette", "uvicorn"):
+        if importlib.util.find_spec(package) is None:
+            raise FedspanError(
+                package, None, problem=f"the package is not installed. Run: {build_install_command('deploy')}"
+            )

@@ -1,0 +1,356 @@
+"""A node's requests to its server: they survive broken connections, and pass proxies."""
+
+from __future__ import annotations
+
+import base64
+import ssl
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+from fedspan.errors import FedspanError
+from fedspan.transports.http.identities import sign_join
+from fedspan.transports.http.signing import NodeSigner, UnsignedSigner
+from fedspan.transports.http.transfers import Bandwidth, Pacer, TransferProgress
+from fedspan.transports.http.wire import CHUNK, POLL_SECONDS, PROTOCOLS, NodeWork
+
+__all__ = ["Link", "NodeConnection", "RefusedError", "open_client"]
+
+_CONNECT, _READ = 30.0, 180.0
+"""Time limits of a connection and of an answer, in seconds: a server of a thousand nodes that all reply at once takes
+a while, and a request that was given up would be sent again on top of it."""
+_BLOCK = 2**14
+"""Bytes that are sent or read at once: a pause follows each, and a TLS record has as many."""
+_RETRIES, _PAUSE = 2, 1.0
+"""Times that a part of a message is sent or fetched again if nothing of it was transmitted, and the first pause."""
+_AGAIN = httpx.codes.REQUEST_TIMEOUT, httpx.codes.TOO_MANY_REQUESTS
+
+
+class RefusedError(Exception):
+    """Raised when the server refuses a request.
+
+    Args:
+        status: HTTP status; 401: the session has ended.
+        reason: Why, in the server's words.
+        facts: What it answered.
+    """
+
+    def __init__(self, status: int, reason: str, facts: dict[str, Any]) -> None:
+        super().__init__(f"the server answered {status}: {reason}")
+        self.status, self.facts = status, facts
+
+
+class Link(NamedTuple):
+    """The connection data of a server for a node.
+
+    Args:
+        address: Address as ``host:port``.
+        authority: File with the certificates of the server's authority and order key; None: an insecure connection.
+        key: The node's private key; None: a trial without keys.
+        limit: Maximum size of a message, in bytes.
+        bandwidth: Limits on the bandwidth of messages.
+        proxy: Address of the proxy to the server; None: that of the environment, if any.
+        tls_authority: File with the authority of the connection's certificate, if a proxy in front of the server
+            terminates TLS; None: ``authority``.
+    """
+
+    address: str
+    authority: Path | None
+    key: ec.EllipticCurvePrivateKey | None
+    limit: int
+    bandwidth: Bandwidth | None = None
+    proxy: str | None = None
+    tls_authority: Path | None = None
+
+    def create_signer(self) -> NodeSigner | UnsignedSigner:
+        """Return the signer of this node: with keys, only orders that the server signed are carried out.
+
+        Raises:
+            FedspanError: If the authority's file has no valid certificate of an order key.
+        """
+        if self.key is None or self.authority is None:
+            return UnsignedSigner()
+        return NodeSigner(self.key, self.authority)
+
+
+def open_client(link: Link) -> httpx.Client:
+    """Open connections to a server, through a proxy if there is one.
+
+    Raises:
+        FedspanError: If a file of certificates is not one.
+    """
+    verify: ssl.SSLContext | bool = False
+    if link.authority is not None:
+        path = link.tls_authority or link.authority
+        try:
+            verify = ssl.create_default_context(cafile=str(path))
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise FedspanError(
+                "authority", str(path), f"a file with certificates of an authority ({reason})"
+            ) from error
+    scheme = "http" if link.authority is None else "https"
+    timeout = httpx.Timeout(_READ, connect=_CONNECT)
+    return httpx.Client(base_url=f"{scheme}://{link.address}/v1/", verify=verify, proxy=link.proxy, timeout=timeout)
+
+
+class _Incoming(NamedTuple):
+    """An order that arrives: its id, what has arrived of its message, its size, and that of its reply at most."""
+
+    id: str
+    data: bytearray
+    total: int
+    reply_bytes: int
+
+
+class NodeConnection:
+    """A session of a node with its server.
+
+    Args:
+        link: Connection data of the server.
+        signer: The node's signer.
+        client: The connections.
+        on_progress: Called with every block of a message.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        signer: NodeSigner | UnsignedSigner,
+        client: httpx.Client,
+        on_progress: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.link, self._signer, self._client = link, signer, client
+        bandwidth = link.bandwidth or Bandwidth()
+        self._up, self._down = Pacer(bandwidth.up), Pacer(bandwidth.down)
+        self.sent = TransferProgress("reply sent", on_progress)
+        self.received = TransferProgress("order received", on_progress)
+        self.node, self.session = 0, ""
+        self.incoming: _Incoming | None = None
+        """The order that has arrived in part, which another connection may continue."""
+
+    def join(self) -> None:
+        """Join the server, with a signature of its challenge.
+
+        Raises:
+            RefusedError: If the server does not know the key, or speaks no common version of the protocol.
+            httpx.HTTPError: If the server is unreachable.
+            ValueError: If the server is not the one of the authority's file.
+        """
+        headers = {"fedspan-protocols": ",".join(map(str, PROTOCOLS))}
+        signer = self._signer
+        if isinstance(signer, NodeSigner):
+            public = signer.key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
+            headers["fedspan-key"] = " ".join(public.decode().split()[:2])
+            offer = self._request("POST", "join", headers).json()
+            challenge, sealing = str(offer["challenge"]), signer.sign_sealing_key()
+            server = bytes.fromhex(str(offer["server"]))
+            signature = sign_join(signer.key, signer.order_keys, challenge.encode(), server, sealing)
+            headers["fedspan-challenge"] = challenge
+            headers["fedspan-sealing"] = base64.b64encode(sealing).decode()
+            headers["fedspan-signature"] = base64.b64encode(signature).decode()
+        answer = self._request("POST", "join", headers).json()
+        self.session, self.node = str(answer["session"]), int(answer["node"])
+
+    def take_order(self) -> tuple[str, int, bytes | None] | None:
+        """Wait for an order, and fetch its message; one that was fetched in part is continued.
+
+        Returns:
+            The order's id, the maximum size of its reply in bytes, and its message (None: it is larger than the limit);
+            None: there was no order.
+        """
+        with self._stream("POST", "order", wait=POLL_SECONDS) as response:
+            if response.status_code == httpx.codes.NO_CONTENT:
+                return None
+            headers = response.headers
+            id, total = str(headers["fedspan-order"]), int(headers["fedspan-bytes"])
+            if self.incoming is None or self.incoming.id != id:
+                self.incoming = _Incoming(id, bytearray(), total, int(headers["fedspan-reply"]))
+            incoming = self.incoming
+            self.received.begin(total)
+            if total <= self.link.limit and not incoming.data:
+                with suppress(httpx.TransportError):  # the rest is fetched as further parts are
+                    self._receive(response, incoming.data, min(total, CHUNK))
+        if total > self.link.limit:
+            return id, incoming.reply_bytes, None
+        while len(incoming.data) < total:
+            self._persist(lambda: self._fetch_part(f"order/{id}", incoming.data), lambda: len(incoming.data))
+        self.incoming = None
+        return id, incoming.reply_bytes, bytes(incoming.data)
+
+    def _fetch_part(self, path: str, data: bytearray) -> None:
+        with self._stream("GET", path, {"range": f"bytes={len(data)}-"}) as response:
+            self._receive(response, data, len(data) + CHUNK)
+
+    def _receive(self, response: httpx.Response, data: bytearray, most: int) -> None:
+        for block in response.iter_raw(_BLOCK):
+            if len(data) + len(block) > most:
+                raise ValueError("the server sent more than was requested")
+            data += block
+            self.received.show(len(data))
+            self._down.wait(len(block))
+
+    def send_reply(self, id: str, message: bytes, upload: str, *, is_continued: bool = False) -> None:
+        """Send the reply to an order, in parts; a part that a broken connection has cut is continued.
+
+        Args:
+            id: Id of the order.
+            message: The reply.
+            upload: Name of the reply, of 32 hexadecimal digits.
+            is_continued: Whether it was sent before, of which a part may have arrived.
+
+        Raises:
+            RefusedError: If the server does not take it, because the run has ended.
+            httpx.HTTPError: If the connection is lost.
+        """
+        offset = 0
+        self.sent.begin(len(message))
+        while True:
+
+            def send(start: int) -> int:
+                part = memoryview(message)[start : start + CHUNK]
+                headers = {"content-length": str(len(part))}
+                query = {"upload": upload, "start": start, "total": len(message)}
+                content = self._pace(part, start)
+                return int(self._request("PUT", f"order/{id}/reply", headers, content, query).json()["bytes"])
+
+            def find() -> int:
+                return int(self._request("GET", f"order/{id}/reply", query={"upload": upload}).json()["bytes"])
+
+            offset = self._send_part(send, find, offset, is_lost=is_continued)
+            is_continued = False
+            if offset >= len(message):
+                return
+
+    def _send_part(
+        self, send: Callable[[int], int], find: Callable[[], int], offset: int, *, is_lost: bool = False
+    ) -> int:
+        """Send a part of a reply from an offset on, and return how many bytes have arrived."""
+        left, pause = _RETRIES, _PAUSE
+        while True:
+            try:
+                if is_lost:
+                    found = find()
+                    if found != offset:
+                        return found
+                return send(offset)
+            except httpx.TransportError:
+                if not left:
+                    raise
+            except RefusedError as error:
+                if error.status != httpx.codes.CONFLICT or not left:
+                    raise
+            is_lost = True
+            left -= 1
+            time.sleep(pause)
+            pause *= 2
+
+    def _persist(self, transmit: Callable[[], None], count: Callable[[], int]) -> None:
+        """Transmit a part of a message, again as long as each attempt transmits anything."""
+        left, pause = _RETRIES, _PAUSE
+        while True:
+            before = count()
+            try:
+                transmit()
+                return
+            except httpx.TransportError:
+                if count() > before:
+                    return
+                if not left:
+                    raise
+            left -= 1
+            time.sleep(pause)
+            pause *= 2
+
+    def _pace(self, part: memoryview, start: int) -> Iterator[bytes]:
+        for position in range(0, len(part), _BLOCK):
+            block = bytes(part[position : position + _BLOCK])
+            self.sent.show(start + position)
+            self._up.wait(len(block))
+            yield block
+
+    def send_failure(self, id: str, reason: str) -> None:
+        """Report why there is no reply to an order."""
+        self._request("POST", f"order/{id}/failure", content=reason.encode()[:500])
+
+    def fetch_base(self, offer: str, file: str, start: int) -> bytes:
+        """Return bytes of a file of a base model that the server offers.
+
+        Raises:
+            RefusedError: If it is not offered (404).
+            httpx.HTTPError: If the connection is lost.
+        """
+        with self._stream("GET", f"base/{offer}/{file}", {"range": f"bytes={start}-"}) as response:
+            data = bytearray()
+            for block in response.iter_raw(_BLOCK):
+                data += block
+                if len(data) > CHUNK:
+                    raise httpx.RemoteProtocolError("more than was requested")
+                self._down.wait(len(block))
+        return bytes(data)
+
+    def note_work(self, work: NodeWork | None) -> None:
+        """Report that the node is there, and what it does."""
+        self._request("POST", "heartbeat", content=b"" if work is None else work.to_text().encode())
+
+    def leave(self) -> None:
+        """Report that the node was stopped."""
+        self._request("POST", "leave")
+
+    def _request(
+        self,
+        method: str,
+        path: str,
+        headers: dict[str, str] | None = None,
+        content: Any = None,
+        query: dict[str, Any] | None = None,
+    ) -> httpx.Response:
+        headers = {**(headers or {}), **({"authorization": f"Bearer {self.session}"} if self.session else {})}
+        response = self._client.request(method, path, headers=headers, content=content, params=query)
+        _require_success(response)
+        return response
+
+    def _stream(self, method: str, path: str, headers: dict[str, str] | None = None, wait: float = 0.0) -> Any:
+        headers = {**(headers or {}), "authorization": f"Bearer {self.session}"}
+        timeout = httpx.Timeout(_READ + wait, connect=_CONNECT)
+        return _Checked(self._client.stream(method, path, headers=headers, timeout=timeout))
+
+
+class _Checked:
+    """An answer that is read piece by piece, after its status was checked."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> httpx.Response:
+        response = self._stream.__enter__()
+        if not response.is_success:
+            try:
+                response.read()
+                _require_success(response)
+            finally:
+                self._stream.__exit__(None, None, None)
+        return response
+
+    def __exit__(self, *error: Any) -> None:
+        self._stream.__exit__(*error)
+
+
+def _require_success(response: httpx.Response) -> None:
+    status = response.status_code
+    if status in _AGAIN or response.is_server_error:  # 5xx: it ends, its disk is full, or a proxy does not reach it
+        raise httpx.ReadError(f"the server answered {status}")
+    if response.is_success:
+        return
+    try:
+        facts = response.json()
+    except ValueError:
+        facts = None
+    facts = facts if isinstance(facts, dict) else {}
+    raise RefusedError(status, str(facts.get("reason", response.reason_phrase))[:200], facts)

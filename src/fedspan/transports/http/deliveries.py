@@ -1,0 +1,232 @@
+"""Envelopes on their way through a server: sent, answered, or given up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
+
+from fedspan.errors import escape_controls
+from fedspan.federation.protocol import Envelope
+from fedspan.federation.transport import Orders
+from fedspan.transports.http.link import OutgoingOrder, RunLink, Taken
+from fedspan.transports.http.signing import MARGIN, Body, OrderSigner
+
+__all__ = ["BATCH", "Bodies", "Delivery", "PendingMessage", "read_reply", "send_envelopes"]
+
+A = TypeVar("A", str, int)
+
+BATCH = 64
+"""Maximum number of orders of a request."""
+_STORED = 4
+"""Number of bodies that are looked up among those that were encrypted."""
+_LONGEST_REASON = 500
+"""Maximum number of characters of the reason that comes with a failure."""
+_REVOKED = "its node's key was revoked"
+
+
+@dataclass(frozen=True)
+class PendingMessage(Generic[A]):
+    """A message without a reply: its recipient, the node's id, and the nonce."""
+
+    to: A
+    node: int
+    nonce: bytes
+
+
+class Delivery:
+    """Orders that are sent together, until each has a reply or a reason why there is none.
+
+    Args:
+        link: The server.
+        signer: Seals orders and opens replies.
+        nodes: Id of each client's node.
+        orders: The orders.
+        seconds: Time limit for the clients, in seconds.
+        offline_seconds: Time limit for clients whose nodes are offline, in seconds; None: they are given up at once.
+    """
+
+    def __init__(
+        self,
+        link: RunLink,
+        signer: OrderSigner,
+        nodes: Mapping[str, int],
+        orders: Orders,
+        seconds: float,
+        offline_seconds: float | None,
+    ) -> None:
+        self._link, self._signer, self._nodes, self._seconds = link, signer, nodes, seconds
+        self._bodies = Bodies(link, signer)
+        self._orders: Orders | None = orders
+        self._offline_seconds = None if offline_seconds is None else min(seconds, offline_seconds)
+        self.unsent = dict.fromkeys(orders)
+        """The clients whose orders have not been sent."""
+        self.pending: dict[str, PendingMessage[str]] = {}
+        """The messages without a reply, by message id."""
+        started = time.monotonic()
+        self._deadline, self._offline_until = started + seconds, started + (self._offline_seconds or 0.0)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every order has a reply, or a reason why there is none."""
+        return not self.pending and not self.unsent
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the time limit has passed."""
+        return time.monotonic() > self._deadline
+
+    def list_clients(self) -> list[str]:
+        """Return the clients without a reply."""
+        return [*self.unsent, *(sent.to for sent in self.pending.values())]
+
+    def send(self, revoked: Collection[int]) -> Iterator[tuple[str, str]]:
+        """Send the orders of the nodes that are online, and yield the clients that are given up with the reason.
+
+        Args:
+            revoked: The nodes whose keys were revoked.
+        """
+        for id in [id for id in self.unsent if self._nodes[id] in revoked]:
+            del self.unsent[id]
+            yield id, _REVOKED
+        gone = {message: sent.to for message, sent in self.pending.items() if sent.node in revoked}
+        self._close(gone)
+        for id in gone.values():
+            yield id, _REVOKED
+        online = self._link.list_online() if self.unsent else {}
+        ready, orders = [id for id in self.unsent if self._nodes[id] in online], self._orders
+        if orders is not None:
+            for batch in _split_batches(orders, ready):
+                addressed = [
+                    (id, node, online[node], envelope, orders.compute_reply_bytes(id))
+                    for id, envelope in batch
+                    for node in (self._nodes[id],)
+                ]
+                self.pending.update(send_envelopes(self._link, self._signer, addressed, self._bodies))
+                for id, _ in batch:
+                    del self.unsent[id]
+        self._release_orders()
+        if self.unsent and time.monotonic() >= self._offline_until:
+            reason = "is not online"
+            if self._offline_seconds is not None:
+                reason = f"was not online for {self._offline_seconds:g} s"
+            given_up, self.unsent = sorted(self.unsent), {}
+            self._release_orders()
+            for id in given_up:
+                yield id, f"its node {reason}"
+
+    def _release_orders(self) -> None:
+        """Release what creates the orders, which holds a whole round, as soon as no order will be sent any more."""
+        if not self.unsent:
+            self._orders, self._bodies = None, Bodies(self._link, self._signer)
+
+    def receive(self, taken: Taken) -> tuple[str, Envelope | str] | None:
+        """Return the client and the reply of an answer to a pending order; None: it is none."""
+        return read_reply(taken, self._signer, self.pending)
+
+    def expire(self) -> Iterator[tuple[str, str]]:
+        """Give up all clients without a reply, and yield them with the reason."""
+        pending, unsent = sorted(sent.to for sent in self.pending.values()), sorted(self.unsent)
+        self.close()
+        for id in pending:
+            yield id, f"no reply within {self._seconds:g} s"
+        for id in unsent:
+            yield id, f"its node was not online for {self._seconds:g} s"
+
+    def retain(self, ids: Collection[str]) -> None:
+        """Give up without a reason all orders that have not been sent, and those of all clients but the given ones."""
+        self.unsent = {}
+        self._release_orders()
+        self._close({message: sent.to for message, sent in self.pending.items() if sent.to not in ids})
+
+    def close(self) -> None:
+        """Give up all orders without a reason."""
+        self.retain(())
+
+    def _close(self, messages: Collection[str]) -> None:
+        """Give up messages that were sent."""
+        self.pending = {message: sent for message, sent in self.pending.items() if message not in messages}
+        self._link.cancel(list(messages))
+
+
+class Bodies:
+    """The bodies of the last orders, each encrypted and stored once for all orders that have it.
+
+    Args:
+        link: The server.
+        signer: Encrypts them.
+    """
+
+    def __init__(self, link: RunLink, signer: OrderSigner) -> None:
+        self._link, self._signer = link, signer
+        self._stored = list[tuple[bytes, Body, str]]()
+
+    def store(self, plain: bytes) -> tuple[Body, str]:
+        """Return a body as it is sent, and its name on the server."""
+        for known, body, name in self._stored:
+            if known is plain:
+                return body, name
+        body = self._signer.encrypt(plain)
+        name = self._link.store_body(body.data)
+        body = replace(body, data=b"")
+        self._stored = [(plain, body, name), *self._stored[: _STORED - 1]]
+        return body, name
+
+
+def send_envelopes(
+    link: RunLink,
+    signer: OrderSigner,
+    addressed: Iterable[tuple[A, int, bytes, Envelope, int | None]],
+    bodies: Bodies,
+) -> dict[str, PendingMessage[A]]:
+    """Send envelopes in one request.
+
+    Args:
+        link: The server.
+        signer: Seals the envelopes.
+        addressed: Tuples of recipient, id of the node, its signed sealing key, envelope, and maximum size of the
+            reply's body in bytes (None: that of the server).
+        bodies: Stores the bodies.
+
+    Returns:
+        The messages, by id.
+    """
+    sent, orders = list[PendingMessage[A]](), list[OutgoingOrder]()
+    for to, node, sealing, envelope, reply_bytes in addressed:
+        body, name = bodies.store(envelope.body)
+        head, nonce = signer.seal(envelope.header, body, node, sealing)
+        limit = link.limit if reply_bytes is None else min(link.limit, reply_bytes)
+        orders.append(OutgoingOrder(node, head, name, limit + MARGIN))
+        sent.append(PendingMessage(to, node, nonce))
+    return dict(zip(link.send_orders(orders), sent, strict=True)) if orders else {}
+
+
+def read_reply(
+    taken: Taken, signer: OrderSigner, pending: dict[str, PendingMessage[A]]
+) -> tuple[A, Envelope | str] | None:
+    """Return the sender and the reply of a message, and remove what it answers from ``pending``.
+
+    Args:
+        taken: The answer.
+        signer: Opens the reply.
+        pending: The messages without a reply, by id.
+
+    Returns:
+        The sender with its reply, or with the reason why it is not valid; None: the message answers none of them.
+    """
+    sent = pending.pop(taken.order, None)
+    if sent is None:
+        return None
+    if taken.failure:  # unsigned, in anybody's words
+        return sent.to, escape_controls(taken.failure[:_LONGEST_REASON])
+    try:
+        return sent.to, signer.open(taken.message, sent.node, sent.nonce)
+    except ValueError as error:
+        return sent.to, escape_controls(str(error)[:_LONGEST_REASON])
+
+
+def _split_batches(orders: Orders, ids: Iterable[str]) -> Iterator[list[tuple[str, Envelope]]]:
+    """Yield orders with their clients in batches that are sent in one request."""
+    for start in range(0, len(batch_ids := list(ids)), BATCH):
+        yield [(id, orders[id]) for id in batch_ids[start : start + BATCH]]

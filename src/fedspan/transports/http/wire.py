@@ -1,0 +1,109 @@
+"""What travels between a node and its server: paths, headers, and the form of a message.
+
+A message is one byte string: its version, the length of its head, the head, and the body. The head is sealed to the
+receiver's key (``signing``) and holds the key of the body, so that one body serves many receivers: it is encrypted once
+and stored once. A node fetches a message in ranges and sends one in parts of at most ``CHUNK`` bytes, which common
+proxies pass on, and a request waits at most ``POLL_SECONDS``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+__all__ = [
+    "CHUNK",
+    "POLL_SECONDS",
+    "PROTOCOLS",
+    "NodeWork",
+    "join_message",
+    "pack",
+    "parse_range",
+    "parse_work",
+    "split_message",
+    "unpack",
+]
+
+PROTOCOLS = (1,)
+"""Versions of the protocol that this release speaks. A node offers its own, and the server chooses the highest of both.
+The paths of version 1 begin with ``/v1/``; ``/v1/join`` and ``/v1/health`` stay as they are in all versions."""
+CHUNK = 2**20
+"""Maximum number of bytes of a request's body, and of a message in an answer."""
+POLL_SECONDS = 50.0
+"""Maximum number of seconds for which an answer waits."""
+
+_VERSION = b"\x01"
+_LENGTH = 4
+_WORK = re.compile(r"([a-z][a-z ]{0,30})/([0-9]{1,3})?")
+_RANGE = re.compile(r"bytes=([0-9]{1,15})-")
+
+
+class NodeWork(NamedTuple):
+    """What a node does.
+
+    Args:
+        doing: In small letters and blanks, such as ``training``.
+        percent: How much of that is done; None: unknown.
+    """
+
+    doing: str
+    percent: int | None
+
+    def to_text(self) -> str:
+        """Return the text of which ``parse_work`` returns this."""
+        return f"{self.doing}/{'' if self.percent is None else self.percent}"
+
+
+def parse_work(text: str) -> NodeWork | None:
+    """Return what a node reports that it does; None: nothing that a page may show."""
+    match = _WORK.fullmatch(text)
+    return None if match is None else NodeWork(match[1], None if match[2] is None else min(100, int(match[2])))
+
+
+def parse_range(text: str) -> int:
+    """Return the first byte that a request's ``Range`` names; without one, 0."""
+    match = _RANGE.fullmatch(text)
+    return 0 if match is None else int(match[1])
+
+
+def join_message(head: bytes) -> bytes:
+    """Return what stands before a message's body."""
+    return _VERSION + len(head).to_bytes(_LENGTH, "big") + head
+
+
+def split_message(data: bytes) -> tuple[bytes, memoryview]:
+    """Split a message into its head and its body.
+
+    Raises:
+        ValueError: If it has another version, or is cut off.
+    """
+    if data[:1] != _VERSION:
+        raise ValueError("a message of another version: update fedspan")
+    start = 1 + _LENGTH
+    end = start + int.from_bytes(data[1:start], "big")
+    if not start < end <= len(data):
+        raise ValueError("a message that is cut off")
+    return data[start:end], memoryview(data)[end:]
+
+
+def pack(parts: Iterable[bytes]) -> bytes:
+    """Join parts, each with its length before it, so that no two lists of parts give equal bytes."""
+    return b"".join(piece for part in parts for piece in (len(part).to_bytes(_LENGTH, "big"), part))
+
+
+def unpack(data: bytes, count: int) -> list[bytes]:
+    """Split what ``pack`` joined.
+
+    Raises:
+        ValueError: If the data are not that number of parts.
+    """
+    parts, start = list[bytes](), 0
+    while start < len(data) and len(parts) < count:
+        end = start + _LENGTH
+        end += int.from_bytes(data[start:end], "big")
+        parts.append(data[start + _LENGTH : end])
+        start = end
+    if start != len(data) or len(parts) != count:
+        raise ValueError(f"not {count} parts with their lengths before them")
+    return parts

@@ -1,0 +1,275 @@
+"""A node's loop over orders: what ends it, what it says instead of a reply, and how it joins again."""
+
+import logging
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+
+from fedspan.errors import FedspanError
+from fedspan.federation.protocol import Envelope
+from fedspan.transports.http import node as nodes
+from fedspan.transports.http.admissions import admit_node, read_admissions
+from fedspan.transports.http.client import Link, NodeConnection
+from fedspan.transports.http.keys import load_node_key, make_node_key
+from fedspan.transports.http.link import attach
+from fedspan.transports.http.server import list_nodes, prepare_folder
+from fedspan.transports.http.signing import ServerSigner, UnsignedSigner
+from fedspan.transports.http.transport import ServerTransport
+from fedspan.transports.http.wire import NodeWork
+from helpers.http_server import LocalServer, free_port
+from helpers.reply_transport import exchanged
+
+ORDER = {"a": Envelope("{}", b"weights")}
+
+
+class Scene(NamedTuple):
+    """A server's folder and a node that it has admitted."""
+
+    server: Any
+    link: Link
+    id: int
+
+    def transport(self, run: Any, **options: Any) -> ServerTransport:
+        """Return a transport to the node, which waits until it is there."""
+        folder = self.server.folder
+        signer = ServerSigner(
+            folder, lambda: {id: one.key.encode() for id, one in read_admissions(self.server).items()}
+        )
+        until = time.monotonic() + 20
+        while self.id not in run.list_online():
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        return ServerTransport(run, {"a": self.id}, signer=signer, **options)
+
+    @contextmanager
+    def run(self, answer: Callable[[Envelope], Envelope], **options: Any) -> Generator[tuple[Event, Thread]]:
+        """Run the node in a thread."""
+        stop = Event()
+        thread = Thread(target=nodes.serve, args=(self.link, answer, stop), kwargs=options)
+        thread.start()
+        try:
+            yield stop, thread
+        finally:
+            stop.set()
+            thread.join()
+
+
+@pytest.fixture
+def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
+    monkeypatch.setattr(nodes, "_RECONNECT", (0.1, 0.3))
+    link = prepare_folder(tmp_path / "server", free_port(), [], insecure=False)
+    admit_node(link, make_node_key(tmp_path / "node.key"), "a")
+    key = load_node_key(tmp_path / "node.key")[0]
+    (id,) = read_admissions(link)
+    return Scene(link, Link(link.address, link.authority, key, 2**22), id)
+
+
+def test_replies_that_cannot_be_sent_are_failures_with_a_reason_that_says_little(scene: Scene) -> None:
+    def answer(envelope: Envelope) -> Envelope:
+        if envelope.body == b"fail":
+            raise ValueError("patient 7 has /data/secret.csv")
+        return Envelope("{}", bytes(2**21)) if envelope.body == b"long" else envelope
+
+    with LocalServer(scene.server), scene.run(answer), attach(scene.server, 2**20) as run:
+        transport = scene.transport(run)
+        for body, said in (
+            (b"fail", "ValueError; see the node's log"),
+            (b"long", "the reply is larger than its order allows"),
+            (bytes(2**22), "the message exceeds the size limit of this node"),
+        ):
+            assert exchanged(transport, {"a": Envelope("{}", body)}, 30.0) == {"a": said}
+        assert exchanged(transport, ORDER, 30.0) == ORDER  # the node continues
+
+
+def test_a_run_that_ended_does_not_end_the_node(scene: Scene) -> None:
+    may_reply, asked = Event(), list[str]()
+
+    def answer(envelope: Envelope) -> Envelope:
+        asked.append(envelope.header)
+        may_reply.wait(20)
+        return envelope
+
+    with LocalServer(scene.server), scene.run(answer):
+        with attach(scene.server, 2**20) as run:
+            assert exchanged(scene.transport(run), {"a": Envelope("first")}, 1.0) == {"a": "no reply within 1 s"}
+        may_reply.set()
+        with attach(scene.server, 2**20) as run:
+            assert exchanged(scene.transport(run), ORDER, 30.0) == ORDER
+    assert asked == ["first", "{}"]
+
+
+def test_a_reply_that_a_broken_connection_lost_is_sent_over_the_next_one(scene: Scene) -> None:
+    """The server restarts meanwhile; the order is not carried out again, and the run goes on."""
+    asked, is_carried_out, back = list[str](), Event(), dict[str, Any]()
+
+    def answer(envelope: Envelope) -> Envelope:
+        asked.append(envelope.header)
+        is_carried_out.set()
+        time.sleep(0.5)
+        return envelope
+
+    server = LocalServer(scene.server).__enter__()
+    with scene.run(answer), attach(scene.server, 2**20) as run:
+        transport = scene.transport(run)
+        round = Thread(target=lambda: back.update(exchanged(transport, ORDER, 60.0, wait_for_offline=True)))
+        round.start()
+        assert is_carried_out.wait(20)
+        server.__exit__()
+        time.sleep(1.0)
+        with LocalServer(scene.server):
+            round.join(30)
+            assert back == ORDER
+            assert asked == ["{}"]
+
+
+def test_a_node_that_waits_stops_at_once_and_its_order_fails(scene: Scene) -> None:
+    with LocalServer(scene.server), attach(scene.server, 2**20) as run:
+        with scene.run(lambda envelope: envelope) as (stop, thread):
+            transport = scene.transport(run)
+            began = time.monotonic()
+            stop.set()
+            thread.join(20)
+            assert time.monotonic() - began < 5
+        assert exchanged(transport, ORDER, 30.0) == {"a": "its node is not online"}
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_node_that_is_stopped_sends_the_reply_that_waits(
+    comes_back: bool, scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    seconds = 20.0 if comes_back else 4.0
+    monkeypatch.setattr(nodes, "_LEAVING", seconds / 4)
+    is_carried_out, back = Event(), dict[str, Any]()
+
+    def answer(envelope: Envelope) -> Envelope:
+        is_carried_out.set()
+        time.sleep(0.5)
+        return envelope
+
+    server = LocalServer(scene.server).__enter__()
+    with attach(scene.server, 2**20) as run, scene.run(answer) as (stop, thread):
+        transport = scene.transport(run)
+        round = Thread(target=lambda: back.update(exchanged(transport, ORDER, seconds, wait_for_offline=True)))
+        round.start()
+        assert is_carried_out.wait(20)
+        stop.set()
+        server.__exit__()
+        if not comes_back:
+            thread.join(10)
+            assert not thread.is_alive()
+            assert sum("no connection" in text for text in caplog.messages) < 20  # it pauses between two attempts
+        else:
+            time.sleep(1.0)
+        with LocalServer(scene.server):
+            round.join(30)
+            assert (back == ORDER) is comes_back
+            thread.join(20)
+            assert not thread.is_alive()
+
+
+def test_an_order_that_arrives_while_the_node_is_stopped_is_carried_out() -> None:
+    class Slow:
+        def take_order(self) -> Any:
+            time.sleep(0.3)
+            return "order", 1, b""
+
+    stop = Event()
+    stop.set()
+    node: Any = nodes._Node(Slow(), UnsignedSigner(), lambda envelope: envelope, lambda: None)  # type: ignore[arg-type]
+    assert node._take(stop, lambda: None) == ("order", 1, b"")
+
+
+def test_the_server_knows_what_a_node_does_while_it_does_it(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "_HEARTBEAT", 0.05)
+    shown = list[NodeWork | None]()
+
+    def answer(envelope: Envelope) -> Envelope:
+        until = time.monotonic() + 10
+        while (work := list_nodes(scene.server, {scene.id: "a"}, {})[0].work) is None:
+            assert time.monotonic() < until
+        shown.append(work)
+        return envelope
+
+    work = NodeWork("training", 37)
+    with LocalServer(scene.server), scene.run(answer, get_work=lambda: work), attach(scene.server, 2**20) as run:
+        assert exchanged(scene.transport(run), ORDER, 30.0) == ORDER
+        assert shown == [work]
+        until = time.monotonic() + 10
+        while list_nodes(scene.server, {scene.id: "a"}, {})[0].work is not None:
+            assert time.monotonic() < until
+
+
+class Clock(Event):
+    """An event that is never set; waiting for it moves the time forward at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.pauses = list[float]()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.pauses.append(timeout or 0.0)
+        self.now += timeout or 0.0
+        return False
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    made = Clock()
+    monkeypatch.setattr(nodes.time, "monotonic", lambda: made.now)
+    monkeypatch.setattr(nodes.random, "uniform", lambda low, high: 1.0)
+    yield made
+    monkeypatch.undo()
+
+
+def refuse(status: int, reason: str, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> FedspanError:
+    """Let a node's connections be refused until it gives up."""
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(status, json={"reason": reason})
+
+    def connect(link: Link) -> httpx.Client:
+        return httpx.Client(base_url="https://h/v1/", transport=httpx.MockTransport(answer))
+
+    monkeypatch.setattr(nodes, "open_client", connect)
+    with pytest.raises(FedspanError) as caught:
+        nodes.serve(Link("h:1", None, None, 2**20), lambda envelope: envelope, clock)
+    return caught.value
+
+
+def test_a_key_that_the_operator_revoked_is_named_and_asked_for_at_most_once_a_minute(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "fedspan.node"):
+        error = refuse(403, "this key was not admitted", clock, monkeypatch)
+    assert "has not admitted this node's key" in str(error)
+    assert "has revoked it" in str(error)
+    assert clock.pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
+    assert all("has revoked it" in message for message in caplog.messages)
+    assert len(caplog.messages) == len(clock.pauses)
+
+
+def test_another_refusal_is_repeated_and_obeyed_by_no_terminal(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = refuse(426, "update fedspan \x1b[2J", clock, monkeypatch)
+    assert r"the server answered 426: update fedspan \x1b[2J" in str(error)
+
+
+def test_a_server_that_is_not_the_one_of_the_file_is_sent_no_signature(scene: Scene, tmp_path: Path) -> None:
+    """As one that passes on the challenge of another."""
+    from fedspan.transports.http.client import open_client
+
+    other = prepare_folder(tmp_path / "other", free_port(), [], insecure=False)
+    assert other.authority is not None
+    link = scene.link._replace(address=other.address, tls_authority=other.authority)
+    admit_node(other, tmp_path / "node.key.pub", "a")
+    with LocalServer(other), open_client(link) as client:
+        node = NodeConnection(link, link.create_signer(), client)
+        with pytest.raises(ValueError, match=r"names an order key that is not in this node's ca\.crt"):
+            node.join()
+        assert not node.session
