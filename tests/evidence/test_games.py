@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +10,6 @@ pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not ins
 pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
 
 from evidence.pages.games.harness import compute_rate
-from evidence.pages.games.membership import compute_confidence, compute_epsilon, compute_likelihood_ratios
 from evidence.pages.games.secure import play_secure
 from evidence.pages.games.texts import read_texts
 from evidence.pages.games.updates import compute_complement, compute_distance, measure_overlap
@@ -30,36 +27,6 @@ def test_scores_of_guesses() -> None:
     assert measure_overlap(np.array([0.5, 0.25, 0.25]), np.array([2, 1, 1])) == 1
     assert measure_overlap(np.array([1.0, 0.0, 0.0]), np.array([2, 1, 1])) == 0.5
     assert compute_rate(np.array([1.0, 3.0]), np.array([0.0, 2.0])) == 0.5
-
-
-def test_models_that_remember_their_examples_tell_them_apart() -> None:
-    rng = np.random.default_rng(0)
-    members = rng.random((32, 2000)) < 0.5
-    hardness = 5 * rng.standard_normal(2000)
-    for advantage, low, high in ((0.0, 0.0, 0.03), (4.0, 0.9, 1.0)):
-        confidences = hardness + advantage * members + rng.standard_normal(members.shape)
-        scores = compute_likelihood_ratios(members, confidences, victim=3)
-        assert low <= compute_rate(scores[members[3]], scores[~members[3]]) <= high
-
-
-def test_confidence_is_the_logit_of_the_probability_of_the_own_label() -> None:
-    logits, labels = torch.tensor([[1.0, 2.0, 3.0], [0.0, 5.0, 1.0]]).double(), torch.tensor([0, 1])
-    own = logits.softmax(1)[torch.arange(2), labels]
-    np.testing.assert_allclose(compute_confidence(logits, labels), (own / (1 - own)).log().numpy())
-
-
-def test_an_audit_refutes_no_epsilon_that_holds_and_most_of_a_leak() -> None:
-    all_right = compute_epsilon(200, 200, 2000, 0.0)  # chance ** 200 = 0.05
-    assert all_right == pytest.approx(math.log(0.05 ** (1 / 200) / (1 - 0.05 ** (1 / 200))), abs=1e-6)
-    assert compute_epsilon(200, 200, 2000, 1e-5) < all_right
-    rng, epsilon = np.random.default_rng(0), 1.5
-    bounds = [
-        compute_epsilon(1000, int((rng.random(1000) < 1 / (1 + math.exp(-epsilon))).sum()), 1000, 0.0)
-        for _ in range(100)
-    ]
-    assert np.mean(np.array(bounds) > epsilon) <= 0.1
-    assert np.mean(bounds) > 1.2
-    assert compute_epsilon(200, 100, 2000, 0.0) == 0
 
 
 def test_texts_are_read_from_the_shares_of_their_words() -> None:

@@ -1,6 +1,6 @@
 """Games of privacy: what the operator of a server learns from nodes within the limits of their files.
 
-    python -m evidence.pages.games --data PATH/banking77/train.csv --game membership texts
+    python -m evidence.pages.games --data PATH/banking77/train.csv --game texts secure
 
 Each score is what the attacker finds above what a guess from public texts finds, in points, over seeds.
 """
@@ -17,8 +17,6 @@ import numpy as np
 import torch
 
 from evidence.pages.games.harness import PROTECTIONS, Rows, format_score, prepare_nodes, read_rows
-from evidence.pages.games.head_statistics import play_statistics
-from evidence.pages.games.membership import DEFAULTS, play_audit, play_membership
 from evidence.pages.games.metrics import play_metrics
 from evidence.pages.games.secure import play_secure
 from evidence.pages.games.texts import play_texts
@@ -27,7 +25,7 @@ from fedspan.config.node import NodeLimits
 from fedspan.tasks.task import get_labels
 
 NODE = 1000
-"""Examples of the node whose metrics are released or whose adapter is attacked."""
+"""Examples of the node whose metrics are released."""
 
 
 def run_metrics(args: argparse.Namespace) -> None:
@@ -46,30 +44,13 @@ def run_by_protection(
     play: Callable[[Rows, str, int], Mapping[str, float]], args: argparse.Namespace, protections: Sequence[str]
 ) -> None:
     """Print the scores of a game over seeds, by protection."""
-    for protection in args.protections or protections:
+    for protection in protections:
         by_game = defaultdict[str, list[float]](list)
         for seed in args.seeds:
             for game, score in play(read_rows(args.data, seed), protection, seed).items():
                 by_game[game].append(score)
         for game, scores in by_game.items():
             print(f"{game}, {protection}: {format_score(scores)}", flush=True)
-
-
-def run_membership(args: argparse.Namespace) -> None:
-    """Members from a node's adapter."""
-    rows = read_rows(args.data, 0)
-    for protection in args.protections or ("plain", "dp-sgd"):
-        result = play_membership(rows[: 3 * NODE], 2 * NODE, args.models, DEFAULTS, protection, args.rounds, 0)
-        for name, values in result.items():
-            print(f"{name}, {protection}, {args.models} models: {format_score(values)}", flush=True)
-
-
-def run_audit(args: argparse.Namespace) -> None:
-    """Members from one step of DP-SGD, and what they show about epsilon."""
-    audit = play_audit(read_rows(args.data, 0)[: 2 * NODE], args.runs, 0)
-    print(f"membership from one step, dp-sgd: {format_score(audit['membership'])}", flush=True)
-    bounds = audit["epsilon"]
-    print(f"epsilon, from below: {format_score(bounds, 1.0)}, at most {max(bounds):.2f}, {args.runs} runs", flush=True)
 
 
 def run_secure(args: argparse.Namespace) -> None:
@@ -79,20 +60,11 @@ def run_secure(args: argparse.Namespace) -> None:
             print(f"{clients} nodes, {colluders} colluders: {opened} of {games} games", flush=True)
 
 
-def run_statistics(args: argparse.Namespace) -> None:
-    """Members from the statistics of a head, which an owner opted in to."""
-    scores = [play_statistics(read_rows(args.data, seed), 4 * NODE, NODE, seed) for seed in args.seeds]
-    print(f"members from exact statistics: {format_score(scores)}", flush=True)
-
-
 GAMES: Mapping[str, Callable[[argparse.Namespace], None]] = {
     "metrics": run_metrics,
     "step": lambda args: run_by_protection(play_step, args, tuple(PROTECTIONS)),
-    "texts": lambda args: run_by_protection(play_texts, args, ("plain", "secure", "local")),
-    "membership": run_membership,
-    "audit": run_audit,
+    "texts": lambda args: run_by_protection(play_texts, args, ("plain",)),
     "secure": run_secure,
-    "statistics": run_statistics,
 }
 
 
@@ -107,11 +79,7 @@ def main() -> None:
     parser.add_argument(
         "--epsilons", type=float, nargs="+", default=[1e-9, limits.evaluation_epsilon, 1.0], help="1e-9 is a guess"
     )
-    parser.add_argument("--protections", nargs="+", choices=PROTECTIONS, help="default: those of the page")
-    parser.add_argument("--models", type=int, default=64, help="models of the game membership")
-    parser.add_argument("--rounds", type=int, default=20, help="rounds of these models")
-    parser.add_argument("--runs", type=int, default=20, help="runs of the audit")
-    parser.add_argument("--mixtures", type=int, default=20, help="random games of secure aggregation")
+    parser.add_argument("--mixtures", type=int, default=10, help="random games of secure aggregation")
     args = parser.parse_args()
     for game in args.game:
         GAMES[game](args)

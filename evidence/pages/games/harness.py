@@ -44,15 +44,15 @@ def read_rows(path: Path, seed: int) -> Rows:
     return rows
 
 
-def format_score(values: Sequence[float], scale: float = 100.0) -> str:
-    """Format the mean of a score over seeds and its 95 % interval (Student's t), in points."""
+def format_score(values: Sequence[float]) -> str:
+    """Format the mean of a score over seeds and its 95 % interval (Student's t), in points; one seed has none."""
+    if len(values) == 1:
+        return f"{100 * values[0]:.1f}"
     margin = t.ppf(0.975, len(values) - 1) * stdev(values) / math.sqrt(len(values))
-    return f"{scale * mean(values):.1f} ± {scale * margin:.1f}"
+    return f"{100 * mean(values):.1f} ± {100 * margin:.1f}"
 
 
-def prepare_nodes(
-    values: Mapping[str, Any], rows: Rows, examples: int, protection: str, seed: int, rounds: int = 1
-) -> Prepared:
+def prepare_nodes(values: Mapping[str, Any], rows: Rows, examples: int, protection: str, seed: int) -> Prepared:
     """Build the nodes of a game, one unless their replies are summed; the first one is the victim.
 
     Args:
@@ -61,7 +61,6 @@ def prepare_nodes(
         examples: Number of examples of a node.
         protection: One of ``PROTECTIONS``.
         seed: Seed of the run.
-        rounds: Rounds of the run.
     """
     nodes = NODES if protection == "secure" else 1
     with tempfile.TemporaryDirectory() as folder:
@@ -71,7 +70,7 @@ def prepare_nodes(
         changes = {
             **PROTECTIONS[protection],
             "data": {"train": str(path), "test_fraction": 0.0, "labels": sorted({label for _, label in rows})},
-            "federation": {"rounds": rounds, "weights": "uniform", **PROTECTIONS[protection].get("federation", {})},
+            "federation": {"rounds": 1, "weights": "uniform", **PROTECTIONS[protection].get("federation", {})},
             "partition": {"partitioner": "iid", "clients": nodes, "validation": 0.0, "test": 0.0},
         }
         return prepare(parse_config({"seed": seed, "threads": 1, **values, **changes}))

@@ -76,7 +76,7 @@ def play_texts(rows: Rows, protection: str, seed: int, examples: int = 16) -> di
     victims = list_victims(nodes, rows)
     encoded = [tokenizer(text, truncation=True, max_length=LENGTH)["input_ids"] for text, _ in victims]
     public = [tokenizer(text)["input_ids"] for text, _ in rows[-1000:]]
-    words = find_words(first) or sorted({token for text in public for token in text})
+    words = find_words(first)
     with torch.no_grad():
         inputs, features = compute_token_states(nodes, words)
     pairs = find_pairs(first, inputs)
@@ -94,11 +94,10 @@ def play_texts(rows: Rows, protection: str, seed: int, examples: int = 16) -> di
 
 
 def find_words(change: Tensors) -> list[int]:
-    """Return the words whose embeddings changed; none, if noise changed all."""
+    """Return the words whose embeddings changed."""
     (embedding,) = (value for name, value in change.items() if "word_embeddings" in name)
     sizes = embedding.double().norm(dim=1)
-    is_changed = sizes > 1e-6 * sizes.max()
-    return [] if is_changed.all() else torch.nonzero(is_changed)[:, 0].tolist()
+    return torch.nonzero(sizes > 1e-6 * sizes.max())[:, 0].tolist()
 
 
 def compute_token_states(nodes: Prepared, words: Sequence[int]) -> tuple[Tensor, Tensor]:
