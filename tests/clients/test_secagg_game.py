@@ -13,19 +13,13 @@ pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed
 from fedspan.clients.secagg_store import MemorySessionStore, Sum
 from fedspan.core.values import Message
 from fedspan.federation.serialization import decode, encode
-from fedspan.federation.settings import SecureSettings
-from helpers.secure_game import MODEL, Game, Play, Story, list_attacks, list_lies
+from helpers.secure_game import MODEL, Game, Play, Story, compute_bound, list_attacks, list_lies
 
 ATTACKS = tuple(list_attacks(("a", "b", "c"), 1))
 
 
 OTHER_MODEL = encode(Message({"layer/A": torch.full((2, 3), 1e-30)}))
 """A model that trains like the other one."""
-
-
-def compute_bound(clients: int) -> int:
-    """Number of colluders that a sum withstands: 2 t > n + c, and two honest clients."""
-    return min(2 * SecureSettings().compute_threshold(clients) - clients - 1, clients - 2)
 
 
 BOUNDED = [(clients, colluders) for clients in (3, 5, 11) for colluders in range(compute_bound(clients) + 1)]

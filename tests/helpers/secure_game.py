@@ -129,6 +129,11 @@ class _Session:
     shares: defaultdict[tuple[str, str], set[bytes]] = field(default_factory=lambda: defaultdict(set))
 
 
+def compute_bound(clients: int) -> int:
+    """Return the number of colluders that a sum withstands: 2 t > n + c, and two honest clients."""
+    return min(2 * SecureSettings().compute_threshold(clients) - clients - 1, clients - 2)
+
+
 class Game:
     """Honest clients, each with its pinned peers, and a server with some colluders.
 

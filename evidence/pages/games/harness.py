@@ -20,6 +20,7 @@ from scipy.stats import t
 
 from fedspan.config import parse_config
 from fedspan.core.tensors import Tensors, subtract
+from fedspan.federation.federation import Federation
 from fedspan.runs.setup import Prepared, prepare
 
 Rows = Sequence[tuple[str, str]]
@@ -44,7 +45,9 @@ def read_rows(path: Path, seed: int) -> Rows:
 
 
 def format_score(values: Sequence[float]) -> str:
-    """Format the mean of a score over seeds and its 95 % interval (Student's t), in points."""
+    """Format the mean of a score over seeds and its 95 % interval (Student's t), in points; one seed has none."""
+    if len(values) == 1:
+        return f"{100 * values[0]:.1f}"
     margin = t.ppf(0.975, len(values) - 1) * stdev(values) / math.sqrt(len(values))
     return f"{100 * mean(values):.1f} ± {100 * margin:.1f}"
 
@@ -73,11 +76,11 @@ def prepare_nodes(values: Mapping[str, Any], rows: Rows, examples: int, protecti
         return prepare(parse_config({"seed": seed, "threads": 1, **values, **changes}))
 
 
-def observe(nodes: Prepared, changes: Tensors) -> Tensors:
+def observe(federation: Federation, changes: Tensors) -> Tensors:
     """Send an order, the model with the attacker's changes, and return the mean change of the nodes' replies."""
-    progress = nodes.federation.begin()
+    progress = federation.begin()
     state = replace(progress.state, tensors={**progress.state.tensors, **changes})
-    after = nodes.federation.run_round(replace(progress, state=state)).progress.state
+    after = federation.run_round(replace(progress, state=state)).progress.state
     return subtract(after.tensors, state.tensors)
 
 

@@ -62,10 +62,10 @@ def compute_distance(vectors: Tensor, complement: Tensor) -> Tensor:
     return (vectors.double() @ complement).norm(dim=-1) / vectors.double().norm(dim=-1)
 
 
-def list_victim(nodes: Prepared, rows: Rows) -> Rows:
-    """Return the examples of the first node."""
+def list_victims(nodes: Prepared, rows: Rows, count: int | None = None) -> Rows:
+    """Return the examples of the first nodes, or of all."""
     assert nodes.partition is not None
-    return [rows[index] for index in nodes.partition.clients[0].train.tolist()]
+    return [rows[index] for part in nodes.partition.clients[:count] for index in part.train.tolist()]
 
 
 def play_step(rows: Rows, protection: str, seed: int, examples: int = 16) -> dict[str, float]:
@@ -74,14 +74,14 @@ def play_step(rows: Rows, protection: str, seed: int, examples: int = 16) -> dic
     The scores are above those of a guess: 1 %, and as many labels by their shares in all rows.
     """
     nodes = build_nodes(rows, protection, seed, examples)
-    victim, others = list_victim(nodes, rows), rows[-200:]
+    victim, others = list_victims(nodes, rows, 1), rows[-200:]
     states = compute_states(nodes, [text for text, _ in [*victim, *others]])
     layer = find_layer(nodes)
     factors = {f"{layer}/A": torch.eye(states.shape[1])}
-    change = observe(nodes, factors)[f"{layer}/B"]
+    change = observe(nodes.federation, factors)[f"{layer}/B"]
     scores = -compute_distance(states, compute_complement(change)).numpy()
     head = {f"extras/{name}": torch.zeros_like(value) for name, value in nodes.engine.adapted.extras.items()}
-    bias = observe(nodes, {**factors, **head})["extras/classifier.bias"]
+    bias = observe(nodes.federation, {**factors, **head})["extras/classifier.bias"]
     numbers = [nodes.labels.index(label) for _, label in rows]
     true = np.bincount([nodes.labels.index(label) for _, label in victim], minlength=len(nodes.labels))
     shares = (bias.double() / RATE + 1 / len(true)).numpy()
