@@ -47,13 +47,13 @@ OPTIONS = {
 }
 OF_SCRIPTS = {
     Path("docs/flower.md"): {
+        "--enable-supernode-auth",
         *("--auth-supernode-private-key", "--disable-runtime-dependency-installation", "--node-config"),
         *("--run-config", "--simulation", "--trusted-entities"),
     },
     Path("docs/claims/fedloru.md"): {"--accumulate"},
     Path("docs/methods/fedloru.md"): {"--accumulate"},
     Path("docs/published-code.md"): {"--accumulate"},
-    Path("docs/security.md"): {"--coverage", "--number", "--seed"},
 }
 """Options of scripts, of Flower and of published code, by the page that names them."""
 

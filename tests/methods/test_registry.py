@@ -133,7 +133,7 @@ def installed(folder: Path, entries: dict[str, str], monkeypatch: pytest.MonkeyP
         ("all", Own, "not the word all"),
         ("own+more", Own, "lower case letters and digits"),
         ("own", dict, "a subclass of fedspan.core.method.RegisteredMethod"),
-        ("own", Unfinished, "it lacks contribute, finish, init, start, sync, update"),
+        ("own", Unfinished, "it lacks init, start"),
         ("own", Loose, "lacks @dataclass"),
         ("own", Silent, "declares no claims"),
     ],

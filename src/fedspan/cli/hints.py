@@ -20,7 +20,7 @@ PAGES = {
     "evaluation.diagnostics": "diagnostics.md",
     "federation": "config.md#federation",
     "federation.ranks": "faq.md#how-do-i-give-clients-different-ranks",
-    "federation.secure": "deployment.md#secure-aggregation",
+    "federation.secure": "secure-aggregation.md",
     "good replies": "deployment.md#which-replies-count",
     "limits": "node.md#limits",
     "limits.approve": "deployment.md#approving-jobs",
