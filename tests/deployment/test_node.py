@@ -273,6 +273,18 @@ def test_limits_are_the_node_s_to_keep(
     assert written == {"audit.jsonl", "audit.jsonl.lock", "budget.json"}
 
 
+@pytest.mark.parametrize("field", ["modules_to_save", "target_modules"])
+def test_words_vectors_do_not_train_unless_the_owner_allows_it(field: str, tiny_folder: Path, tmp_path: Path) -> None:
+    """Their changes list the words of a node's texts, whatever the number of nodes in a sum."""
+    model = {**values(tiny_folder)["model"], field: ["word_embeddings"]}
+    config = {**values(tiny_folder), "model": model}
+    told = introduced(NodeService(node(tiny_folder, tmp_path)), config)
+    assert told.refused is not None
+    assert "limits.words" in told.refused
+    allowed = node(tiny_folder, tmp_path / "allowed", limits={"words": True})
+    assert introduced(NodeService(allowed), config).refused is None
+
+
 def test_a_refusal_is_one_line_of_the_node_s_log(
     tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -48,6 +48,11 @@ class NodeLimits(Section):
         description="Allow model.pretrained: false, where all weights come from the server; builtin:resnet-8, -10 "
         "and -18 are always trained so.",
     )
+    words: bool = Field(
+        default=False,
+        description="Allow runs that train vectors of words: the embeddings of a model, or the output layer of a "
+        "language model. Their changes list the words of this node's texts, also in a sum of many nodes.",
+    )
     columns: list[Annotated[str, Field(min_length=1)]] = Field(
         default_factory=list,
         description="Columns of the data that a run's prompt (data.prompt) may name, in addition to those that data "

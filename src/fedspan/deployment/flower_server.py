@@ -118,8 +118,9 @@ def _make_paths_absolute(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config whose files and folders are found from the folders of Flower's processes, too."""
     changed = dict(values)
     for section, names in _PATHS.items():
-        part = values.get(section)
-        for name in names if isinstance(part, Mapping) else ():
+        if not isinstance(part := values.get(section), Mapping):
+            continue
+        for name in names:
             if isinstance(value := part.get(name), str) and (exists(path := expanduser(value)) or has_files(value)):
                 changed[section] = {**changed[section], name: abspath(path)}
     return changed

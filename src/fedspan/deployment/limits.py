@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from fedspan.config import RunConfig
 from fedspan.config.federation import FractionRanks, RandomRanks
 from fedspan.config.node import NodeConfig, NodeLimits
@@ -24,11 +26,10 @@ from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Order
 from fedspan.federation.secagg.messages import Agreement, compute_share
 from fedspan.federation.settings import MOST_SECURE_CLIENTS
+from fedspan.models.adapted import AdaptedModel
 from fedspan.models.names import get_architecture
 from fedspan.runs.client_ranks import compute_client_scaling
 from fedspan.runs.head_setup import STATISTICS_CLIP
-
-__all__ = ["OrderTerms", "list_config_ranks", "refuse_statistics", "require_config", "require_workload"]
 
 _LARGEST_OPTION = 1_000_000
 """Largest whole number that an option of a method or a wrapper may have: they count rounds, ranks or segments."""
@@ -186,6 +187,24 @@ def _list_whole_numbers(value: Any) -> Iterator[int]:
             yield from _list_whole_numbers(inner)
     elif isinstance(value, int) and not isinstance(value, bool):
         yield value
+
+
+def require_frozen_words(limits: NodeLimits, config: RunConfig, adapted: AdaptedModel) -> None:
+    """Check that no matrix with a row for each word trains: its change tells the words, also in a sum of many nodes.
+
+    Raises:
+        FedspanError: If an embedding of words does, or the output layer of a language model.
+    """
+    if limits.words or not config.model.pretrained:
+        return
+    models = [module for module in adapted.model.modules() if isinstance(module, PreTrainedModel)]
+    matrices = [get() for model in models for get in (model.get_input_embeddings, model.get_output_embeddings)]
+    words = {id(weight) for matrix in matrices if (weight := getattr(matrix, "weight", None)) is not None}
+    targets = ((path, weight) for path in adapted.layers for weight in adapted.model.get_submodule(path).parameters())
+    for path, weight in (*adapted.extras.items(), *targets):
+        if id(weight) in words:
+            problem = f"this node trains no words' vectors ({path}), whose changes tell the words of its texts"
+            raise FedspanError("limits.words", False, problem=problem)
 
 
 def require_workload(

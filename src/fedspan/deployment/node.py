@@ -52,6 +52,7 @@ from fedspan.deployment.limits import (
     list_config_ranks,
     refuse_statistics,
     require_config,
+    require_frozen_words,
     require_workload,
 )
 from fedspan.deployment.node_folder import (
@@ -324,6 +325,7 @@ class NodeService:
         declared = self.node.examples or round_count(data.client.examples)
         weight = 1.0 if config.federation.weights == "uniform" else float(declared)
         data = replace(data, client=replace(data.client, id=self.node.id, examples=declared, weight=weight))
+        require_frozen_words(self.node.limits, config, prepared.engine.adapted)
         whole = prepared.federation.method
         require_workload(config, data.client.examples, self.node.limits, whole, prepared.count_passes)
         store = DiskClientStore(folder / STATE)
