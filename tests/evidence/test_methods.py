@@ -88,7 +88,8 @@ def test_the_interval_of_two_comparisons_is_dunnett_s() -> None:
 
 def make_result(correct: np.ndarray) -> methods.Result:
     """A result with predictions: (seeds, items), whether each is right."""
-    items = tuple(Items(np.zeros(len(row), np.int32), (1 - row.astype(np.int32))[None], ("a", "b")) for row in correct)
+    targets, labels = np.zeros(correct.shape[1], np.int32), ("a", "b")
+    items = tuple(Items(targets, (1 - row.astype(np.int32))[None], labels, "digest") for row in correct)
     return methods.Result(0.1, "accuracy", tuple(correct.mean(1)), 1.0, 1.0, items)
 
 

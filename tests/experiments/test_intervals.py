@@ -157,9 +157,10 @@ def test_damaged_predictions_are_refused(tmp_path: Path, predicted: list[list[in
     (tmp_path / "predictions").mkdir()
     tensors = {"targets": np.zeros(3, np.int32), "predicted": np.array(predicted, np.int32)}
     path = tmp_path / "predictions" / "result.safetensors"
-    save_file(tensors, path, {"labels": labels, "examples": "one"})
+    metadata = {"fedspan": f'{{"labels": {labels}, "examples": "one"}}'}
+    save_file(tensors, path, metadata)
     with pytest.raises(FedspanError, match="predictions as fedspan writes them"):
         read_items(tmp_path)
-    save_file({name: values.astype(np.float32) for name, values in tensors.items()}, path, {"labels": labels})
+    save_file({name: values.astype(np.float32) for name, values in tensors.items()}, path, metadata)
     with pytest.raises(FedspanError, match="predictions as fedspan writes them"):
         read_items(tmp_path)

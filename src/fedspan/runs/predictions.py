@@ -77,7 +77,9 @@ def record_items(prepared: Prepared, run_folder: RunFolder, name: str) -> Genera
     with convert_disk_errors(run_folder.path):
         run_folder.predictions.mkdir(parents=True, exist_ok=True)
         identity = json.dumps([prepared.test_names, targets.tolist()])
-        metadata = {"labels": json.dumps(prepared.labels), "examples": hashlib.sha256(identity.encode()).hexdigest()}
+        examples = hashlib.sha256(identity.encode()).hexdigest()
+        # One entry: safetensors writes several in any order.
+        metadata = {"fedspan": json.dumps({"labels": prepared.labels, "examples": examples})}
         content = save({"targets": targets, "predicted": np.stack(predicted)}, metadata)
         write_atomic(run_folder.predictions / f"{name}.safetensors", content)
 
@@ -89,9 +91,9 @@ def read_items(folder: str | Path, name: str = "result") -> Items | None:
         return None
     try:
         with safe_open(path, framework="numpy") as file:
-            metadata = file.metadata()
-            labels = json.loads(metadata["labels"])
-            items = Items(file.get_tensor("targets"), file.get_tensor("predicted"), tuple(labels), metadata["examples"])
+            metadata = json.loads(file.metadata()["fedspan"])
+            labels, targets, predicted = metadata["labels"], file.get_tensor("targets"), file.get_tensor("predicted")
+            items = Items(targets, predicted, tuple(labels), metadata["examples"])
         if not isinstance(labels, list) or not all(isinstance(label, str) for label in labels):
             raise ValueError("classes that are not a list of names")
         if items.targets.dtype != np.int32 or items.predicted.dtype != np.int32:
