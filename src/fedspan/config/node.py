@@ -50,8 +50,8 @@ class NodeLimits(Section):
     )
     words: bool = Field(
         default=False,
-        description="Allow runs that train vectors of words: the embeddings of a model, or the output layer of a "
-        "language model. Their changes list the words of this node's texts, also in a sum of many nodes.",
+        description="Allow runs that train vectors of words (a model's embeddings, the output layer of a language "
+        "model): their changes list the words of this node's texts, also in a sum of many nodes.",
     )
     columns: list[Annotated[str, Field(min_length=1)]] = Field(
         default_factory=list,
