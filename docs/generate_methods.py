@@ -22,8 +22,7 @@ COMMON = ("r", "lora_alpha", "use_rslora")
 INTRO = """# All methods in tables
 
 A method is `method.name` in a config, a wrapper an entry of `method.wrappers`. Each key links to its page, with
-equations, options and deviations. [Choosing a method](choosing.md) recommends one by what was
-measured.
+equations, options and deviations. [Choosing a method](choosing.md) recommends one.
 
 The numbers are elements per layer, client and round, without the head. A layer has m outputs and n inputs, r is the
 rank, r_i that of client i, K the number of replies. `fedspan plan` computes the bytes for your model.
@@ -45,7 +44,7 @@ PAGE = """# {name}
 
 ## Traffic and cost
 
-{traffic} [Measured results](../choosing.md).
+{traffic}
 
 ## Options
 

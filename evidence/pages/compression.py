@@ -210,7 +210,7 @@ def join_page(sections: Mapping[str, str], before: str) -> str:
     parts = {part.partition("\n")[0]: f"## {part.rstrip()}\n" for part in before.split("\n## ")[1:]}
     texts = [sections.get(name) or parts.get(title) for name, title in TITLES.items()]
     head = (
-        "# What compressed transfer costs and saves\n\n"
+        "# Bytes and accuracy of compressed transfer\n\n"
         "This page reports how many bytes compressed transfer saves, by method, and how much accuracy it costs.\n"
     )
     return "\n".join([head, *(text for text in texts if text is not None)])

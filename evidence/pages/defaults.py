@@ -567,7 +567,7 @@ ABOUT_COSTS = (
     "rounds of all seeds in which a reply was clipped."
 )
 ABOUT_CLIPS = (
-    "# What clipping costs with the config of `fedspan init`\n\n"
+    "# Cost of clipping with the config of `fedspan init`\n\n"
     "This page compares federations of honest clients with and without a limit on the norm of their changes "
     "(`federation.clip_ratio`), in the config that `fedspan init` writes.\n\n"
     "Accuracies are in per cent on the test part, means over the seeds. Columns of clips have the difference to the "
@@ -664,7 +664,7 @@ def main() -> None:
             f"{left_out_table(args)}"
         )
     if args.unclipped:
-        tables += f"\n## What clipping costs\n\n{ABOUT_COSTS}\n\n{clipping_table(with_default_clip(args))}"
+        tables += f"\n## Cost of clipping\n\n{ABOUT_COSTS}\n\n{clipping_table(with_default_clip(args))}"
     print_tables(tables, args)
 
 

@@ -88,7 +88,7 @@ def format_page(
 ) -> str:
     """The tables in markdown."""
     lines = [
-        "# How fast the engines are",
+        "# Speed of the engines",
         "",
         "This page compares the time of a round with PEFT, Flower and pfl-research: all-MiniLM-L6-v2 on Banking77's 77 "
         "intents, LoRA of rank 8 on query and value and the head, AdamW at 2e-3, clipping at 1, FedAvg over "
