@@ -206,6 +206,7 @@ def test_a_config_trains(block: Block, tiny_folder: Path, tmp_path: Path) -> Non
     if isinstance(ranks, list):
         values["federation"]["ranks"] = [min(rank, 16) for rank in ranks]
         values["partition"] = {"partitioner": "iid", "clients": len(ranks), "column": None}
+        values["federation"] = {"clients_per_round": None, **values["federation"]}
     elif isinstance(values["federation"].get("clients_per_round"), int) or "present" in values.get("simulation", {}):
         values["partition"] = {"partitioner": "iid", "clients": 40, "column": None}
     report = fedspan.run(tiny.settings(tiny_folder, **values), tmp_path / "run")
@@ -310,7 +311,8 @@ def worked(tiny_folder: Path, decoders: Path, tmp_path_factory: pytest.TempPathF
     for name in ("config", "my"):
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
     rows = (tiny_folder / "corpus.csv").read_text(encoding="utf-8")
-    (folder / "messages.csv").write_text(rows, encoding="utf-8")
+    for name in ("messages.csv", "new.csv"):
+        (folder / name).write_text(rows, encoding="utf-8")
     save_workbook(rows, folder / "export.xlsx")
     for name, shape in SHAPES.items():
         (folder / name).mkdir(parents=True)

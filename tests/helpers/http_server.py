@@ -125,4 +125,4 @@ def send_order(run: RunLink, node: int, envelope: Envelope, reply_bytes: int = 1
     """Send a node an order past the transport, and return its id."""
     signer = signer or UnsignedSigner()
     addressed = [("", node, run.list_online()[node], envelope, reply_bytes)]
-    return next(iter(send_envelopes(run, signer, addressed, Bodies(run, signer))))
+    return next(iter(send_envelopes(run, signer, addressed, Bodies(run, signer))[0]))

@@ -3,6 +3,7 @@
 import sqlite3
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -13,10 +14,11 @@ import pytest
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
 from fedspan.transports.http.client import Link, NodeConnection
+from fedspan.transports.http.deliveries import Bodies, send_envelopes
 from fedspan.transports.http.link import OutgoingOrder, RunLink, attach
 from fedspan.transports.http.node import serve
-from fedspan.transports.http.signing import UnsignedSigner
-from fedspan.transports.http.store import DATABASE, Order, Store
+from fedspan.transports.http.signing import Body, UnsignedSigner
+from fedspan.transports.http.store import DATABASE, MESSAGES, Order, Store
 from fedspan.transports.http.transport import ServerTransport, invite
 from helpers.http_server import LocalServer, join, kill_serving, run_server, send_order, serve_here
 from helpers.reply_transport import exchanged
@@ -184,3 +186,81 @@ def test_a_clock_that_jumps_ends_no_session_no_order_and_no_run(
             monkeypatch.undo()
             stop.set()
             node.join()
+
+
+def test_a_locked_database_is_not_called_damaged(tmp_path: Path) -> None:
+    Store(tmp_path).close()
+    with closing(sqlite3.connect(tmp_path / DATABASE)) as other:
+        other.execute("PRAGMA locking_mode = EXCLUSIVE")
+        other.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(FedspanError, match="cannot be opened") as caught:
+            Store(tmp_path)
+    assert "Remove it" not in str(caught.value)
+
+
+def test_a_body_whose_last_order_was_given_up_is_stored_again(run: RunLink, node: NodeConnection) -> None:
+    """One node has replied, and another that has the same body comes online after it."""
+    signer, envelope = UnsignedSigner(), Envelope("{}", b"body")
+    bodies = Bodies(run, signer)
+    addressed = [("clinic", node.node, run.list_online()[node.node], envelope, 1000)]
+    (first,), _ = send_envelopes(run, signer, addressed, bodies)
+    run.cancel([first])
+    (second,), refused = send_envelopes(run, signer, addressed, bodies)
+    assert not refused
+    taken = node.take_order()
+    assert taken is not None
+    assert taken[0] == second
+    assert signer.open_order(taken[2], node.node).envelope == envelope
+
+
+def test_a_node_to_which_nothing_can_be_sealed_fails_alone(run: RunLink, node: NodeConnection) -> None:
+    """Its key was revoked in between, or it has joined with a sealing key that is none."""
+
+    class Refusing(UnsignedSigner):
+        def seal(self, header: str, body: Body, node: int, sealing: bytes) -> tuple[bytes, bytes]:
+            if node == 5:
+                raise ValueError("this key was revoked")
+            return super().seal(header, body, node, sealing)
+
+    signer = Refusing()
+    addressed = [(id, id, b"", Envelope("{}"), 1000) for id in (5, node.node)]
+    sent, refused = send_envelopes(run, signer, addressed, Bodies(run, signer))
+    assert [one.to for one in sent.values()] == [node.node]
+    assert refused == [(5, "this key was revoked")]
+
+
+def test_an_error_of_the_disk_leaves_no_transaction_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(tmp_path)
+    store.add_run("run")
+    store.add_orders([Order(name * 32, "run", 7, b"head", "", 100) for name in "ab"])
+
+    def fail(path: Path, missing_ok: bool = False) -> None:
+        raise OSError("read-only")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", fail)
+        with pytest.raises(OSError, match="read-only"):
+            store.delete("run", ["a" * 32])
+    store.add_orders([Order("c" * 32, "run", 7, b"head", "", 100)])
+    store.delete("run", ["b" * 32])
+    order = store.find_next_order(7)
+    assert order is not None
+    assert order.id == "c" * 32
+
+
+def test_an_ended_session_does_not_write_into_a_reply(server: LocalServer, run: RunLink, node: NodeConnection) -> None:
+    id = send_order(run, node.node, Envelope("{}"), 1000)
+    app, part = server._server.config.app, server.link.folder / MESSAGES / f"{id}.part"
+
+    def slowly() -> Iterator[bytes]:
+        yield b"old"
+        while not part.is_file() or not part.stat().st_size:
+            time.sleep(0.01)
+        app._tokens[node.node] = "another session"
+        yield b"!"
+
+    headers = {"authorization": f"Bearer {node.session}", "content-length": "4"}
+    answer = node._client.put(f"order/{id}/reply?upload={UPLOAD}&start=0&total=4", content=slowly(), headers=headers)
+    app._tokens[node.node] = node.session
+    assert answer.status_code == 401
+    assert part.read_bytes() == b"old"

@@ -7,6 +7,7 @@ import ssl
 import subprocess
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -284,3 +285,12 @@ def test_a_revoked_node_s_reply_counts_no_longer(tmp_path: Path) -> None:
     admitted.clear()
     with pytest.raises(ValueError, match="revoked"):
         server.open(reply, 7, nonce)
+
+
+def test_a_sealing_key_of_zeros_is_refused(made: tuple[Path, Any, Any]) -> None:
+    """Nothing can be sealed to it: a node that joined with it would end the runs that send to it."""
+    folder, _, node = made
+    zeros = SimpleNamespace(public_bytes_raw=lambda: bytes(identities.SEALING_BYTES))
+    signed = identities.sign_sealing_key(node.key, SimpleNamespace(public_key=lambda: zeros))
+    with pytest.raises(ValueError, match="shared key"):
+        identities.read_sealing_key((folder / "node.key.pub").read_bytes(), signed)

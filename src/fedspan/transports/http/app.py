@@ -44,7 +44,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from fedspan.errors import escape_controls
+from fedspan.errors import FedspanError, escape_controls
 from fedspan.transports.http.connections import CONNECTIONS, Connections
 from fedspan.transports.http.identities import verify_join
 from fedspan.transports.http.limits import Bucket, RequestLimits, Sender
@@ -83,6 +83,10 @@ class Refused(Exception):
     def __init__(self, status: int, reason: str, **facts: Any) -> None:
         super().__init__(reason)
         self.status, self.facts = status, {"reason": reason, **facts}
+
+
+_SESSION = "fedspan.session"
+"""Where a request's scope has its session."""
 
 
 @dataclass
@@ -160,6 +164,10 @@ class Server:
         self._keys_read = float("-inf")
         self._sessions: dict[str, Session] = {}
         self._tokens: dict[int, str] = {}
+        self._senders: dict[int, Sender] = {}
+        """What each node may still send, by id."""
+        self._joined: dict[int, float] = {}
+        """The moment of the latest challenge that each node has answered."""
         self._runs = {run: Run() for run in store.list_runs()}
         node, operator = self._serve_node, self._serve_operator
         self._app = Starlette(
@@ -199,6 +207,8 @@ class Server:
                         piece = {**message, "body": body[start : start + _PIECE], "more_body": True}
                         async with asyncio.timeout(seconds):
                             await send(piece)
+                        if (session := scope.get(_SESSION)) is not None:
+                            session.seen = time.monotonic()
                     await send({**message, "body": b""} if body else message)
             except TimeoutError:
                 self.connections.abort(scope.get("client"))
@@ -215,16 +225,25 @@ class Server:
     async def _end_left_runs(self) -> None:
         """End the runs whose process is gone, and the sessions of revoked nodes and of those without keys long gone."""
         while True:
+            before = time.monotonic()
             await asyncio.sleep(self.limits.sweep)
             now = time.monotonic()
-            for run, state in list(self._runs.items()):
-                if now - state.seen > self.limits.lease:
-                    log.info("run %s: its process is gone", run)
-                    self._forget_run(run)
-            for token, session in list(self._sessions.items()):
-                is_gone = self._read_keys is None and not session.polls and now - session.seen > self.limits.forgotten
-                if is_gone or not self._is_admitted(session):
-                    self._drop_session(token, session)
+            for state in self._runs.values():  # this process stood still: renewals may wait to be read
+                state.seen += max(0.0, now - before - self.limits.sweep)
+            try:
+                self._sweep(now)
+            except (FedspanError, sqlite3.Error, OSError) as error:
+                log.warning("what is gone cannot be removed now: %s", error)
+
+    def _sweep(self, now: float) -> None:
+        for run, state in list(self._runs.items()):
+            if now - state.seen > self.limits.lease:
+                log.info("run %s: its process is gone", run)
+                self._forget_run(run)
+        for token, session in list(self._sessions.items()):
+            is_gone = self._read_keys is None and not session.polls and now - session.seen > self.limits.forgotten
+            if is_gone or not self._is_admitted(session):
+                self._drop_session(token, session)
 
     def _guard(self, handler: Handler) -> Handler:
         """Return a handler whose refusals and disk errors are answers."""
@@ -254,17 +273,16 @@ class Server:
         offered = {int(text) for text in headers.get("fedspan-protocols", "").split(",") if text in _PROTOCOL_NAMES}
         if not offered & set(PROTOCOLS):
             raise Refused(426, "no common version of the protocol: update fedspan", protocols=list(PROTOCOLS))
-        facts: dict[str, Any] = {"protocol": max(offered & set(PROTOCOLS)), "offline": self.limits.offline}
         if self._read_keys is None:
             token, node = self._open_session(secrets.randbits(63), "", b"", request)
-            return JSONResponse({**facts, "session": token, "node": node})
+            return JSONResponse({"session": token, "node": node})
         key = headers.get("fedspan-key", "")
         node = next((id for id, one in self._list_keys(0.0).items() if one == key), None) if key else None
         if node is None:
             raise Refused(403, "this key was not admitted")
         text = headers.get("fedspan-challenge", "")
         if not text:
-            moment = f"{time.monotonic():.3f}"
+            moment = f"{time.monotonic():.6f}"
             challenge = f"{moment}:{self._sign(moment, key)}"
             return JSONResponse({"challenge": challenge, "server": self._identity.hex()})
         moment, _, proof = text.partition(":")
@@ -272,14 +290,18 @@ class Server:
             raise Refused(401, "not a challenge of this server")
         if time.monotonic() - float(moment) > _CHALLENGE_SECONDS:
             raise Refused(401, "the challenge has expired")
+        if float(moment) <= self._joined.get(node, 0.0):
+            raise Refused(401, "the challenge is older than one that was answered")
         try:
             sealing = base64.b64decode(headers.get("fedspan-sealing", ""), validate=True)
             signature = base64.b64decode(headers.get("fedspan-signature", ""), validate=True)
             verify_join(key.encode(), signature, text.encode(), self._identity, sealing)
         except ValueError as error:
             raise Refused(403, "the challenge is not signed by this key") from error
+        self._joined[node] = float(moment)
+        await asyncio.sleep(self._get_sender(node).bucket.take())
         token, node = self._open_session(node, key, sealing, request)
-        return JSONResponse({**facts, "session": token, "node": node})
+        return JSONResponse({"session": token, "node": node})
 
     def _list_keys(self, age: float) -> Mapping[int, str]:
         """Return the keys of the admitted nodes, without comments, as they were at most so many seconds ago."""
@@ -296,23 +318,27 @@ class Server:
     def _open_session(self, node: int, key: str, sealing: bytes, request: Request) -> tuple[str, int]:
         """Give a node a session in place of its earlier one."""
         token = secrets.token_hex(32)
-        earlier = self._tokens.get(node)
+        earlier, sender = self._tokens.get(node), self._get_sender(node)
         if earlier is not None:
-            session = self._sessions[earlier]
-            self._drop_session(earlier, session)
-            sender = session.sender
-        else:
-            limits = self.limits
-            sender = Sender(asyncio.Semaphore(limits.parallel), Bucket(limits.rate, limits.burst))
+            self._drop_session(earlier, self._sessions[earlier])
+            self._senders[node] = sender
         self._sessions[token] = Session(node, key, sealing, sender)
         self._tokens[node] = token
         self.connections.accept(request.client, node.to_bytes(8, "big"), 2 * CHUNK)
         log.info("node %d has joined", node)
         return token, node
 
+    def _get_sender(self, node: int) -> Sender:
+        limits = self.limits
+        if node not in self._senders:
+            self._senders[node] = Sender(asyncio.Semaphore(limits.parallel), Bucket(limits.rate, limits.burst))
+        return self._senders[node]
+
     def _drop_session(self, token: str, session: Session) -> None:
         self._sessions.pop(token, None)
         self._tokens.pop(session.node, None)
+        if self._read_keys is None:  # its id comes from this session
+            self._senders.pop(session.node, None)
         session.number += 1
         session.signal.set()
 
@@ -326,6 +352,7 @@ class Server:
 
         async def answer(request: Request) -> Response:
             session = self._find_session(request)
+            request.scope[_SESSION] = session
             length = _read_length(request, CHUNK if request.method == "PUT" else _SMALL)
             self.connections.accept(request.client, session.node.to_bytes(8, "big"), length + CHUNK)
             sender, session.seen = session.sender, time.monotonic()
@@ -432,6 +459,9 @@ class Server:
         number = session.uploads[order.id] = session.uploads.get(order.id, 0) + 1
 
         def append(data: bytes) -> None:
+            session.seen = time.monotonic()
+            if self._sessions.get(self._tokens.get(session.node, "")) is not session:
+                raise Refused(401, "the node has joined again")
             if session.uploads.get(order.id) != number or self.store.find_order(order.id, session.node) is None:
                 raise Refused(409, "a later request sends this reply, or its run has ended", bytes=0)
             self.store.append(order, data)

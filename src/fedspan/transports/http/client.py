@@ -22,6 +22,8 @@ from fedspan.transports.http.wire import CHUNK, POLL_SECONDS, PROTOCOLS, NodeWor
 
 __all__ = ["Link", "NodeConnection", "RefusedError", "open_client"]
 
+KEPT_ALIVE = 60.0
+"""Seconds for which an idle connection is kept: longer than heartbeats are apart."""
 _CONNECT, _READ = 30.0, 180.0
 """Time limits of a connection and of an answer, in seconds: a server of a thousand nodes that all reply at once takes
 a while, and a request that was given up would be sent again on top of it."""
@@ -97,7 +99,9 @@ def open_client(link: Link) -> httpx.Client:
             ) from error
     scheme = "http" if link.authority is None else "https"
     timeout = httpx.Timeout(_READ, connect=_CONNECT)
-    return httpx.Client(base_url=f"{scheme}://{link.address}/v1/", verify=verify, proxy=link.proxy, timeout=timeout)
+    limits = httpx.Limits(keepalive_expiry=KEPT_ALIVE)
+    address = f"{scheme}://{link.address}/v1/"
+    return httpx.Client(base_url=address, verify=verify, proxy=link.proxy, timeout=timeout, limits=limits)
 
 
 class _Incoming(NamedTuple):

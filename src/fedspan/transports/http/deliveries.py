@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
+import httpx
+
 from fedspan.errors import escape_controls
 from fedspan.federation.protocol import Envelope
 from fedspan.federation.transport import Orders
@@ -103,9 +105,11 @@ class Delivery:
                     for id, envelope in batch
                     for node in (self._nodes[id],)
                 ]
-                self.pending.update(send_envelopes(self._link, self._signer, addressed, self._bodies))
+                sent, refused = send_envelopes(self._link, self._signer, addressed, self._bodies)
+                self.pending.update(sent)
                 for id, _ in batch:
                     del self.unsent[id]
+                yield from refused
         self._release_orders()
         if self.unsent and time.monotonic() >= self._offline_until:
             reason = "is not online"
@@ -173,13 +177,17 @@ class Bodies:
         self._stored = [(plain, body, name), *self._stored[: _STORED - 1]]
         return body, name
 
+    def forget(self) -> None:
+        """Forget the stored bodies: the server deletes one with the last order that has it."""
+        self._stored = []
+
 
 def send_envelopes(
     link: RunLink,
     signer: OrderSigner,
     addressed: Iterable[tuple[A, int, bytes, Envelope, int | None]],
     bodies: Bodies,
-) -> dict[str, PendingMessage[A]]:
+) -> tuple[dict[str, PendingMessage[A]], list[tuple[A, str]]]:
     """Send envelopes in one request.
 
     Args:
@@ -190,16 +198,36 @@ def send_envelopes(
         bodies: Stores the bodies.
 
     Returns:
-        The messages, by id.
+        The messages, by id, and the recipients to whom nothing can be sealed, with the reason.
     """
-    sent, orders = list[PendingMessage[A]](), list[OutgoingOrder]()
+    addressed = list(addressed)
+    try:
+        return _send(link, signer, addressed, bodies)
+    except httpx.HTTPStatusError as error:
+        if error.response.status_code != httpx.codes.CONFLICT:
+            raise
+        bodies.forget()  # one was deleted with the last order that had it
+        return _send(link, signer, addressed, bodies)
+
+
+def _send(
+    link: RunLink,
+    signer: OrderSigner,
+    addressed: Iterable[tuple[A, int, bytes, Envelope, int | None]],
+    bodies: Bodies,
+) -> tuple[dict[str, PendingMessage[A]], list[tuple[A, str]]]:
+    sent, orders, refused = list[PendingMessage[A]](), list[OutgoingOrder](), list[tuple[A, str]]()
     for to, node, sealing, envelope, reply_bytes in addressed:
         body, name = bodies.store(envelope.body)
-        head, nonce = signer.seal(envelope.header, body, node, sealing)
+        try:
+            head, nonce = signer.seal(envelope.header, body, node, sealing)
+        except ValueError as error:  # its key was revoked, or is none
+            refused.append((to, escape_controls(str(error)[:_LONGEST_REASON])))
+            continue
         limit = link.limit if reply_bytes is None else min(link.limit, reply_bytes)
         orders.append(OutgoingOrder(node, head, name, limit + MARGIN))
         sent.append(PendingMessage(to, node, nonce))
-    return dict(zip(link.send_orders(orders), sent, strict=True)) if orders else {}
+    return (dict(zip(link.send_orders(orders), sent, strict=True)) if orders else {}), refused
 
 
 def read_reply(

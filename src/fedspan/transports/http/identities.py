@@ -187,7 +187,9 @@ def read_sealing_key(key: bytes, sealing: bytes) -> X25519PublicKey:
         load_node_public_key(key).verify(signature, pack([_SEALING, public]), ec.ECDSA(hashes.SHA384()))
     except InvalidSignature:
         raise ValueError("its node's sealing key is not signed by its key") from None
-    return X25519PublicKey.from_public_bytes(public)
+    sealing_key = X25519PublicKey.from_public_bytes(public)
+    X25519PrivateKey.generate().exchange(sealing_key)  # which refuses points of small order, such as zeros
+    return sealing_key
 
 
 def sign_sealing_key(key: ec.EllipticCurvePrivateKey, sealing: X25519PrivateKey) -> bytes:

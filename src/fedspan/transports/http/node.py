@@ -243,7 +243,11 @@ class _Node:
         def report() -> None:
             while not stop.wait(_HEARTBEAT):
                 with suppress(httpx.HTTPError, RefusedError):
-                    self.connection.note_work(self._get_work())
+                    try:
+                        self.connection.note_work(self._get_work())
+                    except RefusedError as error:
+                        if error.status == httpx.codes.UNAUTHORIZED:  # the server has been restarted
+                            self.connection.join()
 
         Thread(target=report, daemon=True).start()
         try:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Collection, Iterable
-from contextlib import closing
+from collections.abc import Collection, Generator, Iterable
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -86,7 +86,9 @@ class Store:
             self._database.execute("PRAGMA synchronous = NORMAL")
             self._database.executescript(_SCHEMA)
         except sqlite3.DatabaseError as error:
-            problem = f"{folder / DATABASE} is damaged ({error}). Remove it: the runs in progress are then resumed"
+            problem = f"{folder / DATABASE} cannot be opened ({error}). Is the disk full, or used by another process?"
+            if error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+                problem = f"{folder / DATABASE} is damaged ({error}). Remove it: the runs in progress are then resumed"
             raise FedspanError("server", str(folder), problem=problem) from error
         self._delete_unnamed_files()
 
@@ -113,11 +115,17 @@ class Store:
     def add_orders(self, orders: Iterable[Order]) -> None:
         """Store orders."""
         rows = [order[:6] for order in orders]
-        self._database.execute("BEGIN")
-        try:
+        with self._begin():
             self._database.executemany(
                 "INSERT INTO orders (id, run, node, head, body, reply_bytes) VALUES (?, ?, ?, ?, ?, ?)", rows
             )
+
+    @contextmanager
+    def _begin(self) -> Generator[None]:
+        """Begin a transaction, which ends with this context."""
+        self._database.execute("BEGIN")
+        try:
+            yield
         except BaseException:
             self._database.execute("ROLLBACK")
             raise
@@ -198,16 +206,15 @@ class Store:
         """Delete orders of a run with their replies; ids of other orders are ignored."""
         if not ids:
             return
-        bodies = set[str]()
-        with closing(self._database.cursor()) as cursor:
-            cursor.execute("BEGIN")
+        bodies, unused = set[str](), list[Path]()
+        with self._begin():
             for id in ids:
-                deleted = cursor.execute("DELETE FROM orders WHERE id = ? AND run = ? RETURNING body", (id, run))
-                for (body,) in deleted.fetchall():
+                query = "DELETE FROM orders WHERE id = ? AND run = ? RETURNING body"
+                for (body,) in self._database.execute(query, (id, run)).fetchall():
                     bodies.add(body)
-                    for path in (self.messages / id, self.messages / f"{id}.part"):
-                        path.unlink(missing_ok=True)
-            cursor.execute("COMMIT")
+                    unused += [self.messages / id, self.messages / f"{id}.part"]
+        for path in unused:
+            path.unlink(missing_ok=True)
         for body in bodies - {""}:
             if self._database.execute("SELECT 1 FROM orders WHERE body = ? LIMIT 1", (body,)).fetchone() is None:
                 (self.messages / body).unlink(missing_ok=True)

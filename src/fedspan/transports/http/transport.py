@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -13,6 +14,8 @@ from fedspan.transports.http.link import RunLink, Taken
 from fedspan.transports.http.signing import OrderSigner, UnsignedSigner
 
 __all__ = ["Invitations", "ServerTransport", "invite"]
+
+log = logging.getLogger(__name__)
 
 _REINVITE_SECONDS = 5.0
 """Seconds after which a node that has not decided is invited again."""
@@ -220,7 +223,10 @@ class Invitations:
         bodies = Bodies(self._link, self._signer)
         for start in range(0, len(due), BATCH):
             addressed = [(node, node, online[node], self._envelope, 0) for node in due[start : start + BATCH]]
-            self._pending.update(send_envelopes(self._link, self._signer, addressed, bodies))
+            sent, refused = send_envelopes(self._link, self._signer, addressed, bodies)
+            self._pending.update(sent)
+            for node, reason in refused:
+                log.warning("node %d cannot be invited: %s", node, reason)
 
     def receive(self, seconds: float) -> Iterator[tuple[int, Envelope | str]]:
         """Yield the nodes that have replied, with their replies or the reason for a missing one.
