@@ -1,11 +1,13 @@
 """Certificates, keys and signatures: what they are good for, and who may read them."""
 
+import itertools
 import os
 import shutil
 import socket
 import ssl
 import subprocess
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,6 +46,41 @@ def test_the_certificate_is_good_for_its_names_and_no_others(tmp_path: Path) -> 
         handshake(tmp_path / "a", tmp_path / "a" / keys.AUTHORITY, name)
     with pytest.raises(ssl.SSLCertVerificationError):
         handshake(tmp_path / "a", tmp_path / "a" / keys.AUTHORITY, "other.example.org")
+
+
+def test_a_first_start_that_was_interrupted_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever file or folder was about to be opened, renamed or removed."""
+    for steps in itertools.count():
+        left = iter(range(steps))
+        folder = tmp_path / str(steps)
+        folder.mkdir()
+
+        def interrupt(call: Callable[..., Any], left: Iterator[int] = left) -> Callable[..., Any]:
+            def run(*args: Any, **options: Any) -> Any:
+                if next(left, None) is None:
+                    raise KeyboardInterrupt
+                return call(*args, **options)
+
+            return run
+
+        try:
+            with monkeypatch.context() as patched:
+                for name in ("open", "rename", "replace", "rmdir"):
+                    patched.setattr(os, name, interrupt(getattr(os, name)))
+                keys.ensure_authority(folder, [])
+            break
+        except KeyboardInterrupt:
+            keys.ensure_authority(folder, [])
+            handshake(folder, folder / keys.AUTHORITY, "localhost")
+    assert steps >= 4
+    assert sorted(os.listdir(folder)) == sorted((keys.AUTHORITY, keys.CERTIFICATE, keys.KEY, keys.ORDER_KEY))
+
+
+def test_certificates_without_their_authority_are_not_replaced(tmp_path: Path) -> None:
+    keys.make_authority(tmp_path, [])
+    (tmp_path / keys.AUTHORITY).unlink()
+    with pytest.raises(FedspanError, match="already has certificates"):
+        keys.ensure_authority(tmp_path, [])
 
 
 def test_another_authority_is_not_trusted(tmp_path: Path) -> None:

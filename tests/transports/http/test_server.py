@@ -1,7 +1,9 @@
 """A server's folder, and its nodes, which are admitted and revoked."""
 
 import json
+import os
 from collections.abc import Callable
+from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from threading import Thread
@@ -10,10 +12,15 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from fedspan import processes
 from fedspan.errors import FedspanError
+from fedspan.processes import hold_folder
 from fedspan.transports.http import admissions
 from fedspan.transports.http import server as servers
 from fedspan.transports.http.keys import make_node_key
+from fedspan.transports.http.limits import RequestLimits
+from fedspan.transports.http.store import Store
+from fedspan.transports.http.supervision import create_server
 from helpers.command_line import get_program
 from helpers.http_server import LocalServer, free_port
 from helpers.refusals import refused
@@ -26,6 +33,41 @@ def test_a_name_that_the_certificate_is_not_good_for_is_refused(tmp_path: Path) 
     servers.prepare_folder(tmp_path, 9093, ["127.0.0.1", "localhost"], insecure=False)
     with refused("--name"):
         servers.prepare_folder(tmp_path, 9093, ["other.example.org"], insecure=False)
+
+
+def test_a_second_server_changes_nothing_in_the_folder_of_a_running_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "_ENDING", 0.1)
+    link = servers.prepare_folder(tmp_path, 9092, [], insecure=False)
+    with hold_folder(tmp_path, "server", "--folder"), refused("--folder", "as its server"):
+        servers.prepare_folder(tmp_path, 9093, [], insecure=True)
+    assert servers.read_link(tmp_path) == link
+
+
+@pytest.mark.parametrize("kept", [0, 63])
+def test_a_server_with_a_damaged_secret_does_not_start(kept: int, tmp_path: Path) -> None:
+    link = servers.prepare_folder(tmp_path, 9092, [], insecure=True)
+    link.secret.write_text(link.secret.read_text()[:kept])
+    with refused("secret", "Remove it"):
+        servers.prepare_folder(tmp_path, 9092, [], insecure=True)
+    with closing(Store(tmp_path)) as store, refused("secret", "Remove it"):
+        create_server(link, store, RequestLimits())
+    link.secret.unlink()
+    servers.prepare_folder(tmp_path, 9092, [], insecure=True)
+    assert len(servers.read_secret(link)) == 64
+    assert link.secret.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_secret_is_written_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError("the disk is full")
+
+    for name in ("fdopen", "fsync"):
+        monkeypatch.setattr(os, name, fail)
+    with pytest.raises(OSError, match="full"):
+        servers.prepare_folder(tmp_path, 9092, [], insecure=True)
+    assert not (tmp_path / "secret").exists()
 
 
 @pytest.fixture

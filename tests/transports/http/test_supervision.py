@@ -20,7 +20,7 @@ from fedspan.federation.protocol import Envelope
 from fedspan.processes import hold_folder
 from fedspan.transports.http import keys, supervision
 from fedspan.transports.http.link import attach
-from fedspan.transports.http.server import ServerLink, list_nodes, prepare_folder
+from fedspan.transports.http.server import ServerLink, list_nodes, prepare_folder, read_link
 from fedspan.transports.http.transport import ServerTransport, invite
 from helpers.http_server import free_port, run_server, serve_here
 from helpers.reply_transport import exchanged
@@ -123,11 +123,25 @@ def test_a_message_goes_to_a_node_and_back_through_a_server(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("status", "said"),
-    [(503, "failed with status 503, perhaps because its disk is full.*--resume"), (404, "does not know this run")],
+    [
+        (503, "failed with status 503, perhaps because its disk is full.*--resume"),
+        (404, "does not know this run"),
+        (409, r"refused a request of this run with status 409 \(not there\).*--resume"),
+    ],
 )
 def test_a_run_ends_with_the_server_s_reason(status: int, said: str, tmp_path: Path) -> None:
+    answer = httpx.Response(status, text="not there")
     with serve_here(tmp_path) as server, pytest.raises(FedspanError, match=said), attach(server.link, 1):
-        raise httpx.HTTPStatusError("", request=httpx.Request("POST", "http://a"), response=httpx.Response(status))
+        raise httpx.HTTPStatusError("", request=httpx.Request("POST", "http://a"), response=answer)
+
+
+def test_a_run_whose_server_does_not_answer_says_so(tmp_path: Path) -> None:
+    with (
+        serve_here(tmp_path) as server,
+        pytest.raises(FedspanError, match=r"did not answer \(ReadTimeout\).*--resume"),
+        attach(server.link, 1),
+    ):
+        raise httpx.ReadTimeout("")
 
 
 def test_a_run_without_its_server_or_with_another_secret_is_refused(tmp_path: Path) -> None:
@@ -172,6 +186,19 @@ def test_a_killed_server_takes_its_serving_process_along_and_starts_again(link: 
     finally:
         stop.set()
         again.join()
+
+
+def test_a_server_serves_at_its_own_port_whatever_a_refused_start_wrote(tmp_path: Path) -> None:
+    link, stop, ready = prepare_folder(tmp_path, free_port(), [], insecure=True), Event(), Event()
+    prepare_folder(tmp_path, free_port(), [], insecure=True)
+    server = Thread(target=supervision.supervise, args=(tmp_path, link, "127.0.0.1", stop, ready.set))
+    server.start()
+    try:
+        assert ready.wait(120), (tmp_path / "server.log").read_text()
+        assert list_nodes(read_link(tmp_path), {}, {}) == []
+    finally:
+        stop.set()
+        server.join()
 
 
 @pytest.mark.parametrize("role", ["server", "serving"])

@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedspan.errors import FedspanError
-from fedspan.files import write_atomic
+from fedspan.files import fsync_folder, write_atomic
 
 __all__ = [
     "AUTHORITY",
@@ -60,6 +60,8 @@ SOON = 30.0
 _DAYS = 730
 _NEXT = "next"
 """Folder in the server's folder with the certificates that ``renew_authority`` made and that are not in use yet."""
+_FIRST = "first"
+"""Folder in the server's folder with the first certificates until all of them have been moved out of it."""
 
 
 def ensure_authority(folder: Path, hosts: Sequence[str]) -> None:
@@ -72,8 +74,15 @@ def ensure_authority(folder: Path, hosts: Sequence[str]) -> None:
     Raises:
         FedspanError: If the folder's certificate is not valid for a host.
     """
+    if (folder / _FIRST).exists():  # an earlier start was interrupted
+        _move_first(folder)
     if not (folder / AUTHORITY).exists():
-        make_authority(folder, hosts)
+        _require_no_certificates(folder)
+        new = folder / f"{_FIRST}.new"
+        shutil.rmtree(new, ignore_errors=True)
+        make_authority(new, hosts)
+        new.rename(folder / _FIRST)
+        _move_first(folder)
     elif missing := [host for host in hosts if host not in list_certified_hosts(folder)]:
         files = ", ".join((AUTHORITY, CERTIFICATE, KEY, ORDER_KEY))
         expected = (
@@ -81,6 +90,13 @@ def ensure_authority(folder: Path, hosts: Sequence[str]) -> None:
             f"use fedspan renew --name, or remove {files} there and give the new {AUTHORITY} to every data owner"
         )
         raise FedspanError("--name", missing[0], expected)
+
+
+def _move_first(folder: Path) -> None:
+    for path in (folder / _FIRST).iterdir():
+        path.replace(folder / path.name)
+    fsync_folder(folder)
+    (folder / _FIRST).rmdir()
 
 
 def make_authority(folder: Path, hosts: Sequence[str]) -> None:
@@ -94,14 +110,7 @@ def make_authority(folder: Path, hosts: Sequence[str]) -> None:
     Raises:
         FedspanError: If the folder already contains such files, or a host is empty.
     """
-    for name in (AUTHORITY, CERTIFICATE, KEY, ORDER_KEY):
-        if (folder / name).exists():
-            raise FedspanError(
-                "certificates",
-                str(folder / name),
-                "a folder without certificates",
-                problem="the folder already has certificates",
-            )
+    _require_no_certificates(folder)
     if any(not host for host in hosts):
         raise FedspanError("host", "", "a name or an address")
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -119,16 +128,27 @@ def make_authority(folder: Path, hosts: Sequence[str]) -> None:
         builder.sign(authority_key, hashes.SHA384()).public_bytes(Encoding.PEM)
         for builder in (authority, order_certificate)
     ]
-    _write(folder / AUTHORITY, b"".join(certificates), 0o644)
-    _write(folder / ORDER_KEY, _encode_private_key(order_key), 0o600)
+    write_atomic(folder / AUTHORITY, b"".join(certificates), 0o644)
+    write_atomic(folder / ORDER_KEY, _encode_private_key(order_key), 0o600)
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, hosts[0] if hosts else "localhost")])
     names = [_build_name(host) for host in dict.fromkeys((*hosts, "localhost", "127.0.0.1", "::1"))]
     server = _build_certificate(subject, issuer, server_key.public_key(), authority_key.public_key())
     server = server.add_extension(x509.SubjectAlternativeName(names), critical=False)
     server = server.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
     server = server.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-    _write(folder / KEY, _encode_private_key(server_key), 0o600)
-    _write(folder / CERTIFICATE, server.sign(authority_key, hashes.SHA384()).public_bytes(Encoding.PEM), 0o644)
+    write_atomic(folder / KEY, _encode_private_key(server_key), 0o600)
+    write_atomic(folder / CERTIFICATE, server.sign(authority_key, hashes.SHA384()).public_bytes(Encoding.PEM), 0o644)
+
+
+def _require_no_certificates(folder: Path) -> None:
+    for name in (AUTHORITY, CERTIFICATE, KEY, ORDER_KEY):
+        if (folder / name).exists():
+            raise FedspanError(
+                "certificates",
+                str(folder / name),
+                "a folder without certificates",
+                problem="the folder already has certificates",
+            )
 
 
 def list_certified_hosts(folder: Path) -> list[str]:

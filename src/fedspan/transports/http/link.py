@@ -169,16 +169,19 @@ def attach(link: ServerLink, limit: int) -> Generator[RunLink]:
     try:
         yield run
     except httpx.HTTPError as error:
-        if isinstance(error, httpx.HTTPStatusError) and error.response.status_code >= 500:
-            problem = (
-                f"{link.address} failed with status {error.response.status_code}, perhaps because its disk is full: "
-                "see server.log in its folder. Continue with --resume"
-            )
-        else:
-            problem = (
-                f"{link.address} does not know this run: it was down for too long, or ended the run. Continue with "
-                "--resume"
-            )
+        problem = f"{link.address} {_describe_failure(error)}. Continue with --resume"
         raise FedspanError("server", link.address, problem=problem) from error
     finally:
         run.close()
+
+
+def _describe_failure(error: httpx.HTTPError) -> str:
+    """Return what the server did, as the rest of a sentence."""
+    if not isinstance(error, httpx.HTTPStatusError):
+        return f"did not answer ({type(error).__name__}): fedspan server may have stopped"
+    status = error.response.status_code
+    if status == 404:
+        return "does not know this run: it was down for too long, or ended the run"
+    if status >= 500:
+        return f"failed with status {status}, perhaps because its disk is full: see server.log in its folder"
+    return f"refused a request of this run with status {status} ({error.response.text[:200]})"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import ssl
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,8 @@ from typing import Any
 import httpx
 
 from fedspan.errors import FedspanError
-from fedspan.files import make_private_folder
+from fedspan.files import make_private_folder, write_atomic
+from fedspan.processes import hold_folder
 from fedspan.transports.http.keys import AUTHORITY, ensure_authority
 from fedspan.transports.http.wire import NodeWork, parse_work
 
@@ -27,9 +27,12 @@ __all__ = [
     "list_nodes",
     "prepare_folder",
     "read_link",
+    "read_secret",
+    "write_link",
 ]
 
 _DESCRIPTION, _SECRET = "server.json", "secret"
+_SECRET_BYTES = 32
 _SECONDS = 30.0
 """Time limit of a request of the operator's, beside what an answer waits."""
 
@@ -69,17 +72,38 @@ def prepare_folder(folder: Path, port: int, hosts: Sequence[str], *, insecure: b
         insecure: Whether to run without TLS and keys.
 
     Raises:
-        FedspanError: If other users may enter the folder, or its certificate is not valid for a host.
+        FedspanError: If other users may enter the folder, a server works in it, its certificate is not valid for a
+            host, or its secret is damaged.
     """
     make_private_folder(folder, "--folder")
-    if not insecure:
-        ensure_authority(folder, hosts)
-    if not (folder / _SECRET).exists():
-        descriptor = os.open(folder / _SECRET, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(secrets.token_hex(32))
-    (folder / _DESCRIPTION).write_text(json.dumps({"port": port, "insecure": insecure}) + "\n", encoding="utf-8")
-    return read_link(folder)
+    link = _build_link(folder, port, insecure)
+    with hold_folder(folder, "server", "--folder"):
+        if not insecure:
+            ensure_authority(folder, hosts)
+        if not link.secret.exists():
+            write_atomic(link.secret, secrets.token_hex(_SECRET_BYTES).encode(), 0o600)
+        read_secret(link)
+        write_link(link)
+    return link
+
+
+def write_link(link: ServerLink) -> None:
+    """Write what ``read_link`` reads. Call it only while holding the server's folder."""
+    description = {"port": int(link.address.rpartition(":")[2]), "insecure": link.authority is None}
+    write_atomic(link.folder / _DESCRIPTION, f"{json.dumps(description)}\n".encode())
+
+
+def read_secret(link: ServerLink) -> str:
+    """Return the secret that the operator's requests have.
+
+    Raises:
+        FedspanError: If it is shorter than ``prepare_folder`` writes it, which anyone might guess.
+    """
+    secret = link.secret.read_text(encoding="utf-8", errors="replace")
+    if len(secret) < 2 * _SECRET_BYTES:
+        problem = f"{link.secret} is empty or damaged. Remove it: fedspan server writes a new one when it starts"
+        raise FedspanError("secret", str(link.secret), problem=problem)
+    return secret
 
 
 def is_prepared(folder: Path) -> bool:
@@ -98,6 +122,10 @@ def read_link(folder: Path) -> ServerLink:
         port, insecure = int(description["port"]), bool(description["insecure"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FedspanError("server", str(folder), "the folder of a server (fedspan server)") from error
+    return _build_link(folder, port, insecure)
+
+
+def _build_link(folder: Path, port: int, insecure: bool) -> ServerLink:
     return ServerLink(f"127.0.0.1:{port}", None if insecure else folder / AUTHORITY, folder / _SECRET)
 
 

@@ -26,7 +26,7 @@ from fedspan.transports.http.connections import BoundedProtocol, BoundedSocket
 from fedspan.transports.http.identities import fingerprint_order_key, load_order_key
 from fedspan.transports.http.keys import CERTIFICATE, KEY
 from fedspan.transports.http.limits import RequestLimits
-from fedspan.transports.http.server import ServerLink, read_link
+from fedspan.transports.http.server import ServerLink, read_link, read_secret, write_link
 from fedspan.transports.http.store import Store
 
 if TYPE_CHECKING:
@@ -57,15 +57,17 @@ def create_server(
         store: Its orders.
         limits: Limits on requests.
         protocol: Its connections.
+
+    Raises:
+        FedspanError: If its secret is damaged, or its order key is missing.
     """
     import uvicorn
 
     has_keys, folder = link.authority is not None, link.folder
     read_keys = (lambda: {id: one.key for id, one in read_admissions(link).items()}) if has_keys else None
     identity = fingerprint_order_key(load_order_key(folder).public_key()) if has_keys else b""
-    secret = link.secret.read_text(encoding="utf-8")
     config = uvicorn.Config(
-        Server(store, secret, read_keys, identity, limits, folder / "bases", protocol.bounds),
+        Server(store, read_secret(link), read_keys, identity, limits, folder / "bases", protocol.bounds),
         proxy_headers=False,  # nodes are told apart by their keys, and connections by their real address
         loop="asyncio",
         http=protocol,
@@ -147,6 +149,7 @@ def supervise(
     with hold_folder(folder, "server", "--folder"):
         with hold_folder(folder, _SERVING, "--folder"):  # the serving process that a killed server left has ended
             _require_free(host, int(link.address.rpartition(":")[2]))
+        write_link(link)  # a start that was refused may have written its own since the folder was prepared
         _supervise(folder, link, host, stop, on_ready, reconnect)
 
 
