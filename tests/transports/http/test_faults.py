@@ -3,7 +3,7 @@
 import sqlite3
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -264,3 +264,34 @@ def test_an_ended_session_does_not_write_into_a_reply(server: LocalServer, run: 
     app._tokens[node.node] = node.session
     assert answer.status_code == 401
     assert part.read_bytes() == b"old"
+
+
+def test_a_node_that_trains_joins_a_restarted_server_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would count as offline until its training ends, and its order be given up."""
+    monkeypatch.setattr("fedspan.transports.http.node._HEARTBEAT", 0.1)
+    stop, began, ended = Event(), Event(), Event()
+
+    def answer(envelope: Envelope) -> Envelope:
+        if envelope.header == "train":
+            began.set()
+            assert ended.wait(60)
+        return envelope
+
+    with run_server(tmp_path) as server, attach(server, 2**20) as run:
+        link = Link(server.address, None, None, 2**20)
+        node = Thread(target=serve, args=(link, answer, stop))
+        node.start()
+        try:
+            (id, _) = next(invite(run, Envelope("hello"), 60.0))
+            send_order(run, id, Envelope("train"))
+            assert began.wait(60)
+            kill_serving(server)
+            until, online = time.monotonic() + 60, {id}
+            while not online - {id}:  # without keys, it has another id
+                assert time.monotonic() < until
+                with suppress(httpx.HTTPError):
+                    online = set(run.list_online())
+        finally:
+            ended.set()
+            stop.set()
+            node.join()

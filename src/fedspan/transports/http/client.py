@@ -18,12 +18,10 @@ from fedspan.errors import FedspanError
 from fedspan.transports.http.identities import sign_join
 from fedspan.transports.http.signing import NodeSigner, UnsignedSigner
 from fedspan.transports.http.transfers import Bandwidth, Pacer, TransferProgress
-from fedspan.transports.http.wire import CHUNK, POLL_SECONDS, PROTOCOLS, NodeWork
+from fedspan.transports.http.wire import CHUNK, KEPT_ALIVE, POLL_SECONDS, PROTOCOLS, NodeWork
 
 __all__ = ["Link", "NodeConnection", "RefusedError", "open_client"]
 
-KEPT_ALIVE = 60.0
-"""Seconds for which an idle connection is kept: longer than heartbeats are apart."""
 _CONNECT, _READ = 30.0, 180.0
 """Time limits of a connection and of an answer, in seconds: a server of a thousand nodes that all reply at once takes
 a while, and a request that was given up would be sent again on top of it."""

@@ -16,7 +16,7 @@ from fedspan.errors import FedspanError
 from fedspan.files import make_private_folder, write_atomic
 from fedspan.processes import hold_folder
 from fedspan.transports.http.keys import AUTHORITY, ensure_authority
-from fedspan.transports.http.wire import NodeWork, parse_work
+from fedspan.transports.http.wire import KEPT_ALIVE, NodeWork, parse_work
 
 __all__ = [
     "Node",
@@ -146,6 +146,7 @@ class Operator:
             base_url=f"{scheme}://{link.address}/v1/",
             verify=verify,
             headers={"authorization": f"Bearer {link.secret.read_text(encoding='utf-8')}"},
+            limits=httpx.Limits(keepalive_expiry=KEPT_ALIVE),
             trust_env=False,  # the server is on this machine, whatever proxy leads elsewhere
         )
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 __all__ = [
     "CHUNK",
+    "KEPT_ALIVE",
     "POLL_SECONDS",
     "PROTOCOLS",
     "NodeWork",
@@ -25,6 +26,8 @@ __all__ = [
     "unpack",
 ]
 
+KEPT_ALIVE = 60.0
+"""Seconds for which an idle connection is kept: longer than heartbeats are apart."""
 PROTOCOLS = (1,)
 """Versions of the protocol that this release speaks. A node offers its own, and the server chooses the highest of both.
 The paths of version 1 begin with ``/v1/``; ``/v1/join`` and ``/v1/health`` stay as they are in all versions."""
