@@ -45,7 +45,7 @@ class RunSections(Section):
         "data.dataset, if set.",
     )
     task_options: dict[str, str | bool | int | float | None] = Field(
-        default_factory=dict, description="The task's own options; docs/tasks.md has those of each task."
+        default_factory=dict, description="The task's own options; docs/tasks.md leads to those of each task."
     )
     seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of every random draw.")
     device: str = Field(default="auto", description="auto, cpu, cuda, cuda:1, mps.")
