@@ -283,6 +283,23 @@ def test_a_challenge_is_answered_with_its_key_only(scene: Scene) -> None:
     scene.require_work()
 
 
+def test_a_signed_challenge_opens_one_session(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who reads it, such as a proxy that terminates TLS, does not end the node's session with it."""
+    sent = list[dict[str, str]]()
+    request = scene.hostile.client.request
+
+    def record(method: str, path: str, **options: Any) -> httpx.Response:
+        sent.append(options["headers"])
+        return request(method, path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scene.hostile.client, "request", record)
+        scene.hostile.join()
+    assert "fedspan-signature" in sent[-1]
+    assert request("POST", "join", headers=sent[-1]).status_code == 401
+    scene.require_work()
+
+
 def test_half_sent_requests_are_few_and_closed_soon(scene: Scene) -> None:
     limits, began = ConnectionLimits(), time.monotonic()
     lines: list[Any] = []
