@@ -30,6 +30,10 @@ def test_run_shows_every_round_and_closes_with_the_comparison(finished: Path) ->
     for shown in ("fedit", "local-only", "centralized", "held-out", "client tests", "worst client"):
         assert shown in screen
     assert f"{100 * report['scores']['test']['accuracy']:.1f}%" in screen
+    assert "head_init" not in report["start"]  # its head is random
+    starts = [line for line in screen.splitlines() if line.strip().startswith("start ")]
+    assert len(starts) == 2  # in the table of rounds and in the comparison
+    assert all(f"{100 * report['start']['test']['accuracy']:.1f}%" in line for line in starts)
     assert str(finished / "adapter") in screen.replace("\n", "")
     assert "kB down" in screen
     for row in report["examples"]:

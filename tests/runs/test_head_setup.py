@@ -245,7 +245,7 @@ def test_without_enough_statistics_auto_starts_at_random_and_says_so(tiny_folder
     report = fedspan.run({**values, "baselines": ["centralized"]}, tmp_path / "run", listener=notes)
     assert report.rounds == 2
     assert report.start["head_init"] == "random"
-    assert set(report.start) == {"head_init", "reason"}
+    assert set(report.start) == {"head_init", "reason", "validation", "clients", "test"}
     words = "the exchange of statistics needs good replies of at least 3 of 4 clients, and has 2"
     assert words in report.start["reason"]
     assert any(note.startswith(f"the head starts at random: {words}") for note in notes.notes)

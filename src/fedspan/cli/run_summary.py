@@ -128,7 +128,7 @@ def _make_score_table(report: RunReport) -> Table | None:
     )
     rows = {
         report.method: report.scores,
-        **({"start": report.start} if report.start.get("head_init", "random") != "random" else {}),
+        **({"start": report.start} if report.start.keys() & {"test", "clients", "validation"} else {}),
         **{name: baseline["scores"] for name, baseline in report.baselines.items()},
     }
     has_worst = any((scores.get("test") or {}).get("worst") for scores in rows.values())  # of personal models
@@ -197,9 +197,9 @@ def _join(parts: Sequence[str]) -> str:
 
 def _describe_start(report: RunReport) -> str:
     """Describe the initialization of the heads in the table."""
-    if not report.start:
+    kind = report.start.get("head_init")
+    if kind is None:
         return ""
-    kind = report.start["head_init"]
     if kind == "random":
         return f"The head was initialized at random, because too few clients sent statistics: {report.start['reason']}."
     whose = {

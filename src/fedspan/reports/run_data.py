@@ -80,7 +80,9 @@ class RunData:
         """Scores of what the result is compared with, as far as measured: ``start`` and the baselines."""
         baselines = {} if self.report is None else self.report.baselines
         scores: dict[str, Row] = {name: baseline["scores"] for name, baseline in baselines.items()}
-        return {"start": self.rows[0], **scores} if self.rows and self.rows[0]["round"] == 0 else scores
+        first = self.rows[0] if self.rows and self.rows[0]["round"] == 0 else {}
+        start = first if self.report is None else self.report.start
+        return {"start": start, **scores} if start else scores
 
     def read_items(self, name: str = "result") -> Items | None:
         """Read the predictions of the result, or of one of ``references``, on the held-out examples, if recorded."""
