@@ -14,7 +14,7 @@ from rich.text import Text
 
 from fedspan.cli.formatting import create_table, format_duration, shorten
 from fedspan.experiments.intervals import compare_clients, estimate_difference
-from fedspan.experiments.result_notes import describe_extension, describe_majority
+from fedspan.experiments.result_notes import compute_majority, describe_extension, describe_majority
 from fedspan.models.names import get_architecture, resolve_model
 from fedspan.runs.formatting import format_score, format_size
 from fedspan.runs.model_card import STATISTICS_NOTE, RunReport, format_final_rounds
@@ -44,7 +44,10 @@ def show_report(out: Console, report: RunReport, folder: Path) -> None:
     table = _make_score_table(report)
     out.print(Text(_NO_SCORES, "dim") if table is None else table)
     items = read_items(folder)
+    majority, reached = compute_majority(report.metric, items), (report.scores.get("test") or {}).get(report.metric)
+    is_useless = majority is not None and reached is not None and reached < majority
     sentences = (
+        "The result is below the majority class: it is worse than always predicting one label." if is_useless else "",
         _describe_gain(report, folder, items),
         describe_majority(report.metric, items),
         describe_extension(report, folder),

@@ -125,7 +125,7 @@ class Session:
             reason = f"{error.problem}"
             self.listener.on_note(f"the head starts at random: {reason}")
             progress = self._begin_at_random()
-            row = {"round": 0, "head_init": "random", "reason": reason}
+            row = {"round": 0, "head_init": "random", "reason": reason, **self.start_scores}
         self.seconds += time.monotonic() - started
         result = RoundResult(progress, transfers=(), cohort=(), lr=0.0, loss=math.nan)
         return self._commit(result, {**row, "seconds": self.seconds})
