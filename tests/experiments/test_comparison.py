@@ -236,8 +236,9 @@ def test_without_a_test_set_the_clients_own_are_compared(tiny_folder: Path, tmp_
     )
     report = fedspan.compare(values, tmp_path / "made", ["fedit", "flora"], [0])
     assert (report.metric, report.measured, report.higher) == ("loss", "clients", False)
-    scores = [read_report(tmp_path / "made" / f"{key}-seed0").scores["clients"]["loss"] for key in ("fedit", "flora")]
-    assert [row.mean for row in report.rows] == scores
+    reports = [read_report(tmp_path / "made" / f"{key}-seed0") for key in ("fedit", "flora")]
+    scores = [made["clients"]["loss"] for made in (reports[0].scores, reports[1].scores, reports[0].start)]
+    assert [(row.name, row.mean) for row in report.rows] == list(zip(("fedit", "flora", "start"), scores, strict=True))
     assert report.rows[1].difference == Difference(scores[1] - scores[0], note="one seed: no interval")
     assert report.build_table().best is None
     assert "lower is better" in (tmp_path / "made" / "table.md").read_text()
@@ -253,7 +254,7 @@ def test_a_row_may_be_a_method_with_wrappers(tiny_folder: Path, tmp_path: Path) 
         [0],
         overrides_for={"fedit+fedadam": ["method.wrappers.1.lr=0.07"]},
     )
-    assert [row.name for row in report.rows] == rows
+    assert [row.name for row in report.rows] == [*rows, "start"]
     stored = [load_config(tmp_path / "out" / f"{row}-seed0" / "config.yaml").method for row in rows]
     assert [method.title for method in stored] == ["fedit+fedprox", "fedit+fedprox+fedadam"]
     assert stored[1].wrappers[0].options == {"mu": 0.3}

@@ -224,7 +224,9 @@ def test_the_table_tells_held_out_scores_from_those_of_the_clients_own_tests(ser
         (("clients",), ("accuracy on the clients&#x27; own tests", "worst client there"), ("80.0 %", "50.0 % (north)")),
         (("test",), ("held-out accuracy",), ("60.0 %",)),
     ):
-        changed = replace(run, report=replace(run.report, scores={part: both[part] for part in parts}), rows=())
+        changed = replace(
+            run, report=replace(run.report, scores={part: both[part] for part in parts}, start={}), rows=()
+        )
         text = render_page(group_runs([changed]), PageContent(), "title", "version")
         head = "".join(f"<th>{name}</th>" for name in ("run", "seed", *heads, "best round"))
         assert head in text
