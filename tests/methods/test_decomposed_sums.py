@@ -24,9 +24,7 @@ from helpers.dense_rounds import (
     ALPHA,
     COHORTS,
     EVERYBODY,
-    LR,
     RANKS,
-    STEPS,
     PairOracle,
     Pairs,
     Weights,
@@ -39,8 +37,8 @@ from helpers.dense_rounds import (
     scaling,
 )
 from helpers.families import others_slow
-from helpers.toys.oracle import average, copied, descend
-from helpers.toys.problem import HEAD, LAYERS, Problem
+from helpers.toys.oracle import average, copied
+from helpers.toys.problem import LAYERS, Problem
 from helpers.toys.rounds import Federation, close
 from helpers.watched_rounds import RunMethod
 
@@ -131,14 +129,6 @@ def test_every_round_starts_from_the_same_factors_which_are_transmitted_once(
         assert delta.rank == rank
 
 
-def test_where_only_B_trains_the_average_is_exact(run_method: RunMethod) -> None:
-    run = run_method("fr-lora", method={"train": "B"})
-    for round in run.rounds:
-        for layer in run.layers:
-            mean = run.mean_change(layer.name, round)
-            assert float((run.global_change(layer.name, round.after) - mean).norm() / mean.norm()) < 1e-5
-
-
 class FedSVDOracle(PairOracle):
     """Renews A by an SVD of the dense product."""
 
@@ -157,26 +147,6 @@ def test_rounds_match_dense_products(init_A: str) -> None:
         A, B = made.state.tensors[join_tensor_name(one, "A")], made.state.tensors[join_tensor_name(one, "B")]
         assert close(A @ A.T, torch.eye(2, dtype=torch.float64))
         assert (B[B.abs().argmax(0), [0, 1]] > 0).all()
-
-
-def test_under_sgd_it_is_ffa_lora_with_an_orthonormal_A() -> None:
-    """From the first renewal on, never renewing A again gives the same weights."""
-    problem = Problem()
-    made = federation(FedSVD(spec=problem.adapted().spec, r=2, lora_alpha=4))
-    made.round()
-    W, pairs = problem.to_dense(*LAYERS), get_pairs(made)
-    head = {name: made.state.tensors[f"extras/{name}"] for name in HEAD}
-    for positions in COHORTS:
-        ids = [problem.client_ids[position] for position in positions]
-        made.round(ids)
-        shares, trained, heads = problem.shares(ids), {}, {}
-        for id in ids:
-            trained[id], heads[id] = {one: dict(pair) for one, pair in pairs.items()}, dict(head)
-            descend(problem, id, W, heads[id], trained[id], 2.0, LR, STEPS, train="B")
-        pairs, head = factor_mean(trained, shares), average((shares[id], heads[id]) for id in ids)
-        for one in LAYERS:
-            assert close(made.get_weight(one), W[one] + 2.0 * pairs[one]["B"] @ pairs[one]["A"])
-    assert not close(made.state.tensors["fc1/A"], pairs["fc1"]["A"], 0.01)  # it is the weights that agree
 
 
 def test_replies_of_zeros_leave_the_row_space_of_A() -> None:
@@ -234,16 +204,6 @@ def test_rounds_match_dense_sums_truncated_by_energy(threshold: float) -> None:
     follow(made, oracle, ranks=RANKS)
     assert len(set(oracle.ranks)) > 1  # the rank follows the data
     assert max(oracle.ranks) < min(min(layer.shape) for layer in method.spec.layers)
-
-
-def test_with_all_energy_it_is_flora() -> None:
-    spec = Problem().adapted().spec
-    runs = [federation(method) for method in (FLoRIST(spec=spec, r=2, threshold=1.0), FLoRA(spec=spec, r=2))]
-    for _ in range(3):
-        for run in runs:
-            run.round()
-    for one in LAYERS:
-        assert close(runs[0].get_weight(one), runs[1].get_weight(one), 1e-9)
 
 
 def test_fewer_numbers_come_down_than_of_flora() -> None:
@@ -315,32 +275,6 @@ def test_rounds_match_dense_averages(ranks: dict[str, int] | None, split: str) -
     follow(federation(method, ranks), oracle, cohorts=cohorts, ranks=ranks)
 
 
-def test_a_client_s_model_is_the_best_of_its_rank() -> None:
-    """Eckart-Young for every client; ranks 1 to 4 and so scalings 4 to 1."""
-    problem = Problem()
-    method = FlexLoRA(spec=problem.adapted().spec, r=2, lora_alpha=4)
-    made, oracle = federation(method, RANKS), FlexOracle(method, problem.to_dense(*LAYERS), RANKS)
-    follow(made, oracle, cohorts=[EVERYBODY] * 2, ranks=RANKS)
-    for id, rank in RANKS.items():
-        for one in LAYERS:
-            lost = made.get_weight(one, id) - oracle.W[one] - oracle.D[one]
-            cut = torch.linalg.svdvals(oracle.D[one])[rank:]
-            assert torch.isclose(lost.norm(), cut.norm(), atol=1e-9)
-
-
-def test_directions_that_the_average_lacks_can_still_be_trained() -> None:
-    """One client of rank 1, then everybody: what is beyond rank 1 has B = 0 and A not."""
-    made = federation(FlexLoRA(spec=Problem().adapted().spec, r=2, lora_alpha=4), RANKS)
-    made.round(["client-0"])
-    for id, rank in RANKS.items():
-        job = made.job(id)
-        for one in LAYERS:
-            A, B = job.tensors[join_tensor_name(one, "A")], job.tensors[join_tensor_name(one, "B")]
-            assert len(A) == rank
-            assert not B[:, 1:].any()
-            assert (A.norm(dim=1) > 0.1).all()
-
-
 class FeDeRAOracle(PairOracle):
     """Dense weights without the principal part, and pairs on top."""
 
@@ -384,14 +318,6 @@ def test_it_begins_as_the_pretrained_model_with_the_principal_part_in_the_factor
         assert close(2.0 * B @ A, U[:, :2] * S[:2] @ Vt[:2], 1e-6)  # factors are sent in float32
         assert close(A @ A.T, torch.diag(S[:2] / 2.0), 1e-6)
         assert close(B.T @ B, torch.diag(S[:2] / 2.0), 1e-6)
-
-
-def test_everybody_begins_with_the_same_factors_whenever_a_client_joins(run_method: RunMethod) -> None:
-    """Bit for bit: one SVD, broadcast."""
-    run = run_method("federa")
-    for round in run.rounds:
-        bits = {tuple(local.job.tensors[f"{run.layers[0].name}/A"].flatten().tolist()) for local in round.trained}
-        assert len(bits) == 1
 
 
 S0 = ALPHA / 2
@@ -448,15 +374,6 @@ def test_rounds_match_averages_of_what_trained_and_what_did_not(ranks: dict[str,
     for id in problem.client_ids:  # every client starts from the global model
         for one in LAYERS:
             assert float((made.get_weight(one, id) - oracle.model()[one]).norm()) < 1e-9
-
-
-def test_only_its_own_rank_trains_on_a_small_client() -> None:
-    made = federation(FedMomentum(spec=Problem().adapted().spec, r=2, lora_alpha=4), RANKS)
-    made.round()
-    job = made.job("client-0")
-    assert {name.partition("/")[2] for name in job.trainable_names if name.startswith("fc1")} == {"A", "B"}
-    assert job.tensors["fc1/A"].shape == (1, 5)
-    assert job.tensors["fc1/L"].shape == (8, 1)
 
 
 @settings(max_examples=25, deadline=None)
