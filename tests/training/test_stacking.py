@@ -12,7 +12,6 @@ import torch
 
 import fedspan
 from fedspan.config import parse_config
-from fedspan.errors import FedspanError
 from fedspan.models.stacked import Unstackable
 from fedspan.runs.baselines import BASELINES
 from fedspan.runs.engine_setup import keep_stacking_plan, make_engine
@@ -322,22 +321,3 @@ def test_a_run_takes_the_plan_of_its_own_size(
     assert plans[0] == StackingPlan(4, 1)  # nothing can be measured
     assert plans[-1] == StackingPlan(1, 1)
     assert plans == [chosen(share) for share in shares]
-
-
-def test_a_run_keeps_what_was_chosen(tiny_folder: Path, tmp_path: Path) -> None:
-    """A resumed run trains as many at once as before it was stopped, whatever would be chosen now."""
-    config = tiny.settings(tiny_folder, federation={"rounds": 1})
-    config["engine"] = {"name": "batched"}
-    fedspan.run(config, tmp_path / "run")
-    place = tmp_path / "run" / "engine.json"
-    workers = min(DEFAULT.workers, torch.get_num_threads())
-    assert json.loads(place.read_text()) == {"clients_per_pass": DEFAULT.clients_per_pass, "workers": workers}
-    place.write_text('{"clients_per_pass": 7, "workers": 3}')
-    prepared = prepare(parse_config(config))
-    keep_stacking_plan(RunFolder(tmp_path / "run"), prepared.engine)
-    assert prepared.engine.stacking == StackingPlan(7, 3)
-    place.write_text('{"clients_per_pass": "many"}')
-    with pytest.raises(
-        FedspanError, match=r"engine.json' .* Expected a file with two numbers, clients_per_pass and workers"
-    ):
-        keep_stacking_plan(RunFolder(tmp_path / "run"), prepared.engine)
