@@ -24,7 +24,9 @@ from helpers.dense_rounds import (
     ALPHA,
     COHORTS,
     EVERYBODY,
+    LR,
     RANKS,
+    STEPS,
     PairOracle,
     Pairs,
     Weights,
@@ -37,8 +39,8 @@ from helpers.dense_rounds import (
     scaling,
 )
 from helpers.families import others_slow
-from helpers.toys.oracle import average, copied
-from helpers.toys.problem import LAYERS, Problem
+from helpers.toys.oracle import average, copied, descend
+from helpers.toys.problem import HEAD, LAYERS, Problem
 from helpers.toys.rounds import Federation, close
 from helpers.watched_rounds import RunMethod
 
@@ -147,6 +149,26 @@ def test_rounds_match_dense_products(init_A: str) -> None:
         A, B = made.state.tensors[join_tensor_name(one, "A")], made.state.tensors[join_tensor_name(one, "B")]
         assert close(A @ A.T, torch.eye(2, dtype=torch.float64))
         assert (B[B.abs().argmax(0), [0, 1]] > 0).all()
+
+
+def test_under_sgd_it_is_ffa_lora_with_an_orthonormal_A() -> None:
+    """From the first renewal on, never renewing A again gives the same weights."""
+    problem = Problem()
+    made = federation(FedSVD(spec=problem.adapted().spec, r=2, lora_alpha=4))
+    made.round()
+    W, pairs = problem.to_dense(*LAYERS), get_pairs(made)
+    head = {name: made.state.tensors[f"extras/{name}"] for name in HEAD}
+    for positions in COHORTS:
+        ids = [problem.client_ids[position] for position in positions]
+        made.round(ids)
+        shares, trained, heads = problem.shares(ids), {}, {}
+        for id in ids:
+            trained[id], heads[id] = {one: dict(pair) for one, pair in pairs.items()}, dict(head)
+            descend(problem, id, W, heads[id], trained[id], 2.0, LR, STEPS, train="B")
+        pairs, head = factor_mean(trained, shares), average((shares[id], heads[id]) for id in ids)
+        for one in LAYERS:
+            assert close(made.get_weight(one), W[one] + 2.0 * pairs[one]["B"] @ pairs[one]["A"])
+    assert not close(made.state.tensors["fc1/A"], pairs["fc1"]["A"], 0.01)  # it is the weights that agree
 
 
 def test_replies_of_zeros_leave_the_row_space_of_A() -> None:
@@ -273,6 +295,19 @@ def test_rounds_match_dense_averages(ranks: dict[str, int] | None, split: str) -
     oracle = FlexOracle(method, problem.to_dense(*LAYERS), ranks or dict.fromkeys(problem.client_ids, 2))
     cohorts = [EVERYBODY, EVERYBODY, (1, 3)] if ranks is None else [(0, 1, 2), (1, 2, 3), EVERYBODY, (0, 2), EVERYBODY]
     follow(federation(method, ranks), oracle, cohorts=cohorts, ranks=ranks)
+
+
+def test_directions_that_the_average_lacks_can_still_be_trained() -> None:
+    """One client of rank 1, then everybody: what is beyond rank 1 has B = 0 and A not."""
+    made = federation(FlexLoRA(spec=Problem().adapted().spec, r=2, lora_alpha=4), RANKS)
+    made.round(["client-0"])
+    for id, rank in RANKS.items():
+        job = made.job(id)
+        for one in LAYERS:
+            A, B = job.tensors[join_tensor_name(one, "A")], job.tensors[join_tensor_name(one, "B")]
+            assert len(A) == rank
+            assert not B[:, 1:].any()
+            assert (A.norm(dim=1) > 0.1).all()
 
 
 class FeDeRAOracle(PairOracle):
