@@ -131,12 +131,12 @@ class Session:
         return self._commit(result, {**row, "seconds": self.seconds})
 
     def _begin_at_random(self) -> Progress:
-        """Return the progress before the first round, with the head as loaded, rated where that sends no bytes."""
+        """Return the progress before the first round, with the head as loaded; it is rated in simulations."""
         federation = self.prepared.federation
         if isinstance(federation.method, HeadRounds):
             self.listener.on_note(f"rounds 1 to {federation.method.rounds} train the head alone (model.head_rounds)")
         progress = begin_at_random(federation)
-        if self.prepared.evaluator.is_local:
+        if self.prepared.partition is not None:  # nodes would need another exchange
             self.start_scores, _ = self._evaluate(progress)
         return progress
 
