@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fedspan.config import RunConfig, load_config
-from fedspan.runs.folder import RunFolder
+from fedspan.run_folder import RunFolder
 from fedspan.runs.start import load_partition
 from helpers.families import others_slow
 

@@ -18,8 +18,8 @@ from fedspan.config import load_config
 from fedspan.deployment.status import store_named_run
 from fedspan.federation.protocol import Envelope, decode_order, decode_reply
 from fedspan.logs import JsonLines, read_lines
+from fedspan.run_folder import RunFolder
 from fedspan.runs import start
-from fedspan.runs.folder import RunFolder
 from fedspan.runs.model_card import RunReport
 from fedspan.runs.remote import build_server_clients, connect, get_nodes_folder, reply_as
 from fedspan.runs.results import read_report

@@ -42,7 +42,7 @@ from fedspan.experiments.tables import (
     format_seconds,
     write_tables,
 )
-from fedspan.runs.folder import RunFolder
+from fedspan.run_folder import RunFolder
 from fedspan.runs.formatting import format_size
 from fedspan.runs.integrity import format_config
 from helpers.refusals import refused

@@ -11,7 +11,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 
 from fedspan.federation.progress import Progress
-from fedspan.runs.folder import CARD
+from fedspan.run_folder import CARD
 from fedspan.runs.setup import Prepared
 
 from . import tiny

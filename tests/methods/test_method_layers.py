@@ -11,9 +11,9 @@ from fedspan.config import RunConfig, parse_config
 from fedspan.core.base import to_dense
 from fedspan.federation.progress import Progress
 from fedspan.methods.registry import METHODS
+from fedspan.run_folder import RunFolder
 from fedspan.runs import checkpoint
 from fedspan.runs.checkpoint_format import Checkpoint
-from fedspan.runs.folder import RunFolder
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.runs.trained_models import write_adapters
 from helpers import tiny, tiny_convolutions

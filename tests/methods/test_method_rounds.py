@@ -23,9 +23,9 @@ from fedspan.federation.progress import Progress
 from fedspan.federation.reported_evaluation import RemoteEvaluator
 from fedspan.federation.serialization import encode_state
 from fedspan.methods.registry import METHODS
+from fedspan.run_folder import RunFolder
 from fedspan.runs import checkpoint
 from fedspan.runs.checkpoint_format import Checkpoint
-from fedspan.runs.folder import RunFolder
 from fedspan.runs.integrity import format_config
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.runs.trained_models import write_adapters

@@ -17,7 +17,7 @@ from fedspan.core.lowrank import LowRank
 from fedspan.core.tensors import count
 from fedspan.errors import FedspanError
 from fedspan.models.export import compute_layer_updates, read_adapter
-from fedspan.runs.folder import RunFolder
+from fedspan.run_folder import RunFolder
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.runs.trained_models import write_adapters
 from helpers import tiny, tiny_decoders

@@ -21,8 +21,8 @@ from fedspan.models.loading import load_pretrained
 from fedspan.models.names import resolve_model
 from fedspan.models.pooling import Pooling
 from fedspan.models.sentence_encoders import PooledClassifier, PoolingSearch, find_pooling, get_encoder_class
+from fedspan.run_folder import CARD
 from fedspan.runs.callbacks import Listener
-from fedspan.runs.folder import CARD
 from fedspan.runs.load import load_served
 from fedspan.runs.model_setup import get_pooling
 from fedspan.runs.setup import prepare

@@ -9,7 +9,7 @@ from torch import nn
 
 from fedspan.errors import FedspanError
 from fedspan.models.targets import find_extras, find_targets, make_spec
-from fedspan.runs.folder import RunFolder
+from fedspan.run_folder import RunFolder
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.runs.trained_models import write_adapters
 from helpers import tiny

@@ -16,8 +16,8 @@ from fedspan.reproduction.measurement import MEASURED, measure
 from fedspan.reproduction.presets import Claim
 from fedspan.reproduction.reproduce import Reproduction
 from fedspan.reproduction.verdicts import CellScore, Judged, JudgedCell, format_difference, judge, tabulate_verdicts
+from fedspan.run_folder import RunFolder
 from fedspan.runs.curves import Point, compute_target, find_target_round
-from fedspan.runs.folder import RunFolder
 
 CELLS = (Cell("iid", {"split": "IID"}, {}), Cell("skewed", {"split": "skewed"}, {}))
 

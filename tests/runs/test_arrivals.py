@@ -12,9 +12,9 @@ from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
 from fedspan.federation.transport import AsynchronousTransport, OnReply, Orders
 from fedspan.logs import read_lines
+from fedspan.run_folder import RunFolder
 from fedspan.runs import start
 from fedspan.runs.checkpoint import load_latest
-from fedspan.runs.folder import RunFolder
 from fedspan.runs.model_card import RunReport
 from fedspan.runs.remote import connect, get_nodes_folder, reply_as
 from fedspan.runs.setup import Prepared

@@ -14,9 +14,9 @@ from fedspan.config import parse_config
 from fedspan.config.reading import override
 from fedspan.config.run import RunConfig
 from fedspan.errors import FedspanError
+from fedspan.run_folder import RunFolder
 from fedspan.runs import extension, final_report, selection
 from fedspan.runs.environment import is_same_environment
-from fedspan.runs.folder import RunFolder
 from fedspan.runs.integrity import list_differences, read_config
 from fedspan.runs.learning_rate import ROUNDS
 from fedspan.runs.planned_rounds import ROUNDS_FIELD, require_independent_rounds

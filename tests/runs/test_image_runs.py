@@ -17,7 +17,7 @@ from fedspan.core.base import materialize
 from fedspan.core.parametrization import compute_dense_change
 from fedspan.core.tensors import select_slots
 from fedspan.federation.progress import Progress
-from fedspan.runs.folder import RunFolder
+from fedspan.run_folder import RunFolder
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.runs.trained_models import write_adapters
 from helpers import tiny, tiny_convolutions, tiny_decoders, tiny_images

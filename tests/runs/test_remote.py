@@ -11,9 +11,9 @@ import torch
 from fedspan.federation.protocol import Envelope, Reply, decode_order
 from fedspan.federation.serialization import encode_state
 from fedspan.logs import read_lines
+from fedspan.run_folder import RunFolder
 from fedspan.runs import start
 from fedspan.runs.checkpoint import load_latest
-from fedspan.runs.folder import RunFolder
 from fedspan.runs.ledger import read_totals
 from fedspan.runs.model_card import RunReport
 from fedspan.runs.remote import connect, get_nodes_folder, reply_as

@@ -18,9 +18,9 @@ import torch
 
 from fedspan.errors import FedspanError
 from fedspan.logs import encode_chain_line, find_position, read_lines
+from fedspan.run_folder import RunFolder
 from fedspan.runs.checkpoint import load_latest, resume, truncate_logs
 from fedspan.runs.checkpoint_format import load
-from fedspan.runs.folder import RunFolder
 from fedspan.runs.ledger import read_totals
 
 SCRIPT = Path(__file__).parents[1] / "helpers" / "interrupted_run.py"

@@ -23,12 +23,12 @@ from fedspan.federation.evaluation import Evaluator
 from fedspan.federation.progress import Progress
 from fedspan.federation.settings import SecureSettings
 from fedspan.models.adapted import AdaptedModel
+from fedspan.run_folder import RunFolder
 from fedspan.runs import aggregation_setup, devices, start
 from fedspan.runs.aggregation_setup import build_aggregation
 from fedspan.runs.cluster import build_simulated_host, get_resources
 from fedspan.runs.devices import set_algorithms
 from fedspan.runs.engine_setup import describe_refusal, keep_stacking_plan
-from fedspan.runs.folder import RunFolder
 from fedspan.runs.model_setup import ModelObjects
 from fedspan.runs.setup import Objects, Prepared, _find_test_parts, prepare
 from fedspan.runs.start import load_partition, run

@@ -16,7 +16,7 @@ from transformers import AutoImageProcessor, AutoTokenizer, MobileNetV2Config, M
 import fedspan
 from fedspan.config import parse_config
 from fedspan.errors import FedspanError
-from fedspan.runs.folder import CARD
+from fedspan.run_folder import CARD
 from fedspan.runs.load import _load_adapter
 from fedspan.runs.model_card import _write_command
 from fedspan.runs.task_setup import collect_task_settings, parse_task_settings, read_notes

@@ -14,9 +14,9 @@ import fedspan
 from fedspan.config import parse_config
 from fedspan.errors import FedspanError
 from fedspan.models.stacked import Unstackable
+from fedspan.run_folder import RunFolder
 from fedspan.runs.baselines import BASELINES
 from fedspan.runs.engine_setup import keep_stacking_plan, make_engine
-from fedspan.runs.folder import RunFolder
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.training import stacking
 from fedspan.training.batched import BatchedEngine

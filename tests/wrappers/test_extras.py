@@ -19,9 +19,9 @@ from fedspan.federation.federation import Federation
 from fedspan.federation.progress import Progress
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.targets import find_buffers
+from fedspan.run_folder import RunFolder
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.checkpoint_format import Checkpoint
-from fedspan.runs.folder import RunFolder
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.training.jobs import Assignment
 from fedspan.transports.in_process import simulate

@@ -65,8 +65,8 @@ def show_run(folder: Path, config: Path | None, overrides: Sequence[str] = (), t
 
 def describe_interruption(folder: Path, rounds: int, command: str = "run") -> str:
     """Describe what an interrupted run has saved, and how to resume it."""
+    from fedspan.run_folder import RunFolder
     from fedspan.runs.checkpoint import read_last_saved_round
-    from fedspan.runs.folder import RunFolder
     from fedspan.runs.results import is_run
 
     if not is_run(folder):

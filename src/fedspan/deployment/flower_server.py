@@ -23,9 +23,9 @@ from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
 from fedspan.federation.trimmed_scores import describe_few_nodes
 from fedspan.files import convert_disk_errors, restrict_new_files, write_atomic
+from fedspan.run_folder import RunFolder
 from fedspan.runs import start
 from fedspan.runs.callbacks import Listener
-from fedspan.runs.folder import RunFolder
 from fedspan.runs.model_card import RunReport
 from fedspan.runs.remote import build_server_clients, connect, get_nodes_folder, prepare_server
 from fedspan.runs.setup import Prepared, prepare

@@ -24,8 +24,8 @@ from fedspan.federation.progress import ClientData
 from fedspan.federation.protocol import Envelope, read_header
 from fedspan.federation.transport import AsynchronousTransport
 from fedspan.files import convert_disk_errors
+from fedspan.run_folder import RunFolder
 from fedspan.runs.callbacks import Listener
-from fedspan.runs.folder import RunFolder
 from fedspan.runs.model_setup import list_unnamed_modules
 from fedspan.runs.remote import build_server_clients, connect
 from fedspan.runs.setup import Prepared

@@ -28,8 +28,8 @@ from fedspan.reproduction.cells import DATA, IMAGE_MODEL, MODEL, Cell, list_cell
 from fedspan.reproduction.measurement import MEASURED, measure
 from fedspan.reproduction.presets import Preset, Protocol, Scale, load_preset, require_scale
 from fedspan.reproduction.verdicts import COSTS, CellScore, Judged, judge, tabulate_verdicts
+from fedspan.run_folder import RunFolder
 from fedspan.runs.curves import read_curve
-from fedspan.runs.folder import RunFolder
 from fedspan.runs.results import read_report
 from fedspan.training.prefix_rows import share_prefixes
 from fedspan.transports.ray.sharing import share_teams

@@ -9,7 +9,7 @@ from fedspan.config.federation import FederationConfig
 from fedspan.errors import FedspanError
 from fedspan.federation.settings import Arrivals, RoundSettings
 from fedspan.logs import read_lines
-from fedspan.runs.folder import RunFolder
+from fedspan.run_folder import RunFolder
 
 
 def read_arrivals(federation: FederationConfig, settings: RoundSettings) -> RoundSettings:

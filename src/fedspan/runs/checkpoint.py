@@ -25,8 +25,8 @@ from fedspan.files import (
     write_file,
 )
 from fedspan.logs import EMPTY, require_position
+from fedspan.run_folder import RunFolder
 from fedspan.runs.checkpoint_format import Checkpoint, load, pack, read_index, read_versions
-from fedspan.runs.folder import RunFolder
 from fedspan.runs.selection import Selection
 
 _FOLDER = re.compile(r"round-(\d{5,})$")

@@ -20,7 +20,7 @@ from fedspan.files import (
     read_checkpoint_file,
 )
 from fedspan.logs import Position
-from fedspan.runs.folder import RunFolder
+from fedspan.run_folder import RunFolder
 from fedspan.runs.selection import Selection
 
 FORMAT = 7

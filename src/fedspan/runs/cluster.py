@@ -11,8 +11,8 @@ from fedspan.config import RunConfig
 from fedspan.data.partition import Partition
 from fedspan.federation.evaluation import Evaluator
 from fedspan.federation.federation import Federation
+from fedspan.run_folder import RunFolder
 from fedspan.runs.devices import choose_device
-from fedspan.runs.folder import RunFolder
 from fedspan.runs.model_card import RunReport
 from fedspan.runs.privacy_budget import load_noise_key
 from fedspan.runs.setup import Prepared

@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Any, cast
 
 from fedspan.logs import read_lines
-from fedspan.runs.folder import RunFolder
+from fedspan.run_folder import RunFolder
 from fedspan.runs.ledger import Totals, read_totals
 
 SHARE = 0.9

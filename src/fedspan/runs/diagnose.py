@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 from fedspan.diagnostics.round_diagnosis import Diagnosis, diagnose_round
 from fedspan.errors import FedspanError
+from fedspan.run_folder import RunFolder, describe_missing_run
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.checkpoint_format import load as load_checkpoint
-from fedspan.runs.folder import RunFolder, describe_missing_run
 from fedspan.runs.integrity import read_resolved_config, require_intact, require_same_base
 from fedspan.runs.objects import collect_objects
 from fedspan.runs.privacy_budget import load_noise_key

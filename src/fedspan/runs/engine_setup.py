@@ -10,7 +10,7 @@ from fedspan.config import RunConfig
 from fedspan.errors import FedspanError
 from fedspan.files import convert_disk_errors
 from fedspan.models.adapted import AdaptedModel
-from fedspan.runs.folder import RunFolder
+from fedspan.run_folder import RunFolder
 from fedspan.tasks.task import Task
 from fedspan.training.batched import BatchedEngine
 from fedspan.training.engine import Engine

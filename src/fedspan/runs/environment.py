@@ -12,7 +12,7 @@ import torch
 
 import fedspan
 from fedspan.config import RunConfig
-from fedspan.runs.folder import RunFolder
+from fedspan.run_folder import RunFolder
 from fedspan.runs.integrity import DIRECTORY
 
 _PACKAGES = ("transformers", "peft", "safetensors", "datasets", "flwr")

@@ -18,7 +18,7 @@ from fedspan.data.loading import load
 from fedspan.data.objects import read_objects
 from fedspan.data.source import Source
 from fedspan.errors import FedspanError
-from fedspan.runs.folder import RunFolder
+from fedspan.run_folder import RunFolder
 from fedspan.runs.integrity import read_resolved_config, require_intact
 from fedspan.runs.load import find_adapter_folder, load_served
 from fedspan.runs.model_setup import ModelObjects

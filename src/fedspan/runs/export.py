@@ -17,9 +17,9 @@ from fedspan.models.export import NOTES, truncate_adapter
 from fedspan.models.names import FROM_PYTHON
 from fedspan.models.plain import STATE_DICT, is_plain_module
 from fedspan.models.sentence_encoders import PooledClassifier, write_modules
+from fedspan.run_folder import CARD, RunFolder
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.checkpoint_format import load as load_checkpoint
-from fedspan.runs.folder import CARD, RunFolder
 from fedspan.runs.integrity import read_resolved_config, require_intact, require_same_base
 from fedspan.runs.load import ADAPTER, find_adapter_folder, load_served
 from fedspan.runs.model_card import convert_card, cut_card

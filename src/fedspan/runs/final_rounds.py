@@ -14,8 +14,8 @@ import numpy as np
 from fedspan.clients.mappings import LazyMapping
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import ClientData, Progress, RoundResult
+from fedspan.run_folder import RunFolder
 from fedspan.runs.callbacks import FinalScores, compute_final_scores
-from fedspan.runs.folder import RunFolder
 from fedspan.runs.predictions import record_items
 from fedspan.runs.selection import Selection
 from fedspan.runs.setup import Prepared

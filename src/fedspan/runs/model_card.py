@@ -20,8 +20,8 @@ from fedspan.data.catalogue import get_dataset_entry
 from fedspan.data.files import FROM_TRAINERS, IN_MEMORY
 from fedspan.models.names import FROM_PYTHON, get_architecture, get_published_name
 from fedspan.models.pooling import DENSE, Pooling
+from fedspan.run_folder import CARD, RunFolder
 from fedspan.runs.environment import is_command
-from fedspan.runs.folder import CARD, RunFolder
 from fedspan.tasks.metrics import METRICS, order_metrics
 from fedspan.tasks.registry import get_task, is_installed
 from fedspan.tasks.settings import TaskSettings

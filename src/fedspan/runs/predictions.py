@@ -21,7 +21,7 @@ from safetensors.numpy import save
 
 from fedspan.errors import FedspanError
 from fedspan.files import convert_disk_errors, write_atomic
-from fedspan.runs.folder import RunFolder
+from fedspan.run_folder import RunFolder
 from fedspan.tasks.label_scores import score_labels
 from fedspan.tasks.task import get_labels
 

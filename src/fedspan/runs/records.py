@@ -13,8 +13,7 @@ from pathlib import Path
 from fedspan.errors import FedspanError
 from fedspan.files import compute_sha256
 from fedspan.logs import Position
-from fedspan.runs import checkpoint as checkpoints
-from fedspan.runs.folder import CARD, RunFolder
+from fedspan.run_folder import CARD, RunFolder
 
 RECORDS = ("config", "files", "logs")
 """Fields of report.json that ``RunReport`` lacks: the run's files are compared with them."""
@@ -76,8 +75,9 @@ def require_same_files(run_folder: RunFolder, digests: Mapping[str, str], source
         else:
             continue
         remedy = "Restore the file"
-        # Without a checkpoint, a resumed run would start again from its first round.
-        if path.is_relative_to(run_folder.adapter) and checkpoints.read_last_saved_round(run_folder):
+        # Without a checkpoint, a resumed run would start again from its first round. Partly written ones have a suffix.
+        is_resumable = any(not entry.suffix for entry in run_folder.checkpoints.glob("round-*"))
+        if path.is_relative_to(run_folder.adapter) and is_resumable:
             remedy += f", or delete {run_folder.report} and resume the run, which exports its models again"
         raise FedspanError(str(path), name, problem=f"{problem}. {remedy}")
 

@@ -28,11 +28,11 @@ from fedspan.federation.reported_evaluation import RemoteEvaluator
 from fedspan.federation.secagg.messages import decode_request
 from fedspan.federation.transport import Transport
 from fedspan.federation.validation import ReplyRules
+from fedspan.run_folder import RunFolder
 from fedspan.runs.aggregation_setup import build_aggregation
 from fedspan.runs.client_ranks import compute_client_ranks, compute_client_scaling
 from fedspan.runs.devices import choose_device, set_algorithms
 from fedspan.runs.engine_setup import make_engine
-from fedspan.runs.folder import RunFolder
 from fedspan.runs.head_setup import build_head_start, find_new_head
 from fedspan.runs.integrity import read_resolved_config
 from fedspan.runs.model_setup import build_model

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from fedspan.logs import read_lines
-from fedspan.runs.folder import RunFolder
+from fedspan.run_folder import RunFolder
 from fedspan.runs.formatting import format_duration, format_number, format_score, format_size, shorten
 from fedspan.runs.progress_bar import ProgressBar
 from fedspan.runs.remaining_time import STAGES, get_unrepeated_name

@@ -13,6 +13,7 @@ from fedspan.data.partition import Partition
 from fedspan.errors import FedspanError
 from fedspan.files import convert_disk_errors, read_bytes, write_atomic
 from fedspan.logs import JsonLines
+from fedspan.run_folder import RunFolder
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.arrivals import require_same_arrivals
 from fedspan.runs.callbacks import Listener, Listeners
@@ -20,7 +21,6 @@ from fedspan.runs.engine_setup import keep_stacking_plan
 from fedspan.runs.environment import record_environment
 from fedspan.runs.extension import extend
 from fedspan.runs.final_report import finish
-from fedspan.runs.folder import RunFolder
 from fedspan.runs.integrity import (
     RESOLVED,
     anchor_paths,

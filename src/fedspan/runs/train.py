@@ -16,11 +16,11 @@ from fedspan.data.objects import CLIENT
 from fedspan.errors import FedspanError
 from fedspan.models.names import FROM_PYTHON
 from fedspan.models.plain import read_dtype
+from fedspan.run_folder import RunFolder
 from fedspan.runs import start
 from fedspan.runs.callbacks import Listener, Listeners
 from fedspan.runs.cluster import simulate_on_cluster
 from fedspan.runs.extension import has_effect, require_extensible
-from fedspan.runs.folder import RunFolder
 from fedspan.runs.integrity import read_config, require_intact
 from fedspan.runs.model_card import RunReport
 from fedspan.runs.objects import collect_objects

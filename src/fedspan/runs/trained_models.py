@@ -17,7 +17,7 @@ from fedspan.models.names import FROM_PYTHON
 from fedspan.models.plain import has_name, is_plain_module, write_state_dict
 from fedspan.models.quantized import is_quantized
 from fedspan.models.sentence_encoders import PooledClassifier, write_modules
-from fedspan.runs.folder import RunFolder
+from fedspan.run_folder import RunFolder
 from fedspan.runs.setup import Prepared
 
 

@@ -19,7 +19,7 @@ from fedspan.config import parse_config
 from fedspan.data.loading import LoadedData, load
 from fedspan.data.partition import Partition, partition
 from fedspan.errors import FedspanError
-from fedspan.runs.folder import RunFolder
+from fedspan.run_folder import RunFolder
 from fedspan.runs.setup import Prepared, prepare
 
 from .. import tiny, tiny_decoders, tiny_images

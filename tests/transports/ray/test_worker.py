@@ -21,10 +21,10 @@ import fedspan
 from fedspan.config import parse_config
 from fedspan.errors import FedspanError
 from fedspan.federation.transport import Orders
+from fedspan.run_folder import RunFolder
 from fedspan.runs import checkpoint
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.cluster import WorkerKit
-from fedspan.runs.folder import RunFolder
 from fedspan.runs.setup import prepare
 from fedspan.runs.start import run
 from fedspan.transports.ray.sharing import share_teams
