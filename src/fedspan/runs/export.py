@@ -17,7 +17,7 @@ from fedspan.models.export import NOTES, truncate_adapter
 from fedspan.models.names import FROM_PYTHON
 from fedspan.models.plain import STATE_DICT, is_plain_module
 from fedspan.models.sentence_encoders import PooledClassifier, write_modules
-from fedspan.run_folder import CARD, RunFolder
+from fedspan.run_folder import CARD, RunFolder, require_intact_model
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.checkpoint_format import load as load_checkpoint
 from fedspan.runs.integrity import read_resolved_config, require_intact, require_same_base
@@ -25,7 +25,6 @@ from fedspan.runs.load import ADAPTER, find_adapter_folder, load_served
 from fedspan.runs.model_card import convert_card, cut_card
 from fedspan.runs.model_setup import ModelObjects
 from fedspan.runs.objects import collect_objects
-from fedspan.runs.records import require_intact_model
 from fedspan.runs.results import is_run, read_partition, read_report, require_client
 from fedspan.runs.setup import prepare
 from fedspan.runs.task_setup import parse_task_settings, read_notes

@@ -7,6 +7,7 @@ from dataclasses import replace
 from fedspan.federation.progress import Progress
 from fedspan.files import convert_disk_errors, fsync_tree, remove
 from fedspan.logs import read_lines
+from fedspan.run_folder import compute_result_digests
 from fedspan.runs.baselines import train_baseline
 from fedspan.runs.callbacks import sample_predictions
 from fedspan.runs.checkpoint_format import load as load_checkpoint
@@ -15,7 +16,6 @@ from fedspan.runs.final_rounds import finish_training
 from fedspan.runs.integrity import describe_config
 from fedspan.runs.learning_rate import read_range_test
 from fedspan.runs.model_card import RunReport, format_final_rounds, write_cards
-from fedspan.runs.records import compute_result_digests
 from fedspan.runs.report_warnings import find_divergence, find_limited
 from fedspan.runs.session import Session
 from fedspan.runs.trained_models import write_adapters

@@ -22,11 +22,10 @@ from fedspan.data.path_patterns import has_files
 from fedspan.errors import FedspanError
 from fedspan.files import compute_sha256
 from fedspan.logs import Position, require_position
-from fedspan.run_folder import RunFolder
+from fedspan.run_folder import RunFolder, read_records, require_same_files
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.checkpoint_format import Checkpoint, read_positions
 from fedspan.runs.planned_rounds import ROUNDS_FIELD, require_independent_rounds
-from fedspan.runs.records import read_records, require_same_files
 
 RESOLVED = ("pooling", "pooling_normalize")
 """Fields of ``model`` that are resolved once, at the start of a run; pooling.json holds them."""

@@ -23,10 +23,9 @@ from fedspan.models.names import FROM_PYTHON
 from fedspan.models.plain import STATE_DICT, read_state_dict
 from fedspan.models.pooling import DENSE
 from fedspan.models.sentence_encoders import PooledClassifier, read_output_layer
-from fedspan.run_folder import RunFolder, suggest_folder
+from fedspan.run_folder import RunFolder, require_intact_model, suggest_folder
 from fedspan.runs.devices import choose_device
 from fedspan.runs.model_setup import ModelObjects
-from fedspan.runs.records import require_intact_model
 from fedspan.runs.results import is_run, read_report, require_client
 from fedspan.runs.task_setup import parse_task_settings, read_notes
 from fedspan.tasks.registry import get_task

@@ -35,7 +35,7 @@ STATISTICS_NOTE = "A deployment starts without statistics, unless its config ask
 
 @dataclass(frozen=True)
 class RunReport:
-    """The summary of a finished run; ``report.json`` holds the same, and what ``runs.records`` describes.
+    """The summary of a finished run; ``report.json`` holds the same, and what ``run_folder.Records`` describes.
 
     Args:
         method: Registry key of the method, with those of its wrappers: ``fedit+fedprox``.

@@ -32,7 +32,7 @@ from fedspan.models.targets import (
     find_targets,
     require_peft_names,
 )
-from fedspan.runs.records import require_intact_model
+from fedspan.run_folder import require_intact_model
 from fedspan.runs.task_setup import require_packing
 from fedspan.tasks.task import Examples, RunTask
 

@@ -9,9 +9,8 @@ from pathlib import Path
 from fedspan.data.partition import Partition
 from fedspan.errors import FedspanError, suggest_nearest
 from fedspan.files import read_bytes
-from fedspan.run_folder import RunFolder, describe_missing_run
+from fedspan.run_folder import RECORDS, RunFolder, describe_missing_run
 from fedspan.runs.model_card import RunReport
-from fedspan.runs.records import RECORDS
 
 
 def is_run(folder: str | Path) -> bool:
