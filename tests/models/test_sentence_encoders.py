@@ -23,9 +23,9 @@ from fedspan.models.pooling import Pooling
 from fedspan.models.sentence_encoders import PooledClassifier, PoolingSearch, find_pooling, get_encoder_class
 from fedspan.run_folder import CARD
 from fedspan.runs.callbacks import Listener
-from fedspan.runs.load import load_served
 from fedspan.runs.model_setup import get_pooling
 from fedspan.runs.setup import prepare
+from fedspan.serving.load import load_served
 from helpers import tiny
 from helpers.exported_models import load_as_its_card_says
 

@@ -12,7 +12,7 @@ import torch
 import fedspan
 from fedspan import FedspanError
 from fedspan.config import parse_config
-from fedspan.runs.load import load_served
+from fedspan.serving.load import load_served
 from helpers import tiny_decoders
 
 pytest.importorskip("lm_eval", reason="the extra fedspan[harness] is not installed")

@@ -15,8 +15,8 @@ import fedspan
 from fedspan import FedspanError
 from fedspan.config import parse_config
 from fedspan.data.loading import load
-from fedspan.runs.load import load_served
 from fedspan.runs.setup import prepare
+from fedspan.serving.load import load_served
 from fedspan.tasks import metrics, registry
 from fedspan.tasks.bounded_losses import BoundsExamples
 from fedspan.tasks.registry import BUILT_IN, get_task

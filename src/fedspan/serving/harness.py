@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fedspan.errors import FedspanError, build_install_command, suggest_nearest
-from fedspan.runs.load import load_served
+from fedspan.serving.load import load_served
 from fedspan.tasks.registry import get_task
 
 _RESAMPLES = 1000

@@ -27,9 +27,9 @@ from fedspan.data.source import Source
 from fedspan.data.templates import parse_template
 from fedspan.errors import FedspanError
 from fedspan.files import convert_disk_errors, neutralize_formula, write_atomic
-from fedspan.runs.evaluate import build_file_config
-from fedspan.runs.load import find_adapter_folder
 from fedspan.runs.task_setup import parse_task_settings, read_notes
+from fedspan.serving.evaluate import build_file_config
+from fedspan.serving.load import find_adapter_folder
 from fedspan.tasks.registry import get_task
 from fedspan.tasks.settings import TaskSettings
 

@@ -21,7 +21,6 @@ from fedspan.run_folder import CARD, RunFolder, require_intact_model
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.checkpoint_format import load as load_checkpoint
 from fedspan.runs.integrity import read_resolved_config, require_intact, require_same_base
-from fedspan.runs.load import ADAPTER, find_adapter_folder, load_served
 from fedspan.runs.model_card import convert_card, cut_card
 from fedspan.runs.model_setup import ModelObjects
 from fedspan.runs.objects import collect_objects
@@ -29,6 +28,7 @@ from fedspan.runs.results import is_run, read_partition, read_report, require_cl
 from fedspan.runs.setup import prepare
 from fedspan.runs.task_setup import parse_task_settings, read_notes
 from fedspan.runs.trained_models import write_adapters
+from fedspan.serving.load import ADAPTER, find_adapter_folder, load_served
 from fedspan.tasks.registry import get_task
 
 Form = Literal["adapter", "merged"]

@@ -20,11 +20,11 @@ from fedspan.data.source import Source
 from fedspan.errors import FedspanError
 from fedspan.run_folder import RunFolder
 from fedspan.runs.integrity import read_resolved_config, require_intact
-from fedspan.runs.load import find_adapter_folder, load_served
 from fedspan.runs.model_setup import ModelObjects
 from fedspan.runs.objects import require_named_data
 from fedspan.runs.results import is_run
 from fedspan.runs.task_setup import parse_task_settings, read_notes
+from fedspan.serving.load import find_adapter_folder, load_served
 from fedspan.tasks.metrics import order_metrics
 from fedspan.tasks.registry import get_task
 from fedspan.tasks.settings import TaskSettings
