@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from click.testing import Result
 
+from fedspan.progress.view import RunView
 from fedspan.run_folder import RunFolder
 from fedspan.runs import checkpoint as checkpoints
-from fedspan.runs.run_view import RunView
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="forks, and sends signals")
 

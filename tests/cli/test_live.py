@@ -12,7 +12,7 @@ from fedspan.cli.series import SeriesView
 from fedspan.config import RunConfig
 from fedspan.experiments.series import Step
 from fedspan.experiments.series_bar import SeriesBar
-from fedspan.runs.run_view import RunView
+from fedspan.progress.view import RunView
 from fedspan.runs.setup import Prepared
 from fedspan.training.stages import Stage
 from helpers.clock import Clock

@@ -27,7 +27,7 @@ import fedspan.runs.start
 import fedspan.runs.train
 import fedspan.runs.trained_models  # noqa: F401
 from fedspan.cli import app, run_summary  # noqa: F401
-from fedspan.runs.run_view import RunView
+from fedspan.progress.view import RunView
 
 
 def wait_after(round: int) -> None:

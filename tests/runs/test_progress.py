@@ -15,12 +15,12 @@ from rich.console import Console
 import fedspan
 from fedspan.cli.formatting import create_console
 from fedspan.errors import FedspanError
-from fedspan.runs import progress_bar
+from fedspan.progress import bar as progress_bar
+from fedspan.progress.bar import ProgressBar, has_bar
+from fedspan.progress.file import INTERVAL, ProgressFile
+from fedspan.progress.formatting import format_duration, format_number, format_runs, shorten
+from fedspan.progress.remaining_time import Effort, describe_stage, get_unrepeated_name
 from fedspan.runs.callbacks import Listener, Listeners
-from fedspan.runs.formatting import format_duration, format_number, format_runs, shorten
-from fedspan.runs.progress_bar import ProgressBar, has_bar
-from fedspan.runs.progress_file import INTERVAL, ProgressFile
-from fedspan.runs.remaining_time import Effort, describe_stage, get_unrepeated_name
 from fedspan.runs.setup import Prepared
 from fedspan.training.stages import Stage
 from helpers import tiny

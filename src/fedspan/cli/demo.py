@@ -53,7 +53,7 @@ def demo(
 def _show_result(report: RunReport, folder: Path) -> None:
     """Print what was sent instead of data, and write the report's page if its library is installed."""
     from fedspan.cli.formatting import create_console
-    from fedspan.runs.formatting import format_size
+    from fedspan.progress.formatting import format_size
 
     out = create_console()
     sent = report.bytes["up"] + sum(count["up"] for count in report.other_bytes.values())

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from fedspan.runs.trackers import require_trackers
+from fedspan.progress.trackers import require_trackers
 
 if TYPE_CHECKING:
     from fedspan.runs.model_card import RunReport
@@ -48,7 +48,7 @@ def show_run(folder: Path, config: Path | None, overrides: Sequence[str] = (), t
         loaded = None if config is None else load_config(config, overrides)
         import fedspan
         from fedspan.cli.run_summary import show_report
-        from fedspan.runs.run_view import RunView
+        from fedspan.progress.view import RunView
     view = RunView(out, folder)
     try:
         with view:

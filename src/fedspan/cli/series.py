@@ -11,7 +11,7 @@ from rich.text import Text
 
 from fedspan.experiments.series import Step
 from fedspan.experiments.series_bar import SeriesBar
-from fedspan.runs.formatting import format_duration, format_runs, format_score, shorten
+from fedspan.progress.formatting import format_duration, format_runs, format_score, shorten
 from fedspan.runs.setup import Prepared
 
 __all__ = ["SeriesView"]

@@ -198,7 +198,7 @@ def evaluate(
         if value is not None:
             raise FedspanError(name, str(value), problem="it needs --tasks")
     import fedspan
-    from fedspan.runs.formatting import format_score
+    from fedspan.progress.formatting import format_score
     from fedspan.tasks.metrics import METRICS
 
     metrics = fedspan.evaluate(

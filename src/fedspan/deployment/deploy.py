@@ -31,12 +31,12 @@ from fedspan.federation.protocol import Envelope
 from fedspan.federation.trimmed_scores import describe_few_nodes
 from fedspan.files import convert_disk_errors, make_private_folder, read_bytes, write_atomic
 from fedspan.processes import hold_folder
+from fedspan.progress.file import ProgressFile
 from fedspan.run_folder import RunFolder
 from fedspan.runs import start
 from fedspan.runs.callbacks import Listener, Listeners
 from fedspan.runs.integrity import require_intact
 from fedspan.runs.model_card import RunReport
-from fedspan.runs.progress_file import ProgressFile
 from fedspan.runs.remote import prepare_server
 from fedspan.runs.results import is_run, read_report
 from fedspan.runs.setup import Prepared

@@ -13,6 +13,7 @@ from fedspan.data.partition import Partition
 from fedspan.errors import FedspanError
 from fedspan.files import convert_disk_errors, read_bytes, write_atomic
 from fedspan.logs import JsonLines
+from fedspan.progress.file import ProgressFile
 from fedspan.run_folder import RunFolder
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.arrivals import require_same_arrivals
@@ -36,7 +37,6 @@ from fedspan.runs.ledger import Ledger
 from fedspan.runs.model_card import RunReport
 from fedspan.runs.model_setup import resolve_pooling
 from fedspan.runs.privacy_budget import generate_key, load_noise_key, store_noise_key
-from fedspan.runs.progress_file import ProgressFile
 from fedspan.runs.session import Session
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.training.stages import Stages

@@ -16,6 +16,8 @@ from fedspan.data.objects import CLIENT
 from fedspan.errors import FedspanError
 from fedspan.models.names import FROM_PYTHON
 from fedspan.models.plain import read_dtype
+from fedspan.progress.bar import ProgressBar, has_bar
+from fedspan.progress.view import RunView
 from fedspan.run_folder import RunFolder
 from fedspan.runs import start
 from fedspan.runs.callbacks import Listener, Listeners
@@ -24,9 +26,7 @@ from fedspan.runs.extension import has_effect, require_extensible
 from fedspan.runs.integrity import read_config, require_intact
 from fedspan.runs.model_card import RunReport
 from fedspan.runs.objects import collect_objects
-from fedspan.runs.progress_bar import ProgressBar, has_bar
 from fedspan.runs.results import is_run, read_report
-from fedspan.runs.run_view import RunView
 from fedspan.runs.setup import prepare
 from fedspan.tasks.definition import TaskDefinition
 from fedspan.tasks.registry import is_installed, register_task
@@ -169,7 +169,7 @@ def _open_listener(
             bar = ProgressBar() if Console().is_jupyter else RunView(None, Path(folder))
             listeners = Listeners(listeners, stack.enter_context(bar))
         if track:
-            from fedspan.runs.tracking import TrackingListener
+            from fedspan.progress.tracking import TrackingListener
 
             listeners = stack.enter_context(closing(TrackingListener(listeners, track, Path(folder))))
         yield listeners

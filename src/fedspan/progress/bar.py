@@ -16,9 +16,9 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from fedspan.progress.formatting import format_duration, format_number, shorten
+from fedspan.progress.remaining_time import Effort, describe_stage
 from fedspan.runs.callbacks import Listener
-from fedspan.runs.formatting import format_duration, format_number, shorten
-from fedspan.runs.remaining_time import Effort, describe_stage
 from fedspan.runs.setup import Prepared
 from fedspan.training.stages import Stage
 

@@ -18,8 +18,8 @@ from typing import Any, Self
 
 from fedspan.errors import FedspanError
 from fedspan.files import build_temporary_path, remove, to_json
+from fedspan.progress.remaining_time import describe_stage
 from fedspan.runs.callbacks import Listener
-from fedspan.runs.remaining_time import describe_stage
 from fedspan.runs.setup import Prepared
 from fedspan.tasks.metrics import METRICS
 from fedspan.training.stages import Stage

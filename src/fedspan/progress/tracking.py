@@ -14,9 +14,9 @@ from typing import Any, cast
 from accelerate import tracking
 from accelerate.state import PartialState
 
+from fedspan.progress.trackers import TRACKERS, require_trackers
 from fedspan.runs.callbacks import Listener, Listeners
 from fedspan.runs.setup import Prepared
-from fedspan.runs.trackers import TRACKERS, require_trackers
 
 _PROJECT = "fedspan"
 _MADE: Mapping[str, Callable[[Path], Any]] = {
