@@ -53,7 +53,7 @@ _HOMES = {
     "load_config": "fedspan.config",
     "plan": "fedspan.planning.estimate",
     "predict": "fedspan.serving.load",
-    "read_notes": "fedspan.runs.task_setup",
+    "read_notes": "fedspan.assembly.task",
     "read_report": "fedspan.runs.results",
     "register": "fedspan.methods.registry",
     "register_metrics": "fedspan.tasks.metrics",

@@ -1,5 +1,6 @@
 """The types of the names that ``fedspan/__init__.py`` loads when they are first used."""
 
+from fedspan.assembly.task import read_notes as read_notes
 from fedspan.config import RunConfig as RunConfig
 from fedspan.config import load_config as load_config
 from fedspan.data.catalogue import list_datasets as list_datasets
@@ -26,7 +27,6 @@ from fedspan.runs.callbacks import Listener as Listener
 from fedspan.runs.diagnose import diagnose as diagnose
 from fedspan.runs.model_card import RunReport as RunReport
 from fedspan.runs.results import read_report as read_report
-from fedspan.runs.task_setup import read_notes as read_notes
 from fedspan.runs.train import resume as resume
 from fedspan.runs.train import run as run
 from fedspan.runs.train import simulate as simulate

@@ -13,6 +13,8 @@ import torch
 import yaml
 from click.testing import CliRunner
 
+from fedspan.assembly.run import Prepared
+from fedspan.assembly.server import build_server_clients, connect, get_nodes_folder, reply_as
 from fedspan.cli.admission import warn_of_expiry
 from fedspan.config import load_config
 from fedspan.deployment.status import store_named_run
@@ -21,9 +23,7 @@ from fedspan.logs import JsonLines, read_lines
 from fedspan.run_folder import RunFolder
 from fedspan.runs import start
 from fedspan.runs.model_card import RunReport
-from fedspan.runs.remote import build_server_clients, connect, get_nodes_folder, reply_as
 from fedspan.runs.results import read_report
-from fedspan.runs.setup import Prepared
 from helpers import tiny
 from helpers.command_line import get_program
 from helpers.reply_transport import Replies, ReplyingTransport

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from fedspan.assembly.run import Prepared, prepare
 from fedspan.config.node import NodeConfig
 from fedspan.deployment.handshake import build_node_values
 from fedspan.deployment.node import NodeService
@@ -18,7 +19,6 @@ from fedspan.federation import serialization
 from fedspan.federation.progress import ClientData
 from fedspan.federation.protocol import Order, Reply, decode_order, decode_reply
 from fedspan.models.export import read_adapter
-from fedspan.runs.setup import Prepared, prepare
 from helpers import tiny
 from helpers.node_service import CLIENT, Direct, introduced, node, served, values
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from fedspan.assembly.run import Prepared, prepare
 from fedspan.config import RunConfig, parse_config
 from fedspan.core.base import to_dense
 from fedspan.federation.progress import Progress
@@ -14,7 +15,6 @@ from fedspan.methods.registry import METHODS
 from fedspan.run_folder import RunFolder
 from fedspan.runs import checkpoint
 from fedspan.runs.checkpoint_format import Checkpoint
-from fedspan.runs.setup import Prepared, prepare
 from fedspan.runs.trained_models import write_adapters
 from helpers import tiny, tiny_convolutions
 from helpers.claim_measures import errors, require_declared_traffic

@@ -15,6 +15,7 @@ import yaml
 from torch import Tensor, nn
 
 from fedspan import FedspanError
+from fedspan.assembly.run import Prepared, prepare
 from fedspan.config import RunConfig, parse_config
 from fedspan.data.partition import Partition
 from fedspan.diagnostics.round_diagnosis import STEPS, Diagnosis, diagnose_round
@@ -27,7 +28,6 @@ from fedspan.run_folder import RunFolder
 from fedspan.runs import checkpoint
 from fedspan.runs.checkpoint_format import Checkpoint
 from fedspan.runs.integrity import format_config
-from fedspan.runs.setup import Prepared, prepare
 from fedspan.runs.trained_models import write_adapters
 from helpers import tiny
 from helpers.claim_measures import errors

@@ -15,6 +15,8 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForTextEncoding, BartConfig, BertConfig, T5Config
 
 import fedspan
+from fedspan.assembly.model import get_pooling
+from fedspan.assembly.run import prepare
 from fedspan.config import parse_config
 from fedspan.errors import FedspanError
 from fedspan.models.loading import load_pretrained
@@ -23,8 +25,6 @@ from fedspan.models.pooling import Pooling
 from fedspan.models.sentence_encoders import PooledClassifier, PoolingSearch, find_pooling, get_encoder_class
 from fedspan.run_folder import CARD
 from fedspan.runs.callbacks import Listener
-from fedspan.runs.model_setup import get_pooling
-from fedspan.runs.setup import prepare
 from fedspan.serving.load import load_served
 from helpers import tiny
 from helpers.exported_models import load_as_its_card_says

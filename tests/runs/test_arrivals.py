@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from fedspan.assembly.run import Prepared
+from fedspan.assembly.server import connect, get_nodes_folder, reply_as
 from fedspan.config import RunConfig
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
@@ -16,8 +18,6 @@ from fedspan.run_folder import RunFolder
 from fedspan.runs import start
 from fedspan.runs.checkpoint import load_latest
 from fedspan.runs.model_card import RunReport
-from fedspan.runs.remote import connect, get_nodes_folder, reply_as
-from fedspan.runs.setup import Prepared
 from helpers import tiny
 from helpers.listeners import Notes
 from helpers.refusals import refused

@@ -12,6 +12,8 @@ from rich.console import Console
 
 import fedspan
 from fedspan import FedspanError
+from fedspan.assembly.head import begin
+from fedspan.assembly.run import Prepared, prepare
 from fedspan.cli.run_summary import show_report
 from fedspan.config import parse_config
 from fedspan.config.node import NodeLimits
@@ -20,8 +22,6 @@ from fedspan.deployment.handshake import build_server_config
 from fedspan.deployment.limits import refuse_statistics
 from fedspan.deployment.node import NodeService
 from fedspan.runs import start
-from fedspan.runs.head_setup import begin
-from fedspan.runs.setup import Prepared, prepare
 from helpers import node_service, tiny, tiny_images, tiny_seq2seq, tiny_tags, tiny_topics
 from helpers.head_starts import HEAD, start_of
 from helpers.listeners import Notes

@@ -21,10 +21,10 @@ from transformers import (
 )
 
 import fedspan
+from fedspan.assembly.own_trainers import TrainerRuns, adopt_trainers
 from fedspan.config.federation import SecureConfig
 from fedspan.crypto.masks import Ring
 from fedspan.errors import FedspanError
-from fedspan.runs.own_trainers import TrainerRuns, adopt_trainers
 from fedspan.tasks import metrics
 from helpers import tiny, tiny_decoders, tiny_seq2seq
 from helpers.families import others_slow

@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 import fedspan
+from fedspan.assembly.run import Prepared
 from fedspan.cli.formatting import create_console
 from fedspan.errors import FedspanError
 from fedspan.progress import bar as progress_bar
@@ -21,7 +22,6 @@ from fedspan.progress.file import INTERVAL, ProgressFile
 from fedspan.progress.formatting import format_duration, format_number, format_runs, shorten
 from fedspan.progress.remaining_time import Effort, describe_stage, get_unrepeated_name
 from fedspan.runs.callbacks import Listener, Listeners
-from fedspan.runs.setup import Prepared
 from fedspan.training.stages import Stage
 from helpers import tiny
 from helpers.clock import Clock

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from fedspan.assembly.run import Prepared
+from fedspan.assembly.server import connect, get_nodes_folder, reply_as
 from fedspan.federation.protocol import Envelope, Reply, decode_order
 from fedspan.federation.serialization import encode_state
 from fedspan.logs import read_lines
@@ -16,8 +18,6 @@ from fedspan.runs import start
 from fedspan.runs.checkpoint import load_latest
 from fedspan.runs.ledger import read_totals
 from fedspan.runs.model_card import RunReport
-from fedspan.runs.remote import connect, get_nodes_folder, reply_as
-from fedspan.runs.setup import Prepared
 from helpers import tiny
 from helpers.listeners import Notes
 from helpers.reply_transport import Replies, ReplyingTransport

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import fedspan
+from fedspan.assembly.run import prepare
 from fedspan.data.partition import ClientPart, Partition
 from fedspan.errors import FedspanError
 from fedspan.federation.progress import Failure
@@ -24,7 +25,6 @@ from fedspan.runs.failures import count_failures
 from fedspan.runs.model_card import RunReport
 from fedspan.runs.report_warnings import find_limited
 from fedspan.runs.results import read_partition, read_report
-from fedspan.runs.setup import prepare
 from helpers import tiny
 from helpers.refusals import refused
 

@@ -14,6 +14,15 @@ from torch import nn
 from transformers import AutoTokenizer
 
 import fedspan
+from fedspan.assembly import aggregation as aggregation_setup
+from fedspan.assembly import devices
+from fedspan.assembly.aggregation import build_aggregation
+from fedspan.assembly.cluster import build_simulated_host, get_resources
+from fedspan.assembly.devices import set_algorithms
+from fedspan.assembly.engine import describe_refusal, keep_stacking_plan
+from fedspan.assembly.model import ModelObjects
+from fedspan.assembly.run import Objects, Prepared, _find_test_parts, prepare
+from fedspan.assembly.trainer import compute_max_length, require_private_model
 from fedspan.config import parse_config
 from fedspan.config.run import RunConfig
 from fedspan.data.partition import ClientPart, Partition
@@ -24,15 +33,8 @@ from fedspan.federation.progress import Progress
 from fedspan.federation.settings import SecureSettings
 from fedspan.models.adapted import AdaptedModel
 from fedspan.run_folder import RunFolder
-from fedspan.runs import aggregation_setup, devices, start
-from fedspan.runs.aggregation_setup import build_aggregation
-from fedspan.runs.cluster import build_simulated_host, get_resources
-from fedspan.runs.devices import set_algorithms
-from fedspan.runs.engine_setup import describe_refusal, keep_stacking_plan
-from fedspan.runs.model_setup import ModelObjects
-from fedspan.runs.setup import Objects, Prepared, _find_test_parts, prepare
+from fedspan.runs import start
 from fedspan.runs.start import load_partition, run
-from fedspan.runs.trainer_setup import compute_max_length, require_private_model
 from fedspan.training.batched import BatchedEngine
 from fedspan.training.loop import LoopEngine
 from fedspan.training.stacking import StackingPlan

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fedspan.assembly.client_ranks import compute_client_ranks, compute_client_scaling
+from fedspan.assembly.run import Prepared, prepare
 from fedspan.config import RunConfig, parse_config
 from fedspan.core.method import RegisteredMethod
 from fedspan.core.values import Client, LayerSpec, Spec
 from fedspan.errors import FedspanError
-from fedspan.runs.client_ranks import compute_client_ranks, compute_client_scaling
-from fedspan.runs.setup import Prepared, prepare
 from helpers import tiny
 
 IDS = tuple(sorted(tiny.SITES))

@@ -12,10 +12,10 @@ import transformers
 from torch import Tensor
 
 import fedspan
+from fedspan.assembly.run import prepare
 from fedspan.config import parse_config
 from fedspan.core.values import Trained
 from fedspan.errors import FedspanError
-from fedspan.runs.setup import prepare
 from fedspan.tasks.causal import CausalLM
 from fedspan.tasks.masked_lm import MaskedLanguageModel
 from fedspan.tasks.seq2seq import Seq2Seq

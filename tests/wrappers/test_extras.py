@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fedspan.assembly.run import Prepared, prepare
 from fedspan.core.parametrization import LoRA
 from fedspan.core.tensors import join_extra_name
 from fedspan.core.values import Client, Contribution, Job
@@ -22,7 +23,6 @@ from fedspan.models.targets import find_buffers
 from fedspan.run_folder import RunFolder
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.checkpoint_format import Checkpoint
-from fedspan.runs.setup import Prepared, prepare
 from fedspan.training.jobs import Assignment
 from fedspan.transports.in_process import simulate
 from fedspan.wrappers.extras import WithExtras

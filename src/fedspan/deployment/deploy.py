@@ -12,6 +12,8 @@ from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from fedspan import __version__
+from fedspan.assembly.run import Prepared
+from fedspan.assembly.server import prepare_server
 from fedspan.config import RunConfig, override, read_values
 from fedspan.config.node import NodeConfig, load_node, require_data
 from fedspan.config.validation_errors import convert_validation_errors
@@ -37,9 +39,7 @@ from fedspan.runs import start
 from fedspan.runs.callbacks import Listener, Listeners
 from fedspan.runs.integrity import require_intact
 from fedspan.runs.model_card import RunReport
-from fedspan.runs.remote import prepare_server
 from fedspan.runs.results import is_run, read_report
-from fedspan.runs.setup import Prepared
 from fedspan.transports.http import require
 
 if TYPE_CHECKING:

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from fedspan import __version__
+from fedspan.assembly.run import Prepared, prepare
+from fedspan.assembly.server import build_server_clients, connect, get_nodes_folder, prepare_server
 from fedspan.config import RunConfig, override, parse_config, read_values
 from fedspan.data.path_patterns import has_files
 from fedspan.deployment.console import log_to_console
@@ -27,8 +29,6 @@ from fedspan.run_folder import RunFolder
 from fedspan.runs import start
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.model_card import RunReport
-from fedspan.runs.remote import build_server_clients, connect, get_nodes_folder, prepare_server
-from fedspan.runs.setup import Prepared, prepare
 from fedspan.transports.flower.server import Context, Grid, GridTransport, create_server_app, invite
 
 __all__ = ["app", "write_app"]

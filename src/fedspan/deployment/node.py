@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from fedspan import __version__
+from fedspan.assembly.head import find_new_head
+from fedspan.assembly.run import prepare
+from fedspan.assembly.server import build_method, secure_client
 from fedspan.clients.host import Host
 from fedspan.clients.job_checkpoints import JobCheckpoints
 from fedspan.clients.metric_noise import MetricLimits, round_count
@@ -70,10 +73,7 @@ from fedspan.federation.protocol import Envelope, Order, ScoredPart, read_header
 from fedspan.federation.secagg.messages import Phase, decode_request
 from fedspan.files import convert_disk_errors, read_bytes, write_atomic
 from fedspan.logs import AuditLog
-from fedspan.runs.head_setup import find_new_head
 from fedspan.runs.privacy_budget import generate_key, has_key, load_noise_key, store_noise_key
-from fedspan.runs.remote import build_method, secure_client
-from fedspan.runs.setup import prepare
 from fedspan.runs.start import Build
 from fedspan.runs.trained_models import write_model
 from fedspan.training.stages import StageName, Stages

@@ -7,6 +7,9 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
+from fedspan.assembly.model import list_unnamed_modules
+from fedspan.assembly.run import Prepared
+from fedspan.assembly.server import build_server_clients, connect
 from fedspan.config.federation import FederationConfig
 from fedspan.config.tags import explain_missing_tags
 from fedspan.deployment.audit import AuditedTransport
@@ -26,9 +29,6 @@ from fedspan.federation.transport import AsynchronousTransport
 from fedspan.files import convert_disk_errors
 from fedspan.run_folder import RunFolder
 from fedspan.runs.callbacks import Listener
-from fedspan.runs.model_setup import list_unnamed_modules
-from fedspan.runs.remote import build_server_clients, connect
-from fedspan.runs.setup import Prepared
 
 if TYPE_CHECKING:
     from fedspan.transports.http.admissions import Admission

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from fedspan.assembly.own_trainers import TrainerRuns, adopt_trainer
+from fedspan.assembly.run import Prepared
 from fedspan.config import RunConfig
 from fedspan.config.node import NodeConfig
 from fedspan.core.base import BaseUpdate
@@ -17,8 +19,6 @@ from fedspan.deployment.node import NodeService
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
 from fedspan.models.sentence_encoders import read_pooling
-from fedspan.runs.own_trainers import TrainerRuns, adopt_trainer
-from fedspan.runs.setup import Prepared
 from fedspan.tasks.trainer import TrainerExamples
 from fedspan.training.jobs import Assignment
 from fedspan.training.stages import Stages

@@ -16,10 +16,10 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from fedspan.assembly.run import Prepared
 from fedspan.progress.formatting import format_duration, format_number, shorten
 from fedspan.progress.remaining_time import Effort, describe_stage
 from fedspan.runs.callbacks import Listener
-from fedspan.runs.setup import Prepared
 from fedspan.training.stages import Stage
 
 _QUIET = 10.0

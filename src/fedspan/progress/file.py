@@ -16,11 +16,11 @@ from pathlib import Path
 from threading import Lock, Timer
 from typing import Any, Self
 
+from fedspan.assembly.run import Prepared
 from fedspan.errors import FedspanError
 from fedspan.files import build_temporary_path, remove, to_json
 from fedspan.progress.remaining_time import describe_stage
 from fedspan.runs.callbacks import Listener
-from fedspan.runs.setup import Prepared
 from fedspan.tasks.metrics import METRICS
 from fedspan.training.stages import Stage
 

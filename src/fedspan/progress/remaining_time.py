@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rich.progress import Progress
 
-from fedspan.runs.setup import Prepared
+from fedspan.assembly.run import Prepared
 from fedspan.training.stages import Stage, StageName
 
 _TRAINING = 3.0  # cost of a forward and a backward pass, in forward passes

@@ -14,9 +14,9 @@ from typing import Any, cast
 from accelerate import tracking
 from accelerate.state import PartialState
 
+from fedspan.assembly.run import Prepared
 from fedspan.progress.trackers import TRACKERS, require_trackers
 from fedspan.runs.callbacks import Listener, Listeners
-from fedspan.runs.setup import Prepared
 
 _PROJECT = "fedspan"
 _MADE: Mapping[str, Callable[[Path], Any]] = {

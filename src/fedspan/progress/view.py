@@ -10,12 +10,12 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from fedspan.assembly.run import Prepared
 from fedspan.logs import read_lines
 from fedspan.progress.bar import ProgressBar
 from fedspan.progress.formatting import format_duration, format_number, format_score, format_size, shorten
 from fedspan.progress.remaining_time import STAGES, get_unrepeated_name
 from fedspan.run_folder import RunFolder
-from fedspan.runs.setup import Prepared
 from fedspan.tasks.metrics import METRICS
 from fedspan.training.stages import Stage, StageName
 

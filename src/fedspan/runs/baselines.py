@@ -10,6 +10,9 @@ from typing import Any, cast
 
 import numpy as np
 
+from fedspan.assembly.engine import keep_stacking_plan, make_engine
+from fedspan.assembly.head import begin, begin_locally, compute_baseline_head, find_new_head
+from fedspan.assembly.run import Prepared
 from fedspan.clients.mappings import LazyMapping
 from fedspan.config import MethodConfig, RunConfig
 from fedspan.core.method import RegisteredMethod
@@ -23,12 +26,9 @@ from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.checkpoint_format import Checkpoint
 from fedspan.runs.checkpoint_format import load as load_checkpoint
-from fedspan.runs.engine_setup import keep_stacking_plan, make_engine
 from fedspan.runs.final_rounds import finish_training
-from fedspan.runs.head_setup import begin, begin_locally, compute_baseline_head, find_new_head
 from fedspan.runs.learning_rate import load_or_choose, read_range_test, run_range_test, set_rate
 from fedspan.runs.selection import Selection, has_stalled
-from fedspan.runs.setup import Prepared
 from fedspan.transports.in_process import simulate
 
 

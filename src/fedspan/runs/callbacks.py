@@ -13,8 +13,8 @@ from fedspan.training.stages import Stage
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from fedspan.assembly.run import Prepared
     from fedspan.federation.progress import Progress
-    from fedspan.runs.setup import Prepared
 
 
 class Listener:

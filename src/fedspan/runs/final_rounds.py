@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from fedspan.assembly.run import Prepared
 from fedspan.clients.mappings import LazyMapping
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import ClientData, Progress, RoundResult
@@ -18,7 +19,6 @@ from fedspan.run_folder import RunFolder
 from fedspan.runs.callbacks import FinalScores, compute_final_scores
 from fedspan.runs.predictions import record_items
 from fedspan.runs.selection import Selection
-from fedspan.runs.setup import Prepared
 from fedspan.transports.in_process import replace_clients
 
 __all__ = ["finish_training"]

@@ -14,13 +14,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+from fedspan.assembly.engine import make_engine
+from fedspan.assembly.head import begin, compute_baseline_head
+from fedspan.assembly.run import Prepared
 from fedspan.errors import FedspanError
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import Progress
 from fedspan.files import convert_disk_errors, from_json, read_bytes, to_json, write_atomic
-from fedspan.runs.engine_setup import make_engine
-from fedspan.runs.head_setup import begin, compute_baseline_head
-from fedspan.runs.setup import Prepared
 from fedspan.training.batched import BatchedEngine
 from fedspan.training.jobs import TrainingSettings
 from fedspan.transports.in_process import simulate

@@ -27,7 +27,7 @@ from fedspan.tasks.registry import get_task, is_installed
 from fedspan.tasks.settings import TaskSettings
 
 if TYPE_CHECKING:
-    from fedspan.runs.setup import Prepared
+    from fedspan.assembly.run import Prepared
 
 STATISTICS_NOTE = "A deployment starts without statistics, unless its config asks for them and its nodes allow them."
 """What a user of a simulation has to know of a head that starts from statistics."""

@@ -28,7 +28,7 @@ from fedspan.tasks.task import get_labels
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fedspan.runs.setup import Prepared
+    from fedspan.assembly.run import Prepared
 
 __all__ = ["Items", "read_items", "record_items"]
 

@@ -7,6 +7,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from fedspan.assembly.engine import keep_stacking_plan
+from fedspan.assembly.model import resolve_pooling
+from fedspan.assembly.run import Prepared, prepare
 from fedspan.config import RunConfig
 from fedspan.data.files import FROM_TRAINERS
 from fedspan.data.partition import Partition
@@ -18,7 +21,6 @@ from fedspan.run_folder import RunFolder
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.arrivals import require_same_arrivals
 from fedspan.runs.callbacks import Listener, Listeners
-from fedspan.runs.engine_setup import keep_stacking_plan
 from fedspan.runs.environment import record_environment
 from fedspan.runs.extension import extend
 from fedspan.runs.final_report import finish
@@ -35,10 +37,8 @@ from fedspan.runs.integrity import (
 from fedspan.runs.learning_rate import load_or_choose, run_range_test, set_rate
 from fedspan.runs.ledger import Ledger
 from fedspan.runs.model_card import RunReport
-from fedspan.runs.model_setup import resolve_pooling
 from fedspan.runs.privacy_budget import generate_key, load_noise_key, store_noise_key
 from fedspan.runs.session import Session
-from fedspan.runs.setup import Prepared, prepare
 from fedspan.training.stages import Stages
 
 

@@ -10,6 +10,9 @@ from typing import Any
 
 from rich.console import Console
 
+from fedspan.assembly.cluster import simulate_on_cluster
+from fedspan.assembly.objects import collect_objects
+from fedspan.assembly.run import prepare
 from fedspan.config import RunConfig, override, parse_config, read_values
 from fedspan.data.files import FROM_TRAINERS, IN_MEMORY
 from fedspan.data.objects import CLIENT
@@ -21,13 +24,10 @@ from fedspan.progress.view import RunView
 from fedspan.run_folder import RunFolder
 from fedspan.runs import start
 from fedspan.runs.callbacks import Listener, Listeners
-from fedspan.runs.cluster import simulate_on_cluster
 from fedspan.runs.extension import has_effect, require_extensible
 from fedspan.runs.integrity import read_config, require_intact
 from fedspan.runs.model_card import RunReport
-from fedspan.runs.objects import collect_objects
 from fedspan.runs.results import is_run, read_report
-from fedspan.runs.setup import prepare
 from fedspan.tasks.definition import TaskDefinition
 from fedspan.tasks.registry import is_installed, register_task
 from fedspan.transports.ray import require_ray
@@ -112,7 +112,7 @@ def simulate(
     Raises:
         FedspanError: If the run fails for a reason that the user can correct.
     """
-    from fedspan.runs.own_trainers import (
+    from fedspan.assembly.own_trainers import (
         TrainerRuns,
         adopt_trainers,
         require_used,

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from fedspan.assembly.run import Prepared
 from fedspan.core.base import BaseUpdate
 from fedspan.core.values import Job
 from fedspan.federation.progress import Progress
@@ -18,7 +19,6 @@ from fedspan.models.plain import has_name, is_plain_module, write_state_dict
 from fedspan.models.quantized import is_quantized
 from fedspan.models.sentence_encoders import PooledClassifier, write_modules
 from fedspan.run_folder import RunFolder
-from fedspan.runs.setup import Prepared
 
 
 def write_adapters(

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from fedspan.assembly.model import ModelObjects
+from fedspan.assembly.objects import require_named_data
+from fedspan.assembly.task import parse_task_settings, read_notes
 from fedspan.config.reading import override
 from fedspan.config.validation_errors import convert_validation_error
 from fedspan.data.columns import LABELED_TEXTS
@@ -20,10 +23,7 @@ from fedspan.data.source import Source
 from fedspan.errors import FedspanError
 from fedspan.run_folder import RunFolder
 from fedspan.runs.integrity import read_resolved_config, require_intact
-from fedspan.runs.model_setup import ModelObjects
-from fedspan.runs.objects import require_named_data
 from fedspan.runs.results import is_run
-from fedspan.runs.task_setup import parse_task_settings, read_notes
 from fedspan.serving.load import find_adapter_folder, load_served
 from fedspan.tasks.metrics import order_metrics
 from fedspan.tasks.registry import get_task

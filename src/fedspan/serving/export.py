@@ -11,6 +11,10 @@ from typing import Any, Literal
 
 from safetensors import SafetensorError
 
+from fedspan.assembly.model import ModelObjects
+from fedspan.assembly.objects import collect_objects
+from fedspan.assembly.run import prepare
+from fedspan.assembly.task import parse_task_settings, read_notes
 from fedspan.errors import FedspanError
 from fedspan.files import build_temporary_path, remove
 from fedspan.models.export import NOTES, truncate_adapter
@@ -22,11 +26,7 @@ from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.checkpoint_format import load as load_checkpoint
 from fedspan.runs.integrity import read_resolved_config, require_intact, require_same_base
 from fedspan.runs.model_card import convert_card, cut_card
-from fedspan.runs.model_setup import ModelObjects
-from fedspan.runs.objects import collect_objects
 from fedspan.runs.results import is_run, read_partition, read_report, require_client
-from fedspan.runs.setup import prepare
-from fedspan.runs.task_setup import parse_task_settings, read_notes
 from fedspan.runs.trained_models import write_adapters
 from fedspan.serving.load import ADAPTER, find_adapter_folder, load_served
 from fedspan.tasks.registry import get_task

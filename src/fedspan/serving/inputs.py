@@ -15,6 +15,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from fedspan.assembly.task import parse_task_settings, read_notes
 from fedspan.data.columns import LABELED_TEXTS, ColumnReader
 from fedspan.data.config import DataConfig
 from fedspan.data.encodings import decode
@@ -27,7 +28,6 @@ from fedspan.data.source import Source
 from fedspan.data.templates import parse_template
 from fedspan.errors import FedspanError
 from fedspan.files import convert_disk_errors, neutralize_formula, write_atomic
-from fedspan.runs.task_setup import parse_task_settings, read_notes
 from fedspan.serving.evaluate import build_file_config
 from fedspan.serving.load import find_adapter_folder
 from fedspan.tasks.registry import get_task

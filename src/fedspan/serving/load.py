@@ -15,6 +15,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from fedspan.assembly.devices import choose_device
+from fedspan.assembly.model import ModelObjects
+from fedspan.assembly.task import parse_task_settings, read_notes
 from fedspan.data.templates import parse_template
 from fedspan.errors import FedspanError, suggest_nearest
 from fedspan.models.export import ADAPTER_WEIGHTS, NOTES, require_adapter_base
@@ -24,10 +27,7 @@ from fedspan.models.plain import STATE_DICT, read_state_dict
 from fedspan.models.pooling import DENSE
 from fedspan.models.sentence_encoders import PooledClassifier, read_output_layer
 from fedspan.run_folder import RunFolder, require_intact_model, suggest_folder
-from fedspan.runs.devices import choose_device
-from fedspan.runs.model_setup import ModelObjects
 from fedspan.runs.results import is_run, read_report, require_client
-from fedspan.runs.task_setup import parse_task_settings, read_notes
 from fedspan.tasks.registry import get_task
 from fedspan.tasks.settings import TaskSettings
 from fedspan.tasks.task import Examples, RunTask

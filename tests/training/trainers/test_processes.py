@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 from torch import distributed
 
 import fedspan
+from fedspan.assembly.own_trainers import TrainerRuns, adopt_trainer
 from fedspan.core.base import BaseUpdate
 from fedspan.core.lowrank import LowRank
 from fedspan.core.parametrization import FactorizedConv, LoRA, MixedGram
 from fedspan.core.values import Group, Job
 from fedspan.data.files import FROM_TRAINERS
-from fedspan.runs.own_trainers import TrainerRuns, adopt_trainer
 from fedspan.tasks.trainer import TrainerExamples
 from fedspan.training.trainers.processes import Processes, describe_job, read_job
 from helpers import tiny, two_processes

@@ -11,6 +11,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from fedspan.assembly.aggregation import build_aggregation
+from fedspan.assembly.client_ranks import compute_client_ranks, compute_client_scaling
+from fedspan.assembly.devices import choose_device, set_algorithms
+from fedspan.assembly.engine import make_engine
+from fedspan.assembly.head import build_head_start, find_new_head
+from fedspan.assembly.model import build_model
+from fedspan.assembly.run import Prepared, prepare
+from fedspan.assembly.task import collect_task_settings
+from fedspan.assembly.trainer import compute_max_length, require_private_model
 from fedspan.clients.host import Host
 from fedspan.clients.refusals import refuse_any
 from fedspan.clients.store import DiskClientStore
@@ -29,18 +38,9 @@ from fedspan.federation.secagg.messages import decode_request
 from fedspan.federation.transport import Transport
 from fedspan.federation.validation import ReplyRules
 from fedspan.run_folder import RunFolder
-from fedspan.runs.aggregation_setup import build_aggregation
-from fedspan.runs.client_ranks import compute_client_ranks, compute_client_scaling
-from fedspan.runs.devices import choose_device, set_algorithms
-from fedspan.runs.engine_setup import make_engine
-from fedspan.runs.head_setup import build_head_start, find_new_head
 from fedspan.runs.integrity import read_resolved_config
-from fedspan.runs.model_setup import build_model
 from fedspan.runs.privacy_budget import load_noise_key
-from fedspan.runs.setup import Prepared, prepare
 from fedspan.runs.start import load_partition
-from fedspan.runs.task_setup import collect_task_settings
-from fedspan.runs.trainer_setup import compute_max_length, require_private_model
 from fedspan.training.stages import Stages
 from fedspan.transports.in_process import simulate
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from fedspan.assembly.model import ModelObjects
+from fedspan.assembly.run import Objects
 from fedspan.config import RunConfig
 from fedspan.data.files import FROM_TRAINERS, IN_MEMORY
 from fedspan.data.objects import read_objects
 from fedspan.errors import FedspanError
 from fedspan.models.names import FROM_PYTHON
-from fedspan.runs.model_setup import ModelObjects
-from fedspan.runs.setup import Objects
 
 _PASSED = "the {} passed from Python: pass {} again as {}= of {} (the command line has no such option)"
 

@@ -8,6 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fedspan.assembly.aggregation import build_aggregation
+from fedspan.assembly.client_ranks import compute_client_ranks, compute_client_scaling
+from fedspan.assembly.head import find_new_head
+from fedspan.assembly.trainer import RunTrainer
 from fedspan.clients.mappings import LazyMapping
 from fedspan.config import RunConfig
 from fedspan.core.method import RegisteredMethod
@@ -20,11 +24,7 @@ from fedspan.federation.federation import Federation
 from fedspan.federation.presence import Presence
 from fedspan.federation.progress import ClientData
 from fedspan.federation.settings import FEWEST_SECURE_CLIENTS
-from fedspan.runs.aggregation_setup import build_aggregation
 from fedspan.runs.arrivals import read_arrivals
-from fedspan.runs.client_ranks import compute_client_ranks, compute_client_scaling
-from fedspan.runs.head_setup import find_new_head
-from fedspan.runs.trainer_setup import RunTrainer
 from fedspan.tasks.task import Examples, get_labels
 from fedspan.transports.in_process import simulate
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from fedspan.assembly.devices import set_algorithms
+from fedspan.assembly.engine import make_engine
+from fedspan.assembly.model import ModelObjects, RunModel, build_model
+from fedspan.assembly.task import collect_task_settings
 from fedspan.config import RunConfig
 from fedspan.core.method import RegisteredMethod
 from fedspan.errors import FedspanError
 from fedspan.models.adapted import AdaptedModel
-from fedspan.runs.devices import set_algorithms
-from fedspan.runs.engine_setup import make_engine
-from fedspan.runs.model_setup import ModelObjects, RunModel, build_model
-from fedspan.runs.task_setup import collect_task_settings
 from fedspan.tasks.settings import TaskSettings
 from fedspan.tasks.task import RunTask
 from fedspan.training.engine import Engine

@@ -12,6 +12,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from fedspan.assembly.devices import choose_device
+from fedspan.assembly.federation import build_simulated_federation
+from fedspan.assembly.head import build_head_start
+from fedspan.assembly.model import ModelObjects, RunModel, require_size
+from fedspan.assembly.task import collect_columns
+from fedspan.assembly.trainer import build_trainer
 from fedspan.config import RunConfig
 from fedspan.data.duplicates import describe_shared
 from fedspan.data.names import read_required_names, sort_names
@@ -22,12 +28,6 @@ from fedspan.federation.evaluation import Evaluator
 from fedspan.federation.federation import Federation
 from fedspan.federation.head_start import HeadStart
 from fedspan.models.adapted import AdaptedModel
-from fedspan.runs.devices import choose_device
-from fedspan.runs.head_setup import build_head_start
-from fedspan.runs.model_setup import ModelObjects, RunModel, require_size
-from fedspan.runs.simulated_federation import build_simulated_federation
-from fedspan.runs.task_setup import collect_columns
-from fedspan.runs.trainer_setup import build_trainer
 from fedspan.tasks.settings import TaskSettings
 from fedspan.tasks.task import Examples, RunTask
 from fedspan.training.engine import Engine

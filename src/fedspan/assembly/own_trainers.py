@@ -16,6 +16,11 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import Trainer
 
+from fedspan.assembly.federation import build_simulated_federation
+from fedspan.assembly.model import RunModel, adapt_model, adopt_adapter, require_saveable
+from fedspan.assembly.run import Prepared
+from fedspan.assembly.task import collect_task_settings
+from fedspan.assembly.trainer import RunTrainer, require_private_model
 from fedspan.config import RunConfig, parse_config
 from fedspan.config.engine import EngineConfig
 from fedspan.data.config import DataConfig, PartitionConfig
@@ -24,11 +29,6 @@ from fedspan.errors import FedspanError
 from fedspan.federation.reported_evaluation import ReportedEvaluator
 from fedspan.models.head import find_frozen_heads, find_untrained_head
 from fedspan.models.sentence_encoders import omit_pooler, read_pooling
-from fedspan.runs.model_setup import RunModel, adapt_model, adopt_adapter, require_saveable
-from fedspan.runs.setup import Prepared
-from fedspan.runs.simulated_federation import build_simulated_federation
-from fedspan.runs.task_setup import collect_task_settings
-from fedspan.runs.trainer_setup import RunTrainer, require_private_model
 from fedspan.tasks.trainer import TrainerExamples, TrainerTask
 from fedspan.training.stages import Stages
 from fedspan.training.trainers.local import LocalTrainer

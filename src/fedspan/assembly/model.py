@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from fedspan.assembly.task import require_packing
 from fedspan.config import RunConfig
 from fedspan.core.lowrank import LowRank
 from fedspan.errors import FedspanError
@@ -33,7 +34,6 @@ from fedspan.models.targets import (
     require_peft_names,
 )
 from fedspan.run_folder import require_intact_model
-from fedspan.runs.task_setup import require_packing
 from fedspan.tasks.task import Examples, RunTask
 
 if TYPE_CHECKING:

@@ -6,18 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from fedspan.assembly.devices import choose_device
+from fedspan.assembly.federation import build_simulated_federation
+from fedspan.assembly.run import Prepared
+from fedspan.assembly.trainer import build_trainer
 from fedspan.clients.host import Host
 from fedspan.config import RunConfig
 from fedspan.data.partition import Partition
 from fedspan.federation.evaluation import Evaluator
 from fedspan.federation.federation import Federation
 from fedspan.run_folder import RunFolder
-from fedspan.runs.devices import choose_device
 from fedspan.runs.model_card import RunReport
 from fedspan.runs.privacy_budget import load_noise_key
-from fedspan.runs.setup import Prepared
-from fedspan.runs.simulated_federation import build_simulated_federation
-from fedspan.runs.trainer_setup import build_trainer
 from fedspan.tasks.task import Examples
 from fedspan.training.references import copy_reference
 from fedspan.transports.in_process import InProcess

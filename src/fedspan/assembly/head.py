@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from fedspan.assembly.aggregation import build_aggregation
+from fedspan.assembly.model import RunModel
 from fedspan.clients.statistics import compute_client_statistics
 from fedspan.config import RunConfig
 from fedspan.core.heads import HeadStatistics
@@ -18,8 +20,6 @@ from fedspan.models.calls import build_tiny_batch, enter_evaluation
 from fedspan.models.head import FeatureTap, NoOutputLayer, OutputLayer, find_output_layer
 from fedspan.models.names import FROM_PYTHON
 from fedspan.models.sentence_encoders import PooledClassifier
-from fedspan.runs.aggregation_setup import build_aggregation
-from fedspan.runs.model_setup import RunModel
 from fedspan.tasks.losses import get_logits
 from fedspan.wrappers.head_rounds import HeadRounds, NewHead
 
