@@ -29,7 +29,7 @@ _HOMES = {
     "CompareReport": "fedspan.experiments.comparison",
     "Diagnosis": "fedspan.diagnostics.round_diagnosis",
     "FedspanError": "fedspan.errors",
-    "Listener": "fedspan.runs.callbacks",
+    "Listener": "fedspan.progress.listener",
     "Metric": "fedspan.tasks.metrics",
     "Plan": "fedspan.planning.plan",
     "RunConfig": "fedspan.config",

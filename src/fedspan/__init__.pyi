@@ -19,11 +19,11 @@ from fedspan.methods.registry import register as register
 from fedspan.models.names import resolve_model as resolve_model
 from fedspan.planning.estimate import plan as plan
 from fedspan.planning.plan import Plan as Plan
+from fedspan.progress.listener import Listener as Listener
 from fedspan.reports.render import report as report
 from fedspan.reproduction.rehearsal import dry_run as dry_run
 from fedspan.reproduction.reproduce import reproduce as reproduce
 from fedspan.reproduction.reproduce import resume_reproduction as resume_reproduction
-from fedspan.runs.callbacks import Listener as Listener
 from fedspan.runs.diagnose import diagnose as diagnose
 from fedspan.runs.model_card import RunReport as RunReport
 from fedspan.runs.results import read_report as read_report

@@ -16,7 +16,7 @@ from fedspan.deployment.handshake import Introduction, build_server_config
 from fedspan.deployment.node import NodeService
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
-from fedspan.runs.callbacks import Listener
+from fedspan.progress.listener import Listener
 from fedspan.runs.train import run
 from fedspan.transports.http import admissions, transport
 from fedspan.transports.http import server as servers

@@ -11,8 +11,8 @@ from fedspan.config.node import NodeConfig, NodeLimits
 from fedspan.deployment.handshake import build_server_config
 from fedspan.deployment.node import NodeService
 from fedspan.errors import FedspanError
+from fedspan.progress.listener import Listener
 from fedspan.runs import start
-from fedspan.runs.callbacks import Listener
 from helpers.node_service import introduced, node, served, values
 
 EXACT = {"approve": "auto", "head_statistics": "exact", "statistics_max_length": 2, "statistics_examples": 1}

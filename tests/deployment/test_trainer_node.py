@@ -20,7 +20,7 @@ from fedspan.deployment.trainer_node import TrainerNode
 from fedspan.errors import FedspanError
 from fedspan.federation.progress import TooFewReplies
 from fedspan.federation.protocol import decode_reply
-from fedspan.runs.callbacks import Listener
+from fedspan.progress.listener import Listener
 from helpers import tiny
 from helpers.node_service import introduced, node, served, values
 from helpers.trainer_clients import NEW_MODULES, arguments, make_trainer, save_without_head, torch_trainer

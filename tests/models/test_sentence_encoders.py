@@ -23,8 +23,8 @@ from fedspan.models.loading import load_pretrained
 from fedspan.models.names import resolve_model
 from fedspan.models.pooling import Pooling
 from fedspan.models.sentence_encoders import PooledClassifier, PoolingSearch, find_pooling, get_encoder_class
+from fedspan.progress.listener import Listener
 from fedspan.run_folder import CARD
-from fedspan.runs.callbacks import Listener
 from fedspan.serving.load import load_served
 from helpers import tiny
 from helpers.exported_models import load_as_its_card_says

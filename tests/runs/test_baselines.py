@@ -13,8 +13,8 @@ from fedspan.core.lowrank import LowRank
 from fedspan.federation.progress import Progress
 from fedspan.methods.registry import METHODS
 from fedspan.models.export import compute_layer_updates
+from fedspan.progress.listener import Listener
 from fedspan.runs.baselines import build_local_only, build_pooled, train_baseline
-from fedspan.runs.callbacks import Listener
 from helpers import tiny
 from helpers.families import methods_by_family
 

@@ -17,8 +17,8 @@ from fedspan.deployment.handshake import build_server_config
 from fedspan.errors import FedspanError
 from fedspan.federation.progress import RoundResult
 from fedspan.planning.estimate import plan
+from fedspan.progress.listener import Listener
 from fedspan.run_folder import RunFolder
-from fedspan.runs.callbacks import Listener
 from fedspan.runs.final_rounds import finish_training
 from fedspan.runs.ledger import read_totals
 from fedspan.runs.selection import Selection, rate_round

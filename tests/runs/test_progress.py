@@ -20,8 +20,8 @@ from fedspan.progress import bar as progress_bar
 from fedspan.progress.bar import ProgressBar, has_bar
 from fedspan.progress.file import INTERVAL, ProgressFile
 from fedspan.progress.formatting import format_duration, format_number, format_runs, shorten
+from fedspan.progress.listener import Listener, Listeners
 from fedspan.progress.remaining_time import Effort, describe_stage, get_unrepeated_name
-from fedspan.runs.callbacks import Listener, Listeners
 from fedspan.training.stages import Stage
 from helpers import tiny
 from helpers.clock import Clock

@@ -21,8 +21,8 @@ from fedspan.deployment.node import NodeService
 from fedspan.diagnostics.round_diagnosis import diagnose_round
 from fedspan.federation.progress import Progress, RoundResult
 from fedspan.methods.fedit import FedIT
+from fedspan.progress.listener import Listener
 from fedspan.runs import start
-from fedspan.runs.callbacks import Listener
 from fedspan.training.optimizers import LocalOptimizer
 from fedspan.wrappers.head_rounds import ROUNDS, HeadRounds, NewHead
 from helpers import node_service, tiny

@@ -17,7 +17,7 @@ from watch import Watch, peak, reset_peak
 
 from fedspan.assembly.run import Prepared
 from fedspan.config import parse_config
-from fedspan.runs.callbacks import Listener
+from fedspan.progress.listener import Listener
 from fedspan.runs.start import run
 
 

@@ -50,7 +50,7 @@ def collect_task_settings(
         config: Config of the run.
         labels: Label names by index.
         max_length: Maximum number of tokens of an example.
-        pooling: Pooling of the model's texts (``model_setup.get_pooling``).
+        pooling: Pooling of the model's texts (``model.get_pooling``).
     """
     data, evaluation, task = config.data, config.evaluation, get_task(config.task)
     return TaskSettings(

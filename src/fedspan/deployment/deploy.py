@@ -34,9 +34,9 @@ from fedspan.federation.trimmed_scores import describe_few_nodes
 from fedspan.files import convert_disk_errors, make_private_folder, read_bytes, write_atomic
 from fedspan.processes import hold_folder
 from fedspan.progress.file import ProgressFile
+from fedspan.progress.listener import Listener, Listeners
 from fedspan.run_folder import RunFolder
 from fedspan.runs import start
-from fedspan.runs.callbacks import Listener, Listeners
 from fedspan.runs.integrity import require_intact
 from fedspan.runs.model_card import RunReport
 from fedspan.runs.results import is_run, read_report

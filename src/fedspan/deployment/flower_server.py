@@ -25,9 +25,9 @@ from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
 from fedspan.federation.trimmed_scores import describe_few_nodes
 from fedspan.files import convert_disk_errors, restrict_new_files, write_atomic
+from fedspan.progress.listener import Listener
 from fedspan.run_folder import RunFolder
 from fedspan.runs import start
-from fedspan.runs.callbacks import Listener
 from fedspan.runs.model_card import RunReport
 from fedspan.transports.flower.server import Context, Grid, GridTransport, create_server_app, invite
 

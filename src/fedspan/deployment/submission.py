@@ -27,8 +27,8 @@ from fedspan.federation.progress import ClientData
 from fedspan.federation.protocol import Envelope, read_header
 from fedspan.federation.transport import AsynchronousTransport
 from fedspan.files import convert_disk_errors
+from fedspan.progress.listener import Listener
 from fedspan.run_folder import RunFolder
-from fedspan.runs.callbacks import Listener
 
 if TYPE_CHECKING:
     from fedspan.transports.http.admissions import Admission

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fedspan.experiments.series import Step
-from fedspan.runs.callbacks import Listener, Listeners
+from fedspan.progress.listener import Listener, Listeners
 
 __all__ = ["Watcher", "Watchers"]
 

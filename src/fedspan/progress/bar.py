@@ -18,8 +18,8 @@ from rich.text import Text
 
 from fedspan.assembly.run import Prepared
 from fedspan.progress.formatting import format_duration, format_number, shorten
+from fedspan.progress.listener import Listener
 from fedspan.progress.remaining_time import Effort, describe_stage
-from fedspan.runs.callbacks import Listener
 from fedspan.training.stages import Stage
 
 _QUIET = 10.0

@@ -19,8 +19,8 @@ from typing import Any, Self
 from fedspan.assembly.run import Prepared
 from fedspan.errors import FedspanError
 from fedspan.files import build_temporary_path, remove, to_json
+from fedspan.progress.listener import Listener
 from fedspan.progress.remaining_time import describe_stage
-from fedspan.runs.callbacks import Listener
 from fedspan.tasks.metrics import METRICS
 from fedspan.training.stages import Stage
 

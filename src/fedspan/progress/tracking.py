@@ -15,8 +15,8 @@ from accelerate import tracking
 from accelerate.state import PartialState
 
 from fedspan.assembly.run import Prepared
+from fedspan.progress.listener import Listener, Listeners
 from fedspan.progress.trackers import TRACKERS, require_trackers
-from fedspan.runs.callbacks import Listener, Listeners
 
 _PROJECT = "fedspan"
 _MADE: Mapping[str, Callable[[Path], Any]] = {

@@ -21,9 +21,9 @@ from fedspan.federation.evaluation import Evaluator
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import ClientData, Progress
 from fedspan.files import convert_disk_errors, remove
+from fedspan.progress.listener import Listener
 from fedspan.run_folder import RunFolder
 from fedspan.runs import checkpoint as checkpoints
-from fedspan.runs.callbacks import Listener
 from fedspan.runs.checkpoint_format import Checkpoint
 from fedspan.runs.checkpoint_format import load as load_checkpoint
 from fedspan.runs.final_rounds import finish_training

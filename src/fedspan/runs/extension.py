@@ -14,9 +14,9 @@ from typing import Any
 from fedspan.config import RunConfig
 from fedspan.errors import FedspanError
 from fedspan.files import convert_disk_errors, remove, write_atomic
+from fedspan.progress.listener import Listener
 from fedspan.run_folder import RunFolder
 from fedspan.runs import checkpoint as checkpoints
-from fedspan.runs.callbacks import Listener
 from fedspan.runs.environment import extend_command, mark_changed
 from fedspan.runs.integrity import format_config, is_resource, list_differences
 from fedspan.runs.planned_rounds import ROUNDS_FIELD, require_independent_rounds

@@ -9,7 +9,7 @@ from fedspan.files import convert_disk_errors, fsync_tree, remove
 from fedspan.logs import read_lines
 from fedspan.run_folder import compute_result_digests
 from fedspan.runs.baselines import train_baseline
-from fedspan.runs.callbacks import sample_predictions
+from fedspan.runs.final_scores import sample_predictions
 from fedspan.runs.checkpoint_format import load as load_checkpoint
 from fedspan.runs.failures import count_failures
 from fedspan.runs.final_rounds import finish_training

@@ -16,7 +16,7 @@ from fedspan.clients.mappings import LazyMapping
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import ClientData, Progress, RoundResult
 from fedspan.run_folder import RunFolder
-from fedspan.runs.callbacks import FinalScores, compute_final_scores
+from fedspan.runs.final_scores import FinalScores, compute_final_scores
 from fedspan.runs.predictions import record_items
 from fedspan.runs.selection import Selection
 from fedspan.transports.in_process import replace_clients

@@ -20,9 +20,9 @@ from fedspan.federation.head_start import start_head
 from fedspan.federation.progress import Progress, RoundResult, TooFewReplies, Transfer
 from fedspan.federation.trimmed_scores import describe_few_reports
 from fedspan.logs import JsonLines
+from fedspan.progress.listener import Listener
 from fedspan.run_folder import RunFolder
 from fedspan.runs import checkpoint as checkpoints
-from fedspan.runs.callbacks import Listener
 from fedspan.runs.checkpoint_format import Checkpoint
 from fedspan.runs.checkpoint_format import load as load_checkpoint
 from fedspan.runs.integrity import compute_input_digests, describe_config

@@ -17,10 +17,10 @@ from fedspan.errors import FedspanError
 from fedspan.files import convert_disk_errors, read_bytes, write_atomic
 from fedspan.logs import JsonLines
 from fedspan.progress.file import ProgressFile
+from fedspan.progress.listener import Listener, Listeners
 from fedspan.run_folder import RunFolder
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.arrivals import require_same_arrivals
-from fedspan.runs.callbacks import Listener, Listeners
 from fedspan.runs.environment import record_environment
 from fedspan.runs.extension import extend
 from fedspan.runs.final_report import finish

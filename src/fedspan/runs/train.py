@@ -20,10 +20,10 @@ from fedspan.errors import FedspanError
 from fedspan.models.names import FROM_PYTHON
 from fedspan.models.plain import read_dtype
 from fedspan.progress.bar import ProgressBar, has_bar
+from fedspan.progress.listener import Listener, Listeners
 from fedspan.progress.view import RunView
 from fedspan.run_folder import RunFolder
 from fedspan.runs import start
-from fedspan.runs.callbacks import Listener, Listeners
 from fedspan.runs.extension import has_effect, require_extensible
 from fedspan.runs.integrity import read_config, require_intact
 from fedspan.runs.model_card import RunReport

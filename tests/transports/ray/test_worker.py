@@ -23,9 +23,9 @@ from fedspan.assembly.run import prepare
 from fedspan.config import parse_config
 from fedspan.errors import FedspanError
 from fedspan.federation.transport import Orders
+from fedspan.progress.listener import Listener
 from fedspan.run_folder import RunFolder
 from fedspan.runs import checkpoint
-from fedspan.runs.callbacks import Listener
 from fedspan.runs.start import run
 from fedspan.transports.ray.sharing import share_teams
 from fedspan.transports.ray.worker import BaseVersion, ClusterWorker
