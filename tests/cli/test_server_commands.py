@@ -14,9 +14,10 @@ import yaml
 from click.testing import CliRunner
 
 from fedspan.assembly.run import Prepared
-from fedspan.assembly.server import build_server_clients, connect, get_nodes_folder, reply_as
+from fedspan.assembly.server import build_server_clients, connect
 from fedspan.cli.admission import warn_of_expiry
 from fedspan.config import load_config
+from fedspan.deployment.flower_simulation import get_nodes_folder, reply_as
 from fedspan.deployment.status import store_named_run
 from fedspan.federation.protocol import Envelope, decode_order, decode_reply
 from fedspan.logs import JsonLines, read_lines

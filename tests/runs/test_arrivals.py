@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from fedspan.assembly.run import Prepared
-from fedspan.assembly.server import connect, get_nodes_folder, reply_as
+from fedspan.assembly.server import connect
 from fedspan.config import RunConfig
+from fedspan.deployment.flower_simulation import get_nodes_folder, reply_as
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
 from fedspan.federation.transport import AsynchronousTransport, OnReply, Orders

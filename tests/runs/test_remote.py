@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from fedspan.assembly.run import Prepared
-from fedspan.assembly.server import connect, get_nodes_folder, reply_as
+from fedspan.assembly.server import connect
+from fedspan.deployment.flower_simulation import get_nodes_folder, reply_as
 from fedspan.federation.protocol import Envelope, Reply, decode_order
 from fedspan.federation.serialization import encode_state
 from fedspan.logs import read_lines

@@ -15,9 +15,6 @@ from fedspan.config import RunConfig
 from fedspan.data.partition import Partition
 from fedspan.federation.evaluation import Evaluator
 from fedspan.federation.federation import Federation
-from fedspan.run_folder import RunFolder
-from fedspan.runs.model_card import RunReport
-from fedspan.runs.privacy_budget import load_noise_key
 from fedspan.tasks.task import Examples
 from fedspan.training.references import copy_reference
 from fedspan.transports.in_process import InProcess
@@ -104,17 +101,3 @@ def connect_workers(
     predictor = ClusterPredictor(team, prepared.engine, federation.examples)
     evaluator = Evaluator(federation, config.evaluation.batch_size, config.evaluation.clients, predictor)
     return replace(prepared, federation=federation, evaluator=evaluator)
-
-
-def simulate_on_cluster(
-    run_folder: RunFolder, prepared: Prepared, run_rounds: Callable[[Prepared], RunReport]
-) -> RunReport:
-    """Run a federation with its clients on the workers of a cluster (``runs.start.HostRun``).
-
-    Raises:
-        FedspanError: If there is no cluster or a worker does not start; also any error that ``run_rounds`` raises.
-    """
-    from fedspan.transports.ray.team import open_team
-
-    with open_team(get_resources(prepared.config)) as team:
-        return run_rounds(connect_workers(prepared, team, load_noise_key(run_folder.path, prepared.config)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from fedspan.assembly.head import find_new_head
 from fedspan.assembly.trainer import RunTrainer
 from fedspan.clients.mappings import LazyMapping
 from fedspan.config import RunConfig
+from fedspan.config.federation import FederationConfig
 from fedspan.core.method import RegisteredMethod
 from fedspan.core.values import Client
 from fedspan.crypto import require_packages
@@ -23,8 +24,9 @@ from fedspan.federation.conditions import Conditions
 from fedspan.federation.federation import Federation
 from fedspan.federation.presence import Presence
 from fedspan.federation.progress import ClientData
-from fedspan.federation.settings import FEWEST_SECURE_CLIENTS
-from fedspan.runs.arrivals import read_arrivals
+from fedspan.federation.settings import FEWEST_SECURE_CLIENTS, Arrivals, RoundSettings
+from fedspan.logs import read_lines
+from fedspan.run_folder import RunFolder
 from fedspan.tasks.task import Examples, get_labels
 from fedspan.transports.in_process import simulate
 
@@ -62,7 +64,7 @@ def build_simulated_federation(
         trainer.engine,
         clients,
         _flip_labels(train, clients, conditions, len(trainer.task_settings.labels)),
-        read_arrivals(config.federation, config.build_round_settings(key)),
+        _read_arrivals(config.federation, config.build_round_settings(key)),
         config.build_simulation_rules(),
         build_aggregation(config),
         _secure_clients(config, clients),
@@ -148,3 +150,31 @@ def _build_clients(
         return ClientData(client, train, validation, test)
 
     return LazyMapping(ids, build_client)
+
+
+def _read_arrivals(federation: FederationConfig, settings: RoundSettings) -> RoundSettings:
+    """Return the settings of rounds with the arrivals of the run that the config repeats, if it repeats one.
+
+    Raises:
+        FedspanError: If the folder holds no run with asynchronous rounds, it has fewer rounds than the config requests,
+            or its metrics were changed.
+    """
+    if federation.buffered is None or federation.buffered.replay is None:
+        return settings
+    assert settings.buffered is not None
+    run = RunFolder(federation.buffered.replay)
+    rows = list(read_lines(run.metrics)) if run.metrics.is_file() else []
+    rounds = [row for row in rows if row["round"]]
+    if not rounds or not all("arrivals" in row for row in rounds):
+        expected = "the folder of a run with federation.buffered"
+        raise FedspanError("federation.buffered.replay", str(run.path), expected)
+    if len(rounds) < federation.rounds and federation.early_stopping is None:  # with it, the run may end as early
+        problem = f"the record has the arrivals of {len(rounds)} rounds, and federation.rounds is {federation.rounds}"
+        raise FedspanError("federation.buffered.replay", str(run.path), problem=problem)
+    arrivals: Arrivals = tuple(_parse_row(cast(Any, row)) for row in rounds)
+    return replace(settings, buffered=replace(settings.buffered, arrivals=arrivals))
+
+
+def _parse_row(row: dict[str, Any]) -> tuple[tuple[str, int], ...]:
+    """Return the clients of a round's arrivals with the round of each one's order, from 0."""
+    return tuple((str(id), int(row["round"]) - 1 - int(staleness)) for id, staleness in row["arrivals"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +16,9 @@ from fedspan.assembly.devices import choose_device, set_algorithms
 from fedspan.assembly.engine import make_engine
 from fedspan.assembly.head import build_head_start, find_new_head
 from fedspan.assembly.model import build_model
-from fedspan.assembly.run import Prepared, prepare
+from fedspan.assembly.run import Prepared
 from fedspan.assembly.task import collect_task_settings
 from fedspan.assembly.trainer import compute_max_length, require_private_model
-from fedspan.clients.host import Host
-from fedspan.clients.refusals import refuse_any
 from fedspan.clients.store import DiskClientStore
 from fedspan.config import RunConfig
 from fedspan.core.method import RegisteredMethod
@@ -32,25 +29,14 @@ from fedspan.federation.evaluation import Evaluator
 from fedspan.federation.federation import Federation
 from fedspan.federation.presence import Presence
 from fedspan.federation.progress import ClientData
-from fedspan.federation.protocol import Envelope
 from fedspan.federation.reported_evaluation import RemoteEvaluator
-from fedspan.federation.secagg.messages import decode_request
 from fedspan.federation.transport import Transport
 from fedspan.federation.validation import ReplyRules
-from fedspan.run_folder import RunFolder
-from fedspan.runs.integrity import read_resolved_config
-from fedspan.runs.privacy_budget import load_noise_key
-from fedspan.runs.start import load_partition
 from fedspan.training.stages import Stages
 from fedspan.transports.in_process import simulate
 
 if TYPE_CHECKING:
     from fedspan.clients.secagg import SecureClient
-
-
-def get_nodes_folder(run: Path) -> Path:
-    """Return the folder where the clients of a simulation store their state."""
-    return run / "nodes"
 
 
 class Nothing:
@@ -203,35 +189,3 @@ def secure_client(
     from fedspan.clients.secagg_store import DiskSessionStore
 
     return SecureClient(id, DiskSessionStore(folder, sums), **owner)
-
-
-def reply_as(run: str, threads: int, envelope: Envelope) -> Envelope:
-    """Reply as a client of a simulated run; a process loads model and data on its first request and caches them."""
-    order = decode_request(envelope)
-    try:
-        host = _load_host(run)
-        torch.set_num_threads(threads)  # not the number that the config sets for the whole run
-        return host.reply(order)
-    except Exception as error:  # any error: the server receives a refusal
-        return refuse_any(order, error)
-
-
-@lru_cache(maxsize=1)
-def _load_host(run: str) -> Host:
-    run_folder = RunFolder(run)
-    config = read_resolved_config(run_folder.path)
-    prepared = prepare(config, load_partition(run_folder), load_noise_key(run_folder.path, config))
-    federation, folder = prepared.federation, get_nodes_folder(run_folder.path)
-    secure: Mapping[str, SecureClient] | None = None
-    if config.federation.secure is not None:
-        halves = {id: secure_client(config, id, folder) for id in federation.clients}
-        secure = {id: client for id, client in halves.items() if client is not None}
-    return Host(
-        federation.method,
-        prepared.engine,
-        federation.clients,
-        prepared.train,
-        DiskClientStore(folder),
-        config.evaluation.batch_size,
-        secure=secure,
-    )

@@ -32,7 +32,7 @@ def _answer(context: Context, header: str, body: bytes) -> tuple[str, bytes]:
         raise FedspanError("fedspan-host", None, expected)
     import torch
 
-    from fedspan.assembly.server import reply_as
+    from fedspan.deployment.flower_simulation import reply_as
     from fedspan.federation.protocol import Envelope
 
     reply = reply_as(str(get_run_path(context)), torch.get_num_threads(), Envelope(header, body))

@@ -12,12 +12,13 @@ from typing import Any
 
 from fedspan import __version__
 from fedspan.assembly.run import Prepared, prepare
-from fedspan.assembly.server import build_server_clients, connect, get_nodes_folder, prepare_server
+from fedspan.assembly.server import build_server_clients, connect, prepare_server
 from fedspan.config import RunConfig, override, parse_config, read_values
 from fedspan.data.path_patterns import has_files
 from fedspan.deployment.console import log_to_console
 from fedspan.deployment.deploy import build_invitation, read_run_name
 from fedspan.deployment.flower_client import get_run_path
+from fedspan.deployment.flower_simulation import get_nodes_folder
 from fedspan.deployment.handshake import build_server_config, compute_base_digest
 from fedspan.deployment.participants import RECORD, Participant, ParticipantRecord, load_record
 from fedspan.deployment.submission import explain_base, read_introduction

@@ -14,13 +14,13 @@ from fedspan.config import RunConfig
 from fedspan.data.files import FROM_TRAINERS
 from fedspan.data.partition import Partition
 from fedspan.errors import FedspanError
+from fedspan.federation.settings import Arrivals
 from fedspan.files import convert_disk_errors, read_bytes, write_atomic
 from fedspan.logs import JsonLines
 from fedspan.progress.file import ProgressFile
 from fedspan.progress.listener import Listener, Listeners
 from fedspan.run_folder import RunFolder
 from fedspan.runs import checkpoint as checkpoints
-from fedspan.runs.arrivals import require_same_arrivals
 from fedspan.runs.environment import record_environment
 from fedspan.runs.extension import extend
 from fedspan.runs.final_report import finish
@@ -169,7 +169,7 @@ def _run(
 
     settings = prepared.federation.settings.buffered
     if settings is not None and settings.arrivals is not None:
-        require_same_arrivals(run_folder, settings.arrivals)
+        _require_same_arrivals(run_folder, settings.arrivals)
 
     keep_stacking_plan(run_folder, prepared.engine)
     if config.training.lr == "auto":
@@ -183,3 +183,13 @@ def _run(
             return finish(session, session.run_rounds(stored, resumed))
 
     return run_rounds(prepared) if host is None else host(run_folder, prepared, run_rounds)
+
+
+def _require_same_arrivals(run_folder: RunFolder, arrivals: Arrivals) -> None:
+    """Store the arrivals that a run repeats, or compare them with those with which it began."""
+    rounds = [[list(arrival) for arrival in row] for row in arrivals]
+    if not run_folder.arrivals.exists():
+        run_folder.write_json(run_folder.arrivals, rounds)
+    elif run_folder.read_json(run_folder.arrivals) != rounds:
+        problem = f"its arrivals are not those with which the run began ({run_folder.arrivals}). Name the same record"
+        raise FedspanError("federation.buffered.replay", None, problem=problem)

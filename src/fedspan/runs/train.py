@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -10,9 +10,9 @@ from typing import Any
 
 from rich.console import Console
 
-from fedspan.assembly.cluster import simulate_on_cluster
+from fedspan.assembly.cluster import connect_workers, get_resources
 from fedspan.assembly.objects import collect_objects
-from fedspan.assembly.run import prepare
+from fedspan.assembly.run import Prepared, prepare
 from fedspan.config import RunConfig, override, parse_config, read_values
 from fedspan.data.files import FROM_TRAINERS, IN_MEMORY
 from fedspan.data.objects import CLIENT
@@ -27,6 +27,7 @@ from fedspan.runs import start
 from fedspan.runs.extension import has_effect, require_extensible
 from fedspan.runs.integrity import read_config, require_intact
 from fedspan.runs.model_card import RunReport
+from fedspan.runs.privacy_budget import load_noise_key
 from fedspan.runs.results import is_run, read_report
 from fedspan.tasks.definition import TaskDefinition
 from fedspan.tasks.registry import is_installed, register_task
@@ -348,5 +349,19 @@ def _open_host(config: RunConfig) -> start.HostRun | None:
     config.require_simulated()
     if config.cluster is not None:
         require_ray()
-        return simulate_on_cluster
+        return _simulate_on_cluster
     return None
+
+
+def _simulate_on_cluster(
+    run_folder: RunFolder, prepared: Prepared, run_rounds: Callable[[Prepared], RunReport]
+) -> RunReport:
+    """Run a federation with its clients on the workers of a cluster (``start.HostRun``).
+
+    Raises:
+        FedspanError: If there is no cluster or a worker does not start; also any error that ``run_rounds`` raises.
+    """
+    from fedspan.transports.ray.team import open_team
+
+    with open_team(get_resources(prepared.config)) as team:
+        return run_rounds(connect_workers(prepared, team, load_noise_key(run_folder.path, prepared.config)))
