@@ -23,7 +23,7 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
-from fedspan.assembly.client_ranks import compute_client_ranks, compute_client_scaling
+from fedspan.assembly.federation import compute_client_ranks, compute_client_scaling
 from fedspan.assembly.run import Prepared
 from fedspan.clients.host import Host
 from fedspan.config import RunConfig, parse_config

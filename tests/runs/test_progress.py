@@ -16,7 +16,6 @@ import fedspan
 from fedspan.assembly.run import Prepared
 from fedspan.cli.formatting import create_console
 from fedspan.errors import FedspanError
-from fedspan.progress import bar as progress_bar
 from fedspan.progress.bar import ProgressBar, has_bar
 from fedspan.progress.file import INTERVAL, ProgressFile
 from fedspan.progress.formatting import format_duration, format_number, format_runs, shorten
@@ -118,7 +117,7 @@ def test_without_bars_there_are_lines(
     prepared: Prepared, clock: Clock, notebook: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A notebook without ipywidgets gets them, and no warning for each frame that Rich cannot draw."""
-    monkeypatch.setattr(progress_bar, "find_spec", lambda name: None)
+    monkeypatch.setattr("fedspan.progress.bar.find_spec", lambda name: None)
     printed = list[str]()
     console = Console(file=io.StringIO(), width=80, force_jupyter=notebook)
     monkeypatch.setattr(console, "print", lambda text, **_: printed.append(text.plain))
@@ -141,7 +140,7 @@ def test_without_bars_there_are_lines(
 
 
 def test_ipywidgets_draw_the_bars_of_a_notebook(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress_bar, "find_spec", lambda name: name)
+    monkeypatch.setattr("fedspan.progress.bar.find_spec", lambda name: name)
     assert ProgressBar(Console(file=io.StringIO(), force_jupyter=True), clock).is_live
 
 
@@ -192,7 +191,7 @@ def test_a_call_shows_the_bar_on_standard_error(
     terminal.truncate(0)
     fedspan.run(values, tmp_path / "quiet", progress=False)
     assert terminal.getvalue() == ""
-    assert progress_bar.has_bar(None)
+    assert has_bar(None)
 
 
 @pytest.fixture

@@ -14,15 +14,17 @@ from torch import nn
 from transformers import AutoTokenizer
 
 import fedspan
-from fedspan.assembly import aggregation as aggregation_setup
-from fedspan.assembly import devices
-from fedspan.assembly.aggregation import build_aggregation
 from fedspan.assembly.cluster import build_simulated_host, get_resources
-from fedspan.assembly.devices import set_algorithms
-from fedspan.assembly.engine import describe_refusal, keep_stacking_plan
+from fedspan.assembly.engine import (
+    compute_max_length,
+    describe_refusal,
+    keep_stacking_plan,
+    require_private_model,
+    set_algorithms,
+)
+from fedspan.assembly.head import build_aggregation
 from fedspan.assembly.model import ModelObjects
 from fedspan.assembly.run import Objects, Prepared, _find_test_parts, prepare
-from fedspan.assembly.trainer import compute_max_length, require_private_model
 from fedspan.config import parse_config
 from fedspan.config.run import RunConfig
 from fedspan.data.partition import ClientPart, Partition
@@ -145,7 +147,7 @@ def test_missing_libraries_are_named_before_anything_is_built(monkeypatch: pytes
     def refuse() -> None:
         raise FedspanError("federation.secure", {}, problem="not installed")
 
-    monkeypatch.setattr(aggregation_setup, "require_packages", refuse)
+    monkeypatch.setattr("fedspan.assembly.head.require_packages", refuse)
     assert build() is PlaintextAggregation
     with pytest.raises(FedspanError, match="not installed"):
         build(secure={}, weights="uniform")
@@ -294,7 +296,7 @@ def modes(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """The values passed to ``torch.use_deterministic_algorithms``, in order."""
     found: list[bool] = []
     monkeypatch.setattr(torch, "use_deterministic_algorithms", found.append)
-    monkeypatch.setattr(devices, "_restricts_torch", False)
+    monkeypatch.setattr("fedspan.assembly.engine._restricts_torch", False)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     return found
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedspan.assembly.client_ranks import compute_client_ranks, compute_client_scaling
+from fedspan.assembly.federation import compute_client_ranks, compute_client_scaling
 from fedspan.assembly.run import Prepared, prepare
 from fedspan.config import RunConfig, parse_config
 from fedspan.core.method import RegisteredMethod

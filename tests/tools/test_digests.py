@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedspan.assembly.client_ranks import compute_client_ranks
+from fedspan.assembly.federation import compute_client_ranks
 from fedspan.config import parse_config
 from fedspan.core import parametrization
 from fedspan.core.spec import LayerSpec, Spec

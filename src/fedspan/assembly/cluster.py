@@ -6,10 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from fedspan.assembly.devices import choose_device
+from fedspan.assembly.engine import build_trainer, choose_device
 from fedspan.assembly.federation import build_simulated_federation
 from fedspan.assembly.run import Prepared
-from fedspan.assembly.trainer import build_trainer
 from fedspan.clients.host import Host
 from fedspan.config import RunConfig
 from fedspan.data.partition import Partition

@@ -1,23 +1,74 @@
-"""The engine of a run: its construction, its stacking plan, and what it could not do as requested."""
+"""What trains a run's clients: device, model, task, method and engine."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import os
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
+import torch
+
+from fedspan.assembly.model import ModelObjects, RunModel, build_model
+from fedspan.assembly.task import collect_task_settings
 from fedspan.config import RunConfig
+from fedspan.core.method import RegisteredMethod
 from fedspan.errors import FedspanError
 from fedspan.files import convert_disk_errors
 from fedspan.models.adapted import AdaptedModel
 from fedspan.run_folder import RunFolder
-from fedspan.tasks.task import Task
+from fedspan.tasks.settings import TaskSettings
+from fedspan.tasks.task import RunTask, Task
 from fedspan.training.batched import BatchedEngine
 from fedspan.training.engine import Engine
 from fedspan.training.jobs import TrainingSettings
 from fedspan.training.loop import LoopEngine
 from fedspan.training.stacking import StackingPlan, StackingRequest
 from fedspan.training.stages import Stages
+
+_FILLING: Any = torch.utils.deterministic
+_restricts_torch = False  # whether the last run of this process has restricted torch
+
+
+def choose_device(name: str) -> torch.device:
+    """Return the named device; ``auto``: CUDA, then Apple's MPS, then the CPU.
+
+    Raises:
+        FedspanError: If the name is not a device name, or this machine lacks the device.
+    """
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).item()  # on "meta", tensors can be created but hold no values
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0].partition(". ")[0]
+        raise FedspanError(
+            "device", name, "auto, cpu, cuda, cuda:N or mps", problem=f"this machine has no device {name!r} ({reason})"
+        ) from None
+    return device
+
+
+def set_algorithms(deterministic: bool, device: torch.device) -> None:
+    """Restrict torch to deterministic algorithms in this process, or undo what an earlier run restricted.
+
+    Args:
+        deterministic: Whether the run asks for it.
+        device: Device of the run; a CPU needs no restriction.
+    """
+    global _restricts_torch
+    if deterministic and device.type != "cpu":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS at its start
+        _FILLING.fill_uninitialized_memory = False  # only finds mistakes, and takes time
+        torch.use_deterministic_algorithms(True)
+        _restricts_torch = True
+    elif _restricts_torch:
+        torch.use_deterministic_algorithms(False)
+        _FILLING.fill_uninitialized_memory = True  # torch's default
+        _restricts_torch = False
 
 
 def make_engine(
@@ -116,3 +167,83 @@ def without_stacking_plan(engine: Engine) -> Generator[None]:
         yield
     finally:
         engine.stacking = engine.stacking or plan
+
+
+@dataclass(frozen=True)
+class RunTrainer:
+    """What trains the clients of a run, without their examples.
+
+    Args:
+        model: The model that the engine trains.
+        task_settings: Settings of the task that the model needs.
+        task: The learning problem.
+        engine: The engine.
+        method: The method, without the run's wrappers.
+    """
+
+    model: RunModel
+    task_settings: TaskSettings
+    task: RunTask
+    engine: Engine
+    method: RegisteredMethod
+
+
+def build_trainer(
+    config: RunConfig,
+    labels: tuple[str, ...],
+    clients: int,
+    device: torch.device,
+    key: bytes | None,
+    stages: Stages | None = None,
+    objects: ModelObjects | None = None,
+    targets: Sequence[str] | None = None,
+) -> RunTrainer:
+    """Load a run's model and build what trains it.
+
+    Args:
+        config: Config of the run.
+        labels: Names of the labels by index.
+        clients: Number of the federation's clients.
+        device: Device of the model.
+        key: Secret key of the noise, if it has one.
+        stages: Reports the progress of long work; None: it is not reported.
+        objects: Model and tokenizer that were passed from Python, in place of those that the config names.
+        targets: Paths of the target layers, as another process found them; None: they are found by PEFT's rules.
+
+    Raises:
+        FedspanError: If anything in the config does not fit the model.
+    """
+    stages = stages or Stages()
+    set_algorithms(config.deterministic, device)
+    with stages.stage("model"):
+        built = build_model(config, labels, device, objects, targets)
+    adapted = built.adapted
+    require_private_model(config, adapted)
+    task_settings = collect_task_settings(
+        config, labels, compute_max_length(config, built.processor, adapted.model), built.pooling
+    )
+    task = config.task_definition.build(built.processor, task_settings, config.data)
+    method = config.build_method(replace(adapted.spec, clients=clients))
+    engine = make_engine(config, adapted, task, config.build_training_settings(key), stages)
+    return RunTrainer(built, task_settings, task, engine, method)
+
+
+def require_private_model(config: RunConfig, adapted: AdaptedModel) -> None:
+    """Check that the run's privacy covers all parts of a model."""
+    if config.privacy is not None and adapted.buffers:
+        problem = f"this model's running statistics ({adapted.buffers[0]}, ...) come from raw examples, without privacy"
+        raise FedspanError("privacy", config.privacy.mechanism, problem=problem)
+
+
+def compute_max_length(config: RunConfig, tokenizer: object, model: torch.nn.Module) -> int:
+    """Return the maximum number of tokens of an example that the config, the tokenizer and the model allow."""
+    limits = [
+        config.model.max_length,
+        getattr(tokenizer, "model_max_length", config.model.max_length),
+        getattr(getattr(model, "config", None), "max_position_embeddings", config.model.max_length),
+    ]
+    for name, module in model.named_modules():  # RoBERTa-like models count positions from after the padding index
+        padding = getattr(module, "padding_idx", None)
+        if name.endswith("position_embeddings") and isinstance(module, torch.nn.Embedding) and padding is not None:
+            limits.append(module.num_embeddings - padding - 1)
+    return int(min(limits))

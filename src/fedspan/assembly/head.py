@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
-from fedspan.assembly.aggregation import build_aggregation
 from fedspan.assembly.model import RunModel
 from fedspan.clients.statistics import compute_client_statistics
 from fedspan.config import RunConfig
 from fedspan.core.heads import HeadStatistics
 from fedspan.core.tensors import split_extras
+from fedspan.crypto import require_packages
 from fedspan.errors import FedspanError
+from fedspan.federation.aggregation.aggregation import AggregationFactory
 from fedspan.federation.aggregation.plaintext import PlaintextAggregation
 from fedspan.federation.federation import Federation
 from fedspan.federation.head_start import HeadStart, compute_head_tensors, is_start_pretrained, start_head
@@ -22,6 +24,26 @@ from fedspan.models.names import FROM_PYTHON
 from fedspan.models.sentence_encoders import PooledClassifier
 from fedspan.tasks.losses import get_logits
 from fedspan.wrappers.head_rounds import HeadRounds, NewHead
+
+
+def build_aggregation(config: RunConfig, clip: float | None = None) -> AggregationFactory:
+    """Return the aggregation that a config selects.
+
+    Args:
+        config: Config of the run.
+        clip: Norm to which contributions to a secure sum are clipped; None: that of the config.
+
+    Raises:
+        FedspanError: If the config selects secure aggregation and its libraries are not installed.
+    """
+    secure = config.federation.build_secure_settings()
+    if secure is None:
+        return PlaintextAggregation
+    require_packages()
+    from fedspan.federation.aggregation.secure import SecureAggregation  # needs fedspan[secagg]
+
+    return partial(SecureAggregation, secure=secure if clip is None else replace(secure, clip=clip))
+
 
 STATISTICS_CLIP = 2.0
 """Norm to which a client's statistics are clipped in a secure sum; with features of norm 1 it is 3 ** 0.5 at most."""

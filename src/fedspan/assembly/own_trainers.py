@@ -16,11 +16,11 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import Trainer
 
+from fedspan.assembly.engine import RunTrainer, require_private_model
 from fedspan.assembly.federation import build_simulated_federation
 from fedspan.assembly.model import RunModel, adapt_model, adopt_adapter, require_saveable
 from fedspan.assembly.run import Prepared
 from fedspan.assembly.task import collect_task_settings
-from fedspan.assembly.trainer import RunTrainer, require_private_model
 from fedspan.config import RunConfig, parse_config
 from fedspan.config.engine import EngineConfig
 from fedspan.data.config import DataConfig, PartitionConfig

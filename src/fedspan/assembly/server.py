@@ -10,15 +10,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from fedspan.assembly.aggregation import build_aggregation
-from fedspan.assembly.client_ranks import compute_client_ranks, compute_client_scaling
-from fedspan.assembly.devices import choose_device, set_algorithms
-from fedspan.assembly.engine import make_engine
-from fedspan.assembly.head import build_head_start, find_new_head
+from fedspan.assembly.engine import (
+    choose_device,
+    compute_max_length,
+    make_engine,
+    require_private_model,
+    set_algorithms,
+)
+from fedspan.assembly.federation import compute_client_ranks, compute_client_scaling
+from fedspan.assembly.head import build_aggregation, build_head_start, find_new_head
 from fedspan.assembly.model import build_model
 from fedspan.assembly.run import Prepared
 from fedspan.assembly.task import collect_task_settings
-from fedspan.assembly.trainer import compute_max_length, require_private_model
 from fedspan.clients.store import DiskClientStore
 from fedspan.config import RunConfig
 from fedspan.core.method import RegisteredMethod

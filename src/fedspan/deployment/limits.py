@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from fedspan.assembly.client_ranks import compute_client_scaling
+from fedspan.assembly.federation import compute_client_scaling
 from fedspan.assembly.head import STATISTICS_CLIP
 from fedspan.config import RunConfig
 from fedspan.config.federation import FractionRanks, RandomRanks

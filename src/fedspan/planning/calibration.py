@@ -16,11 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedspan.assembly.devices import choose_device, set_algorithms
-from fedspan.assembly.engine import make_engine
+from fedspan.assembly.engine import choose_device, compute_max_length, make_engine, set_algorithms
 from fedspan.assembly.model import build_empty_model, get_pooling
 from fedspan.assembly.task import collect_task_settings
-from fedspan.assembly.trainer import compute_max_length
 from fedspan.config import RunConfig
 from fedspan.core.parametrization import LoRA
 from fedspan.core.tensors import join_extra_name

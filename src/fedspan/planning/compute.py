@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedspan.assembly.trainer import compute_max_length
+from fedspan.assembly.engine import compute_max_length
 from fedspan.config import RunConfig
 from fedspan.core.tensors import join_extra_name
 from fedspan.core.values import LayerSpec

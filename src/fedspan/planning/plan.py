@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fedspan.assembly.client_ranks import compute_client_ranks
+from fedspan.assembly.federation import compute_client_ranks
 from fedspan.assembly.model import build_empty_model
 from fedspan.config import RunConfig
 from fedspan.core.heads import compute_statistics_shapes

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from fedspan.assembly.objects import collect_objects
-from fedspan.assembly.run import prepare
+from fedspan.assembly.run import collect_objects, prepare
 from fedspan.diagnostics.round_diagnosis import Diagnosis, diagnose_round
 from fedspan.errors import FedspanError
 from fedspan.run_folder import RunFolder, describe_missing_run

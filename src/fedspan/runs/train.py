@@ -11,8 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from fedspan.assembly.cluster import connect_workers, get_resources
-from fedspan.assembly.objects import collect_objects
-from fedspan.assembly.run import Prepared, prepare
+from fedspan.assembly.run import Prepared, collect_objects, prepare
 from fedspan.config import RunConfig, override, parse_config, read_values
 from fedspan.data.files import FROM_TRAINERS, IN_MEMORY
 from fedspan.data.objects import CLIENT

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from fedspan.assembly.model import ModelObjects
-from fedspan.assembly.objects import require_named_data
+from fedspan.assembly.run import require_named_data
 from fedspan.assembly.task import parse_task_settings, read_notes
 from fedspan.config.reading import override
 from fedspan.config.validation_errors import convert_validation_error

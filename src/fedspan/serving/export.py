@@ -12,8 +12,7 @@ from typing import Any, Literal
 from safetensors import SafetensorError
 
 from fedspan.assembly.model import ModelObjects
-from fedspan.assembly.objects import collect_objects
-from fedspan.assembly.run import prepare
+from fedspan.assembly.run import collect_objects, prepare
 from fedspan.assembly.task import parse_task_settings, read_notes
 from fedspan.errors import FedspanError
 from fedspan.files import build_temporary_path, remove

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from fedspan.assembly.devices import choose_device
+from fedspan.assembly.engine import choose_device
 from fedspan.assembly.model import ModelObjects
 from fedspan.assembly.task import parse_task_settings, read_notes
 from fedspan.data.templates import parse_template

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from fedspan.assembly.devices import choose_device
+from fedspan.assembly.engine import choose_device
 from fedspan.config import load_config, override, parse_config
 
 from ..mistakes.world import Mistake, World
