@@ -10,7 +10,7 @@ import yaml
 
 import fedspan
 from fedspan import FedspanError
-from fedspan.progress.tracking import select_numbers
+from fedspan.progress.trackers import select_numbers
 from helpers import tiny
 from helpers.listeners import Notes
 

@@ -20,6 +20,7 @@ from fedspan.models.names import FROM_PYTHON
 from fedspan.models.plain import read_dtype
 from fedspan.progress.bar import ProgressBar, has_bar
 from fedspan.progress.listener import Listener, Listeners
+from fedspan.progress.trackers import TrackingListener
 from fedspan.progress.view import RunView
 from fedspan.run_folder import RunFolder
 from fedspan.runs import start
@@ -169,8 +170,6 @@ def _open_listener(
             bar = ProgressBar() if Console().is_jupyter else RunView(None, Path(folder))
             listeners = Listeners(listeners, stack.enter_context(bar))
         if track:
-            from fedspan.progress.tracking import TrackingListener
-
             listeners = stack.enter_context(closing(TrackingListener(listeners, track, Path(folder))))
         yield listeners
 
