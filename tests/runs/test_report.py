@@ -21,7 +21,7 @@ from fedspan.run_folder import RunFolder, compute_result_digests, read_records, 
 from fedspan.runs.curves import read_curve
 from fedspan.runs.environment import record_environment
 from fedspan.runs.failures import count_failures
-from fedspan.runs.final_scores import compute_final_scores
+from fedspan.runs.final_rounds import compute_final_scores
 from fedspan.runs.model_card import RunReport
 from fedspan.runs.report_warnings import find_limited
 from fedspan.runs.results import read_partition, read_report

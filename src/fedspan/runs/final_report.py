@@ -11,8 +11,7 @@ from fedspan.run_folder import compute_result_digests
 from fedspan.runs.baselines import train_baseline
 from fedspan.runs.checkpoint_format import load as load_checkpoint
 from fedspan.runs.failures import count_failures
-from fedspan.runs.final_rounds import finish_training
-from fedspan.runs.final_scores import sample_predictions
+from fedspan.runs.final_rounds import finish_training, sample_predictions
 from fedspan.runs.integrity import describe_config
 from fedspan.runs.learning_rate import read_range_test
 from fedspan.runs.model_card import RunReport, format_final_rounds, write_cards
