@@ -25,8 +25,8 @@ from fedspan.reproduction.rehearsal import dry_run as dry_run
 from fedspan.reproduction.reproduce import reproduce as reproduce
 from fedspan.reproduction.reproduce import resume_reproduction as resume_reproduction
 from fedspan.runs.diagnose import diagnose as diagnose
-from fedspan.runs.model_card import RunReport as RunReport
-from fedspan.runs.results import read_report as read_report
+from fedspan.runs.report import RunReport as RunReport
+from fedspan.runs.report import read_report as read_report
 from fedspan.runs.train import resume as resume
 from fedspan.runs.train import run as run
 from fedspan.runs.train import simulate as simulate

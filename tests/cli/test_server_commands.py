@@ -23,8 +23,7 @@ from fedspan.federation.protocol import Envelope, decode_order, decode_reply
 from fedspan.logs import JsonLines, read_lines
 from fedspan.run_folder import RunFolder
 from fedspan.runs import start
-from fedspan.runs.model_card import RunReport
-from fedspan.runs.results import read_report
+from fedspan.runs.report import RunReport, read_report
 from helpers import tiny
 from helpers.command_line import get_program
 from helpers.reply_transport import Replies, ReplyingTransport

@@ -22,7 +22,7 @@ from fedspan.data.loading import load
 from fedspan.data.partition import Partition
 from fedspan.models.export import read_adapter
 from fedspan.runs.checkpoint_format import read_index
-from fedspan.runs.results import read_report
+from fedspan.runs.report import read_report
 from fedspan.tasks.registry import get_task
 from helpers.fuzzing import CHANGES, CUTS, answered, as_json, changed, fuzz, mangled
 from helpers.mistakes.world import GOOD, World

@@ -17,7 +17,7 @@ from fedspan.deployment.status import read_status
 from fedspan.errors import FedspanError
 from fedspan.reports.run_data import read_runs
 from fedspan.run_folder import RunFolder, describe_missing_run, suggest_folder
-from fedspan.runs.results import read_report
+from fedspan.runs.report import read_report
 
 CONFIG = "seed: 1  # ключ\n"
 

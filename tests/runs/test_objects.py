@@ -15,7 +15,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoToke
 import fedspan
 from fedspan.errors import FedspanError
 from fedspan.runs.integrity import read_config
-from fedspan.runs.results import read_partition
+from fedspan.runs.report import read_partition
 from helpers import tiny
 from helpers.command_line import get_program
 from helpers.listeners import Notes

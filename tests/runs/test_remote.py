@@ -18,7 +18,7 @@ from fedspan.run_folder import RunFolder
 from fedspan.runs import start
 from fedspan.runs.checkpoint import load_latest
 from fedspan.runs.ledger import read_totals
-from fedspan.runs.model_card import RunReport
+from fedspan.runs.report import RunReport
 from helpers import tiny
 from helpers.listeners import Notes
 from helpers.reply_transport import Replies, ReplyingTransport

@@ -20,11 +20,9 @@ from fedspan.logs import read_lines
 from fedspan.run_folder import RunFolder, compute_result_digests, read_records, require_intact_model, require_same_files
 from fedspan.runs.curves import read_curve
 from fedspan.runs.environment import record_environment
-from fedspan.runs.failures import count_failures
 from fedspan.runs.final_rounds import compute_final_scores
-from fedspan.runs.model_card import RunReport
-from fedspan.runs.report_warnings import find_limited
-from fedspan.runs.results import read_partition, read_report
+from fedspan.runs.report import RunReport, read_partition, read_report
+from fedspan.runs.warnings import count_failures, find_limited
 from helpers import tiny
 from helpers.refusals import refused
 

@@ -15,7 +15,7 @@ from fedspan.cli.live_run import find_unused_folder, show_run
 from fedspan.errors import build_install_command
 
 if TYPE_CHECKING:
-    from fedspan.runs.model_card import RunReport
+    from fedspan.runs.report import RunReport
 
 __all__ = ["demo"]
 

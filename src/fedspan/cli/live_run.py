@@ -13,7 +13,7 @@ import typer
 from fedspan.progress.trackers import require_trackers
 
 if TYPE_CHECKING:
-    from fedspan.runs.model_card import RunReport
+    from fedspan.runs.report import RunReport
 
 __all__ = ["describe_interruption", "find_unused_folder", "show_run"]
 
@@ -67,7 +67,7 @@ def describe_interruption(folder: Path, rounds: int, command: str = "run") -> st
     """Describe what an interrupted run has saved, and how to resume it."""
     from fedspan.run_folder import RunFolder
     from fedspan.runs.checkpoint import read_last_saved_round
-    from fedspan.runs.results import is_run
+    from fedspan.runs.report import is_run
 
     if not is_run(folder):
         return "stopped before the run began; nothing was written"

@@ -38,8 +38,7 @@ from fedspan.progress.listener import Listener, Listeners
 from fedspan.run_folder import RunFolder
 from fedspan.runs import start
 from fedspan.runs.integrity import require_intact
-from fedspan.runs.model_card import RunReport
-from fedspan.runs.results import is_run, read_report
+from fedspan.runs.report import RunReport, is_run, read_report
 from fedspan.transports.http import require
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from fedspan.files import convert_disk_errors, restrict_new_files, write_atomic
 from fedspan.progress.listener import Listener
 from fedspan.run_folder import RunFolder
 from fedspan.runs import start
-from fedspan.runs.model_card import RunReport
+from fedspan.runs.report import RunReport
 from fedspan.transports.flower.server import Context, Grid, GridTransport, create_server_app, invite
 
 __all__ = ["app", "write_app"]

@@ -19,7 +19,7 @@ from fedspan.experiments.tables import write_tables
 from fedspan.experiments.watcher import Watcher
 from fedspan.files import convert_disk_errors, write_atomic
 from fedspan.run_folder import RunFolder
-from fedspan.runs.model_card import RunReport
+from fedspan.runs.report import RunReport
 from fedspan.tasks.metrics import METRICS
 from fedspan.training.prefix_rows import share_prefixes
 from fedspan.transports.ray.sharing import share_teams

@@ -15,9 +15,8 @@ from fedspan.run_folder import RunFolder, describe_missing_run
 from fedspan.runs.curves import get_score
 from fedspan.runs.integrity import read_resolved_config, require_intact
 from fedspan.runs.ledger import Totals, read_totals
-from fedspan.runs.model_card import RunReport
 from fedspan.runs.predictions import Items, read_items
-from fedspan.runs.results import read_report
+from fedspan.runs.report import RunReport, read_report
 from fedspan.tasks.metrics import METRICS
 
 Row = Mapping[str, Any]

@@ -10,7 +10,7 @@ from fedspan.experiments.result_notes import describe_extension, describe_majori
 from fedspan.experiments.tables import format_mean
 from fedspan.progress.formatting import format_size
 from fedspan.reports.groups import RunGroup
-from fedspan.runs.model_card import STATISTICS_NOTE, format_final_rounds
+from fedspan.runs.report import STATISTICS_NOTE, format_final_rounds
 from fedspan.tasks.metrics import METRICS
 
 

@@ -13,7 +13,7 @@ from fedspan.run_folder import RunFolder
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.checkpoint_format import load as load_checkpoint
 from fedspan.runs.diagnose import diagnose
-from fedspan.runs.results import read_report
+from fedspan.runs.report import read_report
 
 MEASURED = frozenset({"exact_match", "alignment", "barrier", "state_step"})
 _PAIRS = 3

@@ -30,7 +30,7 @@ from fedspan.reproduction.presets import Preset, Protocol, Scale, load_preset, r
 from fedspan.reproduction.verdicts import COSTS, CellScore, Judged, judge, tabulate_verdicts
 from fedspan.run_folder import RunFolder
 from fedspan.runs.curves import read_curve
-from fedspan.runs.results import read_report
+from fedspan.runs.report import read_report
 from fedspan.training.prefix_rows import share_prefixes
 from fedspan.transports.ray.sharing import share_teams
 

@@ -13,7 +13,7 @@ from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.checkpoint_format import load as load_checkpoint
 from fedspan.runs.integrity import read_resolved_config, require_intact, require_same_base
 from fedspan.runs.privacy_budget import load_noise_key
-from fedspan.runs.results import is_run, read_partition
+from fedspan.runs.report import is_run, read_partition
 
 
 def diagnose(

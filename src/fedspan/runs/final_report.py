@@ -10,14 +10,14 @@ from fedspan.logs import read_lines
 from fedspan.run_folder import compute_result_digests
 from fedspan.runs.baselines import train_baseline
 from fedspan.runs.checkpoint_format import load as load_checkpoint
-from fedspan.runs.failures import count_failures
 from fedspan.runs.final_rounds import finish_training, sample_predictions
 from fedspan.runs.integrity import describe_config
 from fedspan.runs.learning_rate import read_range_test
-from fedspan.runs.model_card import RunReport, format_final_rounds, write_cards
-from fedspan.runs.report_warnings import find_divergence, find_limited
+from fedspan.runs.model_card import write_cards
+from fedspan.runs.report import RunReport, format_final_rounds
 from fedspan.runs.session import Session
 from fedspan.runs.trained_models import write_adapters
+from fedspan.runs.warnings import count_failures, find_divergence, find_limited
 from fedspan.tasks.bounded_losses import compute_guess_loss
 
 _START = ("head_init", "simulated", "reason", "validation", "clients", "test")

@@ -36,8 +36,8 @@ from fedspan.runs.integrity import (
 )
 from fedspan.runs.learning_rate import load_or_choose, run_range_test, set_rate
 from fedspan.runs.ledger import Ledger
-from fedspan.runs.model_card import RunReport
 from fedspan.runs.privacy_budget import generate_key, load_noise_key, store_noise_key
+from fedspan.runs.report import RunReport
 from fedspan.runs.session import Session
 from fedspan.training.stages import Stages
 

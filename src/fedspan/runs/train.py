@@ -26,9 +26,8 @@ from fedspan.run_folder import RunFolder
 from fedspan.runs import start
 from fedspan.runs.extension import has_effect, require_extensible
 from fedspan.runs.integrity import read_config, require_intact
-from fedspan.runs.model_card import RunReport
 from fedspan.runs.privacy_budget import load_noise_key
-from fedspan.runs.results import is_run, read_report
+from fedspan.runs.report import RunReport, is_run, read_report
 from fedspan.tasks.definition import TaskDefinition
 from fedspan.tasks.registry import is_installed, register_task
 from fedspan.transports.ray import require_ray

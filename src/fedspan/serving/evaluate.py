@@ -23,7 +23,7 @@ from fedspan.data.source import Source
 from fedspan.errors import FedspanError
 from fedspan.run_folder import RunFolder
 from fedspan.runs.integrity import read_resolved_config, require_intact
-from fedspan.runs.results import is_run
+from fedspan.runs.report import is_run
 from fedspan.serving.load import find_adapter_folder, load_served
 from fedspan.tasks.metrics import order_metrics
 from fedspan.tasks.registry import get_task

@@ -25,7 +25,7 @@ from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.checkpoint_format import load as load_checkpoint
 from fedspan.runs.integrity import read_resolved_config, require_intact, require_same_base
 from fedspan.runs.model_card import convert_card, cut_card
-from fedspan.runs.results import is_run, read_partition, read_report, require_client
+from fedspan.runs.report import is_run, read_partition, read_report, require_client
 from fedspan.runs.trained_models import write_adapters
 from fedspan.serving.load import ADAPTER, find_adapter_folder, load_served
 from fedspan.tasks.registry import get_task

@@ -27,7 +27,7 @@ from fedspan.models.plain import STATE_DICT, read_state_dict
 from fedspan.models.pooling import DENSE
 from fedspan.models.sentence_encoders import PooledClassifier, read_output_layer
 from fedspan.run_folder import RunFolder, require_intact_model, suggest_folder
-from fedspan.runs.results import is_run, read_report, require_client
+from fedspan.runs.report import is_run, read_report, require_client
 from fedspan.tasks.registry import get_task
 from fedspan.tasks.settings import TaskSettings
 from fedspan.tasks.task import Examples, RunTask

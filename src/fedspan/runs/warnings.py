@@ -1,4 +1,4 @@
-"""Warnings of a run's report: training diverged or made the model worse, or clients' replies were limited often."""
+"""What a finished run's metrics tell its user: failures by client, signs of divergence, and limited clients."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from statistics import mean
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from fedspan.tasks.metrics import METRICS, compute_score
+
+if TYPE_CHECKING:
+    from fedspan.federation.progress import Failure
+
 
 _LOSS_NOISE = 0.01  # relative difference of losses that other batches and seeds have, too
 _CLEAR_FALL = 0.1  # relative; the share of right ones among a few examples varies
@@ -21,6 +25,38 @@ _OFTEN = 0.5
 """Share of a client's rounds beyond which its changes are named."""
 _ROUNDS = 3
 """Rounds that a client's changes must have been limited in to be named."""
+
+
+def count_failures(
+    rows: Iterable[Mapping[str, object]], last: int = 0, more: Iterable[Failure] = ()
+) -> dict[str, dict[str, Any]]:
+    """Count the failures by client, sorted by client id.
+
+    Args:
+        rows: Lines of metrics.jsonl; entries that are not failures as a run writes them are ignored.
+        last: The round that was evaluated and exported at the end of the run.
+        more: Failures of that evaluation and export.
+
+    Returns:
+        By client id, ``count``, and the ``round`` and ``reason`` of its last failure.
+    """
+    counts_by_client: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        failures = row.get("failures")
+        for failure in cast(list[object], failures) if isinstance(failures, list) else ():
+            match failure:
+                case {"client": str() as client, "reason": str() as reason}:
+                    _count(counts_by_client, client, row.get("round"), reason)
+                case _:
+                    continue
+    for failure in more:
+        _count(counts_by_client, failure.client, last, failure.reason)
+    return dict(sorted(counts_by_client.items()))
+
+
+def _count(failures: dict[str, dict[str, Any]], client: str, round: object, reason: str) -> None:
+    count = failures[client]["count"] if client in failures else 0
+    failures[client] = {"count": count + 1, "round": round, "reason": reason}
 
 
 def find_divergence(
