@@ -17,9 +17,8 @@ from fedspan.errors import FedspanError
 from fedspan.run_folder import RunFolder
 from fedspan.runs import extension, final_report, selection
 from fedspan.runs.environment import is_same_environment
-from fedspan.runs.integrity import list_differences, read_config
+from fedspan.runs.integrity import ROUNDS_FIELD, list_differences, read_config, require_independent_rounds
 from fedspan.runs.learning_rate import ROUNDS
-from fedspan.runs.planned_rounds import ROUNDS_FIELD, require_independent_rounds
 from fedspan.runs.selection import Best
 from helpers import tiny
 from helpers.families import others_slow

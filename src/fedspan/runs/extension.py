@@ -18,8 +18,13 @@ from fedspan.progress.listener import Listener
 from fedspan.run_folder import RunFolder
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.environment import extend_command, mark_changed
-from fedspan.runs.integrity import format_config, is_resource, list_differences
-from fedspan.runs.planned_rounds import ROUNDS_FIELD, require_independent_rounds
+from fedspan.runs.integrity import (
+    ROUNDS_FIELD,
+    format_config,
+    is_resource,
+    list_differences,
+    require_independent_rounds,
+)
 from fedspan.runs.selection import has_stalled
 
 _ROUNDS, _PATIENCE = ROUNDS_FIELD, "federation.early_stopping"

@@ -25,7 +25,7 @@ from fedspan.logs import Position, require_position
 from fedspan.run_folder import RunFolder, read_records, require_same_files
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.checkpoint_format import Checkpoint, read_positions
-from fedspan.runs.planned_rounds import ROUNDS_FIELD, require_independent_rounds
+from fedspan.runs.learning_rate import ROUNDS
 
 RESOLVED = ("pooling", "pooling_normalize")
 """Fields of ``model`` that are resolved once, at the start of a run; pooling.json holds them."""
@@ -235,3 +235,32 @@ def require_intact(run_folder: RunFolder) -> None:
         require_same_files(run_folder, index["inputs"])
     for name, position in positions.items():
         require_position(run_folder.path / name, position)
+
+
+ROUNDS_FIELD = "federation.rounds"
+
+
+def require_independent_rounds(done: int, stored: RunConfig, changed: RunConfig) -> None:
+    """Check that finished rounds do not depend on the number of all rounds.
+
+    Args:
+        done: Number of finished rounds.
+        stored: The config under which they ran.
+        changed: The stored config with another number of rounds.
+    """
+    before, after, training = stored.federation.rounds, changed.federation.rounds, stored.training
+    start_anew = f"Start a new run with {ROUNDS_FIELD}={after} in another folder"
+    settings = stored.build_training_settings()
+    if any(settings.compute_lr(round, before) != settings.compute_lr(round, after) for round in range(done)):
+        problem = (
+            f"training.schedule {training.schedule} spreads over all rounds, and the {done} finished rounds had the "
+            f"learning rates of a run of {before} rounds. {start_anew}; a run with training.schedule: constant can be "
+            "extended"
+        )
+        raise FedspanError(ROUNDS_FIELD, after, problem=problem)
+    if stored.privacy is not None and stored.privacy.epsilon is not None:
+        problem = f"privacy.epsilon is the budget of the {before} rounds that were planned. {start_anew}"
+        raise FedspanError(ROUNDS_FIELD, after, problem=problem)
+    if training.lr == "auto" and min(ROUNDS, before) != min(ROUNDS, after):
+        problem = f"the range test of training.lr ran {min(ROUNDS, before)} of {ROUNDS} rounds. {start_anew}"
+        raise FedspanError(ROUNDS_FIELD, after, problem=problem)
