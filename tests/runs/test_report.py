@@ -17,8 +17,8 @@ from fedspan.errors import FedspanError
 from fedspan.federation.progress import Failure
 from fedspan.files import compute_sha256
 from fedspan.logs import read_lines
+from fedspan.reports.curves import read_curve
 from fedspan.run_folder import RunFolder, compute_result_digests, read_records, require_intact_model, require_same_files
-from fedspan.runs.curves import read_curve
 from fedspan.runs.environment import record_environment
 from fedspan.runs.final_rounds import compute_final_scores
 from fedspan.runs.report import RunReport, read_partition, read_report

@@ -11,8 +11,8 @@ from typing import Any, cast
 from fedspan.config import RunConfig
 from fedspan.errors import FedspanError
 from fedspan.logs import read_lines
+from fedspan.reports.curves import get_score
 from fedspan.run_folder import RunFolder, describe_missing_run
-from fedspan.runs.curves import get_score
 from fedspan.runs.integrity import read_resolved_config, require_intact
 from fedspan.runs.ledger import Totals, read_totals
 from fedspan.runs.predictions import Items, read_items
