@@ -44,7 +44,7 @@ LONGEST = [
         "evidence/test_claims",
         "wrappers/test_wrapper",
         "wrappers/test_wrapper_effects",
-        "runs/test_own_trainers",
+        "assembly/test_own_trainers",
         "methods/test_method_messages",
         "methods/test_method_claims",
         "cli/test_cli_interruption",
