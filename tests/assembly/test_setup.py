@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoTokenizer
 
 import fedspan
-from fedspan.assembly.cluster import build_simulated_host, get_resources
+from fedspan.assembly.cluster import get_resources
 from fedspan.assembly.engine import (
     compute_max_length,
     describe_refusal,
@@ -22,6 +22,7 @@ from fedspan.assembly.engine import (
     require_private_model,
     set_algorithms,
 )
+from fedspan.assembly.federation import build_simulated_transport
 from fedspan.assembly.head import build_aggregation
 from fedspan.assembly.model import ModelObjects
 from fedspan.assembly.run import Objects, Prepared, _find_test_parts, prepare
@@ -282,9 +283,7 @@ def test_workers_take_what_the_config_says() -> None:
 
 
 def test_the_host_of_a_simulation_has_all_of_its_clients(prepared: Prepared) -> None:
-    transport = prepared.federation.transport
-    host = build_simulated_host(prepared.federation)
-    assert host is transport.host
+    host = build_simulated_transport(prepared, prepared.clients, prepared.train).host
     assert list(host.clients) == list(prepared.federation.clients)
 
 

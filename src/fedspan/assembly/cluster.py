@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fedspan.assembly.engine import build_trainer, choose_device
-from fedspan.assembly.federation import build_simulated_federation
+from fedspan.assembly.federation import build_clients, build_simulated_transport
 from fedspan.assembly.run import Prepared
 from fedspan.clients.host import Host
 from fedspan.config import RunConfig
 from fedspan.data.partition import Partition
 from fedspan.federation.evaluation import Evaluator
-from fedspan.federation.federation import Federation
 from fedspan.tasks.task import Examples
 from fedspan.training.references import copy_reference
 from fedspan.transports.in_process import InProcess
@@ -55,13 +54,7 @@ def build_host(kit: WorkerKit) -> Host:
     clients = len(kit.partition.clients)
     trainer = build_trainer(config, kit.labels, clients, device, kit.key, targets=kit.targets)
     examples = copy_reference(trainer.task, kit.examples)
-    return build_simulated_host(build_simulated_federation(config, trainer, kit.partition, examples, kit.key))
-
-
-def build_simulated_host(federation: Federation) -> Host:
-    """Return the host of all clients of a simulation in this process."""
-    assert isinstance(federation.transport, InProcess)
-    return federation.transport.host
+    return build_simulated_transport(trainer, build_clients(config, trainer.method, kit.partition), examples).host
 
 
 def get_resources(config: RunConfig) -> Resources:

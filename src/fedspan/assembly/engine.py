@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -169,23 +170,30 @@ def without_stacking_plan(engine: Engine) -> Generator[None]:
         engine.stacking = engine.stacking or plan
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunTrainer:
     """What trains the clients of a run, without their examples.
 
     Args:
-        model: The model that the engine trains.
+        config: The config that the run was built from.
+        labels: Label names by index; for a language model, those of the data's column of labels, if any.
+        model: The model that the engine trains, with the data that its export needs.
         task_settings: Settings of the task that the model needs.
         task: The learning problem.
-        engine: The engine.
+        engine: The engine, with the model on its device.
         method: The method, without the run's wrappers.
+        base_digest: Returns the digest of the frozen weights, which no config names; called first before a server
+            state's base is set. None: the config names the model.
     """
 
+    config: RunConfig
+    labels: tuple[str, ...]
     model: RunModel
     task_settings: TaskSettings
     task: RunTask
     engine: Engine
     method: RegisteredMethod
+    base_digest: Callable[[], str] | None = None
 
 
 def build_trainer(
@@ -225,7 +233,26 @@ def build_trainer(
     task = config.task_definition.build(built.processor, task_settings, config.data)
     method = config.build_method(replace(adapted.spec, clients=clients))
     engine = make_engine(config, adapted, task, config.build_training_settings(key), stages)
-    return RunTrainer(built, task_settings, task, engine, method)
+    return RunTrainer(
+        config=config,
+        labels=labels,
+        model=built,
+        task_settings=task_settings,
+        task=task,
+        engine=engine,
+        method=method,
+        base_digest=_build_base_digest(adapted, objects),
+    )
+
+
+def _build_base_digest(adapted: AdaptedModel, objects: ModelObjects | None) -> Callable[[], str] | None:
+    """Return a function that computes the digest of a model that was passed from Python; None for others.
+
+    None also for one that Accelerate offloaded, whose weights are not in the model.
+    """
+    if objects is None or objects.model is None or any(value.is_meta for value in adapted.model.parameters()):
+        return None
+    return cache(lambda: adapted.hash_frozen().hexdigest())
 
 
 def require_private_model(config: RunConfig, adapted: AdaptedModel) -> None:

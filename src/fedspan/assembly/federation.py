@@ -15,7 +15,7 @@ from fedspan.assembly.head import build_aggregation, find_new_head
 from fedspan.clients.mappings import LazyMapping
 from fedspan.config import RunConfig
 from fedspan.config.federation import FederationConfig, FractionRanks, RandomRanks
-from fedspan.core.method import RegisteredMethod, compute_scaling
+from fedspan.core.method import Method, RegisteredMethod, compute_scaling
 from fedspan.core.tensors import create_generator
 from fedspan.core.values import Client
 from fedspan.crypto import require_packages
@@ -29,49 +29,58 @@ from fedspan.federation.settings import FEWEST_SECURE_CLIENTS, Arrivals, RoundSe
 from fedspan.logs import read_lines
 from fedspan.run_folder import RunFolder
 from fedspan.tasks.task import Examples, get_labels
-from fedspan.transports.in_process import simulate
+from fedspan.transports.in_process import InProcess, create_transport
 
 if TYPE_CHECKING:
     from fedspan.clients.secagg import SecureClient
 
 
 def build_simulated_federation(
-    config: RunConfig,
-    trainer: RunTrainer,
-    parts: Partition,
-    train: Examples,
-    key: bytes | None,
-    ignored: np.ndarray | None = None,
+    trainer: RunTrainer, clients: Mapping[str, ClientData], train: Examples, key: bytes | None
 ) -> Federation:
     """Build a run's federation, with all clients in this process.
 
     Args:
-        config: Config of the run.
         trainer: What trains the clients.
-        parts: The clients' examples.
+        clients: The clients, by sorted id.
         train: The encoded examples.
         key: Secret key of the noise, if it has one.
-        ignored: Examples that count as their client's and are in none of its parts, int64; None: there are none.
 
     Raises:
         FedspanError: If the config does not fit the clients.
     """
-    ignored = np.empty(0, np.int64) if ignored is None else ignored
-    clients, conditions = _build_clients(config, trainer.method, parts, ignored), None
-    if config.simulation is not None:
-        conditions = config.simulation.build_conditions(config.seed)
-    return simulate(
-        config.wrap_method(trainer.method, find_new_head(config, trainer.model)),
+    config, transport = trainer.config, build_simulated_transport(trainer, clients, train)
+    host = transport.host
+    return Federation(
+        host.method,
+        host.engine,
+        host.clients,
+        host.examples,
+        _read_arrivals(config.federation, config.build_round_settings(key)),
+        transport,
+        config.build_simulation_rules(),
+        build_aggregation(config),
+        presence=_build_presence(config, tuple(clients)),
+    )
+
+
+def build_simulated_transport(trainer: RunTrainer, clients: Mapping[str, ClientData], train: Examples) -> InProcess:
+    """Build the host of all clients of a simulation, and the transport to it."""
+    config = trainer.config
+    conditions = None if config.simulation is None else config.simulation.build_conditions(config.seed)
+    return create_transport(
+        wrap_method(trainer),
         trainer.engine,
         clients,
         _flip_labels(train, clients, conditions, len(trainer.task_settings.labels)),
-        _read_arrivals(config.federation, config.build_round_settings(key)),
-        config.build_simulation_rules(),
-        build_aggregation(config),
         _secure_clients(config, clients),
         conditions,
-        _build_presence(config, parts.parts.ids),
     )
+
+
+def wrap_method(trainer: RunTrainer) -> Method:
+    """Return a run's method with its wrappers."""
+    return trainer.config.wrap_method(trainer.method, find_new_head(trainer.config, trainer.model))
 
 
 def _build_presence(config: RunConfig, ids: Sequence[str]) -> Presence:
@@ -133,21 +142,34 @@ def _flip_labels(
     return replace(train, labels=flipped)
 
 
-def _build_clients(
-    config: RunConfig, method: RegisteredMethod, parts: Partition, ignored: np.ndarray
+def build_clients(
+    config: RunConfig, method: RegisteredMethod, parts: Partition, ignored: np.ndarray | None = None
 ) -> LazyMapping[ClientData]:
+    """Build the clients whose examples are in this process.
+
+    Args:
+        config: Config of the run.
+        method: The method, bound to the model's target layers.
+        parts: The clients' examples.
+        ignored: Examples that count as their client's and are in none of its parts, int64; None: there are none.
+
+    Raises:
+        FedspanError: If the config does not fit the clients.
+    """
     ids = parts.parts.ids
     cohort = config.federation.clients_per_round
     if cohort is not None and cohort > len(ids):
         raise FedspanError("federation.clients_per_round", cohort, f"at most {len(ids)}, the number of clients")
     ranks = np.fromiter(compute_client_ranks(config, method, ids).values(), np.int64, len(ids))
 
+    has_ignored = ignored is not None and len(ignored) > 0
+
     def build_client(index: int) -> ClientData:
         part, rank = parts.parts[index], int(ranks[index])
         weight = 1.0 if config.federation.weights == "uniform" else float(len(part.train))
         client = Client(part.id, rank, compute_client_scaling(config, method, rank), len(part.train), weight)
         rows = (part.train, part.validation, part.test)
-        train, validation, test = (split[~np.isin(split, ignored)] if len(ignored) else split for split in rows)
+        train, validation, test = (split[~np.isin(split, ignored)] if has_ignored else split for split in rows)
         return ClientData(client, train, validation, test)
 
     return LazyMapping(ids, build_client)

@@ -16,10 +16,10 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import Trainer
 
-from fedspan.assembly.engine import RunTrainer, require_private_model
-from fedspan.assembly.federation import build_simulated_federation
+from fedspan.assembly.engine import require_private_model
+from fedspan.assembly.federation import build_clients, build_simulated_federation
 from fedspan.assembly.model import RunModel, adapt_model, adopt_adapter, require_saveable
-from fedspan.assembly.run import Prepared
+from fedspan.assembly.run import LocalRun, Prepared
 from fedspan.assembly.task import collect_task_settings
 from fedspan.config import RunConfig, parse_config
 from fedspan.config.engine import EngineConfig
@@ -238,7 +238,20 @@ class TrainerRuns:
         key: bytes | None = None,
         stages: Stages | None = None,
     ) -> Prepared:
-        """Build a run (``start.Build``).
+        """Build a run (``start.Build``); arguments and errors are those of ``load``."""
+        local = self.load(config, existing_partition, key, stages)
+        federation = build_simulated_federation(local, local.clients, local.train, key)
+        evaluator = ReportedEvaluator(federation, config.evaluation.batch_size, config.evaluation.clients)
+        return Prepared(**vars(local), federation=federation, evaluator=evaluator)
+
+    def load(
+        self,
+        config: RunConfig,
+        existing_partition: Partition | None = None,
+        key: bytes | None = None,
+        stages: Stages | None = None,
+    ) -> LocalRun:
+        """Build what trains a run, in all processes.
 
         Args:
             config: Config of the run.
@@ -250,13 +263,13 @@ class TrainerRuns:
             FedspanError: If anything in the config does not fit the trainers or their models.
         """
         if self._processes is None:
-            return self._prepare(config, existing_partition, key, stages)
+            return self._load(config, existing_partition, key, stages)
         if self._processes.is_leader:
             self._processes.announce("prepare", config=config.model_dump_json(exclude_unset=True))
-        return self._prepare_together(self._processes, lambda: self._prepare(config, existing_partition, key, stages))
+        return self._load_together(self._processes, lambda: self._load(config, existing_partition, key, stages))
 
-    def prepare_announced(self, config: str) -> Prepared:
-        """Build, in a process other than rank 0, the run that rank 0 builds.
+    def load_announced(self, config: str) -> LocalRun:
+        """Build, in a process other than rank 0, what rank 0 builds.
 
         Args:
             config: The run's config as JSON, as rank 0 announced it.
@@ -265,18 +278,18 @@ class TrainerRuns:
             FedspanError: If the config is invalid or does not fit this process's trainer, or another process failed.
         """
         assert self._processes is not None
-        return self._prepare_together(
-            self._processes, lambda: self._prepare(parse_config(json.loads(config)), None, None, None)
+        return self._load_together(
+            self._processes, lambda: self._load(parse_config(json.loads(config)), None, None, None)
         )
 
-    def _prepare_together(self, processes: Processes, build: Callable[[], Prepared]) -> Prepared:
+    def _load_together(self, processes: Processes, load: Callable[[], LocalRun]) -> LocalRun:
         """Build a run in all processes; if one of them fails, for whatever reason, all of them do.
 
         Raises:
             FedspanError: If another process failed, or has another number of examples.
         """
         try:
-            prepared = build()
+            local = load()
         except Exception:
             processes.sum(1, "failures")
             processes.finish()
@@ -296,11 +309,11 @@ class TrainerRuns:
                 problem = f"its processes have {min(values):.0f} to {max(values):.0f} {kind} examples"
                 expected = "the whole data set in every process: the Trainer splits it among them"
                 raise FedspanError("trainer", None, expected, problem=problem)
-        return prepared
+        return local
 
-    def _prepare(
+    def _load(
         self, config: RunConfig, existing_partition: Partition | None, key: bytes | None, stages: Stages | None
-    ) -> Prepared:
+    ) -> LocalRun:
         stages = stages or Stages()
         self.close()
         parts = _partition(self._trainers)
@@ -319,26 +332,20 @@ class TrainerRuns:
             metric_needed = config.evaluation.metric
             engine = TrainerEngine(owners, task, settings, config.seed, stages, metric_needed, self._processes)
             method = config.build_method(replace(model.adapted.spec, clients=len(owners)))
-            train = TrainerExamples(parts.examples)
-            federation = build_simulated_federation(
-                config, RunTrainer(model, task_settings, task, engine, method), parts, train, key
-            )
-            evaluator = ReportedEvaluator(federation, config.evaluation.batch_size, config.evaluation.clients)
+            clients = build_clients(config, method, parts)
             self._restore = restore.pop_all()
-        return Prepared(
-            config,
-            (),
-            task_settings,
-            parts,
-            task,
-            engine,
-            federation,
-            evaluator,
-            train,
-            None,
-            (),
-            model,
+        return LocalRun(
+            config=config,
+            labels=(),
+            model=model,
+            task_settings=task_settings,
+            task=task,
+            engine=engine,
+            method=method,
             base_digest=engine.digest,
+            clients=clients,
+            train=TrainerExamples(parts.examples),
+            partition=parts,
             count_passes=lambda epochs, steps: max(
                 trainer.count_passes(epochs, steps) for trainer in self._trainers.values()
             ),

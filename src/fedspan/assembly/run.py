@@ -6,16 +6,15 @@ import gc
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from fedspan.assembly.engine import build_trainer, choose_device
-from fedspan.assembly.federation import build_simulated_federation
+from fedspan.assembly.engine import RunTrainer, build_trainer, choose_device
+from fedspan.assembly.federation import build_clients, build_simulated_federation
 from fedspan.assembly.head import build_head_start
-from fedspan.assembly.model import ModelObjects, RunModel, require_size
+from fedspan.assembly.model import ModelObjects, require_size
 from fedspan.assembly.task import collect_columns
 from fedspan.config import RunConfig
 from fedspan.data.duplicates import describe_shared
@@ -27,60 +26,54 @@ from fedspan.errors import FedspanError
 from fedspan.federation.evaluation import Evaluator
 from fedspan.federation.federation import Federation
 from fedspan.federation.head_start import HeadStart
-from fedspan.models.adapted import AdaptedModel
+from fedspan.federation.progress import ClientData
 from fedspan.models.names import FROM_PYTHON
-from fedspan.tasks.settings import TaskSettings
-from fedspan.tasks.task import Examples, RunTask
-from fedspan.training.engine import Engine
+from fedspan.tasks.task import Examples
 from fedspan.training.stages import Stages
 
 if TYPE_CHECKING:
     import datasets
 
 
-@dataclass(frozen=True)
-class Prepared:
+@dataclass(frozen=True, kw_only=True)
+class LocalRun(RunTrainer):
+    """A run whose clients' examples are in this process, without its federation.
+
+    Args:
+        clients: The clients, by sorted id.
+        train: Encoded examples of the clients.
+        partition: The training examples of each client; None: the examples are on remote nodes.
+        test: Encoded held-out examples, or None.
+        test_names: Display names of the held-out examples.
+        test_parts: Indices of the held-out examples of each value of ``evaluation.by``, int64; empty without it.
+        notes: Notes for the user about the examples (truncated answers).
+        head: How the head starts; None: as loaded.
+        count_passes: Returns the number of forward and backward passes of some steps, or of some epochs if these are
+            None; None: the config decides it.
+    """
+
+    clients: Mapping[str, ClientData]
+    train: Examples
+    partition: Partition | None = None
+    test: Examples | None = None
+    test_names: tuple[str, ...] = ()
+    test_parts: Mapping[str, np.ndarray] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    head: HeadStart | None = None
+    count_passes: Callable[[int, int | None], int] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared(LocalRun):
     """A run that is built and ready to start.
 
     Args:
-        config: The config that the run was built from.
-        labels: Label names by index; for a language model, those of the data's column of labels, if any.
-        task_settings: Settings of the task that the model needs.
-        partition: The training examples of each client; None: the examples are on remote nodes.
-        task: The learning problem.
-        engine: The engine, with the model on its device.
         federation: Method, engine and clients.
         evaluator: Evaluator of the federation.
-        train: Encoded examples that the partition assigns to clients.
-        test: Encoded held-out examples, or None.
-        test_names: Display names of the held-out examples.
-        model: The model that the engine trains, with the data that its export needs.
-        notes: Notes for the user about the examples (truncated answers).
-        head: How the head starts; None: as loaded.
-        base_digest: Returns the digest of the frozen weights, which no config names; called first before a server
-            state's base is set. None: the config names the model.
-        count_passes: Returns the number of forward and backward passes of some steps, or of some epochs if these are
-            None; None: the config decides it.
-        test_parts: Indices of the held-out examples of each value of ``evaluation.by``, int64; empty without it.
     """
 
-    config: RunConfig
-    labels: tuple[str, ...]
-    task_settings: TaskSettings
-    partition: Partition | None
-    task: RunTask
-    engine: Engine
     federation: Federation
     evaluator: Evaluator
-    train: Examples
-    test: Examples | None
-    test_names: tuple[str, ...]
-    model: RunModel
-    notes: tuple[str, ...] = ()
-    head: HeadStart | None = None
-    base_digest: Callable[[], str] | None = None
-    count_passes: Callable[[int, int | None], int] | None = None
-    test_parts: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -108,8 +101,22 @@ def _pause_garbage_collection() -> Generator[None]:
             gc.enable()
 
 
-@_pause_garbage_collection()
 def prepare(
+    config: RunConfig,
+    existing_partition: Partition | None = None,
+    key: bytes | None = None,
+    stages: Stages | None = None,
+    objects: Objects | None = None,
+) -> Prepared:
+    """Build a run whose clients are all in this process; arguments and errors are those of ``load_run``."""
+    local = load_run(config, existing_partition, key, stages, objects)
+    federation = build_simulated_federation(local, local.clients, local.train, key)
+    evaluator = Evaluator(federation, config.evaluation.batch_size, config.evaluation.clients)
+    return Prepared(**vars(local), federation=federation, evaluator=evaluator)
+
+
+@_pause_garbage_collection()
+def load_run(
     config: RunConfig,
     existing_partition: Partition | None = None,
     key: bytes | None = None,
@@ -117,8 +124,8 @@ def prepare(
     objects: Objects | None = None,
     *,
     ignores_labels: bool = False,
-) -> Prepared:
-    """Build a run.
+) -> LocalRun:
+    """Load a run's data and model, and build what trains its clients.
 
     Args:
         config: Config of the run.
@@ -157,50 +164,34 @@ def prepare(
         expected = f"macro_f1, because there are {len(data.labels)} labels and f1 is for two"
         raise FedspanError("evaluation.metric", "f1", expected)
     trainer = build_trainer(config, data.labels, len(parts.clients), device, key, stages, objects.model)
-    built, task, engine = trainer.model, trainer.task, trainer.engine
+    model, task = trainer.model.adapted.model, trainer.task
     if config.evaluation.generate and config.task_definition.require_generation is not None:
-        config.task_definition.require_generation(task, built.adapted.model)
-    task_settings = replace(trainer.task_settings, columns=collect_columns(config.data, data.label_separator))
+        config.task_definition.require_generation(task, model)
+    columns = collect_columns(config.data, data.label_separator)
+    trainer = replace(trainer, task_settings=replace(trainer.task_settings, columns=columns))
     with stages.stage("model"):
-        head, notes = build_head_start(config, built)
+        head, notes = build_head_start(config, trainer.model)
     with stages.stage("encoding"):
         train = task.encode(data.train)
         test = None if data.test is None else task.encode(data.test)
-    require_size(config, built.adapted.model, task, train, device)
-    federation = build_simulated_federation(config, trainer, parts, train, key, data.ignored)
-    return Prepared(
-        config=config,
-        labels=data.labels,
-        task_settings=task_settings,
-        partition=parts,
-        task=task,
-        engine=engine,
-        federation=federation,
-        evaluator=Evaluator(federation, config.evaluation.batch_size, config.evaluation.clients),
+    require_size(config, model, task, train, device)
+    notes = (
+        *data.notes,
+        *describe_shared(data.train, parts, config.data, config.partition.partitioner == "natural"),
+        *task.describe_examples(train),
+        *notes,
+    )
+    return LocalRun(
+        **vars(trainer),
+        clients=build_clients(config, trainer.method, parts, data.ignored),
         train=train,
+        partition=parts,
         test=test,
         test_names=() if data.test is None else _get_names(data.test),
-        model=built,
-        notes=(
-            *data.notes,
-            *describe_shared(data.train, parts, config.data, config.partition.partitioner == "natural"),
-            *task.describe_examples(train),
-            *notes,
-        ),
-        head=head,
-        base_digest=_build_base_digest(built.adapted, objects.model),
         test_parts=test_parts,
+        notes=notes,
+        head=head,
     )
-
-
-def _build_base_digest(adapted: AdaptedModel, objects: ModelObjects | None) -> Callable[[], str] | None:
-    """Return a function that computes the digest of a model that was passed from Python; None for others.
-
-    None also for one that Accelerate offloaded, whose weights are not in the model.
-    """
-    if objects is None or objects.model is None or any(value.is_meta for value in adapted.model.parameters()):
-        return None
-    return cache(lambda: adapted.hash_frozen().hexdigest())
 
 
 def _find_test_parts(test: datasets.Dataset | None, by: str | None) -> dict[str, np.ndarray]:

@@ -3,40 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from fedspan.assembly.engine import (
-    choose_device,
-    compute_max_length,
-    make_engine,
-    require_private_model,
-    set_algorithms,
-)
-from fedspan.assembly.federation import compute_client_ranks, compute_client_scaling
-from fedspan.assembly.head import build_aggregation, build_head_start, find_new_head
-from fedspan.assembly.model import build_model
+from fedspan.assembly.engine import RunTrainer, build_trainer, choose_device
+from fedspan.assembly.federation import compute_client_ranks, compute_client_scaling, wrap_method
+from fedspan.assembly.head import build_aggregation, build_head_start
 from fedspan.assembly.run import Prepared
-from fedspan.assembly.task import collect_task_settings
 from fedspan.clients.store import DiskClientStore
 from fedspan.config import RunConfig
 from fedspan.core.method import RegisteredMethod
 from fedspan.core.values import Client, Spec
 from fedspan.crypto import require_packages
 from fedspan.errors import FedspanError
-from fedspan.federation.evaluation import Evaluator
 from fedspan.federation.federation import Federation
+from fedspan.federation.head_start import HeadStart
 from fedspan.federation.presence import Presence
 from fedspan.federation.progress import ClientData
 from fedspan.federation.reported_evaluation import RemoteEvaluator
+from fedspan.federation.settings import RoundSettings
 from fedspan.federation.transport import Transport
 from fedspan.federation.validation import ReplyRules
 from fedspan.training.stages import Stages
-from fedspan.transports.in_process import simulate
 
 if TYPE_CHECKING:
     from fedspan.clients.secagg import SecureClient
@@ -51,8 +43,23 @@ class Nothing:
         return 0
 
 
-def prepare_server(config: RunConfig, key: bytes | None = None, stages: Stages | None = None) -> Prepared:
-    """Build the server's half of a deployment: everything except data and clients (``connect`` adds the clients).
+@dataclass(frozen=True, kw_only=True)
+class ServerRun(RunTrainer):
+    """The server's half of a deployment: everything except data and clients (``connect`` adds the clients).
+
+    Args:
+        settings: Rounds, cohort, reduction, privacy, seed.
+        head: How the head starts; None: as loaded.
+        notes: Notes for the user.
+    """
+
+    settings: RoundSettings
+    head: HeadStart | None
+    notes: tuple[str, ...]
+
+
+def prepare_server(config: RunConfig, key: bytes | None = None, stages: Stages | None = None) -> ServerRun:
+    """Build the server's half of a deployment.
 
     Args:
         config: Config from ``handshake.build_server_config``.
@@ -64,28 +71,13 @@ def prepare_server(config: RunConfig, key: bytes | None = None, stages: Stages |
     """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    labels, stages = tuple(config.data.labels or ()), stages or Stages()
     if config.evaluation.by is not None:
         problem = "the examples are on the nodes, and the server has no held-out set to score by value"
         raise FedspanError("evaluation.by", config.evaluation.by, problem=problem)
-    with stages.stage("model"):
-        device = choose_device(config.device)
-        set_algorithms(config.deterministic, device)
-        model = build_model(config, labels, device)
-    require_private_model(config, model.adapted)
-    task_settings = collect_task_settings(
-        config, labels, compute_max_length(config, model.processor, model.adapted.model), model.pooling
-    )
-    task = config.task_definition.build(model.processor, task_settings, config.data)
-    method = config.wrap_method(build_method(config, model.adapted.spec), find_new_head(config, model))
-    engine = make_engine(config, model.adapted, task, config.build_training_settings(key), stages)
-    head, notes = build_head_start(config, model)
-    no_data = Nothing()
-    federation = simulate(method, engine, {}, no_data, config.build_round_settings(key))
-    evaluator = Evaluator(federation, config.evaluation.batch_size, config.evaluation.clients)
-    return Prepared(
-        config, labels, task_settings, None, task, engine, federation, evaluator, no_data, None, (), model, notes, head
-    )
+    labels, device = tuple(config.data.labels or ()), choose_device(config.device)
+    trainer = build_trainer(config, labels, config.partition.clients, device, key, stages)
+    head, notes = build_head_start(config, trainer.model)
+    return ServerRun(**vars(trainer), settings=config.build_round_settings(key), head=head, notes=notes)
 
 
 def build_method(config: RunConfig, spec: Spec) -> RegisteredMethod:
@@ -122,7 +114,7 @@ def build_server_clients(
 
 
 def connect(
-    prepared: Prepared,
+    built: ServerRun | Prepared,
     transport: Transport,
     rules: ReplyRules,
     *,
@@ -133,13 +125,13 @@ def connect(
     presence: Presence | None = None,
     begin_round: Callable[[int], tuple[Mapping[str, ClientData], Presence]] | None = None,
 ) -> Prepared:
-    """Connect a prepared run to its clients through a transport.
+    """Connect a run to its clients through a transport.
 
     Args:
-        prepared: The prepared run.
+        built: The server's half; or a run with all clients in this process, whose replies come from other processes.
         transport: Transport to the clients.
         rules: Rules for the replies that a round needs and accepts.
-        clients: The clients; None: those of the prepared run.
+        clients: The clients; None: those of a run in this process.
         nodes: Folder where the clients store their state, if this process can read it.
         run: Name of the run, for nodes that may serve several.
         agreed: Digest of the config that all nodes were sent.
@@ -149,20 +141,25 @@ def connect(
     Raises:
         FedspanError: If the config requests secure aggregation and its libraries are not installed.
     """
-    local_federation, config = prepared.federation, prepared.config
-    federation_clients = local_federation.clients if clients is None else clients
+    config, training = built.config, built.engine.settings
+    if isinstance(built, Prepared):
+        own = built.federation
+        method, examples, settings, training = own.method, own.examples, own.settings, own.training
+        clients = own.clients if clients is None else clients
+    else:
+        method, examples, settings, clients = wrap_method(built), Nothing(), built.settings, clients or {}
     federation = Federation(
-        local_federation.method,
-        prepared.engine,
-        federation_clients,
-        local_federation.examples,
-        replace(local_federation.settings, agreed=agreed),
+        method,
+        built.engine,
+        clients,
+        examples,
+        replace(settings, agreed=agreed),
         transport,
         rules,
         build_aggregation(config),
         run,
         exporting=nodes is None,
-        training=local_federation.training,
+        training=training,
         presence=presence,
         begin_round=begin_round,
     )
@@ -170,7 +167,10 @@ def connect(
     evaluator = RemoteEvaluator(
         federation, config.evaluation.batch_size, config.evaluation.clients, None if store is None else store.load
     )
-    return replace(prepared, federation=federation, evaluator=evaluator)
+    if isinstance(built, Prepared):
+        return replace(built, federation=federation, evaluator=evaluator)
+    shared = {name: value for name, value in vars(built).items() if name != "settings"}
+    return Prepared(**shared, clients=clients, train=examples, federation=federation, evaluator=evaluator)
 
 
 def secure_client(

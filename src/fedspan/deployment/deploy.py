@@ -12,8 +12,7 @@ from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from fedspan import __version__
-from fedspan.assembly.run import Prepared
-from fedspan.assembly.server import prepare_server
+from fedspan.assembly.server import ServerRun, prepare_server
 from fedspan.config import RunConfig, override, read_values
 from fedspan.config.node import NodeConfig, load_node, require_data
 from fedspan.config.validation_errors import convert_validation_errors
@@ -280,7 +279,7 @@ def submit(
     progress_file = ProgressFile(RunFolder(folder).progress)
     events = Listeners(listener or Listener(), progress_file)
 
-    def host(run_folder: RunFolder, prepared: Prepared, run_rounds: Any) -> RunReport:
+    def host(run_folder: RunFolder, prepared: ServerRun, run_rounds: Any) -> RunReport:
         run, config = read_run_name(run_folder), prepared.config
         evaluated = min(config.partition.clients, config.evaluation.clients or config.partition.clients)
         if (note := describe_few_nodes(evaluated)) is not None:

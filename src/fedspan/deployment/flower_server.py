@@ -12,7 +12,7 @@ from typing import Any
 
 from fedspan import __version__
 from fedspan.assembly.run import Prepared, prepare
-from fedspan.assembly.server import build_server_clients, connect, prepare_server
+from fedspan.assembly.server import ServerRun, build_server_clients, connect, prepare_server
 from fedspan.config import RunConfig, override, parse_config, read_values
 from fedspan.data.path_patterns import has_files
 from fedspan.deployment.console import log_to_console
@@ -180,7 +180,7 @@ def _run(grid: Grid, context: Context) -> None:
         start.run(config, folder, resume=resume, listener=listener, host=host, build=build)
 
 
-def _build_server(config: RunConfig, _: object, key: bytes | None, stages: Any) -> Prepared:
+def _build_server(config: RunConfig, _: object, key: bytes | None, stages: Any) -> ServerRun:
     return prepare_server(config, key, stages)
 
 
@@ -200,7 +200,7 @@ def _simulate(grid: Grid, run_folder: RunFolder, prepared: Prepared, run_rounds:
 
 
 def _deploy(
-    grid: Grid, wait: float, listener: Listener, run_folder: RunFolder, prepared: Prepared, run_rounds: RunRounds
+    grid: Grid, wait: float, listener: Listener, run_folder: RunFolder, prepared: ServerRun, run_rounds: RunRounds
 ) -> RunReport:
     """Run a federation with the hosts of data owners."""
     config, run = prepared.config, read_run_name(run_folder)
@@ -223,7 +223,7 @@ def _deploy(
 
 
 def _gather(
-    grid: Grid, prepared: Prepared, invitation: Envelope, wait: float, listener: Listener, begun: Collection[str]
+    grid: Grid, prepared: ServerRun, invitation: Envelope, wait: float, listener: Listener, begun: Collection[str]
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Invite nodes until as many have joined as there are clients.
 

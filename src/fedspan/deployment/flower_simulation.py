@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fedspan.assembly.run import prepare
+from fedspan.assembly.federation import wrap_method
+from fedspan.assembly.run import load_run
 from fedspan.assembly.server import secure_client
 from fedspan.clients.host import Host
 from fedspan.clients.refusals import refuse_any
@@ -47,17 +48,17 @@ def reply_as(run: str, threads: int, envelope: Envelope) -> Envelope:
 def _load_host(run: str) -> Host:
     run_folder = RunFolder(run)
     config = read_resolved_config(run_folder.path)
-    prepared = prepare(config, load_partition(run_folder), load_noise_key(run_folder.path, config))
-    federation, folder = prepared.federation, get_nodes_folder(run_folder.path)
+    local = load_run(config, load_partition(run_folder), load_noise_key(run_folder.path, config))
+    folder = get_nodes_folder(run_folder.path)
     secure: Mapping[str, SecureClient] | None = None
     if config.federation.secure is not None:
-        halves = {id: secure_client(config, id, folder) for id in federation.clients}
+        halves = {id: secure_client(config, id, folder) for id in local.clients}
         secure = {id: client for id, client in halves.items() if client is not None}
     return Host(
-        federation.method,
-        prepared.engine,
-        federation.clients,
-        prepared.train,
+        wrap_method(local),
+        local.engine,
+        local.clients,
+        local.train,
         DiskClientStore(folder),
         config.evaluation.batch_size,
         secure=secure,

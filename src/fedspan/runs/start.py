@@ -6,10 +6,12 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from fedspan.assembly.engine import keep_stacking_plan
 from fedspan.assembly.model import resolve_pooling
 from fedspan.assembly.run import Prepared, prepare
+from fedspan.assembly.server import ServerRun
 from fedspan.config import RunConfig
 from fedspan.data.files import FROM_TRAINERS
 from fedspan.data.partition import Partition
@@ -49,10 +51,12 @@ def load_partition(run_folder: RunFolder) -> Partition | None:
     return Partition.from_json(read_bytes(run_folder.partition).decode(errors="replace"), str(run_folder.partition))
 
 
-HostRun = Callable[[RunFolder, Prepared, Callable[[Prepared], RunReport]], RunReport]
-"""Connects a prepared run to its local or remote clients, runs it, and returns its report."""
+Built = Prepared | ServerRun
 
-Build = Callable[[RunConfig, Partition | None, bytes | None, Stages], Prepared]
+HostRun = Callable[[RunFolder, Any, Callable[[Prepared], RunReport]], RunReport]
+"""Connects a run that was built to its local or remote clients, runs it, and returns its report."""
+
+Build = Callable[[RunConfig, Partition | None, bytes | None, Stages], Built]
 
 
 def run(
@@ -76,7 +80,7 @@ def run(
         listener: Listener that receives the events of the run.
         command: The command line, for environment.json.
         host: Connects the run to remote clients; None: the clients are simulated in this process.
-        build: Builds the prepared run from the config, the partition that the run was started with, if any, the
+        build: Builds the run from the config, the partition that the run was started with, if any, the
             secret key of its noise, if any, and the stages that it reports to.
         progress_file: The run's progress file, if the listener passes events on to it already; None: it is created.
 
@@ -90,17 +94,17 @@ def run(
     command = command or tuple(sys.argv)
     if resume:
         with RunFolder.resume(folder) as run_folder, progress_file:
-            before, prepared = read_config(run_folder.path), None
+            before, built = read_config(run_folder.path), None
             used = resolve_config(run_folder, config or before)
             _require_watched_clients(used, host)
             if config is not None:
                 require_intact(run_folder)
                 # Built before the folder changes: a change that this machine cannot make leaves the run as it was.
-                prepared = _build_again(run_folder, used, listener, build)
+                built = _build_again(run_folder, used, listener, build)
                 extend(run_folder, before, config, listener)
             if changes := record_environment(run_folder, used.seed, command, used.threads):
                 listener.on_environment_change(changes)
-            return _run(run_folder, used, listener, resumed=True, prepared=prepared, host=host, build=build)
+            return _run(run_folder, used, listener, resumed=True, built=built, host=host, build=build)
     if config is None:
         raise FedspanError("config", None, "a config for a new run")
     _require_watched_clients(config, host)
@@ -110,7 +114,7 @@ def run(
     unresolved, (config, note) = config.model, resolve_pooling(config)
     key = generate_key(config)
     # Before the folder is created: an invalid config leaves no files.
-    prepared = build(config, None, key, Stages(listener.on_stage_change))
+    built = build(config, None, key, Stages(listener.on_stage_change))
     with RunFolder.create(folder, config_text) as run_folder, progress_file:
         store_noise_key(run_folder.path, key)
         if config.model != unresolved:
@@ -118,7 +122,7 @@ def run(
         if note is not None:
             listener.on_note(note)
         record_environment(run_folder, config.seed, command)
-        return _run(run_folder, config, listener, resumed=False, prepared=prepared, host=host, build=build)
+        return _run(run_folder, config, listener, resumed=False, built=built, host=host, build=build)
 
 
 def _require_watched_clients(config: RunConfig, host: HostRun | None) -> None:
@@ -132,7 +136,7 @@ def _require_watched_clients(config: RunConfig, host: HostRun | None) -> None:
         raise FedspanError("evaluation.diagnostics", config.evaluation.diagnostics, problem=problem)
 
 
-def _build_again(run_folder: RunFolder, config: RunConfig, listener: Listener, build: Build) -> Prepared:
+def _build_again(run_folder: RunFolder, config: RunConfig, listener: Listener, build: Build) -> Built:
     """Build a run that has begun, on its own partition and key."""
     partition, key = load_partition(run_folder), load_noise_key(run_folder.path, config)
     return build(config, partition, key, Stages(listener.on_stage_change))
@@ -144,7 +148,7 @@ def _run(
     listener: Listener,
     *,
     resumed: bool,
-    prepared: Prepared | None = None,
+    built: Built | None = None,
     host: HostRun | None = None,
     build: Build = prepare,
 ) -> RunReport:
@@ -155,34 +159,41 @@ def _run(
     stored = checkpoints.resume(run_folder)
     if resumed:
         require_same_run(run_folder, config, stored)
-    if prepared is None:
-        prepared = _build_again(run_folder, config, listener, build)
-    if prepared.partition is not None and not run_folder.partition.exists():
-        with convert_disk_errors(run_folder.path):
-            write_atomic(run_folder.partition, (prepared.partition.to_json() + "\n").encode())
-
-    if prepared.base_digest is not None:
-        digest = prepared.base_digest()
+    if built is None:
+        built = _build_again(run_folder, config, listener, build)
+    if built.base_digest is not None:
+        digest = built.base_digest()
         if not run_folder.base.exists():
             run_folder.write_json(run_folder.base, {"sha256": digest})
         require_same_base(run_folder, digest, "trainers" if config.data.train == FROM_TRAINERS else "model")
-
-    settings = prepared.federation.settings.buffered
-    if settings is not None and settings.arrivals is not None:
-        _require_same_arrivals(run_folder, settings.arrivals)
-
-    keep_stacking_plan(run_folder, prepared.engine)
-    if config.training.lr == "auto":
-        tested = prepared
-        lr = load_or_choose(run_folder.learning_rate, lambda: run_range_test(tested, config.default_lr))
-        prepared = set_rate(prepared, lr)
+    keep_stacking_plan(run_folder, built.engine)
+    if isinstance(built, Prepared):
+        built = _prepare_locally(run_folder, built)
 
     def run_rounds(prepared: Prepared) -> RunReport:
         with JsonLines(run_folder.metrics) as metrics, Ledger(run_folder.ledger) as ledger:
             session = Session(run_folder, prepared, listener, metrics, ledger)
             return finish(session, session.run_rounds(stored, resumed))
 
-    return run_rounds(prepared) if host is None else host(run_folder, prepared, run_rounds)
+    if host is not None:
+        return host(run_folder, built, run_rounds)
+    assert isinstance(built, Prepared), "a server needs its nodes"
+    return run_rounds(built)
+
+
+def _prepare_locally(run_folder: RunFolder, prepared: Prepared) -> Prepared:
+    """Store or check what a run with its clients in this process begins with, and find its learning rate."""
+    if prepared.partition is not None and not run_folder.partition.exists():
+        with convert_disk_errors(run_folder.path):
+            write_atomic(run_folder.partition, (prepared.partition.to_json() + "\n").encode())
+    settings = prepared.federation.settings.buffered
+    if settings is not None and settings.arrivals is not None:
+        _require_same_arrivals(run_folder, settings.arrivals)
+    config = prepared.config
+    if config.training.lr != "auto":
+        return prepared
+    lr = load_or_choose(run_folder.learning_rate, lambda: run_range_test(prepared, config.default_lr))
+    return set_rate(prepared, lr)
 
 
 def _require_same_arrivals(run_folder: RunFolder, arrivals: Arrivals) -> None:
