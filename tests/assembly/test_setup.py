@@ -37,7 +37,8 @@ from fedspan.federation.settings import SecureSettings
 from fedspan.models.adapted import AdaptedModel
 from fedspan.run_folder import RunFolder
 from fedspan.runs import start
-from fedspan.runs.start import load_partition, run
+from fedspan.runs.report import read_partition
+from fedspan.runs.start import run
 from fedspan.training.batched import BatchedEngine
 from fedspan.training.loop import LoopEngine
 from fedspan.training.stacking import StackingPlan
@@ -112,17 +113,16 @@ def test_an_invalid_config_leaves_no_files(tmp_path: Path, monkeypatch: pytest.M
     assert not (tmp_path / "run").exists()
 
 
-def test_the_partition_of_an_earlier_start_is_loaded(tmp_path: Path) -> None:
+def test_the_partition_of_an_earlier_start_is_read(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    assert load_partition(folder) is None
     rows = [np.array(values, dtype=np.int64) for values in ([0, 2], [1], [])]
     stored = Partition((ClientPart("east", *rows),), 3)
     folder.partition.write_text(stored.to_json())
-    found = load_partition(folder)
+    found = read_partition(tmp_path)
     assert found.fingerprint == stored.fingerprint
     folder.partition.write_text(stored.to_json()[:-5])
     with pytest.raises(FedspanError, match=r"partition\.json"):
-        load_partition(folder)
+        read_partition(tmp_path)
 
 
 def build(clip: float | None = None, **federation: Any) -> Any:

@@ -43,11 +43,7 @@ class WorkerKit:
 
 
 def build_host(kit: WorkerKit) -> Host:
-    """Build the host of a worker, in the worker's process.
-
-    Raises:
-        FedspanError: If the model cannot be loaded there.
-    """
+    """Build the host of a worker, in the worker's process."""
     config = kit.config
     assert config.cluster is not None
     device = choose_device("cuda" if config.cluster.gpus_per_worker else "cpu")
@@ -71,14 +67,7 @@ def get_resources(config: RunConfig) -> Resources:
 def connect_workers(
     prepared: Prepared, team: Team, key: bytes | None = None, build: Callable[[WorkerKit], Host] = build_host
 ) -> Prepared:
-    """Build the workers' hosts, and connect a prepared run to them.
-
-    Args:
-        prepared: The run, with all clients in this process.
-        team: The workers.
-        key: Secret key of the noise, if it has one.
-        build: Builds the host of a worker.
-    """
+    """Build the workers' hosts, and connect a prepared run to them."""
     from fedspan.transports.ray.predictor import ClusterPredictor
     from fedspan.transports.ray.transport import ClusterTransport
 

@@ -33,11 +33,7 @@ _restricts_torch = False  # whether the last run of this process has restricted 
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the named device; ``auto``: CUDA, then Apple's MPS, then the CPU.
-
-    Raises:
-        FedspanError: If the name is not a device name, or this machine lacks the device.
-    """
+    """Return the named device; ``auto``: CUDA, then Apple's MPS, then the CPU."""
     if name == "auto":
         if torch.cuda.is_available():
             return torch.device("cuda")
@@ -54,12 +50,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def set_algorithms(deterministic: bool, device: torch.device) -> None:
-    """Restrict torch to deterministic algorithms in this process, or undo what an earlier run restricted.
-
-    Args:
-        deterministic: Whether the run asks for it.
-        device: Device of the run; a CPU needs no restriction.
-    """
+    """Restrict torch to deterministic algorithms in this process, or undo what an earlier run restricted."""
     global _restricts_torch
     if deterministic and device.type != "cpu":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS at its start
@@ -89,9 +80,6 @@ def make_engine(
         settings: Settings of local training.
         stages: Reports the progress of long work; None: that of ``shared_with``, if any.
         shared_with: Another engine on the same model and task, whose prefix caches and time for measuring are shared.
-
-    Raises:
-        FedspanError: If the config asks to compile blocks that cannot be compiled.
     """
     options, seed = config.engine, config.seed
     prefix = (
@@ -217,9 +205,6 @@ def build_trainer(
         stages: Reports the progress of long work; None: it is not reported.
         objects: Model and tokenizer that were passed from Python, in place of those that the config names.
         targets: Paths of the target layers, as another process found them; None: they are found by PEFT's rules.
-
-    Raises:
-        FedspanError: If anything in the config does not fit the model.
     """
     stages = stages or Stages()
     set_algorithms(config.deterministic, device)

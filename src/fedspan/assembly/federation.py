@@ -38,17 +38,7 @@ if TYPE_CHECKING:
 def build_simulated_federation(
     trainer: RunTrainer, clients: Mapping[str, ClientData], train: Examples, key: bytes | None
 ) -> Federation:
-    """Build a run's federation, with all clients in this process.
-
-    Args:
-        trainer: What trains the clients.
-        clients: The clients, by sorted id.
-        train: The encoded examples.
-        key: Secret key of the noise, if it has one.
-
-    Raises:
-        FedspanError: If the config does not fit the clients.
-    """
+    """Build a run's federation, with all clients in this process."""
     config, transport = trainer.config, build_simulated_transport(trainer, clients, train)
     host = transport.host
     return Federation(
@@ -84,11 +74,7 @@ def wrap_method(trainer: RunTrainer) -> Method:
 
 
 def _build_presence(config: RunConfig, ids: Sequence[str]) -> Presence:
-    """Build the rounds in which the clients of a simulation are present.
-
-    Raises:
-        FedspanError: If a client does not exist, or too few clients are present in a round.
-    """
+    """Build the rounds in which the clients of a simulation are present."""
     if config.simulation is None or not config.simulation.present:
         return Presence()
     known, present = set(ids), config.simulation.present
@@ -124,11 +110,7 @@ def _secure_clients(config: RunConfig, clients: Mapping[str, ClientData]) -> Map
 def _flip_labels(
     train: Examples, clients: Mapping[str, ClientData], conditions: Conditions | None, labels: int
 ) -> Examples:
-    """Return the training examples, with label K - 1 - k instead of k for clients that train on flipped labels.
-
-    Raises:
-        FedspanError: If the examples of a task of the user's own are no dataclass with ``labels``.
-    """
+    """Return the training examples, with label K - 1 - k instead of k for clients that train on flipped labels."""
     faults = None if conditions is None else conditions.faults
     if conditions is None or faults is None or faults.kind != "label-flip":
         return train
@@ -152,9 +134,6 @@ def build_clients(
         method: The method, bound to the model's target layers.
         parts: The clients' examples.
         ignored: Examples that count as their client's and are in none of its parts, int64; None: there are none.
-
-    Raises:
-        FedspanError: If the config does not fit the clients.
     """
     ids = parts.parts.ids
     cohort = config.federation.clients_per_round
@@ -176,12 +155,7 @@ def build_clients(
 
 
 def _read_arrivals(federation: FederationConfig, settings: RoundSettings) -> RoundSettings:
-    """Return the settings of rounds with the arrivals of the run that the config repeats, if it repeats one.
-
-    Raises:
-        FedspanError: If the folder holds no run with asynchronous rounds, it has fewer rounds than the config requests,
-            or its metrics were changed.
-    """
+    """Return the settings of rounds with the arrivals of the run that the config repeats, if it repeats one."""
     if federation.buffered is None or federation.buffered.replay is None:
         return settings
     assert settings.buffered is not None
@@ -204,17 +178,7 @@ def _parse_row(row: dict[str, Any]) -> tuple[tuple[str, int], ...]:
 
 
 def compute_client_ranks(config: RunConfig, method: RegisteredMethod, ids: Sequence[str]) -> dict[str, int]:
-    """Determine the rank of every client.
-
-    Args:
-        config: Config of the run.
-        method: The method, bound to the model's target layers.
-        ids: Ids of the clients, in their order.
-
-    Raises:
-        FedspanError: If a client does not exist, a rank is larger than the layers allow, or ranks differ and the method
-            supports only one.
-    """
+    """Determine the rank of every client."""
     requested = _get_requested_ranks(config, ids)
     max_rank, whose = _compute_max_rank(method)
     client_ids = set(ids)

@@ -32,9 +32,6 @@ def build_aggregation(config: RunConfig, clip: float | None = None) -> Aggregati
     Args:
         config: Config of the run.
         clip: Norm to which contributions to a secure sum are clipped; None: that of the config.
-
-    Raises:
-        FedspanError: If the config selects secure aggregation and its libraries are not installed.
     """
     secure = config.federation.build_secure_settings()
     if secure is None:
@@ -53,11 +50,7 @@ _AS_PASSED = (
 
 
 def build_head_start(config: RunConfig, model: RunModel) -> tuple[HeadStart | None, tuple[str, ...]]:
-    """Return how the run's head starts (None: as loaded), and notes for the user.
-
-    Raises:
-        FedspanError: If the config names a kind of start that the model does not allow.
-    """
+    """Return how the run's head starts (None: as loaded), and notes for the user."""
     requested, is_passed = config.model.head_init, config.model.name.startswith(FROM_PYTHON)
     kind, reason = config.head_kind
     try:
@@ -134,10 +127,6 @@ def compute_baseline_head(head: HeadStart | None) -> HeadStart | None:
 
 def begin(federation: Federation, head: HeadStart | None) -> Progress:
     """Return the progress before the first round, with a head from the statistics of all clients.
-
-    Args:
-        federation: The federation.
-        head: How the head starts; None: as ``begin_at_random``.
 
     Raises:
         TooFewReplies: If too few clients send statistics.

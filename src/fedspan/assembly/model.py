@@ -43,11 +43,7 @@ if TYPE_CHECKING:
 
 
 def require_saveable(processor: Processor | None) -> None:
-    """Check that a processor can be exported with its model.
-
-    Args:
-        processor: The processor; None: there is none.
-    """
+    """Check that a processor can be exported with its model."""
     if processor is not None and not hasattr(processor, "save_pretrained"):
         expected = "a tokenizer or processor of Transformers, whose save_pretrained(folder) exports it with the model"
         raise FedspanError("tokenizer", type(processor).__name__, expected)
@@ -119,9 +115,6 @@ def build_model(
         device: Device of the model.
         objects: Model and tokenizer that were passed from Python; None: they are loaded by name.
         targets: Paths of the target layers, as another process found them; None: they are found by PEFT's rules.
-
-    Raises:
-        FedspanError: If the model, its layers or the adapter do not exist or do not match.
     """
     loaded = _load(config, labels, device, objects or ModelObjects())
     processor = config.task_definition.get_processor(loaded.processor)
@@ -151,9 +144,6 @@ def build_empty_model(
         architecture: Architecture, as for ``models.empty.load_empty``.
         device: Device, as for ``models.empty.load_empty``; None: the meta device.
         depth: Depth, as for ``models.empty.load_empty``.
-
-    Raises:
-        FedspanError: If no config of the model is available, or layers do not exist.
     """
     from fedspan.models.empty import META, load_empty
 
@@ -189,9 +179,6 @@ def adapt_model(
         model: The model, whose target layers compute as a job defines from now on.
         new: Paths of the modules with new weights.
         named: Paths of the target layers, if they are known; PEFT's description is None then.
-
-    Raises:
-        FedspanError: If the model has no such layers.
     """
     saved = [] if config.model.is_from_scratch else _list_modules_to_save(config, model, new)
     peft_config = None
@@ -373,11 +360,7 @@ def _build_lora_config(config: RunConfig, modules_to_save: list[str], base: str 
 
 
 def adopt_adapter(config: RunConfig, adapted: AdaptedModel, labels: tuple[str, ...]) -> StartingAdapter:
-    """Load the starting adapter into the model and return it; empty without one.
-
-    Raises:
-        FedspanError: If the adapter does not exist, does not match, or is not what the run that exported it wrote.
-    """
+    """Load the starting adapter into the model and return it; empty without one."""
     if config.model.adapter is None:
         return StartingAdapter({}, {})
     require_intact_model(Path(os.path.expanduser(config.model.adapter)))

@@ -107,9 +107,6 @@ def adopt_trainer(trainer: Any, field: str = "trainer") -> LocalTrainer:
         trainer: A Transformers ``Trainer`` or one derived from it, a ``TorchTrainer``, or a function without arguments
             that returns one.
         field: The argument that holds it, for errors.
-
-    Raises:
-        FedspanError: If it is none of these, or a federation cannot honor it.
     """
     if _is_factory(trainer):
         trainer = trainer()
@@ -163,12 +160,7 @@ def _describe_adapter(model: nn.Module) -> str:
 
 
 def adopt_trainers(trainers: Mapping[str, Any]) -> dict[str, LocalTrainer]:
-    """Return users' trainers by client id (``adopt_trainer``), all of which train in this process.
-
-    Raises:
-        FedspanError: If they are no mapping from ids, there are none, one of them is no trainer, or the script runs in
-            several processes.
-    """
+    """Return users' trainers by client id (``adopt_trainer``), all of which train in this process."""
     if not isinstance(trainers, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         expected = 'a dict of the clients\' trainers by id: {"a": trainer, "b": other}'
         raise FedspanError("trainers", type(trainers).__name__, expected)
@@ -238,7 +230,7 @@ class TrainerRuns:
         key: bytes | None = None,
         stages: Stages | None = None,
     ) -> Prepared:
-        """Build a run (``start.Build``); arguments and errors are those of ``load``."""
+        """Build a run (``start.Build``); its arguments are those of ``load``."""
         local = self.load(config, existing_partition, key, stages)
         federation = build_simulated_federation(local, local.clients, local.train, key)
         evaluator = ReportedEvaluator(federation, config.evaluation.batch_size, config.evaluation.clients)
@@ -273,9 +265,6 @@ class TrainerRuns:
 
         Args:
             config: The run's config as JSON, as rank 0 announced it.
-
-        Raises:
-            FedspanError: If the config is invalid or does not fit this process's trainer, or another process failed.
         """
         assert self._processes is not None
         return self._load_together(

@@ -65,12 +65,7 @@ class LocalRun(RunTrainer):
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared(LocalRun):
-    """A run that is built and ready to start.
-
-    Args:
-        federation: Method, engine and clients.
-        evaluator: Evaluator of the federation.
-    """
+    """A run that is built and ready to start."""
 
     federation: Federation
     evaluator: Evaluator
@@ -108,7 +103,7 @@ def prepare(
     stages: Stages | None = None,
     objects: Objects | None = None,
 ) -> Prepared:
-    """Build a run whose clients are all in this process; arguments and errors are those of ``load_run``."""
+    """Build a run whose clients are all in this process; its arguments are those of ``load_run``."""
     local = load_run(config, existing_partition, key, stages, objects)
     federation = build_simulated_federation(local, local.clients, local.train, key)
     evaluator = Evaluator(federation, config.evaluation.batch_size, config.evaluation.clients)
@@ -135,9 +130,6 @@ def load_run(
         objects: Data, model and tokenizer that were passed from Python, in place of those that the config names.
         ignores_labels: Whether clients leave out examples whose label is not in ``data.labels``, which count as theirs
             in ``partition``; else they are an error.
-
-    Raises:
-        FedspanError: If anything in the config does not fit the data or the model.
     """
     objects, stages = objects or Objects(), stages or Stages()
     if config.evaluation.generate and config.task_definition.require_packages is not None:
@@ -195,11 +187,7 @@ def load_run(
 
 
 def _find_test_parts(test: datasets.Dataset | None, by: str | None) -> dict[str, np.ndarray]:
-    """Return the indices of the held-out examples of each value of a column; empty if no column is named.
-
-    Raises:
-        FedspanError: If there is no held-out set, or not each of its examples has a value.
-    """
+    """Return the indices of the held-out examples of each value of a column; empty if no column is named."""
     if by is None:
         return {}
     if test is None:
@@ -234,9 +222,6 @@ def collect_objects(config: RunConfig, call: str, data: Any, model: Any, tokeniz
         data: The data; None: read as the config says.
         model: The model; None: loaded by name.
         tokenizer: The tokenizer or image processor; None: that of the model's name.
-
-    Raises:
-        FedspanError: If the run was started from data or a model that are missing here, or the data cannot be read.
     """
     if data is None:
         require_named_data(config, call)
@@ -247,16 +232,7 @@ def collect_objects(config: RunConfig, call: str, data: Any, model: Any, tokeniz
 
 
 def require_named_data(config: RunConfig, call: str, argument: str = "data") -> None:
-    """Check that the config of a run names its data.
-
-    Args:
-        config: Config of the run.
-        call: The Python function that takes data, for the error.
-        argument: The argument of that function.
-
-    Raises:
-        FedspanError: If the data were passed from Python.
-    """
+    """Check that the config of a run names its data."""
     if config.data.train == FROM_TRAINERS:
         problem = "the clients of this run trained with trainers passed from Python: pass them again as trainers= of "
         raise FedspanError("trainers", None, problem=f"{problem}fedspan.simulate(..., resume=True)")
@@ -265,14 +241,6 @@ def require_named_data(config: RunConfig, call: str, argument: str = "data") -> 
 
 
 def require_named_model(config: RunConfig, call: str) -> None:
-    """Check that the config of a run names its model.
-
-    Args:
-        config: Config of the run.
-        call: The Python function that takes a model, for the error.
-
-    Raises:
-        FedspanError: If the model was passed from Python.
-    """
+    """Check that the config of a run names its model."""
     if config.model.name.startswith(FROM_PYTHON):
         raise FedspanError("model", None, problem=_PASSED.format("model of this run was", "it", "model", call))

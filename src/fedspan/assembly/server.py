@@ -59,16 +59,7 @@ class ServerRun(RunTrainer):
 
 
 def prepare_server(config: RunConfig, key: bytes | None = None, stages: Stages | None = None) -> ServerRun:
-    """Build the server's half of a deployment.
-
-    Args:
-        config: Config from ``handshake.build_server_config``.
-        key: Secret key of the noise, if it has one.
-        stages: Reports the progress of long work; None: it is not reported.
-
-    Raises:
-        FedspanError: If anything in the config does not fit the model.
-    """
+    """Build the server's half of a deployment."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     if config.evaluation.by is not None:
@@ -137,9 +128,6 @@ def connect(
         agreed: Digest of the config that all nodes were sent.
         presence: The rounds in which each client is present; None: every client in every round.
         begin_round: Decides before a round about the clients (``Federation``); None: they stay.
-
-    Raises:
-        FedspanError: If the config requests secure aggregation and its libraries are not installed.
     """
     config, training = built.config, built.engine.settings
     if isinstance(built, Prepared):

@@ -44,14 +44,7 @@ def collect_columns(data: DataConfig, label_separator: str | None) -> dict[str, 
 def collect_task_settings(
     config: RunConfig, labels: tuple[str, ...], max_length: int, pooling: Pooling | None
 ) -> TaskSettings:
-    """Collect the settings of a run's task.
-
-    Args:
-        config: Config of the run.
-        labels: Label names by index.
-        max_length: Maximum number of tokens of an example.
-        pooling: Pooling of the model's texts (``model.get_pooling``).
-    """
+    """Collect the settings of a run's task."""
     data, evaluation, task = config.data, config.evaluation, get_task(config.task)
     return TaskSettings(
         task=config.task,
@@ -124,11 +117,7 @@ def read_notes(folder: Path) -> dict[str, Any]:
 
 
 def parse_task_settings(folder: Path, notes: dict[str, Any]) -> TaskSettings:
-    """Parse the settings of a model's task.
-
-    Raises:
-        FedspanError: If a value is one that no run can have.
-    """
+    """Parse the settings of a model's task."""
     path = folder / NOTES
     with convert_validation_errors(str(path)):
         task_settings = TypeAdapter(TaskSettings).validate_python(

@@ -20,7 +20,7 @@ from fedspan.federation.secagg.messages import decode_request
 from fedspan.run_folder import RunFolder
 from fedspan.runs.integrity import read_resolved_config
 from fedspan.runs.privacy_budget import load_noise_key
-from fedspan.runs.start import load_partition
+from fedspan.runs.report import read_partition
 
 if TYPE_CHECKING:
     from fedspan.clients.secagg import SecureClient
@@ -48,7 +48,7 @@ def reply_as(run: str, threads: int, envelope: Envelope) -> Envelope:
 def _load_host(run: str) -> Host:
     run_folder = RunFolder(run)
     config = read_resolved_config(run_folder.path)
-    local = load_run(config, load_partition(run_folder), load_noise_key(run_folder.path, config))
+    local = load_run(config, read_partition(run), load_noise_key(run_folder.path, config))
     folder = get_nodes_folder(run_folder.path)
     secure: Mapping[str, SecureClient] | None = None
     if config.federation.secure is not None:

@@ -94,12 +94,7 @@ class LiveBar(ABC):
 
 
 class ProgressBar(LiveBar, Listener):
-    """Shows the rounds, the current stage and the time left while it is entered as a context manager.
-
-    Args:
-        console: The console; None: standard error, in a notebook below the cell.
-        clock: Function that returns the time in seconds.
-    """
+    """Shows the rounds, the current stage and the time left while it is entered as a context manager."""
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.done = self.rounds = 0

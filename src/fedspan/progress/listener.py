@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fedspan.training.stages import Stage
@@ -55,48 +55,22 @@ class Listeners(Listener):
     """Passes every event on to several listeners, in their order."""
 
     def __init__(self, *listeners: Listener) -> None:
-        self._listeners = listeners
+        self.listeners = listeners
 
-    def on_environment_change(self, changes: Mapping[str, tuple[object, object]]) -> None:
-        for listener in self._listeners:
-            listener.on_environment_change(changes)
 
-    def on_start(self, prepared: Prepared, done: int, resumed: bool) -> None:
-        for listener in self._listeners:
-            listener.on_start(prepared, done, resumed)
+def pass_on(events: type[Listener], forwarding: type[Listeners]) -> None:
+    """Give a class a method for each event of another one, which passes the event on to ``listeners``."""
 
-    def on_note(self, text: str) -> None:
-        for listener in self._listeners:
-            listener.on_note(text)
+    def create_method(name: str) -> Callable[..., None]:
+        def pass_event(self: Listeners, *args: object) -> None:
+            for listener in self.listeners:
+                getattr(listener, name)(*args)
 
-    def on_stage_change(self, stage: Stage | None) -> None:
-        for listener in self._listeners:
-            listener.on_stage_change(stage)
+        return pass_event
 
-    def on_round_start(self, round: int) -> None:
-        for listener in self._listeners:
-            listener.on_round_start(round)
+    for name in vars(events):
+        if name.startswith("on_"):
+            setattr(forwarding, name, create_method(name))
 
-    def on_client_order(self, round: int, client: str) -> None:
-        for listener in self._listeners:
-            listener.on_client_order(round, client)
 
-    def on_client_finish(self, round: int, client: str, loss: float) -> None:
-        for listener in self._listeners:
-            listener.on_client_finish(round, client, loss)
-
-    def on_client_failure(self, round: int, client: str, reason: str) -> None:
-        for listener in self._listeners:
-            listener.on_client_failure(round, client, reason)
-
-    def on_round_finish(self, row: Mapping[str, Any]) -> None:
-        for listener in self._listeners:
-            listener.on_round_finish(row)
-
-    def on_baseline_start(self, name: str, rounds: int) -> None:
-        for listener in self._listeners:
-            listener.on_baseline_start(name, rounds)
-
-    def on_baseline_round(self, name: str, round: int, loss: float) -> None:
-        for listener in self._listeners:
-            listener.on_baseline_round(name, round, loss)
+pass_on(Listener, Listeners)

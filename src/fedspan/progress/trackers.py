@@ -25,11 +25,7 @@ TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 
 
 def require_trackers(names: Sequence[str]) -> None:
-    """Check that trackers are known and installed.
-
-    Raises:
-        FedspanError: If a tracker is unknown or not installed.
-    """
+    """Check that trackers are known and installed."""
     for name in names:
         if name not in TRACKERS:
             raise FedspanError("track", name, f"one of {', '.join(TRACKERS)}")
@@ -52,13 +48,7 @@ def _create_tracker(name: str, folder: Path) -> Any:
 
 
 class TrackingListener(Listeners):
-    """Sends numbers to trackers and forwards all events to another listener.
-
-    Args:
-        inner: Listener that also receives each event.
-        names: Names from ``TRACKERS``.
-        folder: Folder of the run; TensorBoard's files are written below it.
-    """
+    """Sends numbers to trackers and forwards all events to another listener."""
 
     def __init__(self, inner: Listener, names: Sequence[str], folder: Path) -> None:
         require_trackers(names)

@@ -119,9 +119,6 @@ def _seal_index(index: Mapping[str, Any]) -> bytes:
 def pack(checkpoint: Checkpoint) -> dict[str, bytes]:
     """Encode the files of a checkpoint, by name.
 
-    Args:
-        checkpoint: A checkpoint whose clients' files are on the disk (``clients.state_files``).
-
     Raises:
         ValueError: If a tensor cannot be stored (``serialization.Writer``).
     """

@@ -33,11 +33,6 @@ _ROUNDS, _PATIENCE = ROUNDS_FIELD, "federation.early_stopping"
 def require_extensible(run_folder: RunFolder, stored: RunConfig, changed: RunConfig) -> None:
     """Check that a run may continue under another config.
 
-    Args:
-        run_folder: Folder of the run.
-        stored: The config in the folder.
-        changed: The config to extend the run with.
-
     Raises:
         FedspanError: If it may not; the error names the field, and what to do.
     """
@@ -87,15 +82,6 @@ def extend(run_folder: RunFolder, stored: RunConfig, changed: RunConfig, listene
     If it gets more rounds or patience, it is no longer finished: its report and its baselines, whose number of epochs
     is that of the rounds, are removed first, so that whatever interrupts this, the folder holds an unfinished run under
     one of the two configs. A finished run that gets neither keeps its config.
-
-    Args:
-        run_folder: The run folder, which is intact and whose lock this process holds.
-        stored: The config in the folder.
-        changed: The changed config.
-        listener: Listener that receives notes.
-
-    Raises:
-        FedspanError: If the run cannot continue under the changed config, or the disk cannot be written.
     """
     require_extensible(run_folder, stored, changed)
     if not has_effect(run_folder, stored, changed):

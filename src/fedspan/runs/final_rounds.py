@@ -42,13 +42,7 @@ class FinalScores:
 def compute_final_scores(
     prepared: Prepared, progress: Progress, on_predictions: Callable[[Tensor], None] | None = None
 ) -> FinalScores:
-    """Compute the final scores: on the held-out set and on the clients' own test parts.
-
-    Args:
-        prepared: The run.
-        progress: The progress that holds the models.
-        on_predictions: Called with each model's predictions of the held-out set.
-    """
+    """Compute the final scores: on the held-out set and on the clients' own test parts."""
     metric, scores = prepared.task.metric, dict[str, Any]()
     by_value: dict[str, dict[str, Any]] = {}
     validation, test_scores = prepared.evaluator.evaluate_clients(progress)
@@ -108,13 +102,6 @@ def finish_training(
     on_result: Callable[[RoundResult], object],
 ) -> tuple[Progress, FinalScores]:
     """Run the final rounds, if the config has any and validation selected a trained round, and score the model.
-
-    Args:
-        prepared: The run, or its baseline.
-        best: The best round.
-        selection: What selected it.
-        run_folder: Folder of the run, or of its baseline, for the predictions of the held-out examples.
-        on_result: Called with the result of each final round.
 
     Returns:
         The progress after the final rounds, and its scores; those of the validation parts are of the best round, since

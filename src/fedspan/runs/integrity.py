@@ -55,11 +55,7 @@ def format_config(config: RunConfig) -> str:
 
 
 def read_config(folder: str | Path) -> RunConfig:
-    """Read the config of a run.
-
-    Raises:
-        FedspanError: If config.yaml is missing, cut off or no longer a valid config.
-    """
+    """Read the config of a run."""
     run_folder = RunFolder(folder)
     text = run_folder.read_config_text()
     config = parse_config(parse_yaml(text, str(run_folder.config)))
@@ -73,11 +69,7 @@ def read_config(folder: str | Path) -> RunConfig:
 
 
 def read_resolved_config(folder: str | Path) -> RunConfig:
-    """Read the config of a run with its pooling (``resolve_config``).
-
-    Raises:
-        FedspanError: If config.yaml is missing or no longer a valid config, or pooling.json was changed.
-    """
+    """Read the config of a run with its pooling (``resolve_config``)."""
     return resolve_config(RunFolder(folder), read_config(folder))
 
 
@@ -100,10 +92,6 @@ def anchor_paths(config: RunConfig, directory: str) -> RunConfig:
     """Return a config whose relative paths are absolute, as far as they exist.
 
     That of a server, whose nodes read its paths, is returned as it is.
-
-    Args:
-        config: The config.
-        directory: The directory that its paths are relative to.
     """
     if config.data.train == NOWHERE:
         return config
@@ -186,11 +174,6 @@ def _require_same_config(run_folder: RunFolder, config: RunConfig, stored_text: 
 def require_same_run(run_folder: RunFolder, config: RunConfig, stored: Checkpoint | None) -> None:
     """Check that configuration, partition and learning rate are those of the run that wrote a checkpoint.
 
-    Args:
-        run_folder: The run folder.
-        config: The config that is in it.
-        stored: The checkpoint; None: the run has none yet.
-
     Raises:
         FedspanError: If one of the files was changed; the error names it, and the field of a config.
     """
@@ -206,9 +189,6 @@ def require_same_base(run_folder: RunFolder, digest: str, argument: str) -> None
         run_folder: The run folder; a run that was not started yet has no digest to compare with.
         digest: SHA-256 of the frozen weights.
         argument: The Python argument that holds the models, for the error.
-
-    Raises:
-        FedspanError: If the run began with other weights.
     """
     if run_folder.base.exists() and run_folder.read_json(run_folder.base) != {"sha256": digest}:
         problem = "the frozen weights of the models are not those with which the run began. Load the same models"
@@ -241,13 +221,7 @@ ROUNDS_FIELD = "federation.rounds"
 
 
 def require_independent_rounds(done: int, stored: RunConfig, changed: RunConfig) -> None:
-    """Check that finished rounds do not depend on the number of all rounds.
-
-    Args:
-        done: Number of finished rounds.
-        stored: The config under which they ran.
-        changed: The stored config with another number of rounds.
-    """
+    """Check that finished rounds do not depend on the number of all rounds."""
     before, after, training = stored.federation.rounds, changed.federation.rounds, stored.training
     start_anew = f"Start a new run with {ROUNDS_FIELD}={after} in another folder"
     settings = stored.build_training_settings()

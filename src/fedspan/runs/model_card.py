@@ -40,14 +40,7 @@ def write_cards(prepared: Prepared, report: RunReport, run_folder: RunFolder) ->
 
 
 def write_card(prepared: Prepared, report: RunReport, command: Sequence[str], *, adapter: bool = True) -> str:
-    """Write the text of a card.
-
-    Args:
-        prepared: The prepared run.
-        report: Report of the run.
-        command: The command that started the run.
-        adapter: Whether the card is for an adapter, not for a whole model.
-    """
+    """Write the text of a card."""
     from fedspan.models.plain import has_name, is_plain_module  # imports Transformers, which takes seconds
 
     config, model = prepared.config, prepared.engine.adapted.model

@@ -111,11 +111,7 @@ def read_report(folder: str | Path) -> RunReport:
 
 
 def read_partition(folder: str | Path) -> Partition:
-    """Read the partition of a run: the examples of each client.
-
-    Raises:
-        FedspanError: If partition.json is missing or was changed.
-    """
+    """Read the partition of a run: the examples of each client."""
     run_folder = RunFolder(folder)
     return Partition.from_json(read_bytes(run_folder.partition).decode(errors="replace"), str(run_folder.partition))
 

@@ -17,7 +17,7 @@ from fedspan.data.files import FROM_TRAINERS
 from fedspan.data.partition import Partition
 from fedspan.errors import FedspanError
 from fedspan.federation.settings import Arrivals
-from fedspan.files import convert_disk_errors, read_bytes, write_atomic
+from fedspan.files import convert_disk_errors, write_atomic
 from fedspan.logs import JsonLines
 from fedspan.progress.file import ProgressFile
 from fedspan.progress.listener import Listener, Listeners
@@ -39,17 +39,9 @@ from fedspan.runs.integrity import (
 from fedspan.runs.learning_rate import load_or_choose, run_range_test, set_rate
 from fedspan.runs.ledger import Ledger
 from fedspan.runs.privacy_budget import generate_key, load_noise_key, store_noise_key
-from fedspan.runs.report import RunReport
+from fedspan.runs.report import RunReport, read_partition
 from fedspan.runs.session import Session
 from fedspan.training.stages import Stages
-
-
-def load_partition(run_folder: RunFolder) -> Partition | None:
-    """Load the partition that a run was started with, if it is stored."""
-    if not run_folder.partition.exists():
-        return None
-    return Partition.from_json(read_bytes(run_folder.partition).decode(errors="replace"), str(run_folder.partition))
-
 
 Built = Prepared | ServerRun
 
@@ -126,11 +118,7 @@ def run(
 
 
 def _require_watched_clients(config: RunConfig, host: HostRun | None) -> None:
-    """Check that diagnostics see the clients.
-
-    Raises:
-        FedspanError: If the clients are in other processes.
-    """
+    """Check that diagnostics see the clients."""
     if config.evaluation.diagnostics is not None and host is not None:
         problem = "diagnostics need engine.name batched or loop, because no other process sees both ends of an update"
         raise FedspanError("evaluation.diagnostics", config.evaluation.diagnostics, problem=problem)
@@ -138,7 +126,8 @@ def _require_watched_clients(config: RunConfig, host: HostRun | None) -> None:
 
 def _build_again(run_folder: RunFolder, config: RunConfig, listener: Listener, build: Build) -> Built:
     """Build a run that has begun, on its own partition and key."""
-    partition, key = load_partition(run_folder), load_noise_key(run_folder.path, config)
+    key = load_noise_key(run_folder.path, config)
+    partition = read_partition(run_folder.path) if run_folder.partition.exists() else None
     return build(config, partition, key, Stages(listener.on_stage_change))
 
 

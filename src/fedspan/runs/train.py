@@ -132,11 +132,7 @@ def simulate(
 
 
 def _set_trainers(config: RunConfig | dict[str, Any], model: Any) -> RunConfig:
-    """Return the config of a run whose clients train with their own trainers.
-
-    Raises:
-        FedspanError: If the config is invalid, or contradicts the trainers.
-    """
+    """Return the config of a run whose clients train with their own trainers."""
     values = config.model_dump(mode="json", exclude_unset=True) if isinstance(config, RunConfig) else dict(config)
     data = _get_section(values, "data")
     if data.get("train", FROM_TRAINERS) != FROM_TRAINERS or data.get("test") is not None or data.get("dataset"):
@@ -186,11 +182,7 @@ def _set_task(config: RunConfig | dict[str, Any], task: TaskDefinition | str) ->
 
 
 def _require_shared_task(config: RunConfig) -> None:
-    """Check that the processes of a run know its task.
-
-    Raises:
-        FedspanError: If they do not: the task is registered in this process alone.
-    """
+    """Check that the processes of a run know its task."""
     if config.cluster is not None and not is_installed(config.task):
         problem = f"it trains in other processes, in which the task {config.task} is not registered"
         expected = "no cluster, or a task of an installed package (an entry point in fedspan.tasks)"
@@ -209,11 +201,7 @@ def _to_values(
 def _set_objects(
     config: RunConfig | dict[str, Any], data: Any, model: Any, tokenizer: Any
 ) -> tuple[RunConfig, start.Build]:
-    """Return the config of a run with objects passed from Python, and the function that builds the run.
-
-    Raises:
-        FedspanError: If the config is invalid, or contradicts the objects.
-    """
+    """Return the config of a run with objects passed from Python, and the function that builds the run."""
     if data is None and model is None and tokenizer is None:
         return config if isinstance(config, RunConfig) else parse_config(config), prepare
     values = config.model_dump(mode="json", exclude_unset=True) if isinstance(config, RunConfig) else dict(config)

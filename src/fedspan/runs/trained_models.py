@@ -29,12 +29,6 @@ def write_adapters(
 
     A model that is not a change of pretrained weights (from scratch, or of other factors) is written whole.
 
-    Args:
-        prepared: The prepared run.
-        progress: Progress of the round to export.
-        run_folder: The run folder to write to.
-        clients: The clients whose models are exported, if every client has its own; None: all clients.
-
     Returns:
         Folders by client id, or under ``global``.
     """
@@ -55,14 +49,6 @@ def write_model(
 
     The tokenizer or image processor is written beside it, so that the folder loads without a network if the base model
     is local. Beside a plain module's adapter is the state dict with all its weights.
-
-    Args:
-        trainer: What trained the model.
-        job: The job whose model is written.
-        base: Update of the base under the job's model.
-        folder: The folder to write to.
-        round: The round that the model is from.
-        client: The client that owns the model; None: the global model.
     """
     from fedspan.models.merging import export_merged, is_merging_required, merge_weights
 

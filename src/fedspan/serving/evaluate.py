@@ -123,11 +123,7 @@ def _change_columns(
     roles: Mapping[str, str] | None,
     overrides: Sequence[str],
 ) -> dict[str, Any]:
-    """Return the options that describe a file's columns: those of the training data, with the user's changes.
-
-    Raises:
-        FedspanError: If an override names no field of the section ``data``.
-    """
+    """Return the options that describe a file's columns: those of the training data, with the user's changes."""
     changes = override({}, overrides)
     invalid = next((name for name, value in changes.items() if name != "data" or not isinstance(value, dict)), None)
     if invalid is not None:
@@ -149,11 +145,7 @@ def _change_columns(
 
 
 def build_file_config(data: str | Path, task_settings: TaskSettings, columns: Mapping[str, Any]) -> DataConfig:
-    """Return the section ``data`` that reads a file for a trained model.
-
-    Raises:
-        FedspanError: If the options do not fit together.
-    """
+    """Return the section ``data`` that reads a file for a trained model."""
     options, definition = dict(columns), get_task(task_settings.task)
     if definition.is_generative:
         options.pop("label", None)

@@ -72,9 +72,6 @@ def read_inputs(
             input.
         text: The table's column of texts or images; None: that of the training data.
         text_pair: The table's column of second texts; None: that of the training data, if the model takes pairs.
-
-    Raises:
-        FedspanError: If the file cannot be read, or it lacks a column or a value.
     """
     if str(file) == "-" and (text is not None or text_pair is not None):
         raise FedspanError(
@@ -184,11 +181,7 @@ def _name_image(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require_new_table(path: Path) -> None:
-    """Check that predictions can be written to a file.
-
-    Raises:
-        FedspanError: If it exists, is no table, or its folder does not exist.
-    """
+    """Check that predictions can be written to a file."""
     if not path.name.lower().endswith(_TABLES):
         raise FedspanError("--out", str(path), f"a file that ends in {', '.join(_TABLES)}")
     if path.exists():

@@ -106,10 +106,6 @@ class Served:
 def find_adapter_folder(folder: str | Path, client: str | None) -> Path:
     """Find the folder of the model to use: for a run, the adapter of its best round; else the folder itself.
 
-    Args:
-        folder: A run folder or an exported model.
-        client: The client whose model is used; required if every client has its own.
-
     Raises:
         FedspanError: If the folder holds neither a run nor a model, the run is not finished, or the client is unknown
             or missing.
