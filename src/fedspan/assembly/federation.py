@@ -141,14 +141,12 @@ def build_clients(
         raise FedspanError("federation.clients_per_round", cohort, f"at most {len(ids)}, the number of clients")
     ranks = np.fromiter(compute_client_ranks(config, method, ids).values(), np.int64, len(ids))
 
-    has_ignored = ignored is not None and len(ignored) > 0
-
     def build_client(index: int) -> ClientData:
         part, rank = parts.parts[index], int(ranks[index])
         weight = 1.0 if config.federation.weights == "uniform" else float(len(part.train))
         client = Client(part.id, rank, compute_client_scaling(config, method, rank), len(part.train), weight)
         rows = (part.train, part.validation, part.test)
-        train, validation, test = (split[~np.isin(split, ignored)] if has_ignored else split for split in rows)
+        train, validation, test = (split if ignored is None else split[~np.isin(split, ignored)] for split in rows)
         return ClientData(client, train, validation, test)
 
     return LazyMapping(ids, build_client)

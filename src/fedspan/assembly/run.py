@@ -175,7 +175,7 @@ def load_run(
     )
     return LocalRun(
         **vars(trainer),
-        clients=build_clients(config, trainer.method, parts, data.ignored),
+        clients=build_clients(config, trainer.method, parts, data.ignored if len(data.ignored) else None),
         train=train,
         partition=parts,
         test=test,
