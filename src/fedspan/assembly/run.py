@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     import datasets
 
 
+_PASSED = "the {} passed from Python: pass {} again as {}= of {} (the command line has no such option)"
+
+
 @dataclass(frozen=True, kw_only=True)
 class LocalRun(RunTrainer):
     """A run whose clients' examples are in this process, without its federation.
@@ -208,9 +211,6 @@ def _get_names(examples: datasets.Dataset) -> tuple[str, ...]:
         return tuple(examples["text"])
     paths = [row["path"] for row in examples.cast_column("image", datasets.Image(decode=False))["image"]]
     return tuple(path or f"image {number}" for number, path in enumerate(paths, start=1))
-
-
-_PASSED = "the {} passed from Python: pass {} again as {}= of {} (the command line has no such option)"
 
 
 def collect_objects(config: RunConfig, call: str, data: Any, model: Any, tokenizer: Any) -> Objects:
