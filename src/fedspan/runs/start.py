@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +17,23 @@ from fedspan.config import RunConfig
 from fedspan.data.files import FROM_TRAINERS
 from fedspan.data.partition import Partition
 from fedspan.errors import FedspanError
+from fedspan.federation.progress import Progress
 from fedspan.federation.settings import Arrivals
-from fedspan.files import convert_disk_errors, write_atomic
-from fedspan.logs import JsonLines
+from fedspan.files import convert_disk_errors, fsync_tree, remove, write_atomic
+from fedspan.logs import JsonLines, read_lines
 from fedspan.progress.file import ProgressFile
 from fedspan.progress.listener import Listener, Listeners
-from fedspan.run_folder import RunFolder
+from fedspan.run_folder import RunFolder, compute_result_digests
 from fedspan.runs import checkpoint as checkpoints
+from fedspan.runs.baselines import train_baseline
+from fedspan.runs.checkpoint_format import load as load_checkpoint
 from fedspan.runs.environment import record_environment
 from fedspan.runs.extension import extend
-from fedspan.runs.final_report import finish
+from fedspan.runs.final_rounds import finish_training, sample_predictions
 from fedspan.runs.integrity import (
     RESOLVED,
     anchor_paths,
+    describe_config,
     format_config,
     read_config,
     require_intact,
@@ -36,12 +41,19 @@ from fedspan.runs.integrity import (
     require_same_run,
     resolve_config,
 )
-from fedspan.runs.learning_rate import load_or_choose, run_range_test, set_rate
+from fedspan.runs.learning_rate import load_or_choose, read_range_test, run_range_test, set_rate
 from fedspan.runs.ledger import Ledger
+from fedspan.runs.model_card import write_cards
 from fedspan.runs.privacy_budget import generate_key, load_noise_key, store_noise_key
-from fedspan.runs.report import RunReport, read_partition
+from fedspan.runs.report import RunReport, format_final_rounds, read_partition
 from fedspan.runs.session import Session
+from fedspan.runs.trained_models import write_adapters
+from fedspan.runs.warnings import count_failures, find_divergence, find_limited
+from fedspan.tasks.bounded_losses import compute_guess_loss
 from fedspan.training.stages import Stages
+
+_START = ("head_init", "simulated", "reason", "validation", "clients", "test")
+"""Parts of the line of a start in metrics.jsonl that a report has."""
 
 Built = Prepared | ServerRun
 
@@ -162,7 +174,7 @@ def _run(
     def run_rounds(prepared: Prepared) -> RunReport:
         with JsonLines(run_folder.metrics) as metrics, Ledger(run_folder.ledger) as ledger:
             session = Session(run_folder, prepared, listener, metrics, ledger)
-            return finish(session, session.run_rounds(stored, resumed))
+            return _finish(session, session.run_rounds(stored, resumed))
 
     if host is not None:
         return host(run_folder, built, run_rounds)
@@ -193,3 +205,84 @@ def _require_same_arrivals(run_folder: RunFolder, arrivals: Arrivals) -> None:
     elif run_folder.read_json(run_folder.arrivals) != rounds:
         problem = f"its arrivals are not those with which the run began ({run_folder.arrivals}). Name the same record"
         raise FedspanError("federation.buffered.replay", None, problem=problem)
+
+
+def _finish(session: Session, progress: Progress) -> RunReport:
+    """Evaluate the best round, export its adapters, train the baselines, write the report."""
+    prepared, run_folder = session.prepared, session.run_folder
+    prepared.federation.transport.retain_orders(())  # no reply counts any more
+    best_round = last_round = progress.state.round
+    stopped = session.explain_stop(progress) if last_round < prepared.federation.settings.rounds else None
+    if stopped is not None:
+        session.listener.on_note(f"stopped after round {last_round}: {stopped}")
+    best = session.selection.best
+    if best is not None and best.round != progress.state.round:
+        best_round, progress = best.round, load_checkpoint(run_folder.best).progress
+    progress, final = finish_training(
+        prepared,
+        progress,
+        session.selection,
+        run_folder,
+        lambda result: session.record(result.progress.state.round + last_round - best_round, result.transfers),
+    )
+    final_rounds = progress.state.round - best_round
+    if final_rounds:
+        session.listener.on_note(f"{format_final_rounds(final_rounds)}, ran after round {best_round}")
+    with convert_disk_errors(run_folder.path), prepared.engine.stages.stage("export"):
+        remove(run_folder.adapter)  # of a run before it was extended
+        adapters = write_adapters(prepared, progress, run_folder, prepared.evaluator.get_ids(progress))
+    failures = prepared.federation.conclude(progress)
+    for failure in failures:
+        session.listener.on_note(f"{failure.client} did not export its own adapter: {failure.reason}")
+    events = prepared.federation.pop_events()
+    session.record(best_round, events.transfers)
+    logs = {run_folder.metrics.name: session.metrics.commit(), run_folder.ledger.name: session.ledger.commit()}
+    examples = sample_predictions(prepared, progress)
+    totals = session.ledger.totals
+    start = next((row for row in read_lines(run_folder.metrics) if row["round"] == 0), {})
+    # Baselines start like the federation, whose clients may have sent too few statistics.
+    compared = replace(prepared, head=None) if start.get("head_init") == "random" else prepared
+    report = RunReport(
+        method=prepared.config.method.title,
+        task=prepared.config.task,
+        metric=prepared.task.metric,
+        rounds=last_round,
+        best_round=best_round,
+        final_rounds=final_rounds,
+        scores=final.scores,
+        by_client=final.by_client,
+        bytes={"down": totals.run("down").bytes, "up": totals.run("up").bytes},
+        seconds=session.seconds,
+        baselines={
+            name: train_baseline(compared, name, session.listener, run_folder.baselines / name)
+            for name in prepared.config.baselines
+        },
+        adapters={id: str(path.relative_to(run_folder.path)) for id, path in adapters.items()},
+        examples=examples,
+        privacy=session.budget.build_report(),
+        other_bytes=totals.out_of_round,
+        failures=count_failures(read_lines(run_folder.metrics), best_round, (*events.failures, *failures)),
+        learning_rate=read_range_test(run_folder.learning_rate),
+        selected=session.selection.measured,
+        warnings=(
+            *find_divergence(
+                read_lines(run_folder.metrics),
+                prepared.task.metric,
+                prepared.federation.training.optimizer.lr,
+                compute_guess_loss(prepared.task),
+                session.start_scores,
+            ),
+            *find_limited(read_lines(run_folder.metrics)),
+        ),
+        by_value=final.by_value,
+        start={key: value for key, value in start.items() if key in _START},
+    )
+    with convert_disk_errors(run_folder.path):
+        write_cards(prepared, report, run_folder)
+        if adapters:  # in deployments, personal models stay with their clients
+            fsync_tree(run_folder.adapter)  # before the report that names the files
+    content = {key: getattr(report, key) for key in report.__dataclass_fields__}
+    files = {**session.inputs, **compute_result_digests(run_folder)}
+    records = {"config": describe_config(prepared.config), "files": files, "logs": logs}
+    run_folder.write_sealed(run_folder.report, {**content, **records})
+    return report
