@@ -23,7 +23,6 @@ from fedspan.assembly.engine import (
     set_algorithms,
 )
 from fedspan.assembly.federation import build_simulated_transport
-from fedspan.assembly.head import build_aggregation
 from fedspan.assembly.model import ModelObjects
 from fedspan.assembly.run import Objects, Prepared, _find_test_parts, prepare
 from fedspan.config import parse_config
@@ -126,7 +125,7 @@ def test_the_partition_of_an_earlier_start_is_read(tmp_path: Path) -> None:
 
 
 def build(clip: float | None = None, **federation: Any) -> Any:
-    return build_aggregation(parse_config({"data": {"train": "train.csv"}, "federation": federation}), clip)
+    return config(federation=federation).federation.build_aggregation(clip)
 
 
 def test_replies_are_plain_unless_the_config_says_otherwise() -> None:
@@ -136,19 +135,19 @@ def test_replies_are_plain_unless_the_config_says_otherwise() -> None:
 
 def test_a_secure_sum_has_the_settings_of_the_config_and_its_clip_or_another() -> None:
     secure = pytest.importorskip("fedspan.federation.aggregation.secure")
-    values = {"secure": {"clip": 7.0, "bits": 64}, "weights": "uniform"}
+    values = {"secure": {"clip": 7.0, "bits": 64, "threshold": 0.75}, "weights": "uniform"}
     for clip, expected in ((None, 7.0), (3.0, 3.0)):
         found = build(clip, **values)
         assert isinstance(found, partial)
         assert found.func is secure.SecureAggregation
-        assert found.keywords == {"secure": SecureSettings(expected, 64)}
+        assert found.keywords == {"secure": SecureSettings(expected, 64, 0.75)}
 
 
 def test_missing_libraries_are_named_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> None:
         raise FedspanError("federation.secure", {}, problem="not installed")
 
-    monkeypatch.setattr("fedspan.assembly.head.require_packages", refuse)
+    monkeypatch.setattr("fedspan.config.federation.require_packages", refuse)
     assert build() is PlaintextAggregation
     with pytest.raises(FedspanError, match="not installed"):
         build(secure={}, weights="uniform")

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from fedspan.assembly.engine import RunTrainer
-from fedspan.assembly.head import build_aggregation, find_new_head
+from fedspan.assembly.head import find_new_head
 from fedspan.clients.mappings import LazyMapping
 from fedspan.config import RunConfig
 from fedspan.config.federation import FederationConfig, FractionRanks, RandomRanks
@@ -49,7 +49,7 @@ def build_simulated_federation(
         _read_arrivals(config.federation, config.build_round_settings(key)),
         transport,
         config.build_simulation_rules(),
-        build_aggregation(config),
+        config.federation.build_aggregation(),
         presence=_build_presence(config, tuple(clients)),
     )
 

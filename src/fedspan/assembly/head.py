@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 from fedspan.assembly.model import RunModel
 from fedspan.clients.statistics import compute_client_statistics
 from fedspan.config import RunConfig
 from fedspan.core.heads import HeadStatistics
 from fedspan.core.tensors import split_extras
-from fedspan.crypto import require_packages
 from fedspan.errors import FedspanError
-from fedspan.federation.aggregation.aggregation import AggregationFactory
 from fedspan.federation.aggregation.plaintext import PlaintextAggregation
 from fedspan.federation.federation import Federation
 from fedspan.federation.head_start import HeadStart, compute_head_tensors, is_start_pretrained, start_head
@@ -24,23 +21,6 @@ from fedspan.models.names import FROM_PYTHON
 from fedspan.models.sentence_encoders import PooledClassifier
 from fedspan.tasks.losses import get_logits
 from fedspan.wrappers.head_rounds import HeadRounds, NewHead
-
-
-def build_aggregation(config: RunConfig, clip: float | None = None) -> AggregationFactory:
-    """Return the aggregation that a config selects.
-
-    Args:
-        config: Config of the run.
-        clip: Norm to which contributions to a secure sum are clipped; None: that of the config.
-    """
-    secure = config.federation.build_secure_settings()
-    if secure is None:
-        return PlaintextAggregation
-    require_packages()
-    from fedspan.federation.aggregation.secure import SecureAggregation  # needs fedspan[secagg]
-
-    return partial(SecureAggregation, secure=secure if clip is None else replace(secure, clip=clip))
-
 
 STATISTICS_CLIP = 2.0
 """Norm to which a client's statistics are clipped in a secure sum; with features of norm 1 it is 3 ** 0.5 at most."""
@@ -70,7 +50,7 @@ def build_head_start(config: RunConfig, model: RunModel) -> tuple[HeadStart | No
     bound, definition = _compute_bound(config, model.adapted, layer), config.task_definition
     has_words = definition.target_type == "labels" and kind != "by-label"
     most_words = config.model.max_length if has_words else 1
-    return HeadStart(kind, layer, bound, build_aggregation(config, STATISTICS_CLIP), most_words), ()
+    return HeadStart(kind, layer, bound, config.federation.build_aggregation(STATISTICS_CLIP), most_words), ()
 
 
 def find_new_head(config: RunConfig, model: RunModel) -> NewHead | None:

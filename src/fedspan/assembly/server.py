@@ -12,7 +12,7 @@ import torch
 
 from fedspan.assembly.engine import RunTrainer, build_trainer, choose_device
 from fedspan.assembly.federation import compute_client_ranks, compute_client_scaling, wrap_method
-from fedspan.assembly.head import build_aggregation, build_head_start
+from fedspan.assembly.head import build_head_start
 from fedspan.assembly.run import Prepared
 from fedspan.clients.store import DiskClientStore
 from fedspan.config import RunConfig
@@ -144,7 +144,7 @@ def connect(
         replace(settings, agreed=agreed),
         transport,
         rules,
-        build_aggregation(config),
+        config.federation.build_aggregation(),
         run,
         exporting=nodes is None,
         training=training,
