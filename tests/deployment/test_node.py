@@ -301,7 +301,7 @@ def test_an_unexpected_error_of_an_invitation_is_logged_with_its_traceback(
     def fail(*_: Any) -> Any:
         raise ZeroDivisionError("a defect")
 
-    introduction = introduced(NodeService(node(tiny_folder, tmp_path), build=fail), values(tiny_folder))
+    introduction = introduced(NodeService(node(tiny_folder, tmp_path), load=fail), values(tiny_folder))
     assert introduction.refused == "ZeroDivisionError; see the client's own log"
     assert "ZeroDivisionError: a defect" in caplog.text
     assert "not a fedspan header" not in caplog.text, "that it is no order is no error"
