@@ -21,6 +21,10 @@ SMOKE = {
         *("--seeds", "0", "1"),
     ],
     "fedgalore_drift": ["--seeds", "0", "1"],
+    "fedgalore_moments": [
+        *("--train", "60", "--validation", "20", "--test", "30", "--rounds", "2"),
+        *("--rates", "0.01", "--seeds", "0", "1"),
+    ],
     "fedgalore_trap": ["--seeds", "4", "--calibration", "8", "--settings", "2", "--drawn", "1", "--steps", "20"],
     "fedloru_rate": ["--seeds", "2", "--rounds", "4", "8"],
     "fedloru_theory": ["--size", "40", "--clients", "2", "--most", "6", "--seeds", "0", "1"],
@@ -73,7 +77,7 @@ def test_every_script_has_a_smoke_size() -> None:
 def test_a_script_prints_its_findings_and_saves_its_figure(
     script: str, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data = ["--data", str(digits)] if script == "rolora_mnist" else []
+    data = ["--data", str(digits)] if script in ("fedgalore_moments", "rolora_mnist") else []
     out = ["--out", str(tmp_path)] if script in FIGURES else []
     run(script, *data, *SMOKE[script], *out)
     printed = capsys.readouterr().out
