@@ -2,8 +2,8 @@
 
 Takes a minute. Theorem 4.4: quadratic clients of smoothness 1 whose optima differ by the drift, AdamW with the
 preconditioner (v + epsilon)^(-1/2). The reference is centralized, and its state is stored from round to round; clients
-start from its state, from their own, from its first and their own second moments or the reverse, from zero
-(FedGaLore-), or from zero and the mean second moments. Equation (10): matrices of full rank. Figure 1: softmax
+start from its state, from their own, from its first and their own second moments, from zero (FedGaLore-), or from zero
+and the mean second moments. Equation (10): matrices of full rank. Figure 1: softmax
 regression whose clients' labels are Dirichlet(0.5), as in the paper. Leading dimension: K clients.
 """
 
@@ -25,8 +25,8 @@ from fedspan.experiments.intervals import compare_pairs
 K, SIZE, STEPS, ROUNDS, LR, EPSILON, NOISE, DELTA = 10, 30, 10, 10, 0.02, 1e-8, 0.1, 0.05
 BETAS = (0.9, 0.999)
 DRIFTS = (0.0, 0.3, 1.0, 3.0)
-STARTS = ("reference", "own", "own m", "own v", "zero", "mean v")
-SHAPE, RANK, CLASSES, INPUTS, EXAMPLES, LOSS_ROUNDS = (24, 16), 2, 10, 20, 50, 40
+STARTS = ("reference", "own", "own v", "zero", "mean v")
+SHAPE, RANK, CLASSES, INPUTS, EXAMPLES, LOSS_ROUNDS, LOSS_LR = (24, 16), 2, 10, 20, 50, 40, 0.003
 Gradient = Callable[[Tensor], Tensor]
 
 
@@ -45,7 +45,7 @@ def start(kind: str, m: Tensor, v: Tensor, reference: Sequence[Tensor]) -> tuple
     """The clients' states at the start of a round, (K, SIZE)."""
     first, second = (one.expand_as(m) for one in reference)
     zero, mean = torch.zeros_like(m), v.mean(0).expand_as(v)
-    states = ((first, second), (m, v), (m, second), (first, v), (zero, zero), (zero, mean))
+    states = ((first, second), (m, v), (first, v), (zero, zero), (zero, mean))
     return dict(zip(STARTS, states, strict=True))[kind]
 
 
@@ -123,8 +123,8 @@ def measure_losses(seed: int, kind: str) -> dict[str, float]:
     losses: list[tuple[float, float]] = []
     for _ in range(LOSS_ROUNDS):
         m, v = start(kind, m, v, state)
-        _, *state = train(W, *state, lambda W: gradient(W).mean(0))
-        path, m, v = train(W.expand(K, -1, -1), m, v, gradient)
+        _, *state = train(W, *state, lambda W: gradient(W).mean(0), LOSS_LR)
+        path, m, v = train(W.expand(K, -1, -1), m, v, gradient, LOSS_LR)
         W = path[-1].mean(0)
         local = F.cross_entropy((x @ path[-1]).flatten(0, 1), y.flatten())
         losses.append((float(local), float(F.cross_entropy((held_x @ W)[0], held_y[0]))))
