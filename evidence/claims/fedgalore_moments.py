@@ -3,7 +3,7 @@
     python -m evidence.claims.fedgalore_moments --data FOLDER      # MNIST's or Fashion-MNIST's four idx files, gzipped
 
 A network of two layers, 784 x 128 x 10, from random weights; ten clients whose labels are Dirichlet(0.5), as in the
-paper. Each reading has a learning rate of its own, the best by validation on a seed of its own; while that is the lowest
+paper. Each reading has the best learning rate of its own, by validation on a seed of its own; while that is the lowest
 or the highest, another one is tried beyond it. An accuracy is the mean over the last quarter of the rounds.
 """
 
