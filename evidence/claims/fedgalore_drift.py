@@ -3,7 +3,7 @@
 Takes a minute. Theorem 4.4: quadratic clients of smoothness 1 whose optima differ by the drift, AdamW with the
 preconditioner (v + epsilon)^(-1/2). The reference is centralized, and its state is stored from round to round; clients
 start from its state, from their own, from its first and their own second moments, from zero (FedGaLore-), or from zero
-and the mean second moments. Equation (10): matrices of full rank. Figure 1: softmax regression whose clients' labels are
+and the mean second moments. Equation (10): matrices of full rank. Figure 1: softmax regression, clients' labels by
 Dirichlet(0.5), as in the paper. Leading dimension: K clients.
 """
 

@@ -7,6 +7,7 @@ orthogonal; with H = A^T A - L^T W* R^T they drop out, so both are the identity 
 from __future__ import annotations
 
 import argparse
+from functools import cache
 
 import torch
 
@@ -20,6 +21,7 @@ STEP = 0.5  # divided by the root of the number of rounds
 COLUMNS = ("Omega / eta", "squared gradient", "covariance", "Jensen")
 
 
+@cache
 def run(seed: int, rank: int, rounds: int, drift: float, *, positive: bool = False) -> torch.Tensor:
     """The ``COLUMNS`` of every round, (rounds, 4).
 
