@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -163,6 +164,17 @@ def test_every_result_names_the_commit_that_was_measured() -> None:
     results = [(page.name, *one) for page in pages for one in RESULTS.list_results(page.read_text(encoding="utf-8"))]
     assert len(results) > 8
     assert [one for one in results if one[2] is None] == []
+
+
+def test_every_table_of_intervals_in_the_claims_names_its_seeds() -> None:
+    headers = [
+        f"{page.name}: {line}"
+        for page in (DOCS / "claims").glob("*.md")
+        for line, below in pairwise(page.read_text(encoding="utf-8").splitlines())
+        if below.startswith("|---") and "interval" in line
+    ]
+    assert len(headers) > 3
+    assert [line for line in headers if "seeds" not in line] == []
 
 
 def test_a_result_has_the_commit_of_its_paragraph() -> None:
