@@ -16,7 +16,7 @@ from fedspan.core.tensors import create_generator
 from fedspan.experiments.intervals import compare_pairs
 
 M, N, R, K, STEPS, NOISE, DRIFT, ETA = 20, 12, 2, 8, 5, 1.0, 1.0, 1.0
-ROUNDS = (256, 1024, 4096)
+ROUNDS = (128, 512, 2048)
 
 
 def run(seeds: int, rounds: int, period: int, participants: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
