@@ -22,7 +22,7 @@ ENGINE = ("core", "methods", "wrappers", "training", "models", "federation/aggre
 NEUTRAL = ("fedspan.experiments", "fedspan.experiments.intervals", "fedspan.errors")
 """Modules that no run depends on."""
 COMMAND = re.compile(r"`python -m (evidence[\w.]+)")
-COMMIT = re.compile(r"(?:[Cc]ommit|Code:) (?:commit )?([0-9a-f]{8,40})\b")
+COMMIT = re.compile(r"(?i)\b(?:commit|code:) (?:commit )?([0-9a-f]{8,40})\b")
 
 
 def list_results(page: str) -> Iterator[tuple[str, str | None]]:
