@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 from transformers import (
     AutoModelForCausalLM,
-    BertForNextSentencePrediction,
     BertForQuestionAnswering,
     BitsAndBytesConfig,
     TrainerCallback,
@@ -586,19 +585,6 @@ def test_the_head_of_question_answering_trains_and_is_exported(
     trained = peft_model.base_model.model.qa_outputs.modules_to_save["default"].weight
     assert torch.equal(trained, weights(tmp_path / "run")["base_model.model.qa_outputs.weight"])
     assert not torch.allclose(trained, before, atol=1e-4)
-
-
-def test_an_untrained_new_head_is_reported(tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def run(name: str, **model: Any) -> list[str]:
-        caplog.clear()
-        loaded: Any = BertForNextSentencePrediction.from_pretrained(tiny_folder / "bert").eval()
-        loop = make_loop(loaded, ROWS, {"labels": 1})
-        fedspan.simulate(settings(model=model), tmp_path / name, trainers={"east": loop})
-        return notes_of(caplog)
-
-    (note,) = run("frozen")
-    assert note.startswith("cls.seq_relationship of client east look untrained and do not train")
-    assert not run("saved", modules_to_save=["seq_relationship"])
 
 
 @pytest.mark.parametrize("kind", others_slow(NEW_MODULES, ["bert"]))

@@ -1,7 +1,6 @@
 """The setup of a run: what is built from its config, and what is refused before anything is written."""
 
 import tracemalloc
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,32 +13,23 @@ from torch import nn
 from transformers import AutoTokenizer
 
 import fedspan
-from fedspan.assembly.cluster import get_resources
 from fedspan.assembly.engine import (
     compute_max_length,
-    describe_refusal,
     keep_stacking_plan,
     require_private_model,
     set_algorithms,
 )
-from fedspan.assembly.federation import build_simulated_transport
 from fedspan.assembly.model import ModelObjects
 from fedspan.assembly.run import Objects, Prepared, _find_test_parts, prepare
 from fedspan.config import parse_config
 from fedspan.config.run import RunConfig
-from fedspan.data.partition import ClientPart, Partition
 from fedspan.errors import FedspanError
-from fedspan.federation.aggregation.plaintext import PlaintextAggregation
 from fedspan.federation.evaluation import Evaluator
 from fedspan.federation.progress import Progress
-from fedspan.federation.settings import SecureSettings
 from fedspan.models.adapted import AdaptedModel
 from fedspan.run_folder import RunFolder
 from fedspan.runs import start
-from fedspan.runs.report import read_partition
 from fedspan.runs.start import run
-from fedspan.training.batched import BatchedEngine
-from fedspan.training.loop import LoopEngine
 from fedspan.training.stacking import StackingPlan
 from fedspan.training.worker import Worker
 from helpers import tiny
@@ -112,47 +102,6 @@ def test_an_invalid_config_leaves_no_files(tmp_path: Path, monkeypatch: pytest.M
     assert not (tmp_path / "run").exists()
 
 
-def test_the_partition_of_an_earlier_start_is_read(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    rows = [np.array(values, dtype=np.int64) for values in ([0, 2], [1], [])]
-    stored = Partition((ClientPart("east", *rows),), 3)
-    folder.partition.write_text(stored.to_json())
-    found = read_partition(tmp_path)
-    assert found.fingerprint == stored.fingerprint
-    folder.partition.write_text(stored.to_json()[:-5])
-    with pytest.raises(FedspanError, match=r"partition\.json"):
-        read_partition(tmp_path)
-
-
-def build(clip: float | None = None, **federation: Any) -> Any:
-    return config(federation=federation).federation.build_aggregation(clip)
-
-
-def test_replies_are_plain_unless_the_config_says_otherwise() -> None:
-    assert build() is PlaintextAggregation
-    assert build(3.0, reduction="median") is PlaintextAggregation
-
-
-def test_a_secure_sum_has_the_settings_of_the_config_and_its_clip_or_another() -> None:
-    secure = pytest.importorskip("fedspan.federation.aggregation.secure")
-    values = {"secure": {"clip": 7.0, "bits": 64, "threshold": 0.75}, "weights": "uniform"}
-    for clip, expected in ((None, 7.0), (3.0, 3.0)):
-        found = build(clip, **values)
-        assert isinstance(found, partial)
-        assert found.func is secure.SecureAggregation
-        assert found.keywords == {"secure": SecureSettings(expected, 64, 0.75)}
-
-
-def test_missing_libraries_are_named_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> None:
-        raise FedspanError("federation.secure", {}, problem="not installed")
-
-    monkeypatch.setattr("fedspan.config.federation.require_packages", refuse)
-    assert build() is PlaintextAggregation
-    with pytest.raises(FedspanError, match="not installed"):
-        build(secure={}, weights="uniform")
-
-
 def config(**changes: Any) -> RunConfig:
     return parse_config({"data": {"train": "train.csv"}, **changes})
 
@@ -214,24 +163,6 @@ def test_an_untrained_head_that_was_passed_from_python_starts_from_statistics(ti
     assert prepared(model, head_init="lda").head is not None
 
 
-REASON = "its layers cannot be stacked"
-
-
-class Refusing(BatchedEngine):
-    def __init__(self) -> None:
-        pass
-
-    @property
-    def refusal(self) -> str | None:
-        return REASON
-
-
-def test_a_refusal_is_reported() -> None:
-    note = describe_refusal(Refusing())
-    assert note.endswith(REASON)
-    assert describe_refusal(LoopEngine.__new__(LoopEngine)) is None
-
-
 def test_the_start_of_a_run_is_evaluated_as_before_a_plan_is_known(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,18 +203,6 @@ def test_a_plan_is_restored_and_numbers_of_the_config_replace_its_own(tiny_folde
     run_folder.write_json(run_folder.engine, {"clients_per_pass": None})
     with pytest.raises(FedspanError, match="two numbers, clients_per_pass and workers"):
         keep_stacking_plan(run_folder, engine)
-
-
-def test_workers_take_what_the_config_says() -> None:
-    team = pytest.importorskip("fedspan.transports.ray.team", reason="the extra fedspan[cluster] is not installed")
-    cluster: dict[str, Any] = {"address": "head:6379", "workers": 3, "threads_per_worker": 2, "gpus_per_worker": 0.5}
-    values = {"data": {"train": "train.csv"}, "engine": {"name": "loop"}, "cluster": {**cluster, "start_timeout": 9.0}}
-    assert get_resources(parse_config(values)) == team.Resources("head:6379", 3, 2, 0.5, 9.0)
-
-
-def test_the_host_of_a_simulation_has_all_of_its_clients(prepared: Prepared) -> None:
-    host = build_simulated_transport(prepared, prepared.clients, prepared.train).host
-    assert list(host.clients) == list(prepared.federation.clients)
 
 
 GPU, CPU = torch.device("cuda:0"), torch.device("cpu")

@@ -56,15 +56,6 @@ def test_labels_are_flipped_for_training_alone(tiny_folder: Path) -> None:
             {"federation": {"secure": {"bits": 64}, "weights": "uniform"}},
             r"2 of 4 clients are present in round 1.*at least 3 \(federation\.secure",
         ),
-        (
-            {"method": {"wrappers": ["scaffold"]}, "training": {"optimizer": "sgd", "momentum": 0.0}},
-            "scaffold averages its control variates over a fixed number",
-        ),
-        ({"simulation": {"present": {"north": [3, 2]}}}, "a last round that is not before the first one"),
-        (
-            {"privacy": {"mechanism": "central", "noise": 1.0}, "federation": {"weights": "uniform"}},
-            "central privacy counts on the same number of clients in every round",
-        ),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(changes: dict[str, Any], why: str, tiny_folder: Path) -> None:

@@ -274,19 +274,6 @@ def test_a_run_with_conditions_is_reported_and_resumed(tiny_folder: Path, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("values", "field"),
-    [
-        ({"simulation": {"faults": {"share": 2.0, "kind": "nan"}}}, "simulation.faults.share"),
-        ({"simulation": {"dropout": 1.5}}, "simulation.dropout"),
-    ],
-)
-def test_conditions_that_fit_nothing_are_refused(values: dict[str, Any], field: str, tiny_folder: Path) -> None:
-    with pytest.raises(FedspanError) as refused:
-        parse_config({**tiny.settings(tiny_folder), **values})
-    assert refused.value.field.startswith(field)
-
-
-@pytest.mark.parametrize(
     "changes",
     [
         {"federation": {"reduction": "mean"}},

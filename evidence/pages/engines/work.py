@@ -22,8 +22,6 @@ from fedspan.models.names import resolve_model
 from fedspan.training.batching import draw_job_batches, draw_training_batches
 from fedspan.training.jobs import Assignment
 
-__all__ = ["CHECKED", "Work", "write_plan"]
-
 MODEL = "builtin:all-minilm-l6-v2"
 RANK, ALPHA, RATE, CLIP, ROUNDS = 8, 16, 2e-3, 1.0, 1000
 CHECKED = 2
