@@ -24,7 +24,6 @@ class SeriesView(SeriesBar):
 
     Args:
         out: The console; if it is not a terminal, only the lines are printed.
-        folder: The series' folder.
         clock: Function that returns the time in seconds.
     """
 

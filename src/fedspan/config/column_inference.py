@@ -70,10 +70,8 @@ class InferredData:
     """The task and the fields that were inferred from a file.
 
     Args:
-        task: The learning task.
         data: Fields of the section ``data``.
         by: Column that assigns each row to a client; None: there is none.
-        findings: Descriptions of what was inferred.
         advice: Sentence on another reading of the labels; empty if there is none.
     """
 

@@ -21,7 +21,6 @@ class TrainingDefaults:
 
     Args:
         lr: Learning rate of what the method trains.
-        batch_size: Number of examples of a pass.
         local_epochs: Passes over a client's examples in a round.
         rounds: Maximum number of rounds.
         early_stopping: Rounds without a lower validation loss after which the run stops.

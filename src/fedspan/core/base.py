@@ -129,7 +129,6 @@ class BaseUpdate:
     Args:
         round: Tag of the last increment (-1: the base is W0).
         rho: Factor on the pretrained weights W0.
-        total: Sum of all increments by layer.
         recent: The last increments, together no larger than the total (but always at least one).
         recent_from: Earliest round from whose base a client catches up by applying ``recent``.
     """

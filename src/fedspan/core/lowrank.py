@@ -20,7 +20,6 @@ class LowRank:
     Args:
         B: Factor (O, R) that is applied last ("up").
         A: Factor (R, I) that is applied first ("down").
-        scale: Scalar in front of the product.
     """
 
     B: Tensor

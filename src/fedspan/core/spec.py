@@ -17,9 +17,6 @@ class LayerSpec:
     (O, channels, k1, k2). An embedding is (dimension, vocabulary), the matrix that a one-hot input meets.
 
     Args:
-        name: Module path of the layer.
-        out_features: Number of output features O.
-        in_features: Number of input features I.
         kernel: Kernel size (k1, k2) of a convolution.
     """
 
@@ -44,7 +41,6 @@ class Spec:
     """The model and the federation, as every party knows them.
 
     Args:
-        layers: Target layers.
         extras: Shapes of the parameters that train beside them, and of their buffers, by path.
         buffers: Extras that are buffers: the forward pass updates them, no optimizer does.
         variances: Buffers that hold variances, which are never negative.

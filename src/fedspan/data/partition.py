@@ -63,7 +63,6 @@ class ClientParts(Sequence[ClientPart]):
     """The clients' parts in two flat arrays; each access builds a new `ClientPart`.
 
     Args:
-        ids: Ids of the clients.
         sizes: Sizes of each client's parts, int64, (clients, 3): train, validation, test.
         rows: Row indices of the parts in that order, client by client; int64, (examples,).
 

@@ -21,11 +21,7 @@ class Measure:
     """A diagnostic measure of every target layer.
 
     Args:
-        key: Key in JSON.
-        title: Title in tables.
         worst: The end of the scale that indicates a problem; None: neither.
-        reads: One sentence on its interpretation.
-        source: Source of the definition.
         value: Function that computes the value of a layer; None where the layer has none.
     """
 
@@ -122,7 +118,6 @@ class MeasureSummary:
     """A measure summarized over all target layers.
 
     Args:
-        measure: The measure.
         mean: Mean over the layers.
         minimum: Minimum over the layers.
         maximum: Maximum over the layers.
@@ -164,7 +159,6 @@ class DiagnosticsRecorder:
     """Runner of a federation's rounds that computes diagnostics for some of them.
 
     Args:
-        federation: The federation, in this process.
         interval: Number of rounds from one diagnosis to the next.
     """
 

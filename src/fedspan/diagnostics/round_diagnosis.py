@@ -45,7 +45,6 @@ class ClientTraining:
     Args:
         first: The client's first job of the round.
         last: The client's last job of the round.
-        trained: The result of the last job.
     """
 
     first: Job
@@ -97,7 +96,6 @@ class Barrier:
     """The loss on the straight line between two clients' models.
 
     Args:
-        clients: Ids of the two clients.
         losses: Losses on held-out examples, at ``STEPS``.
     """
 
@@ -225,11 +223,6 @@ class _RoundModels:
     """Weights of a round's models, layer by layer.
 
     Args:
-        engine: The engine that trained the models.
-        training: Training record of every client.
-        before: The base at the start of the round.
-        after: The base at the end of the round.
-        weights: Aggregation weights of the clients.
         end: The job of the global model after the round; None where there is none.
     """
 

@@ -56,7 +56,6 @@ class Comparison:
 
     Args:
         methods: Registry keys, some with wrappers: ``fedit+fedprox``.
-        seeds: Seeds of every method.
         against: The reference row, with which all others are compared.
         steps: The runs in their order of execution.
     """

@@ -46,7 +46,6 @@ class Difference:
     Args:
         mean: First minus second result, in the unit of the metric.
         low: Lower end of the interval; None: there is none.
-        high: Upper end of the interval.
         note: Why there is no interval, or what it lacks; empty if it lacks nothing.
     """
 
@@ -93,7 +92,6 @@ class Within:
     Args:
         mean: The mean, in the unit of the compared values.
         half_width: Half the width of the interval, by Student's t; infinite for a single value.
-        verdict: The verdict by the rule.
     """
 
     mean: float
@@ -125,9 +123,6 @@ def estimate_difference(
         first: One score for each seed.
         second: Scores of the other side for the same seeds, in the same order.
         items: The predictions of both sides, one pair for each seed, or none; None in place of a pair: not known.
-
-    Raises:
-        ValueError: If they differ in length.
     """
     differences = [one - other for one, other in zip(first, second, strict=True)]
     if items and len(items) != len(differences):
@@ -221,9 +216,6 @@ def compare_pairs(better: Sequence[float], worse: Sequence[float]) -> Within:
     Args:
         better: One value for each seed, of the side that is claimed to be above.
         worse: Values of the other side for the same seeds, in the same order.
-
-    Raises:
-        ValueError: If the two differ in length.
     """
     differences = [better_score - worse_score for better_score, worse_score in zip(better, worse, strict=True)]
     mean, half = math.fsum(differences) / len(differences), _compute_half_width(differences)

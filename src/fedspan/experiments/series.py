@@ -31,11 +31,7 @@ class Step:
     """One run of a series.
 
     Args:
-        name: Name of the run's folder.
-        label: Readable label.
         group: The group within which seeds are averaged: a method, or the number of a trial.
-        seed: Seed of the run.
-        config: Complete config of the run.
     """
 
     name: str

@@ -43,7 +43,6 @@ class Table:
 
     Args:
         head: Titles of the columns; the first is left-aligned, all others are right-aligned.
-        rows: Cells of the rows.
         best: Index of the highlighted row, if any.
         notes: Explanation of the numbers, line by line.
     """

@@ -82,7 +82,6 @@ class Awaited:
     """The clients that an exchange waits for.
 
     Args:
-        ids: Clients that are sent an order.
         absent: Clients among them that are not waited for if the others suffice.
     """
 

@@ -30,7 +30,6 @@ class Arrival(NamedTuple):
     """The end of an order.
 
     Args:
-        order: The order.
         reply: The client's reply, or the reason why there is none; None: the client trains now that its reply is due.
     """
 
@@ -62,9 +61,6 @@ class _TrainingClients:
     """The clients that train, and those that have replied in the round.
 
     Args:
-        context: The round.
-        orders: The orders that were sent before the round.
-        number: Number of orders sent so far.
         on_order: Called with each client that has an order, or receives one.
     """
 
@@ -125,8 +121,6 @@ class SimulatedArrivals:
     """Arrivals by the simulated clock, which depend on the clients' speeds and on no training.
 
     Args:
-        context: The round.
-        transport: Knows how long each client takes.
         open: The orders that were sent before the round.
         on_order: Called with each client that has an order, or receives one.
     """
@@ -175,10 +169,7 @@ class NodeArrivals:
     but may train for the first one still. An order that is too old to count is closed, and its client fails.
 
     Args:
-        context: The round.
-        transport: Transport to the clients.
         open: The orders that were sent before the round.
-        create_order: Creates the envelope of an order.
         compute_reply_bytes: Returns the maximum size of the body of a client's reply, in bytes.
         on_order: Called with each client that has an order, or receives one.
     """
@@ -250,8 +241,6 @@ class RecordedArrivals:
     """Arrivals of an earlier run.
 
     Args:
-        context: The round.
-        settings: Settings with the recorded arrivals.
         states: The states of the server up to this round, by round.
         on_order: Called with each client whose reply the round takes.
 

@@ -29,7 +29,6 @@ class SpeedDistribution:
     Args:
         distribution: ``lognormal``, ``uniform`` or ``constant``.
         median: Median speed, in training examples per second.
-        spread: Factor between slow and median clients.
     """
 
     distribution: Literal["lognormal", "uniform", "constant"]
@@ -43,7 +42,6 @@ class Faults:
 
     Args:
         share: Share of the clients.
-        kind: Kind of fault.
         factor: Factor on the change, or relative standard deviation of the noise; None: the kind's default.
     """
 
@@ -57,7 +55,6 @@ class Conditions:
     """Conditions of a simulated federation.
 
     Args:
-        seed: Seed of every random draw.
         dropout: Probability that a client does not reply to an order to train, for all clients or by id.
         speed: Distribution of the clients' speeds; None: every reply arrives at once.
         faults: Faulty clients; None: none.

@@ -30,7 +30,6 @@ class ClientScores:
 
     Args:
         pooled: Metrics over the examples of all clients together.
-        by_client: Metrics of each client.
         trimmed: Metrics without the clients at both ends, where the clients report their own; None: these scores were
             measured on examples that this process assigned, or by the only client.
         noisy: Whether the metrics may have noise, as those of data owners' nodes do (``clients.metric_noise``).
@@ -79,8 +78,6 @@ class Evaluator:
     """Evaluate a progress.
 
     Args:
-        federation: The federation to evaluate.
-        batch_size: Batch size of the forward passes.
         clients: Number of clients to evaluate, drawn from the federation's seed alone, for comparable rounds; None:
             all.
         predictor: Predicts with the models; None: the federation's engine.

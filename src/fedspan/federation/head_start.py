@@ -58,10 +58,7 @@ class HeadStart:
     """How a run's head starts.
 
     Args:
-        kind: Kind of start.
-        layer: The model's output layer.
         bound: Norm to which features are clipped before they are divided by it; 0: they are sent as they are.
-        new_aggregation: Creates the aggregation of the exchange.
         most_words: Maximum number of words of an example, if words have a label each; else 1.
     """
 
@@ -82,8 +79,6 @@ class StatisticsExchange(Method):
     """The exchange as a method whose replies are averaged.
 
     Args:
-        head: The start of the head.
-        inner: The run's method.
         pretrained: Whether the method starts from the pretrained model, so that orders need no tensors.
     """
 

@@ -211,10 +211,8 @@ class CentralPrivacy:
     aggregation the clients clip them and the server decodes their sum.
 
     Args:
-        privacy: Privacy settings of the run, central.
         origin: Contribution of a client that trained nothing.
         rate: Probability that a client is in a cohort.
-        clients: Number of clients in the federation.
         round: Number of the round, from 0.
     """
 

@@ -35,11 +35,8 @@ class Transfer:
     """One transmitted message.
 
     Args:
-        client: Id of the client.
         direction: Direction of the transfer, ``down`` or ``up``.
-        bytes: Serialized size.
         payload: Bytes of tensor data in the message.
-        purpose: Purpose of the message.
     """
 
     client: str
@@ -54,11 +51,9 @@ class Failure:
     """A client whose reply was rejected, missing or counted less, or that was not evaluated or did not export.
 
     Args:
-        client: Id of the client.
         attempt: Attempt of the round, from 0.
         reason: Reason in plain text, often in the client's words: stored with its control characters escaped, and cut
             to 4096 characters.
-        purpose: Purpose of the order.
     """
 
     client: str
@@ -110,7 +105,6 @@ class ClientState:
     """A client's state between rounds.
 
     Args:
-        memory: The method's memory.
         moments: Stored optimizer states by phase, with the generation that they belong to.
         base: The base update that the client holds; that of the pretrained model where the server's process stores the
             state, because this process has the base itself.
@@ -131,7 +125,6 @@ class OpenOrder:
     """An order of asynchronous rounds whose reply has not arrived.
 
     Args:
-        client: Id of the client.
         round: Round of the state that it was sent, from 0.
         attempt: Attempt of that round in which it was sent, from 0.
         number: Number of the order in the run, from 0.
@@ -153,7 +146,6 @@ class OpenOrders:
 
     Args:
         orders: The orders without a reply.
-        number: Number of orders sent so far.
         clock: The simulated clock, in seconds since the start of the run.
         states: The earlier states of the server that belong to these orders, by round.
     """
@@ -169,7 +161,6 @@ class Progress:
     """The complete state of a run between rounds; the content of a checkpoint.
 
     Args:
-        state: The server's state.
         states: The clients' stored states as of their last accepted replies, where this process stores them.
         last_rounds: Round of the last state that each client received and whose reply was accepted; without the
             clients that lost what they stored.
@@ -193,13 +184,9 @@ class RoundResult:
     """The result of a round.
 
     Args:
-        progress: The progress after the round.
         transfers: Messages between server and clients, by client.
         cohort: Ids of the selected clients, sorted.
-        lr: Learning rate of the round.
         loss: Mean training loss over the cohort's examples; NaN if no client reported one.
-        failures: Clients whose replies were not accepted.
-        charges: Privacy costs of the round.
         late: Selected clients that the round did not wait for.
         simulated_seconds: Time that the round took on the simulated clock, in seconds; None: there is none.
         clipped: Factors by which the changes of replies were scaled down, by client, sorted.

@@ -44,7 +44,6 @@ class Envelope:
     """The unit of transmission.
 
     Args:
-        header: Header as JSON text.
         body: An encoded message, or empty.
     """
 
@@ -163,7 +162,6 @@ class Order:
             evaluate a model, or export the client's own model on its machine.
         round: Number of the round of the transmitted state.
         attempt: Attempt of the round, from 0.
-        lr: Learning rate of the round.
         to: Id of the client that receives the order.
         client: Facts about the client; None if it evaluates the global model.
         best: Round that the client held at the run's best progress so far; its stored state of that round must stay.
@@ -171,7 +169,6 @@ class Order:
         serial: Serial number that increases with every order of a run; an order without a greater serial is a
             repetition.
         secure: Parameters of the secure sum that the reply enters; None: it is sent in plaintext.
-        body: The encoded message.
     """
 
     task: OrderKind
@@ -211,10 +208,6 @@ class Reply:
     """A client's reply to an order.
 
     Args:
-        task: Kind of the order.
-        round: Round of the order.
-        attempt: Attempt of the order.
-        id: Id of the client.
         parts: Losses of local training, phase by phase.
         scores: Metrics by part of the client's data.
         failed: Reason of a failure in plain text; None: the order succeeded.

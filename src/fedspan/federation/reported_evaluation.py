@@ -32,7 +32,6 @@ class ReportedEvaluator(Evaluator):
     unless this process assigned the clients' examples (a simulation) or there is one client.
 
     Args:
-        federation: The federation to evaluate.
         batch_size: Batch size of the server's forward passes.
         clients: Number of clients to evaluate; None: all.
     """
@@ -146,7 +145,6 @@ class RemoteEvaluator(ReportedEvaluator):
     """Evaluate on the clients' machines.
 
     Args:
-        federation: The federation to evaluate.
         batch_size: Batch size of the server's forward passes.
         clients: Number of clients to evaluate; None: all.
         load_state: Returns a client's state of a round where the server can access it (a simulation); None: it cannot.

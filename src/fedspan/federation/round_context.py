@@ -22,17 +22,10 @@ class RoundContext:
     """The definition of a round: its method, clients, state and rules.
 
     Args:
-        method: The run's method.
-        settings: Rounds, reduction and privacy.
-        training: Settings of local training.
-        clients: All clients of the federation.
-        state: The server's state before the round.
         ids: Ids of the selected clients, sorted.
         draw_order: The same ids in the order in which they were drawn.
         target: Number of replies that the round aims for.
         rules: Rules for accepting replies and the round.
-        transport: Transport to the clients.
-        run: Name of the run.
         task: Kind of the orders whose replies are aggregated.
         check: Further check of a reply in plaintext, which raises ``ValueError``; None: no further check.
         measure: Returns the size by which replies are scaled down; None: that of their changes.
@@ -92,9 +85,7 @@ class Tally:
     """The events of a round so far.
 
     Args:
-        transfers: Messages sent and received.
         failures: Clients whose replies were not accepted, attempt by attempt.
-        lost: Clients that lost their stored state.
     """
 
     transfers: list[Transfer] = field(default_factory=list)

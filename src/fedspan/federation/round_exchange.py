@@ -30,9 +30,6 @@ class RoundExchange:
     """Orders, replies, events and the result of one round.
 
     Args:
-        context: Definition of the round.
-        aggregation: Aggregation of the round's replies.
-        tally: Collects the events of the round.
         progress: The progress before the round: what clients store, and when they last replied.
         best: Round of the stored state of each client at the best progress so far, which clients must not delete.
         on_arrival: Called with a client's id and training loss when its reply arrives, before it is checked.

@@ -42,10 +42,7 @@ class RoundSettings:
     """Settings of the rounds.
 
     Args:
-        rounds: Number of rounds.
         cohort: Number of clients selected in each round; None: all.
-        seed: Seed of every random draw.
-        reduction: Rule that combines summed replies.
         trim: Fraction of the replies that ``trimmed-mean`` drops at each end, and that ``multi-krum`` withstands.
         clip_ratio: Maximum norm of a reply's change under ``mean``, as a multiple of the round's median; larger changes
             are scaled down. None: no limit.

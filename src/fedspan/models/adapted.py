@@ -36,7 +36,6 @@ class AdaptedModel:
 
     Args:
         model: Any module; frozen here (no parameter requires grad until a job trains it).
-        targets: Target layers by module path.
         extras: Parameters that train beside the target layers, by parameter path; converted to float32.
         buffers: Running statistics that belong to the extras, by path.
 

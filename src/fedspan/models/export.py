@@ -340,11 +340,7 @@ def read_adapter(folder: str, operators: Mapping[str, Operator], model: Any = No
 
 
 def require_small_notes(folder: Path) -> None:
-    """Check the sizes of the JSON files beside a model, which are read whole.
-
-    Raises:
-        FedspanError: If one is too large.
-    """
+    """Check the sizes of the JSON files beside a model, which are read whole."""
     for path in (folder / NOTES, folder / "adapter_config.json"):
         if path.is_file() and (size := path.stat().st_size) > _LARGEST_NOTES:
             raise FedspanError(str(path), size, f"a file of at most {_LARGEST_NOTES >> 20} MiB")

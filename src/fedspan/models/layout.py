@@ -165,7 +165,6 @@ class TokenLayout:
     Args:
         lengths: Length of each example, (B,); examples of length 0 belong to no client and are left out.
         tokens: Number of tokens of the longest example, T.
-        device: Device of the batch.
         clients: Number of clients, C, with equally many examples each, one client below the other.
     """
 

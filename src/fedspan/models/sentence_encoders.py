@@ -152,12 +152,7 @@ def _write_json(path: Path, values: Any) -> None:
 
 
 def read_output_layer(folder: Path) -> dict[str, Tensor] | None:
-    """Read the output layer that ``write_modules`` wrote, by parameter path; None if there is none.
-
-    Raises:
-        SafetensorError: If its file is damaged.
-        LookupError: If its file holds something else.
-    """
+    """Read the output layer that ``write_modules`` wrote, by parameter path; None if there is none."""
     path = folder / DENSE / _WEIGHTS
     if not path.is_file():
         return None
@@ -207,12 +202,7 @@ class PoolingSearch:
 
 
 def find_pooling(source: str, revision: str | None = None) -> PoolingSearch:
-    """Find the pooling that a sentence encoder was trained with, by its ``modules.json``.
-
-    Args:
-        source: Local folder or hub id.
-        revision: Revision of a hub repository.
-    """
+    """Find the pooling that a sentence encoder was trained with, by its ``modules.json``."""
     modules = _read(source, "modules.json", revision)
     if modules is None and _is_unknown(source, "modules.json", revision):
         return PoolingSearch(None, "its modules.json could not be looked up, and is not in the cache")

@@ -204,7 +204,6 @@ class StackedModule:
     """The forward of a module that holds extras while several clients train.
 
     Args:
-        path: Path of the module.
         module: Module with one input and without submodules.
     """
 

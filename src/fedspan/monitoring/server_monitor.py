@@ -26,7 +26,6 @@ class ServerMonitor:
     """Follows the nodes of a server, and the run that was submitted last.
 
     Args:
-        folder: The server's folder.
         list_nodes: Returns the server's nodes; it may wait for the server, and is called in a thread of its own.
         clock: Function that returns the time in seconds.
     """

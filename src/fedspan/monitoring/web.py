@@ -195,8 +195,6 @@ class WebPage:
     """The page on a port of this machine, in a thread, while it is entered as a context manager.
 
     Args:
-        collect: Returns the state as plain values.
-        host: Address to listen on.
         port: Port to listen on; 0: any free one.
         names: Further names under which the page is requested.
         certificate: Files of the certificate and its key; None: without TLS, on a loopback address only.

@@ -72,7 +72,6 @@ class Duration:
     """Seconds of the clients' training, without evaluations and without the server's work.
 
     Args:
-        device: Name of the device.
         step: Seconds of an optimizer step of a client that trains alone.
         client: Seconds of a round of a client that trains alone, after its first round; None if its number of examples
             is unknown.
@@ -101,7 +100,6 @@ class DeviceSpeed:
     """Training speed of a device for a model.
 
     Args:
-        device: Name of the device.
         single: FLOP/s of a client that trains alone.
         parallel: FLOP/s of a simulation of many clients; None: unknown.
         bandwidth: Memory bandwidth in bytes a second, at which the weights are read twice a pass; None: ``single``

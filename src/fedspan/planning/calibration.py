@@ -97,10 +97,7 @@ class _Bench:
     """An engine with a model, synthetic examples and synthetic jobs.
 
     Args:
-        config: Config of the run.
-        labels: Labels of its data.
         architecture: Transformers config as for ``models.empty.load_empty``.
-        device: Device that trains.
         depth: Blocks of the model; None: all.
         length: Mean tokens of an example; None: the maximum length.
     """

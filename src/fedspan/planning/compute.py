@@ -37,7 +37,6 @@ class Trains:
 
     Args:
         computations: Computation of the layers, by kind of target layer.
-        extras: Whether the extras train, too.
     """
 
     computations: Mapping[LayerSpec, Computation]
@@ -97,7 +96,6 @@ class PlannedPasses:
 
     Args:
         config: Config of the run, of which the task, data and batches are used.
-        adapted: The model, on the meta device.
 
     Passes raise FedspanError for a model whose own code reads tensor values, or has no operation for its dtype.
     """

@@ -24,7 +24,6 @@ class Computation:
     """What a layer computes with, independent of the tensors behind it (``core.parametrization.Effective``).
 
     Args:
-        base: Whether the frozen weight is used.
         weight: Source of a weight in its place: ``held`` on the client, ``made`` in every pass, or None.
         matrix: Source of a matrix added to the weight, likewise.
         rank: Rank of the pair of factors added to the weight; 0: there is none.

@@ -36,8 +36,6 @@ class Extras:
     """Trained parameters outside the target layers.
 
     Args:
-        policy: Policy that applies to them.
-        trained: Elements of the parameters.
         values: The parameters and their buffers by path, as they are transmitted, on the meta device.
     """
 
@@ -64,10 +62,7 @@ class RankCounts:
     """Elements of all target layers, for a client with one rank.
 
     Args:
-        computations: Computation of each kind of layer.
         trained: Elements that are trained at a time: in the largest job of the first two rounds.
-        held: Elements on the client.
-        stored: Elements on the server.
     """
 
     computations: Mapping[LayerSpec, Computation]

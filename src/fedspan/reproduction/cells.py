@@ -30,7 +30,6 @@ class Cell:
 
     Args:
         name: Name of the cell and of its folder; ``all`` if there are no axes.
-        values: Values by axis.
         configs: Configs of every row, as plain values, by label.
     """
 

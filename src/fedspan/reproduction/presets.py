@@ -43,7 +43,6 @@ class Gap(PresetPart):
     """A loss of score between two values of an axis, in place of the score itself.
 
     Args:
-        axis: Name of the axis.
         before: Value of the axis at which the score is expected to be higher.
         after: Value of the axis at which the score is expected to have dropped.
     """
@@ -57,8 +56,6 @@ class Claim(PresetPart):
     """A statement of the paper: one row of the table is better than others.
 
     Args:
-        statement: The statement in words.
-        better: Label of the better method.
         worse: Labels of the methods that it is better than.
         cells: Values to which the claim applies, by axis; an axis left out: all of its values.
         measure: Quantity that is compared: the held-out metric; bytes of a run; the rounds, the bytes in both
@@ -102,7 +99,6 @@ class MethodEntry(PresetPart):
     """A row of the table.
 
     Args:
-        key: Registry key of the method.
         set: Changes to the config for this row, including its options under ``method``.
     """
 
@@ -116,7 +112,6 @@ class Where(PresetPart):
     Args:
         cells: Values that the changes apply to, by axis; an axis left out: all of its values.
         methods: Labels that the changes apply to; empty: all.
-        set: The changes.
     """
 
     cells: dict[str, list[str]] = Field(default_factory=dict)
@@ -128,12 +123,10 @@ class Small(PresetPart):
     """Changes of the small scale.
 
     Args:
-        config: Changes to the full config.
         axes: Replacements of the full axes, by axis; an axis left out stays unchanged.
         methods: Changes to the full methods, by label.
         leave_out: Labels of rows that are not run.
         skip: Combinations of the axes' values that are not run, each by axis as in ``Where.cells``.
-        where: Replacement of the full list.
         sweep: Replacement of the full sweep; None leaves it unchanged.
         matched: Values of the swept paths that all rows share under the protocol ``matched``; empty: there is none.
         seeds: Replacement of the full seeds; None leaves them unchanged.
@@ -155,17 +148,10 @@ class Preset(PresetPart):
 
     Args:
         id: Id such as ``rolora-table1``.
-        paper: The paper, with its arXiv number.
         item: Item of the paper, such as ``Table 1``.
-        title: Topic of the item.
         config: Config of all cells and methods, at the paper's size.
         axes: Values of each axis by name, with the changes of each value; the cells are all combinations.
-        methods: Rows by label.
-        where: Changes for some of the cells.
         sweep: Values to try by path in the config, selected by validation under the first seed.
-        seeds: Seeds of every cell and method.
-        claims: The paper's statements.
-        small: Changes of the small scale.
         notes: Points where the paper is silent or a config cannot express it, and what is done instead.
     """
 

@@ -31,11 +31,8 @@ class CellScore:
     """One row in one cell.
 
     Args:
-        cell: Name of the cell.
-        method: Label of the row.
         selected: Values that the sweep selected, by path in the config; empty without a sweep.
         metric: Metric that was measured; empty if nothing was.
-        higher: Whether a higher value is better.
         scores: Scores on held-out examples (without them, on the clients' own tests), one for each seed; empty on
             failure.
         mean: Mean of the scores; None if one is missing.
@@ -75,7 +72,6 @@ class JudgedCell:
         cell: Name of the cell; ``all`` for all cells of the claim.
         mean: Mean advantage of the better row over the seeds, in the metric's unit.
         half_width: Half the width of the 95 % interval of the mean; None for one seed.
-        verdict: Verdict by the rule.
         bound: Bound on a mean of costs, if a run of the worse row (at least), of the better one (at most) or of both
             (about) ended before it reached the score: its whole cost is counted, which is less than reaching it takes.
     """
@@ -92,13 +88,9 @@ class Judged:
     """A claim about one pair of rows, judged.
 
     Args:
-        statement: The paper's statement.
         better: Label of the row that is claimed to be better.
-        worse: Label of the other row.
-        metric: Metric that was compared.
         verdict: Verdict over all cells together, seed by seed.
         overall: The verdict over all cells with its numbers; None if the claim could not be judged.
-        cells: Verdicts of the single cells.
         reason: Reason why the claim could not be judged; None if it was judged.
     """
 

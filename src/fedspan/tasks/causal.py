@@ -76,7 +76,6 @@ class EncodedPrompts:
     Args:
         ids: Ids of each example, prompt and answer together.
         starts: Index where each answer begins, int64, (examples,).
-        answers: Full text of each answer.
         lengths: Number of tokens of each example, int64, (examples,).
         truncated_prompts: Number of prompts that lost their beginning.
         truncated_answers: Number of answers that lost their end.
@@ -97,15 +96,12 @@ class CausalLM(TokenTask):
     """Answers to prompts, with any Hugging Face decoder.
 
     Args:
-        tokenizer: The model's tokenizer.
         max_length: Maximal number of tokens of prompt and answer together; the prompt is cut first.
         chat: Whether prompts are written with the model's chat template.
-        system: Message that opens every conversation.
         refuse_long: Whether an answer that does not fit is refused instead of cut at its end.
         packing: Whether a batch's examples are put end to end into one row, with their own positions and attention: no
             padding, the same loss.
         generation: Options for generating the answers of predictions with generated text.
-        metric: Metric by which rounds are compared.
     """
 
     loss_options: tuple[LossOption, ...] = ("label_smoothing",)

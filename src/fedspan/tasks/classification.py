@@ -30,10 +30,7 @@ class SequenceClassification(SingleLabelClassification):
     """Prediction of one label for a text or a pair of texts, with any Hugging Face sequence classifier.
 
     Args:
-        tokenizer: The model's tokenizer.
-        labels: Label names by index.
         max_length: Maximal number of tokens; further ones are cut.
-        metric: Metric by which rounds are compared.
     """
 
     def __init__(

@@ -61,9 +61,6 @@ class ImageClassification(SingleLabelClassification):
     """Prediction of one label for an image, with any Hugging Face image classifier.
 
     Args:
-        processor: The model's image processor.
-        labels: Label names by index.
-        metric: Metric by which rounds are compared.
         advice: Sentence on images that cannot be decoded, for errors.
     """
 
@@ -161,11 +158,7 @@ class AugmentedImageClassification(ImageClassification):
     The draw depends on seed, round, client, batch and image only.
 
     Args:
-        processor: The model's image processor.
-        labels: Label names by index.
-        metric: Metric by which rounds are compared.
         advice: Sentence on images that cannot be decoded, for errors.
-        options: The changes.
     """
 
     def __init__(

@@ -88,9 +88,7 @@ class MaskedLanguageModel(TokenTask):
     """Prediction of masked tokens, with any Hugging Face masked language model.
 
     Args:
-        tokenizer: The model's tokenizer.
         max_length: Maximal number of tokens; further ones are cut.
-        metric: Metric by which rounds are compared.
         mask_share: Share of a text's tokens that are predicted.
     """
 

@@ -68,7 +68,6 @@ class LabeledTexts:
 
     Args:
         text: Tokens of each text; its labels are positions and are not used.
-        labels: Label indices of each text.
     """
 
     text: EncodedText
@@ -87,10 +86,7 @@ class MultiLabelClassification:
     """Prediction of any number of labels for a text or a pair, with any Hugging Face sequence classifier.
 
     Args:
-        tokenizer: The model's tokenizer.
-        labels: Label names by index.
         max_length: Maximal number of tokens; further ones are cut.
-        metric: Metric by which rounds are compared.
         threshold: Probability above which a label is predicted.
     """
 

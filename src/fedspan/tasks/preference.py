@@ -92,8 +92,6 @@ class PreferenceTuning:
 
     Args:
         language: Encodes the prompts with each answer, and generates answers.
-        options: Options of the loss.
-        metric: Metric by which rounds are compared.
     """
 
     has_several_passes = True

@@ -25,7 +25,6 @@ class Prompt:
 
     Args:
         text: The prompt: the instruction, or the user's last message.
-        answer: The text to learn.
         history: Earlier messages of a conversation, each with ``role`` and ``content``.
     """
 

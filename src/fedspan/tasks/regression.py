@@ -37,9 +37,7 @@ class Regression:
     The loss is on the unscaled numbers (STS-B: 0 to 5), as in Transformers' and GLUE's own recipes.
 
     Args:
-        tokenizer: The model's tokenizer.
         max_length: Maximal number of tokens; further ones are cut.
-        metric: Metric by which rounds are compared.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_length: int, metric: str = "pearson") -> None:

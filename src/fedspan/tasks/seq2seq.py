@@ -107,9 +107,6 @@ class EncodedPairs:
     """Tokenized sources and targets.
 
     Args:
-        sources: Ids of each source.
-        targets: Ids of each target.
-        texts: Full text of each target.
         lengths: Number of tokens of each source and its target together, int64, (examples,).
     """
 
@@ -126,11 +123,8 @@ class Seq2Seq(TokenTask):
     """A target text for a source text, with any Hugging Face model of an encoder and a decoder.
 
     Args:
-        tokenizer: The model's tokenizer.
         max_length: Maximum number of tokens of a source; further ones are cut.
         max_new_tokens: Maximum number of tokens of a generated text.
-        options: The task's options.
-        metric: Metric by which rounds are compared.
 
     Raises:
         FedspanError: If ``options.max_target_length`` is more than ``max_length``, ``options.min_new_tokens`` is more

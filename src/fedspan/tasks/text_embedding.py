@@ -94,11 +94,7 @@ class TextEmbedding:
     Each of an example's texts goes through the model in a pass of its own, so that rows are examples in every pass.
 
     Args:
-        tokenizer: The model's tokenizer.
         max_length: Maximum number of tokens of a text; further ones are cut.
-        pooling: The pooling.
-        options: Options of the loss.
-        metric: Metric by which rounds are compared.
     """
 
     has_several_passes = True

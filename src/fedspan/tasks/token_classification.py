@@ -61,7 +61,6 @@ class EncodedSentences:
         firsts: Positions of the words' first pieces, ascending.
         words: Numbers of these words in their sentence.
         labels: Label indices of all words of each sentence, also of those that were cut.
-        tokens: Words of each sentence.
     """
 
     text: EncodedText
@@ -86,7 +85,6 @@ class TokenClassification(TokenTask):
         tokenizer: The model's tokenizer, one of Hugging Face's fast ones.
         labels: Tags by index, in IOB2.
         max_length: Maximum number of pieces of a sentence; words beyond it are cut, and predicted as outside.
-        metric: Metric by which rounds are compared.
     """
 
     loss_options: tuple[LossOption, ...] = ("label_smoothing", "class_weights")

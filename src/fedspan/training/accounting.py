@@ -40,8 +40,6 @@ class Charge:
 
     Args:
         payer: The client whose data are released; empty: the data of the whole federation.
-        mechanism: The kind of the releases.
-        count: Number of releases.
     """
 
     payer: str

@@ -43,9 +43,6 @@ class BatchedEngine:
     """Trains and evaluates jobs on one model, many clients at once.
 
     Args:
-        adapted: The model.
-        task: The learning problem.
-        settings: Settings of local training.
         seed: Seed of every random draw (batches, dropout).
         request: The number of clients at once, as far as it is not measured.
         prefix: Storage of the hidden states that leave the model's frozen prefix, or the caches of another engine on

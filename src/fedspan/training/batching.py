@@ -104,8 +104,6 @@ class Padding:
     """Decides whether forward passes of an engine run without padding, and runs them so.
 
     Args:
-        adapted: The model.
-        task: The learning problem.
         refusal: The reason why all batches are to be padded; None: it depends on the model.
     """
 

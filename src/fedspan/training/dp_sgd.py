@@ -89,7 +89,6 @@ class PrivateTraining:
 
     Args:
         trainer: The model and what training on it takes.
-        privacy: Privacy settings of the run.
     """
 
     def __init__(self, trainer: TrainingServices, privacy: Privacy) -> None:

@@ -28,9 +28,6 @@ class Privacy:
         clip: Bound on the L2 norm of a change, or of an example's gradient.
         noise: Standard deviation over ``clip``; None: the smallest that ``epsilon`` allows for ``rounds``.
         epsilon: The privacy budget; None: unlimited.
-        delta: Delta of the guarantee.
-        accounting: The accountant.
-        rounds: Number of rounds of the run.
         key: Key of the noise, 32 bytes.
         secret: Whether the key is secret; if so, noise also depends on what it is added to, so that it is never reused.
     """
@@ -59,7 +56,6 @@ class TrainingSettings:
         batch_size: Number of examples in one forward and backward pass.
         accumulate: Number of passes in one optimizer step.
         epochs: Local epochs a round, unless ``steps`` is given.
-        steps: Local optimizer steps a round.
         max_grad_norm: Clipping norm of the client's whole gradient (0: none).
         keep_optimizer: Whether a client's moments persist between its rounds, unless its tensors were re-initialized.
         dropout: Dropout rate on the adapters' input (PEFT's ``lora_dropout``).
@@ -141,10 +137,7 @@ class TrainingTotals:
     """Numbers that grow while a job trains.
 
     Args:
-        passes: Forward and backward passes.
-        steps: Optimizer steps.
         loss_sum: Sum over the passes of mean loss times number of examples.
-        examples: Examples of all passes.
         decay: Factor by which decoupled weight decay has scaled what does not train.
     """
 
@@ -162,9 +155,7 @@ class TrainingProgress:
     Batches and dropout depend on the number of a pass and not on earlier draws, so no generator is part of it.
 
     Args:
-        totals: Numbers of what was trained.
         tensors: All installed tensors by name, on the CPU.
-        optimizer_state: State of the optimizer.
         gradients: Sums of gradients by name, if the job reports them.
     """
 
@@ -197,9 +188,7 @@ class Assignment:
     Args:
         client: The client's id, for random draws and errors.
         round: The round's number, for random draws and errors.
-        job: The job to train.
         indices: The client's training examples, (examples,).
-        lr: Learning rate of the round.
         moments: Moments of the client's earlier rounds, if the run stores them.
         noise: Noise of DP-SGD over the clipping norm.
         checkpoint: Storage of the job's progress; None: an interrupted job starts over.

@@ -33,7 +33,6 @@ class LocalOptimizer:
     """One client's optimizer for one job.
 
     Args:
-        spec: Algorithm and hyperparameters.
         groups: Learning-rate multipliers and weight decay of the trainable tensors.
         tensors: Live tensors by name; the trainable ones are updated in place.
         state: Initial moments; names that do not train are carried through unchanged.
@@ -161,10 +160,6 @@ class Segment:
     """A range of columns, from ``start`` to ``stop``, that share optimizer settings.
 
     Args:
-        start: First column of the segment.
-        stop: Column after the last one.
-        lr: Learning rate.
-        weight_decay: Weight decay.
         group: The turns of the columns' groups, as a group without names or other settings.
     """
 
@@ -181,9 +176,7 @@ class Layout:
 
     Args:
         names: Names of the tensors, in their order.
-        shapes: Shape of each tensor.
         segments: Learning rates, weight decays and turns; together they cover all columns.
-        dtype: Data type of all tensors.
         groups: Group of each tensor, without its names.
     """
 

@@ -40,10 +40,7 @@ class PrefixCache:
     """The hidden states of a data set's examples.
 
     Args:
-        prefix: The frozen prefix that passes skip.
-        adapted: The model of the prefix.
         task: The learning problem, which builds the batches.
-        examples: The data set.
         budget: Memory in bytes.
         file: The memory-mapped file for hidden states that exceed the budget. It is newly created and unlinked at once,
             so that it ends with the process.
@@ -286,8 +283,6 @@ class PrefixCaches:
     """The caches of an engine, one for each data set that it is given; without settings, none.
 
     Args:
-        adapted: The model.
-        task: The learning problem.
         settings: Storage of hidden states, or None.
         stages: Reports how many examples are done; None: it is not reported.
     """

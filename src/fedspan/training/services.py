@@ -78,9 +78,6 @@ class TrainingServices:
     """A model with everything that an engine needs to train a job on it.
 
     Args:
-        adapted: The model.
-        task: The learning problem.
-        settings: Settings of local training.
         seed: Seed of every random draw (batches, dropout).
         prefix: Storage of the hidden states that leave the model's frozen prefix, or the caches of another engine on
             this model and task; None: they are computed every time.

@@ -53,7 +53,6 @@ class StackingPlan:
     """The number of clients that train at the same time.
 
     Args:
-        clients_per_pass: Number of clients in one pass.
         workers: Number of threads, each with its own passes.
     """
 
@@ -101,7 +100,6 @@ class MeasurementBudget:
         tokens: Number of tokens that measured passes may hold; they may also take no longer than so many tokens at the
             pace of the best plan.
         pass_tokens: Mean number of tokens that a client adds to a pass.
-        seconds: Limit on the time.
     """
 
     def __init__(self, tokens: float, pass_tokens: float, seconds: float = _LIMIT) -> None:
@@ -314,9 +312,6 @@ def _measure_token_seconds(
         examples: The data set that the jobs' indices point into.
         passes: Number of different passes in each worker, at most.
         seconds_left: Time that this measurement may take, if its first passes do not take longer.
-
-    Raises:
-        Unstackable: If clients cannot share a pass.
     """
     tokens = [0] * len(team)
     passes_by_worker: list[list[list[tuple[ClientSlot, int]]]] = [[] for _ in team]

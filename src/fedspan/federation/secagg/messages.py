@@ -77,7 +77,6 @@ class PublicKeys(BinaryPart):
 
     Args:
         sealing: Key with which other clients seal shares for this client.
-        masking: Key of its pairwise masks.
         own: Commitment to the seed of its own mask, with which shares of it are checked.
         signing: Key of its signatures in the session.
         identity: The client's lasting public key in OpenSSH's format; empty: it has none.
@@ -106,9 +105,7 @@ class Agreement(HeaderPart):
 
     Args:
         config: Digest of the config that the server sent to all nodes; empty in a simulation.
-        task: Kind of the order that follows.
         round: Number of the round, from 0.
-        lr: Learning rate of the round.
         model: SHA-256 of the order's message, which is the same for all clients.
         clients: Number of clients that sent keys, and largest number of vectors in the sum.
         threshold: Number of shares that reconstruct a secret.
@@ -185,7 +182,6 @@ class ConfirmOrder(_Order):
 
     Args:
         survivors: The masking partners, the client itself among them, whose vectors are in the sum.
-        dropped: The other masking partners.
         sealed: Shares that each of them sealed for the client.
     """
 
@@ -213,8 +209,6 @@ class PhaseReply(BinaryPart):
     """Fields that all replies share.
 
     Args:
-        id: Id of the client.
-        session: Session number of the order.
         failed: Reason of a failure in plain text; None: the order succeeded.
     """
 

@@ -43,7 +43,6 @@ class Owner:
     """A client with its own trainer.
 
     Args:
-        trainer: The client's trainer.
         adapted: The trainer's model, with the method's target layers; clients that share a model share this object.
     """
 
@@ -61,7 +60,6 @@ class TrainerEngine(TrainingServices):
         owners: The clients by id, at least one; equal frozen weights.
         task: The learning problem, of which the trainers compute losses and metrics.
         settings: Settings of local training; batch size and accumulation are the trainers' own.
-        seed: Seed of every random draw.
         stages: Reports the progress of long work; None: no progress is reported.
         metric: Metric that every evaluation must have; None: evaluations have what the trainers measure.
         processes: The processes in which the only owner's trainer trains (DDP, FSDP); None: it trains in this one.
