@@ -178,7 +178,6 @@ def _find_client_column(sample: datasets.Dataset, options: Mapping[str, str | No
 
 
 def _find_image_column(sample: datasets.Dataset, requested: str | None) -> str | None:
-    """Find the column of images or of paths to image files."""
     import datasets
 
     likely = [name for name in _IMAGE_COLUMNS if name in sample.column_names]

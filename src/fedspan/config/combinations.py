@@ -55,7 +55,6 @@ def require_combination(config: RunSections) -> None:
 
 
 def _require_buffered_fit(config: RunSections) -> None:
-    """Check that asynchronous rounds fit the method and the rest of the run."""
     buffered = config.federation.buffered
     if buffered is None:
         return
@@ -122,7 +121,6 @@ def explain_random_head(config: RunSections) -> str | None:
 
 
 def _require_head_fit(config: RunSections) -> None:
-    """Check that pooling and head_init fit the task and the model."""
     if config.model.pooling not in ("auto", "stock") and not config.task_definition.can_pool:
         problem = f"{config.model.pooling} cannot be combined with {config.task}, which pools no texts"
         raise FedspanError("model.pooling", config.model.pooling, "auto", problem=problem)
@@ -146,7 +144,6 @@ def _require_head_fit(config: RunSections) -> None:
 
 
 def _require_head_rounds_fit(config: RunSections) -> None:
-    """Check that rounds can train the head alone."""
     extras = config.model.extras or get_method_class(config.method.name).claims.extras
     reasons = {
         f"{config.task} has no head for classes": config.task_definition.target_type != "label",
@@ -163,7 +160,6 @@ def _require_head_rounds_fit(config: RunSections) -> None:
 
 
 def _require_offload_fit(config: RunSections) -> None:
-    """Check that the rest of the run can use a base that is offloaded."""
     if config.model.device_map is None:
         return
     if config.engine.name != "loop":
@@ -221,7 +217,6 @@ def _require_head_updates_fit(config: RunSections) -> None:
 
 
 def _require_training_fit(config: RunSections) -> None:
-    """Check that options of local training, and those that need validation parts, fit the rest of the run."""
     training, adjustment = config.training, config.training.logit_adjustment
     if adjustment and config.privacy is not None and config.privacy.mechanism == "dp-sgd":
         problem = "it cannot be combined with dp-sgd, which does not protect a client's class counts"
@@ -299,7 +294,6 @@ def _require_reference_fit(config: RunSections) -> None:
 
 
 def _require_simulation_fit(config: RunSections) -> None:
-    """Check that simulated conditions fit the engine and the task."""
     conditions = config.simulation
     if conditions is None:
         return
@@ -317,7 +311,6 @@ def _require_simulation_fit(config: RunSections) -> None:
 
 
 def _require_cluster_fit(config: RunSections) -> None:
-    """Check that a cluster fits the rest of the run."""
     cluster = config.cluster
     if cluster is None:
         return

@@ -241,7 +241,6 @@ class _RoundModels:
         self.weights = {id: weights[id] / total for id in sorted(training)}
 
     def diagnose_layers(self) -> dict[str, LayerDiagnosis]:
-        """Diagnose all target layers."""
         return {layer.name: self._diagnose_layer(layer.name) for layer in self.engine.adapted.spec.layers}
 
     def _diagnose_layer(self, name: str) -> LayerDiagnosis:
@@ -306,7 +305,6 @@ class _RoundModels:
     def _compute_change(
         self, parametrization: Parametrization, tensors: Mapping[str, Tensor], name: str, base: BaseUpdate
     ) -> Delta:
-        """Return the change of a layer relative to a base."""
         with torch.no_grad():
             effective = parametrization.compute_effective(select_slots(tensors, name))
             if not effective.base or effective.weight is not None:

@@ -93,7 +93,6 @@ class _TrainingClients:
         return self._ids[position]
 
     def add_order(self, id: str, attempt: int, arrival: float = 0.0, absence: str | None = None) -> OpenOrder:
-        """Add and return an order of the current state."""
         order = OpenOrder(id, self._context.state.round, attempt, self.number, arrival, absence)
         self.open[id] = order
         self.number += 1

@@ -260,7 +260,6 @@ def create_central_privacy(
 
 
 def _add_noise(change: Mapping[str, Tensor], privacy: Privacy, noise: float, *label: int | str) -> dict[str, Tensor]:
-    """Add noise to every entry of a change."""
     std = noise * privacy.clip
     if privacy.secret:  # a repeated order yields either the same reply or one with different noise
         label = (*label, compute_tensor_digest(change), repr(std))

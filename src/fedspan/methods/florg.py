@@ -130,7 +130,6 @@ class FLoRG(RegisteredMethod):
         return state.advance_round(tensors=tensors, generation=state.generation + (self.alignment == "none"))
 
     def _compute_mean(self, layer: LayerSpec, reduced: Reduced) -> Tensor:
-        """Compute A~ of the replies."""
         if self.gram_sums:
             return factorize_gram(reduced.mean[join_tensor_name(layer.name, "gram")])
         name = join_tensor_name(layer.name, "A")

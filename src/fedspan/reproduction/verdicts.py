@@ -172,7 +172,6 @@ def _judge_cell(name: str, result: Within, bound: Bound) -> JudgedCell:
 
 
 def _compute_bound(bounds: Collection[Bound]) -> Bound:
-    """Return the bound of a mean of bounded values."""
     distinct: set[Bound] = set(bounds) - {""}
     return "about " if len(distinct) > 1 else distinct.pop() if distinct else ""
 

@@ -269,7 +269,6 @@ class CausalLM(TokenTask):
         return mark_ends(generated, count, ends)  # pyright: ignore[reportArgumentType]
 
     def _extract_prompts(self, batch: Mapping[str, Tensor]) -> list[list[int]]:
-        """Extract the prompts' ids from a batch."""
         ids, is_prompt = batch["input_ids"], batch["labels"] == IGNORED
         if "position_ids" in batch:
             starts = (batch["position_ids"][0] == 0).nonzero()[:, 0].tolist()

@@ -360,7 +360,6 @@ def _preprocess(settings: TaskSettings, inputs: Sequence[Any]) -> datasets.Datas
 
 
 def _list_words(text: Any) -> list[str]:
-    """Return the words of a text or of a list of words."""
     if isinstance(text, str):
         return text.split()
     if not isinstance(text, list | tuple) or not all(isinstance(word, str) for word in cast("list[Any]", text)):

@@ -45,7 +45,6 @@ class SharedTensors:
 
 
 def _copy_to(device: torch.device, value: Tensor) -> Tensor:
-    """Return a copy on a device."""
     detached = value.detach()
     moved = to_device(detached, device)
     return moved.clone() if moved is detached else moved

@@ -267,7 +267,6 @@ def _compute_token_counts(lengths: np.ndarray, extremes: Sequence[int], counts: 
 
 
 def _compute_relative_error(value: Tensor, expected: Tensor) -> float:
-    """Compute the relative distance."""
     return float((value.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30))
 
 

@@ -209,13 +209,11 @@ def tune(
 
 
 def _count_tokens(worker: Worker, assignment: Assignment, examples: Examples) -> int:
-    """Count the tokens of a job."""
     batches = draw_job_batches(worker.settings, worker.seed, assignment, examples)
     return sum(int(examples.lengths[batch].sum()) for batch in batches)
 
 
 def _list_first_plans(request: StackingRequest, clients: int, threads: int) -> list[StackingPlan]:
-    """List the plans that a search compares first."""
     best = StackingPlan(request.clients_per_pass or min(4, clients), request.workers or 1)
     if request.workers is None and threads > 1 and clients > 1:
         return [best, StackingPlan(best.clients_per_pass, threads)]
