@@ -25,5 +25,3 @@ from fedspan.cli import admission
 from fedspan.cli import audit
 from fedspan.cli import health
 from fedspan.cli import status
-
-__all__ = ["app"]

@@ -19,27 +19,6 @@ from fedspan.core.bases import multiply_by_mixing
 from fedspan.core.lowrank import LowRank, concatenate
 from fedspan.core.sparse import scatter_entries
 
-__all__ = [
-    "Core",
-    "Dense",
-    "DenseChange",
-    "DenseLoRA",
-    "Effective",
-    "Factorized",
-    "FactorizedConv",
-    "Gram",
-    "LoRA",
-    "MixedGram",
-    "MultiHeadCore",
-    "Nested",
-    "PairSum",
-    "Parametrization",
-    "Projected",
-    "Sparse",
-    "reshape_to_convolution",
-    "reshape_to_rectangle",
-]
-
 Slots = Mapping[str, Tensor]
 
 
