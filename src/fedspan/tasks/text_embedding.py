@@ -5,8 +5,6 @@ Shapes: B examples, C clients, H features of a vector, P texts of an example (an
 
 from __future__ import annotations
 
-import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -34,7 +32,7 @@ from fedspan.tasks.embedding_losses import (
 )
 from fedspan.tasks.encoding import EncodedText, collate_texts, describe_truncation, encode_texts
 from fedspan.tasks.losses import upcast
-from fedspan.tasks.metrics import Metric, drop_undefined
+from fedspan.tasks.metrics import Metric, correlate, drop_undefined
 from fedspan.tasks.retrieval import measure_retrieval
 
 if TYPE_CHECKING:
@@ -240,7 +238,7 @@ class TextEmbedding:
             recall, ndcg = measure_retrieval(vectors[0], vectors[1], examples.ids[rows, 0], examples.ids[rows, 1])
             return {"loss": loss, "recall_at_10": recall, "ndcg_at_10": ndcg}
         cosines = F.cosine_similarity(vectors[0].double(), vectors[1].double()).numpy()
-        return drop_undefined({"loss": loss, "spearman": _correlate(cosines, scores_B.numpy())})
+        return drop_undefined({"loss": loss, "spearman": correlate("spearman", cosines, scores_B.numpy())})
 
     @property
     def loss_bound(self) -> float:
@@ -271,17 +269,6 @@ class TextEmbedding:
 def split_vectors(predictions: Tensor) -> tuple[Tensor, ...]:
     """Return the vectors of the texts of each role, (B, H), from the rows of ``TextEmbedding.predict``."""
     return predictions[:, 1:].chunk(int(predictions[0, 0]), 1)
-
-
-def _correlate(values: np.ndarray, scores: np.ndarray) -> float:
-    """Compute Spearman's correlation; NaN where it is undefined."""
-    from scipy.stats import spearmanr  # it is slow to import, and few tasks need it
-
-    if len(values) < 2:
-        return math.nan
-    with warnings.catch_warnings():  # about constant input, which gives NaN
-        warnings.simplefilter("ignore")
-        return float(spearmanr(values, scores)[0])  # pyright: ignore
 
 
 def _read(reader: ColumnReader, config: DataConfig) -> ReadColumns:
