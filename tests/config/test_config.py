@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from fedspan.config import RunConfig, load_config, override, parse_config
-from fedspan.config.cluster import ClusterConfig
+from fedspan.config.sections import ClusterConfig
 from fedspan.core.noise import derive_seed_key
 from fedspan.core.values import OptimizerSpec
 from fedspan.errors import FedspanError

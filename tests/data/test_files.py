@@ -23,8 +23,7 @@ from fedspan.data.loading import load
 from fedspan.data.numbers import is_ambiguous, parse_numbers
 from fedspan.data.partition import partition
 from fedspan.data.path_patterns import match_paths
-from fedspan.data.reading import read_beginning
-from fedspan.data.source import Source
+from fedspan.data.source import Source, read_beginning
 from fedspan.errors import FedspanError
 from helpers.written_data import CSV, ROWS, config_for, written
 

@@ -33,7 +33,7 @@ from fedspan.models.compiled import CompiledBlocks
 from fedspan.models.direct_uses import forbid_direct_uses
 from fedspan.models.fast_paths import BlockedFastPaths
 from fedspan.models.layout import TokenLayout
-from fedspan.models.metering import Meter, meter_pass
+from fedspan.planning.compute import Meter, meter_pass
 from fedspan.runs.setup import prepare
 from fedspan.training.trainers import trainer_engine
 from fedspan.training.trainers.trainer_engine import TrainerEngine

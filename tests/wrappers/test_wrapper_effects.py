@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fedspan.core.parametrization import compute_dense_change
-from fedspan.core.spec import Spec
 from fedspan.core.tensors import Tensors, select_slots, split_extras
+from fedspan.core.values import Spec
 from fedspan.federation.progress import Progress
 from fedspan.methods.registry import METHODS
 from fedspan.runs.setup import Prepared, prepare

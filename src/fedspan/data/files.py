@@ -25,8 +25,7 @@ from fedspan.data.json_files import read_json
 from fedspan.data.multiple_files import read_multiple
 from fedspan.data.names import get_arrow_table, make_dataset
 from fedspan.data.path_patterns import has_placeholders, match_paths
-from fedspan.data.reading import ReadTable, read_beginning
-from fedspan.data.source import Source
+from fedspan.data.source import ReadTable, Source, read_beginning
 from fedspan.errors import FedspanError, suggest_nearest
 
 if TYPE_CHECKING:

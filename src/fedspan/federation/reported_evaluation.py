@@ -15,11 +15,10 @@ from fedspan.federation.changes import compute_capped_median
 from fedspan.federation.evaluation import ClientScores, Evaluator, Metrics
 from fedspan.federation.federation import Federation
 from fedspan.federation.out_of_round import exchange_model
-from fedspan.federation.plausibility import drop_impossible_metrics
+from fedspan.federation.plausibility import compute_weight_limit, drop_impossible_metrics
 from fedspan.federation.progress import ClientState, Failure, Progress
 from fedspan.federation.protocol import Reply, ScoredPart, Scores
 from fedspan.federation.trimmed_scores import compute_trimmed_means
-from fedspan.federation.weights import compute_weight_limit
 
 _REQUIRED = ("accuracy", "loss")
 """Metrics without which a client is not counted where others have them: rounds are compared by them."""

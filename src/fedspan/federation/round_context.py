@@ -9,11 +9,11 @@ from typing import Literal
 from fedspan.core.method import Method
 from fedspan.core.values import Client, Message, ServerState
 from fedspan.federation.changes import ChangeSize
+from fedspan.federation.plausibility import limit_weights
 from fedspan.federation.progress import ClientData, Failure, Purpose, Transfer
 from fedspan.federation.settings import RoundSettings
 from fedspan.federation.transport import Transport
 from fedspan.federation.validation import ReplyRules
-from fedspan.federation.weights import limit_weights
 from fedspan.training.jobs import TrainingSettings
 
 

@@ -12,11 +12,10 @@ from dataclasses import replace
 from fedspan.core.values import Client, Message, Reduced, ServerState
 from fedspan.federation import serialization
 from fedspan.federation.aggregation.aggregation import Aggregation
-from fedspan.federation.plausibility import drop_impossible_losses
+from fedspan.federation.plausibility import compute_weight_limit, drop_impossible_losses
 from fedspan.federation.progress import Failure, Progress, Purpose, RoundResult, TooFewReplies, Transfer
 from fedspan.federation.protocol import ClientLostState, Envelope, Masking, OrderEncoder, Reply, open_reply
 from fedspan.federation.round_context import RoundContext, Tally
-from fedspan.federation.weights import compute_weight_limit
 from fedspan.training.accounting import Charge
 
 OnClient = Callable[[str, float], None]

@@ -1,6 +1,7 @@
 """Text embedding: vectors of texts for retrieval, search and deduplication, from pairs, triplets or scored pairs.
 
-Shapes: B examples, C clients, H features of a vector, P texts of an example (anchor, positive, negative).
+Shapes: B examples, C clients, H features of a vector, P texts of an example (anchor, positive, negative), N pairs, Q
+distinct anchors, D distinct positives, R distinct pairs.
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ from fedspan.tasks.embedding_losses import (
 from fedspan.tasks.encoding import EncodedText, collate_texts, describe_truncation, encode_texts
 from fedspan.tasks.losses import upcast
 from fedspan.tasks.metrics import Metric, correlate, drop_undefined
-from fedspan.tasks.retrieval import measure_retrieval
 
 if TYPE_CHECKING:
     import datasets
@@ -46,6 +46,8 @@ _ROLES = {"text": "anchor", "text_pair": "positive", "negative": "negative"}
 _SCORES = "scores"
 _EVALUATION_BLOCK = 64
 """Number of consecutive examples over which losses that compare examples are measured."""
+_RETRIEVAL_CHUNK = 1024
+"""Number of pairs whose similarities to all documents are in memory at once."""
 _ANCHORS = ("anchor", "query", "question", "sentence1", "text1", "sentence_a", "title", "text")
 _POSITIVES = ("positive", "document", "passage", "answer", "response", "sentence2", "text2", "sentence_b", "text_pair")
 _SCORE_COLUMNS = ("score", "similarity", "similarity_score", "label")
@@ -264,6 +266,45 @@ class TextEmbedding:
         if examples.scores is None:
             return ["positive"] * len(indices)
         return [f"{score:.3f}" for score in examples.scores[list(indices)].tolist()]
+
+
+def measure_retrieval(
+    anchors_NH: Tensor, positives_NH: Tensor, anchor_ids: np.ndarray, positive_ids: np.ndarray, k: int = 10
+) -> tuple[float, float]:
+    """Compute recall and nDCG of the first ``k`` documents, as means over distinct anchors.
+
+    The documents are the distinct positives; every positive of an anchor is relevant. Of documents with equal
+    similarities, the relevant ones count as the last, so that a model with one vector for all texts finds nothing.
+
+    Args:
+        anchors_NH: Vectors of the anchors.
+        positives_NH: Vectors of the positives.
+        anchor_ids: Number of each anchor's text, (N,); equal texts have equal numbers.
+        positive_ids: Number of each positive's text, (N,).
+        k: Number of documents.
+
+    Returns:
+        Recall and nDCG.
+    """
+    _, first_Q, queries_N = np.unique(anchor_ids, return_index=True, return_inverse=True)
+    _, first_D, documents_N = np.unique(positive_ids, return_index=True, return_inverse=True)
+    anchors_QH = F.normalize(anchors_NH[torch.from_numpy(first_Q)].float(), dim=1)
+    documents_DH = F.normalize(positives_NH[torch.from_numpy(first_D)].float(), dim=1)
+    pairs_R2 = np.unique(np.stack([queries_N, documents_N], 1), axis=0)
+    ranks: list[Tensor] = []
+    for start in range(0, len(pairs_R2), _RETRIEVAL_CHUNK):
+        queries_R, documents_R = torch.from_numpy(pairs_R2[start : start + _RETRIEVAL_CHUNK]).T
+        similarities_RD = anchors_QH[queries_R] @ documents_DH.T
+        own_R = similarities_RD.gather(1, documents_R[:, None])
+        ranks.append((similarities_RD >= own_R).sum(1))
+    ranks_R = torch.cat(ranks).numpy()
+    is_hit_R = (ranks_R >= 1) & (ranks_R <= k)  # a similarity that is not a number has rank 0
+    queries_R = pairs_R2[:, 0]
+    relevant_Q = np.bincount(queries_R)
+    hits_Q = np.bincount(queries_R, is_hit_R)
+    gains_Q = np.bincount(queries_R, is_hit_R / np.log2(np.maximum(ranks_R, 1) + 1))
+    ideal = np.cumsum(1 / np.log2(np.arange(k) + 2))
+    return float((hits_Q / relevant_Q).mean()), float((gains_Q / ideal[np.minimum(relevant_Q, k) - 1]).mean())
 
 
 def split_vectors(predictions: Tensor) -> tuple[Tensor, ...]:

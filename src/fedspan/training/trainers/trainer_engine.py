@@ -28,8 +28,7 @@ from fedspan.training.engine import train_one_by_one
 from fedspan.training.jobs import Assignment, TrainingSettings, build_not_finite_error
 from fedspan.training.services import TrainingServices
 from fedspan.training.stages import Stages
-from fedspan.training.trainers.frozen import FrozenBase, checksum_frozen
-from fedspan.training.trainers.install import install_job
+from fedspan.training.trainers.install import FrozenBase, checksum_frozen, install_job
 from fedspan.training.trainers.local import LocalTrainer, plan_round
 from fedspan.training.trainers.optimizer import JobOptimizer
 from fedspan.training.trainers.processes import Processes
