@@ -11,10 +11,9 @@ import pyarrow as pa
 
 from fedspan.data.dialects import describe_missing_header
 from fedspan.data.images import PICTURES
-from fedspan.data.label_lists import find_combined_labels
-from fedspan.data.names import describe_missing_column, get_arrow_column, is_list, read_names
+from fedspan.data.multiple_files import has_placeholders, list_placeholders
+from fedspan.data.names import describe_missing_column, find_combined_labels, get_arrow_column, is_list, read_names
 from fedspan.data.numbers import parse_numbers
-from fedspan.data.path_patterns import has_placeholders, list_placeholders
 from fedspan.data.source import Source
 from fedspan.errors import FedspanError
 from fedspan.tasks.registry import TASKS, get_task

@@ -12,7 +12,7 @@ from fedspan.config.reading import read_values
 from fedspan.config.section import Section
 from fedspan.config.tags import Tags
 from fedspan.config.validation_errors import convert_validation_errors
-from fedspan.data.path_patterns import list_placeholders
+from fedspan.data.multiple_files import list_placeholders
 from fedspan.errors import FedspanError, require_printable
 
 _MIB = 2**20

@@ -15,10 +15,10 @@ import pyarrow.compute as pc
 from fedspan.data.config import DataConfig
 from fedspan.data.dialects import describe_missing_header
 from fedspan.data.images import IMAGES, resolve_paths
-from fedspan.data.label_lists import find_separator
 from fedspan.data.names import (
     describe_missing_column,
     describe_partial_column,
+    find_separator,
     get_arrow_column,
     is_list,
     mark_source_column,

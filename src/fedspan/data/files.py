@@ -22,9 +22,8 @@ from fedspan.data.encodings import decode
 from fedspan.data.folders import TEXTS, describe_left_out, has_texts, is_example, make_text_table, read_texts
 from fedspan.data.images import PICTURES, has_images, make_archived_images, read_images
 from fedspan.data.json_files import read_json
-from fedspan.data.multiple_files import read_multiple
+from fedspan.data.multiple_files import has_placeholders, match_paths, read_multiple
 from fedspan.data.names import get_arrow_table, make_dataset
-from fedspan.data.path_patterns import has_placeholders, match_paths
 from fedspan.data.source import ReadTable, Source, read_beginning
 from fedspan.errors import FedspanError, suggest_nearest
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from fedspan import __version__
 from fedspan.config import RunConfig, override, parse_config, read_values
-from fedspan.data.path_patterns import has_files
+from fedspan.data.multiple_files import has_files
 from fedspan.deployment.console import log_to_console
 from fedspan.deployment.deploy import build_invitation, read_run_name
 from fedspan.deployment.flower_client import get_run_path

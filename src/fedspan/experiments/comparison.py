@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedspan.config import RunConfig, override, parse_config
-from fedspan.config.options import validate_method_options
+from fedspan.config.method import validate_method_options
 from fedspan.errors import FedspanError, suggest_nearest
 from fedspan.experiments.intervals import Difference, estimate_difference
 from fedspan.experiments.series import (

@@ -19,7 +19,7 @@ import yaml
 
 from fedspan.config import RunConfig, load_yaml, override, parse_config, parse_yaml
 from fedspan.data.images import has_images
-from fedspan.data.path_patterns import has_placeholders, match_paths
+from fedspan.data.multiple_files import has_placeholders, match_paths
 from fedspan.errors import FedspanError
 from fedspan.experiments.series import Step
 from fedspan.experiments.watcher import Watcher

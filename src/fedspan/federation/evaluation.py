@@ -17,8 +17,8 @@ from fedspan.federation.federation import Federation
 from fedspan.federation.progress import ClientData, Progress
 from fedspan.tasks.metrics import METRICS, compute_score
 from fedspan.tasks.task import Examples
+from fedspan.training.batching import ModelInputs
 from fedspan.training.engine import Predictor
-from fedspan.training.stacked_prediction import ModelInputs
 
 Metrics = Mapping[str, float]
 """Metrics by name."""

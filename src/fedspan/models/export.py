@@ -26,8 +26,7 @@ from fedspan.core.parametrization import compute_dense_change
 from fedspan.core.tensors import group_by_layer, join_extra_name
 from fedspan.core.values import Job, Weights
 from fedspan.errors import FedspanError, suggest_nearest
-from fedspan.models.adapted import AdaptedModel
-from fedspan.models.digest import hash_frozen
+from fedspan.models.adapted import AdaptedModel, hash_frozen
 from fedspan.models.operators import Operator
 from fedspan.models.sentence_encoders import HEAD, PooledClassifier, read_output_layer, write_modules
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from fedspan.config import ConfigLike, RunConfig, parse_config, to_plain_values
 from fedspan.data.catalogue import DatasetEntry, get_dataset_entry
+from fedspan.data.multiple_files import has_placeholders
 from fedspan.data.partition import partition
-from fedspan.data.path_patterns import has_placeholders
 from fedspan.errors import FedspanError
 from fedspan.experiments.comparison import plan_comparison
 from fedspan.methods.registry import METHODS

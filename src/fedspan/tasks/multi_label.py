@@ -20,8 +20,7 @@ from torch.nn import functional as F
 from fedspan.core.tensors import to_device
 from fedspan.data.columns import ColumnReader, ReadColumns, TaskColumns, read_text_columns
 from fedspan.data.config import DataConfig
-from fedspan.data.label_lists import find_separator
-from fedspan.data.names import get_arrow_column, is_list
+from fedspan.data.names import find_separator, get_arrow_column, is_list
 from fedspan.tasks.bounded_losses import compute_guess_bound
 from fedspan.tasks.definition import InferredColumns, TaskDefinition
 from fedspan.tasks.encoding import EncodedText, Ragged, TextExamples, TextTask, collate_texts, encode_texts

@@ -21,19 +21,18 @@ from fedspan.models.adapted import AdaptedModel
 from fedspan.models.stacked import Unstackable
 from fedspan.tasks.bounded_losses import bound_loss
 from fedspan.tasks.task import Examples, Task
-from fedspan.training.batching import split_evaluation_batches
-from fedspan.training.jobs import Assignment, PrefixSettings, TrainingSettings
-from fedspan.training.loop import LoopEngine
-from fedspan.training.memory import convert_out_of_memory
-from fedspan.training.prefix import PrefixCaches
-from fedspan.training.stacked_prediction import (
+from fedspan.training.batching import (
     ModelInputs,
+    split_evaluation_batches,
     split_into_passes,
     split_job_windows,
     split_windows,
     stack_models,
     stack_on_shared_examples,
 )
+from fedspan.training.jobs import Assignment, PrefixSettings, TrainingSettings, convert_out_of_memory
+from fedspan.training.loop import LoopEngine
+from fedspan.training.prefix import PrefixCaches
 from fedspan.training.stacking import DEFAULT, PROBE_CLIENTS, MeasuringTime, StackingPlan, StackingRequest, tune
 from fedspan.training.stages import Stages
 from fedspan.training.worker import Worker

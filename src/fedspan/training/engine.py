@@ -11,9 +11,9 @@ from torch import Tensor
 from fedspan.core.values import Job, Trained
 from fedspan.models.adapted import AdaptedModel
 from fedspan.tasks.task import Examples, Task
+from fedspan.training.batching import ModelInputs
 from fedspan.training.jobs import Assignment, TrainingSettings
 from fedspan.training.prefix import PrefixCaches
-from fedspan.training.stacked_prediction import ModelInputs
 from fedspan.training.stages import Stages
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from fedspan.core.noise import derive_seed_key
@@ -214,3 +216,23 @@ def build_not_finite_error(assignment: Assignment, value: float) -> FedspanError
     return FedspanError(
         "training.lr", assignment.lr, "a lower learning rate, or training.max_grad_norm", problem=problem
     )
+
+
+@contextmanager
+def convert_out_of_memory(
+    device: torch.device, field: str, value: int, content: str, remedy: str = ""
+) -> Generator[None]:
+    """Raise an error that names a setting if a device's memory does not suffice within this context.
+
+    Args:
+        device: The device.
+        field: The setting that determines the size of a pass.
+        value: Its value.
+        content: What a pass holds, after the value ("clients in a pass").
+        remedy: What would need less memory, after "a smaller number".
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        problem = f"{device} has too little memory for {value} {content} ({error})"
+        raise FedspanError(field, value, f"a smaller number{remedy}", problem=problem) from error

@@ -20,8 +20,13 @@ from fedspan.tasks.task import Examples
 from fedspan.training.batching import draw_job_batches
 from fedspan.training.dp_sgd import PrivateTraining
 from fedspan.training.engine import train_one_by_one
-from fedspan.training.jobs import Assignment, TrainingProgress, TrainingTotals, build_not_finite_error
-from fedspan.training.memory import convert_out_of_memory
+from fedspan.training.jobs import (
+    Assignment,
+    TrainingProgress,
+    TrainingTotals,
+    build_not_finite_error,
+    convert_out_of_memory,
+)
 from fedspan.training.optimizers import LocalOptimizer
 from fedspan.training.projector_refresh import refresh_projectors
 from fedspan.training.services import TrainingServices

@@ -27,8 +27,7 @@ from fedspan.models.prefix import FrozenPrefix, NoPrefix, list_live_modules
 from fedspan.tasks.losses import get_logits
 from fedspan.tasks.task import Examples, Task
 from fedspan.training.batching import split_evaluation_batches
-from fedspan.training.jobs import PrefixSettings
-from fedspan.training.memory import convert_out_of_memory
+from fedspan.training.jobs import PrefixSettings, convert_out_of_memory
 from fedspan.training.prefix_rows import PrefixRows, PrefixStore, compute_prefix_key, store_in_use
 from fedspan.training.stages import Stages
 

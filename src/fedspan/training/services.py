@@ -23,14 +23,12 @@ from fedspan.tasks.bounded_losses import bound_loss
 from fedspan.tasks.losses import CLASS_OPTIONS, CLASS_WEIGHTS, OFFSETS, SMOOTHING
 from fedspan.tasks.single_label import compute_class_offsets, compute_class_weights
 from fedspan.tasks.task import Examples, LabelsWords, Task, get_labels
-from fedspan.training.batching import Padding, split_evaluation_batches
+from fedspan.training.batching import ModelInputs, Padding, split_evaluation_batches
 from fedspan.training.features import FeatureStore, trains_output_layer
-from fedspan.training.jobs import Assignment, PrefixSettings, TrainingSettings
-from fedspan.training.memory import convert_out_of_memory
+from fedspan.training.jobs import Assignment, PrefixSettings, TrainingSettings, convert_out_of_memory
 from fedspan.training.optimizers import LocalOptimizer, build_optimizer_spec, clip, join_states
 from fedspan.training.prefix import PrefixCaches
 from fedspan.training.references import References
-from fedspan.training.stacked_prediction import ModelInputs
 from fedspan.training.stages import Stages
 
 _FEATURE_BATCH = 64

@@ -17,9 +17,8 @@ from torch.nn import functional
 
 from fedspan.core.values import Job, Trained
 from fedspan.errors import FedspanError, suggest_nearest
-from fedspan.models.adapted import AdaptedModel
+from fedspan.models.adapted import AdaptedModel, hash_frozen
 from fedspan.models.calls import replace_forward
-from fedspan.models.digest import hash_frozen
 from fedspan.models.direct_uses import forbid_direct_uses
 from fedspan.tasks.bounded_losses import bound_loss
 from fedspan.tasks.metrics import is_metric_name
