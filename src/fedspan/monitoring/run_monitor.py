@@ -1,4 +1,4 @@
-"""The state of a run, or of a server, for the web page, from files that they write; each call reads only what is new."""
+"""The state of a run or a server for the web page, from files that they write; each call reads only what is new."""
 
 from __future__ import annotations
 
