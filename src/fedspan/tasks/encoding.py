@@ -118,7 +118,7 @@ class TextTask:
         max_length: Maximal number of tokens; further ones are cut.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_length: int, metric: str) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_length: int, metric: str = "loss") -> None:
         self.tokenizer = tokenizer
         self.max_length = max_length
         self.metric = metric
