@@ -30,6 +30,7 @@ from fedspan.training.batching import (
     stack_models,
     stack_on_shared_examples,
 )
+from fedspan.training.engine import FinishJob, OpenJob
 from fedspan.training.jobs import Assignment, PrefixSettings, TrainingSettings, convert_out_of_memory
 from fedspan.training.loop import LoopEngine
 from fedspan.training.prefix import PrefixCaches
@@ -82,13 +83,7 @@ class BatchedEngine:
         self._workers = [Worker(loop, compiled)]
         self._predicts_alone = False  # models could not share a pass
 
-    def train_all(
-        self,
-        examples: Examples,
-        sizes: Mapping[str, int],
-        open_job: Callable[[str], Assignment],
-        finish_job: Callable[[Assignment, Trained], Assignment | None],
-    ) -> None:
+    def train_all(self, examples: Examples, sizes: Mapping[str, int], open_job: OpenJob, finish_job: FinishJob) -> None:
         """Train several clients at once (``Engine.train_all``)."""
         lock = Lock()
         open_jobs: dict[str, Assignment] = {}

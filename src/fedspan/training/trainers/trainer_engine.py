@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence, Set
+from collections.abc import Generator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +23,7 @@ from fedspan.models.direct_uses import forbid_direct_uses
 from fedspan.tasks.bounded_losses import bound_loss
 from fedspan.tasks.metrics import is_metric_name
 from fedspan.tasks.task import Examples, Task
-from fedspan.training.engine import train_one_by_one
+from fedspan.training.engine import FinishJob, OpenJob, train_one_by_one
 from fedspan.training.jobs import Assignment, TrainingSettings, build_not_finite_error
 from fedspan.training.services import TrainingServices
 from fedspan.training.stages import Stages
@@ -94,13 +94,7 @@ class TrainerEngine(TrainingServices):
     def prepare(self, examples: Examples, parts: Sequence[np.ndarray]) -> None:
         """``Engine.prepare``: nothing, because examples are the trainers' own."""
 
-    def train_all(
-        self,
-        examples: Examples,
-        sizes: Mapping[str, int],
-        open_job: Callable[[str], Assignment],
-        finish_job: Callable[[Assignment, Trained], Assignment | None],
-    ) -> None:
+    def train_all(self, examples: Examples, sizes: Mapping[str, int], open_job: OpenJob, finish_job: FinishJob) -> None:
         """Train one client after another (``Engine.train_all``)."""
         train_one_by_one(sizes, open_job, self.train, finish_job)
 
