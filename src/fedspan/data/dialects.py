@@ -206,10 +206,6 @@ def has_header(rows: Sequence[Sequence[str]], requested: Collection[str] = ()) -
     A value of the first row that recurs in a column of few values, or a number in a column of numbers, is evidence of
     an example; a word above numbers, or one that such a column does not repeat, is evidence of a name. A common name
     (``text``, ``label``) that its column does not repeat decides. In case of a tie, a sentence indicates an example.
-
-    Args:
-        rows: The first rows.
-        requested: Names of columns that the user requested.
     """
     first, body = (rows[0], rows[1:]) if rows else ((), ())
     if not body or {name.strip() for name in first} & set(requested):

@@ -19,11 +19,6 @@ if TYPE_CHECKING:
 def read_multiple(user_path: str, option: str, read: Callable[[Path], Source]) -> Source:
     """Read all files that match a path with places, concatenated, with a column for each place.
 
-    Args:
-        user_path: The path.
-        option: The user's name of the option.
-        read: Function that reads one of the files.
-
     Raises:
         FedspanError: If there are no files, one cannot be read, or they do not go together.
     """

@@ -132,11 +132,7 @@ _RUNS: ContextVar[FinishedRuns | None] = ContextVar("fedspan_finished_runs", def
 
 @contextmanager
 def reuse_finished_runs(folders: Iterable[Path]) -> Generator[None]:
-    """Copy runs of a series within this context if they are finished in one of the folders or earlier in the context.
-
-    Args:
-        folders: Folders that are searched once, at the start.
-    """
+    """Copy runs of a series within this context if they are finished in one of the folders or earlier in the context."""
     token = _RUNS.set(FinishedRuns(folders))
     try:
         yield
@@ -194,12 +190,6 @@ def read_settings(
 
 def open_series(folder: Path, name: str, settings: Mapping[str, Any], steps: Sequence[Step]) -> None:
     """Create the folder of a series, or reuse one whose runs all belong to the series.
-
-    Args:
-        folder: Folder of the series.
-        name: Name of the settings file.
-        settings: Plain values from which the series can be resumed.
-        steps: The runs.
 
     Raises:
         FedspanError: If the folder holds anything else, such as runs of another config.

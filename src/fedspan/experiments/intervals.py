@@ -123,13 +123,7 @@ def estimate_difference(
 def compare_clients(
     metric: str, first: Mapping[str, Mapping[str, Any]], second: Mapping[str, Mapping[str, Any]]
 ) -> Difference | None:
-    """Compare the clients' mean scores on their own tests; the clients are the sample. None: there are none.
-
-    Args:
-        metric: The metric.
-        first: Metrics by client.
-        second: Metrics by client of the other side.
-    """
+    """Compare the clients' mean scores on their own tests; the clients are the sample. None: there are none."""
     scores = [(side.get(metric), second.get(id, {}).get(metric)) for id, side in first.items()]
     differences = [one - other for one, other in scores if one is not None and other is not None]
     differences, count = [value for value in differences if math.isfinite(value)], len(first.keys() | second.keys())

@@ -49,14 +49,7 @@ def validate_seeds(seeds: Sequence[int]) -> tuple[int, ...]:
 
 
 def set_seed(config: RunConfig, seed: int, first: int, baselines: bool) -> RunConfig:
-    """Return a run's config with a seed, on the partition of the first seed unless the config sets its seed.
-
-    Args:
-        config: The config, whose seed is replaced.
-        seed: Seed of the run.
-        first: First seed of the series.
-        baselines: Whether the run trains the config's baselines too.
-    """
+    """Return a run's config with a seed, on the partition of the first seed unless the config sets its seed."""
     partition = config.partition
     if partition.seed is None:
         partition = partition.model_copy(update={"seed": first})

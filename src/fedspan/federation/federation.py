@@ -321,11 +321,6 @@ def open_clients_stage(stages: Stages, name: StageName, units: Mapping[str, int]
     """Open a stage of clients' work, and yield a function to call with each client whose reply is accepted.
 
     Engines in this process count every batch; of clients elsewhere only their replies are seen.
-
-    Args:
-        stages: The run's stages.
-        name: Name of the stage.
-        units: Expected number of units of each client.
     """
     done: set[str] = set()
 

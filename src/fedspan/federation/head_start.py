@@ -211,13 +211,7 @@ def _describe_long(id: str, factor: float) -> Failure:
 
 
 def compute_head_tensors(head: HeadStart, statistics: HeadStatistics, examples: float) -> dict[str, Tensor]:
-    """Compute the output layer, as named tensors of a state.
-
-    Args:
-        head: How the head starts.
-        statistics: Statistics of the features.
-        examples: Number of examples that they are averages over.
-    """
+    """Compute the output layer, as named tensors of a state."""
     counted = max(1, int(examples * float(statistics.count(head.kind)) + 0.5))
     weights = solve_head(head.kind, statistics.normalize(head.kind), counted, bias=head.layer.bias)
     tensors = {join_extra_name(f"{head.layer.path}.weight"): weights.weight}

@@ -249,11 +249,7 @@ def _build_search(mode: Any, kinds: Sequence[str]) -> PoolingSearch:
 
 @contextmanager
 def omit_pooler(encoder: nn.Module) -> Generator[None]:
-    """Omit an encoder's own pooler within this context, as ``get_encoder_options`` does when it is loaded.
-
-    Args:
-        encoder: A Transformers encoder whose hidden states are pooled.
-    """
+    """Omit an encoder's own pooler within this context, as ``get_encoder_options`` does when it is loaded."""
     pooler = getattr(encoder, _POOLER, None)
     if pooler is None or not get_encoder_options(getattr(encoder, "config", None)):
         yield

@@ -110,11 +110,6 @@ def judge(claims: Sequence[Claim], cells: Sequence[Cell], scores: Sequence[CellS
     The verdict is *holds* if the 95 % interval of the difference, paired by seed, lies in the paper's direction,
     *contradicted* if it lies in the other direction, else *inconclusive*; ``claim.within`` is applied as in
     ``experiments.intervals.compare_to``. A cell in which a row failed is left out.
-
-    Args:
-        claims: The paper's statements.
-        cells: Cells of the table.
-        scores: Scores of all rows in all cells.
     """
     by_cell = {(score.cell, score.method): score for score in scores}
     return tuple(_judge_pair(claim, worse, cells, by_cell) for claim in claims for worse in claim.worse)

@@ -202,12 +202,7 @@ def describe_truncation(examples: Examples, max_length: int) -> tuple[str, ...]:
 
 
 def refuse_pairs(inputs: Sequence[Any], expected: str) -> None:
-    """Refuse inputs of ``fedspan.predict`` that are not single texts.
-
-    Args:
-        inputs: The inputs.
-        expected: What they should be, for the error.
-    """
+    """Refuse inputs of ``fedspan.predict`` that are not single texts."""
     pair = next((text for text in inputs if not isinstance(text, str)), None)
     if pair is not None:
         raise FedspanError("texts", pair, f"{expected}, because this model takes no pairs")

@@ -63,12 +63,7 @@ class EntityScores:
 
 
 def score_entities(references: Sequence[Sequence[str]], predictions: Sequence[Sequence[str]]) -> EntityScores:
-    """Compare the entities of predicted tags with those of true ones.
-
-    Args:
-        references: True tags of each sentence.
-        predictions: Predicted tags of each sentence, as many.
-    """
+    """Compare the entities of predicted tags with those of true ones."""
     true = {(number, *entity) for number, tags in enumerate(references) for entity in find_entities(tags)}
     predicted = {(number, *entity) for number, tags in enumerate(predictions) for entity in find_entities(tags)}
     correct = len(true & predicted)

@@ -117,12 +117,6 @@ def find_targets(is_target_BT: Tensor, counts_B: Tensor) -> Tensor:
 def score_tokens(logits_SV: Tensor, targets_S: Tensor, numbers_S: Tensor, count: int) -> Tensor:
     """Sum up target tokens by example.
 
-    Args:
-        logits_SV: Logits of the target tokens.
-        targets_S: The target tokens.
-        numbers_S: Number of the example of each token.
-        count: Number B of examples.
-
     Returns:
         Sum of negative log-likelihood, number of target tokens and number of correct ones of each example, (B, 3).
     """

@@ -113,10 +113,6 @@ class PrivateTraining:
     def train(self, assignment: Assignment, examples: Examples) -> Trained:
         """Run one job on one client's examples (``LoopEngine.train``).
 
-        Args:
-            assignment: The assignment, with its noise.
-            examples: The data set that the client's indices point into.
-
         Raises:
             FedspanError: If the loss stops being finite, or if the job would release more than the noisy sums.
         """

@@ -44,10 +44,6 @@ class LoopEngine(TrainingServices):
     def train(self, assignment: Assignment, examples: Examples) -> Trained:
         """Run one job on one client's examples.
 
-        Args:
-            assignment: The assignment.
-            examples: The data set that the client's indices point into.
-
         Raises:
             FedspanError: If the loss stops being finite, or the device has too little memory for a batch.
         """

@@ -330,12 +330,7 @@ def compute_share(weight: float, top: float) -> float:
 
 
 def create_initial_values(contributed: Tensors, started: Tensors) -> dict[str, Tensor]:
-    """Return the origin of a contribution in its shapes and dtypes (float64 for integers, because means are not).
-
-    Args:
-        contributed: Tensors that are summed.
-        started: Initial tensors of a client's first job.
-    """
+    """Return the origin of a contribution in its shapes and dtypes (float64 for integers, because means are not)."""
     values: dict[str, Tensor] = {}
     for name, value in contributed.items():
         dtype = value.dtype if value.is_floating_point() else torch.float64

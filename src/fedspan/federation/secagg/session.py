@@ -262,10 +262,6 @@ class SecureSession:
 
         A client that does not reply in these phases is still included in the sum.
 
-        Args:
-            total: Sum of the survivors' vectors.
-            survivors: Clients whose vectors are in the sum.
-
         Raises:
             TooFew: If too few clients replied, or their shares are wrong.
         """

@@ -311,10 +311,6 @@ _EVALUATOR_METRICS = {
 def split_by_set(measured: Mapping[str, Any], prefixes: Iterable[str]) -> tuple[dict[str, dict[str, float]], set[str]]:
     """Split the measured numbers by evaluation set.
 
-    Args:
-        measured: What the trainer returned.
-        prefixes: What the names of each set's metrics begin with.
-
     Returns:
         Numbers by name without prefix, by prefix, and names of the numbers that have none of the prefixes.
     """
@@ -336,9 +332,6 @@ def translate_metrics(values: Mapping[str, float]) -> dict[str, float]:
     """Give metrics of TRL and of sentence-transformers' evaluators the names that fedspan's tasks have for them.
 
     A metric that has fedspan's own name already, or that several evaluators measure, keeps its name.
-
-    Args:
-        values: Metrics of one evaluation set by name.
     """
     translated = dict(values)
     for name, other in _TRL_METRICS.items():
