@@ -132,7 +132,7 @@ _RUNS: ContextVar[FinishedRuns | None] = ContextVar("fedspan_finished_runs", def
 
 @contextmanager
 def reuse_finished_runs(folders: Iterable[Path]) -> Generator[None]:
-    """Copy runs of a series within this context if they are finished in one of the folders or earlier in the context."""
+    """Copy runs of a series within this context that are finished in one of the folders or earlier in the context."""
     token = _RUNS.set(FinishedRuns(folders))
     try:
         yield
