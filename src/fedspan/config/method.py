@@ -23,9 +23,10 @@ from fedspan.wrappers.registry import WRAPPERS, get_wrapper_class, wrap
 class WrapperConfig(BaseModel):
     """A wrapper, and any of its options."""
 
-    model_config = ConfigDict(extra="allow", frozen=True)
+    model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
 
-    name: str = Field(description="Key of the wrapper; fedspan methods lists them.")
+    name: str
+    """Key of the wrapper; fedspan methods lists them."""
 
     @model_validator(mode="before")
     @classmethod
@@ -45,14 +46,13 @@ class WrapperConfig(BaseModel):
 class MethodConfig(BaseModel):
     """The method, and any of its options (``fedspan methods`` lists both)."""
 
-    model_config = ConfigDict(extra="allow", frozen=True)
+    model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
 
-    name: str = Field(default="fedit", description="Key of the method; fedspan methods lists them.")
-    wrappers: list[WrapperConfig] = Field(
-        default_factory=list,
-        description="Wrappers around the method, from the inside out: keys of fedspan methods, or with options "
-        "{name: fedprox, mu: 0.1}.",
-    )
+    name: str = "fedit"
+    """Key of the method; fedspan methods lists them."""
+    wrappers: list[WrapperConfig] = Field(default_factory=list)
+    """Wrappers around the method, from the inside out: keys of fedspan methods, or with options {name: fedprox, mu:
+    0.1}."""
 
     @property
     def options(self) -> dict[str, Any]:

@@ -38,32 +38,19 @@ _ADDRESS = re.compile(r"(ray://)?[^\s/:]+:\d{1,5}")
 class ClusterConfig(Section):
     """Workers that train the clients, each in a process of its own with the engine of ``engine``."""
 
-    address: str = Field(
-        default="local",
-        description="local: a temporary Ray on this machine, which no other machine can reach. auto: the cluster "
-        "that this machine belongs to (RAY_ADDRESS, or ray start). HOST:PORT or ray://HOST:PORT: "
-        "another cluster. Anyone who can reach a cluster can run code on it: see docs/security.md.",
-    )
-    workers: int = Field(
-        ge=1,
-        le=4096,
-        description="Number of workers. Clients are distributed among them by tokens; with engine.name: loop the "
-        "results do not depend on the number, with batched they agree to rounding.",
-    )
-    threads_per_worker: int = Field(default=1, ge=1, le=1024, description="CPU threads per worker, instead of threads.")
-    gpus_per_worker: float = Field(
-        default=0.0,
-        ge=0,
-        le=1,
-        allow_inf_nan=False,
-        description="Share of a GPU per worker; 0.5: two workers share one. 0: workers train on the CPU.",
-    )
-    start_timeout: float = Field(
-        default=300.0,
-        gt=0,
-        allow_inf_nan=False,
-        description="Seconds that workers may take to start, or to restart after all have failed.",
-    )
+    address: str = "local"
+    """local: a temporary Ray on this machine, which no other machine can reach. auto: the cluster that this machine
+    belongs to (RAY_ADDRESS, or ray start). HOST:PORT or ray://HOST:PORT: another cluster. Anyone who can reach a
+    cluster can run code on it: see docs/security.md."""
+    workers: int = Field(ge=1, le=4096)
+    """Number of workers. Clients are distributed among them by tokens; with engine.name: loop the results do not depend
+    on the number, with batched they agree to rounding."""
+    threads_per_worker: int = Field(default=1, ge=1, le=1024)
+    """CPU threads per worker, instead of threads."""
+    gpus_per_worker: float = Field(default=0.0, ge=0, le=1, allow_inf_nan=False)
+    """Share of a GPU per worker; 0.5: two workers share one. 0: workers train on the CPU."""
+    start_timeout: float = Field(default=300.0, gt=0, allow_inf_nan=False)
+    """Seconds that workers may take to start, or to restart after all have failed."""
 
     @field_validator("gpus_per_worker")
     @classmethod
@@ -83,64 +70,45 @@ class ClusterConfig(Section):
 class RunSections(Section):
     """The sections of a run's configuration, each valid by itself."""
 
-    task: str = Field(
-        default="sequence-classification",
-        description="sequence-classification: a label for a text or a pair. image-classification: a label for an "
-        "image. regression: a number. causal-lm: an answer to a prompt (instruction tuning). "
-        "token-classification: a tag for each word (named entities). multi-label-classification: any number of "
-        "labels for a text. masked-lm: masked words, without labels. text-embedding: a vector for a text. seq2seq: a "
-        "text for a text (translation, summaries). preference: the better of two answers to a prompt (DPO). trainer: "
-        "what the trainers of fedspan.simulate define. Or a task of your own (docs/your-task.md). Default: the task of "
-        "data.dataset, if set.",
-    )
-    task_options: dict[str, str | bool | int | float | None] = Field(
-        default_factory=dict, description="The task's own options; docs/tasks.md leads to those of each task."
-    )
-    seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of every random draw.")
-    device: str = Field(default="auto", description="auto, cpu, cuda, cuda:1, mps.")
-    threads: int | None = Field(
-        default=None, ge=1, le=1024, description="CPU threads of torch; default: torch's choice."
-    )
-    deterministic: bool = Field(
-        default=False,
-        description="On a GPU, use only deterministic algorithms (torch.use_deterministic_algorithms): reruns are "
-        "bitwise equal. Some are slower, and an operation without one fails. It lasts in a process until the next run "
-        "without it. In a deployment it applies to the server and the nodes. It has no effect on a CPU, where reruns "
-        "are bitwise equal anyway.",
-    )
+    task: str = "sequence-classification"
+    """sequence-classification: a label for a text or a pair. image-classification: a label for an image. regression: a
+    number. causal-lm: an answer to a prompt (instruction tuning). token-classification: a tag for each word (named
+    entities). multi-label-classification: any number of labels for a text. masked-lm: masked words, without labels.
+    text-embedding: a vector for a text. seq2seq: a text for a text (translation, summaries). preference: the better of
+    two answers to a prompt (DPO). trainer: what the trainers of fedspan.simulate define. Or a task of your own
+    (docs/your-task.md). Default: the task of data.dataset, if set."""
+    task_options: dict[str, str | bool | int | float | None] = Field(default_factory=dict)
+    """The task's own options; docs/tasks.md leads to those of each task."""
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """Seed of every random draw."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1, mps."""
+    threads: int | None = Field(default=None, ge=1, le=1024)
+    """CPU threads of torch; default: torch's choice."""
+    deterministic: bool = False
+    """On a GPU, use only deterministic algorithms (torch.use_deterministic_algorithms): reruns are bitwise equal. Some
+    are slower, and an operation without one fails. It lasts in a process until the next run without it. In a deployment
+    it applies to the server and the nodes. It has no effect on a CPU, where reruns are bitwise equal anyway."""
     model: ModelConfig = Field(default_factory=ModelConfig)
     data: DataConfig
     partition: PartitionConfig = Field(default_factory=PartitionConfig)
     method: MethodConfig = Field(default_factory=MethodConfig)
     federation: FederationConfig = Field(default_factory=FederationConfig)
     training: TrainingConfig = Field(default_factory=TrainingConfig)
-    privacy: PrivacyConfig | None = Field(
-        default=None, description="Differential privacy; default: none. See docs/privacy.md."
-    )
-    simulation: SimulationConfig | None = Field(
-        default=None,
-        description="Conditions that the simulator imposes on its clients: dropouts, speeds, faults. See "
-        "docs/simulation.md.",
-    )
+    privacy: PrivacyConfig | None = None
+    """Differential privacy; default: none. See docs/privacy.md."""
+    simulation: SimulationConfig | None = None
+    """Conditions that the simulator imposes on its clients: dropouts, speeds, faults. See docs/simulation.md."""
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
-    cluster: ClusterConfig | None = Field(
-        default=None,
-        description="Train the clients in several processes, on one machine or many, with Ray; needs "
-        "fedspan[cluster]. Default: in this process. See docs/cluster.md.",
-    )
-    baselines: list[Literal["local-only", "centralized"]] = Field(
-        default_factory=list,
-        description="Baselines to train in addition, for comparison, with the same number of passes.",
-    )
-    centralized_lr: float | None = Field(
-        default=None,
-        gt=0,
-        allow_inf_nan=False,
-        description="Learning rate of the centralized baseline. It takes as many steps per epoch as all clients "
-        "together and usually needs a smaller rate. Default: training.lr, or with auto its own range "
-        "test.",
-    )
+    cluster: ClusterConfig | None = None
+    """Train the clients in several processes, on one machine or many, with Ray; needs fedspan[cluster]. Default: in
+    this process. See docs/cluster.md."""
+    baselines: list[Literal["local-only", "centralized"]] = Field(default_factory=list)
+    """Baselines to train in addition, for comparison, with the same number of passes."""
+    centralized_lr: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Learning rate of the centralized baseline. It takes as many steps per epoch as all clients together and usually
+    needs a smaller rate. Default: training.lr, or with auto its own range test."""
 
     @field_validator("task")
     @classmethod
