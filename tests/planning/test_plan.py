@@ -12,8 +12,8 @@ from fedspan.core.lowrank import LowRank
 from fedspan.core.values import LayerSpec, Spec
 from fedspan.federation.progress import Progress
 from fedspan.methods.registry import METHODS
-from fedspan.planning.layer_counts import Computation, StandIn, count_layer
 from fedspan.planning.plan import PlannedModel, plan_run, prepare_model
+from fedspan.planning.traffic import Computation, StandIn, count_layer
 from fedspan.runs.head_setup import begin
 from fedspan.runs.ledger import Ledger, Totals
 from fedspan.runs.setup import Prepared, prepare

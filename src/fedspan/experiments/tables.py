@@ -11,9 +11,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
+
 from fedspan.errors import FedspanError
 from fedspan.files import convert_disk_errors, neutralize_formula, write_atomic
 from fedspan.runs.folder import RunFolder
+from fedspan.runs.model_card import RunReport
+from fedspan.runs.predictions import Items
 from fedspan.tasks.metrics import METRICS
 
 _MACHINE = ("platform", "machine", "accelerator", "threads")
@@ -168,3 +172,21 @@ def _describe_environment(environment: Mapping[str, Any]) -> str:
     machine = [f"{environment[name]}" for name in _MACHINE[:-1] if environment.get(name)]
     versions = [f"{name} {value}" for name, value in environment.items() if name not in _OTHER and value]
     return f"{', '.join(machine)}, threads {environment.get('threads')}; {', '.join(versions)}"
+
+
+def describe_majority(metric: str, items: Items | None) -> str:
+    """Describe the accuracy of always predicting the most frequent class; empty for other metrics."""
+    if metric != "accuracy" or items is None:
+        return ""
+    share = np.bincount(items.targets).max() / len(items.targets)
+    return f"Majority class: {100 * share:.1f} % of the held-out examples have the most frequent label."
+
+
+def describe_extension(report: RunReport, folder: Path) -> str:
+    """Say how to extend a run whose last round is the best by validation; empty for another run."""
+    # Under privacy more rounds spend more, which is the owners' decision.
+    if report.privacy or not report.selected or not report.rounds or report.best_round != report.rounds:
+        return ""
+    rounds = report.rounds + max(1, report.rounds // 2)
+    resumed = f"fedspan run --resume {shlex.quote(str(folder))} --set federation.rounds={rounds}"
+    return f"Validation still improves: extend with {resumed}"

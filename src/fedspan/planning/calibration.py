@@ -24,7 +24,7 @@ from fedspan.errors import FedspanError
 from fedspan.models.adapted import AdaptedModel
 from fedspan.planning.accelerators import HERE, DeviceSpeed
 from fedspan.planning.compute import PlannedPasses, Trains
-from fedspan.planning.layer_counts import Computation
+from fedspan.planning.traffic import Computation
 from fedspan.runs.devices import choose_device, set_algorithms
 from fedspan.runs.engine_setup import make_engine
 from fedspan.runs.model_setup import build_empty_model, get_pooling

@@ -1,6 +1,6 @@
 """Cost of local training: FLOPs and memory of a pass, counted on a model without weights.
 
-The only input from the method is what its layers compute with (``layer_counts.Computation``) in its first job, with
+The only input from the method is what its layers compute with (``traffic.Computation``) in its first job, with
 the largest rank. Savings from a frozen base are counted as autograd realizes them: no gradients of frozen weights, and
 no backward pass below the first layer that trains.
 
@@ -32,7 +32,7 @@ from fedspan.errors import FedspanError
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.calls import has_own_decoder_inputs
 from fedspan.models.prefix import FrozenPrefix, list_live_modules
-from fedspan.planning.layer_counts import Computation, StandIn
+from fedspan.planning.traffic import Computation, StandIn
 from fedspan.runs.trainer_setup import compute_max_length
 from fedspan.tasks.losses import upcast
 from fedspan.training.jobs import TrainingSettings

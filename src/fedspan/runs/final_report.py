@@ -19,7 +19,7 @@ from fedspan.runs.records import compute_result_digests
 from fedspan.runs.report_warnings import find_divergence, find_limited
 from fedspan.runs.session import Session
 from fedspan.runs.trained_models import write_adapters
-from fedspan.tasks.bounded_losses import compute_guess_loss
+from fedspan.tasks.losses import compute_guess_loss
 
 _START = ("head_init", "simulated", "reason", "validation", "clients", "test")
 """Parts of the line of a start in metrics.jsonl that a report has."""

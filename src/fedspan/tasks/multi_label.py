@@ -21,7 +21,6 @@ from fedspan.core.tensors import to_device
 from fedspan.data.columns import ColumnReader, ReadColumns, TaskColumns, read_text_columns
 from fedspan.data.config import DataConfig
 from fedspan.data.names import find_separator, get_arrow_column, is_list
-from fedspan.tasks.bounded_losses import compute_guess_bound
 from fedspan.tasks.definition import InferredColumns, TaskDefinition
 from fedspan.tasks.encoding import EncodedText, Ragged, TextExamples, TextTask, collate_texts, encode_texts
 from fedspan.tasks.label_scores import compute_f1
@@ -29,6 +28,7 @@ from fedspan.tasks.losses import (
     CLASS_WEIGHTS,
     LossOption,
     average_by_client,
+    compute_guess_bound,
     get_smoothing,
     upcast,
 )

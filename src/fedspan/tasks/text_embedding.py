@@ -22,7 +22,6 @@ from fedspan.data.columns import ColumnReader, ReadColumns, TaskColumns, read_te
 from fedspan.data.config import DataConfig
 from fedspan.errors import FedspanError
 from fedspan.models.pooling import Pooling
-from fedspan.tasks.bounded_losses import compute_guess_bound
 from fedspan.tasks.definition import InferredColumns, TaskDefinition
 from fedspan.tasks.embedding_losses import (
     EmbeddingLoss,
@@ -32,7 +31,7 @@ from fedspan.tasks.embedding_losses import (
     compute_multiple_negatives,
 )
 from fedspan.tasks.encoding import EncodedText, collate_texts, describe_truncation, encode_texts
-from fedspan.tasks.losses import upcast
+from fedspan.tasks.losses import compute_guess_bound, upcast
 from fedspan.tasks.metrics import Metric, correlate, drop_undefined
 
 if TYPE_CHECKING:

@@ -25,7 +25,6 @@ from fedspan.data.conll import TAG
 from fedspan.data.names import get_arrow_column, is_list
 from fedspan.data.source import Source
 from fedspan.errors import FedspanError
-from fedspan.tasks.bounded_losses import compute_guess_bound
 from fedspan.tasks.definition import InferredColumns, TaskDefinition
 from fedspan.tasks.encoding import (
     EncodedText,
@@ -39,6 +38,7 @@ from fedspan.tasks.encoding import (
 from fedspan.tasks.entities import convert_to_iob2, find_entities, list_labels, score_entities
 from fedspan.tasks.losses import (
     LossOption,
+    compute_guess_bound,
     get_logits,
     select_inputs,
 )

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedspan.core.tensors import sum_rows
-from fedspan.tasks.bounded_losses import compute_guess_entropy
 from fedspan.tasks.losses import (
     LossOption,
     average_cross_entropy,
     average_cross_entropy_by_client,
     average_sums,
+    compute_guess_entropy,
     upcast,
 )
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from fedspan.core.values import Job, Trained
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.stacked import Unstackable
-from fedspan.tasks.bounded_losses import bound_loss
+from fedspan.tasks.losses import bound_loss
 from fedspan.tasks.task import Examples, Task
 from fedspan.training.batching import (
     ModelInputs,

@@ -120,7 +120,7 @@ class Engine(Predictor, Protocol):
             examples: The data set that the indices point into.
             indices: The examples, (examples,).
             batch_size: Batch size of the forward passes.
-            bounded: Whether no example contributes more than the task's bound to the loss (``bounded_losses``).
+            bounded: Whether no example contributes more than the task's bound to the loss (``losses.bound_loss``).
         """
         ...
 

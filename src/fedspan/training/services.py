@@ -19,8 +19,7 @@ from fedspan.errors import FedspanError, suggest_nearest
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.direct_uses import forbid_direct_uses
 from fedspan.models.head import FeatureTap, NoOutputLayer, OutputLayer, find_output_layer
-from fedspan.tasks.bounded_losses import bound_loss
-from fedspan.tasks.losses import CLASS_OPTIONS, CLASS_WEIGHTS, OFFSETS, SMOOTHING
+from fedspan.tasks.losses import CLASS_OPTIONS, CLASS_WEIGHTS, OFFSETS, SMOOTHING, bound_loss
 from fedspan.tasks.single_label import compute_class_offsets, compute_class_weights
 from fedspan.tasks.task import Examples, LabelsWords, Task, get_labels
 from fedspan.training.batching import ModelInputs, Padding, split_evaluation_batches

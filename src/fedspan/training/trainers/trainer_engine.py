@@ -20,7 +20,7 @@ from fedspan.errors import FedspanError, suggest_nearest
 from fedspan.models.adapted import AdaptedModel, hash_frozen
 from fedspan.models.calls import replace_forward
 from fedspan.models.direct_uses import forbid_direct_uses
-from fedspan.tasks.bounded_losses import bound_loss
+from fedspan.tasks.losses import bound_loss
 from fedspan.tasks.metrics import is_metric_name
 from fedspan.tasks.task import Examples, Task
 from fedspan.training.engine import FinishJob, OpenJob, train_one_by_one
