@@ -9,7 +9,7 @@ import dataclasses
 import inspect
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
@@ -71,7 +71,7 @@ def list_methods() -> tuple[MethodRow, ...]:
     return read_table("fedspan.methods", MethodRow)
 
 
-def read_table(package: str, row_class: type[R]) -> tuple[R, ...]:
+def read_table(package: str, row_class: Callable[..., R]) -> tuple[R, ...]:
     """Return the rows of the table in a package."""
     rows = json.loads(files(package).joinpath(_TABLE).read_text(encoding="utf-8"))
     return tuple(row_class(options=tuple(Option(**option) for option in row.pop("options")), **row) for row in rows)
