@@ -66,19 +66,16 @@ _SAMPLE_ROWS = 2000
 
 @dataclass(frozen=True)
 class InferredData:
-    """The task and the fields that were inferred from a file.
-
-    Args:
-        data: Fields of the section ``data``.
-        by: Column that assigns each row to a client; None: there is none.
-        advice: Sentence on another reading of the labels; empty if there is none.
-    """
+    """The task and the fields that were inferred from a file."""
 
     task: str
     data: Mapping[str, Any]
+    """Fields of the section ``data``."""
     by: str | None
+    """Column that assigns each row to a client; None: there is none."""
     findings: tuple[str, ...]
     advice: str = ""
+    """Sentence on another reading of the labels; empty if there is none."""
 
 
 def infer_data(rows: Source, location: str, task: str | None, options: Mapping[str, str | None]) -> InferredData:

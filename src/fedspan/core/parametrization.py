@@ -48,19 +48,16 @@ Slots = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Effective:
-    """The function of a layer: ``x @ (weight or W)^T + pair(x)``, W being the frozen base where ``base`` is true.
-
-    Args:
-        pair: Factors or matrix (O, I) added to the weight, or None.
-        weight: Weight (O, I) that replaces the base's, or None.
-        base: Whether the base's own product is included (never together with ``weight``).
-        dropout: Whether the pair is an adapter, so that adapter dropout acts on its input.
-    """
+    """The function of a layer: ``x @ (weight or W)^T + pair(x)``, W being the frozen base where ``base`` is true."""
 
     pair: Delta | None = None
+    """Factors or matrix (O, I) added to the weight, or None."""
     weight: Tensor | None = None
+    """Weight (O, I) that replaces the base's, or None."""
     base: bool = True
+    """Whether the base's own product is included (never together with ``weight``)."""
     dropout: bool = True
+    """Whether the pair is an adapter, so that adapter dropout acts on its input."""
 
 
 @runtime_checkable

@@ -33,19 +33,16 @@ _SPLITS = ("train", "validation", "test")
 
 @dataclass(frozen=True, eq=False)
 class ClientPart:
-    """One client's examples: read-only, sorted, disjoint int64 row indices into the partitioned data set.
-
-    Attributes:
-        id: ``client-00`` and so on, or the value of the natural column (any text, not always fit for a file name).
-        train: Training rows; never empty.
-        validation: Rows for choosing settings; may be empty.
-        test: Rows for the client's own (personalized) accuracy; may be empty.
-    """
+    """One client's examples: read-only, sorted, disjoint int64 row indices into the partitioned data set."""
 
     id: str
+    """``client-00`` and so on, or the value of the natural column (any text, not always fit for a file name)."""
     train: np.ndarray
+    """Training rows; never empty."""
     validation: np.ndarray
+    """Rows for choosing settings; may be empty."""
     test: np.ndarray
+    """Rows for the client's own (personalized) accuracy; may be empty."""
 
     def __post_init__(self) -> None:
         for split in _SPLITS:
@@ -118,16 +115,13 @@ class ClientRow:
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """Assignment of examples to clients.
-
-    Attributes:
-        clients: Numbered clients in order of their numbers, natural ones sorted by value; built on access if they are
-            `ClientParts`.
-        examples: Number of rows of the partitioned data set; every row is in exactly one part of one client.
-    """
+    """Assignment of examples to clients."""
 
     clients: Sequence[ClientPart]
+    """Numbered clients in order of their numbers, natural ones sorted by value; built on access if they are
+    `ClientParts`."""
     examples: int
+    """Number of rows of the partitioned data set; every row is in exactly one part of one client."""
 
     @cached_property
     def parts(self) -> ClientParts:

@@ -18,19 +18,16 @@ from fedspan.federation.round_exchange import OnClient, OnFailure
 
 @dataclass(frozen=True)
 class Measure:
-    """A diagnostic measure of every target layer.
-
-    Args:
-        worst: The end of the scale that indicates a problem; None: neither.
-        value: Function that computes the value of a layer; None where the layer has none.
-    """
+    """A diagnostic measure of every target layer."""
 
     key: str
     title: str
     worst: Literal["high", "low"] | None
+    """The end of the scale that indicates a problem; None: neither."""
     reads: str
     source: str
     value: Callable[[LayerDiagnosis], float | None]
+    """Function that computes the value of a layer; None where the layer has none."""
 
 
 MEASURES = (
@@ -115,20 +112,17 @@ MEASURES = (
 
 @dataclass(frozen=True)
 class MeasureSummary:
-    """A measure summarized over all target layers.
-
-    Args:
-        mean: Mean over the layers.
-        minimum: Minimum over the layers.
-        maximum: Maximum over the layers.
-        worst: Name of the layer at the problematic end; None for a measure without such an end.
-    """
+    """A measure summarized over all target layers."""
 
     measure: Measure
     mean: float
+    """Mean over the layers."""
     minimum: float
+    """Minimum over the layers."""
     maximum: float
+    """Maximum over the layers."""
     worst: str | None
+    """Name of the layer at the problematic end; None for a measure without such an end."""
 
 
 def summarize_measures(diagnosis: Diagnosis) -> tuple[MeasureSummary, ...]:

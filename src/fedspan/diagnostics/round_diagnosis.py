@@ -40,15 +40,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ClientTraining:
-    """One client's training.
-
-    Args:
-        first: The client's first job of the round.
-        last: The client's last job of the round.
-    """
+    """One client's training."""
 
     first: Job
+    """The client's first job of the round."""
     last: Job
+    """The client's last job of the round."""
     trained: Trained
 
 
@@ -77,30 +74,24 @@ STEPS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 @dataclass(frozen=True)
 class LayerDiagnosis:
-    """The diagnosis of a target layer.
-
-    Args:
-        updates: Comparison of the clients' updates of the round.
-        moments: Mismatch of the clients' second moments (``diagnostics.updates.moment_mismatch``), mean over the
-            layer's tensors; None where the optimizer has none.
-        accumulated: Change of the global model since the start of the run; None where there is no global model.
-    """
+    """The diagnosis of a target layer."""
 
     updates: UpdateComparison
+    """Comparison of the clients' updates of the round."""
     moments: float | None
+    """Mismatch of the clients' second moments (``diagnostics.updates.moment_mismatch``), mean over the layer's tensors;
+    None where the optimizer has none."""
     accumulated: Shape | None
+    """Change of the global model since the start of the run; None where there is no global model."""
 
 
 @dataclass(frozen=True)
 class Barrier:
-    """The loss on the straight line between two clients' models.
-
-    Args:
-        losses: Losses on held-out examples, at ``STEPS``.
-    """
+    """The loss on the straight line between two clients' models."""
 
     clients: tuple[str, str]
     losses: tuple[float, ...]
+    """Losses on held-out examples, at ``STEPS``."""
 
     @property
     def height(self) -> float:

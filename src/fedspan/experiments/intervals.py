@@ -29,18 +29,15 @@ Verdict = Literal["holds", "contradicted", "inconclusive"]
 
 @dataclass(frozen=True)
 class Difference:
-    """A difference of two results with its 95 % interval.
-
-    Args:
-        mean: First minus second result, in the unit of the metric.
-        low: Lower end of the interval; None: there is none.
-        note: Why there is no interval, or what it lacks; empty if it lacks nothing.
-    """
+    """A difference of two results with its 95 % interval."""
 
     mean: float
+    """First minus second result, in the unit of the metric."""
     low: float | None = None
+    """Lower end of the interval; None: there is none."""
     high: float | None = None
     note: str = ""
+    """Why there is no interval, or what it lacks; empty if it lacks nothing."""
 
     @property
     def is_measurable(self) -> bool:
@@ -75,15 +72,12 @@ class Difference:
 
 @dataclass(frozen=True)
 class Within:
-    """A mean with its 95 % interval and the verdict on it.
-
-    Args:
-        mean: The mean, in the unit of the compared values.
-        half_width: Half the width of the interval, by Student's t; infinite for a single value.
-    """
+    """A mean with its 95 % interval and the verdict on it."""
 
     mean: float
+    """The mean, in the unit of the compared values."""
     half_width: float
+    """Half the width of the interval, by Student's t; infinite for a single value."""
     verdict: Verdict
 
     def __str__(self) -> str:

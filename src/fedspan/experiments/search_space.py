@@ -20,15 +20,12 @@ _ATTEMPTS = 200  # attempts to draw a new combination, for each trial
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from ``low`` to ``high``, both included: integers uniform, others log-uniform.
-
-    Args:
-        low: Lower end, above 0 unless it is an integer.
-        high: Upper end, above ``low``.
-    """
+    """Numbers from ``low`` to ``high``, both included: integers uniform, others log-uniform."""
 
     low: float
+    """Lower end, above 0 unless it is an integer."""
     high: float
+    """Upper end, above ``low``."""
 
     @property
     def whole(self) -> bool:

@@ -17,15 +17,12 @@ _SHARED = ("task", "seed", "data", "partition", "baselines", "centralized_lr")
 
 @dataclass(frozen=True)
 class Step:
-    """One run of a series.
-
-    Args:
-        group: The group within which seeds are averaged: a method, or the number of a trial.
-    """
+    """One run of a series."""
 
     name: str
     label: str
     group: str
+    """The group within which seeds are averaged: a method, or the number of a trial."""
     seed: int
     config: RunConfig
 

@@ -32,18 +32,15 @@ _OTHER = (*_MACHINE, "seed", "command")
 
 @dataclass(frozen=True)
 class Table:
-    """A readable table.
-
-    Args:
-        head: Titles of the columns; the first is left-aligned, all others are right-aligned.
-        best: Index of the highlighted row, if any.
-        notes: Explanation of the numbers, line by line.
-    """
+    """A readable table."""
 
     head: tuple[str, ...]
+    """Titles of the columns; the first is left-aligned, all others are right-aligned."""
     rows: tuple[tuple[str, ...], ...]
     best: int | None
+    """Index of the highlighted row, if any."""
     notes: tuple[str, ...]
+    """Explanation of the numbers, line by line."""
 
 
 def format_heading(quantity: str, metric: str) -> str:

@@ -26,19 +26,16 @@ Metrics = Mapping[str, float]
 
 @dataclass(frozen=True)
 class ClientScores:
-    """Metrics on one part (validation or test) of the clients' own examples.
-
-    Args:
-        pooled: Metrics over the examples of all clients together.
-        trimmed: Metrics without the clients at both ends, where the clients report their own; None: these scores were
-            measured on examples that this process assigned, or by the only client.
-        noisy: Whether the metrics may have noise, as those of data owners' nodes do (``clients.metric_noise``).
-    """
+    """Metrics on one part (validation or test) of the clients' own examples."""
 
     pooled: Metrics
+    """Metrics over the examples of all clients together."""
     by_client: Mapping[str, Metrics]
     trimmed: Metrics | None = None
+    """Metrics without the clients at both ends, where the clients report their own; None: these scores were measured on
+    examples that this process assigned, or by the only client."""
     noisy: bool = False
+    """Whether the metrics may have noise, as those of data owners' nodes do (``clients.metric_noise``)."""
 
     def summarize(self, metric: str) -> dict[str, Any]:
         """Return unweighted client means of every metric, and under ``worst`` the client with the worst ``metric``."""

@@ -55,18 +55,15 @@ _SAME = 1e-5
 
 @dataclass(frozen=True)
 class HeadStart:
-    """How a run's head starts.
-
-    Args:
-        bound: Norm to which features are clipped before they are divided by it; 0: they are sent as they are.
-        most_words: Maximum number of words of an example, if words have a label each; else 1.
-    """
+    """How a run's head starts."""
 
     kind: HeadKind
     layer: OutputLayer
     bound: float = 0.0
+    """Norm to which features are clipped before they are divided by it; 0: they are sent as they are."""
     new_aggregation: AggregationFactory = PlaintextAggregation
     most_words: int = 1
+    """Maximum number of words of an example, if words have a label each; else 1."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -76,15 +73,12 @@ class HeadStart:
 
 @dataclass(frozen=True, kw_only=True)
 class StatisticsExchange(Method):
-    """The exchange as a method whose replies are averaged.
-
-    Args:
-        pretrained: Whether the method starts from the pretrained model, so that orders need no tensors.
-    """
+    """The exchange as a method whose replies are averaged."""
 
     head: HeadStart
     inner: Method
     pretrained: bool
+    """Whether the method starts from the pretrained model, so that orders need no tensors."""
     spec: Spec = field(default_factory=lambda: Spec(()))
 
     def declare_claims(self) -> Claims:

@@ -209,18 +209,16 @@ class CentralPrivacy:
 
     It does not matter who sums. In plaintext the server clips the changes and a reduction sums them; in secure
     aggregation the clients clip them and the server decodes their sum.
-
-    Args:
-        origin: Contribution of a client that trained nothing.
-        rate: Probability that a client is in a cohort.
-        round: Number of the round, from 0.
     """
 
     privacy: Privacy
     origin: Tensors
+    """Contribution of a client that trained nothing."""
     rate: float
+    """Probability that a client is in a cohort."""
     clients: int
     round: int
+    """Number of the round, from 0."""
 
     def clip_contribution(self, contribution: Contribution) -> Tensors:
         """Return the contribution's change, with a norm of at most ``privacy.clip``.

@@ -46,15 +46,12 @@ _LARGEST_NOTES = 1 << 24
 
 @dataclass(frozen=True)
 class StartingAdapter:
-    """An adapter to start from.
-
-    Args:
-        factors: Factors of its update by target layer, scaling folded in.
-        extras: Parameters of its saved modules, by parameter path.
-    """
+    """An adapter to start from."""
 
     factors: Mapping[str, LowRank]
+    """Factors of its update by target layer, scaling folded in."""
     extras: Mapping[str, Tensor]
+    """Parameters of its saved modules, by parameter path."""
 
 
 def compute_layer_updates(

@@ -190,15 +190,12 @@ def get_encoder_options(config: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class PoolingSearch:
-    """The result of a search for the pooling that an encoder was trained with.
-
-    Args:
-        pooling: The pooling; None: the model is no sentence encoder, or its pooling is not known.
-        doubt: Reason why a sentence encoder's pooling is not known, as a clause; None: nothing is in doubt.
-    """
+    """The result of a search for the pooling that an encoder was trained with."""
 
     pooling: Pooling | None
+    """The pooling; None: the model is no sentence encoder, or its pooling is not known."""
     doubt: str | None = None
+    """Reason why a sentence encoder's pooling is not known, as a clause; None: nothing is in doubt."""
 
 
 def find_pooling(source: str, revision: str | None = None) -> PoolingSearch:

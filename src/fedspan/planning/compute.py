@@ -40,13 +40,10 @@ from fedspan.training.jobs import TrainingSettings
 
 @dataclass(frozen=True)
 class Trains:
-    """The trained parts of a model.
-
-    Args:
-        computations: Computation of the layers, by kind of target layer.
-    """
+    """The trained parts of a model."""
 
     computations: Mapping[LayerSpec, Computation]
+    """Computation of the layers, by kind of target layer."""
     extras: bool
 
 
@@ -55,29 +52,26 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Compute:
-    """FLOPs of local training, counting a multiplication and an addition as two; evaluations are excluded.
-
-    Args:
-        length: Tokens of an example that are counted; None for images.
-        example: FLOPs of a forward and a backward pass of one example.
-        once: FLOPs of an example's hidden states at the end of the model's frozen prefix, which a client stores for all
-            later passes; 0 without such a prefix or without room for them, where ``example`` includes all FLOPs.
-        step: FLOPs of an optimizer step.
-        client: FLOPs of a client's round (of the mean client, if clients differ), without ``once``; None if its number
-            of examples is unknown.
-        run: FLOPs of all clients and rounds, including ``once``; None likewise.
-        first: FLOPs of ``once`` for all examples of a client; None likewise.
-        amortized: FLOPs of ``once`` for all clients, as included in ``run``; None likewise.
-    """
+    """FLOPs of local training, counting a multiplication and an addition as two; evaluations are excluded."""
 
     length: int | None
+    """Tokens of an example that are counted; None for images."""
     example: int
+    """FLOPs of a forward and a backward pass of one example."""
     once: int
+    """FLOPs of an example's hidden states at the end of the model's frozen prefix, which a client stores for all later
+    passes; 0 without such a prefix or without room for them, where ``example`` includes all FLOPs."""
     step: int
+    """FLOPs of an optimizer step."""
     client: int | None
+    """FLOPs of a client's round (of the mean client, if clients differ), without ``once``; None if its number of
+    examples is unknown."""
     run: int | None
+    """FLOPs of all clients and rounds, including ``once``; None likewise."""
     first: int | None
+    """FLOPs of ``once`` for all examples of a client; None likewise."""
     amortized: int | None
+    """FLOPs of ``once`` for all clients, as included in ``run``; None likewise."""
 
     @property
     def above(self) -> float:
@@ -218,17 +212,14 @@ class PlannedPasses:
 
 @dataclass(frozen=True)
 class LocalTraining:
-    """Cost of the clients' training.
-
-    Args:
-        compute: FLOPs of the training.
-        activations: Peak bytes of a pass of a batch of the longest examples, without gradients.
-        cache: Bytes of the hidden states that a client stores.
-    """
+    """Cost of the clients' training."""
 
     compute: Compute
+    """FLOPs of the training."""
     activations: int
+    """Peak bytes of a pass of a batch of the longest examples, without gradients."""
     cache: int
+    """Bytes of the hidden states that a client stores."""
 
 
 def compute_training_cost(
@@ -285,17 +276,14 @@ def _count_round_examples(settings: TrainingSettings, examples: float | None) ->
 
 @dataclass(frozen=True)
 class PassCost:
-    """Cost of one pass of a batch.
-
-    Args:
-        forward: FLOPs of the forward pass.
-        backward: FLOPs of the backward pass, those of recomputed activations included.
-        peak: Largest number of bytes that the pass has allocated and not yet released, gradients included.
-    """
+    """Cost of one pass of a batch."""
 
     forward: int
+    """FLOPs of the forward pass."""
     backward: int
+    """FLOPs of the backward pass, those of recomputed activations included."""
     peak: int
+    """Largest number of bytes that the pass has allocated and not yet released, gradients included."""
 
 
 def meter_pass(loss: Callable[[], Tensor]) -> PassCost:

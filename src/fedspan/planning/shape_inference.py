@@ -125,17 +125,14 @@ class _Weights:
 
 @dataclass(frozen=True)
 class ClientExchange:
-    """A client's half of a round.
-
-    Args:
-        jobs: Jobs that the client trains, one after another.
-        second: Messages to and from the client in the round's second exchange; None: the method has none.
-    """
+    """A client's half of a round."""
 
     down: Message
     jobs: tuple[Job, ...]
+    """Jobs that the client trains, one after another."""
     up: Message
     second: tuple[Message, Message] | None = None
+    """Messages to and from the client in the round's second exchange; None: the method has none."""
 
     @property
     def traffic(self) -> Traffic:

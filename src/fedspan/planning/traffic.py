@@ -33,20 +33,17 @@ WeightSource = Literal["held", "made"] | None
 
 @dataclass(frozen=True)
 class Computation:
-    """What a layer computes with, independent of the tensors behind it (``core.parametrization.Effective``).
-
-    Args:
-        weight: Source of a weight in its place: ``held`` on the client, ``made`` in every pass, or None.
-        matrix: Source of a matrix added to the weight, likewise.
-        rank: Rank of the pair of factors added to the weight; 0: there is none.
-        moves: Names of the weight (W), the matrix (D) and the factors (A, B) that have a gradient.
-    """
+    """What a layer computes with, independent of the tensors behind it (``core.parametrization.Effective``)."""
 
     base: bool = True
     weight: WeightSource = None
+    """Source of a weight in its place: ``held`` on the client, ``made`` in every pass, or None."""
     matrix: WeightSource = None
+    """Source of a matrix added to the weight, likewise."""
     rank: int = 0
+    """Rank of the pair of factors added to the weight; 0: there is none."""
     moves: frozenset[str] = frozenset()
+    """Names of the weight (W), the matrix (D) and the factors (A, B) that have a gradient."""
 
 
 class StandIn:
@@ -79,19 +76,16 @@ class StandIn:
 
 @dataclass(frozen=True)
 class LayerCounts:
-    """Elements of one target layer.
-
-    Args:
-        trained: Elements that move in each job of a client's first two rounds, in order.
-        held: Elements of all tensors of the layer on the client in its first job, including the trained ones.
-        stored: Elements of the server's state before the first round.
-        computation: Computation of the layer in the client's first job.
-    """
+    """Elements of one target layer."""
 
     trained: tuple[int, ...]
+    """Elements that move in each job of a client's first two rounds, in order."""
     held: int
+    """Elements of all tensors of the layer on the client in its first job, including the trained ones."""
     stored: int
+    """Elements of the server's state before the first round."""
     computation: Computation
+    """Computation of the layer in the client's first job."""
 
 
 def count_layer(method: RegisteredMethod, layer: LayerSpec, rank: int) -> LayerCounts:
@@ -160,15 +154,12 @@ class RoundTraffic:
 
 @dataclass(frozen=True)
 class Extras:
-    """Trained parameters outside the target layers.
-
-    Args:
-        values: The parameters and their buffers by path, as they are transmitted, on the meta device.
-    """
+    """Trained parameters outside the target layers."""
 
     policy: ExtrasPolicy
     trained: int
     values: Tensors
+    """The parameters and their buffers by path, as they are transmitted, on the meta device."""
 
     @property
     def bytes(self) -> int:
@@ -186,14 +177,11 @@ def list_extras(config: RunConfig, adapted: AdaptedModel, method: RegisteredMeth
 
 @dataclass(frozen=True)
 class RankCounts:
-    """Elements of all target layers, for a client with one rank.
-
-    Args:
-        trained: Elements that are trained at a time: in the largest job of the first two rounds.
-    """
+    """Elements of all target layers, for a client with one rank."""
 
     computations: Mapping[LayerSpec, Computation]
     trained: int
+    """Elements that are trained at a time: in the largest job of the first two rounds."""
     held: int
     stored: int
 

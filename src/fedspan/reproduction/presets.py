@@ -30,7 +30,7 @@ ClaimMeasure = Literal[
     "barrier",
     "state_step",
 ]
-"""Measures of claims, defined in ``runs.curves`` and ``measurement``; ``verdicts`` defines which end is better."""
+"""Measures of claims, defined in ``runs.curves`` and ``reproduce``; ``verdicts`` defines which end is better."""
 
 
 class PresetPart(BaseModel):

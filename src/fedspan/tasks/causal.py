@@ -65,22 +65,19 @@ _DEFAULT = GenerationOptions()
 
 @dataclass(frozen=True)
 class EncodedPrompts:
-    """Tokenized prompts with their answers.
-
-    Args:
-        ids: Ids of each example, prompt and answer together.
-        starts: Index where each answer begins, int64, (examples,).
-        lengths: Number of tokens of each example, int64, (examples,).
-        truncated_prompts: Number of prompts that lost their beginning.
-        truncated_answers: Number of answers that lost their end.
-    """
+    """Tokenized prompts with their answers."""
 
     ids: Sequence[list[int]]
+    """Ids of each example, prompt and answer together."""
     starts: np.ndarray
+    """Index where each answer begins, int64, (examples,)."""
     answers: tuple[str, ...]
     lengths: np.ndarray
+    """Number of tokens of each example, int64, (examples,)."""
     truncated_prompts: int
+    """Number of prompts that lost their beginning."""
     truncated_answers: int
+    """Number of answers that lost their end."""
 
     def __len__(self) -> int:
         return len(self.ids)

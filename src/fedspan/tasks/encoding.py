@@ -76,17 +76,14 @@ CHUNK = 4096
 
 @dataclass(frozen=True)
 class EncodedText:
-    """Tokenized texts with the target of each.
-
-    Args:
-        encodings: Ids of each example, by tokenizer output (``input_ids``, ``token_type_ids``).
-        labels: Index into the label list, int64, or the value, float32; (examples,).
-        lengths: Number of tokens of each example, int64, (examples,).
-    """
+    """Tokenized texts with the target of each."""
 
     encodings: Mapping[str, Ragged]
+    """Ids of each example, by tokenizer output (``input_ids``, ``token_type_ids``)."""
     labels: np.ndarray
+    """Index into the label list, int64, or the value, float32; (examples,)."""
     lengths: np.ndarray
+    """Number of tokens of each example, int64, (examples,)."""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -94,13 +91,10 @@ class EncodedText:
 
 @dataclass(frozen=True)
 class TextExamples:
-    """Tokenized texts, for a base of examples with other targets than one for each text.
-
-    Args:
-        text: Tokens of each text; its labels are positions and are not used.
-    """
+    """Tokenized texts, for a base of examples with other targets than one for each text."""
 
     text: EncodedText
+    """Tokens of each text; its labels are positions and are not used."""
 
     def __len__(self) -> int:
         return len(self.text)

@@ -49,17 +49,14 @@ def list_labels(tags: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class EntityScores:
-    """Micro-averaged scores of entities: an entity counts as found if type, first and last word are right.
-
-    Args:
-        precision: Share of the predicted entities that are true; 0 if none is predicted.
-        recall: Share of the true entities that are predicted; 0 if there are none.
-        f1: Harmonic mean of both; 0 if both are 0.
-    """
+    """Micro-averaged scores of entities: an entity counts as found if type, first and last word are right."""
 
     precision: float
+    """Share of the predicted entities that are true; 0 if none is predicted."""
     recall: float
+    """Share of the true entities that are predicted; 0 if there are none."""
     f1: float
+    """Harmonic mean of both; 0 if both are 0."""
 
 
 def score_entities(references: Sequence[Sequence[str]], predictions: Sequence[Sequence[str]]) -> EntityScores:

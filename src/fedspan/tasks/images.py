@@ -114,17 +114,14 @@ _CHUNK_PIXELS = MAX_PIXELS
 
 @dataclass(frozen=True)
 class EncodedImages:
-    """Images of one size with their labels.
-
-    Args:
-        pixels: Pixel values, uint8, (N, 3, H, W).
-        labels: Indices into the label list, int64, (N,).
-        lengths: Costs of the images, all 1 since they are equal; int64, (N,).
-    """
+    """Images of one size with their labels."""
 
     pixels: np.ndarray
+    """Pixel values, uint8, (N, 3, H, W)."""
     labels: np.ndarray
+    """Indices into the label list, int64, (N,)."""
     lengths: np.ndarray
+    """Costs of the images, all 1 since they are equal; int64, (N,)."""
 
     def __len__(self) -> int:
         return len(self.labels)

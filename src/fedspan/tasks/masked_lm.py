@@ -60,13 +60,10 @@ class MaskedOptions:
 
 @dataclass(frozen=True)
 class MaskedTexts(TextExamples):
-    """Tokenized texts.
-
-    Args:
-        has_masks: Whether the texts have masks of their own, which are to be filled, instead of drawn ones.
-    """
+    """Tokenized texts."""
 
     has_masks: bool = False
+    """Whether the texts have masks of their own, which are to be filled, instead of drawn ones."""
 
 
 class MaskedLanguageModel(TextTask, VocabularyTask):

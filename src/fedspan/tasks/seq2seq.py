@@ -96,16 +96,13 @@ class Seq2SeqOptions:
 
 @dataclass(frozen=True)
 class EncodedPairs:
-    """Tokenized sources and targets.
-
-    Args:
-        lengths: Number of tokens of each source and its target together, int64, (examples,).
-    """
+    """Tokenized sources and targets."""
 
     sources: Ragged
     targets: Ragged
     texts: tuple[str, ...]
     lengths: np.ndarray
+    """Number of tokens of each source and its target together, int64, (examples,)."""
 
     def __len__(self) -> int:
         return len(self.texts)

@@ -69,19 +69,16 @@ class EmbeddingOptions:
 
 @dataclass(frozen=True)
 class EncodedTuples:
-    """Tokenized pairs or triplets.
-
-    Args:
-        texts: Texts of the examples by role: anchor, positive, negative, as far as there are any.
-        ids: Number of each text, (examples, P), equal for equal texts.
-        scores: Score or label of each pair, float32, (examples,); None: there are none.
-        lengths: Number of tokens of each example's texts together, int64, (examples,).
-    """
+    """Tokenized pairs or triplets."""
 
     texts: Mapping[str, EncodedText]
+    """Texts of the examples by role: anchor, positive, negative, as far as there are any."""
     ids: np.ndarray
+    """Number of each text, (examples, P), equal for equal texts."""
     scores: np.ndarray | None
+    """Score or label of each pair, float32, (examples,); None: there are none."""
     lengths: np.ndarray
+    """Number of tokens of each example's texts together, int64, (examples,)."""
 
     def __len__(self) -> int:
         return len(self.lengths)

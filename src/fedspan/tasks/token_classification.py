@@ -58,17 +58,14 @@ _SUMS = 2  # columns of a prediction: loss, labeled pieces; the words' labels fo
 
 @dataclass(frozen=True)
 class EncodedSentences(TextExamples):
-    """Tokenized sentences with the labels of their words.
-
-    Args:
-        firsts: Positions of the words' first pieces, ascending.
-        words: Numbers of these words in their sentence.
-        labels: Label indices of all words of each sentence, also of those that were cut.
-    """
+    """Tokenized sentences with the labels of their words."""
 
     firsts: Ragged
+    """Positions of the words' first pieces, ascending."""
     words: Ragged
+    """Numbers of these words in their sentence."""
     labels: Ragged
+    """Label indices of all words of each sentence, also of those that were cut."""
     tokens: Sequence[Sequence[str]]
 
 

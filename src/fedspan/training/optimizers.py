@@ -157,34 +157,28 @@ def clip(gradients: dict[str, Tensor], max_norm: float) -> None:
 
 @dataclass(frozen=True)
 class Segment:
-    """A range of columns, from ``start`` to ``stop``, that share optimizer settings.
-
-    Args:
-        group: The turns of the columns' groups, as a group without names or other settings.
-    """
+    """A range of columns, from ``start`` to ``stop``, that share optimizer settings."""
 
     start: int
     stop: int
     lr: float
     weight_decay: float
     group: Group
+    """The turns of the columns' groups, as a group without names or other settings."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The position of each trainable tensor in a client's row.
-
-    Args:
-        names: Names of the tensors, in their order.
-        segments: Learning rates, weight decays and turns; together they cover all columns.
-        groups: Group of each tensor, without its names.
-    """
+    """The position of each trainable tensor in a client's row."""
 
     names: tuple[str, ...]
+    """Names of the tensors, in their order."""
     shapes: tuple[torch.Size, ...]
     segments: tuple[Segment, ...]
+    """Learning rates, weight decays and turns; together they cover all columns."""
     dtype: torch.dtype
     groups: tuple[Group, ...]
+    """Group of each tensor, without its names."""
 
     @classmethod
     def build(cls, job: Job, spec: OptimizerSpec) -> Layout | None:

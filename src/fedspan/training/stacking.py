@@ -50,14 +50,11 @@ _SIZES = 6  # from 4 to the power of this many passes of a client on, a budget e
 
 @dataclass(frozen=True)
 class StackingPlan:
-    """The number of clients that train at the same time.
-
-    Args:
-        workers: Number of threads, each with its own passes.
-    """
+    """The number of clients that train at the same time."""
 
     clients_per_pass: int
     workers: int
+    """Number of threads, each with its own passes."""
 
 
 @dataclass(frozen=True)

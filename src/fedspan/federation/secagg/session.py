@@ -43,24 +43,21 @@ from fedspan.federation.transport import Orders, Transport
 
 @dataclass(frozen=True)
 class Masked:
-    """The masking partners of a session.
-
-    Args:
-        transcript: Digest of the session and the agreement of its clients.
-        present: The clients that were ordered to train.
-        needed: Number of shares that reconstruct a secret.
-        sealed: The shares that every client sealed for each other one, with commitments to them.
-        survivors: Clients whose vectors are in the sum.
-        unopened: Clients whose shares cannot be opened, by the client that claims so.
-    """
+    """The masking partners of a session."""
 
     transcript: str
+    """Digest of the session and the agreement of its clients."""
     present: tuple[str, ...]
+    """The clients that were ordered to train."""
     needed: int
+    """Number of shares that reconstruct a secret."""
     keys: Mapping[str, PublicKeys]
     sealed: Mapping[str, Mapping[str, bytes]]
+    """The shares that every client sealed for each other one, with commitments to them."""
     survivors: Collection[str]
+    """Clients whose vectors are in the sum."""
     unopened: Mapping[str, Collection[str]]
+    """Clients whose shares cannot be opened, by the client that claims so."""
 
 
 class SharesError(ValueError):

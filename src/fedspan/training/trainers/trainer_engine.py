@@ -38,14 +38,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Owner:
-    """A client with its own trainer.
-
-    Args:
-        adapted: The trainer's model, with the method's target layers; clients that share a model share this object.
-    """
+    """A client with its own trainer."""
 
     trainer: LocalTrainer
     adapted: AdaptedModel
+    """The trainer's model, with the method's target layers; clients that share a model share this object."""
 
 
 class TrainerEngine(TrainingServices):
