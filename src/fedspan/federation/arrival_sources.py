@@ -27,14 +27,11 @@ OnOrder = Callable[[str], object]
 
 
 class Arrival(NamedTuple):
-    """The end of an order.
-
-    Args:
-        reply: The client's reply, or the reason why there is none; None: the client trains now that its reply is due.
-    """
+    """The end of an order."""
 
     order: OpenOrder
     reply: Envelope | str | None
+    """The client's reply, or the reason why there is none; None: the client trains now that its reply is due."""
 
 
 class ArrivalSource(Protocol):

@@ -104,15 +104,12 @@ class Part(HeaderPart):
 
 
 class Masking(HeaderPart):
-    """The secure sum that a client's reply enters (``clients.secagg``).
-
-    Args:
-        session: Number of the session, whose keys and agreement were exchanged before.
-        peers: The client itself and the other remaining clients, whose masks its own masks cancel.
-    """
+    """The secure sum that a client's reply enters (``clients.secagg``)."""
 
     session: Count
+    """Number of the session, whose keys and agreement were exchanged before."""
     peers: tuple[Name, ...]
+    """The client itself and the other remaining clients, whose masks its own masks cancel."""
 
 
 Scores = dict[Name, float]
