@@ -89,9 +89,3 @@ def compute_deviation(values: Sequence[float | None]) -> float | None:
     """Return the sample standard deviation (n - 1); None for fewer than two values, or if any is missing."""
     present = [value for value in values if value is not None]
     return float(np.std(present, ddof=1)) if len(present) == len(values) > 1 else None
-
-
-def compute_standard_error(values: Sequence[float | None]) -> float | None:
-    """Return the standard error of the mean: the deviation over the square root of n; None without a deviation."""
-    deviation = compute_deviation(values)
-    return None if deviation is None else deviation / math.sqrt(len(values))
