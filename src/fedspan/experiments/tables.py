@@ -15,9 +15,9 @@ import numpy as np
 
 from fedspan.errors import FedspanError
 from fedspan.files import convert_disk_errors, neutralize_formula, write_atomic
-from fedspan.runs.folder import RunFolder
-from fedspan.runs.model_card import RunReport
+from fedspan.run_folder import RunFolder
 from fedspan.runs.predictions import Items
+from fedspan.runs.report import RunReport
 from fedspan.tasks.metrics import METRICS
 
 _MACHINE = ("platform", "machine", "accelerator", "threads")

@@ -16,9 +16,9 @@ from fedspan.deployment.status import NamedRun, is_at_work, load_named_run
 from fedspan.errors import FedspanError, escape_controls
 from fedspan.files import from_json
 from fedspan.logs import LogFollower
-from fedspan.runs.curves import get_score
-from fedspan.runs.folder import RunFolder
-from fedspan.runs.formatting import format_duration
+from fedspan.progress.formatting import format_duration
+from fedspan.reports.curves import get_score
+from fedspan.run_folder import RunFolder
 from fedspan.tasks.metrics import METRICS
 
 if TYPE_CHECKING:

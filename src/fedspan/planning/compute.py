@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from fedspan.assembly.engine import compute_max_length
 from fedspan.config import RunConfig
 from fedspan.core.tensors import join_extra_name
 from fedspan.core.values import LayerSpec
@@ -33,7 +34,6 @@ from fedspan.models.adapted import AdaptedModel
 from fedspan.models.calls import has_own_decoder_inputs
 from fedspan.models.prefix import FrozenPrefix, list_live_modules
 from fedspan.planning.traffic import Computation, StandIn
-from fedspan.runs.trainer_setup import compute_max_length
 from fedspan.tasks.losses import upcast
 from fedspan.training.jobs import TrainingSettings
 

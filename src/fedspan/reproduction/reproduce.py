@@ -27,15 +27,15 @@ from fedspan.experiments.tables import Table, format_markdown, format_mean, form
 from fedspan.experiments.watcher import Watcher
 from fedspan.files import convert_disk_errors, write_atomic
 from fedspan.logs import read_lines
+from fedspan.reports.curves import read_curve
 from fedspan.reproduction.cells import DATA, IMAGE_MODEL, MODEL, Cell, list_cells, name_row_folders, tabulate_settings
 from fedspan.reproduction.presets import Preset, Protocol, Scale, load_preset, require_scale
 from fedspan.reproduction.verdicts import COSTS, CellScore, Judged, judge, tabulate_verdicts
+from fedspan.run_folder import RunFolder
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.checkpoint_format import load as load_checkpoint
-from fedspan.runs.curves import read_curve
 from fedspan.runs.diagnose import diagnose
-from fedspan.runs.folder import RunFolder
-from fedspan.runs.results import read_report
+from fedspan.runs.report import read_report
 from fedspan.training.prefix_rows import share_prefixes
 from fedspan.transports.ray.sharing import share_teams
 
