@@ -55,7 +55,8 @@ def format_section(title: str, model: type[BaseModel]) -> str:
             continue
         default = field.get_default(call_default_factory=True)
         value = ", required" if field.is_required() else "" if default is None else f", `{default!r}`"
-        lines.append(f"- **`{name}`** ({_type(field.annotation)}{value}): {field.description}")
+        description = " ".join((field.description or "").split())
+        lines.append(f"- **`{name}`** ({_type(field.annotation)}{value}): {description}")
     return "\n".join(lines) + "\n"
 
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fedspan.federation.protocol import ScoredPart
-from fedspan.tasks.bounded_losses import BoundsExamples, get_loss_bound
+from fedspan.tasks.losses import BoundsExamples, get_loss_bound
 from fedspan.tasks.metrics import METRICS
 from fedspan.tasks.task import Task
 

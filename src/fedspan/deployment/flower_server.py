@@ -14,7 +14,7 @@ from fedspan import __version__
 from fedspan.assembly.run import Prepared, prepare
 from fedspan.assembly.server import ServerRun, build_server_clients, connect, prepare_server
 from fedspan.config import RunConfig, override, parse_config, read_values
-from fedspan.data.path_patterns import has_files
+from fedspan.data.multiple_files import has_files
 from fedspan.deployment.console import log_to_console
 from fedspan.deployment.deploy import build_invitation, read_run_name
 from fedspan.deployment.flower_client import get_run_path

@@ -26,15 +26,12 @@ MODEL = "change"
 
 @dataclass(frozen=True)
 class ChangeSize:
-    """The size of a reply's change from the untrained reply, in one unit.
-
-    Args:
-        norm: L2 norm over all entries; of squares, the norm of their roots.
-        entries: Number of entries; clients with other ranks have other numbers.
-    """
+    """The size of a reply's change from the untrained reply, in one unit."""
 
     norm: float
+    """L2 norm over all entries; of squares, the norm of their roots."""
     entries: int
+    """Number of entries; clients with other ranks have other numbers."""
 
     @property
     def scale(self) -> float:

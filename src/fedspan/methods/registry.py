@@ -129,10 +129,6 @@ def _require_method(key: str, cls: Any) -> None:
 def get_method_class(key: str, field: str = "method.name") -> type[RegisteredMethod]:
     """Return the class registered under a key, here or by an installed package.
 
-    Args:
-        key: Key of a method.
-        field: Config field of the key, for error messages.
-
     Raises:
         FedspanError: If the key is unknown (the message lists the nearest known ones) or its package cannot be loaded.
     """

@@ -20,8 +20,8 @@ from fedspan.assembly.model import ModelObjects
 from fedspan.assembly.task import parse_task_settings, read_notes
 from fedspan.data.templates import parse_template
 from fedspan.errors import FedspanError, suggest_nearest
+from fedspan.models.adapted import BlockedFastPaths
 from fedspan.models.export import ADAPTER_WEIGHTS, NOTES, require_adapter_base
-from fedspan.models.fast_paths import BlockedFastPaths
 from fedspan.models.names import FROM_PYTHON
 from fedspan.models.plain import STATE_DICT, read_state_dict
 from fedspan.models.pooling import DENSE

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal
 
 from fedspan.errors import FedspanError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,17 @@ def replace_metrics(metrics: Mapping[str, Metric], own: Set[str]) -> None:
 def drop_undefined(values: Mapping[str, float]) -> dict[str, float]:
     """Remove undefined values: a correlation of one example, or of equal values."""
     return {name: value for name, value in values.items() if not math.isnan(value)}
+
+
+def correlate(kind: Literal["pearson", "spearman"], values: np.ndarray, targets: np.ndarray) -> float:
+    """Compute a correlation; NaN where it is undefined."""
+    from scipy import stats  # slow to import, and few tasks need it
+
+    if len(values) < 2:
+        return math.nan
+    with warnings.catch_warnings():  # about constant input, which gives NaN
+        warnings.simplefilter("ignore")
+        return float((stats.pearsonr if kind == "pearson" else stats.spearmanr)(values, targets)[0])  # pyright: ignore
 
 
 def compute_score(metric: str, values: Mapping[str, float]) -> float:

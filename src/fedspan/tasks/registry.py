@@ -120,10 +120,6 @@ def _register(definition: TaskDefinition, *, is_installed: bool = False) -> None
 def get_task(name: str, field: str = "task") -> TaskDefinition:
     """Return the task registered under a name, here or by an installed package.
 
-    Args:
-        name: Name of a task.
-        field: Config field of the name, for error messages.
-
     Raises:
         FedspanError: If the name is unknown (the message lists the nearest known ones), or its package cannot be
             loaded or holds no task of this name.

@@ -89,10 +89,7 @@ class References:
     """Computes the reference of examples with an engine's own model.
 
     Args:
-        adapted: The model.
         task: The learning problem; nothing is computed unless it has a reference.
-        stages: Reports how many examples are done.
-        batch_size: Number of examples of a pass.
     """
 
     def __init__(self, adapted: AdaptedModel, task: Task, stages: Stages, batch_size: int) -> None:

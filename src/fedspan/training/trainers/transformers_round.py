@@ -87,12 +87,7 @@ def restore_losses(trainer: Trainer, model: nn.Module) -> Generator[None]:
 
 
 class _RandomStream:
-    """Random numbers of torch of their own, on the CPU and on a device.
-
-    Args:
-        seed: Their seed.
-        device: The device on which a model trains.
-    """
+    """Random numbers of torch of their own, on the CPU and on a device."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self._devices = [] if device.type == "cpu" else [device]

@@ -15,9 +15,8 @@ from fedspan.core.values import Job
 from fedspan.errors import FedspanError
 from fedspan.tasks.task import Examples
 from fedspan.training.batched import BatchedEngine
-from fedspan.training.batching import split_evaluation_batches
+from fedspan.training.batching import ModelInputs, split_evaluation_batches, split_job_windows, split_windows
 from fedspan.training.engine import Engine
-from fedspan.training.stacked_prediction import ModelInputs, split_job_windows, split_windows
 from fedspan.transports.ray.team import Piece, Team, WorkerHandle
 
 __all__ = ["ClusterPredictor"]
