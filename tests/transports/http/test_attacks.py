@@ -142,7 +142,7 @@ def test_nobody_reaches_the_order_of_another(scene: Scene) -> None:
     for session in ("", "Bearer", f"Bearer {'0' * 64}", "Basic YTpi"):
         assert scene.hostile.send("GET", f"order/{id}", authorization=session).status_code == 401
     taken = take(scene, id)
-    assert taken.message
+    assert taken.read()
     assert not taken.failure
     scene.require_work()
 
@@ -207,7 +207,7 @@ def test_a_replayed_reply_counts_once(scene: Scene) -> None:
     id = send_order(scene, scene.hostile.node)
     assert scene.hostile.put(id, b"reply") == 200
     assert scene.hostile.put(id, b"other") == 200
-    assert take(scene, id).message == b"reply"
+    assert take(scene, id).read() == b"reply"
     scene.transport.link.cancel([id])
     assert scene.hostile.put(id, b"reply") == 404
     assert not list(scene.transport.link.take_replies([id], 0))
@@ -436,6 +436,6 @@ def test_a_server_that_is_killed_continues_with_its_orders(scene: Scene) -> None
     back = HostileNode(scene.address, scene.authority, scene.hostile.signer.key)
     back.join()
     assert back.put(id, bytes(100), start=100, total=200) == 200
-    assert take(scene, id).message == bytes(200)
+    assert take(scene, id).read() == bytes(200)
     back.close()
     scene.require_work()

@@ -59,7 +59,7 @@ def test_a_reply_that_is_cut_at_any_byte_is_continued_there(run: RunLink, node: 
             node._client.put(f"order/{id}/reply?{query}", content=cut(at), headers=headers)
         node.send_reply(id, message, UPLOAD, is_continued=True)
         (taken,) = run.take_replies([id])
-        assert taken.message == message
+        assert taken.read() == message
 
 
 def test_an_order_is_fetched_from_any_byte_on(run: RunLink, node: NodeConnection) -> None:
@@ -94,7 +94,7 @@ def test_a_full_disk_costs_a_reply_some_time(
     part.unlink()
     node.send_reply(id, b"reply", UPLOAD, is_continued=True)
     (taken,) = run.take_replies([id])
-    assert taken.message == b"reply"
+    assert taken.read() == b"reply"
 
 
 def test_a_full_disk_ends_its_run_with_the_reason(server: LocalServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +113,7 @@ def test_a_full_disk_ends_its_run_with_the_reason(server: LocalServer, monkeypat
         with join(server.link.address) as node:
             id = send_order(other, node.node, Envelope("{}"))
             node.send_reply(id, b"reply", UPLOAD)
-            assert [taken.message for taken in other.take_replies([id])] == [b"reply"]
+            assert [taken.read() for taken in other.take_replies([id])] == [b"reply"]
 
 
 def test_a_deleted_database_ends_its_runs_and_leaves_no_message(tmp_path: Path) -> None:

@@ -3,8 +3,9 @@
 import logging
 import os
 import time
+import tracemalloc
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from threading import Thread
 
@@ -12,10 +13,13 @@ import httpx
 import pytest
 
 from fedspan.federation.protocol import Envelope
+from fedspan.federation.transport import Orders
 from fedspan.transports.http import client, transfers
 from fedspan.transports.http.client import Link, NodeConnection, RefusedError
 from fedspan.transports.http.link import attach
 from fedspan.transports.http.signing import UnsignedSigner
+from fedspan.transports.http.store import MESSAGES
+from fedspan.transports.http.transport import ServerTransport
 from helpers.families import others_slow
 from helpers.http_server import LocalServer, join, send_order, serve_here
 from helpers.slow_link import SlowLink
@@ -56,7 +60,7 @@ def test_an_order_and_its_reply_over_a_link_that_breaks_are_sent_once(server: Lo
         assert link.cuts >= cuts + 2
         assert link.up < MOST * SIZE
         (taken,) = run.take_replies([id])
-        assert taken.message == message
+        assert taken.read() == message
 
 
 def test_transfers_are_continued_over_another_connection(server: LocalServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +86,32 @@ def test_transfers_are_continued_over_another_connection(server: LocalServer, mo
             assert attempts > 1
             assert max(link.up, link.received) < MOST * SIZE
             (taken,) = run.take_replies([id])
-            assert taken.message == message
+            assert taken.read() == message
+
+
+def test_a_run_holds_one_of_the_replies_that_arrived_together(server: LocalServer) -> None:
+    with ExitStack() as stack:
+        nodes = {f"c{number}": stack.enter_context(join(server.link.address)) for number in range(8)}
+        run = stack.enter_context(attach(server.link, SIZE))
+        waiting = ServerTransport(run, {id: node.node for id, node in nodes.items()})
+        waiting.send_orders(Orders("train", nodes, Envelope), 60.0)
+        for node in nodes.values():
+            order = node.take_order()
+            opened = UnsignedSigner().open_order(order[2], node.node)
+            reply = Envelope(opened.envelope.header, bytes(SIZE))
+            node.send_reply(order[0], UnsignedSigner().seal_reply(reply, node.node, opened), UPLOAD)
+        left = set(nodes)
+        tracemalloc.start()
+        stack.callback(tracemalloc.stop)
+        while (received := waiting.receive_reply()) is not None:
+            id, reply = received
+            left.remove(id)
+            assert reply == Envelope(id, bytes(SIZE))
+        assert not left
+        assert tracemalloc.get_traced_memory()[1] < 4.5 * SIZE  # two copies, one before it, and one of this test
+        assert waiting.retain_orders(()) == frozenset()
+        run.cancel(())
+        assert not list((server.link.folder / MESSAGES).iterdir())
 
 
 @pytest.mark.parametrize("status", others_slow([408, 429, 500, 503], [503]))

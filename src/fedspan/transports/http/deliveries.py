@@ -15,7 +15,7 @@ from fedspan.federation.transport import Orders
 from fedspan.transports.http.link import OutgoingOrder, RunLink, Taken
 from fedspan.transports.http.signing import MARGIN, Body, OrderSigner
 
-__all__ = ["BATCH", "Bodies", "Delivery", "PendingMessage", "read_reply", "send_envelopes"]
+__all__ = ["BATCH", "Arrival", "Bodies", "Delivery", "PendingMessage", "claim_reply", "send_envelopes"]
 
 A = TypeVar("A", str, int)
 
@@ -35,6 +35,24 @@ class PendingMessage(Generic[A]):
     to: A
     node: int
     nonce: bytes
+
+
+@dataclass(frozen=True)
+class Arrival(Generic[A]):
+    """An answer that has arrived: the message without a reply until now, and what answers it."""
+
+    sent: PendingMessage[A]
+    taken: Taken
+    signer: OrderSigner
+
+    def read(self) -> Envelope | str:
+        """Return the reply, or the reason why there is no valid one."""
+        if self.taken.failure:  # unsigned, in anybody's words
+            return escape_controls(self.taken.failure[:_LONGEST_REASON])
+        try:
+            return self.signer.open(self.taken.read(), self.sent.node, self.sent.nonce)
+        except ValueError as error:
+            return escape_controls(str(error)[:_LONGEST_REASON])
 
 
 class Delivery:
@@ -125,9 +143,9 @@ class Delivery:
         if not self.unsent:
             self._orders, self._bodies = None, Bodies(self._link, self._signer)
 
-    def receive(self, taken: Taken) -> tuple[str, Envelope | str] | None:
-        """Return the client and the reply of an answer to a pending order; None: it is none."""
-        return read_reply(taken, self._signer, self.pending)
+    def claim(self, taken: Taken) -> Arrival[str] | None:
+        """Return an answer to a pending order, which is pending no longer; None: it is none."""
+        return claim_reply(taken, self._signer, self.pending)
 
     def expire(self) -> Iterator[tuple[str, str]]:
         """Give up all clients without a reply, and yield them with the reason."""
@@ -230,10 +248,8 @@ def _send(
     return (dict(zip(link.send_orders(orders), sent, strict=True)) if orders else {}), refused
 
 
-def read_reply(
-    taken: Taken, signer: OrderSigner, pending: dict[str, PendingMessage[A]]
-) -> tuple[A, Envelope | str] | None:
-    """Return the sender and the reply of a message, and remove what it answers from ``pending``.
+def claim_reply(taken: Taken, signer: OrderSigner, pending: dict[str, PendingMessage[A]]) -> Arrival[A] | None:
+    """Remove what an answer answers from the messages without a reply.
 
     Args:
         taken: The answer.
@@ -241,17 +257,10 @@ def read_reply(
         pending: The messages without a reply, by id.
 
     Returns:
-        The sender with its reply, or with the reason why it is not valid; None: the message answers none of them.
+        The answer with its message; None: it answers none of them.
     """
     sent = pending.pop(taken.order, None)
-    if sent is None:
-        return None
-    if taken.failure:  # unsigned, in anybody's words
-        return sent.to, escape_controls(taken.failure[:_LONGEST_REASON])
-    try:
-        return sent.to, signer.open(taken.message, sent.node, sent.nonce)
-    except ValueError as error:
-        return sent.to, escape_controls(str(error)[:_LONGEST_REASON])
+    return None if sent is None else Arrival(sent, taken, signer)
 
 
 def _split_batches(orders: Orders, ids: Iterable[str]) -> Iterator[list[tuple[str, Envelope]]]:
