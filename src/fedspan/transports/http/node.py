@@ -242,7 +242,7 @@ class _Node:
 
         def report() -> None:
             while not stop.wait(_HEARTBEAT):
-                with suppress(httpx.HTTPError, RefusedError):
+                with suppress(httpx.HTTPError, RefusedError, ValueError):
                     try:
                         self.connection.note_work(self._get_work())
                     except RefusedError as error:
