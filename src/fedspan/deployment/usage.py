@@ -18,16 +18,16 @@ import hashlib
 import json
 import shlex
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 
-from fedspan.config.node import NodeConfig, NodeLimits, build_budget_marker
+from fedspan.config.node import NodeConfig, build_budget_marker
 from fedspan.data.content import compute_content_digest
 from fedspan.data.files import FROM_TRAINERS
 from fedspan.deployment.audit import AUDIT
+from fedspan.deployment.usage_account import Account, RunUse, UsagePart
 from fedspan.deployment.usage_markers import (
     FIRST,
     link_marker,
@@ -37,11 +37,11 @@ from fedspan.deployment.usage_markers import (
     write_marker,
 )
 from fedspan.errors import FedspanError
-from fedspan.federation.protocol import Count, Order
+from fedspan.federation.protocol import Order
 from fedspan.files import convert_disk_errors, read_bytes, write_atomic
-from fedspan.training.accounting import Charge, PrivacySpend
+from fedspan.training.accounting import Charge
 
-__all__ = ["BOOK", "Account", "DataUse", "UsageBook"]
+__all__ = ["BOOK", "DataUse", "UsageBook"]
 
 BOOK = "budget.json"
 """The book in a node's folder."""
@@ -52,74 +52,9 @@ _CURE = "free some space on the node"
 _RENEW = "Restore it from a backup; `fedspan budget NODE --new` starts a new budget deliberately"
 _ROUND_EXCHANGES = 14
 """Keys and shares orders for each of ``run_rounds``: two for each of three attempts at two exchanges, and 2."""
-_Release = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(ge=0)], Count]
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class RunUse(_Part):
-    """What one run has used of a data set.
-
-    Args:
-        orders: Digest of its last training order and, after a space, that of the last order of a second exchange since
-            then; empty: none yet.
-        rounds: Rounds that were trained, and second exchanges of a round beyond its first one.
-        evaluations: Evaluations and exports.
-        exchanges: Orders for keys or shares of secure aggregation.
-    """
-
-    orders: str = ""
-    rounds: Count = 0
-    evaluations: Count = 0
-    exchanges: Count = 0
-
-
-class Account(_Part):
-    """What one server has used of one data set.
-
-    Args:
-        server: Host of the server.
-        data: Name of the data set (``data_id`` in the node's file).
-        contents: Digests of the training files that the data set had, each once, the first one first.
-        invitations: Digests of the invitations that were answered.
-        runs: Runs that were joined, by the digest of their names.
-        has_statistics: Whether statistics for a head have left this node.
-        releases: Releases under differential privacy: sampling rate, noise and number of each kind.
-    """
-
-    server: str
-    data: str
-    contents: tuple[str, ...] = ()
-    invitations: tuple[str, ...] = ()
-    runs: dict[str, RunUse] = Field(default_factory=dict)
-    has_statistics: bool = False
-    releases: tuple[_Release, ...] = ()
-
-    @property
-    def rounds(self) -> int:
-        """Number of rounds of all runs."""
-        return sum(use.rounds for use in self.runs.values())
-
-    @property
-    def evaluations(self) -> int:
-        """Number of evaluations and exports of all runs."""
-        return sum(use.evaluations for use in self.runs.values())
-
-    def compute_epsilon(self, delta: float) -> float:
-        """Compute the epsilon of all releases; infinite if one had no noise.
-
-        Args:
-            delta: Delta of the guarantee.
-
-        Raises:
-            FedspanError: If there are releases, and the extra ``fedspan[privacy]`` is missing.
-        """
-        return _build_spend(self, delta).compute_worst()
-
-
-class _Book(_Part):
+class _Book(UsagePart):
     """The content of the file.
 
     Args:
@@ -248,7 +183,7 @@ class UsageBook:
         account, epsilon = self.get_account(), self.limits.epsilon
         if epsilon is None or _compute_digest(run) in account.runs or not (charges := plan()):
             return
-        cost = _build_spend(account, self.limits.delta).compute_worst(_remove_payers(charges))
+        cost = account.compute_epsilon(self.limits.delta, charges)
         if cost > epsilon:
             spent = account.compute_epsilon(self.limits.delta)
             problem = (
@@ -348,7 +283,7 @@ class UsageBook:
             _require_left("evaluations", account.evaluations, 1, self.limits.evaluations)
             update["runs"] = {**account.runs, run: use.model_copy(update={"evaluations": use.evaluations + 1})}
         if charges:
-            update["releases"] = _add_releases(account, charges, self.limits)
+            update["releases"] = account.add_releases(charges, self.limits)
         if update:
             self._store({**accounts, self._key: account.model_copy(update=update)}, digest)
 
@@ -445,28 +380,3 @@ def _require_left(limit: str, used: int, added: int, maximum: int) -> None:
             f"{subject} has used {used} {unit} of this node's data, and {added} more exceed the limit of {maximum}"
         )
         raise FedspanError(f"limits.{limit}", maximum, problem=problem)
-
-
-def _remove_payers(charges: tuple[Charge, ...]) -> tuple[Charge, ...]:
-    """Return charges as those of the node, whose only data set pays all of them."""
-    return tuple(replace(charge, payer="") for charge in charges)
-
-
-def _build_spend(account: Account, delta: float) -> PrivacySpend:
-    spend = PrivacySpend(delta, "rdp")
-    spend.restore({"": [list(charge) for charge in account.releases]})
-    return spend
-
-
-def _add_releases(account: Account, charges: tuple[Charge, ...], limits: NodeLimits) -> tuple[_Release, ...]:
-    """Return an account's releases with those of an order.
-
-    Raises:
-        FedspanError: If they exceed the limit on epsilon.
-    """
-    spend = _build_spend(account, limits.delta)
-    unattributed = _remove_payers(charges)
-    if limits.epsilon is not None and (cost := spend.compute_worst(unattributed)) > limits.epsilon:
-        raise FedspanError("limits.epsilon", limits.epsilon, f"at least {cost:.4g}, with this order")
-    spend.charge(unattributed)
-    return tuple((rate, noise, int(count)) for rate, noise, count in spend.dump()[""])
