@@ -93,21 +93,18 @@ def test_an_order_differs_in_nothing_from_what_was_agreed(asked: tuple[Direct, O
         ({"model": {"revision": "abc"}}, "@abc'. It allows"),
     ],
 )
-def test_what_a_run_may_cost_is_bounded(
-    config: dict[str, Any], why: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_run_may_cost_is_bounded(config: dict[str, Any], why: str, tiny_folder: Path, tmp_path: Path) -> None:
     given = values(tiny_folder)
     for section, own in config.items():
         given[section] = {**given.get(section, {}), **own}
 
-    def reached(*_: object, **__: object) -> None:
+    def reached(*_: object, **__: object) -> Any:
         raise AssertionError("the network, or a model")
 
     # for epochs the node counts its examples
-    if "local_epochs" not in config.get("training", {}) and "personal_epochs" not in config.get("method", {}):
-        monkeypatch.setattr("fedspan.deployment.node.prepare", reached)
-    models = [str(tiny_folder / "bert")]
-    told = introduced(NodeService(node(tiny_folder, tmp_path, limits={"run_rounds": 40, "models": models})), given)
+    counts = "local_epochs" in config.get("training", {}) or "personal_epochs" in config.get("method", {})
+    file = node(tiny_folder, tmp_path, limits={"run_rounds": 40, "models": [str(tiny_folder / "bert")]})
+    told = introduced(NodeService(file) if counts else NodeService(file, reached), given)
     assert why in (told.refused or ""), told.refused
     assert {path.name for path in tmp_path.iterdir()} <= {"audit.jsonl", "audit.jsonl.lock", "budget.json", "heartbeat"}
 

@@ -184,7 +184,7 @@ def test_a_node_in_a_hurry_is_slowed_down_and_no_other(serve: Callable[..., Any]
 
 def test_a_new_session_has_the_rate_of_the_earlier_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A node that joins again and again is not faster for it."""
-    monkeypatch.setattr("fedspan.transports.http.app.secrets.randbits", lambda bits: 7)
+    monkeypatch.setattr("fedspan.transports.http.node_requests.secrets.randbits", lambda bits: 7)
     with serve_here(tmp_path, limits=RequestLimits(rate=20.0, burst=5.0)) as server:
         began = time.monotonic()
         for _ in range(15):

@@ -66,7 +66,9 @@ def test_an_order_and_its_reply_over_a_link_that_breaks_are_sent_once(server: Lo
 def test_transfers_are_continued_over_another_connection(server: LocalServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """As after the end of the link for so long that a request is given up."""
     monkeypatch.setattr(client, "_RETRIES", 0)
-    monkeypatch.setattr("fedspan.transports.http.app.secrets.randbits", lambda bits: 7)  # the same node, without keys
+    monkeypatch.setattr(
+        "fedspan.transports.http.node_requests.secrets.randbits", lambda bits: 7
+    )  # the same node, without keys
     body, message, attempts = os.urandom(SIZE), os.urandom(SIZE), 0
     with SlowLink(get_port(server), RATE, CUT_AFTER, is_cut=False) as link:
         order, before, arrived = None, None, False
