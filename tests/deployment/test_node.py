@@ -545,7 +545,7 @@ QUOTING = [
 PLACES = {
     "fedspan.tasks.classification.SequenceClassification.collate": ("train", "evaluate"),
     "fedspan.deployment.joined_run.DiskClientStore.store": ("train",),
-    "fedspan.clients.host.add_noise": ("evaluate",),
+    "fedspan.clients.metric_noise.add_noise": ("evaluate",),
     "fedspan.deployment.joined_run.write_model": ("export",),
 }
 """What carries out orders of these kinds."""
