@@ -17,8 +17,6 @@ from fedspan.cli.hints import find_page
 from fedspan.cli.rich_help import import_rich_help
 from fedspan.errors import FedspanError
 
-__all__ = ["MACHINES", "SERVER", "Json", "Overrides", "ServerFolder", "app", "register_command"]
-
 MACHINES = "Between machines"
 """Panel of the commands of a deployment."""
 

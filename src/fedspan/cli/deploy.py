@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from fedspan.monitoring.web import WebPage
     from fedspan.transports.http.server import ServerLink
 
-__all__ = ["join", "make_stop_event", "server", "submit"]
-
 _FINGERPRINT = " --fingerprint SHA256:..."
 
 

@@ -11,8 +11,6 @@ import typer
 
 from fedspan.cli.commands import Json, register_command
 
-__all__ = ["doctor"]
-
 _MARKS = {"ok": ("ok", "green"), "note": ("note", "yellow"), "missing": ("MISSING", "red")}
 
 

@@ -11,8 +11,6 @@ from fedspan.cli.commands import MACHINES, Overrides, register_command
 from fedspan.cli.deploy import make_stop_event
 from fedspan.files import restrict_new_files
 
-__all__ = ["flower_app", "host"]
-
 
 @register_command("flower-app", "fedspan flower-app app --config run.yaml", panel=MACHINES)
 def flower_app(

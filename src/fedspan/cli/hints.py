@@ -5,8 +5,6 @@ from __future__ import annotations
 from importlib.resources import files
 from pathlib import Path
 
-__all__ = ["PAGES", "find_page"]
-
 PAGES = {
     "audit log": "deployment.md#audit-logs",
     "baselines": "config.md#top-level",

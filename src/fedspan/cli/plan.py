@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from fedspan.planning.plan import Plan
 
-__all__ = ["plan"]
-
 _TASK = "sequence-classification"
 _BINARY = 2
 

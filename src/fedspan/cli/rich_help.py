@@ -11,8 +11,6 @@ import sys
 from types import ModuleType
 from typing import Any
 
-__all__ = ["import_rich_help"]
-
 _DEFERRED = {"rich.markdown": "Markdown", "rich.traceback": "Traceback"}
 """The classes of Rich that ``typer.rich_utils`` imports and only uses in calls, by their modules."""
 

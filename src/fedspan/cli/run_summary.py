@@ -23,8 +23,6 @@ from fedspan.tasks.definition import TargetType
 from fedspan.tasks.metrics import METRICS
 from fedspan.tasks.registry import get_task
 
-__all__ = ["render_peft_snippet", "show_report"]
-
 _NO_SCORES = (
     "no scores were measured: there is no test set, and no client has validation or test examples (a node needs "
     "at least limits.evaluation_examples of them)"

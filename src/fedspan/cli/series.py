@@ -14,8 +14,6 @@ from fedspan.experiments.series_bar import SeriesBar
 from fedspan.runs.formatting import format_duration, format_runs, format_score, shorten
 from fedspan.runs.setup import Prepared
 
-__all__ = ["SeriesView"]
-
 _LEFT = 58  # columns of a line up to the score
 
 

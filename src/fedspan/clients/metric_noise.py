@@ -21,8 +21,6 @@ from fedspan.tasks.bounded_losses import BoundsExamples, get_loss_bound
 from fedspan.tasks.metrics import METRICS
 from fedspan.tasks.task import Task
 
-__all__ = ["MetricLimits", "add_noise", "draw_noise", "list_released_metrics", "round_count"]
-
 _STEPS = 1024
 """Steps between the least and the most that an example contributes. The noise of whole numbers has no low bits, which
 for floats would depend on the sum."""

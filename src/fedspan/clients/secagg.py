@@ -97,8 +97,6 @@ from fedspan.federation.secagg.messages import (
 )
 from fedspan.federation.settings import FEWEST_SECURE_CLIENTS
 
-__all__ = ["SecureClient"]
-
 
 class SecureClient:
     """Client of secure aggregation, which answers its phases.

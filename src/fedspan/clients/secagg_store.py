@@ -21,8 +21,6 @@ from fedspan.federation.secagg.messages import (
 )
 from fedspan.files import convert_disk_errors, read_bytes, write_atomic
 
-__all__ = ["DiskSessionStore", "MemorySessionStore", "Session", "SessionStore", "Sum", "remove_secrets"]
-
 
 class Session(BinaryPart):
     """A client's state between the phases of a session.

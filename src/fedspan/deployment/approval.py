@@ -28,8 +28,6 @@ from fedspan.errors import FedspanError, escape_controls
 from fedspan.files import convert_disk_errors, from_json, read_bytes, to_json, write_atomic
 from fedspan.logs import AuditLog
 
-__all__ = ["SHOWN", "SILENT", "Approvals", "JobRequest", "NotApprovedError", "compute_job_digest"]
-
 _FOLDER = "jobs"
 _WAITING = 32
 """Number of jobs that may wait for a decision; further ones are refused, so that no server fills the disk."""

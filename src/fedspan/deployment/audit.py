@@ -10,8 +10,6 @@ from fedspan.federation.protocol import Envelope
 from fedspan.federation.transport import AsynchronousTransport, OnReply, OnTrained, Orders
 from fedspan.logs import AuditLog
 
-__all__ = ["AUDIT", "AuditedTransport", "describe_envelope"]
-
 AUDIT = "audit.jsonl"
 """The audit log in a server's or a node's folder."""
 

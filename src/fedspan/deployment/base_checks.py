@@ -14,8 +14,6 @@ from pathlib import Path
 from fedspan.errors import FedspanError
 from fedspan.files import from_json
 
-__all__ = ["INDEX", "POOLING", "list_shards", "require_own_names", "require_weights_of_config"]
-
 INDEX = "model.safetensors.index.json"
 """File that says which file each tensor is in."""
 POOLING = "1_Pooling/config.json"

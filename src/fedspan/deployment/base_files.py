@@ -25,16 +25,6 @@ from fedspan.deployment.base_offers import OFFERS, BaseFile, compute_offer_diges
 from fedspan.errors import FedspanError
 from fedspan.files import compute_sha256, convert_disk_errors, write_atomic
 
-__all__ = [
-    "BaseDownloads",
-    "BaseMissingError",
-    "describe_base",
-    "find_received_base",
-    "is_received",
-    "read_request",
-    "require_base",
-]
-
 _MOST_WANTED = 4
 """Maximum number of models that a node receives at a time, so that no server fills its folder with requests."""
 _RESERVE = 2**30

@@ -15,8 +15,6 @@ from fedspan.data.templates import parse_template
 from fedspan.deployment.handshake import build_node_values
 from fedspan.errors import FedspanError
 
-__all__ = ["describe_columns", "require_columns"]
-
 
 def require_columns(node: NodeConfig, config: RunConfig) -> None:
     """Check that a run's prompt names only columns that the node's owner allows, before the data are read.

@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from fedspan.transports.http.client import Link
     from fedspan.transports.http.server import ServerLink
 
-__all__ = ["build_invitation", "check_node", "join", "read_run_name", "submit"]
-
 _MBIT_BYTES = 1e6 / 8
 """Bytes of a megabit."""
 _SAMPLE_BYTES = 1 << 20

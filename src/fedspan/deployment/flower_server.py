@@ -31,8 +31,6 @@ from fedspan.runs.remote import build_server_clients, connect, get_nodes_folder,
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.transports.flower.server import Context, Grid, GridTransport, create_server_app, invite
 
-__all__ = ["app", "write_app"]
-
 _WAIT = 600.0
 """Seconds to wait for all nodes, unless the run's config of Flower has another number."""
 

@@ -15,8 +15,6 @@ from pathlib import Path
 from fedspan.files import write_atomic
 from fedspan.training.stages import Stage
 
-__all__ = ["STUCK_SECONDS", "Heartbeat", "describe_heartbeat", "find_problem", "read_work"]
-
 STUCK_SECONDS = 900.0
 """Age of the heartbeat in seconds above which a node is unhealthy."""
 _LOADING_SECONDS = 3600.0

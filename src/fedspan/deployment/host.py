@@ -32,8 +32,6 @@ from fedspan.files import make_private_folder
 from fedspan.processes import hold_folder
 from fedspan.transports.flower.link import read_envelope, write_envelope
 
-__all__ = ["host"]
-
 _CONNECTIONS = 4
 """Number of connections at once; each may hold a message of the largest size."""
 _SECONDS = 60.0

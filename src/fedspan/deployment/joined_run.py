@@ -58,8 +58,6 @@ from fedspan.runs.start import Build
 from fedspan.runs.trained_models import write_model
 from fedspan.training.stages import Stages
 
-__all__ = ["JoinedRun", "JoinedRunBuilder"]
-
 log = logging.getLogger("fedspan.node")
 
 

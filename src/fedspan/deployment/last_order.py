@@ -18,8 +18,6 @@ from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Count, Envelope
 from fedspan.files import convert_disk_errors, read_bytes, write_atomic
 
-__all__ = ["LastOrder", "LastOrderFile", "load_last_order"]
-
 _MAX_STARTS = 16
 """Number of times that a node starts to carry out one order: it may be the order that kills the process."""
 

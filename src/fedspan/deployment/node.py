@@ -46,8 +46,6 @@ from fedspan.runs.setup import prepare
 from fedspan.runs.start import Build
 from fedspan.training.stages import StageName, Stages
 
-__all__ = ["NodeService", "load_invitation"]
-
 _INVITATION = "invitation.json"
 
 _STAGES: Mapping[str, StageName] = {"statistics": "statistics", "evaluate": "evaluation", "export": "export"}

@@ -11,18 +11,6 @@ from pathlib import Path
 from fedspan.clients.secagg_store import remove_secrets
 from fedspan.files import remove
 
-__all__ = [
-    "LAST_ORDER",
-    "LAST_REPLY",
-    "SESSIONS",
-    "STATE",
-    "SUMS",
-    "TRAINING",
-    "WORKER",
-    "get_run_folder",
-    "remove_old_states",
-]
-
 LAST_ORDER = "serial"
 """The file in a run's folder with its last order."""
 

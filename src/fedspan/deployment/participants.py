@@ -21,8 +21,6 @@ from fedspan.federation.presence import Presence
 from fedspan.federation.progress import ClientData
 from fedspan.files import convert_disk_errors, read_bytes, write_atomic
 
-__all__ = ["RECORD", "NodeCallbacks", "Participant", "ParticipantRecord", "Participants", "load_record"]
-
 RECORD = "participants.json"
 """The record in a run's folder."""
 

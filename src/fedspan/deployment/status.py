@@ -18,8 +18,6 @@ from fedspan.processes import read_process_start
 from fedspan.runs.failures import count_failures
 from fedspan.runs.folder import RunFolder, describe_missing_run
 
-__all__ = ["NamedRun", "RunStatus", "is_at_work", "load_named_run", "read_status", "store_named_run"]
-
 _NAMED = "run.json"
 """The file in a server's folder that names its newest run."""
 

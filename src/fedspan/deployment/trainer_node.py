@@ -27,8 +27,6 @@ from fedspan.training.trainers.processes import Processes, count_processes, read
 from fedspan.training.trainers.trainer_engine import TrainerEngine
 from fedspan.training.trainers.transformers import TransformersTrainer
 
-__all__ = ["TrainerNode", "adopt_node_trainer", "follow"]
-
 log = logging.getLogger("fedspan.node")
 
 _UNUSED = ("validation", "test", "split_seed", "device", "threads")

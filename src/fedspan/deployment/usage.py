@@ -41,8 +41,6 @@ from fedspan.federation.protocol import Order
 from fedspan.files import convert_disk_errors, read_bytes, write_atomic
 from fedspan.training.accounting import Charge
 
-__all__ = ["BOOK", "DataUse", "UsageBook"]
-
 BOOK = "budget.json"
 """The book in a node's folder."""
 

@@ -12,8 +12,6 @@ from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Count
 from fedspan.training.accounting import Charge, PrivacySpend
 
-__all__ = ["Account", "RunUse", "UsagePart"]
-
 Release = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(ge=0)], Count]
 
 

@@ -13,17 +13,6 @@ from fedspan.config.node import build_budget_marker
 from fedspan.errors import FedspanError
 from fedspan.files import convert_disk_errors, read_bytes, write_atomic
 
-__all__ = [
-    "FIRST",
-    "allow_first_book",
-    "continue_book",
-    "link_marker",
-    "read_marker",
-    "read_marker_text",
-    "require_book",
-    "write_marker",
-]
-
 FIRST = "no book yet"
 """Content of the marker of a new key, whose node may create its first book."""
 _CONTINUES = "continues "

@@ -38,15 +38,6 @@ from fedspan.wrappers.registry import WRAPPERS
 if TYPE_CHECKING:
     from fedspan.runs.model_card import RunReport
 
-__all__ = [
-    "CompareReport",
-    "CompareRow",
-    "Comparison",
-    "build_report",
-    "get_heldout_score",
-    "plan_comparison",
-]
-
 _OWN = {"test": "held-out", "clients": "own tests"}
 
 

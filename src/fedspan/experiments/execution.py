@@ -40,15 +40,6 @@ from fedspan.runs.privacy_budget import is_secret
 from fedspan.runs.results import is_run
 from fedspan.training.prefix_rows import start_next_run
 
-__all__ = [
-    "FinishedRuns",
-    "format_command_line",
-    "open_series",
-    "read_settings",
-    "reuse_finished_runs",
-    "run_step",
-]
-
 
 class FinishedRuns:
     """Finished run folders by their configs.

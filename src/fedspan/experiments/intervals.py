@@ -19,18 +19,6 @@ from fedspan.runs.predictions import Items
 from fedspan.tasks.label_scores import LABEL_METRICS
 from fedspan.tasks.metrics import METRICS
 
-__all__ = [
-    "Difference",
-    "Verdict",
-    "Within",
-    "compare_clients",
-    "compare_pairs",
-    "compare_to",
-    "estimate_difference",
-    "estimate_standard_error",
-    "format_gap",
-]
-
 _LEVEL = 0.95
 _RESAMPLES = 1000
 _ROUNDING = 1e-12

@@ -10,8 +10,6 @@ import numpy as np
 from fedspan.runs.model_card import RunReport
 from fedspan.runs.predictions import Items
 
-__all__ = ["describe_extension", "describe_majority"]
-
 
 def describe_majority(metric: str, items: Items | None) -> str:
     """Describe the accuracy of always predicting the most frequent class; empty for other metrics."""

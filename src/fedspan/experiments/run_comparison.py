@@ -16,8 +16,6 @@ from fedspan.experiments.watcher import Watcher
 from fedspan.training.prefix_rows import share_prefixes
 from fedspan.transports.ray.sharing import share_teams
 
-__all__ = ["COMPARE", "compare", "resume_compare"]
-
 COMPARE = "compare.yaml"
 _SETTINGS = {
     "command": list,

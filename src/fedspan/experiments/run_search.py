@@ -24,8 +24,6 @@ from fedspan.tasks.metrics import METRICS
 from fedspan.training.prefix_rows import share_prefixes
 from fedspan.transports.ray.sharing import share_teams
 
-__all__ = ["BEST", "SWEEP", "resume_sweep", "sweep"]
-
 SWEEP = "sweep.yaml"
 BEST = "best.yaml"
 _FAILURES = "failures.json"

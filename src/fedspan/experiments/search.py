@@ -31,8 +31,6 @@ from fedspan.tasks.metrics import METRICS, compute_score
 if TYPE_CHECKING:
     from fedspan.runs.model_card import RunReport
 
-__all__ = ["Sweep", "SweepReport", "Trial", "get_validation_score", "plan_sweep", "rank_trials"]
-
 
 @dataclass(frozen=True)
 class Sweep:

@@ -13,8 +13,6 @@ from fedspan.config import load_yaml
 from fedspan.data.keyed import make_generator
 from fedspan.errors import FedspanError
 
-__all__ = ["Range", "Space", "list_combinations", "parse_space"]
-
 _NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _RANGE = re.compile(rf"\s*({_NUMBER})\.\.({_NUMBER})\s*")
 _ATTEMPTS = 200  # attempts to draw a new combination, for each trial

@@ -12,17 +12,6 @@ import numpy as np
 from fedspan.config import RunConfig
 from fedspan.errors import FedspanError
 
-__all__ = [
-    "Step",
-    "compute_deviation",
-    "compute_mean",
-    "compute_standard_error",
-    "get_finite",
-    "require_comparable",
-    "set_seed",
-    "validate_seeds",
-]
-
 _SHARED = ("task", "seed", "data", "partition", "baselines", "centralized_lr")
 
 

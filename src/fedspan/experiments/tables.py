@@ -16,17 +16,6 @@ from fedspan.files import convert_disk_errors, neutralize_formula, write_atomic
 from fedspan.runs.folder import RunFolder
 from fedspan.tasks.metrics import METRICS
 
-__all__ = [
-    "Table",
-    "format_heading",
-    "format_latex",
-    "format_markdown",
-    "format_mean",
-    "format_megabytes",
-    "format_seconds",
-    "write_tables",
-]
-
 _MACHINE = ("platform", "machine", "accelerator", "threads")
 _LATEX = {letter: rf"\{letter}" for letter in "&%$#_{}"} | {
     "\\": r"\textbackslash{}",

@@ -19,8 +19,6 @@ from fedspan.runs.curves import get_score
 from fedspan.runs.folder import RunFolder
 from fedspan.tasks.metrics import METRICS
 
-__all__ = ["MAX_CLIENTS", "RunMonitor", "build_client", "build_page_state", "clean_text"]
-
 _MAX_TEXT = 500
 """Longest text that the page shows, in characters."""
 _MAX_FILE = 1 << 24

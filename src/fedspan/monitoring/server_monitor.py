@@ -16,8 +16,6 @@ from fedspan.runs.formatting import format_duration
 if TYPE_CHECKING:
     from fedspan.transports.http.server import Node
 
-__all__ = ["INTERVAL", "ServerMonitor"]
-
 INTERVAL = 3.0
 """Seconds between two lists of the nodes, which are requested only for a viewer."""
 

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from starlette.responses import Response
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["HEADERS", "LOOPBACK", "WebPage", "build_app", "require_web", "write_redirect"]
-
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 """Addresses of this machine, on which the page needs no TLS."""
 HEADERS = {

@@ -30,9 +30,6 @@ from fedspan.training.engine import Engine
 if TYPE_CHECKING:
     from fedspan.clients.secagg import SecureClient
 
-__all__ = ["InProcess", "replace_clients", "simulate"]
-
-
 _DROPPED_OUT = "it dropped out (simulated)"
 """Reason why a client that dropped out sends no reply."""
 

@@ -4,8 +4,6 @@ import importlib.util
 
 from fedspan.errors import FedspanError, build_install_command
 
-__all__ = ["require"]
-
 
 def require() -> None:
     """Check that the packages of a deployment are installed.

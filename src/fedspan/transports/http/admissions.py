@@ -28,20 +28,6 @@ from fedspan.logs import AuditLog
 from fedspan.transports.http.identities import load_node_public_key
 from fedspan.transports.http.server import Node, ServerLink, list_nodes
 
-__all__ = [
-    "DAYS",
-    "Admission",
-    "admit_node",
-    "compute_node_id",
-    "end_admissions",
-    "hash_key",
-    "list_named_nodes",
-    "open_audit_log",
-    "read_admissions",
-    "read_revocations",
-    "revoke_node",
-]
-
 DAYS = 730
 """Days for which a key is admitted, unless the operator says otherwise."""
 

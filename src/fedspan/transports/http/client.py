@@ -21,8 +21,6 @@ from fedspan.transports.http.signing import NodeSigner, UnsignedSigner
 from fedspan.transports.http.transfers import Bandwidth, Pacer, TransferProgress
 from fedspan.transports.http.wire import CHUNK, KEPT_ALIVE, POLL_SECONDS, PROTOCOLS, NodeWork
 
-__all__ = ["Link", "NodeConnection", "RefusedError", "open_client", "read_short"]
-
 T = TypeVar("T")
 
 _CONNECT, _READ = 30.0, 180.0

@@ -19,9 +19,6 @@ from typing import Any, Protocol, Self
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-__all__ = ["CONNECTIONS", "BoundedProtocol", "BoundedSocket", "ConnectionLimits", "Connections"]
-
-
 Address = tuple[str, int]
 
 

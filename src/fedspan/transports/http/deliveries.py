@@ -15,8 +15,6 @@ from fedspan.federation.transport import Orders
 from fedspan.transports.http.link import OutgoingOrder, RunLink, Taken
 from fedspan.transports.http.signing import MARGIN, Body, OrderSigner
 
-__all__ = ["BATCH", "Arrival", "Bodies", "Delivery", "PendingMessage", "claim_reply", "send_envelopes"]
-
 A = TypeVar("A", str, int)
 
 BATCH = 64

@@ -29,19 +29,6 @@ from fedspan.errors import FedspanError
 from fedspan.transports.http.keys import AUTHORITY, ORDER_KEY, ORDER_NAME, is_authority, is_issued
 from fedspan.transports.http.wire import pack
 
-__all__ = [
-    "SEALING_BYTES",
-    "derive_sealing_key",
-    "fingerprint_order_key",
-    "load_node_public_key",
-    "load_order_key",
-    "load_order_keys",
-    "read_sealing_key",
-    "sign_join",
-    "sign_sealing_key",
-    "verify_join",
-]
-
 SEALING_BYTES = 32
 """Size of a sealing key."""
 _JOIN, _SEALING = b"fedspan join 1", b"fedspan sealing key 1"

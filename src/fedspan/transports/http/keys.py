@@ -28,26 +28,6 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from fedspan.errors import FedspanError
 from fedspan.files import fsync_folder, write_atomic
 
-__all__ = [
-    "AUTHORITY",
-    "CERTIFICATE",
-    "KEY",
-    "ORDER_KEY",
-    "ORDER_NAME",
-    "SOON",
-    "activate_authority",
-    "compute_days_left",
-    "ensure_authority",
-    "get_newest_authority",
-    "is_authority",
-    "is_issued",
-    "list_certified_hosts",
-    "load_node_key",
-    "make_authority",
-    "make_node_key",
-    "renew_authority",
-]
-
 AUTHORITY, CERTIFICATE, KEY, ORDER_KEY = "ca.crt", "server.crt", "server.key", "orders.key"
 """Files that ``make_authority`` writes."""
 

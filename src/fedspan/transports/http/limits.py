@@ -6,8 +6,6 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 
-__all__ = ["Bucket", "RequestLimits", "Sender"]
-
 
 @dataclass(frozen=True)
 class RequestLimits:

@@ -19,8 +19,6 @@ from fedspan.files import convert_disk_errors, write_file
 from fedspan.transports.http.server import Operator, ServerLink
 from fedspan.transports.http.store import MESSAGES, RANDOM
 
-__all__ = ["OutgoingOrder", "RunLink", "Taken", "attach"]
-
 _WAIT = 1.0
 """Seconds for which the server's answer waits for replies."""
 _PATIENCE = 60.0

@@ -25,8 +25,6 @@ from fedspan.transports.http.reachability import explain_certificate
 from fedspan.transports.http.signing import NodeSigner, UnsignedSigner
 from fedspan.transports.http.wire import NodeWork
 
-__all__ = ["serve"]
-
 _STOP = 0.5
 """Interval in which a node that waits for an order checks whether to stop, in seconds."""
 _FAREWELL = 1.0

@@ -9,8 +9,6 @@ import httpx
 from fedspan.errors import FedspanError
 from fedspan.transports.http.client import Link, open_client, read_short
 
-__all__ = ["check_server", "explain_certificate"]
-
 _SECONDS = 10.0
 
 

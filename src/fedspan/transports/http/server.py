@@ -18,19 +18,6 @@ from fedspan.processes import hold_folder
 from fedspan.transports.http.keys import AUTHORITY, ensure_authority
 from fedspan.transports.http.wire import KEPT_ALIVE, NodeWork, parse_work
 
-__all__ = [
-    "Node",
-    "Operator",
-    "ServerLink",
-    "format_address",
-    "is_prepared",
-    "list_nodes",
-    "prepare_folder",
-    "read_link",
-    "read_secret",
-    "write_link",
-]
-
 _DESCRIPTION, _SECRET = "server.json", "secret"
 _SECRET_BYTES = 32
 _SECONDS = 30.0

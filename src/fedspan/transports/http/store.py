@@ -16,8 +16,6 @@ from typing import NamedTuple
 
 from fedspan.errors import FedspanError
 
-__all__ = ["DATABASE", "MESSAGES", "RANDOM", "Order", "Store"]
-
 DATABASE, MESSAGES = "orders.db", "messages"
 """The database and the folder of the bodies in the server's folder."""
 RANDOM = 16

@@ -32,8 +32,6 @@ from fedspan.transports.http.store import Store
 if TYPE_CHECKING:
     import uvicorn
 
-__all__ = ["bind", "create_server", "main", "supervise"]
-
 
 def main() -> None:
     """Serve nodes and the operator, as long as ``supervise`` has the other end of standard input."""

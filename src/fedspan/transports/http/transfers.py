@@ -8,8 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Lock
 
-__all__ = ["Bandwidth", "Pacer", "TransferProgress"]
-
 _FIRST_SHOWN, _SHOWN_EVERY = 3.0, 5.0
 """Seconds after which a transfer's progress is logged: for the first time, and then again."""
 log = logging.getLogger("fedspan.node")

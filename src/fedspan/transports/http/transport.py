@@ -21,8 +21,6 @@ from fedspan.transports.http.deliveries import (
 from fedspan.transports.http.link import RunLink, Taken
 from fedspan.transports.http.signing import OrderSigner, UnsignedSigner
 
-__all__ = ["Invitations", "ServerTransport", "invite"]
-
 log = logging.getLogger(__name__)
 
 _REINVITE_SECONDS = 5.0

@@ -11,8 +11,6 @@ import os
 
 from fedspan.errors import FedspanError, build_install_command
 
-__all__ = ["require_ray"]
-
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # or Ray warns; workers without GPUs use none anyway
 

@@ -20,8 +20,6 @@ from fedspan.training.engine import Engine
 from fedspan.training.stacked_prediction import ModelInputs, split_job_windows, split_windows
 from fedspan.transports.ray.team import Piece, Team, WorkerHandle
 
-__all__ = ["ClusterPredictor"]
-
 _PIECES = 4
 """Pieces of each worker, so that a fast worker can take work from a slow one."""
 

@@ -22,8 +22,6 @@ from fedspan.transports.ray.adapter import own_token
 from fedspan.transports.ray.sharing import enter_shared_or_new
 from fedspan.transports.ray.worker import BaseVersion, ClusterWorker
 
-__all__ = ["MAX_LOSSES", "Piece", "Queues", "Resources", "Team", "WorkerHandle", "open_team"]
-
 T = TypeVar("T")
 
 MAX_LOSSES = 2

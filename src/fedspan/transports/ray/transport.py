@@ -24,8 +24,6 @@ from fedspan.transports.in_process import InProcess
 from fedspan.transports.ray.team import Piece, Team, WorkerHandle
 from fedspan.transports.ray.worker import Outcome, StackedOrder
 
-__all__ = ["ClusterTransport", "cut_stacks"]
-
 _RETAINED = 8
 """Number of messages that stay in the object store for the next clients, such as one for each rank."""
 

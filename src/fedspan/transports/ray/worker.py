@@ -31,8 +31,6 @@ from fedspan.training.stacking import StackingPlan
 if TYPE_CHECKING:
     from fedspan.clients.secagg_store import Session
 
-__all__ = ["BaseVersion", "ClusterWorker", "Outcome", "StackedOrder"]
-
 
 @dataclass(frozen=True)
 class BaseVersion:
