@@ -81,7 +81,7 @@ def test_an_answer_of_a_gigabyte_is_not_read(status: str, error: type[Exception]
         if error is RefusedError:
             with connect(hostile.link) as node, pytest.raises(error, match="403: Forbidden"):
                 node.take_order()
-        with pytest.raises(FedspanError, match=r"no connection to .* an answer that is too long"):
+        with pytest.raises(FedspanError, match="an answer that is too long"):
             check_server(hostile.link)
     assert max(hostile.sent) < READ
 
