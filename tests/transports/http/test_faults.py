@@ -4,6 +4,7 @@ import sqlite3
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -70,7 +71,7 @@ def test_an_order_is_fetched_from_any_byte_on(run: RunLink, node: NodeConnection
     assert taken[2] is not None
     for start in range(len(taken[2])):
         data = bytearray(taken[2][:start])
-        node._fetch_part(f"order/{id}", data)
+        node._fetch_part(id, data)
         assert UnsignedSigner().open_order(bytes(data), node.node).envelope == envelope
 
 
@@ -250,18 +251,19 @@ def test_an_error_of_the_disk_leaves_no_transaction_open(tmp_path: Path, monkeyp
 
 def test_an_ended_session_does_not_write_into_a_reply(server: LocalServer, run: RunLink, node: NodeConnection) -> None:
     id = send_order(run, node.node, Envelope("{}"), 1000)
-    app, part = server._server.config.app, server.link.folder / MESSAGES / f"{id}.part"
+    sessions, part = server._server.config.app._nodes.sessions, server.link.folder / MESSAGES / f"{id}.part"
+    session = sessions[node.node]
 
     def slowly() -> Iterator[bytes]:
         yield b"old"
         while not part.is_file() or not part.stat().st_size:
             time.sleep(0.01)
-        app._tokens[node.node] = "another session"
+        sessions[node.node] = replace(session)
         yield b"!"
 
     headers = {"authorization": f"Bearer {node.session}", "content-length": "4"}
     answer = node._client.put(f"order/{id}/reply?upload={UPLOAD}&start=0&total=4", content=slowly(), headers=headers)
-    app._tokens[node.node] = node.session
+    sessions[node.node] = session
     assert answer.status_code == 401
     assert part.read_bytes() == b"old"
 

@@ -8,6 +8,7 @@ import ssl
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -188,12 +189,12 @@ class NodeConnection:
         if total > self.link.limit:
             return id, incoming.reply_bytes, None
         while len(incoming.data) < total:
-            self._persist(lambda: self._fetch_part(f"order/{id}", incoming.data), lambda: len(incoming.data))
+            self._persist(partial(self._fetch_part, id, incoming.data), lambda: len(incoming.data))
         self.incoming = None
         return id, incoming.reply_bytes, bytes(incoming.data)
 
-    def _fetch_part(self, path: str, data: bytearray) -> None:
-        with self._stream("GET", path, {"range": f"bytes={len(data)}-"}) as response:
+    def _fetch_part(self, id: str, data: bytearray) -> None:
+        with self._stream("GET", f"order/{id}", {"range": f"bytes={len(data)}-"}) as response:
             self._receive(response, data, len(data) + CHUNK)
 
     def _receive(self, response: httpx.Response, data: bytearray, most: int) -> None:
@@ -217,47 +218,28 @@ class NodeConnection:
             RefusedError: If the server does not take it, because the run has ended.
             httpx.HTTPError: If the connection is lost.
         """
-        offset = 0
+        offset, is_lost = 0, is_continued
         self.sent.begin(len(message))
+
+        def transmit() -> None:
+            nonlocal offset, is_lost
+            if is_lost:
+                found = self._request("GET", f"order/{id}/reply", query={"upload": upload})
+                arrived, is_lost = _get_fact(found, "bytes", int), False
+                if arrived != offset:
+                    offset = arrived
+                    return
+            part = memoryview(message)[offset : offset + CHUNK]
+            headers = {"content-length": str(len(part))}
+            query = {"upload": upload, "start": offset, "total": len(message)}
+            is_lost = True
+            answer = self._request("PUT", f"order/{id}/reply", headers, self._pace(part, offset), query)
+            offset, is_lost = _get_fact(answer, "bytes", int), False
+
         while True:
-
-            def send(start: int) -> int:
-                part = memoryview(message)[start : start + CHUNK]
-                headers = {"content-length": str(len(part))}
-                query = {"upload": upload, "start": start, "total": len(message)}
-                content = self._pace(part, start)
-                return _get_fact(self._request("PUT", f"order/{id}/reply", headers, content, query), "bytes", int)
-
-            def find() -> int:
-                return _get_fact(self._request("GET", f"order/{id}/reply", query={"upload": upload}), "bytes", int)
-
-            offset = self._send_part(send, find, offset, is_lost=is_continued)
-            is_continued = False
+            self._persist(transmit, lambda: offset)
             if offset >= len(message):
                 return
-
-    def _send_part(
-        self, send: Callable[[int], int], find: Callable[[], int], offset: int, *, is_lost: bool = False
-    ) -> int:
-        """Send a part of a reply from an offset on, and return how many bytes have arrived."""
-        left, pause = _RETRIES, _PAUSE
-        while True:
-            try:
-                if is_lost:
-                    found = find()
-                    if found != offset:
-                        return found
-                return send(offset)
-            except httpx.TransportError:
-                if not left:
-                    raise
-            except RefusedError as error:
-                if error.status != httpx.codes.CONFLICT or not left:
-                    raise
-            is_lost = True
-            left -= 1
-            time.sleep(pause)
-            pause *= 2
 
     def _persist(self, transmit: Callable[[], None], count: Callable[[], int]) -> None:
         """Transmit a part of a message, again as long as each attempt transmits anything."""
@@ -267,7 +249,9 @@ class NodeConnection:
             try:
                 transmit()
                 return
-            except httpx.TransportError:
+            except (httpx.TransportError, RefusedError) as error:
+                if isinstance(error, RefusedError) and error.status != httpx.codes.CONFLICT:  # another part follows
+                    raise
                 if count() > before:
                     return
                 if not left:
