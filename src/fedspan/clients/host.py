@@ -129,12 +129,7 @@ class Host:
         self.engine.prepare(self.examples, [self.clients[id].train for id in ids])
 
     def reply(self, order: Order | Phase) -> Envelope:
-        """Carry out an order of any kind.
-
-        Raises:
-            FedspanError: If ``answer`` or ``SecureClient.answer`` raises it.
-            ValueError: If ``answer`` or ``SecureClient.answer`` raises it.
-        """
+        """Carry out an order of any kind."""
         if isinstance(order, Order):
             return self.answer(order).to_envelope()
         return self._get_secure_client(order.to, order.task).answer(order).to_envelope()

@@ -36,14 +36,7 @@ def describe_envelope(envelope: Envelope) -> dict[str, object]:
 
 
 class AuditedTransport(AsynchronousTransport):
-    """A transport that writes every order and every reply to an audit log before it passes them on.
-
-    Args:
-        inner: The transport.
-        log: The audit log.
-        run: Name of the run.
-        nodes: Id of each client's node.
-    """
+    """A transport that writes every order and every reply to an audit log before it passes them on."""
 
     def __init__(self, inner: AsynchronousTransport, log: AuditLog, run: str, nodes: Mapping[str, int]) -> None:
         self.inner, self.log, self.run, self.nodes = inner, log, run, nodes

@@ -105,9 +105,6 @@ def list_base_files(folder: Path) -> list[BaseFile]:
 
     The weights are ``model.safetensors``, or else the files that its index names.
 
-    Args:
-        folder: Folder of the model.
-
     Raises:
         FedspanError: If the folder has no weights in safetensors, or nodes would not accept its files.
     """

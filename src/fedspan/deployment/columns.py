@@ -38,12 +38,7 @@ def require_columns(node: NodeConfig, config: RunConfig) -> None:
 
 
 def describe_columns(node: NodeConfig, values: Mapping[str, Any]) -> str:
-    """Return the columns of a node's data that a run may read, as text.
-
-    Args:
-        node: The node's config.
-        values: Plain values of the run's config.
-    """
+    """Return the columns of a node's data that a run may read, as text."""
     if not node.data:
         return "those that the node's own trainer reads"
     try:

@@ -139,11 +139,7 @@ def _format_toml(value: str | float | bool) -> str:
 
 
 def _parse(values: Mapping[str, Any], simulated: bool) -> RunConfig:
-    """Parse a run's config, and refuse what is not possible over Flower.
-
-    Raises:
-        FedspanError: For the first such field.
-    """
+    """Parse a run's config, and refuse what is not possible over Flower."""
     config = parse_config(values) if simulated else build_server_config(values)
     federation = config.federation
     refused: dict[str, tuple[object, str]] = {

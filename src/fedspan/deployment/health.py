@@ -30,11 +30,7 @@ log = logging.getLogger("fedspan.node")
 
 
 class Heartbeat:
-    """A process's view of a node's heartbeat.
-
-    Args:
-        folder: The node's folder.
-    """
+    """A process's view of a node's heartbeat."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

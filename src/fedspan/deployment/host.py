@@ -92,11 +92,7 @@ class _Server(ThreadingMixIn, UnixStreamServer):
         self._users, self._answer, self._free = users, answer, BoundedSemaphore(_CONNECTIONS)
 
     def answer(self, envelope: Envelope) -> Envelope:
-        """Carry out an envelope when those before it are done.
-
-        Raises:
-            FedspanError: If the host stops first.
-        """
+        """Carry out an envelope when those before it are done."""
         with self.busy:
             if self.stop.is_set():
                 raise FedspanError("host", None, problem="it stops, and begins no other order")

@@ -203,11 +203,7 @@ class JoinedRunBuilder:
         return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
     def _load_identity(self) -> Any:
-        """Return the key that signs this node's session keys of secure aggregation; None: it has no key.
-
-        Raises:
-            FedspanError: If the key cannot be read.
-        """
+        """Return the key that signs this node's session keys of secure aggregation; None: it has no key."""
         if self.node.key is None:
             return None
         require_packages()

@@ -48,9 +48,6 @@ def remove_old_states(folder: Path) -> int:
 
     What limits, replays and audits refer to stays (invitation, last order, number of the last secure session, key of
     the noise), and so does the adapter.
-
-    Args:
-        folder: The node's folder.
     """
     latest, runs = time.time() - _OLD_DAYS * 86400, 0
     for path in folder.iterdir():

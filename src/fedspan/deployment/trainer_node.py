@@ -133,11 +133,7 @@ class TrainerNode:
                 self._stop.set()
 
     def close(self) -> None:
-        """Give the trainer's model back as it was, and end the trainer's other processes.
-
-        Raises:
-            FedspanError: If the processes failed.
-        """
+        """Give the trainer's model back as it was, and end the trainer's other processes."""
         self._runs.close()
         if self._processes is None:
             return
@@ -149,11 +145,6 @@ class TrainerNode:
 
 def follow(node: NodeConfig, trainer: LocalTrainer, processes: Processes) -> None:
     """Train, in a process other than rank 0, what rank 0 trains, until rank 0 ends.
-
-    Args:
-        node: Config of the node.
-        trainer: The trainer of this process.
-        processes: The processes.
 
     Raises:
         FedspanError: If this process or rank 0 fails.

@@ -80,11 +80,7 @@ class DataUse(NamedTuple):
 
 
 class UsageBook:
-    """The book of a node.
-
-    Args:
-        node: The node's config.
-    """
+    """The book of a node."""
 
     def __init__(self, node: NodeConfig) -> None:
         self.path, self.marker, self.limits = Path(node.folder) / BOOK, node.budget_marker, node.limits
@@ -101,9 +97,6 @@ class UsageBook:
 
         A node is new if nothing in its folder shows that it has answered a server, and its key was just created, or it
         has none (``--insecure``).
-
-        Raises:
-            FedspanError: If the disk cannot be written.
         """
         marked = read_marker(self.marker)
         if marked not in (None, FIRST, read_marker_text(self.marker)):  # from here on, the replaced key may be deleted
@@ -113,11 +106,7 @@ class UsageBook:
             self._store({}, FIRST)
 
     def restart(self) -> None:
-        """Replace the book by an empty one, with which every server has its full budget again.
-
-        Raises:
-            FedspanError: If the disk cannot be written.
-        """
+        """Replace the book by an empty one, with which every server has its full budget again."""
         self._store({}, FIRST)
 
     def replace_key(self, old: Path) -> None:
@@ -153,15 +142,7 @@ class UsageBook:
         return self._load()[0].get(self._key, self._new)
 
     def require_run(self, run: str, rounds: int) -> None:
-        """Check that another run fits into what is left; nothing is recorded.
-
-        Args:
-            run: Name of the run.
-            rounds: Number of its rounds.
-
-        Raises:
-            FedspanError: If it does not fit.
-        """
+        """Check that another run fits into what is left; nothing is recorded."""
         account = self.get_account()
         if _compute_digest(run) in account.runs:
             return
@@ -174,9 +155,6 @@ class UsageBook:
         Args:
             run: Name of the run; one that was joined before is charged by its orders alone.
             plan: Computes the cost of all of its rounds; called if there is a limit.
-
-        Raises:
-            FedspanError: If it does not fit.
         """
         account, epsilon = self.get_account(), self.limits.epsilon
         if epsilon is None or _compute_digest(run) in account.runs or not (charges := plan()):
@@ -194,9 +172,6 @@ class UsageBook:
     def record_invitation(self, job: str) -> None:
         """Record an invitation before it is answered; a repeated one counts once.
 
-        Args:
-            job: Digest of the invitation.
-
         Raises:
             FedspanError: If the server may send no other one, or the disk cannot be written.
         """
@@ -209,9 +184,6 @@ class UsageBook:
 
     def record_run(self, run: str) -> DataUse:
         """Record that the node joins a run, with the content of its data.
-
-        Args:
-            run: Name of the run.
 
         Returns:
             What is new about the use of the training data.
@@ -290,9 +262,6 @@ class UsageBook:
 
         Each costs the node computation and disk space without a round that would be counted.
 
-        Args:
-            run: Name of the run.
-
         Raises:
             FedspanError: If the run has had too many, or the disk cannot be written.
         """
@@ -367,11 +336,7 @@ def _compute_digest(text: str) -> str:
 
 
 def _require_left(limit: str, used: int, added: int, maximum: int) -> None:
-    """Check that a count stays within its limit.
-
-    Raises:
-        FedspanError: If it does not.
-    """
+    """Check that a count stays within its limit."""
     if used + added > maximum:
         subject, unit = ("this run", limit[4:]) if limit.startswith("run_") else ("this server", limit)
         problem = (

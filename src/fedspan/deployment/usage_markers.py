@@ -23,14 +23,7 @@ _CURE = "free some space on the node"
 
 
 def allow_first_book(key: Path) -> None:
-    """Allow the node of a key that was just created to create its first book.
-
-    Args:
-        key: File of the node's private key.
-
-    Raises:
-        FedspanError: If the disk cannot be written.
-    """
+    """Allow the node of a key that was just created to create its first book."""
     write_marker(build_budget_marker(key), FIRST)
 
 
@@ -39,9 +32,6 @@ def require_book(key: Path) -> None:
 
     Args:
         key: File of the key, or the folder.
-
-    Raises:
-        FedspanError: If it has none.
     """
     marker = build_budget_marker(key)
     if read_marker(marker) is None:
@@ -69,9 +59,6 @@ def link_marker(marker: Path, old: Path) -> None:
     Args:
         marker: The marker.
         old: File of the other key; the node's folder if it had no key.
-
-    Raises:
-        FedspanError: If the disk cannot be written.
     """
     replaced = build_budget_marker(old)
     path = os.path.relpath(replaced.parent.resolve() / replaced.name, marker.parent.resolve())
@@ -95,10 +82,6 @@ def read_marker(path: Path) -> str | None:
 
 
 def write_marker(path: Path, content: str) -> None:
-    """Write a marker.
-
-    Raises:
-        FedspanError: If the disk cannot be written.
-    """
+    """Write a marker."""
     with convert_disk_errors(path.parent, _CURE):
         write_atomic(path, content.encode(), 0o600)

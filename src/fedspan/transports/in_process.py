@@ -35,12 +35,7 @@ _DROPPED_OUT = "it dropped out (simulated)"
 
 
 class _LazyOrders(Mapping[str, Order]):
-    """Training orders, decoded on access.
-
-    Args:
-        orders: The orders of the exchange.
-        ids: Ids of the clients that train.
-    """
+    """Training orders, decoded on access."""
 
     def __init__(self, orders: Orders, ids: Sequence[str]) -> None:
         self._orders, self._ids = orders, ids

@@ -6,11 +6,7 @@ from fedspan.errors import FedspanError, build_install_command
 
 
 def require() -> None:
-    """Check that the packages of a deployment are installed.
-
-    Raises:
-        FedspanError: If one is missing.
-    """
+    """Check that the packages of a deployment are installed."""
     for package in ("cryptography", "httpx", "starlette", "uvicorn"):
         if importlib.util.find_spec(package) is None:
             raise FedspanError(

@@ -272,12 +272,7 @@ class NodeConnection:
         self._request("POST", f"order/{id}/failure", content=reason.encode()[:500])
 
     def fetch_base(self, offer: str, file: str, start: int) -> bytes:
-        """Return bytes of a file of a base model that the server offers.
-
-        Raises:
-            RefusedError: If it is not offered (404).
-            httpx.HTTPError: If the connection is lost.
-        """
+        """Return bytes of a file of a base model that the server offers."""
         with self._stream("GET", f"base/{offer}/{file}", {"range": f"bytes={start}-"}) as response:
             data = bytearray()
             for block in response.iter_raw(_BLOCK):

@@ -69,11 +69,7 @@ def _get_block(host: str) -> str:
 
 
 class Connections:
-    """The open connections of a server.
-
-    Args:
-        limits: The bounds.
-    """
+    """The open connections of a server."""
 
     def __init__(self, limits: ConnectionLimits | None = None) -> None:
         self.limits = limits or ConnectionLimits()

@@ -100,11 +100,7 @@ class Delivery:
         return [*self.unsent, *(sent.to for sent in self.pending.values())]
 
     def send(self, revoked: Collection[int]) -> Iterator[tuple[str, str]]:
-        """Send the orders of the nodes that are online, and yield the clients that are given up with the reason.
-
-        Args:
-            revoked: The nodes whose keys were revoked.
-        """
+        """Send the orders of the nodes that are online, and yield the clients that are given up with the reason."""
         for id in [id for id in self.unsent if self._nodes[id] in revoked]:
             del self.unsent[id]
             yield id, _REVOKED
@@ -171,12 +167,7 @@ class Delivery:
 
 
 class Bodies:
-    """The bodies of the last orders, each encrypted and stored once for all orders that have it.
-
-    Args:
-        link: The server.
-        signer: Encrypts them.
-    """
+    """The bodies of the last orders, each encrypted and stored once for all orders that have it."""
 
     def __init__(self, link: RunLink, signer: OrderSigner) -> None:
         self._link, self._signer = link, signer

@@ -68,9 +68,6 @@ def verify_join(key: bytes, signature: bytes, challenge: bytes, server: bytes, s
         challenge: The challenge.
         server: Fingerprint of the server's order key.
         sealing: The node's signed sealing key.
-
-    Raises:
-        ValueError: If a signature is not valid.
     """
     read_sealing_key(key, sealing)
     try:
@@ -87,11 +84,7 @@ def fingerprint_order_key(key: ec.EllipticCurvePublicKey) -> bytes:
 
 
 def load_order_key(folder: Path) -> ec.EllipticCurvePrivateKey:
-    """Return the private key that signs a server's orders.
-
-    Raises:
-        FedspanError: If the folder has none.
-    """
+    """Return the private key that signs a server's orders."""
     path = folder / ORDER_KEY
     try:
         key = load_pem_private_key(path.read_bytes(), password=None)
@@ -151,11 +144,7 @@ def load_order_keys(path: Path) -> list[ec.EllipticCurvePublicKey]:
 
 @lru_cache(4096)
 def load_node_public_key(key: bytes) -> ec.EllipticCurvePublicKey:
-    """Parse a node's public key in OpenSSH's format.
-
-    Raises:
-        ValueError: If it is no elliptic-curve key.
-    """
+    """Parse a node's public key in OpenSSH's format."""
     public = load_ssh_public_key(key)
     if not isinstance(public, ec.EllipticCurvePublicKey):
         raise ValueError("its node's key is not an elliptic-curve key")
@@ -164,11 +153,7 @@ def load_node_public_key(key: bytes) -> ec.EllipticCurvePublicKey:
 
 @lru_cache(4096)
 def read_sealing_key(key: bytes, sealing: bytes) -> X25519PublicKey:
-    """Return the sealing key that a node's lasting key has signed.
-
-    Raises:
-        ValueError: If it has not signed it.
-    """
+    """Return the sealing key that a node's lasting key has signed."""
     public, signature = sealing[:SEALING_BYTES], sealing[SEALING_BYTES:]
     try:
         load_node_public_key(key).verify(signature, pack([_SEALING, public]), ec.ECDSA(hashes.SHA384()))

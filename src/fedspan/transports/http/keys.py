@@ -181,11 +181,7 @@ def get_newest_authority(folder: Path) -> Path:
 
 
 def activate_authority(folder: Path) -> None:
-    """Put the certificates of ``renew_authority`` in the place of those in use; a running server restarts with them.
-
-    Raises:
-        FedspanError: If there are none.
-    """
+    """Put the certificates of ``renew_authority`` in the place of those in use; a running server restarts with them."""
     renewed = folder / _NEXT
     if not (renewed / AUTHORITY).is_file():
         raise FedspanError("certificates", str(renewed), problem="there are no renewed certificates. Run fedspan renew")
@@ -232,11 +228,7 @@ def is_issued(certificate: x509.Certificate, authority: x509.Certificate) -> boo
 
 
 def compute_days_left(*files: Path) -> float:
-    """Return the days until the first of the certificates in some files expires.
-
-    Raises:
-        FedspanError: If a file has no certificate.
-    """
+    """Return the days until the first of the certificates in some files expires."""
     expirations: list[datetime.datetime] = []
     for path in files:
         try:
@@ -256,9 +248,6 @@ def make_node_key(path: Path) -> Path:
 
     Returns:
         The file of the public key.
-
-    Raises:
-        FedspanError: If a key already exists.
     """
     public = path.with_name(f"{path.name}.pub")
     if existing := next((str(file) for file in (path, public) if file.exists()), None):

@@ -25,14 +25,7 @@ _RUN_BYTES = 2**26
 
 
 class OperatorRequests:
-    """The requests with the server's secret; they and their answers are plain values.
-
-    Args:
-        store: The orders and replies.
-        secret: The operator's secret.
-        nodes: The requests of nodes.
-        limits: Limits on requests.
-    """
+    """The requests with the server's secret; they and their answers are plain values."""
 
     def __init__(self, store: Store, secret: str, nodes: NodeRequests, limits: RequestLimits) -> None:
         self._store, self._secret, self._nodes, self._limits = store, secret, nodes, limits

@@ -117,11 +117,7 @@ def _build_link(folder: Path, port: int, insecure: bool) -> ServerLink:
 
 
 class Operator:
-    """Sends a server the requests of its operator, from its own machine.
-
-    Args:
-        link: Connection data of the server.
-    """
+    """Sends a server the requests of its operator, from its own machine."""
 
     def __init__(self, link: ServerLink) -> None:
         self.link = link
@@ -186,9 +182,6 @@ def list_nodes(link: ServerLink, names: Mapping[int, str], revoked: Mapping[int,
         link: Connection data of the server.
         names: The names of the admitted nodes by id; empty in a trial without keys.
         revoked: The names of revoked nodes that are listed, by id.
-
-    Raises:
-        FedspanError: If the server does not answer.
     """
     operator = Operator(link)
     try:

@@ -66,14 +66,7 @@ _COLUMNS = ", ".join(Order._fields)
 
 
 class Store:
-    """The orders of a server, in the only process that changes them.
-
-    Args:
-        folder: The server's folder.
-
-    Raises:
-        FedspanError: If the database is damaged.
-    """
+    """The orders of a server, in the only process that changes them."""
 
     def __init__(self, folder: Path) -> None:
         self.messages = folder / MESSAGES

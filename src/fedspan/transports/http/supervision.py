@@ -50,12 +50,6 @@ def create_server(
 ) -> uvicorn.Server:
     """Return a server that is not started.
 
-    Args:
-        link: Its connection data.
-        store: Its orders.
-        limits: Limits on requests.
-        protocol: Its connections.
-
     Raises:
         FedspanError: If its secret is damaged, or its order key is missing.
     """

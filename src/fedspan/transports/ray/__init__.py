@@ -16,11 +16,7 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # or Ray warns
 
 
 def require_ray() -> None:
-    """Check that Ray is installed.
-
-    Raises:
-        FedspanError: If Ray is missing.
-    """
+    """Check that Ray is installed."""
     if importlib.util.find_spec("ray") is None:
         raise FedspanError(
             "ray", None, problem=f"the config's cluster needs this package. Run: {build_install_command('cluster')}"

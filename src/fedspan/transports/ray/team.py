@@ -104,11 +104,7 @@ def open_team(resources: Resources) -> AbstractContextManager[Team]:
 
 
 class WorkerHandle:
-    """A worker, as the driver sees it.
-
-    Args:
-        actor: The actor.
-    """
+    """A worker, as the driver sees it."""
 
     def __init__(self, actor: Any) -> None:
         self.actor = actor
@@ -140,9 +136,6 @@ class Piece(Generic[T]):
 
 class Team:
     """The workers of a run.
-
-    Args:
-        resources: Number and size of the workers.
 
     Raises:
         FedspanError: If the workers do not start in time.

@@ -139,9 +139,6 @@ class ClusterTransport(InProcess):
         """Have each worker cache the hidden states of clients that are new to it, as a step with its own progress.
 
         A worker that takes a stack from another one computes what it lacks while it trains.
-
-        Args:
-            queues: The stacks of each worker.
         """
         if self._has_cache is None:
             answers = list[bool]()

@@ -84,11 +84,7 @@ class Outcome:
 
 
 class ClusterWorker:
-    """Carries out orders on a host of its own.
-
-    Args:
-        threads: Number of torch's threads.
-    """
+    """Carries out orders on a host of its own."""
 
     def __init__(self, threads: int) -> None:
         torch.set_num_threads(threads)
@@ -155,9 +151,6 @@ class ClusterWorker:
 
         Returns:
             The replies.
-
-        Raises:
-            FedspanError: If ``Host.train`` or ``Host.answer`` raises it.
         """
         host = self._get_host()
         self._set_base(host, version, patch)
