@@ -86,7 +86,7 @@ def answer(ready: str, authority: str, address: str, keys: list[str], most: int,
     Counter(count).install()
 
     def one(key: str) -> None:
-        link = Link(address, Path(authority), load_node_key(Path(key))[0], most)
+        link = Link(address, Path(authority), load_node_key(Path(key)), most)
         serve(link, make_answer, Event())
 
     for key in keys:

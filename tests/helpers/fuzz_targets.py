@@ -353,7 +353,7 @@ class Messages(Target):
         keys.make_authority(folder, [])
         public = keys.make_node_key(folder / "node.key").read_bytes()
         self._server = signing.ServerSigner(folder, lambda: {7: public})
-        self._node = signing.NodeSigner(keys.load_node_key(folder / "node.key")[0], folder / "ca.crt")
+        self._node = signing.NodeSigner(keys.load_node_key(folder / "node.key"), folder / "ca.crt")
         body, sealing = self._server.encrypt(b"weights"), self._node.sign_sealing_key()
         head, self._nonce = self._server.seal('{"task": "train"}', body, 7, sealing)
         order = self._node.open_order(head + body.data, 7)

@@ -107,7 +107,7 @@ def _build_link(node: NodeConfig, *, insecure: bool) -> Link:
     from fedspan.transports.http.keys import load_node_key
     from fedspan.transports.http.transfers import Bandwidth
 
-    key = None if insecure or node.key is None else load_node_key(Path(node.key))[0]
+    key = None if insecure or node.key is None else load_node_key(Path(node.key))
     authority = None if insecure or node.authority is None else Path(node.authority)
     up, down = (
         None if mbit is None else mbit * _MBIT_BYTES for mbit in (node.bandwidth.up_mbit, node.bandwidth.down_mbit)

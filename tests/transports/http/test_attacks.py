@@ -42,7 +42,7 @@ from pathlib import Path
 from fedspan.transports.http.client import Link
 from fedspan.transports.http.keys import load_node_key
 from fedspan.transports.http.node import serve
-key = load_node_key(Path(sys.argv[3]))[0]
+key = load_node_key(Path(sys.argv[3]))
 serve(Link(sys.argv[1], Path(sys.argv[2]), key, 2**24), lambda envelope: envelope, threading.Event())
 """
 
@@ -79,7 +79,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
         arguments = [link.address, str(link.authority), str(folder / "honest.key")]
         node = subprocess.Popen([sys.executable, "-c", ECHO, *arguments])
         try:
-            hostile = HostileNode(link.address, link.authority, load_node_key(folder / "hostile.key")[0])
+            hostile = HostileNode(link.address, link.authority, load_node_key(folder / "hostile.key"))
             hostile.join()
             assert hostile.node == nodes["hostile"]
             signer = ServerSigner(
@@ -384,7 +384,7 @@ def test_a_revoked_node_is_out_while_the_server_runs(scene: Scene, tmp_path: Pat
     link = scene.link
     public = make_node_key(tmp_path / "stolen.key")
     admit_node(link, public, "stolen")
-    stolen = HostileNode(scene.address, scene.authority, load_node_key(tmp_path / "stolen.key")[0])
+    stolen = HostileNode(scene.address, scene.authority, load_node_key(tmp_path / "stolen.key"))
     try:
         stolen.join()
         assert stolen.send("POST", "heartbeat").status_code == 200

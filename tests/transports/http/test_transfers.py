@@ -211,13 +211,17 @@ def test_a_node_logs_progress_after_some_seconds(
     progress = transfers.TransferProgress("reply sent", lambda: blocks.append(1))
     with caplog.at_level(logging.INFO, "fedspan.node"):
         progress.show(1)  # nothing has begun
-        progress.begin(20_000_000, 8_000_000)
-        for now[0], current in ((102.0, 1_000_000), (103.5, 2_000_000), (105.0, 3_000_000), (109.0, 4_000_000)):
+        progress.begin(20_000_000)
+        for now[0], current in ((102.0, 9_000_000), (103.5, 10_000_000), (105.0, 11_000_000), (109.0, 12_000_000)):
             progress.show(current)
-        progress.begin(0)
+        progress.begin(7_000_000)
         now[0] = 113.0
         progress.show(5_000_000)
-    assert caplog.messages == ["reply sent: 10.0 of 20.0 MB", "reply sent: 12.0 of 20.0 MB", "reply sent: 5.0 MB"]
+    assert caplog.messages == [
+        "reply sent: 10.0 of 20.0 MB",
+        "reply sent: 12.0 of 20.0 MB",
+        "reply sent: 5.0 of 7.0 MB",
+    ]
     assert len(blocks) == 6  # every block renews the node's heartbeat
 
 

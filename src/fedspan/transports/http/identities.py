@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from fedspan.errors import FedspanError
-from fedspan.transports.http.keys import AUTHORITY, ORDER_KEY, ORDER_NAME, is_authority, is_issued
+from fedspan.transports.http.keys import AUTHORITY, ORDER_KEY, ORDER_NAME, find_issuer
 from fedspan.transports.http.wire import pack
 
 SEALING_BYTES = 32
@@ -115,20 +115,10 @@ def load_order_keys(path: Path) -> list[ec.EllipticCurvePublicKey]:
             key = certificate.public_key()
             if name.value != ORDER_NAME or not isinstance(key, ec.EllipticCurvePublicKey):
                 continue
-            issuer = next(
-                (
-                    candidate
-                    for candidate in certificates
-                    if is_authority(candidate) and is_issued(certificate, candidate)
-                ),
-                None,
-            )
+            issuer = find_issuer(certificate, certificates)
             if issuer is None:
                 raise ValueError("no authority in the file certified the order key")
-            if all(
-                certificate_of_pair.not_valid_before_utc <= now <= certificate_of_pair.not_valid_after_utc
-                for certificate_of_pair in (certificate, issuer)
-            ):
+            if all(one.not_valid_before_utc <= now <= one.not_valid_after_utc for one in (certificate, issuer)):
                 keys.append(key)
             else:
                 is_expired = True

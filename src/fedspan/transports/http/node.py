@@ -117,7 +117,7 @@ def serve(
             if error.status == httpx.codes.UNAUTHORIZED:  # the server restarted, or another process has the key
                 log.warning("the session at %s has ended; next attempt in %g s", link.address, pause)
             else:
-                reason = _explain(error)
+                reason = _UNKNOWN if error.status == httpx.codes.FORBIDDEN else escape_controls(str(error))
                 if time.monotonic() > give_up_at:
                     raise FedspanError("server", link.address, problem=reason) from error
                 log.warning("%s refused the connection: %s; next attempt in %g s", link.address, reason, pause)
@@ -128,10 +128,6 @@ def serve(
             log.warning("no connection to %s (%s); next attempt in %g s", link.address, reason, pause)
             _wait(stop, pause)
             pause = min(2 * pause, _RECONNECT[1])
-
-
-def _explain(error: RefusedError) -> str:
-    return _UNKNOWN if error.status == httpx.codes.FORBIDDEN else escape_controls(str(error))
 
 
 def _wait(stop: Event, seconds: float) -> None:
