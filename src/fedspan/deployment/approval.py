@@ -257,8 +257,6 @@ class Approvals:
             values = from_json(read_bytes(path))
         except ValueError:
             values = None
-        if isinstance(values, dict):  # requests of earlier versions have no offer
-            values = {"base_sha256": "", "base_bytes": 0, **values}
         match values:
             case {
                 "job": str() as job,
