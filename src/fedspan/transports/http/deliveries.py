@@ -111,15 +111,14 @@ class Delivery:
         online = self._link.list_online() if self.unsent else {}
         ready, orders = [id for id in self.unsent if self._nodes[id] in online], self._orders
         if orders is not None:
-            for batch in _split_batches(orders, ready):
+            for start in range(0, len(ready), BATCH):
+                batch = {id: self._nodes[id] for id in ready[start : start + BATCH]}
                 addressed = [
-                    (id, node, online[node], envelope, orders.compute_reply_bytes(id))
-                    for id, envelope in batch
-                    for node in (self._nodes[id],)
+                    (id, node, online[node], orders[id], orders.compute_reply_bytes(id)) for id, node in batch.items()
                 ]
                 sent, refused = send_envelopes(self._link, self._signer, addressed, self._bodies)
                 self.pending.update(sent)
-                for id, _ in batch:
+                for id in batch:
                     del self.unsent[id]
                 yield from refused
         self._release_orders()
@@ -186,7 +185,7 @@ class Bodies:
 
     def forget(self) -> None:
         """Forget the stored bodies: the server deletes one with the last order that has it."""
-        self._stored = []
+        self._stored.clear()
 
 
 def send_envelopes(
@@ -250,9 +249,3 @@ def claim_reply(taken: Taken, signer: OrderSigner, pending: dict[str, PendingMes
     """
     sent = pending.pop(taken.order, None)
     return None if sent is None else Arrival(sent, taken, signer)
-
-
-def _split_batches(orders: Orders, ids: Iterable[str]) -> Iterator[list[tuple[str, Envelope]]]:
-    """Yield orders with their clients in batches that are sent in one request."""
-    for start in range(0, len(batch_ids := list(ids)), BATCH):
-        yield [(id, orders[id]) for id in batch_ids[start : start + BATCH]]

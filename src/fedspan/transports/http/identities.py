@@ -41,14 +41,7 @@ def sign_join(
     server: bytes,
     sealing: bytes,
 ) -> bytes:
-    """Sign a server's challenge.
-
-    Args:
-        key: The node's private key.
-        order_keys: The order keys in the node's file of the authority.
-        challenge: The challenge.
-        server: Fingerprint of the server's order key, as the server names it.
-        sealing: The node's signed sealing key.
+    """Sign a server's challenge, the fingerprint of the order key that it names, and the node's signed sealing key.
 
     Raises:
         ValueError: If the fingerprint is of no key in the node's file of the authority, so that the server passes on
@@ -60,15 +53,7 @@ def sign_join(
 
 
 def verify_join(key: bytes, signature: bytes, challenge: bytes, server: bytes, sealing: bytes) -> None:
-    """Verify a node's answer to a challenge.
-
-    Args:
-        key: The node's public key in OpenSSH's format.
-        signature: The signature.
-        challenge: The challenge.
-        server: Fingerprint of the server's order key.
-        sealing: The node's signed sealing key.
-    """
+    """Verify what ``sign_join`` signed; raise ``ValueError`` if it is not signed by a key in OpenSSH's format."""
     read_sealing_key(key, sealing)
     try:
         load_node_public_key(key).verify(

@@ -259,18 +259,7 @@ def invite(
     signer: OrderSigner | None = None,
     undecided: set[int] | None = None,
 ) -> Iterator[tuple[int, Envelope | str]]:
-    """Send an envelope to all current and newly connecting nodes until time is up or the caller stops iterating.
-
-    Args:
-        link: The server.
-        envelope: The invitation.
-        seconds: Seconds to wait.
-        signer: Seals the invitation and opens replies; None: without keys.
-        undecided: Nodes that are invited again some seconds later. The caller adds nodes that have not decided yet.
-
-    Returns:
-        Node ids with their replies, or with the reason for a missing reply in plain text.
-    """
+    """Invite nodes (``Invitations``) until time is up or the caller stops iterating; yield what they reply."""
     deadline = time.monotonic() + seconds
     invitations = Invitations(link, envelope, signer, undecided)
     try:
