@@ -273,7 +273,7 @@ class BaseDownloads:
                     write_atomic(self.folder / f"{digest}.refused", b"")
                 log.warning("the base model is given up for an hour (%s)", reason)
                 return
-        if getattr(getattr(error, "response", None), "status_code", None) == 404:  # an httpx.HTTPStatusError
+        if getattr(error, "status", None) == 404:  # a RefusedError, whose module needs fedspan[deploy]
             (self.folder / f"{digest}.json").unlink(missing_ok=True)  # what has arrived is used if it is offered again
             log.warning("the server does not offer the base model any more; the next invitation asks for it again")
             return
