@@ -1,6 +1,6 @@
 """Certificates and keys of a deployment: a private authority, the server's certificate and the nodes' key pairs.
 
-The file formats are those of Flower's commands and ssh-keygen, so that either can be used instead.
+Keys of nodes have the formats of ssh-keygen, so that it can be used instead.
 """
 
 from __future__ import annotations
