@@ -269,11 +269,14 @@ class Host:
         state = ClientState(training.memory, training.moments, training.stored.base)
         self.store.store(order.to, order.round, state, needed)
         try:
-            body = self._encode_body(order, reply, training.job, trained)
+            body, factor = self._encode_reply(order, reply, training.job.tensors)
         except FedspanError as error:
             if self.tamper is None:
                 raise
             return refuse(order, error)  # a simulated fault that cannot be masked fails its client, as on a node
+        if self.method.declare_claims().second_exchange:
+            first = FirstExchange(split_extras(trained.tensors)[0], factor)
+            self.store.store_trained(order.to, order.round, first)
         return Reply("train", order.round, order.attempt, order.to, tuple(training.parts), body=body)
 
     def _get_secure_client(self, id: str, value: object) -> SecureClient:
@@ -291,17 +294,6 @@ class Host:
             self._get_secure_client(order.to, order.secure.session).require_maskable(order, order.secure)
         elif self.secure is not None:
             raise FedspanError("federation.secure", None, problem="this run sends replies only under masks")
-
-    def _encode_body(self, order: Order, reply: Message, job: Job, trained: Trained) -> bytes:
-        """Encode a reply to train: the reply itself, or its masked contribution to a secure sum.
-
-        If the round has a second exchange, what it needs is stored.
-        """
-        body, factor = self._encode_reply(order, reply, job.tensors)
-        if self.method.declare_claims().second_exchange:
-            first = FirstExchange(split_extras(trained.tensors)[0], factor)
-            self.store.store_trained(order.to, order.round, first)
-        return body
 
     def _encode_reply(self, order: Order, reply: Message, started: Tensors, factor: float = 1.0) -> tuple[bytes, float]:
         """Encode a reply, or its masked contribution to a secure sum.
@@ -323,7 +315,6 @@ class Host:
     def _encode_masked(
         self, order: Order, contribution: Contribution, started: Tensors, factor: float = 1.0
     ) -> tuple[bytes, float]:
-        """Encode a masked contribution to a secure sum (``_encode_reply``)."""
         assert order.secure is not None
         secure = self._get_secure_client(order.to, order.secure.session)
         masked, clip_factor = secure.mask(order, order.secure, contribution, started, factor)
@@ -346,8 +337,9 @@ class Host:
         """Compute the privacy cost of all rounds of the run for a client that trains in each of them."""
         settings, data = self.engine.settings, self.clients[id]
         client = _set_true_examples(data.client, data)
-        begin = partial(self.method.init, self.engine.adapted)
-        return compute_planned_charges(settings.privacy, settings, self.method, begin, client)
+        return compute_planned_charges(
+            settings.privacy, settings, self.method, partial(self.method.init, self.engine.adapted), client
+        )
 
     def _export(self, order: Order) -> Reply:
         if self.export is None:
