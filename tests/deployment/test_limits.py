@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from fedspan.assembly.run import Prepared, prepare
 from fedspan.config.node import NodeConfig
 from fedspan.deployment.handshake import build_node_values
 from fedspan.deployment.node import NodeService
@@ -18,7 +19,6 @@ from fedspan.federation import serialization
 from fedspan.federation.progress import ClientData
 from fedspan.federation.protocol import Order, Reply, decode_order, decode_reply
 from fedspan.models.export import read_adapter
-from fedspan.runs.setup import Prepared, prepare
 from helpers import tiny
 from helpers.node_service import CLIENT, Direct, introduced, node, served, values
 
@@ -102,9 +102,10 @@ def test_what_a_run_may_cost_is_bounded(config: dict[str, Any], why: str, tiny_f
         raise AssertionError("the network, or a model")
 
     # for epochs the node counts its examples
-    counts = "local_epochs" in config.get("training", {}) or "personal_epochs" in config.get("method", {})
-    file = node(tiny_folder, tmp_path, limits={"run_rounds": 40, "models": [str(tiny_folder / "bert")]})
-    told = introduced(NodeService(file) if counts else NodeService(file, reached), given)
+    counts_examples = "local_epochs" in config.get("training", {}) or "personal_epochs" in config.get("method", {})
+    models = [str(tiny_folder / "bert")]
+    own = node(tiny_folder, tmp_path, limits={"run_rounds": 40, "models": models})
+    told = introduced(NodeService(own) if counts_examples else NodeService(own, reached), given)
     assert why in (told.refused or ""), told.refused
     assert {path.name for path in tmp_path.iterdir()} <= {"audit.jsonl", "audit.jsonl.lock", "budget.json", "heartbeat"}
 

@@ -10,6 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fedspan.assembly.federation import wrap_method
+from fedspan.assembly.run import LocalRun
+from fedspan.assembly.server import build_method, secure_client
 from fedspan.clients.host import Host
 from fedspan.clients.job_checkpoints import JobCheckpoints
 from fedspan.clients.metric_noise import MetricLimits, round_count
@@ -23,17 +26,9 @@ from fedspan.core.values import Job
 from fedspan.crypto import require_packages
 from fedspan.data.content import compute_content_digest
 from fedspan.deployment.base_checks import require_weights_of_config
-from fedspan.deployment.base_files import (
-    find_received_base,
-    is_received,
-)
+from fedspan.deployment.base_files import find_received_base, is_received
 from fedspan.deployment.base_offers import find_local_base
-from fedspan.deployment.handshake import (
-    Invitation,
-    build_node_values,
-    compute_base_digest,
-    compute_extras_digest,
-)
+from fedspan.deployment.handshake import Invitation, build_node_values, compute_base_digest, compute_extras_digest
 from fedspan.deployment.limits import (
     OrderTerms,
     list_config_ranks,
@@ -41,22 +36,16 @@ from fedspan.deployment.limits import (
     require_frozen_words,
     require_workload,
 )
-from fedspan.deployment.node_folder import (
-    SESSIONS,
-    STATE,
-    SUMS,
-    TRAINING,
-    get_run_folder,
-)
+from fedspan.deployment.node_folder import SESSIONS, STATE, SUMS, TRAINING, get_run_folder
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import ScoredPart
 from fedspan.files import convert_disk_errors
-from fedspan.runs.head_setup import find_new_head
 from fedspan.runs.privacy_budget import generate_key, has_key, load_noise_key, store_noise_key
-from fedspan.runs.remote import build_method, secure_client
-from fedspan.runs.start import Build
 from fedspan.runs.trained_models import write_model
 from fedspan.training.stages import Stages
+
+Load = Callable[[RunConfig, None, bytes | None, Stages], LocalRun]
+"""Loads a run from its config, the secret key of its noise, if any, and the stages that it reports to."""
 
 log = logging.getLogger("fedspan.node")
 
@@ -85,15 +74,13 @@ class JoinedRunBuilder:
 
     Args:
         node: Config of the node.
-        build: Builds a run from its config.
+        load: Loads a run from its config.
         stages: Reports the progress of long work.
         compute_content: Returns the digest of the training data; None: a trainer's own.
     """
 
-    def __init__(
-        self, node: NodeConfig, build: Build, stages: Stages, compute_content: Callable[[], str | None]
-    ) -> None:
-        self.node, self._build_run, self._stages = node, build, stages
+    def __init__(self, node: NodeConfig, load: Load, stages: Stages, compute_content: Callable[[], str | None]) -> None:
+        self.node, self._load_local, self._stages = node, load, stages
         self.folder, self._compute_content = Path(node.folder), compute_content
         self._start = secrets.token_hex(16)
 
@@ -108,16 +95,16 @@ class JoinedRunBuilder:
         context = self._compute_context(invitation)  # before the data are read, so that a change in between is noticed
         if is_received(self.node, config.model.name):
             require_weights_of_config(Path(config.model.name))
-        prepared = self._build_run(config, None, self._load_key(folder, config), self._stages)
-        separator = prepared.task_settings.columns.get("label_separator")
+        local = self._load_local(config, None, self._load_key(folder, config), self._stages)
+        separator = local.task_settings.columns.get("label_separator")
         if separator is not None and config.data.label_separator is None:
             problem = "several labels in a text need a named separator in a deployment, because files differ"
             expected = f"the separator of the labels, such as {separator!r}"
             raise FedspanError("data.label_separator", None, expected, problem=problem)
-        (data,) = prepared.federation.clients.values()
+        (data,) = local.clients.values()
         sizes: dict[ScoredPart, int] = {}
-        if prepared.partition is not None:  # with the examples whose labels the run does not have
-            (part,) = prepared.partition.clients
+        if local.partition is not None:  # with the examples whose labels the run does not have
+            (part,) = local.partition.clients
             sizes = {"validation": len(part.validation), "test": len(part.test)}
             if ignored := len(part.train) - len(data.train):
                 log.warning(
@@ -127,16 +114,15 @@ class JoinedRunBuilder:
         declared = self.node.examples or round_count(data.client.examples)
         weight = 1.0 if config.federation.weights == "uniform" else float(declared)
         data = replace(data, client=replace(data.client, id=self.node.id, examples=declared, weight=weight))
-        require_frozen_words(self.node.limits, config, prepared.engine.adapted)
-        whole = prepared.federation.method
-        require_workload(config, data.client.examples, self.node.limits, whole, prepared.count_passes)
+        require_frozen_words(self.node.limits, config, local.engine.adapted)
+        require_workload(config, data.client.examples, self.node.limits, wrap_method(local), local.count_passes)
         store = DiskClientStore(folder / STATE)
         server_config = parse_config({**invitation.read_values(), "data": config.data.model_dump(mode="json")})
-        plain = build_method(server_config, prepared.engine.adapted.spec)
-        method = config.wrap_method(plain, find_new_head(config, prepared.model))
+        plain = build_method(server_config, local.engine.adapted.spec)
+        method = wrap_method(replace(local, method=plain))
 
         def export(job: Job, base: BaseUpdate, round: int) -> None:
-            write_model(prepared, job, base, folder / "adapter", round, self.node.id)
+            write_model(local, job, base, folder / "adapter", round, self.node.id)
             log.info("round %d: own adapter written to %s", round, folder / "adapter")
 
         ranks = list_config_ranks(server_config, plain, self.node.id)
@@ -160,9 +146,9 @@ class JoinedRunBuilder:
         )
         host = Host(
             method,
-            prepared.engine,
+            local.engine,
             {self.node.id: data},
-            prepared.train,
+            local.train,
             store,
             config.evaluation.batch_size,
             export,
@@ -173,7 +159,7 @@ class JoinedRunBuilder:
             metric_limits=MetricLimits(limits.evaluation_epsilon, limits.evaluation_examples, sizes),
             train_examples=limits.train_examples,
         )
-        model = prepared.model
+        model = local.model
         return JoinedRun(host, compute_base_digest(model), compute_extras_digest(model), terms, context)
 
     def build_values(self, invitation: Invitation) -> dict[str, object]:

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from fedspan import __version__
+from fedspan.assembly.run import load_run
 from fedspan.clients.host import Host
 from fedspan.clients.refusals import describe_error, refuse_any
 from fedspan.config import parse_config
@@ -16,34 +17,19 @@ from fedspan.config.node import NodeConfig
 from fedspan.config.tags import explain_missing_tags
 from fedspan.deployment.approval import Approvals, NotApprovedError, compute_job_digest
 from fedspan.deployment.audit import AUDIT, describe_envelope
-from fedspan.deployment.base_files import (
-    BaseMissingError,
-    refuses_offer,
-    require_base,
-)
-from fedspan.deployment.handshake import (
-    Introduction,
-    Invitation,
-)
+from fedspan.deployment.base_files import BaseMissingError, refuses_offer, require_base
+from fedspan.deployment.handshake import Introduction, Invitation
 from fedspan.deployment.health import Heartbeat
-from fedspan.deployment.joined_run import JoinedRun, JoinedRunBuilder
+from fedspan.deployment.joined_run import JoinedRun, JoinedRunBuilder, Load
 from fedspan.deployment.last_order import LastOrderFile
-from fedspan.deployment.limits import (
-    require_config,
-)
-from fedspan.deployment.node_folder import (
-    LAST_ORDER,
-    get_run_folder,
-    remove_old_states,
-)
+from fedspan.deployment.limits import require_config
+from fedspan.deployment.node_folder import LAST_ORDER, get_run_folder, remove_old_states
 from fedspan.deployment.usage import UsageBook
 from fedspan.errors import FedspanError, escape_controls
 from fedspan.federation.protocol import Envelope, Order, read_header
 from fedspan.federation.secagg.messages import Phase, decode_request
 from fedspan.files import convert_disk_errors, read_bytes, write_atomic
 from fedspan.logs import AuditLog
-from fedspan.runs.setup import prepare
-from fedspan.runs.start import Build
 from fedspan.training.stages import StageName, Stages
 
 _INVITATION = "invitation.json"
@@ -51,7 +37,7 @@ _INVITATION = "invitation.json"
 _STAGES: Mapping[str, StageName] = {"statistics": "statistics", "evaluate": "evaluation", "export": "export"}
 """The stage of each kind of order; training and the exchanges of secure aggregation are one."""
 
-_prepare = partial(prepare, ignores_labels=True)  # else a refusal would tell the server which labels occur
+_load = partial(load_run, ignores_labels=True)  # else a refusal would tell the server which labels occur
 
 log = logging.getLogger("fedspan.node")
 
@@ -66,10 +52,10 @@ class NodeService:
 
     Args:
         node: Config of the node, from the operator's file.
-        build: Builds a run on this node.
+        load: Loads a run's data and model, and builds what trains them.
     """
 
-    def __init__(self, node: NodeConfig, build: Build = _prepare) -> None:
+    def __init__(self, node: NodeConfig, load: Load = _load) -> None:
         self.node = node
         self.folder = Path(node.folder)
         self._usage = UsageBook(node)
@@ -77,7 +63,7 @@ class NodeService:
         self._loaded: tuple[str, JoinedRun] | None = None
         self._audit = AuditLog(self.folder / AUDIT)
         self._stages = Stages(Heartbeat(self.folder).observe)
-        self._builder = JoinedRunBuilder(node, build, self._stages, self._usage.compute_content)
+        self._builder = JoinedRunBuilder(node, load, self._stages, self._usage.compute_content)
         self._approvals = Approvals(self.folder, self._audit)
         self._announced = ""  # the last job that the log named as waiting: invitations are repeated
 
