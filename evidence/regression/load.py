@@ -345,7 +345,7 @@ def page(
         body=BODY // 1000,
         command=command,
         machine=describe_machine(),
-        busy=" The machine had other work, too." if args.busy else "",
+        busy=" The machine had other work, too, so times are upper bounds." if args.busy else "",
         rounds="\n".join(rounds),
         requests="\n".join(requests),
         long=LONG,
