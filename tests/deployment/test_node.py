@@ -544,9 +544,9 @@ QUOTING = [
 """Errors that quote an example, a label or a path of the owner's."""
 PLACES = {
     "fedspan.tasks.classification.SequenceClassification.collate": ("train", "evaluate"),
-    "fedspan.deployment.node.DiskClientStore.store": ("train",),
-    "fedspan.clients.host.add_noise": ("evaluate",),
-    "fedspan.deployment.node.write_model": ("export",),
+    "fedspan.deployment.joined_run.DiskClientStore.store": ("train",),
+    "fedspan.clients.metric_noise.add_noise": ("evaluate",),
+    "fedspan.deployment.joined_run.write_model": ("export",),
 }
 """What carries out orders of these kinds."""
 

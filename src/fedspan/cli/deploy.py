@@ -78,6 +78,15 @@ def server(
             help="Seconds for which an order waits for a node that has gone offline without being stopped.",
         ),
     ] = 60.0,
+    proxies: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--proxy",
+            metavar="ADDRESS",
+            help="IP address of a reverse proxy in front of the server, whose connections are those of many nodes; may "
+            "be repeated.",
+        ),
+    ] = None,
 ) -> None:
     """Run a federation's server, with TLS and node keys.
 
@@ -118,7 +127,7 @@ def server(
         typer.echo(f"and run here:\n  fedspan submit config.yaml{_format_server_option(folder)}")
 
     with page or nullcontext():
-        supervise(folder, link, host, stop, print_instructions, reconnect_seconds)
+        supervise(folder, link, host, stop, print_instructions, reconnect_seconds, proxies or ())
 
 
 def _create_page(link: ServerLink, host: str, port: int, names: Sequence[str]) -> WebPage:

@@ -10,8 +10,6 @@ from fedspan.federation.protocol import Envelope
 from fedspan.federation.transport import AsynchronousTransport, OnReply, OnTrained, Orders
 from fedspan.logs import AuditLog
 
-__all__ = ["AUDIT", "AuditedTransport", "describe_envelope"]
-
 AUDIT = "audit.jsonl"
 """The audit log in a server's or a node's folder."""
 
@@ -38,14 +36,7 @@ def describe_envelope(envelope: Envelope) -> dict[str, object]:
 
 
 class AuditedTransport(AsynchronousTransport):
-    """A transport that writes every order and every reply to an audit log before it passes them on.
-
-    Args:
-        inner: The transport.
-        log: The audit log.
-        run: Name of the run.
-        nodes: Id of each client's node.
-    """
+    """A transport that writes every order and every reply to an audit log before it passes them on."""
 
     def __init__(self, inner: AsynchronousTransport, log: AuditLog, run: str, nodes: Mapping[str, int]) -> None:
         self.inner, self.log, self.run, self.nodes = inner, log, run, nodes

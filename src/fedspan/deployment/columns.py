@@ -15,8 +15,6 @@ from fedspan.data.templates import parse_template
 from fedspan.deployment.handshake import build_node_values
 from fedspan.errors import FedspanError
 
-__all__ = ["describe_columns", "require_columns"]
-
 
 def require_columns(node: NodeConfig, config: RunConfig) -> None:
     """Check that a run's prompt names only columns that the node's owner allows, before the data are read.
@@ -40,12 +38,7 @@ def require_columns(node: NodeConfig, config: RunConfig) -> None:
 
 
 def describe_columns(node: NodeConfig, values: Mapping[str, Any]) -> str:
-    """Return the columns of a node's data that a run may read, as text.
-
-    Args:
-        node: The node's config.
-        values: Plain values of the run's config.
-    """
+    """Return the columns of a node's data that a run may read, as text."""
     if not node.data:
         return "those that the node's own trainer reads"
     try:

@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from fedspan.transports.http.client import Link
     from fedspan.transports.http.server import ServerLink
 
-__all__ = ["build_invitation", "check_node", "join", "read_run_name", "submit"]
-
 _MBIT_BYTES = 1e6 / 8
 """Bytes of a megabit."""
 _SAMPLE_BYTES = 1 << 20
@@ -107,7 +105,7 @@ def _build_link(node: NodeConfig, *, insecure: bool) -> Link:
     from fedspan.transports.http.keys import load_node_key
     from fedspan.transports.http.transfers import Bandwidth
 
-    key = None if insecure or node.key is None else load_node_key(Path(node.key))[0]
+    key = None if insecure or node.key is None else load_node_key(Path(node.key))
     authority = None if insecure or node.authority is None else Path(node.authority)
     up, down = (
         None if mbit is None else mbit * _MBIT_BYTES for mbit in (node.bandwidth.up_mbit, node.bandwidth.down_mbit)

@@ -32,8 +32,6 @@ from fedspan.runs import start
 from fedspan.runs.report import RunReport
 from fedspan.transports.flower.server import Context, Grid, GridTransport, create_server_app, invite
 
-__all__ = ["app", "write_app"]
-
 _WAIT = 600.0
 """Seconds to wait for all nodes, unless the run's config of Flower has another number."""
 
@@ -142,11 +140,7 @@ def _format_toml(value: str | float | bool) -> str:
 
 
 def _parse(values: Mapping[str, Any], simulated: bool) -> RunConfig:
-    """Parse a run's config, and refuse what is not possible over Flower.
-
-    Raises:
-        FedspanError: For the first such field.
-    """
+    """Parse a run's config, and refuse what is not possible over Flower."""
     config = parse_config(values) if simulated else build_server_config(values)
     federation = config.federation
     refused: dict[str, tuple[object, str]] = {

@@ -15,8 +15,6 @@ from pathlib import Path
 from fedspan.files import write_atomic
 from fedspan.training.stages import Stage
 
-__all__ = ["STUCK_SECONDS", "Heartbeat", "describe_heartbeat", "find_problem", "read_work"]
-
 STUCK_SECONDS = 900.0
 """Age of the heartbeat in seconds above which a node is unhealthy."""
 _LOADING_SECONDS = 3600.0
@@ -32,11 +30,7 @@ log = logging.getLogger("fedspan.node")
 
 
 class Heartbeat:
-    """A process's view of a node's heartbeat.
-
-    Args:
-        folder: The node's folder.
-    """
+    """A process's view of a node's heartbeat."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -12,20 +12,6 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-__all__ = [
-    "CHUNK",
-    "KEPT_ALIVE",
-    "POLL_SECONDS",
-    "PROTOCOLS",
-    "NodeWork",
-    "join_message",
-    "pack",
-    "parse_range",
-    "parse_work",
-    "split_message",
-    "unpack",
-]
-
 KEPT_ALIVE = 60.0
 """Seconds for which an idle connection is kept: longer than heartbeats are apart."""
 PROTOCOLS = (1,)

@@ -14,8 +14,6 @@ from contextlib import contextmanager
 import ray
 from ray._raylet import AuthenticationTokenLoader, Config  # pyright: ignore[reportAttributeAccessIssue]
 
-__all__ = ["own_token"]
-
 _MODE, _TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
 
 

@@ -19,8 +19,6 @@ from fedspan.training.batching import ModelInputs, split_evaluation_batches, spl
 from fedspan.training.engine import Engine
 from fedspan.transports.ray.team import Piece, Team, WorkerHandle
 
-__all__ = ["ClusterPredictor"]
-
 _PIECES = 4
 """Pieces of each worker, so that a fast worker can take work from a slow one."""
 
@@ -47,19 +45,11 @@ class ClusterPredictor:
     def predict(
         self, job: Job, examples: Examples, indices: np.ndarray, batch_size: int, *, generate: bool = False
     ) -> Tensor:
-        """``Predictor.predict``.
-
-        Raises:
-            FedspanError: If workers die too often.
-        """
+        """``Predictor.predict``."""
         return self._predict_batches([job], examples, indices, batch_size, generate=generate)[0]
 
     def predict_each(self, models: Iterable[ModelInputs], examples: Examples, batch_size: int) -> Iterator[Tensor]:
-        """``Predictor.predict_each``: the models that could share a pass on the driver are predicted by one worker.
-
-        Raises:
-            FedspanError: If workers die too often.
-        """
+        """``Predictor.predict_each``: the models that could share a pass on the driver are predicted by one worker."""
         plan = self.engine.stacking if isinstance(self.engine, BatchedEngine) else None
         threads = 1 if plan is None else plan.workers
         parts = list[Sequence[np.ndarray]]()  # of each model that was requested
@@ -87,11 +77,7 @@ class ClusterPredictor:
     def predict_shared_examples(
         self, jobs: Iterable[Job], examples: Examples, indices: np.ndarray, batch_size: int
     ) -> Iterator[Tensor]:
-        """``Predictor.predict_shared_examples``: a worker predicts whole batches, with models that could share passes.
-
-        Raises:
-            FedspanError: If workers die too often.
-        """
+        """``Predictor.predict_shared_examples``: a worker predicts whole batches, with models that may share passes."""
         models = 1
         if isinstance(self.engine, BatchedEngine):
             plan = self.engine.get_prediction_plan()
