@@ -1,5 +1,6 @@
 """Pages of the documentation: what scripts write is current; links, options, tables and named tests are right."""
 
+import ast
 import re
 from collections import Counter
 from pathlib import Path
@@ -143,6 +144,12 @@ def test_every_replayed_attack_is_in_the_table() -> None:
     attacks = (ROOT / "tests" / "transports" / "http" / "test_attacks.py").read_text(encoding="utf-8")
     for name in re.findall(r"^(?:async )?def (test_\w+)", attacks, re.MULTILINE):
         assert f"`{name}`" in text, name
+
+
+def test_the_title_of_a_module_is_no_clause() -> None:
+    for path in (ROOT / "src").rglob("*.py"):
+        title = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        assert not re.match(r"(How|What|When|Where|Whether|Which|Who|Why)\b", title), f"{path}: {title.splitlines()[0]}"
 
 
 def test_every_trap_has_a_test_that_is_there() -> None:

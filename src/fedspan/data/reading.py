@@ -1,4 +1,4 @@
-"""What the readers of files share: their result, and the beginning of a file."""
+"""Shared parts of the readers of files: their result, and the beginning of a file."""
 
 from __future__ import annotations
 

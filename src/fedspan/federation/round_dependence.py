@@ -1,4 +1,4 @@
-"""Whether a method's jobs and states can be mixed across rounds, as asynchronous rounds do; found by running it."""
+"""Test by running it that a method's jobs and states can be mixed across rounds, as asynchronous rounds do."""
 
 from __future__ import annotations
 

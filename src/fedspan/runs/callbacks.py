@@ -1,4 +1,4 @@
-"""What a run reports while it runs: events for listeners, and final scores."""
+"""Reports of a run while it runs: events for listeners, and final scores."""
 
 from __future__ import annotations
 

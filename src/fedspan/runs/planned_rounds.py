@@ -1,4 +1,4 @@
-"""What the finished rounds of a run owe to the number of rounds that it was planned with."""
+"""Dependence of a run's finished rounds on the number of rounds that it was planned with."""
 
 from __future__ import annotations
 

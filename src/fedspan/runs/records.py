@@ -1,4 +1,4 @@
-"""What a finished run's report names beside its results: the config, the files and the ends of the logs.
+"""Records in a finished run's report beside its results: the config, the files and the ends of the logs.
 
 ``integrity`` compares a whole run with it; whoever uses one exported model compares that model's files.
 """

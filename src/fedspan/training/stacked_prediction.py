@@ -1,4 +1,4 @@
-"""Which models predict in one pass: those with tensors of equal shapes, on few examples each or on the same ones."""
+"""Predictions of several models in one pass: of equal shapes, on few examples each or on the same ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What FedAdagrad, FedAdam and FedYogi share: algorithm 2 of "Adaptive Federated Optimization".
+"""Base of FedAdagrad, FedAdam and FedYogi: algorithm 2 of "Adaptive Federated Optimization".
 
 Reddi et al., "Adaptive Federated Optimization", ICLR 2021, arXiv:2003.00295.
 """

@@ -1,4 +1,4 @@
-"""Whether the frozen weights of a user's module are still those with which a run began."""
+"""Check that the frozen weights of a user's module are those with which a run began."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a Transformers ``Trainer`` measures, under the names that fedspan's tasks have for it."""
+"""Metrics of a Transformers ``Trainer``, under the names that fedspan's tasks have for them."""
 
 from __future__ import annotations
 
