@@ -1,6 +1,8 @@
 """Pages of the documentation: what scripts write is current; links, options, tables and named tests are right."""
 
 import ast
+import doctest
+import inspect
 import re
 from collections import Counter
 from pathlib import Path
@@ -9,6 +11,7 @@ import pytest
 import yaml
 from typer.main import get_command
 
+import fedspan
 from fedspan.cli.app import app
 from helpers.code_blocks import PAGES, ROOT, blocks_of
 from helpers.scripts import load_script
@@ -150,6 +153,20 @@ def test_the_title_of_a_module_is_no_clause() -> None:
     for path in (ROOT / "src").rglob("*.py"):
         title = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
         assert not re.match(r"(How|What|When|Where|Whether|Which|Who|Why)\b", title), f"{path}: {title.splitlines()[0]}"
+
+
+def test_every_public_function_has_an_example_that_its_signature_accepts() -> None:
+    functions = [function for name in fedspan.__all__ if inspect.isfunction(function := getattr(fedspan, name))]
+    assert len(functions) > 20
+    for function in functions:
+        text, signature = inspect.getdoc(function) or "", inspect.signature(function)
+        assert "\nReturns:\n" in text or signature.return_annotation in (None, "None"), function
+        trees = [ast.parse(example.source) for example in doctest.DocTestParser().get_examples(text)]
+        nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        calls = [node for node in nodes if ast.unparse(node.func) == f"fedspan.{function.__name__}"]
+        assert calls, function
+        for call in calls:
+            signature.bind(*call.args, **{str(keyword.arg): keyword.value for keyword in call.keywords})
 
 
 def test_every_trap_has_a_test_that_is_there() -> None:

@@ -41,7 +41,14 @@ class WrapperRow:
 
 
 def list_wrappers() -> tuple[WrapperRow, ...]:
-    """List every registered wrapper, sorted by key. No wrapper is imported, so this takes milliseconds."""
+    """List every registered wrapper, sorted by key. No wrapper is imported, so this takes milliseconds.
+
+    Returns:
+        A row for each wrapper, with its key.
+
+    Examples:
+        >>> [row.key for row in fedspan.list_wrappers()]
+    """
     rows = json.loads(files("fedspan.wrappers").joinpath(_TABLE).read_text(encoding="utf-8"))
     return tuple(WrapperRow(options=tuple(Option(**option) for option in row.pop("options")), **row) for row in rows)
 
