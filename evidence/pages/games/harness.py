@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 from scipy.stats import t
 
+from fedspan.assembly.run import Prepared, prepare
 from fedspan.config import parse_config
 from fedspan.core.tensors import Tensors, subtract
 from fedspan.federation.federation import Federation
-from fedspan.runs.setup import Prepared, prepare
 
 Rows = Sequence[tuple[str, str]]
 """Texts with their labels."""
