@@ -152,7 +152,7 @@ PAGES = {
     "federation.secure": "secure-aggregation.md",
     "good replies": "deployment.md#which-replies-count",
     "limits": "node.md#limits",
-    "limits.approve": "deployment.md#approving-jobs",
+    "limits.approve": "own-a-node.md#how-do-i-approve-a-run",
     "method": "config.md#method",
     "method.name": "choosing.md",
     "model": "config.md#model",

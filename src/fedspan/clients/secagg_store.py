@@ -1,4 +1,4 @@
-"""What a client of secure aggregation stores: its session between the phases, and the sums that it helped to open."""
+"""Store of a client of secure aggregation: its session between the phases, and the sums that it helped to open."""
 
 from __future__ import annotations
 

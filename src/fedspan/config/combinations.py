@@ -1,4 +1,4 @@
-"""Which options of a run fit together: the checks across the sections of a config."""
+"""Checks across the sections of a config: combinations of options that do not fit together."""
 
 from __future__ import annotations
 

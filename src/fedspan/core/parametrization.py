@@ -1,4 +1,4 @@
-"""How trainable tensors become a layer's weight: the one thing in which most low-rank methods differ on the client.
+"""Parametrizations, from trainable tensors to a layer's weight: where most low-rank methods differ on the client.
 
 A parametrization maps one layer's tensors (by slot) to an ``Effective``: whether the frozen base is included, a pair of
 factors (or a matrix) added to it, and, for full-weight methods, a weight that replaces it. Shapes: O output features, I

@@ -122,7 +122,14 @@ def _load_catalogue() -> Mapping[str, DatasetEntry]:
 
 
 def list_datasets() -> tuple[DatasetEntry, ...]:
-    """Return all data sets that ``data.dataset`` can name, in the order of the catalogue."""
+    """Return all data sets that ``data.dataset`` can name, in the order of the catalogue.
+
+    Returns:
+        The entries, each with its ``key``, task, columns and license.
+
+    Examples:
+        >>> [entry.key for entry in fedspan.list_datasets()]
+    """
     return tuple(_load_catalogue().values())
 
 

@@ -1,4 +1,4 @@
-"""What a server asked of its nodes and what they answered, for its audit log: sizes and digests, never content."""
+"""Entries of a server's audit log for its orders and the nodes' replies: sizes and digests, never content."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which columns of a node's data a run may read: a server's prompt can name only those that the owner allows."""
+"""Columns of a node's data that a run may read: a server's prompt can name only those that the owner allows."""
 
 from __future__ import annotations
 

@@ -177,6 +177,9 @@ def join(path: str | Path, *, trainer: Any = None, insecure: bool = False, stop:
         insecure: Whether to run without TLS and a key, for a test on one machine.
         stop: Event that ends the function when set.
 
+    Examples:
+        >>> fedspan.join("node.yaml", trainer=trainer)
+
     Raises:
         FedspanError: If the file has an error, other users may enter the node's folder, another process works in it,
             the record of what servers have used is missing or damaged, the server refuses this node, or one of several

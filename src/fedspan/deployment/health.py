@@ -1,4 +1,4 @@
-"""Whether a node works: a file in its folder whose time advances while its loop runs or its training makes progress.
+"""Health of a node: a file in its folder whose time advances while its loop runs or its training makes progress.
 
 While a node waits for orders, its loop renews the heartbeat; while it carries one out, the stages of its work do (every
 batch counts). So a node whose loop or whose training hangs has an old heartbeat, whichever process hangs.

@@ -1,4 +1,4 @@
-"""What a node checks against its operator's limits: a run's config when it joins, and every order afterwards.
+"""Checks of a node against its operator's limits: a run's config when it joins, and every order afterwards.
 
 A config is agreed on once. Whatever an order repeats of it (learning rate, weight, rank, number of the round) is
 compared with what the node computes from that config and from its own examples, so no order can differ from it.

@@ -1,4 +1,4 @@
-"""Where a node keeps what belongs to a run."""
+"""Paths of a run's files in a node's folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What servers have used of a node's data: invitations, runs, rounds, evaluations and privacy, per data set and server.
+"""Servers' use of a node's data: invitations, runs, rounds, evaluations and privacy, per data set and server.
 
 The book is one file in the node's folder, written before the use that it records. It must not get lost: a node that
 forgot its privacy budget would spend it again. So a second file outside the folder, the marker, holds the digest of the

@@ -1,4 +1,4 @@
-"""Where the replies of asynchronous rounds come from: a simulated clock, the record of a run, or machines.
+"""Sources of the replies of asynchronous rounds: a simulated clock, the record of a run, or machines.
 
 Each source yields the orders of a round in the order in which their replies arrive, and decides when clients receive
 further ones.

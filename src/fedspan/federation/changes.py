@@ -1,4 +1,4 @@
-"""How far replies are from those of untrained clients, compared within a cohort, and scaling replies towards them.
+"""Distances of replies from those of untrained clients, compared within a cohort; scaling replies towards them.
 
 The reply of an untrained client depends on no data, so the server can compute it. A limit on the norm of the change
 from it bounds a client's influence on the update, whatever the client sends.

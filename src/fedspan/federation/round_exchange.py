@@ -1,4 +1,4 @@
-"""What a round exchanges, and what comes of it: orders, replies, events and the result.
+"""A round's exchange: orders, replies, events and the result.
 
 When orders start, and when the update closes, is the schedule's: ``Round`` or ``BufferedRound``.
 """

@@ -95,6 +95,9 @@ def register(key: str, cls: type[RegisteredMethod]) -> None:
         cls: Frozen dataclass derived from ``fedspan.core.method.RegisteredMethod`` that declares its ``claims``. Its
             fields are the options of ``method:``.
 
+    Examples:
+        >>> fedspan.register("my-method", MyMethod)
+
     Raises:
         FedspanError: If the key is invalid or belongs to another class, here or in an installed package, or the class
             is not a method.

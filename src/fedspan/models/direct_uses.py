@@ -1,4 +1,4 @@
-"""Whether a model uses the weights of its target layers only by calling the layers, as adapters need it."""
+"""Check that a model uses the weights of its target layers only by calling the layers, as adapters need it."""
 
 from __future__ import annotations
 

@@ -51,6 +51,12 @@ def plan(
             ``fedspan.planning.accelerators``.
         mbit: Megabits a second between a client and the server; left out: no transfer is planned.
 
+    Returns:
+        The numbers; those of which nothing is known, such as the time without a ``device``, are None.
+
+    Examples:
+        >>> fedspan.plan("config.yaml", device="A100", mbit=100)
+
     Raises:
         FedspanError: If the config, the data or an argument has an error that the user can correct.
     """

@@ -35,6 +35,12 @@ def dry_run(id: str, *, scale: Scale = "small", overrides: Sequence[str] = ()) -
         scale: ``small`` or ``full``.
         overrides: Changes to all configs, each ``section.field=value``.
 
+    Returns:
+        One entry for each row of each cell, with its plan.
+
+    Examples:
+        >>> rows = fedspan.dry_run("rolora-table1", scale="full")
+
     Raises:
         FedspanError: If the preset or scale is unknown, or an override does not fit.
     """

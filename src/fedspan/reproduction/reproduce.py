@@ -151,6 +151,12 @@ def reproduce(
         listener: Listener that receives all events.
         progress: Whether to show progress bars on standard error; None: if that is a terminal, or in a notebook.
 
+    Returns:
+        The scores of all cells, and the verdict on each of the paper's statements.
+
+    Examples:
+        >>> fedspan.reproduce("rolora-table1", "runs/table1", data="data", model="roberta-large")
+
     Raises:
         FedspanError: If an argument, a config or the folder has an error that the user can correct.
     """
@@ -182,6 +188,12 @@ def resume_reproduction(
         folder: Folder of the reproduction.
         listener: Listener that receives all events.
         progress: Whether to show progress bars, as for ``reproduce``.
+
+    Returns:
+        The result, as of ``reproduce``.
+
+    Examples:
+        >>> fedspan.resume_reproduction("runs/table1")
 
     Raises:
         FedspanError: If no reproduction was started in the folder, or for the reasons of ``reproduce``.

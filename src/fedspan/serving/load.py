@@ -321,6 +321,10 @@ def predict(
         pairs, of all labels above the threshold, of a multi-label classifier; the number of a regression model; the
         generated answer of a language model; a readable answer of any other task.
 
+    Examples:
+        >>> fedspan.predict("runs/first", ["Can I move my appointment?"])
+        [('reschedule_appointment', 0.93)]
+
     Raises:
         FedspanError: If `load_served` raises it, or inputs are pairs and the training's were not, or the other way
             round.

@@ -80,6 +80,9 @@ def register_metrics(metrics: Mapping[str, Metric]) -> None:
     Args:
         metrics: Title, direction and bounds by the name in reports, a Python identifier in lower case.
 
+    Examples:
+        >>> fedspan.register_metrics({"bleu": fedspan.Metric("BLEU", greater_is_better=True, maximum=100.0)})
+
     Raises:
         FedspanError: If a name is no identifier, or belongs to another metric.
     """

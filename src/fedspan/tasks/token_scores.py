@@ -1,4 +1,4 @@
-"""What tasks with a target for each token have in common: the loss, scores of target tokens, and generated ids.
+"""Shared parts of tasks with a target for each token: the loss, scores of target tokens, and generated ids.
 
 Shapes: B examples, T tokens, S target tokens of a batch, V vocabulary or classes, C clients, N generated ids.
 """

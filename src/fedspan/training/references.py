@@ -1,4 +1,4 @@
-"""What the reference model computes of examples, once for each of them.
+"""Outputs of the reference model, computed once for each example.
 
 A task with ``compute_reference`` compares the model that trains with the reference: the pretrained model, which is the
 base before the first round, without adapters. Methods that change the base (FLoRA, full-rank methods) do not change the

@@ -1,4 +1,4 @@
-"""What every way of training a job takes: the model, its caches, the loss, dropout and the optimizer's step."""
+"""Services of every kind of training: the model, its caches, the loss, dropout and the optimizer's step."""
 
 from __future__ import annotations
 

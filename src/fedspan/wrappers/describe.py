@@ -38,7 +38,14 @@ class WrapperRow:
 
 
 def list_wrappers() -> tuple[WrapperRow, ...]:
-    """List every registered wrapper, sorted by key. No wrapper is imported, so this takes milliseconds."""
+    """List every registered wrapper, sorted by key. No wrapper is imported, so this takes milliseconds.
+
+    Returns:
+        A row for each wrapper, with its key.
+
+    Examples:
+        >>> [row.key for row in fedspan.list_wrappers()]
+    """
     return read_table("fedspan.wrappers", WrapperRow)
 
 

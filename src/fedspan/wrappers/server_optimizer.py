@@ -1,4 +1,4 @@
-"""What server optimizers share: the mean change of transmitted tensors is a gradient for an optimizer on the server.
+"""Base of server optimizers: the mean change of transmitted tensors is a gradient for an optimizer on the server.
 
 D = sum_i p_i (x_i - x);   x <- x + step(D),   for every transmitted tensor x, entry by entry
 """

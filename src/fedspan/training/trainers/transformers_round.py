@@ -1,4 +1,4 @@
-"""What a round or an evaluation sets on a Transformers ``Trainer``, and undoes afterwards."""
+"""Settings of a Transformers ``Trainer`` for a round or an evaluation, undone afterwards."""
 
 from __future__ import annotations
 

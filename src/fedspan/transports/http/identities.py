@@ -1,4 +1,4 @@
-"""Who a server and its nodes are to each other: the server's order key, the nodes' keys, and the signed challenge.
+"""Identities of a server and its nodes: the server's order key, the nodes' keys, and the signed challenge.
 
 The order key's certificate is part of the file that data owners receive (``ca.crt``), signed by the authority in it. A
 node's key for sealed orders is derived from its lasting key, which signs it, so that it is the same after a restart.

@@ -1,4 +1,4 @@
-"""What travels between a node and its server: paths, headers, and the form of a message.
+"""The protocol of a node and its server: paths, headers, and the form of a message.
 
 A message is one byte string: its version, the length of its head, the head, and the body. The head is sealed to the
 receiver's key (``signing``) and holds the key of the body, so that one body serves many receivers: it is encrypted once
