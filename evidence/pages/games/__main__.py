@@ -10,26 +10,29 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from evidence.pages.games.costs import play_costs
+from evidence.pages.games.costs import play_costs, time_round
 from evidence.pages.games.handshake import play_handshake
-from evidence.pages.games.harness import Rows, format_score, prepare_nodes, read_rows
+from evidence.pages.games.harness import PROTECTIONS, Rows, format_score, prepare_nodes, read_rows
 from evidence.pages.games.head_statistics import play_statistics
 from evidence.pages.games.heads import prepare_heads
 from evidence.pages.games.membership import SUMMED, play_audit, play_membership
 from evidence.pages.games.metrics import play_metrics
 from evidence.pages.games.secure import play_secure
-from evidence.pages.games.texts import play_texts
+from evidence.pages.games.texts import ORDERS, play_texts
 from evidence.pages.games.updates import play_step
 from fedspan.config.node import NodeLimits
 from fedspan.tasks.task import get_labels
 
 NODE = 1000
 """Examples of a node."""
+NODE_PROTECTIONS = ("plain", "secure", "local", "dp-sgd")
+"""Protections of a node's reply; under central privacy the server has it in plaintext, or their sum."""
 
 
 def run_metrics(args: argparse.Namespace) -> None:
@@ -48,7 +51,7 @@ def run_by_protection(
     play: Callable[[Rows, str, int], Mapping[str, float]], args: argparse.Namespace, *protections: str
 ) -> None:
     """Print the scores of a game over seeds, by protection."""
-    for protection in protections:
+    for protection in args.protections or protections:
         print_scores(protection, [play(read_rows(args.data, seed), protection, seed) for seed in args.seeds])
 
 
@@ -67,7 +70,7 @@ def read_all(args: argparse.Namespace) -> Rows:
 
 def run_membership(args: argparse.Namespace) -> None:
     """Members from the model that one node, or five together, trained in the rounds of the head."""
-    for protection in SUMMED:
+    for protection in args.protections or SUMMED:
         heads = prepare_heads(read_all(args), protection, args.cache)
         print_scores(protection, [play_membership(heads, protection, args.models, seed) for seed in args.seeds])
 
@@ -79,11 +82,12 @@ def run_audit(args: argparse.Namespace) -> None:
 
 def run_costs(args: argparse.Namespace) -> None:
     """Accuracy and seconds of honest runs."""
-    for protection in SUMMED:
+    for protection in args.protections or SUMMED:
         heads = prepare_heads(read_all(args), protection, args.cache)
         for nodes, examples in itertools.product((3, 5, 10), (50, 200, NODE)):
-            played = [play_costs(heads, nodes, examples, seed) for seed in args.seeds]
-            print_scores(f"{nodes} nodes of {examples}, {protection}", played)
+            subject = f"{nodes} nodes of {examples}, {protection}"
+            print_scores(subject, [play_costs(heads, nodes, examples, seed) for seed in args.seeds])
+            print_scores(subject, [time_round(heads, nodes, examples, args.seeds[0])])
 
 
 def run_statistics(args: argparse.Namespace) -> None:
@@ -108,8 +112,8 @@ def run_secure(args: argparse.Namespace) -> None:
 
 GAMES: Mapping[str, Callable[[argparse.Namespace], None]] = {
     "metrics": run_metrics,
-    "step": lambda args: run_by_protection(play_step, args, "plain", "secure", "local", "dp-sgd"),
-    "texts": lambda args: run_by_protection(play_texts, args, "plain", "secure", "local", "dp-sgd"),
+    "step": lambda args: run_by_protection(play_step, args, *NODE_PROTECTIONS),
+    "texts": lambda args: run_by_protection(partial(play_texts, orders=args.orders), args, *NODE_PROTECTIONS),
     "membership": run_membership,
     "audit": run_audit,
     "statistics": run_statistics,
@@ -130,8 +134,10 @@ def main() -> None:
     parser.add_argument(
         "--epsilons", type=float, nargs="+", default=[1e-9, limits.evaluation_epsilon, 1.0], help="1e-9 is a guess"
     )
+    parser.add_argument("--protections", nargs="+", choices=PROTECTIONS, help="default: all of the game")
+    parser.add_argument("--orders", type=int, default=ORDERS, help="orders of the game texts")
     parser.add_argument("--cache", type=Path, help="file of the features for membership, statistics and costs")
-    parser.add_argument("--models", type=int, default=24, help="models of a seed of the game membership")
+    parser.add_argument("--models", type=int, default=32, help="models of the attacker of membership")
     parser.add_argument("--runs", type=int, default=4, help="runs of a seed of the audit")
     parser.add_argument("--clients", type=int, nargs="+", default=[3, 5, 11], help="nodes of secure aggregation")
     parser.add_argument("--mixtures", type=int, default=10, help="random games of secure aggregation")

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import numpy as np
 
-from evidence.pages.games.heads import Heads, compute_accuracy, train_head
+from evidence.pages.games.heads import Heads, compute_accuracy, train_head, train_many
 
 
-def play_costs(heads: Heads, nodes: int, examples: int, seed: int, tested: int = 3000) -> dict[str, float]:
-    """Return the accuracy on other examples, and the seconds of a round.
-
-    Args:
-        heads: The run.
-        nodes: Number of nodes.
-        examples: Examples of a node.
-        seed: Seed of the examples.
-        tested: Examples on which the accuracy is measured.
-    """
+def draw_parts(heads: Heads, nodes: int, examples: int, seed: int) -> tuple[list[np.ndarray], np.ndarray]:
+    """Draw the examples of nodes, and 3,000 others."""
     order = np.random.default_rng(seed).permutation(len(heads.labels))
-    parts = np.split(order[: nodes * examples], nodes)
-    logits, seconds = train_head(heads, parts, seed)
-    return {"accuracy": compute_accuracy(heads, logits, order[-tested:]), "seconds": seconds}
+    return np.split(order[: nodes * examples], nodes), order[-3000:]
+
+
+def play_costs(heads: Heads, nodes: int, examples: int, seed: int) -> dict[str, float]:
+    """Return the accuracy of the heads of ``train_many`` on other examples."""
+    parts, others = draw_parts(heads, nodes, examples, seed)
+    return {"accuracy": compute_accuracy(heads, train_many(heads, [parts], seed)[0], others)}
+
+
+def time_round(heads: Heads, nodes: int, examples: int, seed: int) -> dict[str, float]:
+    """Return the processor's seconds of one round of a federation, all nodes together."""
+    return {"seconds": train_head(heads, draw_parts(heads, nodes, examples, seed)[0], seed, rounds=1)[1]}

@@ -1,10 +1,9 @@
 """Membership: whether an example is among those that nodes trained on.
 
-LiRA, online (Carlini et al., "Membership Inference Attacks From First Principles", S&P 2022): models are trained on
-random halves of the candidates. Each in turn is the victim, and all others show how sure a model is of an example that
-it was trained on, and of one that it was not. The score of an example is the likelihood ratio of the two normal
-distributions with a common variance for all examples. With one node, the model is what it replies; with more, it is
-their sum, or the final model.
+LiRA, online (Carlini et al., "Membership Inference Attacks From First Principles", S&P 2022): the attacker's own models
+are trained on random halves of the candidates. They show how sure a model is of an example that it was trained on, and
+of one that it was not. The score of an example is the likelihood ratio of the two normal distributions with a common
+variance for all examples. With one node, the victim's model is its reply; with more, it is their sum, the final model.
 
 One-run auditing (Steinke, Nasr and Jagielski, "Privacy Auditing with One (1) Training Run", NeurIPS 2023): every
 candidate is in the data with probability 1/2. The surest guesses of a run bound its epsilon from below.
@@ -20,7 +19,7 @@ import torch
 from scipy.stats import binom
 
 from evidence.pages.games.harness import NODES, Rows, compute_rate, observe, prepare_nodes
-from evidence.pages.games.heads import Heads, compute_accuracy, train_head
+from evidence.pages.games.heads import BIAS, WEIGHT, Heads, compute_accuracy, train_head, train_many
 from fedspan.core.tensors import create_generator
 from fedspan.federation.progress import ClientData
 from fedspan.tasks.task import get_labels
@@ -41,37 +40,34 @@ def draw_members(candidates: int, seed: int, number: int) -> np.ndarray:
 def play_membership(
     heads: Heads, protection: str, models: int, seed: int, candidates: int = 2000, tested: int = 3000
 ) -> dict[str, float]:
-    """Attack each of some models with all others.
+    """Attack a federation with models of the attacker's own.
 
     Args:
         heads: The run.
         protection: Its protection.
-        models: Number of models.
-        seed: Seed of candidates and models.
-        candidates: Number of candidates.
+        models: Number of the attacker's models.
+        seed: Seed of candidates, members, victim and models.
+        candidates: Number of candidates, about half of them members.
         tested: Number of other examples on which the accuracy is measured.
 
     Returns:
-        Means over the models: members found at 1 % false ones, above 1 %; the lower bound on epsilon at 95 %
-        confidence; and the accuracy.
+        Members found at 1 % false ones, above 1 %; the lower bound on epsilon at 95 % confidence; and the accuracy of
+        the victim and of the models.
     """
     order = np.random.default_rng(seed).permutation(len(heads.labels))
     own, others = order[:candidates], order[candidates : candidates + tested]
-    members, confidences, accuracies = list[np.ndarray](), list[np.ndarray](), list[float]()
-    for number in range(models):
-        drawn = draw_members(candidates, seed, number)
-        parts = np.array_split(own[drawn], SUMMED[protection])
-        logits, _ = train_head(heads, parts, seed * models + number)
-        members.append(drawn)
-        confidences.append(compute_confidence(logits[own], heads.labels[own]))
-        accuracies.append(compute_accuracy(heads, logits, others))
-    rates, bounds = list[float](), list[float]()
-    for victim, drawn in enumerate(members):
-        scores = compute_likelihood_ratios(np.array(members), np.array(confidences), victim)
-        rates.append(compute_rate(scores[drawn], scores[~drawn]) - 0.01)
-        bounds.append(audit(scores, drawn))
-    means = (float(np.mean(values)) for values in (rates, bounds, accuracies))
-    return dict(zip(("membership", "epsilon", "accuracy"), means, strict=True))
+    members = np.array([draw_members(candidates, seed, number) for number in range(models + 1)])
+    runs = [np.array_split(own[drawn], SUMMED[protection]) for drawn in members]
+    logits = [*train_many(heads, runs[:-1], seed), train_head(heads, runs[-1], seed)[0]]
+    confidences = np.array([compute_confidence(part[own], heads.labels[own]) for part in logits])
+    accuracies = [compute_accuracy(heads, part, others) for part in logits]
+    scores, drawn = compute_likelihood_ratios(members, confidences, models), members[-1]
+    return {
+        "membership": compute_rate(scores[drawn], scores[~drawn]) - 0.01,
+        "epsilon": audit(scores, drawn),
+        "accuracy": accuracies[-1],
+        "accuracy of the attacker's models": float(np.mean(accuracies[:-1])),
+    }
 
 
 def compute_confidence(logits: torch.Tensor, labels: torch.Tensor) -> np.ndarray:
@@ -178,7 +174,7 @@ def play_audit(rows: Rows, runs: int, seed: int) -> dict[str, float]:
             node.federation, {client.id: ClientData(client, np.flatnonzero(drawn), nothing, nothing)}
         )
         change = observe(alone, start)
-        weight, bias = (change[f"extras/classifier.{name}"].double() for name in ("weight", "bias"))
+        weight, bias = (change[name].double() for name in (WEIGHT, BIAS))
         along = -drawn.sum() * ((errors @ weight * features).sum(1) + errors @ bias) - products.sum(1) / 2
         (cost,) = alone.compute_next_charges(alone.begin())
         ridge = products + 4 * (cost.mechanism.noise * privacy.clip) ** 2 * torch.eye(len(rows), dtype=torch.float64)

@@ -25,6 +25,7 @@ from scipy.optimize import nnls
 from torch import Tensor
 
 from evidence.pages.games.harness import Rows, observe, prepare_nodes
+from evidence.pages.games.heads import BIAS, WEIGHT
 from evidence.pages.games.updates import compute_complement, compute_distance, list_victims
 from fedspan.core.tensors import Tensors
 from fedspan.runs.setup import Prepared
@@ -33,7 +34,6 @@ LENGTH = 48
 """Largest number of tokens of a text."""
 ORDERS = 50
 """Orders of a run: as many rounds as a node's file allows (``limits.run_rounds``)."""
-HEAD = ("extras/classifier.weight", "extras/classifier.bias")
 FIRST = "layer.0.intermediate.dense"
 DIRECTIONS = 8
 """Directions in which words are compared first."""
@@ -79,29 +79,37 @@ def build_adapter(nodes: Prepared) -> dict[str, Tensor]:
 def build_head(nodes: Prepared, label: int) -> dict[str, Tensor]:
     """Build the head in which only the examples of one label have a gradient."""
     extras = nodes.engine.adapted.extras
-    weight, bias = (torch.zeros_like(extras[name.removeprefix("extras/")]).detach() for name in HEAD)
+    weight, bias = (torch.zeros_like(extras[name.removeprefix("extras/")]).detach() for name in (WEIGHT, BIAS))
     row = torch.randn(weight.shape[1], generator=torch.Generator().manual_seed(0))  # layer norms remove a constant
     weight[label], bias[label] = row / row.norm(), -30.0
-    return dict(zip(HEAD, (weight, bias), strict=True))
+    return dict(zip((WEIGHT, BIAS), (weight, bias), strict=True))
 
 
-def play_texts(rows: Rows, protection: str, seed: int, examples: int = 16) -> dict[str, float]:
+def play_texts(rows: Rows, protection: str, seed: int, orders: int, examples: int = 16) -> dict[str, float]:
     """Return the share of the texts of a sum that are recovered word for word, and that of their words.
 
     Words are above those of as many guesses by the public texts, which also complete the attacker's.
+
+    Args:
+        rows: Texts and labels.
+        protection: One of ``PROTECTIONS``.
+        seed: Seed of the run.
+        orders: Number of orders: one counts labels, each other one reads the texts of a label, the most frequent first.
+        examples: Examples of a node.
     """
     nodes = build_nodes(rows, protection, seed, examples)
     adapter, victims = build_adapter(nodes), list_victims(nodes, rows)
     zeros = {name: torch.zeros_like(value) for name, value in build_head(nodes, 0).items()}
-    counts = count_labels(observe(nodes.federation, {**adapter, **zeros})[HEAD[1]], len(victims))
-    labels = [label for label in np.argsort(-counts, kind="stable")[: ORDERS - 1].tolist() if counts[label]]
+    counts = count_labels(observe(nodes.federation, {**adapter, **zeros})[BIAS], len(victims))
+    labels = [label for label in np.argsort(-counts, kind="stable")[: orders - 1].tolist() if counts[label]]
     changes = [observe(nodes.federation, {**adapter, **build_head(nodes, label)}) for label in labels]
     guesses: list[tuple[int, ...]] = []
     with torch.no_grad():
         for label, change, pairs in zip(labels, changes, find_pairs(nodes, changes), strict=True):
-            mean = (change[HEAD[0]][label] / change[HEAD[1]][label]).double().numpy()
+            mean = (change[WEIGHT][label] / change[BIAS][label]).double().numpy()
             guesses += solve_texts(nodes, mean * counts[label], pairs, int(counts[label]))
-    return score_texts(nodes, [text for text, _ in victims], guesses, [text for text, _ in rows[-1000:]])
+    sought = [text for text, label in victims if nodes.labels.index(label) in labels]
+    return score_texts(nodes, sought, guesses, [text for text, _ in rows[-1000:]])
 
 
 def score_texts(
@@ -122,8 +130,8 @@ def score_texts(
 
     hits = total & (guessed + guess(max(0, size - guessed.total())))
     return {
-        "texts": (Counter(guesses) & Counter(encoded)).total() / len(victims),
-        "words": (hits.total() - (total & guess(size)).total()) / size,
+        "texts": (Counter(guesses) & Counter(encoded)).total() / max(1, len(victims)),
+        "words": (hits.total() - (total & guess(size)).total()) / max(1, size),
     }
 
 
