@@ -18,6 +18,7 @@ from statistics import mean, stdev
 from typing import Any
 
 import numpy as np
+import torch
 from safetensors.torch import load_file, save_file
 from scipy.stats import t
 from torch import Tensor
@@ -127,7 +128,8 @@ def compute_features(nodes: Prepared, cache: Path | None) -> Tensor:
     """
     if cache is not None and cache.exists():
         return load_file(cache)["features"]
-    features = nodes.engine.compute_features(None, nodes.train, np.arange(len(nodes.train.lengths)), 64)
+    order = np.argsort(nodes.train.lengths, kind="stable")  # texts of one batch have similar lengths
+    features = nodes.engine.compute_features(None, nodes.train, order, 64)[torch.from_numpy(np.argsort(order))]
     if cache is not None:
         save_file({"features": features.contiguous()}, cache)
     return features
