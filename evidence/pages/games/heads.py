@@ -1,7 +1,7 @@
 """The rounds with which a deployment begins, which train the head alone on stored features.
 
-``train_head`` runs a federation. ``train_many`` trains the heads of many at once, in batches of its own: the models with
-which an attacker compares its victim, and those of which only the accuracy is of interest.
+``train_head`` runs a federation. ``train_many`` trains the heads of many at once, in batches of its own: the models
+with which an attacker compares its victim, and those of which only the accuracy is of interest.
 """
 
 from __future__ import annotations
