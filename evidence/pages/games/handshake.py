@@ -20,7 +20,7 @@ from fedspan.deployment.node import NodeService
 from fedspan.federation.protocol import read_header
 
 
-def play_handshake(rows: Rows, seed: int, examples: int = 100, asked: int = 19) -> float:
+def play_handshake(rows: Rows, seed: int, examples: int = 100, asked: int = 19) -> dict[str, float]:
     """Return the share of labels about which the attacker guesses right, above that of the more frequent answer.
 
     Args:
@@ -48,4 +48,4 @@ def play_handshake(rows: Rows, seed: int, examples: int = 100, asked: int = 19) 
         differs = np.array([invite(1 + number, label) != usual for number, label in enumerate(labels[:asked])])
     present = np.array([label in own for label in labels[:asked]])
     prior = max(present.mean(), 1 - present.mean())
-    return float(max((differs == present).mean(), (differs != present).mean(), prior) - prior)
+    return {"labels": float(max((differs == present).mean(), (differs != present).mean(), prior) - prior)}

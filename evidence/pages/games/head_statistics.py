@@ -11,21 +11,22 @@ import torch
 from torch import Tensor
 
 from evidence.pages.games.harness import compute_rate
+from evidence.pages.games.heads import Heads
 from fedspan.config.node import NodeLimits
 from fedspan.core.heads import summarize_features
 
 
-def play_statistics(features: Tensor, labels: Tensor, examples: int, candidates: int, seed: int) -> float:
+def play_statistics(heads: Heads, examples: int, candidates: int, seed: int) -> dict[str, float]:
     """Return the share of members found at 1 % false ones, above 1 %.
 
     Args:
-        features: Features of all rows, (rows, D) float64.
-        labels: Their labels, (rows,) int64.
+        heads: A run with features and labels.
         examples: Examples of the node; the others are public, but for candidates.
         candidates: Candidates on each side; those that are not the node's are not among the attacker's public texts.
         seed: Seed of the node's examples.
     """
-    limits, order = NodeLimits(), np.random.default_rng(seed).permutation(len(labels))
+    features, labels, limits = heads.features, heads.labels, NodeLimits()
+    order = np.random.default_rng(seed).permutation(len(labels))
     assert examples >= limits.statistics_examples * features.shape[1], "a node with default limits sends none"
     own, public = order[:examples], order[examples + candidates :]
     classes = int(labels.max()) + 1
@@ -40,4 +41,4 @@ def play_statistics(features: Tensor, labels: Tensor, examples: int, candidates:
     by_moment = ((along @ (sent.products - known.products)) * along).sum(1)
     scores = sum((part - part.mean()) / part.std() for part in (by_label, by_moment))
     assert isinstance(scores, Tensor)
-    return compute_rate(scores[:candidates].numpy(), scores[candidates:].numpy()) - 0.01
+    return {"candidates": compute_rate(scores[:candidates].numpy(), scores[candidates:].numpy()) - 0.01}
