@@ -154,9 +154,7 @@ def main() -> None:
     """Play the games and print the scores."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="Banking77's train.csv")
-    parser.add_argument(
-        "--out", type=Path, required=True, help="folder of stored scores and features: run again to go on"
-    )
+    parser.add_argument("--out", type=Path, required=True, help="folder of stored scores and features")
     parser.add_argument("--game", nargs="+", choices=GAMES, default=list(GAMES))
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(5)))
     limits = NodeLimits()
