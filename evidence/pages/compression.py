@@ -218,8 +218,8 @@ def join_page(sections: Mapping[str, str], before: str) -> str:
 
 def main() -> None:
     """Run the variants and write the page."""
+    from fedspan.assembly.run import prepare
     from fedspan.config import parse_config
-    from fedspan.runs.setup import prepare
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with Banking77's train.csv and test.csv")

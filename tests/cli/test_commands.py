@@ -10,7 +10,6 @@ from pathlib import Path
 import click
 import pytest
 import typer
-import yaml
 from click.testing import CliRunner, Result
 
 import fedspan
@@ -86,11 +85,6 @@ def test_help_describes_every_argument_and_option() -> None:
 def test_import_is_quick() -> None:
     script = "import sys, fedspan; assert not {'torch', 'pydantic', 'typer'} & set(sys.modules)"
     assert cpu_seconds("-c", script) - cpu_seconds("-c", "pass") < 0.1
-
-
-def test_configs_of_runs_are_configs(finished: Path) -> None:
-    assert fedspan.load_config(finished / "config.yaml").method.name == "fedit"
-    assert yaml.safe_load((finished / "config.yaml").read_text())["method"]["r"] == 2
 
 
 def test_help_truncates_no_word_in_80_columns() -> None:

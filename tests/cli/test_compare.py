@@ -1,7 +1,6 @@
 """``fedspan compare`` and ``fedspan sweep``: what they show, how they stop and go on, and what they refuse."""
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ import pytest
 import yaml
 from click.testing import Result
 
-from fedspan.cli.series import SeriesView
 from fedspan.config import load_config
 from fedspan.experiments import execution
 
@@ -121,34 +119,6 @@ def test_ctrl_c_says_how_to_continue(
     before = (finished[0] / "report.json").stat().st_mtime_ns
     assert "2/2" in done(call(command, "--resume", folder))
     assert (finished[0] / "report.json").stat().st_mtime_ns == before
-
-
-@pytest.mark.slow
-def test_killed_it_continues(config: Path, call: Call, compared: tuple[Path, str], tmp_path: Path) -> None:
-    """By a process of its own that ends in the midst of a round, as ``kill -9`` would end it."""
-    folder = tmp_path / "made"
-    asked = ["--methods", "fedit,fedloru", "--seeds", "0,1", "--set-for", "fedloru:method.tau=1", "--out", folder]
-    child = os.fork() if hasattr(os, "fork") else pytest.skip("forks")
-    if child == 0:
-        rows: list[Any] = []
-
-        def fatal(self: SeriesView, row: Any) -> None:
-            rows.append(row)
-            if len(rows) == 2:  # in the second run, before its report
-                os._exit(9)
-
-        SeriesView.on_round_finish = fatal
-        call("compare", config, *asked)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    assert (folder / "fedit-seed1" / "config.yaml").exists()
-    assert not (folder / "fedit-seed1" / "report.json").exists()
-    done(call("compare", config, *asked))
-
-    def table(of: Path) -> list[list[str]]:
-        return [line.split(",")[:-1] for line in (of / "table.csv").read_text().splitlines()]
-
-    assert table(folder) == table(compared[0])
 
 
 COMPARE, SWEEP = ["compare", "CONFIG", "--out", "OUT"], ["sweep", "CONFIG", "--out", "OUT"]

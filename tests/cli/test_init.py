@@ -3,26 +3,18 @@
 import csv
 import io
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fedspan.config import RunConfig, load_config
-from fedspan.runs.folder import RunFolder
-from fedspan.runs.start import load_partition
+from fedspan.runs.report import read_partition
 from helpers.families import others_slow
+from helpers.written_data import write_table
 
 Call = Callable[..., Any]
-
-
-def table(path: Path, columns: Mapping[str, Sequence[object]]) -> Path:
-    with path.open("w", newline="") as file:
-        rows = csv.writer(file)
-        rows.writerow(columns)
-        rows.writerows(zip(*columns.values(), strict=True))
-    return path
 
 
 def written(call: Call, data: Path, out: Path, *more: object) -> tuple[RunConfig, str]:
@@ -36,7 +28,7 @@ TEXTS = [f"a longer text number {number} about something" for number in range(60
 
 def test_texts_with_labels_of_several_sites(call: Call, tmp_path: Path) -> None:
     columns = {"id": range(60), "note": TEXTS, "diagnosis": ["a", "b", "c"] * 20, "hospital": ["x", "y"] * 30}
-    config, said = written(call, table(tmp_path / "notes.csv", columns), tmp_path / "c.yaml")
+    config, said = written(call, write_table(tmp_path / "notes.csv", columns), tmp_path / "c.yaml")
     assert (config.task, config.data.text, config.data.label) == ("sequence-classification", "note", "diagnosis")
     assert (config.partition.partitioner, config.partition.column) == ("natural", "hospital")
     assert "3 labels: a, b, c" in said
@@ -47,7 +39,9 @@ def test_texts_with_labels_of_several_sites(call: Call, tmp_path: Path) -> None:
 
 def test_a_file_for_each_data_owner(call: Call, tmp_path: Path) -> None:
     for site in ("north", "south"):
-        table(tmp_path / f"{site}.csv", {"note": TEXTS * 40, "label": ["a", "b", "c"] * 800})  # more than is inspected
+        write_table(
+            tmp_path / f"{site}.csv", {"note": TEXTS * 40, "label": ["a", "b", "c"] * 800}
+        )  # more than is inspected
     config, said = written(call, tmp_path / "{clinic}.csv", tmp_path / "c.yaml")
     assert (config.partition.partitioner, config.partition.column) == ("natural", "clinic")
     assert "clients: the column clinic" in said
@@ -55,17 +49,17 @@ def test_a_file_for_each_data_owner(call: Call, tmp_path: Path) -> None:
 
 def test_names_that_say_nothing(call: Call, tmp_path: Path) -> None:
     columns = {"x": TEXTS, "y": ["yes", "no"] * 30}
-    config, _ = written(call, table(tmp_path / "t.csv", columns), tmp_path / "c.yaml", "--clients", 3)
+    config, _ = written(call, write_table(tmp_path / "t.csv", columns), tmp_path / "c.yaml", "--clients", 3)
     assert (config.data.text, config.data.label, config.partition.clients) == ("x", "y", 3)
 
 
 def test_numbers_pairs_and_what_the_user_says(call: Call, tmp_path: Path) -> None:
     columns = {"sentence1": TEXTS, "sentence2": TEXTS[::-1], "label": [number / 7 for number in range(60)]}
-    config, _ = written(call, table(tmp_path / "pairs.csv", columns), tmp_path / "c.yaml")
+    config, _ = written(call, write_table(tmp_path / "pairs.csv", columns), tmp_path / "c.yaml")
     assert (config.task, config.data.text, config.data.text_pair) == ("text-embedding", "sentence1", "sentence2")
     more = ("--task", "sequence-classification", "--text", "sentence2", "--model", "org/bert", "--method", "rolora")
     columns["label"] = [number % 4 for number in range(60)]
-    table(tmp_path / "pairs.csv", columns)
+    write_table(tmp_path / "pairs.csv", columns)
     config, _ = written(call, tmp_path / "pairs.csv", tmp_path / "d.yaml", *more)
     assert (config.task, config.data.text, config.data.text_pair) == ("sequence-classification", "sentence2", None)
     assert (config.model.name, config.model.target_modules, config.method.name) == ("org/bert", None, "rolora")
@@ -100,8 +94,8 @@ def test_prompts_and_answers(row: dict[str, Any], wanted: dict[str, Any], call: 
     ],
 )
 def test_mistakes(arguments: list[str], said: str, refused: Callable[..., str], tmp_path: Path) -> None:
-    file = table(tmp_path / "t.csv", {"x": TEXTS, "y": ["yes", "no"] * 30})
-    numbers = table(tmp_path / "n.csv", {"a": [number / 3 for number in range(60)]})
+    file = write_table(tmp_path / "t.csv", {"x": TEXTS, "y": ["yes", "no"] * 30})
+    numbers = write_table(tmp_path / "n.csv", {"a": [number / 3 for number in range(60)]})
     words = [word.replace("{file}", str(file)).replace("{numbers}", str(numbers)) for word in arguments]
     if "--out" not in words:
         words += ["--out", str(tmp_path / "c.yaml")]
@@ -158,7 +152,7 @@ def test_from_a_file_to_a_prediction(name: str, call: Call, tiny_folder: Path, t
     assert f"{ROWS} examples, {held_out} of them held out for testing" in " ".join(first.output.split())
     trained = call("run", config, "--out", run, "--set", "federation.rounds=1")
     assert trained.exit_code == 0, trained.output
-    divided = load_partition(RunFolder(run))
+    divided = read_partition(run)
     used = sum(len(one.train) + len(one.validation) + len(one.test) for one in divided.clients)
     assert used == ROWS - held_out
     predicted = call("predict", run, MESSAGES[0], "--json")

@@ -60,9 +60,6 @@ def test_the_table_of_wrappers_is_that_of_the_registry() -> None:
         assert all(option["help"] for option in row["options"]), f"describe each option of {row['cls']} under Args:"
 
 
-Refused = Callable[..., str]
-
-
 def test_the_list_is_legible_in_80_columns(call: Call) -> None:
     result = call("data")
     assert result.exit_code == 0

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from fedspan.assembly.run import Prepared
 from fedspan.cli.series import SeriesView
 from fedspan.config import RunConfig
 from fedspan.experiments.series import Step
 from fedspan.experiments.series_bar import SeriesBar
-from fedspan.runs.run_view import RunView
-from fedspan.runs.setup import Prepared
+from fedspan.progress.view import RunView
 from fedspan.training.stages import Stage
 from helpers.clock import Clock
 
@@ -139,7 +139,7 @@ def series(prepared: Prepared) -> tuple[SeriesView, Console, Step]:
     return shown, out, step
 
 
-def footer(shown: SeriesView) -> str:
+def footer(shown: SeriesView | SeriesBar) -> str:
     out = Console(file=io.StringIO(), width=80)
     out.print(shown.render_footer())
     return out.file.getvalue()
@@ -174,31 +174,25 @@ def test_the_footer_has_the_run_and_its_round(series: tuple[SeriesView, Console,
     assert shown.done == 2
 
 
-def shown(bar: SeriesBar) -> str:
-    out = Console(file=io.StringIO(), width=80)
-    out.print(bar.render_footer())
-    return out.file.getvalue()
-
-
 def test_the_current_run_has_its_place_in_the_series_and_its_bars(prepared: Prepared) -> None:
     bar = SeriesBar(Console(file=io.StringIO(), width=80, force_terminal=True), lambda: 0.0)
     step = Step("fedit-seed0", "fedit, seed 0", "fedit", 0, prepared.config)
     bar.on_series_start([step, step])
     bar.on_run_start(step)
     bar.on_stage_change(Stage("model"))
-    assert "run 1 of 2: fedit, seed 0; all: 0:00" in shown(bar)
-    assert "loading the model" in shown(bar)
+    assert "run 1 of 2: fedit, seed 0; all: 0:00" in footer(bar)
+    assert "loading the model" in footer(bar)
     bar.on_start(prepared, 0, False)
     bar.on_stage_change(Stage("training", 6, 24))
     bar.on_client_finish(1, "north", 1.5)
-    assert "clients        1/3" in shown(bar)
+    assert "clients        1/3" in footer(bar)
     bar.on_run_finish(step, "accuracy", 0.5, 61.0, True)
     bar.on_run_start(step)
-    assert "run 2 of 2" in shown(bar)
-    assert "clients" not in shown(bar), "of the next run, nothing is known yet"
+    assert "run 2 of 2" in footer(bar)
+    assert "clients" not in footer(bar), "of the next run, nothing is known yet"
     bar.on_run_failure(step, "it diverged")
     with bar:
         pass
-    assert shown(bar) == "2 runs in 0:00\n"
+    assert footer(bar) == "2 runs in 0:00\n"
     bar.done = 1
-    assert shown(bar) == "1 run in 0:00\n"
+    assert footer(bar) == "1 run in 0:00\n"

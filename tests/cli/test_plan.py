@@ -30,14 +30,6 @@ def bare(tiny_folder: Path) -> str:
 ASKED = ["--rank", "2", "--clients", "3", "--rounds", "4", "--examples", "100"]
 
 
-@pytest.mark.slow
-def test_the_table_has_all_methods(bare: str) -> None:
-    result = invoked("--model", bare, *ASKED)
-    assert result.exit_code == 0, result.output
-    assert all(key in result.output for key in METHODS)
-    assert "…" not in result.output
-
-
 def test_the_table_has_methods_side_by_side_for_a_model_without_weights(bare: str) -> None:
     result = invoked("--model", bare, *ASKED, "--methods", "fedit,flora,pfedlora")
     assert result.exit_code == 0, result.output

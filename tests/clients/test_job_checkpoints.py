@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from fedspan.assembly.server import build_server_clients, connect, prepare_server
 from fedspan.clients.host import Host
 from fedspan.clients.job_checkpoints import DiskJobCheckpoint, JobCheckpoints
 from fedspan.core.values import Client, OptimizerState
@@ -19,7 +20,6 @@ from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope, Order
 from fedspan.federation.reported_evaluation import RemoteEvaluator
 from fedspan.federation.transport import AsynchronousTransport, OnReply, Orders
-from fedspan.runs.remote import build_server_clients, connect, prepare_server
 from fedspan.training.jobs import TrainingProgress, TrainingTotals
 from fedspan.training.loop import LoopEngine
 from helpers import tiny

@@ -15,6 +15,7 @@ from fedspan.data.partition import partition
 from fedspan.errors import FedspanError
 from helpers.fuzzing import CHANGES, CUTS, HUGE, answered, changed, fuzz, mangled
 from helpers.mistakes.world import GOOD, QUESTIONS
+from helpers.valid_config import VALID
 
 NUMBERS = "text,label\n" + "".join(f"word{n},{n / 4}\n" for n in range(9))
 CONFIGS: list[dict[str, Any]] = [
@@ -39,6 +40,7 @@ CONFIGS: list[dict[str, Any]] = [
         "partition": {"partitioner": "iid", "clients": 2, "validation": 0.1, "test": 0.2, "min_examples": 1},
         "evaluation": {"answer_pattern": "(\\d+)", "generate": True},
     },
+    VALID,
 ]
 FILES = {"good.csv": GOOD, "numbers.csv": NUMBERS, "questions.jsonl": QUESTIONS * 4}
 
@@ -68,6 +70,8 @@ def divided(config: RunConfig) -> object:
 def test_configs(values: dict[str, Any], changes: list[Any]) -> None:
     config = answered(lambda: parse_config(changed(values, changes)))
     if isinstance(config, RunConfig):
+        assert parse_config(config.model_dump()) == config
+        config.build_training_settings()
         answered(lambda: divided(config))
 
 

@@ -1,10 +1,8 @@
 """A first config for any file: what is found in it, which columns it names, and that only its beginning is read."""
 
-import csv
 import json
 import time
 import tracemalloc
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
@@ -16,6 +14,7 @@ import pytest
 import yaml
 from PIL import Image
 
+from fedspan.assembly.run import prepare
 from fedspan.config import RunConfig, parse_config
 from fedspan.config.column_inference import InferredData
 from fedspan.config.starter import write_starter_config
@@ -23,9 +22,9 @@ from fedspan.config.starter_template import get_default_model, render_config, su
 from fedspan.data.loading import load
 from fedspan.errors import FedspanError
 from fedspan.planning.estimate import plan
-from fedspan.runs.setup import prepare
 from fedspan.tasks import registry
 from fedspan.tasks.registry import TASKS, get_task
+from helpers.written_data import write_table
 
 
 def refused(field: str, words: str, path: Path, **options: Any) -> None:
@@ -36,14 +35,6 @@ def refused(field: str, words: str, path: Path, **options: Any) -> None:
 
 
 TEXTS = [f"a longer text number {number} about something" for number in range(60)]
-
-
-def table(path: Path, columns: Mapping[str, Sequence[object]], **style: Any) -> Path:
-    with path.open("w", newline="") as file:
-        rows = csv.writer(file, **style)
-        rows.writerow(columns)
-        rows.writerows(zip(*columns.values(), strict=True))
-    return path
 
 
 def config_of(path: Path, **options: Any) -> tuple[RunConfig, str]:
@@ -62,7 +53,7 @@ def pictures(folder: Path) -> Path:
     for number in range(12):
         Image.new("RGB", (32, 32), (20 * number, 0, 0)).save(folder / f"{number}.png")
     names = [f"{number}.png" for number in range(12)]
-    return table(folder / "train.csv", {"id": range(12), "file": names, "kind": ["cat", "dog"] * 6})
+    return write_table(folder / "train.csv", {"id": range(12), "file": names, "kind": ["cat", "dog"] * 6})
 
 
 AB = ["a", "b"] * 30
@@ -90,7 +81,7 @@ AB = ["a", "b"] * 30
 def test_tables_without_a_config(
     field: str, words: str, columns: dict[str, Any], options: dict[str, Any], tmp_path: Path
 ) -> None:
-    refused(field, words, table(tmp_path / "t.csv", columns), **options)
+    refused(field, words, write_table(tmp_path / "t.csv", columns), **options)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +93,7 @@ def test_tables_without_a_config(
     ],
 )
 def test_what_is_found_in_a_table(words: str, columns: dict[str, Any], tmp_path: Path) -> None:
-    assert words in config_of(table(tmp_path / "t.csv", columns))[1]
+    assert words in config_of(write_table(tmp_path / "t.csv", columns))[1]
 
 
 @pytest.mark.parametrize("task", [None, "image-classification"])
@@ -127,7 +118,7 @@ def test_a_folder_of_images(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("rows", "share"), [(60, 0.2), (500, 0.125), (6000, 0.1), (16000, 0.078)])
 def test_the_share_for_validation_is_bounded_in_examples(tmp_path: Path, rows: int, share: float) -> None:
     texts = [f"a longer text number {number} about something" for number in range(rows)]
-    config, _ = config_of(table(tmp_path / "train.csv", {"text": texts, "label": ["a", "b"] * (rows // 2)}))
+    config, _ = config_of(write_table(tmp_path / "train.csv", {"text": texts, "label": ["a", "b"] * (rows // 2)}))
     assert config.partition.validation == share  # of the four fifths that are not held out
 
 
@@ -137,15 +128,15 @@ def test_the_share_for_validation_is_bounded_in_examples(tmp_path: Path, rows: i
 def test_clients_have_tests_of_their_own_where_no_common_one_measures_their_model(
     tmp_path: Path, method: str, fraction: float, share: float
 ) -> None:
-    train = table(tmp_path / "train.csv", {"text": TEXTS, "label": ["a", "b"] * 30})
+    train = write_table(tmp_path / "train.csv", {"text": TEXTS, "label": AB})
     config, _ = config_of(train, method=method, options={"test_fraction": fraction})
     assert config.partition.test == share
     assert config.federation.final_rounds == (2 if fraction else 0)  # a common test set measures the model after them
 
 
 def test_a_test_file(tmp_path: Path) -> None:
-    train = table(tmp_path / "train.csv", {"text": TEXTS, "label": ["a", "b"] * 30})
-    test = table(tmp_path / "test.csv", {"text": TEXTS[:10], "label": ["a", "b"] * 5})
+    train = write_table(tmp_path / "train.csv", {"text": TEXTS, "label": AB})
+    test = write_table(tmp_path / "test.csv", {"text": TEXTS[:10], "label": ["a", "b"] * 5})
     config, found = config_of(train, test=test)
     assert config.data.test == str(test)
     assert "60 examples, 10 test examples" in found
@@ -158,7 +149,7 @@ def test_an_own_task_gets_what_a_built_in_one_gets(task: str, tmp_path: Path, mo
     columns = {"review": TEXTS, "kind": ["a", "b", "c"] * 20, "target": [number / 7 for number in range(60)]}
     if task == "causal-lm":
         columns = {"question": TEXTS, "answer": TEXTS[::-1], "label": ["a", "b", "c"] * 20}
-    path = pictures(tmp_path / "p") if task == "image-classification" else table(tmp_path / "t.csv", columns)
+    path = pictures(tmp_path / "p") if task == "image-classification" else write_table(tmp_path / "t.csv", columns)
     (expected, _), (config, found) = (config_of(path, task=name) for name in (task, "own"))
     assert config.task == "own"
     assert config.data == expected.data
@@ -184,12 +175,12 @@ def test_a_messy_file(tmp_path: Path) -> None:
 
 
 def test_what_is_not_found_is_named(tmp_path: Path) -> None:
-    path = table(tmp_path / "t.csv", {"a": [number / 3 for number in range(60)]})
+    path = write_table(tmp_path / "t.csv", {"a": [number / 3 for number in range(60)]})
     refused("--label", "the column of labels: a", path)
     refused("--text", "the column of images", path, task="image-classification")
     gone = tmp_path / "gone.csv"
     refused("DATA", "there is no file", gone)
-    refused("data.test", "there is no file", table(path, {"x": TEXTS, "y": [1, 2] * 30}), test=gone)
+    refused("data.test", "there is no file", write_table(path, {"x": TEXTS, "y": [1, 2] * 30}), test=gone)
 
 
 @pytest.mark.slow
@@ -234,7 +225,7 @@ def test_other_large_files_are_read_in_part(tmp_path: Path, monkeypatch: pytest.
 
 def test_incomplete_rows_are_skipped_in_the_config(tmp_path: Path) -> None:
     columns = {"note": TEXTS, "label": ["a", "b", "a", ""] * 15}
-    config, found = config_of(table(tmp_path / "t.csv", columns))
+    config, found = config_of(write_table(tmp_path / "t.csv", columns))
     assert config.data.invalid == "skip"
     assert "rows left out (data.invalid: skip): 15 without a text, a label or an answer" in found
     assert "45 examples" in found
@@ -273,8 +264,8 @@ def test_a_file_whose_rows_all_differ_from_the_header(tmp_path: Path) -> None:
 
 
 def test_a_client_column_with_blanks_is_not_used_unless_requested(tmp_path: Path) -> None:
-    columns = {"text": TEXTS, "label": ["a", "b"] * 30, "site": ["x", "y", "z", "x", ""] * 12}
-    path = table(tmp_path / "t.csv", columns)
+    columns = {"text": TEXTS, "label": AB, "site": ["x", "y", "z", "x", ""] * 12}
+    path = write_table(tmp_path / "t.csv", columns)
     config, found = config_of(path)
     assert (config.partition.partitioner, config.partition.column) == ("iid", None)
     assert "the column site is not used for clients, unless --by requests it: example 7 has no value" in found
@@ -289,12 +280,12 @@ def test_a_client_column_with_blanks_is_not_used_unless_requested(tmp_path: Path
 def test_a_client_column_with_blanks_beyond_a_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     columns = {"text": TEXTS * 40, "label": ["a", "b"] * 1200, "site": ["x", "y", "z", "x", ""] * 480}
     monkeypatch.setattr("fedspan.config.starter._SAMPLE_BYTES", 20_000)
-    config, _ = config_of(table(tmp_path / "t.csv", columns))
+    config, _ = config_of(write_table(tmp_path / "t.csv", columns))
     assert config.partition.partitioner == "iid"
 
 
 def test_a_client_column_with_a_tiny_client_is_not_used_unless_requested(tmp_path: Path) -> None:
-    path = table(tmp_path / "t.csv", {"text": TEXTS, "label": ["a", "b"] * 30, "site": [*["x", "y"] * 29, "x", "z"]})
+    path = write_table(tmp_path / "t.csv", {"text": TEXTS, "label": AB, "site": [*["x", "y"] * 29, "x", "z"]})
     config, found = config_of(path)
     assert config.partition.partitioner == "iid"
     assert "unless --by requests it: client 'z' has only 1 of the examples" in found
@@ -303,7 +294,7 @@ def test_a_client_column_with_a_tiny_client_is_not_used_unless_requested(tmp_pat
 
 
 def test_few_examples_have_few_clients(tmp_path: Path) -> None:
-    path = table(tmp_path / "t.csv", {"text": TEXTS[:8], "label": ["a", "b"] * 4})
+    path = write_table(tmp_path / "t.csv", {"text": TEXTS[:8], "label": ["a", "b"] * 4})
     config, found = config_of(path)
     assert config.partition.clients == 2
     assert "2 clients, so that each has at least 3 examples (--clients)" in found
@@ -363,7 +354,7 @@ def test_images_that_are_missing_or_damaged(tmp_path: Path) -> None:
 def test_regression_finds_its_numbers(tmp_path: Path, name: str, fraction: int) -> None:
     numbers = [number / fraction for number in range(60)]
     columns = {"id": range(60), "review": TEXTS, "kind": ["a", "b", "c"] * 20, name: numbers}
-    config, _ = config_of(table(tmp_path / "t.csv", columns), task="regression")
+    config, _ = config_of(write_table(tmp_path / "t.csv", columns), task="regression")
     assert (config.task, config.data.text, config.data.label) == ("regression", "review", name)
 
 
@@ -377,7 +368,7 @@ def test_regression_finds_decimals(tmp_path: Path) -> None:
 
 
 def test_a_requested_column_makes_the_first_line_a_header(tmp_path: Path) -> None:
-    path = table(tmp_path / "train.csv", {"words": TEXTS, "spam": ["ham", "spam"] * 30})
+    path = write_table(tmp_path / "train.csv", {"words": TEXTS, "spam": ["ham", "spam"] * 30})
     config, found = config_of(path, text="words", label="spam")
     assert (config.data.text, config.data.label, config.data.header) == ("words", "spam", None)
     assert "60 examples" in found
@@ -385,7 +376,7 @@ def test_a_requested_column_makes_the_first_line_a_header(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("names", [("question1", "question2"), ("title_a", "title_b")])
 def test_pairs_of_numbered_columns(tmp_path: Path, names: tuple[str, str]) -> None:
-    path = table(tmp_path / "t.csv", {names[0]: TEXTS, names[1]: TEXTS, "same": ["no", "yes"] * 30})
+    path = write_table(tmp_path / "t.csv", {names[0]: TEXTS, names[1]: TEXTS, "same": ["no", "yes"] * 30})
     config, found = config_of(path)
     assert (config.data.text, config.data.text_pair, config.data.label) == (*names, "same")
     assert f"text {names[0]!r} and {names[1]!r}" in found
@@ -394,7 +385,7 @@ def test_pairs_of_numbered_columns(tmp_path: Path, names: tuple[str, str]) -> No
 
 
 def test_scores_by_number_are_no_pair(tmp_path: Path) -> None:
-    path = table(tmp_path / "t.csv", {"v1": range(60), "v2": range(60), "text": TEXTS, "label": ["a", "b"] * 30})
+    path = write_table(tmp_path / "t.csv", {"v1": range(60), "v2": range(60), "text": TEXTS, "label": AB})
     assert config_of(path)[0].data.text_pair is None
 
 
@@ -412,7 +403,7 @@ def test_names_with_more_in_them_and_columns_that_are_no_labels(tmp_path: Path) 
         "Review text": TEXTS,
         "Stars (0-10)": [number / 7 for number in range(60)],
     }
-    config, _ = config_of(table(tmp_path / "t.csv", columns))
+    config, _ = config_of(write_table(tmp_path / "t.csv", columns))
     assert (config.task, config.data.label) == ("regression", "Stars (0-10)")
     rows = [
         {"p": {"body": text, "meta": {"tag": ["ab"[at % 2]], "site": f"s{at % 4}"}}} for at, text in enumerate(TEXTS)
@@ -435,7 +426,7 @@ def test_lists_of_one_text_are_a_text_and_other_lists_are_named(tmp_path: Path) 
     path, shops = tmp_path / "t.parquet", [f"the shop number {number % 4} in the street" for number in range(60)]
     columns: dict[str, list[Any]] = {
         "t": [[f"text {number}"] for number in range(60)],
-        "l": ["a", "b"] * 30,
+        "l": AB,
         "s": shops,
     }
     pyarrow.parquet.write_table(pa.table(columns), path)
@@ -452,22 +443,22 @@ def test_lists_of_one_text_are_a_text_and_other_lists_are_named(tmp_path: Path) 
 
 def test_labels_that_are_combined_are_reported(tmp_path: Path) -> None:
     kinds = ["billing", "tech", "billing|tech", "other", "billing|other", "tech|other"]
-    path = table(tmp_path / "t.csv", {"text": TEXTS, "label": kinds * 10})
+    path = write_table(tmp_path / "t.csv", {"text": TEXTS, "label": kinds * 10})
     advice = "--task multi-label-classification --label label"
     config, found = config_of(path)
     assert config.task == "sequence-classification"
     assert f"Values of 'label' contain '|'; for several labels an example: {advice}." in found
     places = ["Bonn, west", "Ulm, south", "Kiel, north"] * 20
-    _, found = config_of(table(tmp_path / "t.csv", {"text": TEXTS, "label": places}))
+    _, found = config_of(write_table(tmp_path / "t.csv", {"text": TEXTS, "label": places}))
     assert "several labels" not in found
     rare = [*kinds[:5], *["billing"] * 40, *["tech"] * 15]  # a tenth of them or less is combined
-    _, found = config_of(table(tmp_path / "t.csv", {"text": TEXTS, "label": rare}))
+    _, found = config_of(write_table(tmp_path / "t.csv", {"text": TEXTS, "label": rare}))
     assert "several labels" not in found
 
 
 def test_requested_labels_of_a_short_file_may_be_many(tmp_path: Path) -> None:
     kinds = ["billing", "tech", "billing|tech", "other", "billing|other", "tech|other"]
-    path = table(tmp_path / "t.csv", {"text": TEXTS[:6], "label": kinds})
+    path = write_table(tmp_path / "t.csv", {"text": TEXTS[:6], "label": kinds})
     config, _ = config_of(path, task="multi-label-classification", label="label", options={"test_fraction": 0})
     assert (config.task, config.data.label) == ("multi-label-classification", "label")
 
@@ -475,18 +466,18 @@ def test_requested_labels_of_a_short_file_may_be_many(tmp_path: Path) -> None:
 def test_whole_numbers_that_may_be_predicted(tmp_path: Path) -> None:
     advice = "different numbers, which are labels here; --task regression predicts numbers"
     columns = {"title": TEXTS, "price": [3 * number + 1 for number in range(60)]}
-    refused("data.train", f"The column price has 60 {advice}", table(tmp_path / "t.csv", columns))
+    refused("data.train", f"The column price has 60 {advice}", write_table(tmp_path / "t.csv", columns))
     columns = {"title": TEXTS * 4, "price": [7 * (number % 30) for number in range(240)]}
-    _, found = config_of(table(tmp_path / "t.csv", columns))
+    _, found = config_of(write_table(tmp_path / "t.csv", columns))
     assert f"The column price has 30 {advice}" in found
     columns["price"] = [number % 30 for number in range(240)]  # the numbers of 30 classes
-    _, found = config_of(table(tmp_path / "t.csv", columns))
+    _, found = config_of(write_table(tmp_path / "t.csv", columns))
     assert advice not in found
 
 
 def test_decimal_commas_are_numbers(tmp_path: Path) -> None:
     columns = {"review": TEXTS, "score": [f"{number / 7:.2f}".replace(".", ",") for number in range(60)]}
-    config, _ = config_of(table(tmp_path / "t.csv", columns, delimiter=";"))
+    config, _ = config_of(write_table(tmp_path / "t.csv", columns, delimiter=";"))
     assert (config.task, config.data.label) == ("regression", "score")
     loaded = load(config.data, task=config.task_columns)
     numbers = [*loaded.train["target"], *loaded.test["target"]]

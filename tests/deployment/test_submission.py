@@ -27,7 +27,7 @@ from fedspan.federation.protocol import Envelope
 from fedspan.federation.validation import ReplyRules
 from fedspan.logs import JsonLines
 from fedspan.processes import read_process_start
-from fedspan.runs.folder import RunFolder
+from fedspan.run_folder import RunFolder
 from fedspan.transports.http import admissions, link, signing
 from fedspan.transports.http import server as servers
 from helpers import node_service

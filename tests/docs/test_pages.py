@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -153,3 +154,49 @@ def test_every_trap_has_a_test_that_is_there() -> None:
         named = re.findall(r"`(test_[^`]*)`", row.rstrip("| ").rpartition(" | ")[2])
         assert named, row
         assert set(named) <= TESTS, set(named) - TESTS
+
+
+RESULTS = load_script("docs/check_results.py")
+
+
+def test_every_result_names_the_commit_that_was_measured() -> None:
+    pages = [page for folder in RESULTS.FOLDERS for page in (DOCS / folder).glob("*.md")]
+    results = [(page.name, *one) for page in pages for one in RESULTS.list_results(page.read_text(encoding="utf-8"))]
+    assert len(results) > 8
+    assert [one for one in results if one[2] is None] == []
+
+
+def test_every_table_of_intervals_in_the_claims_names_its_seeds() -> None:
+    headers = [
+        f"{page.name}: {line}"
+        for page in (DOCS / "claims").glob("*.md")
+        for line, below in pairwise(page.read_text(encoding="utf-8").splitlines())
+        if below.startswith("|---") and "interval" in line
+    ]
+    assert len(headers) > 3
+    assert [line for line in headers if "seeds" not in line] == []
+
+
+def test_a_result_has_the_commit_of_its_paragraph() -> None:
+    page = (
+        "`python -m evidence.a --x`. Commit 0123abcd, now.\n\nCommand: `python -m evidence.b`  \nCode: 4567cdef.\n\n"
+        "`python -m evidence.c` is outdated.\n\n```text\n`python -m evidence.d`\n```\n\n`python -m evidence.e`\n\n"
+        "Commit 0123abcd"
+    )
+    expected = [("evidence.a", "0123abcd"), ("evidence.b", "4567cdef"), ("evidence.c", ""), ("evidence.e", None)]
+    assert list(RESULTS.list_results(page)) == expected
+
+
+def test_a_result_depends_on_what_its_command_imports() -> None:
+    theory = {path.as_posix() for path in RESULTS.list_imports("evidence.claims.fedgalore_ajive")}
+    assert {"src/fedspan/core/alignment.py", "evidence/claims/planted_views.py"} <= theory
+    assert not any(path.startswith("src/fedspan/methods/") for path in theory)
+    runs = {path.as_posix() for path in RESULTS.list_imports("evidence.pages.defaults")}
+    assert {"src/fedspan/methods/rolora.py", "src/fedspan/training/loop.py"} <= runs
+
+
+def test_words_in_docstrings_change_no_result() -> None:
+    one, same, other = (
+        RESULTS.parse(f"def f(x):\n    {body}") for body in ('"""A."""\n    return x', "return x", "return -x")
+    )
+    assert RESULTS.ast.dump(one) == RESULTS.ast.dump(same) != RESULTS.ast.dump(other)

@@ -17,7 +17,7 @@ from fedspan.experiments.comparison import CompareRow, plan_comparison
 from fedspan.experiments.intervals import Difference
 from fedspan.experiments.series import Step
 from fedspan.runs.integrity import read_config
-from fedspan.runs.results import read_report
+from fedspan.runs.report import read_report
 from helpers import tiny
 from helpers.listeners import RecordingWatcher
 from helpers.refusals import refused

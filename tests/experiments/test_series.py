@@ -42,8 +42,8 @@ from fedspan.experiments.tables import (
     format_seconds,
     write_tables,
 )
-from fedspan.runs.folder import RunFolder
-from fedspan.runs.formatting import format_size
+from fedspan.progress.formatting import format_size
+from fedspan.run_folder import RunFolder
 from fedspan.runs.integrity import format_config
 from helpers.refusals import refused
 

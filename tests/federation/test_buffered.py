@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedspan.assembly.run import Prepared, prepare
 from fedspan.core.factors import draw_a_factors
 from fedspan.core.method import Memory, Method
 from fedspan.core.values import Client, Job, LayerSpec, Message, ServerState, Spec
@@ -24,7 +25,6 @@ from fedspan.federation.settings import BufferedSettings
 from fedspan.federation.transport import AsynchronousTransport, OnReply, Orders
 from fedspan.methods.fedit import FedIT
 from fedspan.methods.fedloru import FedLoRU
-from fedspan.runs.setup import Prepared, prepare
 from fedspan.training.batched import BatchedEngine
 from fedspan.transports.in_process import simulate
 from fedspan.wrappers.fedpaq import FedPAQ
@@ -146,7 +146,7 @@ def test_orders_replies_and_failures_are_reported_when_they_happen(tiny_folder: 
     """A client whose reply is rejected is replaced in the round."""
     simulation = {"faults": {"share": 0.25, "kind": "nan"}}
     federation = federated(tiny_folder, {}, concurrency=4, simulation=simulation)
-    progress = federation.begin()
+    progress, rejected = federation.begin(), dict[str, str]()
     for _ in range(3):
         orders, replied, failed = list[str](), list[str](), dict[str, str]()
         carried = [order.client for order in progress.open.orders]
@@ -161,6 +161,11 @@ def test_orders_replies_and_failures_are_reported_when_they_happen(tiny_folder: 
         assert set(orders) == {*result.cohort, *(order.client for order in progress.open.orders), *failed}
         assert sorted(replied) == sorted({*(id for id, _ in result.arrivals or ()), *failed})  # a loss arrives with nan
         assert failed == {failure.client: failure.reason for failure in result.failures}
+        assert len(result.cohort) - len(failed) == 2
+        assert all(bool(value.isfinite().all()) for value in progress.state.tensors.values())
+        assert not math.isnan(result.loss)
+        rejected |= failed
+    assert len(rejected) == 1
 
 
 def test_compressed_changes_of_earlier_states_count_as_uncompressed_ones(tiny_folder: Path) -> None:
@@ -188,18 +193,6 @@ def test_replies_that_are_too_old_are_dropped(tiny_folder: Path) -> None:
     assert all(reason.endswith("rounds old, and federation.buffered.max_staleness is 2") for reason in reasons)
     assert {staleness for result in results for _, staleness in result.arrivals or ()} == {0, 1, 2}
     assert all(len(result.arrivals or ()) == 2 for result in results)
-
-
-def test_replies_that_do_not_count_are_replaced_by_others(tiny_folder: Path) -> None:
-    simulation = {"faults": {"share": 0.25, "kind": "nan"}}
-    results = run(federated(tiny_folder, {}, concurrency=4, simulation=simulation))
-    rejected = [failure for result in results for failure in result.failures]
-    assert rejected
-    assert len({failure.client for failure in rejected}) == 1
-    for result in results:
-        assert len(result.cohort) - len(result.failures) == 2
-        assert all(bool(value.isfinite().all()) for value in result.progress.state.tensors.values())
-        assert not math.isnan(result.loss)
 
 
 def test_a_round_is_retried_and_fails_when_too_few_clients_reply(tiny_folder: Path) -> None:

@@ -38,7 +38,6 @@ from fedspan.wrappers.fedprox import FedProx
 from fedspan.wrappers.scaffold import Scaffold
 from helpers.toys.problem import LAYERS, Problem
 from helpers.toys.rounds import Double, Federation, adamw, close, sgd, with_extras
-from helpers.toys.secure_sum import SecureSum
 
 IDS = ("client-0", "client-1", "client-2")
 LR, ROUNDS = 0.1, 3
@@ -64,7 +63,6 @@ METHODS: dict[str, Callable[[Spec], Method]] = {
 }
 WRAPPED: dict[str, Callable[[Method], Method]] = {
     "compressed fedadam": lambda inner: FedPAQ(inner=FedAdam(inner=inner)),
-    "secure fedprox": lambda inner: SecureSum(inner=FedProx(inner=inner), cohort=IDS),
 }
 
 

@@ -1,12 +1,5 @@
-"""A run of nothing but bookkeeping, the same whenever it is stopped and resumed; and a process to be killed in it.
+"""A run of nothing but bookkeeping, the same whenever it is stopped and resumed."""
 
-As a script: reads ``<folder> <last round>`` from each line of stdin, forks a process that runs it, prints its id, and
-once it is gone how it ended. Forking spares every kill the seconds that importing torch takes.
-"""
-
-import os
-import sys
-import traceback
 from pathlib import Path
 
 import torch
@@ -15,9 +8,9 @@ from fedspan.clients.mappings import copy_on_write
 from fedspan.core.values import OptimizerState, ServerState
 from fedspan.federation.progress import ClientState, Progress
 from fedspan.logs import JsonLines
+from fedspan.run_folder import RunFolder
 from fedspan.runs.checkpoint import prune, resume, save, store_clients
 from fedspan.runs.checkpoint_format import Checkpoint
-from fedspan.runs.folder import RunFolder
 from fedspan.runs.ledger import Ledger
 from fedspan.runs.selection import Best, Selection
 
@@ -59,27 +52,3 @@ def go_on(run: RunFolder, stop: int) -> None:
             held = {"a": round, "b": None}
             save(run, Checkpoint(progress.state, progress.states, held, Selection(best), positions))
             prune(run)
-
-
-def main() -> None:
-    """Serve as the script."""
-    torch.set_num_threads(1)
-    # A killed process loses nothing that it wrote, flushed or not; so spend the time on being killed elsewhere.
-    os.fsync = lambda fd: None
-    for line in sys.stdin:
-        path, stop = line.rsplit(maxsplit=1)
-        pid = os.fork()
-        if pid == 0:
-            try:
-                with begin(Path(path)) as run:
-                    go_on(run, int(stop))
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
-            os._exit(0)
-        print(pid, flush=True)
-        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-
-
-if __name__ == "__main__":
-    main()

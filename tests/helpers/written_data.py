@@ -1,6 +1,9 @@
 """Files of rows as tests write them, and the config that reads them."""
 
+import csv
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from fedspan.data import DataConfig
 
@@ -17,4 +20,13 @@ def written(folder: Path, name: str, content: str | bytes) -> Path:
     """Write a file with this content."""
     path = folder / name
     path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def write_table(path: Path, columns: Mapping[str, Sequence[object]], **style: Any) -> Path:
+    """Write a csv file with these columns."""
+    with path.open("w", newline="") as file:
+        rows = csv.writer(file, **style)
+        rows.writerow(columns)
+        rows.writerows(zip(*columns.values(), strict=True))
     return path

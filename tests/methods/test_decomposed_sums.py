@@ -131,14 +131,6 @@ def test_every_round_starts_from_the_same_factors_which_are_transmitted_once(
         assert delta.rank == rank
 
 
-def test_where_only_B_trains_the_average_is_exact(run_method: RunMethod) -> None:
-    run = run_method("fr-lora", method={"train": "B"})
-    for round in run.rounds:
-        for layer in run.layers:
-            mean = run.mean_change(layer.name, round)
-            assert float((run.global_change(layer.name, round.after) - mean).norm() / mean.norm()) < 1e-5
-
-
 class FedSVDOracle(PairOracle):
     """Renews A by an SVD of the dense product."""
 
@@ -236,16 +228,6 @@ def test_rounds_match_dense_sums_truncated_by_energy(threshold: float) -> None:
     assert max(oracle.ranks) < min(min(layer.shape) for layer in method.spec.layers)
 
 
-def test_with_all_energy_it_is_flora() -> None:
-    spec = Problem().adapted().spec
-    runs = [federation(method) for method in (FLoRIST(spec=spec, r=2, threshold=1.0), FLoRA(spec=spec, r=2))]
-    for _ in range(3):
-        for run in runs:
-            run.round()
-    for one in LAYERS:
-        assert close(runs[0].get_weight(one), runs[1].get_weight(one), 1e-9)
-
-
 def test_fewer_numbers_come_down_than_of_flora() -> None:
     spec = Problem().adapted().spec
     runs = [federation(method) for method in (FLoRIST(spec=spec, r=1, threshold=0.8), FLoRA(spec=spec, r=1))]
@@ -315,19 +297,6 @@ def test_rounds_match_dense_averages(ranks: dict[str, int] | None, split: str) -
     follow(federation(method, ranks), oracle, cohorts=cohorts, ranks=ranks)
 
 
-def test_a_client_s_model_is_the_best_of_its_rank() -> None:
-    """Eckart-Young for every client; ranks 1 to 4 and so scalings 4 to 1."""
-    problem = Problem()
-    method = FlexLoRA(spec=problem.adapted().spec, r=2, lora_alpha=4)
-    made, oracle = federation(method, RANKS), FlexOracle(method, problem.to_dense(*LAYERS), RANKS)
-    follow(made, oracle, cohorts=[EVERYBODY] * 2, ranks=RANKS)
-    for id, rank in RANKS.items():
-        for one in LAYERS:
-            lost = made.get_weight(one, id) - oracle.W[one] - oracle.D[one]
-            cut = torch.linalg.svdvals(oracle.D[one])[rank:]
-            assert torch.isclose(lost.norm(), cut.norm(), atol=1e-9)
-
-
 def test_directions_that_the_average_lacks_can_still_be_trained() -> None:
     """One client of rank 1, then everybody: what is beyond rank 1 has B = 0 and A not."""
     made = federation(FlexLoRA(spec=Problem().adapted().spec, r=2, lora_alpha=4), RANKS)
@@ -386,14 +355,6 @@ def test_it_begins_as_the_pretrained_model_with_the_principal_part_in_the_factor
         assert close(B.T @ B, torch.diag(S[:2] / 2.0), 1e-6)
 
 
-def test_everybody_begins_with_the_same_factors_whenever_a_client_joins(run_method: RunMethod) -> None:
-    """Bit for bit: one SVD, broadcast."""
-    run = run_method("federa")
-    for round in run.rounds:
-        bits = {tuple(local.job.tensors[f"{run.layers[0].name}/A"].flatten().tolist()) for local in round.trained}
-        assert len(bits) == 1
-
-
 S0 = ALPHA / 2
 
 
@@ -448,15 +409,6 @@ def test_rounds_match_averages_of_what_trained_and_what_did_not(ranks: dict[str,
     for id in problem.client_ids:  # every client starts from the global model
         for one in LAYERS:
             assert float((made.get_weight(one, id) - oracle.model()[one]).norm()) < 1e-9
-
-
-def test_only_its_own_rank_trains_on_a_small_client() -> None:
-    made = federation(FedMomentum(spec=Problem().adapted().spec, r=2, lora_alpha=4), RANKS)
-    made.round()
-    job = made.job("client-0")
-    assert {name.partition("/")[2] for name in job.trainable_names if name.startswith("fc1")} == {"A", "B"}
-    assert job.tensors["fc1/A"].shape == (1, 5)
-    assert job.tensors["fc1/L"].shape == (8, 1)
 
 
 @settings(max_examples=25, deadline=None)

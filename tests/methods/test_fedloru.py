@@ -17,7 +17,6 @@ from fedspan.methods.fedloru import FedLoRU
 from helpers.toys.oracle import Pairs, average, copied, descend
 from helpers.toys.problem import HEAD, LAYERS, Problem
 from helpers.toys.rounds import Federation, close, sgd, with_extras
-from helpers.watched_rounds import RunMethod, differences
 
 LR, SCALING, STEPS = 0.2, 2.0, 2
 COHORTS = [(0, 1, 2, 3), (1, 2), (0, 2, 3), (0, 1), (0, 1, 2, 3)]  # clients 0 and 3 miss the first accumulation
@@ -159,47 +158,3 @@ def test_whoever_was_away_is_sent_no_more_than_it_misses(tau: int, absent: int, 
     whole = sum(delta.numel() for delta in state.base.total.values())
     one_pair = sum(2 * sum(layer.shape) for layer in method.spec.layers)
     assert patch.numel() == min(whole, missed * one_pair)
-
-
-def test_fedloru_moves_its_factors_into_the_base_every_tau_rounds(run_method: RunMethod) -> None:
-    """The base grows at rounds 2 and 4 of 5, by the averaged product, and the weight does not jump there."""
-    run = run_method("fedloru", method={"r": 2})
-    ranks: list[int] = []
-    for number, round in enumerate(run.rounds, 1):
-        assert (round.after.state.base.round == number) == (number % 2 == 0)
-        for layer in run.layers:
-            total = round.after.state.base.total.get(layer.name)
-            assert total is None or isinstance(total, LowRank)
-            ranks.append(0 if total is None else total.rank)
-            reduced = round.of("update")[0].args[1]
-            parametrization = round.trained[0].job.parametrization[layer.name]
-            averaged = run.change(layer.name, round.before.state.base, parametrization, reduced.mean)
-            now = run.global_change(layer.name, round.after)
-            assert (now - averaged).norm() < 1e-6 * averaged.norm()
-            fresh_B = round.after.state.tensors[join_tensor_name(layer.name, "B")]
-            assert fresh_B.any() != (number % 2 == 0)
-    assert ranks == sorted(ranks)
-    assert set(ranks) == {0, 2, 4}
-
-
-def test_fedloru_restarts_after_an_accumulation(run_method: RunMethod) -> None:
-    """With another A each time, and without the moments of the factors that went into the base."""
-    run = run_method("fedloru", federation={"rounds": 5})
-    name, drawn = join_tensor_name(run.layers[0].name, "A"), set[tuple[float, ...]]()
-    for round in run.rounds[::2]:
-        drawn.add(tuple(round.before.state.tensors[name].flatten().tolist()))
-        assert all(local.trained.optimizer_state.steps[name] == 2 for local in round.trained)
-    assert len(drawn) == 3
-    again = [local.trained.optimizer_state.steps[name] for local in run.rounds[1].trained]
-    assert set(again) == {2, 4}  # within a generation, moments live on where a client participated before
-
-
-def test_fedloru_that_never_accumulates_is_fedit_bit_for_bit(run_method: RunMethod) -> None:
-    ours = run_method("fedloru", method={"tau": 100}, federation={"rounds": 3})
-    theirs = run_method("fedit")
-    for one, other in zip(ours.rounds, theirs.rounds, strict=True):
-        assert differences(one.after.state.tensors, other.after.state.tensors) == []
-        assert differences(one.after.states, other.after.states) == []
-        assert [t.payload for t in one.result.transfers if t.direction == "up"] == [
-            t.payload for t in other.result.transfers if t.direction == "up"
-        ]

@@ -153,24 +153,6 @@ def test_a_round_in_which_nobody_moved(alignment: str, r: int) -> None:
         assert close(after, before[layer], 1e-7) == (alignment != "none")
 
 
-def test_the_paper_s_alignment_has_the_nearest_gram_matrix_of_its_rank() -> None:
-    """What is lost under ``paper`` are the smallest eigenvalues; ``untruncated`` loses more."""
-    lost: dict[str, float] = {}
-    for alignment in ("paper", "untruncated"):
-        problem = Problem()
-        federation = Federation(with_extras(made(problem, alignment=alignment)), problem, sgd(1.0, steps=STEPS))
-        federation.round()
-        shares = problem.shares(problem.client_ids)
-        name = join_tensor_name("fc1", "A")
-        replies = {id: federation.replies[id].tensors[name].double() for id in problem.client_ids}
-        Q = sum((shares[id] * A.T @ A for id, A in replies.items()), torch.zeros(()))
-        A = federation.state.tensors[name].double()
-        lost[alignment] = float((A.T @ A - Q).norm())
-        tail = float(torch.linalg.eigvalsh(Q)[:-2].norm())
-    assert abs(lost["paper"] - tail) < 1e-9
-    assert lost["untruncated"] > tail + 1e-6
-
-
 @pytest.mark.parametrize("bases", ["structured", "dense"])
 @pytest.mark.parametrize("center", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_only_A_is_transmitted(bases: str, center: bool) -> None:

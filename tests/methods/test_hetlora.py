@@ -10,14 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fedspan.assembly.run import Prepared
 from fedspan.core.method import compute_scaling
 from fedspan.core.penalties import SlotProduct
-from fedspan.core.tensors import join_tensor_name, select_slots
-from fedspan.core.values import Client, LayerSpec, Message, Reduced, ServerState, Spec, StackItem
-from fedspan.federation.aggregation.reduction import Reducer
+from fedspan.core.tensors import join_tensor_name
+from fedspan.core.values import Client, LayerSpec, Reduced, ServerState, Spec, StackItem
 from fedspan.federation.validation import ReplyRules
 from fedspan.methods.hetlora import HetLoRA
-from fedspan.runs.setup import Prepared
 from helpers import tiny
 from helpers.toys.oracle import Pairs, pair_gradients
 from helpers.toys.problem import HEAD, LAYERS, Problem
@@ -169,33 +168,6 @@ def test_any_cohort_gives_the_dense_weights_average_slot_by_slot(cohort: list[tu
     for slot in range(highest, 3):  # nobody had these
         assert torch.equal(after["layer/A"][slot], state.tensors["layer/A"][slot])
         assert torch.equal(after["layer/B"][:, slot], state.tensors["layer/B"][:, slot])
-
-
-def test_cutting_slots_does_not_rescale_the_rest() -> None:
-    """Every client computes with the first slots of one and the same product, whatever its own scaling."""
-    method, state = _method()
-    B, A = state.tensors["layer/B"].double(), state.tensors["layer/A"].double()
-    for rank in (1, 2, 3, 5):
-        client = _client(0, rank, 1.0)
-        job = method.start(method.sync(state, client), client, {}, state.round)
-        pair = job.parametrization["layer"].compute_effective(select_slots(job.tensors, "layer")).pair
-        assert pair.rank == rank
-        assert close(pair.to_dense(), 2.0 * B[:, :rank] @ A[:rank], 1e-6)
-    assert len({tuple(method.sync(state, _client(k, 5, 1.0)).tensors["layer/A"][4].tolist()) for k in range(3)}) == 1
-
-
-def test_a_reply_of_zeros_does_not_stop_the_round() -> None:
-    """All B = 0 in the first round of a learning rate 0: no norm to weigh by, the run's weights stand in."""
-    method, state = _method()
-    rng = torch.Generator().manual_seed(1)
-    cohort = [_client(0, 3, 1.0), _client(1, 3, 3.0)]
-    reducer, replies = Reducer(cohort), [_reply(rng, 3, zero=True) for _ in cohort]
-    for client, one in zip(cohort, replies, strict=True):
-        reducer.add(client.id, method.contribute(Message(one), client))
-    after = method.update(state, reducer.compute_result()).tensors
-    expected = 0.25 * replies[0]["layer/A"] + 0.75 * replies[1]["layer/A"]
-    assert torch.allclose(after["layer/A"], expected, atol=1e-6)
-    assert not after["layer/B"].any()
 
 
 def test_honest_replies_of_pruned_clients_are_accepted(tiny_folder: Path, prepared: Prepared) -> None:

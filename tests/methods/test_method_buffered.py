@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from fedspan.assembly.run import prepare
 from fedspan.config import parse_config
 from fedspan.errors import FedspanError
-from fedspan.runs.setup import prepare
 from helpers.families import FAMILIES, methods_by_family
 from helpers.watched_rounds import differences, method_config
 
@@ -131,17 +131,6 @@ def test_wrappers_are_refused_with_the_reason_or_fit(wrapper: str) -> None:
             "cannot be combined with federation.buffered",
         ),
         ({"evaluation": {"diagnostics": 2}}, "evaluation.diagnostics", "updates that start from one state"),
-        (
-            {"federation": {**federation_of(2), "over_select": 1}},
-            "federation.over_select",
-            "asynchronous rounds wait for no client",
-        ),
-        ({"federation": {**federation_of(2), "secure": {}}}, "federation.secure", "train from one state"),
-        (
-            {"federation": {**federation_of(2), "late_joiners": True}},
-            "federation.late_joiners",
-            "are those that joined at the start",
-        ),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(changes: dict[str, Any], field: str, problem: str) -> None:
@@ -151,12 +140,3 @@ def test_settings_that_do_not_fit_are_refused(changes: dict[str, Any], field: st
     with pytest.raises(FedspanError, match=problem) as refused:
         parse_config(values)
     assert refused.value.field == field
-
-
-def test_a_simulation_needs_speeds_or_a_record() -> None:
-    values = {"data": {"train": "x.csv"}, "federation": federation_of(2)}
-    with pytest.raises(FedspanError, match=r"Set simulation\.speed, or replay"):
-        parse_config(values).require_simulated()
-    parse_config({**values, "simulation": {"speed": {}}}).require_simulated()
-    recorded = {**values["federation"], "buffered": {"concurrency": 3, "replay": "runs/first"}}
-    parse_config({**values, "federation": recorded}).require_simulated()

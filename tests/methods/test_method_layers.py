@@ -7,21 +7,18 @@ from typing import Any
 import pytest
 import torch
 
+from fedspan.assembly.run import Prepared, prepare
 from fedspan.config import RunConfig, parse_config
 from fedspan.core.base import to_dense
-from fedspan.federation.progress import Progress
 from fedspan.methods.registry import METHODS
-from fedspan.runs import checkpoint
-from fedspan.runs.checkpoint_format import Checkpoint
-from fedspan.runs.folder import RunFolder
-from fedspan.runs.setup import Prepared, prepare
+from fedspan.run_folder import RunFolder
 from fedspan.runs.trained_models import write_adapters
-from helpers import tiny, tiny_convolutions
+from helpers import tiny_convolutions
 from helpers.claim_measures import errors, require_declared_traffic
 from helpers.exported_models import predict_with_engine, predict_with_peft
 from helpers.families import UNLIKE, methods_by_family
 from helpers.method_checks import require_exactness
-from helpers.watched_rounds import MethodRun, RunMethod, differences, method_config, run_watched
+from helpers.watched_rounds import MethodRun, RunMethod, method_config, run_watched
 
 KINDS = ("convolution", "embedding")
 SHAPES = {
@@ -112,24 +109,6 @@ def test_what_is_exported_gives_the_engine_s_logits(kind: str, key: str, runs: R
         assert torch.allclose(predict_with_peft(made, adapter), expected, rtol=0, atol=1e-4)
         gained = max(gained, float((expected - predict_with_engine(made, run.rounds[0].before, client)).abs().max()))
     assert gained > 0.01, "training changed nothing"
-
-
-@each
-@pytest.mark.parametrize("key", methods_by_family(quick=UNLIKE))
-def test_resumed_after_a_round_it_ends_with_the_same_bits(
-    kind: str, key: str, folder: Path, loaded: dict[str, Prepared], runs: RunMethod, tmp_path: Path
-) -> None:
-    """Through a checkpoint on the disk, with an engine and a federation that know of no round before."""
-    run, place = runs(kind, key), RunFolder(tmp_path)
-    first, *rest = (round.after for round in run.rounds)
-    checkpoint.save(place, Checkpoint(first.state, first.states, first.last_rounds))
-    kept = checkpoint.load_latest(place)
-    held = {id: round for id, round in kept.last_rounds.items() if round is not None}
-    progress = Progress(kept.state, kept.states, held)
-    federation = tiny.variant(loaded[kind], layers_config(folder, kind, key)).federation
-    for expected in rest:
-        progress = federation.run_round(progress).progress
-        assert differences(progress, expected) == []
 
 
 @each

@@ -15,6 +15,7 @@ import yaml
 from torch import Tensor, nn
 
 from fedspan import FedspanError
+from fedspan.assembly.run import Prepared, prepare
 from fedspan.config import RunConfig, parse_config
 from fedspan.data.partition import Partition
 from fedspan.diagnostics.round_diagnosis import STEPS, Diagnosis, diagnose_round
@@ -23,11 +24,10 @@ from fedspan.federation.progress import Progress
 from fedspan.federation.reported_evaluation import RemoteEvaluator
 from fedspan.federation.serialization import encode_state
 from fedspan.methods.registry import METHODS
+from fedspan.run_folder import RunFolder
 from fedspan.runs import checkpoint
 from fedspan.runs.checkpoint_format import Checkpoint
-from fedspan.runs.folder import RunFolder
 from fedspan.runs.integrity import format_config
-from fedspan.runs.setup import Prepared, prepare
 from fedspan.runs.trained_models import write_adapters
 from helpers import tiny
 from helpers.claim_measures import errors
@@ -198,26 +198,6 @@ def test_replies_with_several_projectors_are_accepted(
         other = got.progress
         assert not got.failures
     assert encode_state(progress.state) == encode_state(other.state)
-
-
-def test_one_node_cannot_hide_or_outweigh_a_metric(tiny_folder: Path, prepared: Prepared, tmp_path: Path) -> None:
-    """A row that lacks a metric is excluded and its client named; a stated number of examples is no weight."""
-    federation = tiny.variant(prepared, method_config(tiny_folder, "fedit")).federation
-    evaluator, ids = RemoteEvaluator(federation, 32), sorted(federation.clients)
-    rows = {id: {"accuracy": 0.5, "examples": 4.0} for id in ids}
-    liar, silent = ids[0], ids[1]
-    rows[liar] = {"accuracy": 1.0, "examples": 1e15}
-    rows[silent] = {"loss": 0.1, "examples": 4.0}
-    for id in ids:
-        client_data = federation.clients[id]
-        nothing = np.empty(0, np.int64)
-        federation.clients = {**federation.clients, id: replace(client_data, validation=nothing)}
-    scores = evaluator._pool("validation", rows)
-    assert silent not in scores.by_client
-    assert [failure.client for failure in federation.pop_events().failures] == [silent]
-    weight = min(float(federation.clients[liar].client.examples), 4 * 4.0)  # federation.max_weight_ratio
-    assert scores.by_client[liar]["examples"] == weight
-    assert scores.pooled["accuracy"] == pytest.approx((weight + 0.5 * 8) / (weight + 8))
 
 
 MODELS: Mapping[str, tuple[str, Mapping[str, object]]] = {

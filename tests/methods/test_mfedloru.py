@@ -9,7 +9,6 @@ from torch import Tensor
 from fedspan.core.base import to_dense
 from fedspan.core.tensors import create_generator, join_tensor_name
 from fedspan.core.values import Client, Reduced, StackItem
-from fedspan.methods.fedloru import FedLoRU
 from fedspan.methods.mfedloru import MFedLoRU
 from helpers.toys.oracle import Pairs, average, copied, descend
 from helpers.toys.problem import HEAD, LAYERS, Problem
@@ -117,20 +116,6 @@ def test_only_nested_factors_are_uploaded() -> None:
             assert federation.elements[id] == federation.declare_claims(id, number)
     # r_A (m + r) + r_B (r + n) of the paper, with the letters swapped: fc1 is 8 x 5, fc2 6 x 8.
     assert federation.elements["client-0"][1] == (8 + R) + (R + 5) + (6 + R) + (R + 8)
-
-
-def test_of_full_rank_it_is_fedloru() -> None:
-    problem = Problem()
-    states = []
-    for cls in (FedLoRU, MFedLoRU):
-        federation = Federation(
-            with_extras(cls(spec=problem.adapted().spec, r=2, lora_alpha=4.0, tau=TAU)), problem, sgd(LR)
-        )
-        for _ in range(3):
-            federation.round()
-        states.append(federation.state)
-    for name, value in states[0].tensors.items():
-        assert close(states[1].tensors[name], value, 1e-14)  # the mean is summed in another order
 
 
 @given(

@@ -73,17 +73,3 @@ def test_matches_a_dense_oracle(variant: Literal[1, 2]) -> None:
             assert close(federation.get_weight(one), server[one])  # the global model has no personal part
         for name in HEAD:
             assert close(federation.state.tensors[f"extras/{name}"], server[name])
-
-
-@pytest.mark.parametrize("variant", [1, 2])
-def test_the_pair_is_never_transmitted(variant: Literal[1, 2]) -> None:
-    problem = Problem()
-    method = PFedLoRA(spec=problem.adapted().spec, variant=variant)
-    federation = Federation(with_extras(method), problem, sgd(LR), ranks=RANKS)
-    for number in range(2):
-        federation.round()
-        for id, reply in federation.replies.items():
-            assert {name.partition("/")[2] for name in reply.tensors} == {"W", *HEAD}
-            assert federation.elements[id] == federation.declare_claims(id, number)
-        pairs = {tuple(party.memory["fc1/U"].flatten().tolist()) for party in federation.parties.values()}
-        assert len(pairs) == len(RANKS)

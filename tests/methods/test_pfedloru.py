@@ -107,19 +107,6 @@ def test_two_phases_personal_memory_and_accumulation_match_a_dense_oracle() -> N
     assert state.base.round == 4
 
 
-def test_the_personal_pair_is_never_transmitted() -> None:
-    problem = Problem()
-    method = PFedLoRU(spec=problem.adapted().spec, r=2, tau=2)
-    federation = Federation(with_extras(method), problem, sgd(LR))
-    for number in range(3):
-        federation.round()
-        for id, reply in federation.replies.items():
-            assert {name.partition("/")[2] for name in reply.tensors} == {"A", "B", *HEAD}
-            down, up = federation.elements[id]
-            # The declared cost is that of FedLoRU, whatever L and U weigh.
-            assert (down, up) == federation.declare_claims(id, number)
-
-
 def test_a_lost_reply_advances_neither_memory_nor_base() -> None:
     problem = Problem()
     method = PFedLoRU(spec=problem.adapted().spec, r=2, tau=1)

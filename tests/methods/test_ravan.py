@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedspan.core.parametrization import MultiHeadCore
 from fedspan.core.tensors import join_tensor_name, select_slots
 from fedspan.methods.ravan import RAVAN
 from helpers.dense_rounds import COHORTS, LR
@@ -88,21 +87,3 @@ def test_fixed_factors_are_orthonormal_as_far_as_a_layer_allows() -> None:
     assert close(fixed["fc2"]["A"] @ fixed["fc2"]["A"].T, identity, 1e-6)
     assert close(fixed["fc1"]["A"][:5] @ fixed["fc1"]["A"][:5].T, identity[:5, :5], 1e-6)
     assert float(fixed["fc1"]["A"][5].norm()) == pytest.approx(1.0, abs=1e-6)
-
-
-def test_the_update_has_the_rank_of_all_heads() -> None:
-    """h r^2 numbers a layer: fewer than of a pair of the same rank."""
-    made = _federation()
-    for _ in range(2):
-        made.round()
-    change = made.get_weight("fc2") - Problem().to_dense("fc2")["fc2"]
-    assert int(torch.linalg.matrix_rank(change)) == HEADS * R
-
-
-def test_a_core_for_each_head_is_a_sum_of_single_ones() -> None:
-    rng = torch.Generator().manual_seed(3)
-    B, A = (torch.randn(shape, generator=rng, dtype=torch.float64) for shape in ((7, 6), (6, 5)))
-    cores, c = (torch.randn(shape, generator=rng, dtype=torch.float64) for shape in ((3, 2, 2), (3,)))
-    pair = MultiHeadCore(0.5).compute_effective({"A": A, "B": B, "R": cores, "c": c}).pair
-    expected = sum(0.5 * c[j] * B[:, 2 * j : 2 * j + 2] @ cores[j] @ A[2 * j : 2 * j + 2] for j in range(3))
-    assert close(pair.to_dense(), expected)

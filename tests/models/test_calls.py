@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 import fedspan
+from fedspan.assembly.run import prepare
 from fedspan.errors import FedspanError
 from fedspan.federation.progress import RoundResult
 from fedspan.models.adapted import AdaptedModel
@@ -34,7 +35,6 @@ from fedspan.models.direct_uses import forbid_direct_uses
 from fedspan.models.fast_paths import BlockedFastPaths
 from fedspan.models.layout import TokenLayout
 from fedspan.models.metering import Meter, meter_pass
-from fedspan.runs.setup import prepare
 from fedspan.training.trainers import trainer_engine
 from fedspan.training.trainers.trainer_engine import TrainerEngine
 from helpers import tiny

@@ -10,14 +10,14 @@ import pytest
 
 from fedspan.experiments.tables import Table
 from fedspan.logs import JsonLines
+from fedspan.reports.curves import Point, compute_target, find_target_round
 from fedspan.reproduction import measurement
 from fedspan.reproduction.cells import Cell
 from fedspan.reproduction.measurement import MEASURED, measure
 from fedspan.reproduction.presets import Claim
 from fedspan.reproduction.reproduce import Reproduction
 from fedspan.reproduction.verdicts import CellScore, Judged, JudgedCell, format_difference, judge, tabulate_verdicts
-from fedspan.runs.curves import Point, compute_target, find_target_round
-from fedspan.runs.folder import RunFolder
+from fedspan.run_folder import RunFolder
 
 CELLS = (Cell("iid", {"split": "IID"}, {}), Cell("skewed", {"split": "skewed"}, {}))
 

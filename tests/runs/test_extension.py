@@ -14,12 +14,11 @@ from fedspan.config import parse_config
 from fedspan.config.reading import override
 from fedspan.config.run import RunConfig
 from fedspan.errors import FedspanError
-from fedspan.runs import extension, final_report, selection
+from fedspan.run_folder import RunFolder
+from fedspan.runs import extension, selection, start
 from fedspan.runs.environment import is_same_environment
-from fedspan.runs.folder import RunFolder
-from fedspan.runs.integrity import list_differences, read_config
+from fedspan.runs.integrity import ROUNDS_FIELD, list_differences, read_config, require_independent_rounds
 from fedspan.runs.learning_rate import ROUNDS
-from fedspan.runs.planned_rounds import ROUNDS_FIELD, require_independent_rounds
 from fedspan.runs.selection import Best
 from helpers import tiny
 from helpers.families import others_slow
@@ -105,7 +104,7 @@ def test_an_extension_that_is_interrupted_before_its_report_goes_on(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(final_report, "compute_result_digests", killed)
+        patch.setattr(start, "compute_result_digests", killed)
         with pytest.raises(KeyboardInterrupt):
             fedspan.resume(tmp_path / "run", overrides=["federation.rounds=2"])
     assert (tmp_path / "run" / "adapter").is_dir()
@@ -192,22 +191,10 @@ def test_a_change_that_this_machine_cannot_make_leaves_the_run_as_it_was(finishe
     assert content(finished) == before
 
 
-def test_noise_for_a_number_of_rounds_is_for_that_number(tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_run_with_a_fixed_noise_gets_more_rounds(tiny_folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("opacus")
-    privacy = {"mechanism": "local", "clip": 1.0}
-    for name, more in (("noise", {"noise": 0.5}), ("epsilon", {"epsilon": 50.0})):
-        fedspan.run({**values(tiny_folder, 1), "privacy": {**privacy, **more}}, tmp_path / name)
-    assert fedspan.resume(tmp_path / "noise", overrides=["federation.rounds=2"]).rounds == 2
-    with pytest.raises(FedspanError, match=r"privacy\.epsilon is the budget of the 1 rounds that were planned"):
-        fedspan.resume(tmp_path / "epsilon", overrides=["federation.rounds=2"])
-
-
-@pytest.mark.slow
-def test_a_range_test_of_fewer_rounds_is_another_test(tiny_folder: Path, tmp_path: Path) -> None:
-    auto: dict[str, Any] = {"training": {"lr": "auto"}, "federation": {"clients_per_round": None}}
-    fedspan.run(values(tiny_folder, 1, **auto), tmp_path / "run")
-    with pytest.raises(FedspanError, match=r"the range test of training\.lr ran 1 of 2 rounds"):
-        fedspan.resume(tmp_path / "run", overrides=["federation.rounds=3"])
+    fedspan.run(values(tiny_folder, 1, privacy={"mechanism": "local", "clip": 1.0, "noise": 0.5}), tmp_path / "run")
+    assert fedspan.resume(tmp_path / "run", overrides=["federation.rounds=2"]).rounds == 2
 
 
 @pytest.mark.slow

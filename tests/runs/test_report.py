@@ -11,23 +11,19 @@ import pytest
 import torch
 
 import fedspan
+from fedspan.assembly.run import prepare
 from fedspan.data.partition import ClientPart, Partition
 from fedspan.errors import FedspanError
 from fedspan.federation.progress import Failure
 from fedspan.files import compute_sha256
 from fedspan.logs import read_lines
-from fedspan.runs.callbacks import compute_final_scores
-from fedspan.runs.curves import read_curve
+from fedspan.reports.curves import read_curve
+from fedspan.run_folder import RunFolder, compute_result_digests, read_records, require_intact_model
 from fedspan.runs.environment import record_environment
-from fedspan.runs.failures import count_failures
-from fedspan.runs.folder import RunFolder
-from fedspan.runs.model_card import RunReport
-from fedspan.runs.records import compute_result_digests, read_records, require_intact_model, require_same_files
-from fedspan.runs.report_warnings import find_limited
-from fedspan.runs.results import read_partition, read_report
-from fedspan.runs.setup import prepare
+from fedspan.runs.final_rounds import compute_final_scores
+from fedspan.runs.report import RunReport, read_partition, read_report
+from fedspan.runs.warnings import count_failures, find_limited
 from helpers import tiny
-from helpers.refusals import refused
 
 
 @pytest.fixture(scope="module")
@@ -105,33 +101,6 @@ def test_a_report_without_them_is_refused(recorded: RunFolder, changes: dict[str
     write_report(recorded, **changes)
     with pytest.raises(FedspanError, match="a report with config, files, logs"):
         read_records(recorded)
-
-
-def test_files_that_are_missing_or_changed_are_named_with_their_source(recorded: RunFolder) -> None:
-    digests = compute_result_digests(recorded)
-    require_same_files(recorded, digests)
-    (recorded.path / "another").write_text("is not checked")
-    require_same_files(recorded, digests)
-    (recorded.adapter / "weights").write_text("other weights")
-    with refused(str(recorded.adapter / "weights")):
-        require_same_files(recorded, digests)
-    (recorded.adapter / "weights").unlink()
-    with pytest.raises(FedspanError, match=r"the file is missing, and report\.json names it\. Restore the file\.?$"):
-        require_same_files(recorded, digests, "report.json")
-
-
-def test_a_model_is_checked_without_the_others_of_its_run(recorded: RunFolder, tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to(recorded.adapter / "east")
-    require_intact_model(recorded.adapter)
-    (recorded.adapter / "weights").write_text("other weights")
-    for folder in (recorded.adapter / "east", tmp_path / "link"):
-        require_intact_model(folder)
-    with pytest.raises(FedspanError, match="the file was changed"):
-        require_intact_model(recorded.adapter)
-    (recorded.adapter / "east" / "weights").write_text("other weights")
-    for folder in (recorded.adapter / "east", tmp_path / "link"):
-        with pytest.raises(FedspanError, match=r"east/weights.*the file was changed"):
-            require_intact_model(folder)
 
 
 def test_a_model_outside_of_a_run_has_nothing_to_compare_with(tmp_path: Path) -> None:

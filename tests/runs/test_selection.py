@@ -18,7 +18,6 @@ from fedspan.federation.progress import Progress
 from fedspan.federation.trimmed_scores import compute_trimmed_means
 from fedspan.runs import selection
 from fedspan.runs.selection import Best, ClientLoss, Selection, compute_gain, has_stalled, rate_round
-from fedspan.tasks.registry import TASKS
 from helpers import tiny
 from helpers.listeners import Notes
 from helpers.refusals import refused
@@ -300,10 +299,6 @@ def test_exact_scores_select_the_last_of_the_best_rounds_and_stall_from_the_firs
             )
         last = max(number for number, rank in enumerate(ranks, 1) if rank == max(ranks))
         assert get_rounds(selection) == (last, 1 + ranks.index(max(ranks)))
-
-
-def test_every_task_measures_the_loss() -> None:
-    assert all("loss" in metrics for metrics in [task.metric_names for task in TASKS.values()])
 
 
 def test_a_run_chooses_by_these_rules(tiny_folder: Path, tmp_path: Path) -> None:

@@ -2,13 +2,7 @@
 
 import errno
 import os
-import random
-import runpy
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,14 +12,11 @@ import torch
 
 from fedspan.errors import FedspanError
 from fedspan.logs import encode_chain_line, find_position, read_lines
+from fedspan.run_folder import RunFolder
 from fedspan.runs.checkpoint import load_latest, resume, truncate_logs
 from fedspan.runs.checkpoint_format import load
-from fedspan.runs.folder import RunFolder
 from fedspan.runs.ledger import read_totals
-
-SCRIPT = Path(__file__).parents[1] / "helpers" / "interrupted_run.py"
-_script = runpy.run_path(str(SCRIPT))
-begin, go_on, state_of, memory_of = (_script[name] for name in ("begin", "go_on", "state_of", "memory_of"))
+from helpers.interrupted_run import begin, go_on, memory_of, state_of
 
 CHANGES = ["write", "fsync", "mkdir", "rename", "replace", "link", "unlink", "rmdir", "ftruncate", "open"]
 """The functions of ``os`` through which the file system is changed."""
@@ -65,34 +56,6 @@ def assert_sound(path: Path) -> int:
     if run.best.exists():
         assert load(run.best).selection.best is not None
     return round
-
-
-@pytest.mark.slow  # below, a run is killed at every change
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="kills a forked process")
-def test_killed_at_random_moments(tmp_path: Path) -> None:
-    draws = random.Random(0)
-    path = tmp_path / "run"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-    server = subprocess.Popen(
-        [sys.executable, str(SCRIPT)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-    )
-    with server:
-        reached: list[int] = []
-        # On a busy machine a process may be killed many times before it gets anywhere.
-        while len(reached) < 10 or (len(set(reached)) <= 5 and len(reached) < 200):
-            print(path, 100_000, file=server.stdin, flush=True)
-            pid = int(server.stdout.readline())
-            time.sleep(draws.uniform(0, 0.08))
-            os.kill(pid, signal.SIGKILL)
-            assert int(server.stdout.readline()) == -signal.SIGKILL
-            reached.append(assert_sound(path))
-        assert reached == sorted(reached)
-        assert len(set(reached)) > 5, "most kills came after some progress"
-        print(path, reached[-1] + 3, file=server.stdin, flush=True)
-        server.stdout.readline()
-        assert int(server.stdout.readline()) == 0
-        server.stdin.close()
-    assert tree(path) == uninterrupted(tmp_path / "reference", reached[-1] + 3)
 
 
 class Killed(BaseException):

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from sklearn.utils.class_weight import compute_class_weight
 from torch import nn
 
+from fedspan.assembly.run import Prepared, prepare
 from fedspan.config import parse_config
 from fedspan.config.rates import get_training_defaults
 from fedspan.errors import FedspanError
-from fedspan.runs.setup import Prepared, prepare
 from fedspan.tasks import causal, encoding, registry
 from fedspan.tasks.causal import CausalLM
 from fedspan.tasks.classification import SEQUENCE_CLASSIFICATION, SequenceClassification

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedspan.runs.setup import Prepared
+from fedspan.assembly.run import Prepared
 from fedspan.tasks.bounded_losses import bound_loss, compute_guess_bound, get_loss_bound
 from fedspan.tasks.classification import SequenceClassification
 from fedspan.tasks.losses import OFFSETS

@@ -14,8 +14,8 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 import fedspan
 from fedspan import FedspanError
+from fedspan.assembly.run import prepare
 from fedspan.config import parse_config
-from fedspan.runs.setup import prepare
 from fedspan.tasks.losses import SMOOTHING
 from fedspan.tasks.masked_lm import MaskedLanguageModel
 from fedspan.training.prefix import PrefixCache

@@ -16,16 +16,7 @@ _SENT = ("labels", "prompt")
 """Fields of ``data`` that a deployment's server names; a node's file names the others."""
 _TARGETS = ["query", "value", "intermediate.dense", "output.dense"]
 _IMAGE_LABELS = ["dark", "light"]
-_FORMER_NAMES = {"engine": {"clients_per_pass": "clients_at_once"}}
-"""Names that fields of a section had in checkouts before, by their names now."""
-
-
-def _start() -> dict[str, str]:
-    """A random head on Transformers' own classifier, as in checkouts that know nothing else."""
-    from fedspan.config import ModelConfig
-
-    defaults = {"head_init": "random", "pooling": "stock"}
-    return {name: value for name, value in defaults.items() if name in ModelConfig.model_fields}
+_START = {"head_init": "random", "pooling": "stock"}
 
 
 def _build_base(folder: Path) -> dict[str, Any]:
@@ -33,7 +24,7 @@ def _build_base(folder: Path) -> dict[str, Any]:
         "seed": 3,
         "device": "cpu",
         "threads": 1,
-        "model": {"name": str(folder / "bert"), "target_modules": _TARGETS, "max_length": 16, **_start()},
+        "model": {"name": str(folder / "bert"), "target_modules": _TARGETS, "max_length": 16, **_START},
         "data": {"train": str(folder / "all.csv"), "test_fraction": 0.0, "labels": list(LABELS)},
         "partition": {"partitioner": "natural", "column": "site", "validation": 0.1, "test": 0.1},
         "method": {"name": "fedit", "r": 2, "lora_alpha": 4},
@@ -113,7 +104,7 @@ def _build_tasks(folder: Path) -> dict[str, dict[str, Any]]:
         "preference": {"model": decoder, "data": {**unlabeled, "roles": {"prompt": "text"}}},
         TRAINERS: {
             **dict.fromkeys(("device", "threads", "data", "partition", "evaluation")),
-            "model": dict.fromkeys(("name", "max_length", *_start())),
+            "model": dict.fromkeys(("name", "max_length", *_START)),
             "training": {"batch_size": None},
         },
     }
@@ -153,20 +144,7 @@ def build_configs(folder: Path, host: str) -> dict[str, dict[str, Any]]:
                 values[section] = {key: value for key, value in values[section].items() if value is not None}
         values = {section: value for section, value in values.items() if value is not None}
         values |= {} if name == TRAINERS else {"engine": engine.get(host, {"name": "loop"})}
-        made[name] = _apply_former_names(values)
-    return made
-
-
-def _apply_former_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Give fields the names that this checkout knows."""
-    from fedspan.config import RunConfig
-
-    made = dict(values)
-    for section, names in _FORMER_NAMES.items():
-        known: Any = RunConfig.model_fields[section].annotation
-        former = {name: before for name, before in names.items() if name not in known.model_fields}
-        if section in made:
-            made[section] = {former.get(name, name): value for name, value in made[section].items()}
+        made[name] = values
     return made
 
 

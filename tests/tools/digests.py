@@ -4,9 +4,6 @@
     python tests/tools/digests.py record after.json
     python tests/tools/digests.py compare before.json after.json
 
-With ``--over redesign,later``, what these steps between the two checkouts intend is expected instead of equality. The
-steps and what each intends are in ``tests/tools/digests.yaml``.
-
 A record holds, for every case, the digest of each tensor of the server's checkpoints, of the clients' stores and of the
 exported adapters, with the structure around them, and the rows of ledger and metrics without wall times. Cases
 (``digest_cases``) are every registered method, wrapper and built-in task, and what they leave out of the
@@ -36,7 +33,6 @@ from typing import Any
 
 import yaml
 from digest_cases import TRAINERS, build_configs, get_node_data, get_sent_data
-from digest_comparison import compare, count_compared, read_steps
 from digest_inputs import SITES, save_inputs
 from digest_trainer import make_trainer
 
@@ -77,41 +73,21 @@ def _digest_tensors(name: str, path: Path) -> dict[str, Any]:
         tensors[tensor] = f"{entry['dtype']}{entry['shape']} {hashlib.sha256(content).hexdigest()[:32]}"
     if not structure:
         return {name: {"tensors": dict(sorted(tensors.items()))}}
-    if "of" in structure:  # a client's value; up to 6294eeab its fields were below `value`
-        structure |= structure.pop("value", {}) if structure["kind"] != "memory" else {}
-        if structure["kind"] in _STATES:
-            return {f"{Path(name).parent}/{part}": value for part, value in _split_state(structure, tensors)}
+    if structure["kind"] == "client":
+        return {f"{Path(name).parent}/{part}": value for part, value in _split_state(structure, tensors)}
     return {name: {"value": _insert_digests(structure, tensors)}}
 
 
-_STATES = {"memory", "moments", "kept", "client"}
-"""Kinds of files with clients' stored states.
-
-Commits up to 6294eeab have `memory` (of a client) and `moments` (of ``client/phase``) in a run's folder, and `kept`,
-with memory, moments by phase and base, on a node. Later ones have `client` in both, which leaves out what is empty.
-"""
-
-
 def _split_state(structure: Mapping[str, Any], tensors: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
-    """The parts of a client's stored state, under names that are the same for every commit."""
-    kind, client = structure["kind"], structure["of"]
-    memory, moments = structure.get("memory", {}), structure.get("moments", {})
-    if kind == "memory":
-        memory = structure["value"]
-    elif kind == "moments":
-        client, _, phase = client.rpartition("/")
-        moments = {phase: structure}
-    if memory:
+    """The parts of a client's stored state, which leaves out what is empty."""
+    client = structure["of"]
+    if memory := structure.get("memory"):
         yield f"{client} memory", _insert_digests(memory, tensors, True)
-    for phase, own in moments.items():
+    for phase, own in structure.get("moments", {}).items():
         content = _insert_digests(own["moments"], tensors, True)
         yield f"{client} moments {phase}", {"generation": own["generation"], "steps": own["steps"], "moments": content}
-    base = structure.get("base", _PRETRAINED)
-    if base != _PRETRAINED:
-        yield f"{client} base", _insert_digests(base, tensors)
-
-
-_PRETRAINED = {"round": -1, "rho": 1.0, "total": {}, "recent": [], "recent_from": -1}
+    if "base" in structure:
+        yield f"{client} base", _insert_digests(structure["base"], tensors)
 
 
 def _insert_digests(structure: Any, tensors: Mapping[str, str], inside: bool = False) -> Any:
@@ -282,9 +258,37 @@ def _record(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
+    """Differences between two records, one line each."""
+    for path, left, right in _list_differences(before, after):
+        yield f"{path[1:]}: {_shorten(left)} -> {_shorten(right)}"
+
+
+def count_compared(before: Mapping[str, Any], after: Mapping[str, Any]) -> int:
+    """Count the cases that both records hold as recorded, not as refused, each host's by itself."""
+    pairs = [(cases.get(case), found) for host, cases in before.items() for case, found in after.get(host, {}).items()]
+    return sum(one is not None and "refused" not in one and "refused" not in other for one, other in pairs)
+
+
+def _list_differences(one: Any, other: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        for key in {**one, **other}:
+            yield from _list_differences(one.get(key), other.get(key), f"{path}/{key}")
+    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        for number, (left, right) in enumerate(zip(one, other, strict=True)):
+            yield from _list_differences(left, right, f"{path}[{number}]")
+    elif one != other and not (one != one and other != other):
+        yield path, one, other
+
+
+def _shorten(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) < 120 else f"{text[:117]}..."
+
+
 def _compare(arguments: argparse.Namespace) -> int:
     before, after = (json.loads(path.read_text()) for path in (arguments.before, arguments.after))
-    differences = list(compare(before, after, read_steps(filter(None, arguments.over.split(",")))))
+    differences = list(compare(before, after))
     for line in differences[: arguments.most]:
         print(line)
     result = f"{len(differences)} differences" if differences else "equal"
@@ -304,7 +308,6 @@ def main() -> int:
     comparing = commands.add_parser("compare", help="compare two records")
     comparing.add_argument("before", type=Path)
     comparing.add_argument("after", type=Path)
-    comparing.add_argument("--over", default="", help="steps of digests.yaml between the two, the earliest first")
     comparing.add_argument("--most", type=int, default=50, help="differences to print")
     comparing.set_defaults(call=_compare)
     if sys.argv[1:2] == ["run"]:  # the process that `record` starts, on the recorded checkout's own code

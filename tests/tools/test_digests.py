@@ -1,8 +1,6 @@
 """tests/tools/digests.py: its cases cover what is registered, and records differ where what a run leaves differs."""
 
 import inspect
-import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedspan.assembly.federation import compute_client_ranks
 from fedspan.config import parse_config
 from fedspan.core import parametrization
 from fedspan.core.spec import LayerSpec, Spec
 from fedspan.core.values import Client, Reduced, StackItem
 from fedspan.federation.validation import build_untrained_jobs
-from fedspan.runs.client_ranks import compute_client_ranks
 from fedspan.tasks.registry import BUILT_IN
 from fedspan.tasks.trainer import TRAINER
 
@@ -89,96 +87,7 @@ def test_a_record_of_lists_of_words_is_equal_to_itself_and_to_no_other(tmp_path:
     first, second = ({"loop": record} for record in records)
     assert "refused" not in records[0]["token-classification"]
     assert not list(digests.compare(first, second))
+    assert digests.count_compared(first, second) == 1
     (name,) = (name for name in records[1]["token-classification"] if name.startswith("adapter/"))
     records[1]["token-classification"][name]["tensors"].popitem()
     assert len(list(digests.compare(first, second))) == 1
-
-
-def build_record(*, lost: int = 0, times: int = 1) -> dict[str, Any]:
-    """Build the record of a case of two rounds, whose messages to clients lost some bytes."""
-    sizes = [600 - times * lost, 600 - lost, 700 - lost]
-    sent = [("train", 1), ("train", 2), ("evaluate", 2)]
-    rows = [
-        {"round": round, "purpose": purpose, "direction": "down", "bytes": size}
-        for (purpose, round), size in zip(sent, sizes, strict=True)
-    ]
-    rows.append({"round": 1, "purpose": "train", "direction": "up", "bytes": 600})
-    totals = [{"down": sizes[0], "up": 600}, {"down": sum(sizes[:2]), "up": 600}]
-    metrics = [{"round": round, "bytes": total} for round, total in enumerate(totals, 1)]
-    report = {"bytes": {**totals[-1]}, "other_bytes": {"evaluate": {"down": sizes[2], "up": 0}}}
-    return {"loop": {"method-x": {"ledger.jsonl": rows, "metrics.jsonl": metrics, "report.json": report}}}
-
-
-LISTED = {"fields": [{"name": "round", "bytes": -8, "messages": {"direction": "down"}, "cases": ["method-x"]}]}
-
-
-def test_bytes_that_are_listed_as_lost_are_no_difference() -> None:
-    assert not list(digests.compare(build_record(), build_record(lost=8), [LISTED]))
-
-
-def test_bytes_that_are_not_listed_are_a_difference_in_messages_and_totals() -> None:
-    found = list(digests.compare(build_record(), build_record(lost=8)))
-    assert [line.split()[2] for line in found] == [
-        *(f"/ledger.jsonl[{number}]/bytes:" for number in range(3)),
-        *(f"/metrics.jsonl[{number}]/bytes/down:" for number in range(2)),
-        "/report.json/bytes/down:",
-        "/report.json/other_bytes/evaluate/down:",
-    ]
-
-
-@pytest.mark.parametrize(("lost", "times"), [(16, 1), (8, 2), (7, 1), (0, 1)])
-def test_other_bytes_than_those_listed_are_a_difference(lost: int, times: int) -> None:
-    found = list(digests.compare(build_record(), build_record(lost=lost, times=times), [LISTED]))
-    assert found[0].startswith("loop method-x /ledger.jsonl[0]/bytes: 592 -> ")
-
-
-def test_bytes_lost_in_messages_of_other_cases_or_rows_are_a_difference() -> None:
-    (field,) = LISTED["fields"]
-    for other in ({"cases": ["method-y"]}, {"messages": {"direction": "down", "bytes": [600]}}):
-        assert list(digests.compare(build_record(), build_record(lost=8), [{"fields": [{**field, **other}]}]))
-
-
-def test_a_total_that_its_messages_do_not_explain_is_a_difference() -> None:
-    after = build_record(lost=8)
-    after["loop"]["method-x"]["metrics.jsonl"][1]["bytes"]["down"] -= 8
-    (line,) = digests.compare(build_record(), after, [LISTED])
-    assert line == "loop method-x /metrics.jsonl[1]/bytes/down: 1184 -> 1176"
-
-
-def test_new_added_and_renamed_places_are_those_that_are_listed() -> None:
-    step = {"new": [{"hosts": "^loop$", "cases": "^method-x$"}]}
-    before, after = build_record(), build_record()
-    for earlier in ({}, {"loop": {"method-x": {"refused": "here one process sees all"}}}):
-        assert list(digests.compare(earlier, after))
-        assert not list(digests.compare(earlier, after, [step]))
-        assert digests.count_compared(earlier, after) == 0
-    assert list(digests.compare(after, {"loop": {"method-x": {"refused": "no"}}}, [step]))
-    assert digests.count_compared(after, after) == 1
-    after["loop"]["method-x"]["report.json"]["warnings"] = ["diverged"]
-    step = {"added": ["^/report.json/warnings$"]}
-    assert not list(digests.compare(before, after, [step]))
-    before["loop"]["method-x"]["report.json"]["warnings"] = ["slow"]
-    assert list(digests.compare(before, after, [step]))
-    renamed = [{"renamed": {"old": "new"}}]
-    assert not list(digests.compare({"loop": {"x": {"old": 1}}}, {"loop": {"x": {"new": 1}}}, renamed))
-    assert list(digests.compare({"loop": {"x": {"old": 1}}}, {"loop": {"x": {"new": 2}}}, renamed))
-
-
-def test_every_listed_case_is_a_case_and_changes_say_where(tmp_path: Path) -> None:
-    names = digest_cases.build_configs(tmp_path, "loop").keys()
-    for step in digests.read_steps(["redesign", "later"]):
-        for field in step["fields"]:
-            assert set(field["cases"]) <= names
-        for one in [*step["new"], *step.get("changed", ())]:
-            assert any(re.search(one["cases"], name) for name in names)
-        for one in step.get("changed", ()):
-            assert all(where.startswith("^/") for where in one["where"])
-
-
-def test_the_bytes_of_a_listed_scalar_are_those_of_its_text() -> None:
-    for step in digests.read_steps(["redesign", "later"]):
-        for field in step["fields"]:
-            if not {"secure", "secure-central"} & set(field["cases"]):  # no safetensors, and several fields at once
-                # Its JSON is a text inside JSON; a comma stands beside it unless it is the only scalar.
-                text = len(json.dumps(json.dumps({field["name"]: 0}, separators=(",", ":")))[2:-2])
-                assert abs(field["bytes"]) in {size // 8 * 8 + more for size in (text, text + 1) for more in (0, 8)}

@@ -11,11 +11,10 @@ import torch
 import transformers
 from torch import Tensor
 
-import fedspan
+from fedspan.assembly.run import prepare
 from fedspan.config import parse_config
 from fedspan.core.values import Trained
 from fedspan.errors import FedspanError
-from fedspan.runs.setup import prepare
 from fedspan.tasks.causal import CausalLM
 from fedspan.tasks.masked_lm import MaskedLanguageModel
 from fedspan.tasks.seq2seq import Seq2Seq
@@ -24,8 +23,6 @@ from fedspan.tasks.token_classification import TokenClassification
 from fedspan.training import stacking, worker
 from fedspan.training.batched import BatchedEngine, balance, run_parallel
 from fedspan.training.jobs import Assignment
-from fedspan.training.stacking import DEFAULT
-from fedspan.training.worker import Worker
 from helpers import tiny, tiny_decoders, tiny_images, tiny_masked, tiny_seq2seq, tiny_tags
 from helpers.families import others_slow
 
@@ -168,37 +165,6 @@ def test_two_runs_have_the_same_bits(tiny_folder: Path, decoders: Path, images: 
     assert all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-def test_deberta_is_not_stacked_and_says_so(
-    tiny_folder: Path, decoders: Path, images: Path, tmp_path: Path, passes: list[int]
-) -> None:
-    """It calls its projections a second time, on relative positions that all examples share."""
-    config = transformers.DebertaV2Config(
-        vocab_size=48,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=32,
-        relative_attention=True,
-        pos_att_type=["c2p", "p2c"],
-        share_att_key=True,
-        max_relative_positions=8,
-        pad_token_id=0,
-        initializer_range=0.3,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(5)
-        transformers.DebertaV2Model(config).save_pretrained(tmp_path / "deberta")
-    tiny.save_tokenizer(tmp_path / "deberta")
-    made = values("bert", tiny_folder, decoders, images)
-    made["model"] = {"name": str(tmp_path / "deberta"), "target_modules": ["query_proj", "key_proj"], "max_length": 16}
-    gap, engine = same(made)
-    assert gap == 0.0
-    assert passes == []
-    assert "is given one input for all examples of a batch" in engine.refusal
-    assert "without padding" in str(engine._workers[0].loop.padding.refusal)
-
-
 def test_a_model_that_mixes_examples_is_detected(
     tiny_folder: Path, decoders: Path, images: Path, passes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,23 +260,6 @@ TASKS: dict[type[Any], Callable[[Path, Path, Path], dict[str, Any]]] = {
     CausalLM: lambda _, decoders, __: tiny_decoders.settings(decoders, "llama"),
     Seq2Seq: lambda _, __, own: tiny_seq2seq.settings(own),
 }
-
-
-def test_the_plan_is_written_before_it_is_used(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = tiny.settings(tiny_folder, federation={"rounds": 1})
-    config["engine"] = {"name": "batched"}
-    place = tmp_path / "run" / "engine.json"
-
-    def killed(*_: object) -> None:
-        assert place.exists()
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Worker, "run", killed)
-    with pytest.raises(KeyboardInterrupt):
-        fedspan.run(config, tmp_path / "run")
-    assert json.loads(place.read_text())["clients_per_pass"] == DEFAULT.clients_per_pass
 
 
 def test_too_little_memory_for_a_pass_names_the_setting(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,12 +16,12 @@ from torch import Tensor
 
 pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
 
+from fedspan.assembly.run import Prepared, prepare
 from fedspan.config import parse_config
 from fedspan.core.noise import derive_seed_key
 from fedspan.core.values import Job, OptimizerSpec, Trained
 from fedspan.errors import FedspanError
 from fedspan.federation.validation import build_untrained_jobs
-from fedspan.runs.setup import Prepared, prepare
 from fedspan.training import dp_sgd
 from fedspan.training.batching import draw_job_batches
 from fedspan.training.dp_sgd import (

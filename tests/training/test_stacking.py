@@ -11,13 +11,12 @@ import pytest
 import torch
 
 import fedspan
+from fedspan.assembly.engine import keep_stacking_plan, make_engine
+from fedspan.assembly.run import Prepared, prepare
 from fedspan.config import parse_config
-from fedspan.errors import FedspanError
 from fedspan.models.stacked import Unstackable
+from fedspan.run_folder import RunFolder
 from fedspan.runs.baselines import BASELINES
-from fedspan.runs.engine_setup import keep_stacking_plan, make_engine
-from fedspan.runs.folder import RunFolder
-from fedspan.runs.setup import Prepared, prepare
 from fedspan.training import stacking
 from fedspan.training.batched import BatchedEngine
 from fedspan.training.stacking import (
@@ -136,12 +135,6 @@ def test_measuring_stays_within_its_tokens(tokens: float) -> None:
         assert found == StackingPlan(64, 1)
 
 
-def test_measuring_begins_if_its_first_plans_fit() -> None:
-    plans = [StackingPlan(4, 1), StackingPlan(4, 2)]  # each pass runs three times
-    assert MeasurementBudget(3600, pass_tokens=100).can_afford(plans)
-    assert not MeasurementBudget(3599, pass_tokens=100).can_afford(plans)
-
-
 @pytest.mark.parametrize("seconds", [0.005, 0.02])
 def test_measuring_stops_after_ten_seconds(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
@@ -157,24 +150,6 @@ def test_measuring_stops_after_ten_seconds(seconds: float, monkeypatch: pytest.M
     assert now[0] <= 10
     assert budget.exhausted
     assert (found is None) == (seconds == 0.02)  # one plan takes 6 s, and its neighbor twice as long
-
-
-@pytest.mark.parametrize("slower", [1.0, 4.0, 40.0])
-def test_measuring_takes_at_most_its_share_of_the_planned_time(slower: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans that are slower than the first one take more time for their tokens; a pass that has begun is finished."""
-    now, longest, best = [0.0], 0.0, 1e-4
-    monkeypatch.setattr(stacking.time, "perf_counter", lambda: now[0])
-    budget = MeasurementBudget(20_000, pass_tokens=100)
-
-    def measure(plan: StackingPlan, passes: int) -> float:
-        nonlocal longest
-        pace = best if plan == StackingPlan(4, 1) else best * slower
-        taken = pace * 3 * passes * plan.clients_per_pass * plan.workers * 100
-        now[0], longest = now[0] + taken, max(longest, taken)
-        return pace
-
-    search(StackingRequest(), 200, 2, measure, budget)
-    assert now[0] <= 20_000 * best + (longest if slower > 1 else 0)
 
 
 @pytest.mark.parametrize(("seconds", "passes"), [(100.0, 1), (2.5, 1), (1.9, 3), (0.9, 3), (0.2, 6)])
@@ -346,22 +321,3 @@ def test_a_run_takes_the_plan_of_its_own_size(
     assert plans[0] == StackingPlan(4, 1)  # nothing can be measured
     assert plans[-1] == StackingPlan(1, 1)
     assert plans == [chosen(share) for share in shares]
-
-
-def test_a_run_keeps_what_was_chosen(tiny_folder: Path, tmp_path: Path) -> None:
-    """A resumed run trains as many at once as before it was stopped, whatever would be chosen now."""
-    config = tiny.settings(tiny_folder, federation={"rounds": 1})
-    config["engine"] = {"name": "batched"}
-    fedspan.run(config, tmp_path / "run")
-    place = tmp_path / "run" / "engine.json"
-    workers = min(DEFAULT.workers, torch.get_num_threads())
-    assert json.loads(place.read_text()) == {"clients_per_pass": DEFAULT.clients_per_pass, "workers": workers}
-    place.write_text('{"clients_per_pass": 7, "workers": 3}')
-    prepared = prepare(parse_config(config))
-    keep_stacking_plan(RunFolder(tmp_path / "run"), prepared.engine)
-    assert prepared.engine.stacking == StackingPlan(7, 3)
-    place.write_text('{"clients_per_pass": "many"}')
-    with pytest.raises(
-        FedspanError, match=r"engine.json' .* Expected a file with two numbers, clients_per_pass and workers"
-    ):
-        keep_stacking_plan(RunFolder(tmp_path / "run"), prepared.engine)

@@ -10,19 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fedspan.assembly.run import Prepared, prepare
 from fedspan.core.parametrization import LoRA
 from fedspan.core.tensors import join_extra_name
-from fedspan.core.values import Client, Contribution, Job
+from fedspan.core.values import Job
 from fedspan.federation import serialization
-from fedspan.federation.aggregation.reduction import Reducer
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import Progress
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.targets import find_buffers
-from fedspan.runs import checkpoint as checkpoints
-from fedspan.runs.checkpoint_format import Checkpoint
-from fedspan.runs.folder import RunFolder
-from fedspan.runs.setup import Prepared, prepare
 from fedspan.training.jobs import Assignment
 from fedspan.transports.in_process import simulate
 from fedspan.wrappers.extras import WithExtras
@@ -236,41 +232,6 @@ def test_evaluation_never_moves_them(resnet: Prepared) -> None:
     moved = replace(job, tensors={**job.tensors, **{n: v + 1 for n, v in installed.items() if "mean" in n}})
     other = resnet.engine.predict(moved, resnet.test, np.arange(len(resnet.test)), 32)
     assert not torch.allclose(other, expected, atol=1e-2)  # they do matter
-
-
-def test_the_order_of_replies_does_not_matter(resnet: Prepared) -> None:
-    federation = under(resnet, "average")
-    begun, method = federation.begin(), federation.method
-    replies: dict[str, tuple[Client, Contribution]] = {}
-    for id in federation.clients:
-        client = federation.get_client(id, begun)
-        job = method.start(method.sync(begun.state, client), client, {}, begun.state.round)
-        done = federation.engine.train(Assignment(id, 0, job, federation.clients[id].train, 0.02), federation.examples)
-        message, _ = method.finish(job, done, client, {}, 0)
-        replies[id] = client, method.contribute(message, client)
-    states = []
-    for order in (list(replies), list(reversed(replies))):
-        reducer = Reducer([replies[id][0] for id in order])
-        for id in order:
-            reducer.add(id, replies[id][1])
-        states.append(method.update(begun.state, reducer.compute_result()))
-    assert not differing(states[0].tensors, states[1].tensors)
-    assert differing(states[0].tensors, begun.state.tensors)
-
-
-def test_a_checkpoint_keeps_them(resnet: Prepared, tmp_path: Path) -> None:
-    for policy in ("average", "local"):
-        federation = under(resnet, policy)
-        progress = federation.run_round(federation.begin()).progress
-        with RunFolder.create(tmp_path / policy, "x: 1\n") as place:
-            checkpoints.save(place, Checkpoint(progress.state, progress.states, progress.last_rounds))
-            back = checkpoints.resume(place)
-        assert not differing(progress.state.tensors, back.progress.state.tensors)
-        assert {v.dtype for n, v in back.progress.state.tensors.items() if "tracked" in n} == {torch.int64}
-        one, other = (federation.run_round(which).progress for which in (progress, back.progress))
-        assert not differing(one.state.tensors, other.state.tensors)
-        for id, own in one.states.items():
-            assert not differing(own.memory, other.states[id].memory)
 
 
 def test_traffic_counts_them(resnet: Prepared) -> None:

@@ -17,7 +17,7 @@ from fedspan.wrappers.extras import WithExtras
 from fedspan.wrappers.fedprox import FedProx
 from helpers.toys.oracle import average, copied, pair_gradients
 from helpers.toys.problem import HEAD, LAYERS, Problem
-from helpers.toys.rounds import Double, Federation, adamw, close, sgd, with_extras
+from helpers.toys.rounds import Double, Federation, adamw, close, sgd
 from helpers.toys.two_phases import ExtrasInBothPhases
 
 LR, MU, SCALING, STEPS = 0.3, 0.7, 2.0, 3
@@ -57,17 +57,6 @@ def test_matches_the_hand_written_loop() -> None:
                 assert close(federation.state.tensors[join_tensor_name(one, s)], server[one][s])
         for name in HEAD:
             assert close(federation.state.tensors[f"extras/{name}"], head[name])
-
-
-def test_without_strength_it_is_the_inner_method_bit_for_bit() -> None:
-    problem = Problem(clients=2)
-    federation = _federation(problem, 0.0)
-    inner = FedIT(spec=problem.adapted().spec, seed=6, r=2, lora_alpha=4.0)
-    plain = Federation(with_extras(inner), problem, sgd(LR, steps=STEPS))
-    federation.round()
-    plain.round()
-    for name, value in plain.state.tensors.items():
-        assert torch.equal(federation.state.tensors[name], value)
 
 
 def test_a_later_phase_is_held_near_the_start_of_the_round() -> None:

@@ -104,21 +104,6 @@ def test_rounds_match_rounding_by_hand(uplink: Format, downlink: Format, error_f
             assert close(federation.state.tensors[f"extras/{path}"], head[path], 1e-6)
 
 
-def test_bytes_on_the_wire() -> None:
-    problem = Problem(clients=1, dtype=torch.float32)
-    sizes: dict[Format, int] = {}
-    for format in ("float32", "bfloat16", "float16", "int8"):
-        inner = FedIT(spec=problem.adapted().spec, r=2)
-        federation = Federation(LowPrecision(inner=inner, uplink=format, downlink=format), problem, sgd(LR))
-        message = federation.method.sync(federation.state, None)
-        federation.round()
-        sizes[format] = compute_payload_size(federation.replies["client-0"])
-        assert compute_payload_size(message) == sizes[format]
-    entries = 2 * (5 + 8 + 8 + 6)
-    scales = 4 * 2 * 4  # two of A, two of B, for each of two layers
-    assert sizes == {"float32": 4 * entries, "bfloat16": 2 * entries, "float16": 2 * entries, "int8": entries + scales}
-
-
 def test_error_feedback_delivers_changes_below_the_resolution() -> None:
     """Many equal changes of a quarter of int8's step reach the server with error feedback, and none does without."""
     big, small, rounds = 127.0, 0.25, 64

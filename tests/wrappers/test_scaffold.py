@@ -25,7 +25,7 @@ from fedspan.wrappers.fedprox import FedProx
 from fedspan.wrappers.scaffold import PREFIX, Scaffold
 from helpers.toys.oracle import pair_gradients
 from helpers.toys.problem import HEAD, LAYERS, Problem
-from helpers.toys.rounds import Double, Federation, adamw, close, sgd, with_extras
+from helpers.toys.rounds import Double, Federation, adamw, close, sgd
 from helpers.toys.two_phases import ExtrasInBothPhases
 
 LR, STEPS = 0.3, 3
@@ -124,32 +124,6 @@ def test_matches_the_textbook(method: str, variate: str, uniform: bool) -> None:
             if uniform:  # the server's variate is the mean of the clients' (zero for those that never replied)
                 held = sum(own[theirs] for own in textbook.own.values()) / len(problem.client_ids)
                 assert close(federation.state.memory[PREFIX + ours], held)
-
-
-def test_the_gradient_of_the_steps_is_option_ii_under_plain_sgd() -> None:
-    problem = Problem()
-    by_change, by_gradient = (
-        _federation(problem, FedIT(spec=_spec(problem), r=2), variate) for variate in ("option-II", "gradient")
-    )
-    for _ in range(3):
-        by_change.round()
-        by_gradient.round()
-    for name, value in by_change.state.memory.items():
-        assert close(by_gradient.state.memory[name], value)
-
-
-def test_zero_control_variates_are_fedavg() -> None:
-    problem = Problem()
-    spec = _spec(problem)
-    federation = _federation(problem, FedAvg(spec=spec))
-    plain = Federation(with_extras(FedAvg(spec=spec)), problem, sgd(LR, steps=STEPS), uniform=True)
-    federation.round()
-    plain.round()
-    for layer in LAYERS:
-        assert torch.equal(federation.state.tensors[f"{layer}/W"], plain.state.tensors[f"{layer}/W"])
-    federation.round()
-    plain.round()
-    assert not close(federation.state.tensors["fc1/W"], plain.state.tensors["fc1/W"], 1e-3)
 
 
 @pytest.mark.parametrize("variate", VARIATES)

@@ -235,16 +235,3 @@ def test_a_step_divides_the_first_moment_by_the_root_of_the_new_second_one() -> 
     assert after["v"].tolist() == [[4.0, 16.0]]
     assert step.tolist() == [[2.0, pytest.approx(1.2)]]  # 6 m / (sqrt(v) + 1)
     assert before["v"].tolist() == [[1.0, 4.0]]
-
-
-def test_fedavgm_without_momentum_is_the_method() -> None:
-    """x + 1 (mean - x), to a rounding."""
-    problem = Problem(clients=2)
-    inner = WithExtras(inner=FedIT(spec=problem.adapted().spec, r=2), policy="average")
-    plain = Federation(Double(inner=inner), problem, sgd(LR))
-    wrapped = Federation(Double(inner=FedAvgM(inner=inner, momentum=0.0)), problem, sgd(LR))
-    for _ in range(3):
-        plain.round()
-        wrapped.round()
-    for name, value in plain.state.tensors.items():
-        assert close(wrapped.state.tensors[name], value, 1e-12)

@@ -24,13 +24,13 @@ from scipy.stats import t
 from torch import Tensor
 
 from fedspan import __version__
+from fedspan.assembly.run import Prepared, prepare
 from fedspan.config import parse_config
 from fedspan.config.node import NodeConfig
 from fedspan.core.tensors import Tensors, subtract
 from fedspan.deployment.handshake import Invitation, build_node_values
 from fedspan.deployment.limits import require_config, require_frozen_words, require_workload
 from fedspan.federation.federation import Federation
-from fedspan.runs.setup import Prepared, prepare
 
 Rows = Sequence[tuple[str, str]]
 """Texts with their labels."""

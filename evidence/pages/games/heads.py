@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from evidence.pages.games.harness import PROTECTIONS, Rows, compute_features, prepare_nodes
+from fedspan.assembly.head import begin_at_random
+from fedspan.assembly.run import Prepared
 from fedspan.clients.secagg import SecureClient
 from fedspan.clients.secagg_store import MemorySessionStore
 from fedspan.core.heads import SCALE
 from fedspan.core.noise import derive_seed_key
 from fedspan.federation.privacy import compute_client_noise
 from fedspan.federation.progress import ClientData
-from fedspan.runs.head_setup import begin_at_random
-from fedspan.runs.setup import Prepared
 from fedspan.tasks.task import get_labels
 from fedspan.training.loop import LoopEngine
 from fedspan.transports.in_process import simulate

@@ -27,8 +27,8 @@ from torch import Tensor
 from evidence.pages.games.harness import Rows, observe, prepare_nodes
 from evidence.pages.games.heads import BIAS, WEIGHT
 from evidence.pages.games.updates import compute_complement, compute_distance, list_victims
+from fedspan.assembly.run import Prepared
 from fedspan.core.tensors import Tensors
-from fedspan.runs.setup import Prepared
 
 LENGTH = 48
 """Largest number of tokens of a text."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from evidence.pages.games.harness import Rows, compute_rate, observe, prepare_nodes
-from fedspan.runs.setup import Prepared
+from fedspan.assembly.run import Prepared
 
 RATE = 1000.0
 """Learning rate of the step: the change is far larger than the rounding of the weights."""

@@ -278,7 +278,7 @@ def submit(
     from fedspan.cli.formatting import create_console
     from fedspan.cli.run_summary import show_report
     from fedspan.deployment.deploy import submit as submit_run
-    from fedspan.runs.run_view import RunView
+    from fedspan.progress.view import RunView
     from fedspan.transports.http.server import read_link
 
     run_folder = resume or out or find_unused_folder(Path("runs") / (config or Path("run")).stem)

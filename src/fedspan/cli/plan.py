@@ -192,7 +192,7 @@ def _count(number: int, noun: str) -> str:
 def _show(out: Console, plans: Mapping[str, Plan], refused: Mapping[str, str], is_max_length: bool) -> None:
     from fedspan.cli.formatting import create_table
     from fedspan.federation.trimmed_scores import describe_few_nodes
-    from fedspan.runs.formatting import format_size
+    from fedspan.progress.formatting import format_size
 
     first = next(iter(plans.values()))
     cohort = "all" if first.cohort == first.clients else str(first.cohort)
@@ -245,7 +245,7 @@ def _show_compute(out: Console, plans: Mapping[str, Plan], is_max_length: bool) 
         is_max_length: Whether the examples' length is the maximum, because no mean was given.
     """
     from fedspan.cli.formatting import create_table, format_flop_count, format_span
-    from fedspan.runs.formatting import format_size
+    from fedspan.progress.formatting import format_size
 
     def format_flops(count: int | None) -> str:
         return "-" if count is None else format_flop_count(count)

@@ -9,10 +9,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from fedspan.assembly.run import Prepared
 from fedspan.experiments.series import Step
 from fedspan.experiments.series_bar import SeriesBar
-from fedspan.runs.formatting import format_duration, format_runs, format_score, shorten
-from fedspan.runs.setup import Prepared
+from fedspan.progress.formatting import format_duration, format_runs, format_score, shorten
 
 __all__ = ["SeriesView"]
 

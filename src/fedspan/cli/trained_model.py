@@ -62,7 +62,7 @@ def predict(
     if not texts and file is None:
         raise FedspanError("TEXT", None, "texts to label, or --file FILE")
     import fedspan
-    from fedspan.runs.inputs import read_inputs, require_new_table, write_predictions
+    from fedspan.serving.inputs import read_inputs, require_new_table, write_predictions
 
     if out is not None:
         require_new_table(out)
@@ -198,7 +198,7 @@ def evaluate(
         if value is not None:
             raise FedspanError(name, str(value), problem="it needs --tasks")
     import fedspan
-    from fedspan.runs.formatting import format_score
+    from fedspan.progress.formatting import format_score
     from fedspan.tasks.metrics import METRICS
 
     metrics = fedspan.evaluate(

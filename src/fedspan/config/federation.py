@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
+from functools import partial
 from typing import Annotated, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
@@ -11,7 +13,10 @@ from fedspan.config.section import Section
 from fedspan.config.tags import Tags
 from fedspan.config.validation_errors import VARIANT
 from fedspan.core.method import Claims
+from fedspan.crypto import require_packages
 from fedspan.errors import FedspanError
+from fedspan.federation.aggregation.aggregation import AggregationFactory
+from fedspan.federation.aggregation.plaintext import PlaintextAggregation
 from fedspan.federation.settings import BufferedSettings, Reduction, SecureSettings
 from fedspan.federation.validation import ReplyRules
 
@@ -376,9 +381,22 @@ class FederationConfig(Section):
                 problem=f"{title} cannot be aggregated securely: {reason}. Remove federation.secure",
             )
 
-    def build_secure_settings(self) -> SecureSettings | None:
-        """Return the settings of secure aggregation for the engines."""
-        return None if self.secure is None else SecureSettings(**self.secure.model_dump())
+    def build_aggregation(self, clip: float | None = None) -> AggregationFactory:
+        """Return the aggregation protocol.
+
+        Args:
+            clip: Norm to which contributions to a secure sum are clipped; None: that of the config.
+
+        Raises:
+            FedspanError: If it is secure aggregation, and its libraries are not installed.
+        """
+        if self.secure is None:
+            return PlaintextAggregation
+        require_packages()
+        from fedspan.federation.aggregation.secure import SecureAggregation  # needs fedspan[secagg]
+
+        settings = SecureSettings(**self.secure.model_dump())
+        return partial(SecureAggregation, secure=settings if clip is None else replace(settings, clip=clip))
 
     def build_reply_rules(self) -> ReplyRules:
         """Return the rules by which a round between machines is accepted."""

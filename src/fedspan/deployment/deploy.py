@@ -12,6 +12,7 @@ from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from fedspan import __version__
+from fedspan.assembly.server import ServerRun, prepare_server
 from fedspan.config import RunConfig, override, read_values
 from fedspan.config.node import NodeConfig, load_node, require_data
 from fedspan.config.validation_errors import convert_validation_errors
@@ -31,15 +32,12 @@ from fedspan.federation.protocol import Envelope
 from fedspan.federation.trimmed_scores import describe_few_nodes
 from fedspan.files import convert_disk_errors, make_private_folder, read_bytes, write_atomic
 from fedspan.processes import hold_folder
+from fedspan.progress.file import ProgressFile
+from fedspan.progress.listener import Listener, Listeners
+from fedspan.run_folder import RunFolder
 from fedspan.runs import start
-from fedspan.runs.callbacks import Listener, Listeners
-from fedspan.runs.folder import RunFolder
 from fedspan.runs.integrity import require_intact
-from fedspan.runs.model_card import RunReport
-from fedspan.runs.progress_file import ProgressFile
-from fedspan.runs.remote import prepare_server
-from fedspan.runs.results import is_run, read_report
-from fedspan.runs.setup import Prepared
+from fedspan.runs.report import RunReport, is_run, read_report
 from fedspan.transports.http import require
 
 if TYPE_CHECKING:
@@ -281,7 +279,7 @@ def submit(
     progress_file = ProgressFile(RunFolder(folder).progress)
     events = Listeners(listener or Listener(), progress_file)
 
-    def host(run_folder: RunFolder, prepared: Prepared, run_rounds: Any) -> RunReport:
+    def host(run_folder: RunFolder, prepared: ServerRun, run_rounds: Any) -> RunReport:
         run, config = read_run_name(run_folder), prepared.config
         evaluated = min(config.partition.clients, config.evaluation.clients or config.partition.clients)
         if (note := describe_few_nodes(evaluated)) is not None:

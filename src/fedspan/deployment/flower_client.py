@@ -32,8 +32,8 @@ def _answer(context: Context, header: str, body: bytes) -> tuple[str, bytes]:
         raise FedspanError("fedspan-host", None, expected)
     import torch
 
+    from fedspan.deployment.flower_simulation import reply_as
     from fedspan.federation.protocol import Envelope
-    from fedspan.runs.remote import reply_as
 
     reply = reply_as(str(get_run_path(context)), torch.get_num_threads(), Envelope(header, body))
     return reply.header, reply.body

@@ -15,6 +15,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from fedspan.assembly.federation import compute_client_scaling
+from fedspan.assembly.head import STATISTICS_CLIP
 from fedspan.config import RunConfig
 from fedspan.config.federation import FractionRanks, RandomRanks
 from fedspan.config.node import NodeConfig, NodeLimits
@@ -28,8 +30,6 @@ from fedspan.federation.secagg.messages import Agreement, compute_share
 from fedspan.federation.settings import MOST_SECURE_CLIENTS
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.names import get_architecture
-from fedspan.runs.client_ranks import compute_client_scaling
-from fedspan.runs.head_setup import STATISTICS_CLIP
 
 _LARGEST_OPTION = 1_000_000
 """Largest whole number that an option of a method or a wrapper may have: they count rounds, ranks or segments."""

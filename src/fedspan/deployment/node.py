@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from fedspan import __version__
+from fedspan.assembly.federation import wrap_method
+from fedspan.assembly.run import LocalRun, load_run
+from fedspan.assembly.server import build_method, secure_client
 from fedspan.clients.host import Host
 from fedspan.clients.job_checkpoints import JobCheckpoints
 from fedspan.clients.metric_noise import MetricLimits, round_count
@@ -70,11 +73,7 @@ from fedspan.federation.protocol import Envelope, Order, ScoredPart, read_header
 from fedspan.federation.secagg.messages import Phase, decode_request
 from fedspan.files import convert_disk_errors, read_bytes, write_atomic
 from fedspan.logs import AuditLog
-from fedspan.runs.head_setup import find_new_head
 from fedspan.runs.privacy_budget import generate_key, has_key, load_noise_key, store_noise_key
-from fedspan.runs.remote import build_method, secure_client
-from fedspan.runs.setup import prepare
-from fedspan.runs.start import Build
 from fedspan.runs.trained_models import write_model
 from fedspan.training.stages import StageName, Stages
 
@@ -85,7 +84,10 @@ _INVITATION = "invitation.json"
 _STAGES: Mapping[str, StageName] = {"statistics": "statistics", "evaluate": "evaluation", "export": "export"}
 """The stage of each kind of order; training and the exchanges of secure aggregation are one."""
 
-_prepare = partial(prepare, ignores_labels=True)  # else a refusal would tell the server which labels occur
+_load = partial(load_run, ignores_labels=True)  # else a refusal would tell the server which labels occur
+
+Load = Callable[[RunConfig, None, bytes | None, Stages], LocalRun]
+"""Loads a run from its config, the secret key of its noise, if any, and the stages that it reports to."""
 
 log = logging.getLogger("fedspan.node")
 
@@ -119,11 +121,11 @@ class NodeService:
 
     Args:
         node: Config of the node, from the operator's file.
-        build: Builds a run on this node.
+        load: Loads a run's data and model, and builds what trains them.
     """
 
-    def __init__(self, node: NodeConfig, build: Build = _prepare) -> None:
-        self.node, self._build_run = node, build
+    def __init__(self, node: NodeConfig, load: Load = _load) -> None:
+        self.node, self._load_local = node, load
         self.folder = Path(node.folder)
         self._usage = UsageBook(node)
         self._usage.begin()
@@ -306,16 +308,16 @@ class NodeService:
         context = self._compute_context(invitation)  # before the data are read, so that a change in between is noticed
         if is_received(self.node, config.model.name):
             require_weights_of_config(Path(config.model.name))
-        prepared = self._build_run(config, None, self._load_key(folder, config), self._stages)
-        separator = prepared.task_settings.columns.get("label_separator")
+        local = self._load_local(config, None, self._load_key(folder, config), self._stages)
+        separator = local.task_settings.columns.get("label_separator")
         if separator is not None and config.data.label_separator is None:
             problem = "several labels in a text need a named separator in a deployment, because files differ"
             expected = f"the separator of the labels, such as {separator!r}"
             raise FedspanError("data.label_separator", None, expected, problem=problem)
-        (data,) = prepared.federation.clients.values()
+        (data,) = local.clients.values()
         sizes: dict[ScoredPart, int] = {}
-        if prepared.partition is not None:  # with the examples whose labels the run does not have
-            (part,) = prepared.partition.clients
+        if local.partition is not None:  # with the examples whose labels the run does not have
+            (part,) = local.partition.clients
             sizes = {"validation": len(part.validation), "test": len(part.test)}
             if ignored := len(part.train) - len(data.train):
                 log.warning(
@@ -325,16 +327,15 @@ class NodeService:
         declared = self.node.examples or round_count(data.client.examples)
         weight = 1.0 if config.federation.weights == "uniform" else float(declared)
         data = replace(data, client=replace(data.client, id=self.node.id, examples=declared, weight=weight))
-        require_frozen_words(self.node.limits, config, prepared.engine.adapted)
-        whole = prepared.federation.method
-        require_workload(config, data.client.examples, self.node.limits, whole, prepared.count_passes)
+        require_frozen_words(self.node.limits, config, local.engine.adapted)
+        require_workload(config, data.client.examples, self.node.limits, wrap_method(local), local.count_passes)
         store = DiskClientStore(folder / STATE)
         server_config = parse_config({**invitation.read_values(), "data": config.data.model_dump(mode="json")})
-        plain = build_method(server_config, prepared.engine.adapted.spec)
-        method = config.wrap_method(plain, find_new_head(config, prepared.model))
+        plain = build_method(server_config, local.engine.adapted.spec)
+        method = wrap_method(replace(local, method=plain))
 
         def export(job: Job, base: BaseUpdate, round: int) -> None:
-            write_model(prepared, job, base, folder / "adapter", round, self.node.id)
+            write_model(local, job, base, folder / "adapter", round, self.node.id)
             log.info("round %d: own adapter written to %s", round, folder / "adapter")
 
         ranks = list_config_ranks(server_config, plain, self.node.id)
@@ -358,9 +359,9 @@ class NodeService:
         )
         host = Host(
             method,
-            prepared.engine,
+            local.engine,
             {self.node.id: data},
-            prepared.train,
+            local.train,
             store,
             config.evaluation.batch_size,
             export,
@@ -371,7 +372,7 @@ class NodeService:
             metric_limits=MetricLimits(limits.evaluation_epsilon, limits.evaluation_examples, sizes),
             train_examples=limits.train_examples,
         )
-        model = prepared.model
+        model = local.model
         return _Joined(host, compute_base_digest(model), compute_extras_digest(model), terms, context)
 
     def _compute_context(self, invitation: Invitation) -> str:

@@ -15,8 +15,8 @@ from fedspan.errors import FedspanError
 from fedspan.files import from_json, read_bytes, write_atomic
 from fedspan.logs import read_lines
 from fedspan.processes import read_process_start
-from fedspan.runs.failures import count_failures
-from fedspan.runs.folder import RunFolder, describe_missing_run
+from fedspan.run_folder import RunFolder, describe_missing_run
+from fedspan.runs.warnings import count_failures
 
 __all__ = ["NamedRun", "RunStatus", "is_at_work", "load_named_run", "read_status", "store_named_run"]
 

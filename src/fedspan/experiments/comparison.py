@@ -36,7 +36,7 @@ from fedspan.tasks.metrics import METRICS, compute_score
 from fedspan.wrappers.registry import WRAPPERS
 
 if TYPE_CHECKING:
-    from fedspan.runs.model_card import RunReport
+    from fedspan.runs.report import RunReport
 
 __all__ = [
     "CompareReport",

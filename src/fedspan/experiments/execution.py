@@ -31,13 +31,12 @@ from fedspan.files import (
     read_bytes,
     write_atomic,
 )
+from fedspan.run_folder import RunFolder
 from fedspan.runs import train
 from fedspan.runs.environment import is_same_environment
-from fedspan.runs.folder import RunFolder
 from fedspan.runs.integrity import read_config, require_intact
-from fedspan.runs.model_card import RunReport
 from fedspan.runs.privacy_budget import is_secret
-from fedspan.runs.results import is_run
+from fedspan.runs.report import RunReport, is_run
 from fedspan.training.prefix_rows import start_next_run
 
 __all__ = [

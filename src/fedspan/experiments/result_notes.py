@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from fedspan.runs.model_card import RunReport
 from fedspan.runs.predictions import Items
+from fedspan.runs.report import RunReport
 
 __all__ = ["describe_extension", "describe_majority"]
 

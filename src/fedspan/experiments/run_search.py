@@ -18,8 +18,8 @@ from fedspan.experiments.series_bar import open_watcher
 from fedspan.experiments.tables import write_tables
 from fedspan.experiments.watcher import Watcher
 from fedspan.files import convert_disk_errors, write_atomic
-from fedspan.runs.folder import RunFolder
-from fedspan.runs.model_card import RunReport
+from fedspan.run_folder import RunFolder
+from fedspan.runs.report import RunReport
 from fedspan.tasks.metrics import METRICS
 from fedspan.training.prefix_rows import share_prefixes
 from fedspan.transports.ray.sharing import share_teams

@@ -29,7 +29,7 @@ from fedspan.experiments.tables import Table, format_heading, format_mean, forma
 from fedspan.tasks.metrics import METRICS, compute_score
 
 if TYPE_CHECKING:
-    from fedspan.runs.model_card import RunReport
+    from fedspan.runs.report import RunReport
 
 __all__ = ["Sweep", "SweepReport", "Trial", "get_validation_score", "plan_sweep", "rank_trials"]
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from fedspan.errors import FedspanError
 from fedspan.files import convert_disk_errors, neutralize_formula, write_atomic
-from fedspan.runs.folder import RunFolder
+from fedspan.run_folder import RunFolder
 from fedspan.tasks.metrics import METRICS
 
 __all__ = [

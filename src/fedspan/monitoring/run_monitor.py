@@ -15,8 +15,8 @@ from fedspan.deployment.status import is_at_work
 from fedspan.errors import FedspanError, escape_controls
 from fedspan.files import from_json
 from fedspan.logs import LogFollower
-from fedspan.runs.curves import get_score
-from fedspan.runs.folder import RunFolder
+from fedspan.reports.curves import get_score
+from fedspan.run_folder import RunFolder
 from fedspan.tasks.metrics import METRICS
 
 __all__ = ["MAX_CLIENTS", "RunMonitor", "build_client", "build_page_state", "clean_text"]

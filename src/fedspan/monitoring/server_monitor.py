@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fedspan.deployment.status import NamedRun, load_named_run
 from fedspan.errors import FedspanError
 from fedspan.monitoring.run_monitor import MAX_CLIENTS, RunMonitor, build_client, clean_text
-from fedspan.runs.formatting import format_duration
+from fedspan.progress.formatting import format_duration
 
 if TYPE_CHECKING:
     from fedspan.transports.http.server import Node

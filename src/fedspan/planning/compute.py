@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedspan.assembly.engine import compute_max_length
 from fedspan.config import RunConfig
 from fedspan.core.tensors import join_extra_name
 from fedspan.core.values import LayerSpec
@@ -26,7 +27,6 @@ from fedspan.models.calls import has_own_decoder_inputs
 from fedspan.models.metering import Meter, PassCost, meter_pass
 from fedspan.models.prefix import FrozenPrefix, list_live_modules
 from fedspan.planning.layer_counts import Computation, StandIn
-from fedspan.runs.trainer_setup import compute_max_length
 from fedspan.tasks.losses import upcast
 from fedspan.training.jobs import TrainingSettings
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from fedspan.assembly.federation import compute_client_ranks
+from fedspan.assembly.model import build_empty_model
 from fedspan.config import RunConfig
 from fedspan.core.heads import compute_statistics_shapes
 from fedspan.core.values import Job
@@ -22,8 +24,6 @@ from fedspan.models.quantized import list_unquantized_modules
 from fedspan.planning.accelerators import DeviceSpeed, Duration
 from fedspan.planning.compute import Compute, PlannedPasses, Trains, compute_training_cost
 from fedspan.planning.traffic import RankCounts, count_head_rounds, list_extras, plan_traffic
-from fedspan.runs.client_ranks import compute_client_ranks
-from fedspan.runs.model_setup import build_empty_model
 from fedspan.training.dp_sgd import compute_private_steps
 
 _FLOAT = 4  # bytes: trained and transmitted tensors are float32

@@ -17,7 +17,7 @@ from fedspan.errors import FedspanError, build_install_command
 from fedspan.files import convert_disk_errors, read_bytes, write_atomic
 from fedspan.reports.groups import RunGroup, group_runs
 from fedspan.reports.run_data import RunData, read_runs
-from fedspan.runs.folder import RunFolder
+from fedspan.run_folder import RunFolder
 
 _WEIGHTS = "adapter_model.safetensors"
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from fedspan.experiments.intervals import Difference, estimate_difference, format_gap
 from fedspan.experiments.result_notes import describe_extension, describe_majority
 from fedspan.experiments.tables import format_mean
+from fedspan.progress.formatting import format_size
 from fedspan.reports.groups import RunGroup
-from fedspan.runs.formatting import format_size
-from fedspan.runs.model_card import STATISTICS_NOTE, format_final_rounds
+from fedspan.runs.report import STATISTICS_NOTE, format_final_rounds
 from fedspan.tasks.metrics import METRICS
 
 

@@ -9,11 +9,11 @@ from typing import Any, cast
 
 from fedspan.core.tensors import compute_norm, split_extras, subtract
 from fedspan.logs import read_lines
+from fedspan.run_folder import RunFolder
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.checkpoint_format import load as load_checkpoint
 from fedspan.runs.diagnose import diagnose
-from fedspan.runs.folder import RunFolder
-from fedspan.runs.results import read_report
+from fedspan.runs.report import read_report
 
 MEASURED = frozenset({"exact_match", "alignment", "barrier", "state_step"})
 _PAIRS = 3

@@ -30,7 +30,7 @@ ClaimMeasure = Literal[
     "barrier",
     "state_step",
 ]
-"""Measures of claims, defined in ``runs.curves`` and ``measurement``; ``verdicts`` defines which end is better."""
+"""Measures of claims, defined in ``reports.curves`` and ``measurement``; ``verdicts`` defines which end is better."""
 
 
 class PresetPart(BaseModel):
@@ -62,9 +62,9 @@ class Claim(PresetPart):
         worse: Labels of the methods that it is better than.
         cells: Values to which the claim applies, by axis; an axis left out: all of its values.
         measure: Quantity that is compared: the held-out metric; bytes of a run; the rounds, the bytes in both
-            directions or the seconds of its rounds until a score (``runs.curves.compute_target`` of the two rows); the
-            exact matches of generated answers; the alignment of the clients' updates with the global one, the barrier
-            between their models, or the last round's step of the server's tensors.
+            directions or the seconds of its rounds until a score (``reports.curves.compute_target`` of the two rows);
+            the exact matches of generated answers; the alignment of the clients' updates with the global one, the
+            barrier between their models, or the last round's step of the server's tensors.
         gap: Comparison of the loss of score between two cells; the smaller loss is better.
         within: Tolerance, in the metric's own unit (shares, not percent), within which the two are level.
         needs: Quantity that is required but not measured; such a claim is never judged.

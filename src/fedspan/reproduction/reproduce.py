@@ -24,13 +24,13 @@ from fedspan.experiments.series_bar import open_watcher
 from fedspan.experiments.tables import Table, format_markdown, format_mean, format_megabytes, format_seconds
 from fedspan.experiments.watcher import Watcher
 from fedspan.files import convert_disk_errors, write_atomic
+from fedspan.reports.curves import read_curve
 from fedspan.reproduction.cells import DATA, IMAGE_MODEL, MODEL, Cell, list_cells, name_row_folders, tabulate_settings
 from fedspan.reproduction.measurement import MEASURED, measure
 from fedspan.reproduction.presets import Preset, Protocol, Scale, load_preset, require_scale
 from fedspan.reproduction.verdicts import COSTS, CellScore, Judged, judge, tabulate_verdicts
-from fedspan.runs.curves import read_curve
-from fedspan.runs.folder import RunFolder
-from fedspan.runs.results import read_report
+from fedspan.run_folder import RunFolder
+from fedspan.runs.report import read_report
 from fedspan.training.prefix_rows import share_prefixes
 from fedspan.transports.ray.sharing import share_teams
 

@@ -8,9 +8,9 @@ from typing import Literal
 
 from fedspan.experiments.intervals import Within, compare_pairs, compare_to
 from fedspan.experiments.tables import Table, format_mean
+from fedspan.reports.curves import Point, compute_target, find_target_round
 from fedspan.reproduction.cells import Cell
 from fedspan.reproduction.presets import Claim
-from fedspan.runs.curves import Point, compute_target, find_target_round
 from fedspan.tasks.metrics import METRICS
 
 ClaimVerdict = Literal["holds", "contradicted", "inconclusive", "not runnable here"]
@@ -20,7 +20,7 @@ COSTS: Mapping[str, Callable[[Point], float]] = {
     "bytes_to": lambda point: float(point.bytes),
     "seconds_to": lambda point: point.seconds,
 }
-"""Costs of reaching the score of both rows of a pair (``runs.curves.compute_target``), by seed; less is better."""
+"""Costs of reaching the score of both rows of a pair (``reports.curves.compute_target``), by seed; less is better."""
 Bound = Literal["", "at least ", "at most ", "about "]
 _SIGNS = {"exact_match": 1.0, "alignment": 1.0, "barrier": -1.0, "state_step": -1.0}
 """Direction of other measures: 1 if higher is better, -1 if lower is better."""

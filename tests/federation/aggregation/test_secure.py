@@ -14,13 +14,13 @@ pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not ins
 pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
 pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
 
+from fedspan.assembly.run import Prepared
 from fedspan.clients.host import Host
 from fedspan.clients.metric_noise import MetricLimits
 from fedspan.config import parse_config
 from fedspan.core.tensors import compute_norm as norm_of
 from fedspan.core.values import Client, Contribution, Message, Reduced
 from fedspan.crypto.keys import SessionKeys, draw_secret
-from fedspan.crypto.masks import Ring
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
 from fedspan.federation.federation import Federation
@@ -36,7 +36,6 @@ from fedspan.federation.secagg.messages import (
     UnmaskReply,
 )
 from fedspan.federation.settings import SecureSettings
-from fedspan.runs.setup import Prepared
 from fedspan.transports.in_process import simulate
 from fedspan.wrappers.wrapper import Wrapper
 from helpers import secure_rounds, tiny
@@ -522,11 +521,6 @@ def test_plain_orders_are_refused_in_a_secure_run_and_secure_ones_elsewhere(buil
     with pytest.raises(FedspanError, match=r"the run's config has no secure aggregation"):
         participant.reply(next(asked for asked, _ in stage.sent if not isinstance(asked, Order)))
     assert progress.state.round == 1
-
-
-def test_a_ring_of_many_clients_has_room_for_them(built: Prepared) -> None:
-    assert Ring(32, 100.0, 1000).bound_error(1000) / 1000 == pytest.approx(100 * 1000 / 2**31, rel=1e-3)
-    assert built.federation.clients
 
 
 CLIP = 0.05

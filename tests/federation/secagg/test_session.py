@@ -15,7 +15,6 @@ from fedspan.federation.secagg.messages import (
     ConfirmReply,
     KeysOrder,
     KeysReply,
-    PhaseReply,
     PublicKeys,
     SharesOrder,
     SharesReply,
@@ -24,7 +23,6 @@ from fedspan.federation.secagg.messages import (
     compute_facts_digest,
     decode_phase,
 )
-from helpers.fuzzed_headers import fuzzed
 
 pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not installed")
 pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
@@ -136,15 +134,7 @@ def test_too_few_keys_end_a_session_before_its_clients_agree(tmp_path: Path) -> 
         session.begin(list(identities), agree)
 
 
-def answer_of(kind: type[PhaseReply]) -> Callable[[Envelope], PhaseReply]:
-    return lambda envelope: read_header(kind, envelope)
-
-
-def test_headers_with_mistakes_raise_nothing_but_a_value_error() -> None:
-    fuzzed(phases(), 2_000, (decode_phase, *map(answer_of, (KeysReply, SharesReply, ConfirmReply, UnmaskReply))))
-
-
-def phases() -> list[str]:
+def test_phases_come_back_as_they_were_sent() -> None:
     session: dict[str, Any] = {"round": 0, "attempt": 0, "to": "a", "session": 7}
     keys = PublicKeys(
         sealing=bytes(range(32)),
@@ -170,4 +160,3 @@ def phases() -> list[str]:
     ]
     for phase in phases:
         assert read_header(type(phase), phase.to_envelope()) == phase
-    return [phase.to_envelope().header for phase in phases]

@@ -18,14 +18,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fedspan
+from fedspan.assembly.cluster import WorkerKit
+from fedspan.assembly.run import prepare
 from fedspan.config import parse_config
 from fedspan.errors import FedspanError
 from fedspan.federation.transport import Orders
+from fedspan.progress.listener import Listener
+from fedspan.run_folder import RunFolder
 from fedspan.runs import checkpoint
-from fedspan.runs.callbacks import Listener
-from fedspan.runs.cluster import WorkerKit
-from fedspan.runs.folder import RunFolder
-from fedspan.runs.setup import prepare
 from fedspan.runs.start import run
 from fedspan.transports.ray.sharing import share_teams
 from fedspan.transports.ray.worker import BaseVersion, ClusterWorker
@@ -38,9 +38,9 @@ pytest.importorskip("ray", reason="the extra fedspan[cluster] is not installed")
 
 import ray
 
+from fedspan.assembly.cluster import connect_workers, get_resources
+from fedspan.assembly.run import Prepared
 from fedspan.federation.progress import Progress
-from fedspan.runs.cluster import connect_workers, get_resources
-from fedspan.runs.setup import Prepared
 from fedspan.training.stages import Stage, Stages
 from fedspan.transports.ray.predictor import ClusterPredictor
 from fedspan.transports.ray.team import Piece, Queues, Team, open_team
@@ -123,16 +123,6 @@ def test_other_models_and_tasks(kind: str, decoders: Path, images: Path, tmp_pat
 
 
 @pytest.mark.slow
-def test_secure_sums_have_the_same_model(tiny_folder: Path, tmp_path: Path) -> None:
-    """Keys are random, and so are the masked vectors; their sum is not."""
-    settings = tiny.settings(tiny_folder, federation={"secure": {}, "clients_per_round": None})
-    for name, more in (("here", {}), ("there", WORKERS)):
-        fedspan.run({**settings, **more}, tmp_path / name, progress=False)
-    adapters = [(tmp_path / name / "adapter/adapter_model.safetensors").read_bytes() for name in ("here", "there")]
-    assert adapters[0] == adapters[1]
-
-
-@pytest.mark.slow
 def test_a_worker_needs_neither_datasets_nor_peft(tiny_folder: Path, tmp_path: Path) -> None:
     """They would take 100 MB of each worker's own memory."""
     prepared = prepare(parse_config({**tiny.settings(tiny_folder), **WORKERS}))
@@ -143,7 +133,7 @@ def test_a_worker_needs_neither_datasets_nor_peft(tiny_folder: Path, tmp_path: P
     script = """
 import pickle, sys
 import fedspan.transports.ray.worker
-from fedspan.runs.cluster import build_host
+from fedspan.assembly.cluster import build_host
 host = build_host(pickle.load(open(sys.argv[1], "rb")))
 print(*host.engine.adapted.layers)
 print(*sorted({"datasets", "peft"} & set(sys.modules)))
@@ -178,18 +168,6 @@ def test_a_stacking_plan_is_measured_by_a_worker_and_stored(tiny_folder: Path, t
     plan = json.loads((tmp_path / "run" / "engine.json").read_text())
     assert plan["workers"] == 1  # a worker has one thread
     assert plan["clients_per_pass"] >= 1
-
-
-@pytest.mark.slow
-def test_the_batched_engine_starts_the_head_from_the_loop_s_statistics(tiny_folder: Path, tmp_path: Path) -> None:
-    settings = tiny.settings(tiny_folder, model={"head_init": "lda"}, federation={"rounds": 1})
-    starts = [
-        fedspan.run({**settings, **WORKERS, "engine": {"name": name}}, tmp_path / name, progress=False).start
-        for name in ("loop", "batched")
-    ]
-    assert starts[0] is not None
-    assert starts[0]["head_init"] == "lda"
-    assert starts[1] == starts[0]
 
 
 def test_hidden_states_are_stored_before_a_plan_is_measured(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
