@@ -3,7 +3,8 @@
 # make lint     ruff, codespell, proselint, Harper: rules, format, spelling, style, grammar  make format   fix what ruff can
 # make types    pyright                         make imports  import rules between packages
 # make check    lint, types and imports         make clean    remove .venv and caches
-# make docs     the documentation as a site, in site/; its links, its search and its number of words are checked
+# make docs     the documentation as a site, in site/; its links, its search and its number of words are checked, and
+#               results are listed whose code has changed since
 # make fuzz     100,000 mutated inputs for each function that reads what other machines send (FUZZ_ARGS="--inputs 5000")
 # make oldest   tests of models, tasks, exports and trainers with the oldest transformers, peft and trl that pyproject.toml
 #               allows, in .venv-oldest (minutes; about 2 GB). .ci/run leaves it out where they cannot be downloaded
@@ -54,7 +55,8 @@ WORDS_PAGES := README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md examples/READM
 # Their texts are pieces of code and of YAML: words only, no rules of style. The tests' are the sources of error messages.
 WORDS_ONLY := .github/ISSUE_TEMPLATE/*.yml examples/*.py tests/helpers/mistakes/*.py src/fedspan/demo.yaml
 
-# British spellings are refused in every file.
+# British spellings are refused in every file. Two groups of proselint's are off: typography wants curly quotes in code, and
+# lexical_illusions reports a heading and the same word below it.
 lint: dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -82,6 +84,7 @@ docs: dev $(VENV)/.stamp-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	$(BIN)/python docs/count_words.py
 	$(BIN)/python docs/check_search.py
+	$(BIN)/python docs/check_results.py
 
 fuzz: dev
 	$(BIN)/python tests/fuzz.py $(FUZZ_ARGS)
@@ -95,7 +98,7 @@ VERSIONED := '.[deploy,quantization,secagg,sentence-transformers,seq2seq,trl]'
 VERSIONED_TESTS := tests/training/trainers tests/models/test_families.py tests/models/test_plain.py \
                    tests/models/test_decoders.py tests/models/test_export.py tests/models/test_targets.py \
                    tests/models/test_loading.py tests/models/test_models_private_names.py \
-                   tests/runs/test_objects.py tests/runs/test_own_trainers.py \
+                   tests/assembly/test_objects.py tests/assembly/test_own_trainers.py \
                    tests/deployment/test_trainer_node.py tests/tasks/test_definition.py
 
 # Fails where the packages cannot be downloaded, as without a network.
@@ -150,7 +153,8 @@ packages:
 	PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" .ci/packages
 
 claims: dev
-	set -e; for script in rolora_linear fedloru_theory fedgalore_ajive fedgalore_trap; do \
+	set -e; for script in rolora_linear fedloru_theory fedloru_rate fedgalore_ajive fedgalore_trap fedgalore_drift \
+	  florg_gram; do \
 	  $(BIN)/python -m evidence.claims.$$script; done
 
 dev: $(VENV)/.stamp-dev

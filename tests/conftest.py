@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from click.testing import Result
 
-    from fedspan.runs.setup import Prepared
+    from fedspan.assembly.run import Prepared
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  # with Ray's default its workers starve on a busy machine
@@ -44,7 +44,7 @@ LONGEST = [
         "evidence/test_claims",
         "wrappers/test_wrapper",
         "wrappers/test_wrapper_effects",
-        "runs/test_own_trainers",
+        "assembly/test_own_trainers",
         "methods/test_method_messages",
         "methods/test_method_claims",
         "cli/test_cli_interruption",
@@ -179,7 +179,7 @@ def image_runs(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def prepared(tiny_folder: Path) -> Prepared:
     """FedIT on the tiny BERT, whose model tests may share: values of a federation leave nothing behind in it."""
-    from fedspan.runs.setup import prepare
+    from fedspan.assembly.run import prepare
     from helpers import tiny
 
     return prepare(tiny.config(tiny_folder, federation={"rounds": 3}))
@@ -203,7 +203,7 @@ def call() -> Callable[..., Result]:
 @pytest.fixture
 def refused(call: Callable[..., Result]) -> Callable[..., str]:
     """``fedspan`` with arguments that are wrong: the one line that it prints."""
-    from fedspan.cli.hints import find_page
+    from fedspan.cli.commands import find_page
 
     def called(*arguments: object) -> str:
         result = call(*arguments)

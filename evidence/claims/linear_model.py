@@ -17,20 +17,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = [
-    "LinearFederation",
-    "compute_angle_distance",
-    "compute_ffa_loss",
-    "compute_ffa_solution",
-    "compute_gradient_a",
-    "create_population",
-    "from_samples",
-    "losses",
-    "minimize_b",
-    "run_fedit_round",
-    "run_rolora_round",
-]
-
 
 @dataclass(frozen=True)
 class LinearFederation:

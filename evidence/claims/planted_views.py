@@ -9,8 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["draw_second_moments"]
-
 
 def draw_second_moments(
     size: int, clients: int, drift: float, noise: float, seed: int, rank: int = 5, drift_rank: int = 2

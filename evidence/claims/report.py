@@ -16,8 +16,6 @@ from matplotlib.figure import Figure
 
 from fedspan.experiments.intervals import Verdict
 
-__all__ = ["OUT", "Finding", "format_table", "save_figure", "show"]
-
 OUT = Path("runs/claims")
 """Folder of the pictures, by default."""
 WORDS = {"holds": "same direction", "contradicted": "opposite direction", "inconclusive": "no measurable difference"}

@@ -28,7 +28,7 @@ import numpy as np
 from evidence.pages.defaults import PARTITIONS, Cell, config_of
 
 if TYPE_CHECKING:
-    from fedspan.runs.setup import Prepared
+    from fedspan.assembly.run import Prepared
 
 NAMES = ("Fashion-MNIST", "PACS", "SST-2", "reviews, domain", "Banking77")
 ROUNDS, HEAD_ROUNDS = 8, 5
@@ -61,7 +61,7 @@ def build_values(data: dict[str, str], model: str, pooling: str, kind: str, clie
 
 def measure_start(prepared: Prepared) -> tuple[str, str, int]:
     """Accuracy (%) and cross-entropy of the start, and the bytes of the largest reply."""
-    from fedspan.runs.head_setup import begin
+    from fedspan.assembly.head import begin
 
     progress = begin(prepared.federation, prepared.head)
     assert prepared.test is not None
@@ -116,9 +116,9 @@ def compare_rounds(args: argparse.Namespace) -> None:
 
 def measure_starts(args: argparse.Namespace) -> None:
     """Print the tables of heads before any training."""
+    from fedspan.assembly.run import prepare
     from fedspan.clients.statistics import StatisticsLimits
     from fedspan.config import parse_config
-    from fedspan.runs.setup import prepare
     from fedspan.transports.in_process import InProcess
 
     with tempfile.TemporaryDirectory() as folder:

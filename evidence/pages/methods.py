@@ -104,8 +104,13 @@ class Pair:
             rates = [best / STEP, *rates] if best == rates[0] else [*rates, best * STEP]
 
     def _validate(self, rate: float) -> float:
-        """Return the validation score of a rate, the higher the better."""
-        report = self.run(rate, VALIDATION_SEED)
+        """Return the validation score of a rate, the higher the better; minus infinity if its loss is not finite."""
+        try:
+            report = self.run(rate, VALIDATION_SEED)
+        except fedspan.FedspanError as error:
+            if error.field != "training.lr":
+                raise
+            return -math.inf
         score = report.scores["validation"].get(report.metric, math.nan)
         return -math.inf if math.isnan(score) else score * (1 if METRICS[report.metric].greater_is_better else -1)
 
@@ -136,8 +141,10 @@ def run_pair(pair: Pair) -> None:
         for seed in SEEDS:
             pair.run(rate, seed)
     except fedspan.FedspanError as error:
-        outcome = {"refused": str(error)}
         print(f"{pair.cell}, {pair.method}: {error}", flush=True)
+        if error.field == "run folder":  # another process works on it, or the disk is full: a later call continues
+            return
+        outcome = {"refused": str(error)}
     pair.folder.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(outcome) + "\n")
 

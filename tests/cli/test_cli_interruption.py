@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from click.testing import Result
 
-from fedspan.runs.folder import RunFolder
-from fedspan.runs.run_view import RunView
+from fedspan.progress.view import RunView
+from fedspan.run_folder import RunFolder
 
 
 @pytest.fixture(scope="module")

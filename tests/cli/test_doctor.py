@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fedspan.runs import doctor
+from fedspan.cli import doctor
 
 Call = Callable[..., Any]
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from fedspan.config import RunConfig, load_config
-from fedspan.runs.folder import RunFolder
-from fedspan.runs.start import load_partition
+from fedspan.runs.report import read_partition
 from helpers.families import others_slow
 from helpers.written_data import write_table
 
@@ -153,7 +152,7 @@ def test_from_a_file_to_a_prediction(name: str, call: Call, tiny_folder: Path, t
     assert f"{ROWS} examples, {held_out} of them held out for testing" in " ".join(first.output.split())
     trained = call("run", config, "--out", run, "--set", "federation.rounds=1")
     assert trained.exit_code == 0, trained.output
-    divided = load_partition(RunFolder(run))
+    divided = read_partition(run)
     used = sum(len(one.train) + len(one.validation) + len(one.test) for one in divided.clients)
     assert used == ROWS - held_out
     predicted = call("predict", run, MESSAGES[0], "--json")

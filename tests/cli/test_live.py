@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from fedspan.assembly.run import Prepared
 from fedspan.cli.series import SeriesView
 from fedspan.config import RunConfig
 from fedspan.experiments.series import Step
 from fedspan.experiments.series_bar import SeriesBar
-from fedspan.runs.run_view import RunView
-from fedspan.runs.setup import Prepared
+from fedspan.progress.view import RunView
 from fedspan.training.stages import Stage
 from helpers.clock import Clock
 

@@ -13,17 +13,17 @@ import torch
 import yaml
 from click.testing import CliRunner
 
+from fedspan.assembly.run import Prepared
+from fedspan.assembly.server import build_server_clients, connect
 from fedspan.cli.admission import warn_of_expiry
 from fedspan.config import load_config
+from fedspan.deployment.flower_simulation import get_nodes_folder, reply_as
 from fedspan.deployment.status import store_named_run
 from fedspan.federation.protocol import Envelope, decode_order, decode_reply
 from fedspan.logs import JsonLines, read_lines
+from fedspan.run_folder import RunFolder
 from fedspan.runs import start
-from fedspan.runs.folder import RunFolder
-from fedspan.runs.model_card import RunReport
-from fedspan.runs.remote import build_server_clients, connect, get_nodes_folder, reply_as
-from fedspan.runs.results import read_report
-from fedspan.runs.setup import Prepared
+from fedspan.runs.report import RunReport, read_report
 from helpers import tiny
 from helpers.command_line import get_program
 from helpers.reply_transport import Replies, ReplyingTransport

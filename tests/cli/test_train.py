@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 import fedspan
 from fedspan.cli.live_run import find_unused_folder
 from fedspan.cli.run_summary import render_peft_snippet, show_report
-from fedspan.runs.model_card import RunReport
+from fedspan.runs.report import RunReport
 from helpers import tiny_decoders
 from helpers.command_line import done
 

@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedspan.assembly.head import begin
+from fedspan.assembly.run import Prepared, prepare
 from fedspan.clients.open_training import OpenTraining
 from fedspan.clients.refusals import describe_error
 from fedspan.clients.second_exchange import FirstExchange
@@ -24,8 +26,6 @@ from fedspan.federation.head_start import BOUND, KIND
 from fedspan.federation.progress import ClientData, ClientState
 from fedspan.federation.protocol import Order
 from fedspan.federation.secagg.messages import KeysOrder
-from fedspan.runs.head_setup import begin
-from fedspan.runs.setup import Prepared, prepare
 from helpers import tiny
 from helpers.head_starts import HEAD, start_of
 

@@ -14,9 +14,9 @@ from fedspan.core.values import OptimizerState, ServerState
 from fedspan.errors import FedspanError
 from fedspan.federation.progress import ClientState, Progress
 from fedspan.files import DamagedFileError
+from fedspan.run_folder import RunFolder
 from fedspan.runs.checkpoint import load_latest, prune, resume, save, store_clients
 from fedspan.runs.checkpoint_format import Checkpoint, load
-from fedspan.runs.folder import RunFolder
 from fedspan.runs.selection import Best, Selection
 from helpers.plain_data import plain
 

@@ -11,7 +11,7 @@ from fedspan.config.privacy import PrivacyConfig
 from fedspan.core.method import Claims
 from fedspan.core.noise import derive_seed_key
 from fedspan.errors import FedspanError
-from fedspan.federation.settings import BufferedSettings, SecureSettings
+from fedspan.federation.settings import BufferedSettings
 from fedspan.federation.validation import ReplyRules
 from fedspan.training.jobs import Privacy
 from helpers.refusals import refused
@@ -125,12 +125,9 @@ def test_single_replies_refuse_secure_sums(changes: dict[str, Any], claims: dict
 
 def test_settings_of_the_rounds_have_every_field() -> None:
     assert config().build_buffered_settings() is None
-    assert config().build_secure_settings() is None
     buffered = {"concurrency": 5, "staleness_exponent": 0.25, "max_staleness": 3}
     found = config(clients_per_round=2, buffered=buffered).build_buffered_settings()
     assert found == BufferedSettings(5, 0.25, 3)
-    secure = {"clip": 7.0, "bits": 64, "threshold": 0.75}
-    assert config(secure=secure).build_secure_settings() == SecureSettings(7.0, 64, 0.75)
     rules = {"min_replies": 3, "deadline": 9.0, "retries": 1, "max_norm_ratio": 4.0, "max_missed_rounds": 5}
     assert config(**rules, clients_per_round=4, over_select=2).build_reply_rules() == ReplyRules(3, 9.0, 1, 4.0, 2, 5)
 

@@ -14,6 +14,7 @@ import pytest
 import yaml
 from PIL import Image
 
+from fedspan.assembly.run import prepare
 from fedspan.config import RunConfig, parse_config
 from fedspan.config.column_inference import InferredData
 from fedspan.config.starter import write_starter_config
@@ -21,7 +22,6 @@ from fedspan.config.starter_template import get_default_model, render_config, su
 from fedspan.data.loading import load
 from fedspan.errors import FedspanError
 from fedspan.planning.estimate import plan
-from fedspan.runs.setup import prepare
 from fedspan.tasks import registry
 from fedspan.tasks.registry import TASKS, get_task
 from helpers.written_data import write_table

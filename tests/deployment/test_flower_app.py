@@ -11,6 +11,7 @@ import yaml
 pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
 
 import fedspan
+from fedspan.assembly.server import build_server_clients, connect, prepare_server
 from fedspan.config.node import load_node
 from fedspan.deployment.deploy import build_invitation
 from fedspan.deployment.flower_server import write_app
@@ -18,7 +19,6 @@ from fedspan.deployment.handshake import Introduction, build_server_config
 from fedspan.deployment.node import NodeService
 from fedspan.federation.protocol import read_header
 from fedspan.runs import start
-from fedspan.runs.remote import build_server_clients, connect, prepare_server
 from helpers.conformance import require_same_model
 from helpers.node_service import OPEN
 from helpers.reply_transport import ReplyingTransport

@@ -18,7 +18,7 @@ from fedspan.deployment.flower_server import write_app
 from fedspan.deployment.handshake import Introduction
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
-from fedspan.runs.callbacks import Listener
+from fedspan.progress.listener import Listener
 from helpers import node_service, tiny
 
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from fedspan import __version__
+from fedspan.assembly.server import build_server_clients, prepare_server
 from fedspan.deployment import handshake, submission
 from fedspan.deployment.handshake import Introduction, build_server_config
 from fedspan.deployment.node import NodeService
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
-from fedspan.runs.callbacks import Listener
-from fedspan.runs.remote import build_server_clients, prepare_server
+from fedspan.progress.listener import Listener
 from fedspan.runs.train import run
 from fedspan.transports.http import admissions, transport
 from fedspan.transports.http import server as servers

@@ -15,6 +15,8 @@ pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not ins
 pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
 
 from fedspan import __version__
+from fedspan.assembly.run import prepare
+from fedspan.assembly.server import build_method
 from fedspan.deployment.handshake import Introduction, Invitation
 from fedspan.deployment.limits import OrderTerms
 from fedspan.deployment.node import NodeService
@@ -30,8 +32,6 @@ from fedspan.federation.secagg.messages import (
     decode_request,
 )
 from fedspan.federation.secagg.session import SecureSession
-from fedspan.runs.remote import build_method
-from fedspan.runs.setup import prepare
 from helpers import tiny
 from helpers.families import others_slow
 from helpers.node_service import introduced

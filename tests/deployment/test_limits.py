@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from fedspan.assembly.run import Prepared, prepare
 from fedspan.config.node import NodeConfig
 from fedspan.deployment.handshake import build_node_values
 from fedspan.deployment.node import NodeService
@@ -18,7 +19,6 @@ from fedspan.federation import serialization
 from fedspan.federation.progress import ClientData
 from fedspan.federation.protocol import Order, Reply, decode_order, decode_reply
 from fedspan.models.export import read_adapter
-from fedspan.runs.setup import Prepared, prepare
 from helpers import tiny
 from helpers.node_service import CLIENT, Direct, introduced, node, served, values
 
@@ -93,21 +93,19 @@ def test_an_order_differs_in_nothing_from_what_was_agreed(asked: tuple[Direct, O
         ({"model": {"revision": "abc"}}, "@abc'. It allows"),
     ],
 )
-def test_what_a_run_may_cost_is_bounded(
-    config: dict[str, Any], why: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_run_may_cost_is_bounded(config: dict[str, Any], why: str, tiny_folder: Path, tmp_path: Path) -> None:
     given = values(tiny_folder)
     for section, own in config.items():
         given[section] = {**given.get(section, {}), **own}
 
-    def reached(*_: object, **__: object) -> None:
+    def reached(*_: object, **__: object) -> Any:
         raise AssertionError("the network, or a model")
 
     # for epochs the node counts its examples
-    if "local_epochs" not in config.get("training", {}) and "personal_epochs" not in config.get("method", {}):
-        monkeypatch.setattr("fedspan.deployment.node.prepare", reached)
+    counts_examples = "local_epochs" in config.get("training", {}) or "personal_epochs" in config.get("method", {})
     models = [str(tiny_folder / "bert")]
-    told = introduced(NodeService(node(tiny_folder, tmp_path, limits={"run_rounds": 40, "models": models})), given)
+    own = node(tiny_folder, tmp_path, limits={"run_rounds": 40, "models": models})
+    told = introduced(NodeService(own) if counts_examples else NodeService(own, reached), given)
     assert why in (told.refused or ""), told.refused
     assert {path.name for path in tmp_path.iterdir()} <= {"audit.jsonl", "audit.jsonl.lock", "budget.json", "heartbeat"}
 

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
+from fedspan.assembly.head import begin
+from fedspan.assembly.run import Prepared
 from fedspan.config.node import NodeConfig, NodeLimits
 from fedspan.deployment.handshake import build_server_config
 from fedspan.deployment.node import NodeService
 from fedspan.errors import FedspanError
+from fedspan.progress.listener import Listener
 from fedspan.runs import start
-from fedspan.runs.callbacks import Listener
-from fedspan.runs.head_setup import begin
-from fedspan.runs.setup import Prepared
 from helpers.node_service import introduced, node, served, values
 
 EXACT = {"approve": "auto", "head_statistics": "exact", "statistics_max_length": 2, "statistics_examples": 1}

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from fedspan.assembly.run import Prepared
 from fedspan.deployment.node import NodeService
 from fedspan.federation.protocol import Reply, decode_order, decode_reply
-from fedspan.runs.setup import Prepared
 from helpers.node_service import node, served
 
 FREE = {"approve": "auto", "min_batch": 1, "train_examples": 1}

@@ -5,6 +5,7 @@ import os
 import socket
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from fedspan.federation.protocol import Envelope
 from fedspan.federation.validation import ReplyRules
 from fedspan.logs import JsonLines
 from fedspan.processes import read_process_start
-from fedspan.runs.folder import RunFolder
+from fedspan.run_folder import RunFolder
 from fedspan.transports.http import admissions, link, signing
 from fedspan.transports.http import server as servers
 from helpers import node_service
@@ -82,7 +83,7 @@ class LocalServer:
             order = self.orders[id]
             opened = signer.open_order(order.head + self.bodies[order.body], order.node)
             reply = self.services[order.node].answer(opened.envelope)
-            yield link.Taken(id, signer.seal_reply(reply, order.node, opened))
+            yield link.Taken(id, partial(signer.seal_reply, reply, order.node, opened))
 
     def cancel(self, ids: Collection[str]) -> None:
         pass

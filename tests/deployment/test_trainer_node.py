@@ -10,6 +10,7 @@ from torch.nn import functional
 from transformers import AutoTokenizer, BertForSequenceClassification, TrainerCallback
 
 import fedspan
+from fedspan.assembly.server import prepare_server
 from fedspan.config.node import NodeConfig
 from fedspan.deployment import deploy
 from fedspan.deployment.handshake import Introduction, build_server_config, compute_base_digest, compute_extras_digest
@@ -19,8 +20,7 @@ from fedspan.deployment.trainer_node import TrainerNode
 from fedspan.errors import FedspanError
 from fedspan.federation.progress import TooFewReplies
 from fedspan.federation.protocol import decode_reply
-from fedspan.runs.callbacks import Listener
-from fedspan.runs.remote import prepare_server
+from fedspan.progress.listener import Listener
 from helpers import tiny
 from helpers.node_service import introduced, node, served, values
 from helpers.trainer_clients import NEW_MODULES, arguments, make_trainer, save_without_head, torch_trainer

@@ -1,13 +1,18 @@
 """Pages of the documentation: what scripts write is current; links, options, tables and named tests are right."""
 
+import ast
+import doctest
+import inspect
 import re
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import yaml
 from typer.main import get_command
 
+import fedspan
 from fedspan.cli.app import app
 from helpers.code_blocks import PAGES, ROOT, blocks_of
 from helpers.scripts import load_script
@@ -121,9 +126,9 @@ def test_no_cell_of_a_table_is_long(page: Path) -> None:
 
 def read_attacks() -> tuple[list[str], list[str]]:
     """Return the rows of the table of attacks, and the entries of the list of their tests."""
-    page = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
+    page = (ROOT / "tests" / "attacks.md").read_text(encoding="utf-8")
     rows = page[page.index("| no. | attack |") :].split("\n\n", 1)[0].splitlines()[2:]
-    entries = page[page.index("\n1. `test_") + 1 :].split("\n\n", 1)[0].splitlines()
+    entries = page[page.index("\n1. `test_") + 1 :].splitlines()
     return rows, entries
 
 
@@ -139,10 +144,30 @@ def test_every_attack_has_a_test_that_is_there() -> None:
 
 
 def test_every_replayed_attack_is_in_the_table() -> None:
-    text = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
+    text = (ROOT / "tests" / "attacks.md").read_text(encoding="utf-8")
     attacks = (ROOT / "tests" / "transports" / "http" / "test_attacks.py").read_text(encoding="utf-8")
     for name in re.findall(r"^(?:async )?def (test_\w+)", attacks, re.MULTILINE):
         assert f"`{name}`" in text, name
+
+
+def test_the_title_of_a_module_is_no_clause() -> None:
+    for path in (ROOT / "src").rglob("*.py"):
+        title = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        assert not re.match(r"(How|What|When|Where|Whether|Which|Who|Why)\b", title), f"{path}: {title.splitlines()[0]}"
+
+
+def test_every_public_function_has_an_example_that_its_signature_accepts() -> None:
+    functions = [function for name in fedspan.__all__ if inspect.isfunction(function := getattr(fedspan, name))]
+    assert len(functions) > 20
+    for function in functions:
+        text, signature = inspect.getdoc(function) or "", inspect.signature(function)
+        assert "\nReturns:\n" in text or signature.return_annotation in (None, "None"), function
+        trees = [ast.parse(example.source) for example in doctest.DocTestParser().get_examples(text)]
+        nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        calls = [node for node in nodes if ast.unparse(node.func) == f"fedspan.{function.__name__}"]
+        assert calls, function
+        for call in calls:
+            signature.bind(*call.args, **{str(keyword.arg): keyword.value for keyword in call.keywords})
 
 
 def test_every_trap_has_a_test_that_is_there() -> None:
@@ -153,3 +178,49 @@ def test_every_trap_has_a_test_that_is_there() -> None:
         named = re.findall(r"`(test_[^`]*)`", row.rstrip("| ").rpartition(" | ")[2])
         assert named, row
         assert set(named) <= TESTS, set(named) - TESTS
+
+
+RESULTS = load_script("docs/check_results.py")
+
+
+def test_every_result_names_the_commit_that_was_measured() -> None:
+    pages = [page for folder in RESULTS.FOLDERS for page in (DOCS / folder).glob("*.md")]
+    results = [(page.name, *one) for page in pages for one in RESULTS.list_results(page.read_text(encoding="utf-8"))]
+    assert len(results) > 8
+    assert [one for one in results if one[2] is None] == []
+
+
+def test_every_table_of_intervals_in_the_claims_names_its_seeds() -> None:
+    headers = [
+        f"{page.name}: {line}"
+        for page in (DOCS / "claims").glob("*.md")
+        for line, below in pairwise(page.read_text(encoding="utf-8").splitlines())
+        if below.startswith("|---") and "interval" in line
+    ]
+    assert len(headers) > 3
+    assert [line for line in headers if "seeds" not in line] == []
+
+
+def test_a_result_has_the_commit_of_its_paragraph() -> None:
+    page = (
+        "`python -m evidence.a --x`. Commit 0123abcd, now.\n\nCommand: `python -m evidence.b`  \nCode: 4567cdef.\n\n"
+        "`python -m evidence.c` is outdated.\n\n```text\n`python -m evidence.d`\n```\n\n`python -m evidence.e`\n\n"
+        "Commit 0123abcd"
+    )
+    expected = [("evidence.a", "0123abcd"), ("evidence.b", "4567cdef"), ("evidence.c", ""), ("evidence.e", None)]
+    assert list(RESULTS.list_results(page)) == expected
+
+
+def test_a_result_depends_on_what_its_command_imports() -> None:
+    theory = {path.as_posix() for path in RESULTS.list_imports("evidence.claims.fedgalore_ajive")}
+    assert {"src/fedspan/core/alignment.py", "evidence/claims/planted_views.py"} <= theory
+    assert not any(path.startswith("src/fedspan/methods/") for path in theory)
+    runs = {path.as_posix() for path in RESULTS.list_imports("evidence.pages.defaults")}
+    assert {"src/fedspan/methods/rolora.py", "src/fedspan/training/loop.py"} <= runs
+
+
+def test_words_in_docstrings_change_no_result() -> None:
+    one, same, other = (
+        RESULTS.parse(f"def f(x):\n    {body}") for body in ('"""A."""\n    return x', "return x", "return -x")
+    )
+    assert RESULTS.ast.dump(one) == RESULTS.ast.dump(same) != RESULTS.ast.dump(other)

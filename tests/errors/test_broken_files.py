@@ -14,15 +14,15 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from fedspan.assembly.run import prepare
+from fedspan.assembly.task import parse_task_settings, read_notes
 from fedspan.config import parse_config
 from fedspan.data.config import DataConfig
 from fedspan.data.loading import load
 from fedspan.data.partition import Partition
 from fedspan.models.export import read_adapter
 from fedspan.runs.checkpoint_format import read_index
-from fedspan.runs.results import read_report
-from fedspan.runs.setup import prepare
-from fedspan.runs.task_setup import parse_task_settings, read_notes
+from fedspan.runs.report import read_report
 from fedspan.tasks.registry import get_task
 from helpers.fuzzing import CHANGES, CUTS, answered, as_json, changed, fuzz, mangled
 from helpers.mistakes.world import GOOD, World

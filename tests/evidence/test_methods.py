@@ -9,6 +9,7 @@ import yaml
 from scipy import stats
 
 from evidence.pages import methods
+from fedspan.errors import FedspanError
 from fedspan.runs.predictions import Items
 from helpers import tiny
 
@@ -66,6 +67,25 @@ def test_the_rate_is_the_best_on_validation_and_others_are_tried_beyond_an_end(
         tried.clear()
         assert pair.select_rate() == best
         assert tried == expected
+
+
+def test_a_rate_that_diverges_is_the_worst_and_a_busy_folder_is_left_for_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only what the config cannot do is recorded as refused."""
+    pair, fields = methods.Pair("cell", "fedit", {}, 1.0, tmp_path), {4.0: "training.lr", 1.0: "run folder"}
+
+    def run(_: methods.Pair, rate: float, seed: int) -> None:
+        raise FedspanError(fields[rate], rate)
+
+    monkeypatch.setattr(methods.Pair, "run", run)
+    assert pair._validate(4.0) == -np.inf
+    monkeypatch.setattr(methods.Pair, "select_rate", lambda _: 1.0)
+    methods.run_pair(pair)
+    assert not list(tmp_path.iterdir())
+    fields[1.0] = "method.name"
+    methods.run_pair(pair)
+    assert "method.name" in json.loads((tmp_path / "rate.json").read_text())["refused"]
 
 
 def test_a_method_is_compared_with_the_reference_by_what_differs_between_cells() -> None:

@@ -18,7 +18,7 @@ from fedspan.experiments.figures import draw_comparison, write_figure
 from fedspan.experiments.intervals import Difference
 from fedspan.experiments.series import Step
 from fedspan.runs.integrity import read_config
-from fedspan.runs.results import read_report
+from fedspan.runs.report import read_report
 from helpers import tiny
 from helpers.listeners import RecordingWatcher
 from helpers.refusals import refused

@@ -16,7 +16,7 @@ from fedspan.experiments import execution
 from fedspan.experiments.search import plan_sweep, rank_trials
 from fedspan.experiments.search_space import Range, list_combinations, parse_space
 from fedspan.runs.integrity import read_config
-from fedspan.runs.results import read_report
+from fedspan.runs.report import read_report
 from helpers import tiny
 from helpers.listeners import RecordingWatcher
 from helpers.refusals import refused

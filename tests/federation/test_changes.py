@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedspan.assembly.run import Prepared, prepare
 from fedspan.core.tensors import Tensors, compute_norm, join_extra_name, select, subtract
 from fedspan.core.values import Client, Contribution, Message, ServerState
 from fedspan.federation.changes import (
@@ -25,14 +26,13 @@ from fedspan.federation.changes import (
     shrink_reply,
 )
 from fedspan.federation.federation import Federation
+from fedspan.federation.plausibility import compute_weight_limit, limit_weights
 from fedspan.federation.progress import Progress, RoundResult
 from fedspan.federation.protocol import Envelope, Order, decode_order
 from fedspan.federation.serialization import encode, encode_state
 from fedspan.federation.transport import Orders
 from fedspan.federation.validation import ReplyRules, build_untrained_reply, find_outliers, validate_reply
-from fedspan.federation.weights import compute_weight_limit, limit_weights
 from fedspan.methods.registry import METHODS
-from fedspan.runs.setup import Prepared, prepare
 from fedspan.wrappers.fedpaq import pack_levels, quantize, unpack_levels
 from helpers import tiny, tiny_images
 from helpers.families import methods_by_family, others_slow

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import fedspan
+from fedspan.assembly.run import Prepared, prepare
 from fedspan.config import parse_config
 from fedspan.core.values import Job, Message, Reduced
 from fedspan.errors import FedspanError
@@ -26,7 +27,6 @@ from fedspan.federation.progress import Progress, RoundResult
 from fedspan.federation.reported_evaluation import RemoteEvaluator
 from fedspan.federation.serialization import encode_state
 from fedspan.federation.transport import Orders, Transport
-from fedspan.runs.setup import Prepared, prepare
 from fedspan.training.jobs import Assignment
 from helpers import tiny
 from helpers.families import others_slow

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fedspan.assembly.run import Prepared, prepare
 from fedspan.federation.evaluation import ClientScores, Evaluator, summarize
 from fedspan.federation.federation import Federation
 from fedspan.federation.out_of_round import exchange_model
@@ -25,7 +26,6 @@ from fedspan.federation.trimmed_scores import (
 )
 from fedspan.federation.validation import ReplyRules
 from fedspan.runs.selection import Selection
-from fedspan.runs.setup import Prepared, prepare
 from fedspan.transports.in_process import simulate
 from helpers import tiny
 from helpers.reply_transport import Replies, ReplyingTransport

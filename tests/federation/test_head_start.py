@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedspan.assembly.head import begin, begin_locally
+from fedspan.assembly.run import Prepared, prepare
 from fedspan.core.heads import compute_statistics_shapes, summarize_features
 from fedspan.core.values import Client, Message
 from fedspan.federation.aggregation.reply_buffer import MessageBuffer
@@ -21,8 +23,6 @@ from fedspan.federation.serialization import decode, encode
 from fedspan.federation.transport import OnReply, OnTrained, Orders, Transport
 from fedspan.methods.registry import METHODS
 from fedspan.models.head import OutputLayer
-from fedspan.runs.head_setup import begin, begin_locally
-from fedspan.runs.setup import Prepared, prepare
 from helpers import tiny
 from helpers.head_starts import HEAD, start_of
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedspan.assembly.run import Prepared, prepare
 from fedspan.clients.host import Host
 from fedspan.clients.refusals import refuse
 from fedspan.clients.store import DiskClientStore
@@ -27,7 +28,6 @@ from fedspan.federation.round_exchange import RoundExchange, compute_mean_loss
 from fedspan.federation.settings import BufferedSettings, RoundSettings
 from fedspan.federation.validation import ReplyRules
 from fedspan.methods.fedit import FedIT
-from fedspan.runs.setup import Prepared, prepare
 from fedspan.training.accounting import Charge
 from fedspan.training.jobs import Privacy, TrainingSettings
 from fedspan.training.loop import LoopEngine

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from fedspan.assembly.run import Prepared, prepare
 from fedspan.clients.host import Host
 from fedspan.clients.refusals import refuse
 from fedspan.clients.store import DiskClientStore, LostStateError
@@ -24,7 +25,6 @@ from fedspan.federation.round_context import RoundContext, Tally
 from fedspan.federation.second_exchange import build_second_context
 from fedspan.federation.settings import SecureSettings
 from fedspan.federation.validation import ReplyRules
-from fedspan.runs.setup import Prepared, prepare
 from fedspan.training.loop import LoopEngine
 from fedspan.wrappers.wrapper import Wrapper
 from helpers import secure_rounds, tiny

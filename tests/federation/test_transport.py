@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fedspan.assembly.run import prepare
 from fedspan.config import parse_config
 from fedspan.core.base import BasePatch, BaseUpdate, Delta, Increment, apply_patch
 from fedspan.core.lowrank import LowRank
@@ -23,7 +24,6 @@ from fedspan.federation.protocol import Envelope
 from fedspan.federation.reported_evaluation import ReportedEvaluator
 from fedspan.federation.serialization import compute_payload_size, decode, decode_state, encode, encode_state
 from fedspan.federation.transport import AsynchronousTransport, OnReply, Orders, Transport
-from fedspan.runs.setup import prepare
 from fedspan.transports.in_process import InProcess
 from helpers import tiny
 from helpers.families import others_slow

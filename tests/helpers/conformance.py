@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 
 from fedspan.methods.registry import METHODS
+from fedspan.run_folder import RunFolder
 from fedspan.runs.checkpoint import load_latest
-from fedspan.runs.folder import RunFolder
 from fedspan.wrappers.registry import WRAPPERS
 
 from .families import UNLIKE

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedspan.assembly.run import Prepared, prepare
 from fedspan.config import parse_config
 from fedspan.federation.head_start import start_head
 from fedspan.methods.registry import METHODS
-from fedspan.runs.setup import Prepared, prepare
 from fedspan.wrappers.registry import WRAPPERS
 
 from . import (

@@ -10,9 +10,9 @@ from huggingface_hub import ModelCard
 from peft import PeftModel
 from torch import Tensor, nn
 
+from fedspan.assembly.run import Prepared
 from fedspan.federation.progress import Progress
-from fedspan.runs.folder import CARD
-from fedspan.runs.setup import Prepared
+from fedspan.run_folder import CARD
 
 from . import tiny
 

@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
+from fedspan.assembly.head import begin
+from fedspan.assembly.run import Prepared
 from fedspan.core.tensors import join_extra_name
-from fedspan.runs.head_setup import begin
-from fedspan.runs.setup import Prepared
 
 HEAD = (join_extra_name("classifier.weight"), join_extra_name("classifier.bias"))
 

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor, nn
 
+from fedspan.assembly.run import Prepared, prepare
 from fedspan.config import RunConfig
 from fedspan.federation.progress import Progress
-from fedspan.runs.setup import Prepared, prepare
 
 
 def run_rounds(config: RunConfig, rounds: int = 2) -> tuple[Prepared, Progress]:

@@ -8,9 +8,9 @@ from fedspan.clients.mappings import copy_on_write
 from fedspan.core.values import OptimizerState, ServerState
 from fedspan.federation.progress import ClientState, Progress
 from fedspan.logs import JsonLines
+from fedspan.run_folder import RunFolder
 from fedspan.runs.checkpoint import prune, resume, save, store_clients
 from fedspan.runs.checkpoint_format import Checkpoint
-from fedspan.runs.folder import RunFolder
 from fedspan.runs.ledger import Ledger
 from fedspan.runs.selection import Best, Selection
 

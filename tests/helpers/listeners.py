@@ -5,7 +5,7 @@ from typing import Any
 
 from fedspan.experiments.series import Step
 from fedspan.experiments.watcher import Watcher
-from fedspan.runs.callbacks import Listener
+from fedspan.progress.listener import Listener
 
 
 class Notes(Listener):

@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from fedspan.assembly.run import prepare
 from fedspan.config import parse_config
-from fedspan.runs.setup import prepare
 
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fedspan.assembly.run import Prepared
 from fedspan.clients.host import Host
 from fedspan.clients.refusals import refuse
 from fedspan.clients.store import DiskClientStore
@@ -11,7 +12,6 @@ from fedspan.errors import FedspanError
 from fedspan.federation.federation import Federation
 from fedspan.federation.protocol import Envelope, decode_order
 from fedspan.federation.validation import ReplyRules
-from fedspan.runs.setup import Prepared
 from fedspan.training.loop import LoopEngine
 
 from .reply_transport import Replies, ReplyingTransport

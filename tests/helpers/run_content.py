@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from fedspan.runs.folder import CARD
+from fedspan.run_folder import CARD
 
 _TIMED = {"seconds", "chain", "logs", "sha256"}  # the time, and digests that cover it
 _REPEATED = {"config", "files"}  # what report.json names of files that are compared themselves

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from fedspan import __version__
+from fedspan.assembly.run import Prepared
+from fedspan.assembly.server import build_server_clients, connect, prepare_server
 from fedspan.config.node import NodeConfig
 from fedspan.deployment.handshake import Introduction, Invitation, build_server_config
 from fedspan.deployment.node import NodeService
 from fedspan.federation.protocol import Envelope, read_header
 from fedspan.federation.secagg.messages import decode_request
-from fedspan.runs.remote import build_server_clients, connect, prepare_server
-from fedspan.runs.setup import Prepared
 
 from . import tiny
 from .node_service import OPEN

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedspan.assembly.run import Prepared
 from fedspan.clients.host import Host
 from fedspan.clients.refusals import refuse_any
 from fedspan.clients.secagg import SecureClient
@@ -23,7 +24,6 @@ from fedspan.federation.protocol import Envelope, Order
 from fedspan.federation.secagg.messages import Phase, decode_request
 from fedspan.federation.settings import SecureSettings
 from fedspan.federation.validation import ReplyRules
-from fedspan.runs.setup import Prepared
 from fedspan.training.loop import LoopEngine
 from fedspan.transports.in_process import simulate
 from fedspan.wrappers.wrapper import Wrapper

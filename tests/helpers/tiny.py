@@ -23,14 +23,14 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
+from fedspan.assembly.federation import compute_client_ranks, compute_client_scaling
+from fedspan.assembly.run import Prepared
 from fedspan.clients.host import Host
 from fedspan.config import RunConfig, parse_config
 from fedspan.core.method import Method
 from fedspan.federation.evaluation import Evaluator
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import ClientData
-from fedspan.runs.client_ranks import compute_client_ranks, compute_client_scaling
-from fedspan.runs.setup import Prepared
 from fedspan.training.engine import Engine
 from fedspan.training.loop import LoopEngine
 from fedspan.transports.in_process import simulate

@@ -13,9 +13,9 @@ import torch
 import transformers
 from torch import nn
 
+from fedspan.assembly.run import Prepared, prepare
 from fedspan.config import parse_config
 from fedspan.federation.progress import Progress
-from fedspan.runs.setup import Prepared, prepare
 
 from . import tiny, tiny_decoders, tiny_images, tiny_seq2seq
 

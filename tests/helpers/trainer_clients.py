@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModel, AutoTokenizer, DataCollatorWithPadding, Trainer, TrainingArguments
 
 import fedspan
-from fedspan.runs.setup import Prepared
+from fedspan.assembly.run import Prepared
 from fedspan.tasks.task import Examples, Task
 from fedspan.training.batching import draw_training_batches
 from fedspan.training.trainers.local import RoundPlan

@@ -21,14 +21,14 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
+from fedspan.assembly.own_trainers import TrainerRuns, adopt_trainer
+from fedspan.assembly.run import Prepared
 from fedspan.config import parse_config
 from fedspan.core.base import to_dense
 from fedspan.data.files import FROM_TRAINERS
 from fedspan.deployment.trainer_node import TrainerNode, adopt_node_trainer, follow
 from fedspan.federation.progress import TooFewReplies
 from fedspan.models.sharded import get_shard
-from fedspan.runs.own_trainers import TrainerRuns, adopt_trainer
-from fedspan.runs.setup import Prepared
 from fedspan.training.trainers.processes import Processes, count_processes
 
 from . import tiny

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedspan.assembly.run import Prepared
 from fedspan.config import RunConfig
 from fedspan.core.base import BaseUpdate, Increment, materialize
 from fedspan.core.lowrank import LowRank
@@ -19,7 +20,6 @@ from fedspan.core.tensors import Tensors, select_slots
 from fedspan.core.values import Client, Contribution, Job, LayerSpec, Message, Reduced, ServerState, Trained
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import Progress, RoundResult
-from fedspan.runs.setup import Prepared
 from fedspan.tasks.task import Examples
 from fedspan.training.jobs import Assignment
 from fedspan.training.loop import LoopEngine

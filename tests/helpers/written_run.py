@@ -9,7 +9,7 @@ import yaml
 
 from fedspan.files import to_json
 from fedspan.logs import JsonLines
-from fedspan.runs.folder import RunFolder
+from fedspan.run_folder import RunFolder
 
 HOSTILE = '<img src=x onerror="window.hit=1">\x1b[31m\''
 

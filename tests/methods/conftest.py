@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fedspan.runs.setup import Prepared
+from fedspan.assembly.run import Prepared
 from helpers.watched_rounds import MethodRun, RunMethod, method_config, run_watched
 
 

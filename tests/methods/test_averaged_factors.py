@@ -9,13 +9,13 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedspan.assembly.run import Prepared
 from fedspan.core.base import to_dense
 from fedspan.core.lowrank import LowRank
 from fedspan.core.tensors import is_extra, join_tensor_name, split_extras
 from fedspan.core.values import Message
 from fedspan.federation.settings import RoundSettings
 from fedspan.methods.local_only import LocalOnly
-from fedspan.runs.setup import Prepared
 from fedspan.training.batching import draw_training_batches
 from fedspan.transports.in_process import simulate
 from helpers import tiny

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fedspan.assembly.run import Prepared
 from fedspan.core.method import compute_scaling
 from fedspan.core.penalties import SlotProduct
 from fedspan.core.tensors import join_tensor_name
 from fedspan.core.values import Client, LayerSpec, Reduced, ServerState, Spec, StackItem
 from fedspan.federation.validation import ReplyRules
 from fedspan.methods.hetlora import HetLoRA
-from fedspan.runs.setup import Prepared
 from helpers import tiny
 from helpers.toys.oracle import Pairs, pair_gradients
 from helpers.toys.problem import HEAD, LAYERS, Problem

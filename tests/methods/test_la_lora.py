@@ -9,10 +9,10 @@ import torch
 from scipy.ndimage import convolve1d
 from torch import Tensor
 
+from fedspan.assembly.run import Prepared
 from fedspan.core.tensors import join_tensor_name
 from fedspan.core.values import Job, Message
 from fedspan.methods.la_lora import LALoRA
-from fedspan.runs.setup import Prepared
 from fedspan.training.jobs import Assignment
 from fedspan.training.loop import LoopEngine
 from helpers import tiny

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from fedspan.assembly.run import prepare
 from fedspan.config import parse_config
 from fedspan.errors import FedspanError
-from fedspan.runs.setup import prepare
 from helpers.families import FAMILIES, methods_by_family
 from helpers.watched_rounds import differences, method_config
 

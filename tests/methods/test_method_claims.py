@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from fedspan.assembly.run import Prepared, prepare
 from fedspan.core.parametrization import LoRA
 from fedspan.core.tensors import join_tensor_name, select_slots, split_extras
 from fedspan.errors import FedspanError
 from fedspan.methods.registry import METHODS
-from fedspan.runs.setup import Prepared, prepare
 from helpers.claim_measures import errors, relative
 from helpers.families import FAMILIES, UNLIKE, methods_by_family
 from helpers.method_checks import (

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedspan.assembly.run import Prepared, prepare
 from fedspan.core.values import Job, OptimizerState, Trained
 from fedspan.federation.progress import Progress
-from fedspan.runs.setup import Prepared, prepare
 from fedspan.tasks.task import Examples
 from fedspan.training import worker
 from fedspan.training.batched import BatchedEngine

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from fedspan.assembly.run import Prepared, prepare
 from fedspan.config import RunConfig, parse_config
 from fedspan.core.base import to_dense
 from fedspan.methods.registry import METHODS
-from fedspan.runs.folder import RunFolder
-from fedspan.runs.setup import Prepared, prepare
+from fedspan.run_folder import RunFolder
 from fedspan.runs.trained_models import write_adapters
 from helpers import tiny_convolutions
 from helpers.claim_measures import errors, require_declared_traffic

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedspan.assembly.run import Prepared
 from fedspan.methods.registry import METHODS
-from fedspan.runs.setup import Prepared
 from helpers import tiny
 from helpers.claim_measures import require_declared_traffic
 from helpers.families import FAMILIES, UNLIKE, methods_by_family

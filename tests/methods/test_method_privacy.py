@@ -11,13 +11,13 @@ from helpers.watched_rounds import method_config
 
 pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
 
+from fedspan.assembly.run import Prepared
 from fedspan.core.values import Trained
 from fedspan.errors import FedspanError
 from fedspan.federation.privacy import compute_client_noise, compute_order_charges, compute_sampling_rate
 from fedspan.federation.progress import Progress, RoundResult
 from fedspan.federation.serialization import encode_state
 from fedspan.methods.registry import METHODS
-from fedspan.runs.setup import Prepared
 from fedspan.tasks.task import Examples
 from fedspan.training.batched import BatchedEngine
 from fedspan.training.jobs import Assignment

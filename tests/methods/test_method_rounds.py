@@ -15,6 +15,7 @@ import yaml
 from torch import Tensor, nn
 
 from fedspan import FedspanError
+from fedspan.assembly.run import Prepared, prepare
 from fedspan.config import RunConfig, parse_config
 from fedspan.data.partition import Partition
 from fedspan.diagnostics.round_diagnosis import STEPS, Diagnosis, diagnose_round
@@ -23,11 +24,10 @@ from fedspan.federation.progress import Progress
 from fedspan.federation.reported_evaluation import RemoteEvaluator
 from fedspan.federation.serialization import encode_state
 from fedspan.methods.registry import METHODS
+from fedspan.run_folder import RunFolder
 from fedspan.runs import checkpoint
 from fedspan.runs.checkpoint_format import Checkpoint
-from fedspan.runs.folder import RunFolder
 from fedspan.runs.integrity import format_config
-from fedspan.runs.setup import Prepared, prepare
 from fedspan.runs.trained_models import write_adapters
 from helpers import tiny
 from helpers.claim_measures import errors

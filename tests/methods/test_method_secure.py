@@ -12,13 +12,13 @@ from helpers.watched_rounds import method_config
 pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not installed")
 pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
 
+from fedspan.assembly.run import Prepared
 from fedspan.config import parse_config
 from fedspan.config.federation import SecureConfig
 from fedspan.core.tensors import Tensors
 from fedspan.errors import FedspanError
 from fedspan.federation.settings import SecureSettings
 from fedspan.methods.registry import METHODS
-from fedspan.runs.setup import Prepared
 from helpers import secure_rounds, tiny
 from helpers.families import others_slow
 

@@ -12,13 +12,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import fedspan
+from fedspan.assembly.run import Prepared, prepare
 from fedspan.core.base import BaseUpdate, Increment
 from fedspan.core.lowrank import LowRank
 from fedspan.core.tensors import count
 from fedspan.errors import FedspanError
 from fedspan.models.export import compute_layer_updates, read_adapter
-from fedspan.runs.folder import RunFolder
-from fedspan.runs.setup import Prepared, prepare
+from fedspan.run_folder import RunFolder
 from fedspan.runs.trained_models import write_adapters
 from helpers import tiny, tiny_decoders
 from helpers.exported_models import predict_with_engine

@@ -13,7 +13,7 @@ from torch import nn
 
 from fedspan.errors import FedspanError
 from fedspan.models.heads import get_head
-from fedspan.runs.folder import RunFolder
+from fedspan.run_folder import RunFolder
 from fedspan.runs.trained_models import write_adapters
 from helpers import tiny_families
 from helpers.families import others_slow

@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from fedspan.assembly.run import prepare
 from fedspan.errors import FedspanError
 from fedspan.models import names
 from fedspan.models.empty import load_empty
 from fedspan.models.loading import load_pretrained, load_scratch
 from fedspan.models.names import get_published_name, resolve_model
 from fedspan.models.targets import suggest_targets
-from fedspan.runs.setup import prepare
 from fedspan.tasks.classification import SequenceClassification
 from fedspan.tasks.encoding import EncodedText, Ragged
 from helpers import tiny

@@ -26,7 +26,7 @@ from fedspan.errors import FedspanError
 from fedspan.models import loading, merging
 from fedspan.models.heads import Head
 from fedspan.models.plain import adopt_module, is_plain_module, read_dtype, read_state_dict, write_state_dict
-from fedspan.runs.callbacks import Listener
+from fedspan.progress.listener import Listener
 from helpers import tiny
 from helpers.refusals import refused
 from helpers.trainer_clients import arguments as trainer_arguments

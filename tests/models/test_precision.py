@@ -18,6 +18,7 @@ import transformers
 from torch import Tensor, nn
 
 import fedspan
+from fedspan.assembly.run import Prepared, prepare
 from fedspan.config import parse_config
 from fedspan.core.base import BaseUpdate, Increment
 from fedspan.core.parametrization import Effective, Factorized, LoRA, Slots
@@ -25,13 +26,11 @@ from fedspan.core.values import Job, Trained
 from fedspan.errors import FedspanError
 from fedspan.federation.progress import Progress
 from fedspan.models import unpadded
-from fedspan.models.adapted import AdaptedModel
-from fedspan.models.digest import hash_frozen
+from fedspan.models.adapted import AdaptedModel, hash_frozen
 from fedspan.models.merging import export_merged, is_merging_required
 from fedspan.models.offload import is_offloaded
 from fedspan.models.precision import compute_tolerance, has_narrow_weights, keep_in_float32
 from fedspan.models.unpadded import Unpadded
-from fedspan.runs.setup import Prepared, prepare
 from fedspan.training.jobs import Assignment
 from helpers import tiny, tiny_decoders, tiny_images
 from helpers.image_rounds import close, run_rounds, theirs

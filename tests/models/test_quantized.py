@@ -10,12 +10,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 import fedspan
+from fedspan.assembly.run import Prepared, prepare
 from fedspan.config import parse_config
 from fedspan.core.base import to_dense
 from fedspan.errors import FedspanError
 from fedspan.models import quantized
 from fedspan.models.adapted import AdaptedModel
-from fedspan.runs.setup import Prepared, prepare
 from helpers import tiny_decoders
 from helpers.families import others_slow
 

@@ -15,17 +15,17 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForTextEncoding, BartConfig, BertConfig, T5Config
 
 import fedspan
+from fedspan.assembly.model import get_pooling
+from fedspan.assembly.run import prepare
 from fedspan.config import parse_config
 from fedspan.errors import FedspanError
 from fedspan.models.loading import load_pretrained
 from fedspan.models.names import resolve_model
 from fedspan.models.pooling import Pooling
 from fedspan.models.sentence_encoders import PooledClassifier, PoolingSearch, find_pooling, get_encoder_class
-from fedspan.runs.callbacks import Listener
-from fedspan.runs.folder import CARD
-from fedspan.runs.load import load_served
-from fedspan.runs.model_setup import get_pooling
-from fedspan.runs.setup import prepare
+from fedspan.progress.listener import Listener
+from fedspan.run_folder import CARD
+from fedspan.serving.load import load_served
 from helpers import tiny
 from helpers.exported_models import load_as_its_card_says
 

@@ -7,10 +7,10 @@ import pytest
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
+from fedspan.assembly.run import Prepared, prepare
 from fedspan.errors import FedspanError
 from fedspan.models.targets import find_extras, find_targets, make_spec
-from fedspan.runs.folder import RunFolder
-from fedspan.runs.setup import Prepared, prepare
+from fedspan.run_folder import RunFolder
 from fedspan.runs.trained_models import write_adapters
 from helpers import tiny
 from helpers.refusals import refused

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from fedspan.assembly.run import Prepared, prepare
 from fedspan.config import parse_config
 from fedspan.models import unpadded
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.layout import Move, Padded, TokenLayout, pack_bins, round_up
 from fedspan.models.unpadded import Unpadded
-from fedspan.runs.setup import Prepared, prepare
 from fedspan.training.batched import BatchedEngine
 from fedspan.training.batching import Padding
 from fedspan.training.jobs import Assignment

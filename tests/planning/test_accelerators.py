@@ -7,9 +7,9 @@ import pytest
 
 import fedspan
 from fedspan import FedspanError
+from fedspan.assembly.model import build_empty_model
 from fedspan.planning.accelerators import ACCELERATORS, UTILIZATION, DeviceSpeed, get_accelerator_speed
 from fedspan.planning.compute import Compute
-from fedspan.runs.model_setup import build_empty_model
 from helpers import tiny
 from helpers.refusals import refused
 

@@ -9,11 +9,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fedspan
 from fedspan import FedspanError
+from fedspan.assembly.run import Prepared
 from fedspan.core.parametrization import MultiHeadCore
 from fedspan.core.tensors import join_tensor_name
 from fedspan.core.values import Client, Job
 from fedspan.planning.plan import Plan, PlannedModel, plan_run
-from fedspan.runs.setup import Prepared
 from helpers import tiny
 from helpers.families import UNLIKE, methods_by_family
 from helpers.refusals import refused

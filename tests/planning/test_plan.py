@@ -8,15 +8,15 @@ import pytest
 import torch
 
 import fedspan
+from fedspan.assembly.head import begin
+from fedspan.assembly.run import Prepared, prepare
 from fedspan.core.lowrank import LowRank
 from fedspan.core.values import LayerSpec, Spec
 from fedspan.federation.progress import Progress
 from fedspan.methods.registry import METHODS
-from fedspan.planning.layer_counts import Computation, StandIn, count_layer
 from fedspan.planning.plan import PlannedModel, plan_run, prepare_model
-from fedspan.runs.head_setup import begin
+from fedspan.planning.traffic import Computation, StandIn, count_layer
 from fedspan.runs.ledger import Ledger, Totals
-from fedspan.runs.setup import Prepared, prepare
 from helpers import tiny
 from helpers.families import UNLIKE, methods_by_family, others_slow
 from helpers.refusals import refused

@@ -18,7 +18,7 @@ from helpers import tiny
 
 pytest.importorskip("plotly", reason="the extra fedspan[report] is not installed")
 
-from fedspan.experiments.result_notes import compute_majority
+from fedspan.experiments.tables import compute_majority
 from fedspan.reports import charts, matrices
 from fedspan.reports.groups import RunGroup, group_runs, list_distinguishing_settings, summarize_curve
 from fedspan.reports.page import PageContent, render_page

@@ -7,17 +7,18 @@ from typing import Any
 
 import pytest
 
+from fedspan.assembly.run import Prepared
+from fedspan.assembly.server import connect
 from fedspan.config import RunConfig
+from fedspan.deployment.flower_simulation import get_nodes_folder, reply_as
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
 from fedspan.federation.transport import AsynchronousTransport, OnReply, Orders
 from fedspan.logs import read_lines
+from fedspan.run_folder import RunFolder
 from fedspan.runs import start
 from fedspan.runs.checkpoint import load_latest
-from fedspan.runs.folder import RunFolder
-from fedspan.runs.model_card import RunReport
-from fedspan.runs.remote import connect, get_nodes_folder, reply_as
-from fedspan.runs.setup import Prepared
+from fedspan.runs.report import RunReport
 from helpers import tiny
 from helpers.listeners import Notes
 from helpers.refusals import refused

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 import fedspan
+from fedspan.assembly.run import Prepared, prepare
 from fedspan.config import parse_config
 from fedspan.core.lowrank import LowRank
 from fedspan.federation.progress import Progress
 from fedspan.methods.registry import METHODS
 from fedspan.models.export import compute_layer_updates
+from fedspan.progress.listener import Listener
 from fedspan.runs.baselines import build_local_only, build_pooled, train_baseline
-from fedspan.runs.callbacks import Listener
-from fedspan.runs.setup import Prepared, prepare
 from helpers import tiny
 from helpers.families import methods_by_family
 

@@ -17,9 +17,9 @@ from fedspan.errors import FedspanError
 from fedspan.federation.progress import ClientState
 from fedspan.files import remove
 from fedspan.logs import Position
+from fedspan.run_folder import RunFolder
 from fedspan.runs.checkpoint import load_latest, prune, resume, save
 from fedspan.runs.checkpoint_format import Checkpoint, load
-from fedspan.runs.folder import RunFolder
 from fedspan.runs.selection import Best, ClientLoss, Selection
 from helpers.plain_data import plain
 

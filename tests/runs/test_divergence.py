@@ -15,7 +15,7 @@ import fedspan
 from fedspan.cli.run_summary import show_report
 from fedspan.deployment.node import NodeService
 from fedspan.runs import start
-from fedspan.runs.report_warnings import find_divergence
+from fedspan.runs.warnings import find_divergence
 from helpers import tiny
 from helpers.families import others_slow
 from helpers.node_service import node, served

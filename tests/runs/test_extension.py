@@ -14,12 +14,11 @@ from fedspan.config import parse_config
 from fedspan.config.reading import override
 from fedspan.config.run import RunConfig
 from fedspan.errors import FedspanError
-from fedspan.runs import extension, final_report, selection
+from fedspan.run_folder import RunFolder
+from fedspan.runs import extension, selection, start
 from fedspan.runs.environment import is_same_environment
-from fedspan.runs.folder import RunFolder
-from fedspan.runs.integrity import list_differences, read_config
+from fedspan.runs.integrity import ROUNDS_FIELD, list_differences, read_config, require_independent_rounds
 from fedspan.runs.learning_rate import ROUNDS
-from fedspan.runs.planned_rounds import ROUNDS_FIELD, require_independent_rounds
 from fedspan.runs.selection import Best
 from helpers import tiny
 from helpers.families import others_slow
@@ -105,7 +104,7 @@ def test_an_extension_that_is_interrupted_before_its_report_goes_on(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(final_report, "compute_result_digests", killed)
+        patch.setattr(start, "compute_result_digests", killed)
         with pytest.raises(KeyboardInterrupt):
             fedspan.resume(tmp_path / "run", overrides=["federation.rounds=2"])
     assert (tmp_path / "run" / "adapter").is_dir()

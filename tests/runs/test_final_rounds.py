@@ -10,18 +10,18 @@ import torch
 from click.testing import Result
 
 import fedspan
+from fedspan.assembly.run import Prepared, prepare
 from fedspan.config import parse_config
 from fedspan.data.partition import ClientPart, Partition
 from fedspan.deployment.handshake import build_server_config
 from fedspan.errors import FedspanError
 from fedspan.federation.progress import RoundResult
 from fedspan.planning.estimate import plan
-from fedspan.runs.callbacks import Listener
+from fedspan.progress.listener import Listener
+from fedspan.run_folder import RunFolder
 from fedspan.runs.final_rounds import finish_training
-from fedspan.runs.folder import RunFolder
 from fedspan.runs.ledger import read_totals
 from fedspan.runs.selection import Selection, rate_round
-from fedspan.runs.setup import Prepared, prepare
 from helpers import tiny
 from helpers.command_line import done
 

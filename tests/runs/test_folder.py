@@ -16,8 +16,8 @@ import fedspan
 from fedspan.deployment.status import read_status
 from fedspan.errors import FedspanError
 from fedspan.reports.run_data import read_runs
-from fedspan.runs.folder import RunFolder, describe_missing_run, suggest_folder
-from fedspan.runs.results import read_report
+from fedspan.run_folder import RunFolder, describe_missing_run, suggest_folder
+from fedspan.runs.report import read_report
 
 CONFIG = "seed: 1  # ключ\n"
 
@@ -73,7 +73,7 @@ def test_a_similar_folder_is_suggested(tmp_path: Path) -> None:
 
 LOCK_HOLDER = """
 import sys
-from fedspan.runs.folder import (RunFolder)
+from fedspan.run_folder import (RunFolder)
 with RunFolder.resume(sys.argv[1]):
     print("holding", flush=True)
     sys.stdin.read()

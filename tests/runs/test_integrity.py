@@ -13,12 +13,11 @@ from fedspan.config import parse_config
 from fedspan.core.values import ServerState
 from fedspan.errors import FedspanError
 from fedspan.logs import JsonLines, read_lines
+from fedspan.progress.listener import Listener
 from fedspan.reports.run_data import read_runs
-from fedspan.runs.callbacks import Listener
+from fedspan.run_folder import RunFolder, require_intact_model
 from fedspan.runs.checkpoint_format import Checkpoint
-from fedspan.runs.folder import RunFolder
 from fedspan.runs.integrity import compute_input_digests, describe_config, require_intact, require_same_run
-from fedspan.runs.records import require_intact_model
 from helpers import tiny
 from helpers.mistakes.world import World, flip
 from helpers.run_content import content

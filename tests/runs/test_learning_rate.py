@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 import fedspan
+from fedspan.assembly.run import prepare
 from fedspan.config import parse_config
 from fedspan.deployment.handshake import build_server_config
 from fedspan.errors import FedspanError
 from fedspan.runs.learning_rate import EXPONENTS, choose_rate, run_range_test, set_rate
-from fedspan.runs.setup import prepare
 from helpers import tiny
 from helpers.listeners import Notes
 from helpers.refusals import refused

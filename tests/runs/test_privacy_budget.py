@@ -20,7 +20,7 @@ from fedspan.deployment.handshake import build_server_config
 from fedspan.deployment.node import NodeService
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import decode_order, decode_reply
-from fedspan.runs.callbacks import Listener
+from fedspan.progress.listener import Listener
 from fedspan.runs.privacy_budget import Budget
 from fedspan.training.accounting import Charge, Mechanism, PrivacySpend, compute_epsilon
 from helpers import tiny

@@ -11,21 +11,18 @@ import pytest
 import torch
 
 import fedspan
+from fedspan.assembly.run import prepare
 from fedspan.data.partition import ClientPart, Partition
 from fedspan.errors import FedspanError
 from fedspan.federation.progress import Failure
 from fedspan.files import compute_sha256
 from fedspan.logs import read_lines
-from fedspan.runs.callbacks import compute_final_scores
-from fedspan.runs.curves import read_curve
+from fedspan.reports.curves import read_curve
+from fedspan.run_folder import RunFolder, compute_result_digests, read_records, require_intact_model
 from fedspan.runs.environment import record_environment
-from fedspan.runs.failures import count_failures
-from fedspan.runs.folder import RunFolder
-from fedspan.runs.model_card import RunReport
-from fedspan.runs.records import compute_result_digests, read_records, require_intact_model
-from fedspan.runs.report_warnings import find_limited
-from fedspan.runs.results import read_partition, read_report
-from fedspan.runs.setup import prepare
+from fedspan.runs.final_rounds import compute_final_scores
+from fedspan.runs.report import RunReport, read_partition, read_report
+from fedspan.runs.warnings import count_failures, find_limited
 from helpers import tiny
 
 

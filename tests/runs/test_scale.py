@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import fedspan
+from fedspan.assembly.run import Prepared
 from fedspan.clients.mappings import LazyMapping
 from fedspan.core.values import Client
 from fedspan.data import PartitionConfig
@@ -19,10 +20,9 @@ from fedspan.errors import FedspanError
 from fedspan.federation.evaluation import Evaluator
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import ClientData
+from fedspan.run_folder import RunFolder
 from fedspan.runs.checkpoint import prune, resume, save, store_clients
 from fedspan.runs.checkpoint_format import Checkpoint
-from fedspan.runs.folder import RunFolder
-from fedspan.runs.setup import Prepared
 from fedspan.transports.in_process import simulate
 from helpers import tiny
 from helpers.plain_data import plain

@@ -12,9 +12,9 @@ import torch
 
 from fedspan.errors import FedspanError
 from fedspan.logs import encode_chain_line, find_position, read_lines
+from fedspan.run_folder import RunFolder
 from fedspan.runs.checkpoint import load_latest, resume, truncate_logs
 from fedspan.runs.checkpoint_format import load
-from fedspan.runs.folder import RunFolder
 from fedspan.runs.ledger import read_totals
 from helpers.interrupted_run import begin, go_on, memory_of, state_of
 

@@ -14,12 +14,12 @@ from peft import AutoPeftModelForSequenceClassification, LoraConfig, PeftModel, 
 from transformers import AutoImageProcessor, AutoTokenizer, MobileNetV2Config, MobileNetV2ForImageClassification
 
 import fedspan
+from fedspan.assembly.task import collect_task_settings, parse_task_settings, read_notes
 from fedspan.config import parse_config
 from fedspan.errors import FedspanError
-from fedspan.runs.folder import CARD
-from fedspan.runs.load import _load_adapter
+from fedspan.run_folder import CARD
 from fedspan.runs.model_card import _write_command
-from fedspan.runs.task_setup import collect_task_settings, parse_task_settings, read_notes
+from fedspan.serving.load import _load_adapter
 from fedspan.tasks.settings import TaskSettings
 from helpers import tiny, tiny_images
 from helpers.exported_models import load_as_its_card_says

@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 
 import fedspan
 from fedspan import FedspanError
+from fedspan.assembly.run import prepare
 from fedspan.config import parse_config
 from fedspan.data.loading import load
-from fedspan.runs.load import load_served
-from fedspan.runs.setup import prepare
+from fedspan.serving.load import load_served
 from fedspan.tasks import metrics, registry
-from fedspan.tasks.bounded_losses import BoundsExamples
+from fedspan.tasks.losses import BoundsExamples
 from fedspan.tasks.registry import BUILT_IN, get_task
 from fedspan.tasks.settings import TaskSettings
 from helpers import tiny

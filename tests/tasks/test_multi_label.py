@@ -18,7 +18,7 @@ from fedspan.config.starter import write_starter_config
 from fedspan.data.config import DataConfig
 from fedspan.data.loading import load
 from fedspan.deployment.node import NodeService
-from fedspan.runs.load import load_served
+from fedspan.serving.load import load_served
 from fedspan.tasks.encoding import EncodedText, Ragged
 from fedspan.tasks.losses import CLASS_WEIGHTS, SMOOTHING
 from fedspan.tasks.multi_label import LabeledTexts, MultiLabelClassification

@@ -13,6 +13,8 @@ import transformers
 
 import fedspan
 from fedspan import FedspanError
+from fedspan.assembly.run import prepare
+from fedspan.assembly.server import build_server_clients, connect, prepare_server
 from fedspan.config import parse_config
 from fedspan.config.column_inference import infer_data
 from fedspan.data.loading import load
@@ -20,9 +22,7 @@ from fedspan.data.source import Source
 from fedspan.deployment.handshake import build_server_config
 from fedspan.deployment.node import NodeService
 from fedspan.models import loading
-from fedspan.runs.load import load_served
-from fedspan.runs.remote import build_server_clients, connect, prepare_server
-from fedspan.runs.setup import prepare
+from fedspan.serving.load import load_served
 from fedspan.tasks.causal import CausalLM, GenerationOptions
 from fedspan.tasks.preference import PreferenceOptions, PreferenceTuning
 from fedspan.tasks.preference_columns import split_preference

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import fedspan
+from fedspan.assembly.run import Prepared, prepare
 from fedspan.config import parse_config
 from fedspan.data import PartitionConfig
 from fedspan.data.partition import partition
 from fedspan.errors import FedspanError
-from fedspan.runs.setup import Prepared, prepare
 from fedspan.tasks.regression import Regression
 from helpers import tiny
 from helpers.fixed_logits import Fixed

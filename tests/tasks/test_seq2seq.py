@@ -16,11 +16,11 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 import fedspan
 from fedspan import FedspanError
+from fedspan.assembly.run import prepare
 from fedspan.config import parse_config
 from fedspan.config.starter import write_starter_config
 from fedspan.models.heads import HEADS
 from fedspan.models.loading import adopt_loaded
-from fedspan.runs.setup import prepare
 from fedspan.tasks import registry
 from fedspan.tasks.losses import SMOOTHING
 from fedspan.tasks.seq2seq import SEQ2SEQ, Seq2Seq, Seq2SeqOptions

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 import fedspan
 from fedspan import FedspanError
+from fedspan.assembly.run import prepare
 from fedspan.config import parse_config
 from fedspan.config.starter import write_starter_config
-from fedspan.runs.setup import prepare
 from fedspan.tasks.embedding_losses import (
     compute_contrastive,
     compute_cosent,

@@ -11,10 +11,10 @@ import torch
 import transformers
 from torch import Tensor
 
+from fedspan.assembly.run import prepare
 from fedspan.config import parse_config
 from fedspan.core.values import Trained
 from fedspan.errors import FedspanError
-from fedspan.runs.setup import prepare
 from fedspan.tasks.causal import CausalLM
 from fedspan.tasks.masked_lm import MaskedLanguageModel
 from fedspan.tasks.seq2seq import Seq2Seq

@@ -21,10 +21,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fedspan
+from fedspan.assembly.run import prepare
 from fedspan.config import parse_config
 from fedspan.errors import FedspanError
 from fedspan.models.layout import TokenLayout
-from fedspan.runs.setup import prepare
 from helpers import planned_memory, tiny, tiny_decoders
 from helpers.device_runs import ENGINES, RUNS, WAITS, inner_waits, result, save_models
 from helpers.trainer_clients import with_trainers

@@ -14,15 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedspan
+from fedspan.assembly.run import prepare
 from fedspan.core.tensors import create_generator
 from fedspan.core.values import Job, OptimizerSpec, Trained
-from fedspan.runs.callbacks import Listener
-from fedspan.runs.setup import prepare
+from fedspan.progress.listener import Listener
 from fedspan.training.batching import draw_epoch_batches, draw_training_batches, split_evaluation_batches
 from fedspan.training.client_slot import SharedTensors
 from fedspan.training.engine import train_one_by_one
-from fedspan.training.jobs import Assignment, TrainingSettings
-from fedspan.training.memory import convert_out_of_memory
+from fedspan.training.jobs import Assignment, TrainingSettings, convert_out_of_memory
 from fedspan.training.stages import Stage, Stages
 from helpers import tiny
 from helpers.refusals import refused

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from fedspan.assembly.head import begin
+from fedspan.assembly.run import Prepared, prepare
 from fedspan.core.values import Job
-from fedspan.runs.head_setup import begin
-from fedspan.runs.setup import Prepared, prepare
 from fedspan.training.features import trains_output_layer
 from fedspan.training.loop import LoopEngine
 from helpers import tiny

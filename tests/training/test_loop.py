@@ -12,6 +12,7 @@ import transformers
 from torch import Tensor
 
 from fedspan import FedspanError
+from fedspan.assembly.run import Prepared, prepare
 from fedspan.config import parse_config
 from fedspan.core.base import BaseUpdate, Increment
 from fedspan.core.lowrank import LowRank
@@ -23,7 +24,6 @@ from fedspan.methods.fedit import FedIT
 from fedspan.methods.fedloru import FedLoRU
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.head import NoOutputLayer, OutputLayer
-from fedspan.runs.setup import Prepared, prepare
 from fedspan.tasks.causal import CausalLM
 from fedspan.tasks.preference import PreferenceTuning
 from fedspan.training.jobs import Assignment, TrainingSettings

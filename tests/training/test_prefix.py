@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import fedspan
+from fedspan.assembly.run import Prepared, prepare
 from fedspan.config import parse_config
 from fedspan.core.values import Job, Trained
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.prefix import FrozenPrefix, list_live_modules
-from fedspan.runs.setup import Prepared, prepare
 from fedspan.tasks.task import Examples
 from fedspan.training.jobs import Assignment, PrefixSettings
 from fedspan.training.loop import LoopEngine

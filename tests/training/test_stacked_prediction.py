@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedspan.assembly.run import Prepared, prepare
 from fedspan.config import parse_config
 from fedspan.core.values import Job
 from fedspan.models.stacked import Unstackable
-from fedspan.runs.setup import Prepared, prepare
 from fedspan.tasks.task import Examples
 from fedspan.training import worker
-from fedspan.training.stacked_prediction import (
+from fedspan.training.batching import (
     ModelInputs,
     build_prediction_key,
     split_into_passes,

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import fedspan
+from fedspan.assembly.engine import keep_stacking_plan, make_engine
+from fedspan.assembly.run import Prepared, prepare
 from fedspan.config import parse_config
 from fedspan.models.stacked import Unstackable
+from fedspan.run_folder import RunFolder
 from fedspan.runs.baselines import BASELINES
-from fedspan.runs.engine_setup import keep_stacking_plan, make_engine
-from fedspan.runs.folder import RunFolder
-from fedspan.runs.setup import Prepared, prepare
 from fedspan.training import stacking
 from fedspan.training.batched import BatchedEngine
 from fedspan.training.stacking import (

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fedspan.assembly.run import Prepared, prepare
 from fedspan.core.parametrization import LoRA
 from fedspan.core.tensors import join_extra_name
 from fedspan.core.values import Job
@@ -18,7 +19,6 @@ from fedspan.federation.federation import Federation
 from fedspan.federation.progress import Progress
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.targets import find_buffers
-from fedspan.runs.setup import Prepared, prepare
 from fedspan.training.jobs import Assignment
 from fedspan.transports.in_process import simulate
 from fedspan.wrappers.extras import WithExtras

@@ -12,6 +12,8 @@ import torch
 
 import fedspan
 from fedspan import FedspanError
+from fedspan.assembly.head import begin, find_new_head
+from fedspan.assembly.run import Prepared, prepare
 from fedspan.core.tensors import is_extra, split_extras
 from fedspan.core.values import Client, Message, OptimizerSpec, Spec
 from fedspan.deployment.handshake import build_server_config
@@ -19,10 +21,8 @@ from fedspan.deployment.node import NodeService
 from fedspan.diagnostics.round_diagnosis import diagnose_round
 from fedspan.federation.progress import Progress, RoundResult
 from fedspan.methods.fedit import FedIT
+from fedspan.progress.listener import Listener
 from fedspan.runs import start
-from fedspan.runs.callbacks import Listener
-from fedspan.runs.head_setup import begin, find_new_head
-from fedspan.runs.setup import Prepared, prepare
 from fedspan.training.optimizers import LocalOptimizer
 from fedspan.wrappers.head_rounds import ROUNDS, HeadRounds, NewHead
 from helpers import node_service, tiny

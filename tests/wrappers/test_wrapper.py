@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 
+from fedspan.assembly.run import Prepared, prepare
 from fedspan.config import parse_config
 from fedspan.core.tensors import is_extra, join_extra_name, split_extras
 from fedspan.data.partition import Partition
@@ -17,7 +18,6 @@ from fedspan.federation.aggregation.reduction import Reducer
 from fedspan.federation.progress import Progress
 from fedspan.federation.serialization import decode_state, encode, encode_state
 from fedspan.methods.registry import METHODS
-from fedspan.runs.setup import Prepared, prepare
 from fedspan.transports.in_process import simulate
 from fedspan.wrappers.extras import WithExtras
 from fedspan.wrappers.fedadam import FedAdam

@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["HERE", "Contender", "Measured", "get_fedspan_variables", "run_once", "take_turns"]
-
 HERE = Path(__file__).parent
 
 

@@ -8,8 +8,6 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-__all__ = ["PEERS", "get_peer_variables", "make_environment"]
-
 PEERS = ("flwr[simulation]==1.41.0", "pfl==0.6.0")
 SAME = ("torch", "transformers", "peft", "numpy", "safetensors")
 

@@ -13,8 +13,8 @@ from peers_answers import Answers
 from watch import Watch
 from work import CHECKED
 
+from fedspan.assembly.run import prepare
 from fedspan.config import parse_config
-from fedspan.runs.setup import prepare
 
 
 def main() -> None:

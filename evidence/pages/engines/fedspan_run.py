@@ -15,9 +15,9 @@ from typing import Any
 from peers_answers import Answers
 from watch import Watch, peak, reset_peak
 
+from fedspan.assembly.run import Prepared
 from fedspan.config import parse_config
-from fedspan.runs.callbacks import Listener
-from fedspan.runs.setup import Prepared
+from fedspan.progress.listener import Listener
 from fedspan.runs.start import run
 
 

@@ -15,16 +15,6 @@ import torch
 
 from evidence.pages.engines.contenders import Measured
 
-__all__ = [
-    "Limit",
-    "compute_ratios",
-    "describe_machine",
-    "format_equal_table",
-    "format_speed_table",
-    "format_table",
-    "limit_table",
-]
-
 
 @dataclass(frozen=True)
 class Limit:

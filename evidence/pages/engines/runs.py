@@ -15,12 +15,6 @@ from evidence.pages.engines.contenders import run_once
 from evidence.pages.engines.page import Limit, format_table
 from evidence.pages.engines.work import Work
 
-__all__ = [
-    "measure_accuracy",
-    "measure_memory",
-    "measure_overhead",
-]
-
 MIB = 2**20
 OVERHEAD, STACKED, REGISTERED = 0.05, 1.3, 1.1
 """Limits: share of a round; peak memory against one client's; of many registered clients against few."""

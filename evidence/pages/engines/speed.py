@@ -15,8 +15,6 @@ from evidence.pages.engines.environment import get_peer_variables
 from evidence.pages.engines.page import Limit, compute_ratios, format_equal_table, format_speed_table
 from evidence.pages.engines.work import Work, write_plan
 
-__all__ = ["LAST", "RESULTS", "SUBJECT", "compare", "measure_last_layers"]
-
 SUBJECT = "fedspan batched, bfloat16"
 EQUAL = {"float32": "fedspan batched, float32", "bfloat16": SUBJECT}
 PLAIN, SAME = "PEFT loop, float32", "PEFT loop, bfloat16, bucketed"

@@ -9,8 +9,6 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-__all__ = ["Watch", "peak", "reset_peak"]
-
 
 class Watch:
     """Counts the seconds within an engine's ``train_all`` and ``predict``.

@@ -14,15 +14,13 @@ from typing import Any
 import numpy as np
 from safetensors.torch import save_file
 
+from fedspan.assembly.run import Prepared, prepare
 from fedspan.config import parse_config
 from fedspan.core.tensors import is_extra
 from fedspan.core.values import Job
 from fedspan.models.names import resolve_model
-from fedspan.runs.setup import Prepared, prepare
 from fedspan.training.batching import draw_job_batches, draw_training_batches
 from fedspan.training.jobs import Assignment
-
-__all__ = ["CHECKED", "Work", "write_plan"]
 
 MODEL = "builtin:all-minilm-l6-v2"
 RANK, ALPHA, RATE, CLIP, ROUNDS = 8, 16, 2e-3, 1.0, 1000

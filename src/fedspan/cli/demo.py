@@ -15,9 +15,7 @@ from fedspan.cli.live_run import find_unused_folder, show_run
 from fedspan.errors import build_install_command
 
 if TYPE_CHECKING:
-    from fedspan.runs.model_card import RunReport
-
-__all__ = ["demo"]
+    from fedspan.runs.report import RunReport
 
 
 @register_command(
@@ -53,7 +51,7 @@ def demo(
 def _show_result(report: RunReport, folder: Path) -> None:
     """Print what was sent instead of data, and write the report's page if its library is installed."""
     from fedspan.cli.formatting import create_console
-    from fedspan.runs.formatting import format_size
+    from fedspan.progress.formatting import format_size
 
     out = create_console()
     sent = report.bytes["up"] + sum(count["up"] for count in report.other_bytes.values())

@@ -8,7 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from fedspan.runs.formatting import format_duration, format_number, shorten
+from fedspan.progress.formatting import format_duration, format_number, shorten
 
 __all__ = [
     "create_console",

@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from fedspan.runs.trackers import require_trackers
+from fedspan.progress.trackers import require_trackers
 
 if TYPE_CHECKING:
-    from fedspan.runs.model_card import RunReport
-
-__all__ = ["describe_interruption", "find_unused_folder", "show_run"]
+    from fedspan.runs.report import RunReport
 
 
 def find_unused_folder(folder: Path) -> Path:
@@ -48,7 +46,7 @@ def show_run(folder: Path, config: Path | None, overrides: Sequence[str] = (), t
         loaded = None if config is None else load_config(config, overrides)
         import fedspan
         from fedspan.cli.run_summary import show_report
-        from fedspan.runs.run_view import RunView
+        from fedspan.progress.view import RunView
     view = RunView(out, folder)
     try:
         with view:
@@ -65,9 +63,9 @@ def show_run(folder: Path, config: Path | None, overrides: Sequence[str] = (), t
 
 def describe_interruption(folder: Path, rounds: int, command: str = "run") -> str:
     """Describe what an interrupted run has saved, and how to resume it."""
+    from fedspan.run_folder import RunFolder
     from fedspan.runs.checkpoint import read_last_saved_round
-    from fedspan.runs.folder import RunFolder
-    from fedspan.runs.results import is_run
+    from fedspan.runs.report import is_run
 
     if not is_run(folder):
         return "stopped before the run began; nothing was written"

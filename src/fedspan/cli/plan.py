@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from fedspan.planning.plan import Plan
 
-__all__ = ["plan"]
-
 _TASK = "sequence-classification"
 _BINARY = 2
 
@@ -124,12 +122,11 @@ def plan(
         requested = "all" if methods is None and config is None else methods or _get_method_name(values)
         keys = list(METHODS) if requested == "all" else [part.strip() for part in requested.split(",") if part.strip()]
         # before Transformers is imported, so that a mistake is reported at once
-        plan_comparison(values, keys, [0], {}, None)
-        from fedspan.planning.estimate import plan_methods
+        steps = plan_comparison(values, keys, [0], {}, None).steps
+        from fedspan.planning.estimate import plan_configs
 
-        results = plan_methods(
-            values,
-            keys,
+        results = plan_configs(
+            {step.group: step.config for step in steps},
             clients=clients,
             examples=examples,
             labels=labels,
@@ -192,7 +189,7 @@ def _count(number: int, noun: str) -> str:
 def _show(out: Console, plans: Mapping[str, Plan], refused: Mapping[str, str], is_max_length: bool) -> None:
     from fedspan.cli.formatting import create_table
     from fedspan.federation.trimmed_scores import describe_few_nodes
-    from fedspan.runs.formatting import format_size
+    from fedspan.progress.formatting import format_size
 
     first = next(iter(plans.values()))
     cohort = "all" if first.cohort == first.clients else str(first.cohort)
@@ -245,7 +242,7 @@ def _show_compute(out: Console, plans: Mapping[str, Plan], is_max_length: bool) 
         is_max_length: Whether the examples' length is the maximum, because no mean was given.
     """
     from fedspan.cli.formatting import create_table, format_flop_count, format_span
-    from fedspan.runs.formatting import format_size
+    from fedspan.progress.formatting import format_size
 
     def format_flops(count: int | None) -> str:
         return "-" if count is None else format_flop_count(count)

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from fedspan.reproduction.presets import Scale
     from fedspan.reproduction.rehearsal import PlannedCell
 
-__all__ = ["reproduce"]
-
 
 @register_command(
     "reproduce",
@@ -121,7 +119,7 @@ def _show_dry_run(id: str, scale: Scale, overrides: list[str], as_json: bool) ->
 
 def _show_plan(cells: tuple[PlannedCell, ...]) -> None:
     from fedspan.cli.formatting import create_console, create_table
-    from fedspan.runs.formatting import format_size
+    from fedspan.progress.formatting import format_size
 
     out = create_console()
     for cell in dict.fromkeys(planned.cell for planned in cells):

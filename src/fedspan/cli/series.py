@@ -9,12 +9,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from fedspan.assembly.run import Prepared
 from fedspan.experiments.series import Step
 from fedspan.experiments.series_bar import SeriesBar
-from fedspan.runs.formatting import format_duration, format_runs, format_score, shorten
-from fedspan.runs.setup import Prepared
-
-__all__ = ["SeriesView"]
+from fedspan.progress.formatting import format_duration, format_runs, format_score, shorten
 
 _LEFT = 58  # columns of a line up to the score
 
@@ -24,7 +22,6 @@ class SeriesView(SeriesBar):
 
     Args:
         out: The console; if it is not a terminal, only the lines are printed.
-        folder: The series' folder.
         clock: Function that returns the time in seconds.
     """
 

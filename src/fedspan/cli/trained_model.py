@@ -13,8 +13,6 @@ from fedspan.cli.commands import Json, Overrides, register_command
 from fedspan.errors import FedspanError
 from fedspan.files import neutralize_formula
 
-__all__ = ["ClientOption", "evaluate", "predict"]
-
 Model = Annotated[Path, typer.Argument(metavar="RUN_OR_MODEL", help="Folder of a run or of an exported model.")]
 ClientOption = Annotated[
     str | None, typer.Option("--client", metavar="ID", help="Client whose model is used, if every client has its own.")
@@ -62,7 +60,7 @@ def predict(
     if not texts and file is None:
         raise FedspanError("TEXT", None, "texts to label, or --file FILE")
     import fedspan
-    from fedspan.runs.inputs import read_inputs, require_new_table, write_predictions
+    from fedspan.serving.inputs import read_inputs, require_new_table, write_predictions
 
     if out is not None:
         require_new_table(out)
@@ -198,7 +196,7 @@ def evaluate(
         if value is not None:
             raise FedspanError(name, str(value), problem="it needs --tasks")
     import fedspan
-    from fedspan.runs.formatting import format_score
+    from fedspan.progress.formatting import format_score
     from fedspan.tasks.metrics import METRICS
 
     metrics = fedspan.evaluate(

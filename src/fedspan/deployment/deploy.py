@@ -12,6 +12,7 @@ from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from fedspan import __version__
+from fedspan.assembly.server import ServerRun, prepare_server
 from fedspan.config import RunConfig, override, read_values
 from fedspan.config.node import NodeConfig, load_node, require_data
 from fedspan.config.validation_errors import convert_validation_errors
@@ -31,22 +32,17 @@ from fedspan.federation.protocol import Envelope
 from fedspan.federation.trimmed_scores import describe_few_nodes
 from fedspan.files import convert_disk_errors, make_private_folder, read_bytes, write_atomic
 from fedspan.processes import hold_folder
+from fedspan.progress.file import ProgressFile
+from fedspan.progress.listener import Listener, Listeners
+from fedspan.run_folder import RunFolder
 from fedspan.runs import start
-from fedspan.runs.callbacks import Listener, Listeners
-from fedspan.runs.folder import RunFolder
 from fedspan.runs.integrity import require_intact
-from fedspan.runs.model_card import RunReport
-from fedspan.runs.progress_file import ProgressFile
-from fedspan.runs.remote import prepare_server
-from fedspan.runs.results import is_run, read_report
-from fedspan.runs.setup import Prepared
+from fedspan.runs.report import RunReport, is_run, read_report
 from fedspan.transports.http import require
 
 if TYPE_CHECKING:
     from fedspan.transports.http.client import Link
     from fedspan.transports.http.server import ServerLink
-
-__all__ = ["build_invitation", "check_node", "join", "read_run_name", "submit"]
 
 _MBIT_BYTES = 1e6 / 8
 """Bytes of a megabit."""
@@ -109,7 +105,7 @@ def _build_link(node: NodeConfig, *, insecure: bool) -> Link:
     from fedspan.transports.http.keys import load_node_key
     from fedspan.transports.http.transfers import Bandwidth
 
-    key = None if insecure or node.key is None else load_node_key(Path(node.key))[0]
+    key = None if insecure or node.key is None else load_node_key(Path(node.key))
     authority = None if insecure or node.authority is None else Path(node.authority)
     up, down = (
         None if mbit is None else mbit * _MBIT_BYTES for mbit in (node.bandwidth.up_mbit, node.bandwidth.down_mbit)
@@ -180,6 +176,9 @@ def join(path: str | Path, *, trainer: Any = None, insecure: bool = False, stop:
             calls this function, and rank 0 speaks for the owner. None: fedspan trains on the file's ``data``.
         insecure: Whether to run without TLS and a key, for a test on one machine.
         stop: Event that ends the function when set.
+
+    Examples:
+        >>> fedspan.join("node.yaml", trainer=trainer)
 
     Raises:
         FedspanError: If the file has an error, other users may enter the node's folder, another process works in it,
@@ -281,7 +280,7 @@ def submit(
     progress_file = ProgressFile(RunFolder(folder).progress)
     events = Listeners(listener or Listener(), progress_file)
 
-    def host(run_folder: RunFolder, prepared: Prepared, run_rounds: Any) -> RunReport:
+    def host(run_folder: RunFolder, prepared: ServerRun, run_rounds: Any) -> RunReport:
         run, config = read_run_name(run_folder), prepared.config
         evaluated = min(config.partition.clients, config.evaluation.clients or config.partition.clients)
         if (note := describe_few_nodes(evaluated)) is not None:

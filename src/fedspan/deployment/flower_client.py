@@ -13,8 +13,6 @@ from fedspan.errors import FedspanError
 from fedspan.transports.flower.client import Context, create_client_app
 from fedspan.transports.flower.link import forward
 
-__all__ = ["app", "get_run_path"]
-
 
 def get_run_path(context: Context) -> Path:
     """Return the folder of a run: that of an earlier one which it resumes, or a new one that Flower's run id names."""
@@ -32,8 +30,8 @@ def _answer(context: Context, header: str, body: bytes) -> tuple[str, bytes]:
         raise FedspanError("fedspan-host", None, expected)
     import torch
 
+    from fedspan.deployment.flower_simulation import reply_as
     from fedspan.federation.protocol import Envelope
-    from fedspan.runs.remote import reply_as
 
     reply = reply_as(str(get_run_path(context)), torch.get_num_threads(), Envelope(header, body))
     return reply.header, reply.body

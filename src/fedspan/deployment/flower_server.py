@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from fedspan import __version__
+from fedspan.assembly.run import Prepared, prepare
+from fedspan.assembly.server import ServerRun, build_server_clients, connect, prepare_server
 from fedspan.config import RunConfig, override, parse_config, read_values
-from fedspan.data.path_patterns import has_files
+from fedspan.data.multiple_files import has_files
 from fedspan.deployment.console import log_to_console
 from fedspan.deployment.deploy import build_invitation, read_run_name
 from fedspan.deployment.flower_client import get_run_path
+from fedspan.deployment.flower_simulation import get_nodes_folder
 from fedspan.deployment.handshake import build_server_config, compute_base_digest
 from fedspan.deployment.participants import RECORD, Participant, ParticipantRecord, load_record
 from fedspan.deployment.submission import explain_base, read_introduction
@@ -23,15 +26,11 @@ from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
 from fedspan.federation.trimmed_scores import describe_few_nodes
 from fedspan.files import convert_disk_errors, restrict_new_files, write_atomic
+from fedspan.progress.listener import Listener
+from fedspan.run_folder import RunFolder
 from fedspan.runs import start
-from fedspan.runs.callbacks import Listener
-from fedspan.runs.folder import RunFolder
-from fedspan.runs.model_card import RunReport
-from fedspan.runs.remote import build_server_clients, connect, get_nodes_folder, prepare_server
-from fedspan.runs.setup import Prepared, prepare
+from fedspan.runs.report import RunReport
 from fedspan.transports.flower.server import Context, Grid, GridTransport, create_server_app, invite
-
-__all__ = ["app", "write_app"]
 
 _WAIT = 600.0
 """Seconds to wait for all nodes, unless the run's config of Flower has another number."""
@@ -141,11 +140,7 @@ def _format_toml(value: str | float | bool) -> str:
 
 
 def _parse(values: Mapping[str, Any], simulated: bool) -> RunConfig:
-    """Parse a run's config, and refuse what is not possible over Flower.
-
-    Raises:
-        FedspanError: For the first such field.
-    """
+    """Parse a run's config, and refuse what is not possible over Flower."""
     config = parse_config(values) if simulated else build_server_config(values)
     federation = config.federation
     refused: dict[str, tuple[object, str]] = {
@@ -179,7 +174,7 @@ def _run(grid: Grid, context: Context) -> None:
         start.run(config, folder, resume=resume, listener=listener, host=host, build=build)
 
 
-def _build_server(config: RunConfig, _: object, key: bytes | None, stages: Any) -> Prepared:
+def _build_server(config: RunConfig, _: object, key: bytes | None, stages: Any) -> ServerRun:
     return prepare_server(config, key, stages)
 
 
@@ -199,7 +194,7 @@ def _simulate(grid: Grid, run_folder: RunFolder, prepared: Prepared, run_rounds:
 
 
 def _deploy(
-    grid: Grid, wait: float, listener: Listener, run_folder: RunFolder, prepared: Prepared, run_rounds: RunRounds
+    grid: Grid, wait: float, listener: Listener, run_folder: RunFolder, prepared: ServerRun, run_rounds: RunRounds
 ) -> RunReport:
     """Run a federation with the hosts of data owners."""
     config, run = prepared.config, read_run_name(run_folder)
@@ -222,7 +217,7 @@ def _deploy(
 
 
 def _gather(
-    grid: Grid, prepared: Prepared, invitation: Envelope, wait: float, listener: Listener, begun: Collection[str]
+    grid: Grid, prepared: ServerRun, invitation: Envelope, wait: float, listener: Listener, begun: Collection[str]
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Invite nodes until as many have joined as there are clients.
 

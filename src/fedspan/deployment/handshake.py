@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from fedspan import __version__
+from fedspan.assembly.model import RunModel
 from fedspan.config import RunConfig, parse_config
 from fedspan.config.tags import MOST_TAGS, Tag
 from fedspan.data.files import NOWHERE
@@ -22,18 +23,6 @@ from fedspan.deployment.base_offers import MOST_FILES, BaseFile, compute_offer_d
 from fedspan.errors import FedspanError, escape_controls
 from fedspan.federation.protocol import REPLY_HEADER, Count, Envelope, HeaderPart, PrintableName, Reason
 from fedspan.files import from_json
-from fedspan.runs.model_setup import RunModel
-
-__all__ = [
-    "Introduction",
-    "Invitation",
-    "build_node_values",
-    "build_server_config",
-    "compute_base_digest",
-    "compute_extras_digest",
-    "explain_version",
-    "get_minor_release",
-]
 
 _SHARED = ("labels", "label_separator", "chat", "system", "packing", "prompt")
 """Fields of ``data`` that belong to the problem. All others select examples or say where they are: a node's own."""

@@ -15,10 +15,8 @@ from fedspan.errors import FedspanError
 from fedspan.files import from_json, read_bytes, write_atomic
 from fedspan.logs import read_lines
 from fedspan.processes import read_process_start
-from fedspan.runs.failures import count_failures
-from fedspan.runs.folder import RunFolder, describe_missing_run
-
-__all__ = ["NamedRun", "RunStatus", "is_at_work", "load_named_run", "read_status", "store_named_run"]
+from fedspan.run_folder import RunFolder, describe_missing_run
+from fedspan.runs.warnings import count_failures
 
 _NAMED = "run.json"
 """The file in a server's folder that names its newest run."""
@@ -26,12 +24,7 @@ _NAMED = "run.json"
 
 @dataclass(frozen=True)
 class NamedRun:
-    """The newest run of a server.
-
-    Args:
-        folder: Folder of the run.
-        nodes: Node ids by client.
-    """
+    """The newest run of a server."""
 
     folder: Path
     nodes: Mapping[str, str]
@@ -59,13 +52,7 @@ class RunStatus:
 
 
 def store_named_run(server: Path, run: Path, nodes: Mapping[str, int]) -> None:
-    """Record the run of a server for later status requests.
-
-    Args:
-        server: The server's folder.
-        run: The run's folder.
-        nodes: Node ids by client.
-    """
+    """Record the run of a server for later status requests."""
     content = {"run": str(run.resolve()), "nodes": {id: str(node) for id, node in nodes.items()}}
     write_atomic(server / _NAMED, json.dumps(content).encode())
 

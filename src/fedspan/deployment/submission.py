@@ -7,6 +7,9 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
+from fedspan.assembly.model import list_unnamed_modules
+from fedspan.assembly.run import Prepared
+from fedspan.assembly.server import ServerRun, build_server_clients, connect
 from fedspan.config.federation import FederationConfig
 from fedspan.config.tags import explain_missing_tags
 from fedspan.deployment.audit import AuditedTransport
@@ -24,19 +27,14 @@ from fedspan.federation.progress import ClientData
 from fedspan.federation.protocol import Envelope, read_header
 from fedspan.federation.transport import AsynchronousTransport
 from fedspan.files import convert_disk_errors
-from fedspan.runs.callbacks import Listener
-from fedspan.runs.folder import RunFolder
-from fedspan.runs.model_setup import list_unnamed_modules
-from fedspan.runs.remote import build_server_clients, connect
-from fedspan.runs.setup import Prepared
+from fedspan.progress.listener import Listener
+from fedspan.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from fedspan.transports.http.admissions import Admission
     from fedspan.transports.http.link import RunLink
     from fedspan.transports.http.server import ServerLink
     from fedspan.transports.http.signing import OrderSigner
-
-__all__ = ["Handshakes", "Submission", "explain_base", "gather_nodes", "read_introduction"]
 
 
 class Submission:
@@ -56,7 +54,7 @@ class Submission:
         self,
         link: ServerLink,
         run_folder: RunFolder,
-        prepared: Prepared,
+        prepared: ServerRun,
         invitation: Invitation,
         signer: OrderSigner | None,
         listener: Listener,
@@ -227,7 +225,7 @@ class Handshakes:
         link: Connection data of the server.
     """
 
-    def __init__(self, prepared: Prepared, listener: Listener, link: ServerLink) -> None:
+    def __init__(self, prepared: ServerRun, listener: Listener, link: ServerLink) -> None:
         self._prepared, self._listener, self._link = prepared, listener, link
         self._federation = prepared.config.federation
         self._base = compute_base_digest(prepared.model)
@@ -316,7 +314,7 @@ class Handshakes:
         return f"another node has this id, and is online (node {owner})"
 
 
-def explain_base(prepared: Prepared, base: str, introduction: Introduction) -> str:
+def explain_base(prepared: ServerRun, base: str, introduction: Introduction) -> str:
     """Return why a node's base is not this run's: it trains other modules in full, or its weights are others.
 
     Args:

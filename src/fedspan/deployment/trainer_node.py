@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from fedspan.assembly.own_trainers import TrainerRuns, adopt_trainer
+from fedspan.assembly.run import LocalRun
 from fedspan.config import RunConfig
 from fedspan.config.node import NodeConfig
 from fedspan.core.base import BaseUpdate
@@ -17,8 +19,6 @@ from fedspan.deployment.node import NodeService
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
 from fedspan.models.sentence_encoders import read_pooling
-from fedspan.runs.own_trainers import TrainerRuns, adopt_trainer
-from fedspan.runs.setup import Prepared
 from fedspan.tasks.trainer import TrainerExamples
 from fedspan.training.jobs import Assignment
 from fedspan.training.stages import Stages
@@ -26,8 +26,6 @@ from fedspan.training.trainers.local import LocalTrainer
 from fedspan.training.trainers.processes import Processes, count_processes, read_job
 from fedspan.training.trainers.trainer_engine import TrainerEngine
 from fedspan.training.trainers.transformers import TransformersTrainer
-
-__all__ = ["TrainerNode", "adopt_node_trainer", "follow"]
 
 log = logging.getLogger("fedspan.node")
 
@@ -99,16 +97,16 @@ class TrainerNode:
             log.warning("these fields of the node's file do not bind the trainer: %s", ", ".join(unused))
         self._runs = TrainerRuns({node.id: self._trainer}, processes)
         node_config = node.model_copy(update={"data": {"train": FROM_TRAINERS}})
-        self.service = NodeService(node_config, self._prepare)
+        self.service = NodeService(node_config, self._load)
 
-    def _prepare(
+    def _load(
         self,
         config: RunConfig,
         existing_partition: Partition | None = None,
         key: bytes | None = None,
         stages: Stages | None = None,
-    ) -> Prepared:
-        """Build a run (``start.Build``).
+    ) -> LocalRun:
+        """Build what trains a run (``joined_run.Load``).
 
         Raises:
             FedspanError: If the server could not compare the trainer's tokenizer, or the trainer does not fit the run.
@@ -124,7 +122,7 @@ class TrainerNode:
                 "training.checkpoint_steps and checkpoint_minutes do not bind the trainer: if this node is killed "
                 "within a round, the round starts over"
             )
-        return self._runs.prepare(config, existing_partition, key, stages)
+        return self._runs.load(config, existing_partition, key, stages)
 
     def answer(self, envelope: Envelope) -> Envelope:
         """``NodeService.answer``."""
@@ -135,11 +133,7 @@ class TrainerNode:
                 self._stop.set()
 
     def close(self) -> None:
-        """Give the trainer's model back as it was, and end the trainer's other processes.
-
-        Raises:
-            FedspanError: If the processes failed.
-        """
+        """Give the trainer's model back as it was, and end the trainer's other processes."""
         self._runs.close()
         if self._processes is None:
             return
@@ -151,11 +145,6 @@ class TrainerNode:
 
 def follow(node: NodeConfig, trainer: LocalTrainer, processes: Processes) -> None:
     """Train, in a process other than rank 0, what rank 0 trains, until rank 0 ends.
-
-    Args:
-        node: Config of the node.
-        trainer: The trainer of this process.
-        processes: The processes.
 
     Raises:
         FedspanError: If this process or rank 0 fails.
@@ -187,7 +176,7 @@ def follow(node: NodeConfig, trainer: LocalTrainer, processes: Processes) -> Non
 def _prepare(runs: TrainerRuns, config: str) -> TrainerEngine | None:
     """Build rank 0's run in this process; None: an error was logged, and rank 0 refuses the run."""
     try:
-        engine = runs.prepare_announced(config).engine
+        engine = runs.load_announced(config).engine
     except FedspanError:
         log.exception("the run cannot be trained in this process")
         return None

@@ -14,10 +14,8 @@ from fedspan.experiments.comparison import CompareReport, Comparison
 from fedspan.experiments.series import get_finite
 from fedspan.files import convert_disk_errors, write_atomic
 from fedspan.logs import read_lines
-from fedspan.runs.folder import RunFolder
+from fedspan.run_folder import RunFolder
 from fedspan.tasks.metrics import METRICS
-
-__all__ = ["draw_comparison", "write_figure"]
 
 # Okabe and Ito's colors, which most color-blind people can distinguish; lines also differ in their dashes.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")

@@ -10,14 +10,12 @@ from typing import Any
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
+from fedspan.assembly.run import Prepared
 from fedspan.experiments.series import Step
 from fedspan.experiments.watcher import Watcher, Watchers
-from fedspan.runs.formatting import format_duration, format_runs, shorten
-from fedspan.runs.progress_bar import LiveBar, ProgressBar, has_bar
-from fedspan.runs.setup import Prepared
+from fedspan.progress.bar import LiveBar, ProgressBar, has_bar
+from fedspan.progress.formatting import format_duration, format_runs, shorten
 from fedspan.training.stages import Stage
-
-__all__ = ["SeriesBar", "open_watcher"]
 
 
 class SeriesBar(LiveBar, Watcher):

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fedspan.experiments.series import Step
-from fedspan.runs.callbacks import Listener, Listeners
-
-__all__ = ["Watcher", "Watchers"]
+from fedspan.progress.listener import Listener, Listeners, pass_on
 
 
 class Watcher(Listener):
@@ -29,22 +27,5 @@ class Watcher(Listener):
 class Watchers(Listeners, Watcher):
     """Passes every event of a series on to several watchers, in their order."""
 
-    def __init__(self, *watchers: Watcher) -> None:
-        super().__init__(*watchers)
-        self._watchers = watchers
 
-    def on_series_start(self, steps: Sequence[Step]) -> None:
-        for watcher in self._watchers:
-            watcher.on_series_start(steps)
-
-    def on_run_start(self, step: Step) -> None:
-        for watcher in self._watchers:
-            watcher.on_run_start(step)
-
-    def on_run_finish(self, step: Step, metric: str, value: float | None, seconds: float, is_new: bool) -> None:
-        for watcher in self._watchers:
-            watcher.on_run_finish(step, metric, value, seconds, is_new)
-
-    def on_run_failure(self, step: Step, reason: str) -> None:
-        for watcher in self._watchers:
-            watcher.on_run_failure(step, reason)
+pass_on(Watcher, Watchers)

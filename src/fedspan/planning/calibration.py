@@ -16,6 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from fedspan.assembly.engine import choose_device, compute_max_length, make_engine, set_algorithms
+from fedspan.assembly.model import build_empty_model, get_pooling
+from fedspan.assembly.task import collect_task_settings
 from fedspan.config import RunConfig
 from fedspan.core.parametrization import LoRA
 from fedspan.core.tensors import join_extra_name
@@ -24,12 +27,7 @@ from fedspan.errors import FedspanError
 from fedspan.models.adapted import AdaptedModel
 from fedspan.planning.accelerators import HERE, DeviceSpeed
 from fedspan.planning.compute import PlannedPasses, Trains
-from fedspan.planning.layer_counts import Computation
-from fedspan.runs.devices import choose_device, set_algorithms
-from fedspan.runs.engine_setup import make_engine
-from fedspan.runs.model_setup import build_empty_model, get_pooling
-from fedspan.runs.task_setup import collect_task_settings
-from fedspan.runs.trainer_setup import compute_max_length
+from fedspan.planning.traffic import Computation
 from fedspan.tasks.encoding import Ragged
 from fedspan.tasks.images import EncodedImages
 from fedspan.tasks.registry import get_task
@@ -97,10 +95,7 @@ class _Bench:
     """An engine with a model, synthetic examples and synthetic jobs.
 
     Args:
-        config: Config of the run.
-        labels: Labels of its data.
         architecture: Transformers config as for ``models.empty.load_empty``.
-        device: Device that trains.
         depth: Blocks of the model; None: all.
         length: Mean tokens of an example; None: the maximum length.
     """

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedspan.experiments.series import compute_deviation, compute_mean
+from fedspan.reports.curves import compute_sent_bytes
 from fedspan.reports.run_data import RunData
-from fedspan.runs.curves import compute_sent_bytes
 
 _SEEDS = ("seed", "baselines")
 

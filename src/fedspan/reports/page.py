@@ -17,12 +17,12 @@ from plotly.offline import get_plotlyjs
 from fedspan.data.partition import ClientRow
 from fedspan.diagnostics.measures import MEASURES
 from fedspan.diagnostics.round_diagnosis import Diagnosis
+from fedspan.progress.formatting import format_size
 from fedspan.reports import charts, matrices
 from fedspan.reports.charts import Figure
 from fedspan.reports.groups import RunGroup, list_distinguishing_settings
 from fedspan.reports.run_data import Row, RunData
 from fedspan.reports.summary import format_score_with_unit, write_notes, write_sentences
-from fedspan.runs.formatting import format_size
 from fedspan.tasks.label_scores import compute_f1, count_labels
 from fedspan.tasks.metrics import METRICS
 

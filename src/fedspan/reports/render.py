@@ -17,7 +17,7 @@ from fedspan.errors import FedspanError, build_install_command
 from fedspan.files import convert_disk_errors, read_bytes, write_atomic
 from fedspan.reports.groups import RunGroup, group_runs
 from fedspan.reports.run_data import RunData, read_runs
-from fedspan.runs.folder import RunFolder
+from fedspan.run_folder import RunFolder
 
 _WEIGHTS = "adapter_model.safetensors"
 
@@ -37,6 +37,9 @@ def report(
 
     Returns:
         ``out``.
+
+    Examples:
+        >>> fedspan.report(["runs/first", "runs/second"], "report.html")
 
     Raises:
         FedspanError: If the extra ``fedspan[report]`` is missing, there are no runs, the runs use different metrics, or

@@ -11,13 +11,12 @@ from typing import Any, cast
 from fedspan.config import RunConfig
 from fedspan.errors import FedspanError
 from fedspan.logs import read_lines
-from fedspan.runs.curves import get_score
-from fedspan.runs.folder import RunFolder, describe_missing_run
+from fedspan.reports.curves import get_score
+from fedspan.run_folder import RunFolder, describe_missing_run
 from fedspan.runs.integrity import read_resolved_config, require_intact
 from fedspan.runs.ledger import Totals, read_totals
-from fedspan.runs.model_card import RunReport
 from fedspan.runs.predictions import Items, read_items
-from fedspan.runs.results import read_report
+from fedspan.runs.report import RunReport, read_report
 from fedspan.tasks.metrics import METRICS
 
 Row = Mapping[str, Any]

@@ -10,6 +10,9 @@ from typing import Any, cast
 
 import numpy as np
 
+from fedspan.assembly.engine import keep_stacking_plan, make_engine
+from fedspan.assembly.head import begin, begin_locally, compute_baseline_head, find_new_head
+from fedspan.assembly.run import Prepared
 from fedspan.clients.mappings import LazyMapping
 from fedspan.config import MethodConfig, RunConfig
 from fedspan.core.method import RegisteredMethod
@@ -18,17 +21,14 @@ from fedspan.federation.evaluation import Evaluator
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import ClientData, Progress
 from fedspan.files import convert_disk_errors, remove
+from fedspan.progress.listener import Listener
+from fedspan.run_folder import RunFolder
 from fedspan.runs import checkpoint as checkpoints
-from fedspan.runs.callbacks import Listener
 from fedspan.runs.checkpoint_format import Checkpoint
 from fedspan.runs.checkpoint_format import load as load_checkpoint
-from fedspan.runs.engine_setup import keep_stacking_plan, make_engine
 from fedspan.runs.final_rounds import finish_training
-from fedspan.runs.folder import RunFolder
-from fedspan.runs.head_setup import begin, begin_locally, compute_baseline_head, find_new_head
 from fedspan.runs.learning_rate import load_or_choose, read_range_test, run_range_test, set_rate
 from fedspan.runs.selection import Selection, has_stalled
-from fedspan.runs.setup import Prepared
 from fedspan.transports.in_process import simulate
 
 

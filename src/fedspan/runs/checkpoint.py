@@ -25,8 +25,8 @@ from fedspan.files import (
     write_file,
 )
 from fedspan.logs import EMPTY, require_position
+from fedspan.run_folder import RunFolder
 from fedspan.runs.checkpoint_format import Checkpoint, load, pack, read_index, read_versions
-from fedspan.runs.folder import RunFolder
 from fedspan.runs.selection import Selection
 
 _FOLDER = re.compile(r"round-(\d{5,})$")
@@ -56,11 +56,7 @@ def read_last_saved_round(run: RunFolder) -> int:
 
 
 def read_selection(run: RunFolder) -> Selection:
-    """Return the selection after the last finished round, from the newest checkpoint.
-
-    Raises:
-        FedspanError: If that checkpoint is damaged, or was written by another version of fedspan.
-    """
+    """Return the selection after the last finished round, from the newest checkpoint."""
     rounds = _list_rounds(run)
     return _read_selection_of(rounds[max(rounds)]) if rounds else Selection()
 
@@ -102,10 +98,6 @@ def read_newest_index(run: RunFolder) -> dict[str, Any] | None:
 
 def store_clients(run: RunFolder, progress: Progress) -> Progress:
     """Write to disk what a round changed on its clients; the same is read on access in the progress that is returned.
-
-    Args:
-        run: A run folder whose lock this process holds.
-        progress: The progress after the round, which has no checkpoint yet.
 
     Raises:
         FedspanError: If the disk is full or refuses to write; nothing of the round is left then.

@@ -20,7 +20,7 @@ from fedspan.files import (
     read_checkpoint_file,
 )
 from fedspan.logs import Position
-from fedspan.runs.folder import RunFolder
+from fedspan.run_folder import RunFolder
 from fedspan.runs.selection import Selection
 
 FORMAT = 7
@@ -118,9 +118,6 @@ def _seal_index(index: Mapping[str, Any]) -> bytes:
 
 def pack(checkpoint: Checkpoint) -> dict[str, bytes]:
     """Encode the files of a checkpoint, by name.
-
-    Args:
-        checkpoint: A checkpoint whose clients' files are on the disk (``clients.state_files``).
 
     Raises:
         ValueError: If a tensor cannot be stored (``serialization.Writer``).

@@ -5,16 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
+from fedspan.assembly.run import collect_objects, prepare
 from fedspan.diagnostics.round_diagnosis import Diagnosis, diagnose_round
 from fedspan.errors import FedspanError
+from fedspan.run_folder import RunFolder, describe_missing_run
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.checkpoint_format import load as load_checkpoint
-from fedspan.runs.folder import RunFolder, describe_missing_run
 from fedspan.runs.integrity import read_resolved_config, require_intact, require_same_base
-from fedspan.runs.objects import collect_objects
 from fedspan.runs.privacy_budget import load_noise_key
-from fedspan.runs.results import is_run, read_partition
-from fedspan.runs.setup import prepare
+from fedspan.runs.report import is_run, read_partition
 
 
 def diagnose(
@@ -41,6 +40,10 @@ def diagnose(
 
     Returns:
         Numbers by layer (``layers``) and by pair (``barriers``); the dataclasses document each.
+
+    Examples:
+        >>> diagnosis = fedspan.diagnose("runs/first", round="best", pairs=0)
+        >>> diagnosis.layers[0]
 
     Raises:
         FedspanError: If there is no run or no such checkpoint, the run is a deployment's (its clients' data are

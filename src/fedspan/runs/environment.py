@@ -12,7 +12,7 @@ import torch
 
 import fedspan
 from fedspan.config import RunConfig
-from fedspan.runs.folder import RunFolder
+from fedspan.run_folder import RunFolder
 from fedspan.runs.integrity import DIRECTORY
 
 _PACKAGES = ("transformers", "peft", "safetensors", "datasets", "flwr")
@@ -55,9 +55,6 @@ def record_environment(
     Returns:
         ``{name: (then, now)}`` of what differs from the start of the run, except command and directory: after a resume
         with other versions or threads, the same bits can no longer be expected. Empty for a new run.
-
-    Raises:
-        FedspanError: If the file cannot be written, or exists and cannot be read.
     """
     current = _describe_environment(seed, command, threads)
     if not folder.environment.exists():
@@ -73,15 +70,7 @@ def is_command(command: Sequence[str]) -> bool:
 
 
 def extend_command(folder: RunFolder, changes: Iterable[str]) -> None:
-    """Add changes of the config to the recorded command, so that it is one that plans the run as it is now.
-
-    Args:
-        folder: The run folder, whose lock this process holds.
-        changes: The changes, each ``section.field=value``.
-
-    Raises:
-        FedspanError: If environment.json cannot be read or written.
-    """
+    """Add changes of the config to the recorded command, so that it is one that plans the run as it is now."""
     recorded = folder.read_json(folder.environment)
     command = recorded.get("command") if isinstance(recorded, dict) else None
     if isinstance(recorded, dict) and isinstance(command, list) and command and is_command(command):
@@ -90,11 +79,7 @@ def extend_command(folder: RunFolder, changes: Iterable[str]) -> None:
 
 
 def mark_changed(folder: RunFolder) -> None:
-    """Record that a run went on with other settings than it began with, so that its bits are those of neither.
-
-    Raises:
-        FedspanError: If environment.json cannot be read or written.
-    """
+    """Record that a run went on with other settings than it began with, so that its bits are those of neither."""
     recorded = folder.read_json(folder.environment)
     if isinstance(recorded, dict):
         folder.write_json(folder.environment, {**recorded, "changed": True})

@@ -14,12 +14,17 @@ from typing import Any
 from fedspan.config import RunConfig
 from fedspan.errors import FedspanError
 from fedspan.files import convert_disk_errors, remove, write_atomic
+from fedspan.progress.listener import Listener
+from fedspan.run_folder import RunFolder
 from fedspan.runs import checkpoint as checkpoints
-from fedspan.runs.callbacks import Listener
 from fedspan.runs.environment import extend_command, mark_changed
-from fedspan.runs.folder import RunFolder
-from fedspan.runs.integrity import format_config, is_resource, list_differences
-from fedspan.runs.planned_rounds import ROUNDS_FIELD, require_independent_rounds
+from fedspan.runs.integrity import (
+    ROUNDS_FIELD,
+    format_config,
+    is_resource,
+    list_differences,
+    require_independent_rounds,
+)
 from fedspan.runs.selection import has_stalled
 
 _ROUNDS, _PATIENCE = ROUNDS_FIELD, "federation.early_stopping"
@@ -27,11 +32,6 @@ _ROUNDS, _PATIENCE = ROUNDS_FIELD, "federation.early_stopping"
 
 def require_extensible(run_folder: RunFolder, stored: RunConfig, changed: RunConfig) -> None:
     """Check that a run may continue under another config.
-
-    Args:
-        run_folder: Folder of the run.
-        stored: The config in the folder.
-        changed: The config to extend the run with.
 
     Raises:
         FedspanError: If it may not; the error names the field, and what to do.
@@ -82,15 +82,6 @@ def extend(run_folder: RunFolder, stored: RunConfig, changed: RunConfig, listene
     If it gets more rounds or patience, it is no longer finished: its report and its baselines, whose number of epochs
     is that of the rounds, are removed first, so that whatever interrupts this, the folder holds an unfinished run under
     one of the two configs. A finished run that gets neither keeps its config.
-
-    Args:
-        run_folder: The run folder, which is intact and whose lock this process holds.
-        stored: The config in the folder.
-        changed: The changed config.
-        listener: Listener that receives notes.
-
-    Raises:
-        FedspanError: If the run cannot continue under the changed config, or the disk cannot be written.
     """
     require_extensible(run_folder, stored, changed)
     if not has_effect(run_folder, stored, changed):

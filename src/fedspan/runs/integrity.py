@@ -18,15 +18,14 @@ import yaml
 
 from fedspan.config import RunConfig, parse_config, parse_yaml
 from fedspan.data.files import NOWHERE
-from fedspan.data.path_patterns import has_files
+from fedspan.data.multiple_files import has_files
 from fedspan.errors import FedspanError
 from fedspan.files import compute_sha256
 from fedspan.logs import Position, require_position
+from fedspan.run_folder import RunFolder, read_records, require_same_files
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.checkpoint_format import Checkpoint, read_positions
-from fedspan.runs.folder import RunFolder
-from fedspan.runs.planned_rounds import ROUNDS_FIELD, require_independent_rounds
-from fedspan.runs.records import read_records, require_same_files
+from fedspan.runs.learning_rate import ROUNDS
 
 RESOLVED = ("pooling", "pooling_normalize")
 """Fields of ``model`` that are resolved once, at the start of a run; pooling.json holds them."""
@@ -56,11 +55,7 @@ def format_config(config: RunConfig) -> str:
 
 
 def read_config(folder: str | Path) -> RunConfig:
-    """Read the config of a run.
-
-    Raises:
-        FedspanError: If config.yaml is missing, cut off or no longer a valid config.
-    """
+    """Read the config of a run."""
     run_folder = RunFolder(folder)
     text = run_folder.read_config_text()
     config = parse_config(parse_yaml(text, str(run_folder.config)))
@@ -74,11 +69,7 @@ def read_config(folder: str | Path) -> RunConfig:
 
 
 def read_resolved_config(folder: str | Path) -> RunConfig:
-    """Read the config of a run with its pooling (``resolve_config``).
-
-    Raises:
-        FedspanError: If config.yaml is missing or no longer a valid config, or pooling.json was changed.
-    """
+    """Read the config of a run with its pooling (``resolve_config``)."""
     return resolve_config(RunFolder(folder), read_config(folder))
 
 
@@ -101,10 +92,6 @@ def anchor_paths(config: RunConfig, directory: str) -> RunConfig:
     """Return a config whose relative paths are absolute, as far as they exist.
 
     That of a server, whose nodes read its paths, is returned as it is.
-
-    Args:
-        config: The config.
-        directory: The directory that its paths are relative to.
     """
     if config.data.train == NOWHERE:
         return config
@@ -187,11 +174,6 @@ def _require_same_config(run_folder: RunFolder, config: RunConfig, stored_text: 
 def require_same_run(run_folder: RunFolder, config: RunConfig, stored: Checkpoint | None) -> None:
     """Check that configuration, partition and learning rate are those of the run that wrote a checkpoint.
 
-    Args:
-        run_folder: The run folder.
-        config: The config that is in it.
-        stored: The checkpoint; None: the run has none yet.
-
     Raises:
         FedspanError: If one of the files was changed; the error names it, and the field of a config.
     """
@@ -207,9 +189,6 @@ def require_same_base(run_folder: RunFolder, digest: str, argument: str) -> None
         run_folder: The run folder; a run that was not started yet has no digest to compare with.
         digest: SHA-256 of the frozen weights.
         argument: The Python argument that holds the models, for the error.
-
-    Raises:
-        FedspanError: If the run began with other weights.
     """
     if run_folder.base.exists() and run_folder.read_json(run_folder.base) != {"sha256": digest}:
         problem = "the frozen weights of the models are not those with which the run began. Load the same models"
@@ -236,3 +215,26 @@ def require_intact(run_folder: RunFolder) -> None:
         require_same_files(run_folder, index["inputs"])
     for name, position in positions.items():
         require_position(run_folder.path / name, position)
+
+
+ROUNDS_FIELD = "federation.rounds"
+
+
+def require_independent_rounds(done: int, stored: RunConfig, changed: RunConfig) -> None:
+    """Check that finished rounds do not depend on the number of all rounds."""
+    before, after, training = stored.federation.rounds, changed.federation.rounds, stored.training
+    start_anew = f"Start a new run with {ROUNDS_FIELD}={after} in another folder"
+    settings = stored.build_training_settings()
+    if any(settings.compute_lr(round, before) != settings.compute_lr(round, after) for round in range(done)):
+        problem = (
+            f"training.schedule {training.schedule} spreads over all rounds, and the {done} finished rounds had the "
+            f"learning rates of a run of {before} rounds. {start_anew}; a run with training.schedule: constant can be "
+            "extended"
+        )
+        raise FedspanError(ROUNDS_FIELD, after, problem=problem)
+    if stored.privacy is not None and stored.privacy.epsilon is not None:
+        problem = f"privacy.epsilon is the budget of the {before} rounds that were planned. {start_anew}"
+        raise FedspanError(ROUNDS_FIELD, after, problem=problem)
+    if training.lr == "auto" and min(ROUNDS, before) != min(ROUNDS, after):
+        problem = f"the range test of training.lr ran {min(ROUNDS, before)} of {ROUNDS} rounds. {start_anew}"
+        raise FedspanError(ROUNDS_FIELD, after, problem=problem)

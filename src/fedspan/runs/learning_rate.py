@@ -14,13 +14,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+from fedspan.assembly.engine import make_engine
+from fedspan.assembly.head import begin, compute_baseline_head
+from fedspan.assembly.run import Prepared
 from fedspan.errors import FedspanError
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import Progress
 from fedspan.files import convert_disk_errors, from_json, read_bytes, to_json, write_atomic
-from fedspan.runs.engine_setup import make_engine
-from fedspan.runs.head_setup import begin, compute_baseline_head
-from fedspan.runs.setup import Prepared
 from fedspan.training.batched import BatchedEngine
 from fedspan.training.jobs import TrainingSettings
 from fedspan.transports.in_process import simulate
@@ -68,12 +68,7 @@ def choose_rate(start: float, losses: tuple[tuple[float, float], ...]) -> float:
 
 
 def run_range_test(prepared: Prepared, default: float) -> RangeTest:
-    """Run the range test of a prepared run whose clients' examples are in this process.
-
-    Args:
-        prepared: The run, or a baseline of it.
-        default: The rate in the middle of the candidates.
-    """
+    """Run the range test of a prepared run whose clients' examples are in this process."""
     federation, settings = prepared.federation, prepared.federation.training
     steps = STEPS if settings.steps is None else min(STEPS, settings.steps)
     short = replace(settings, steps=steps, schedule="constant", warmup_rounds=0, cycle_rounds=None)
@@ -126,11 +121,7 @@ def read_range_test(path: Path) -> Mapping[str, Any]:
 
 
 def load_or_choose(path: Path, find: Callable[[], RangeTest]) -> float:
-    """Return the rate that is stored in a file, or run a range test and store its result.
-
-    Raises:
-        FedspanError: If the file was changed, or the range test finds no rate.
-    """
+    """Return the rate that is stored in a file, or run a range test and store its result."""
     if stored := read_range_test(path):
         return float(stored["lr"])
     result = find()

@@ -1,4 +1,4 @@
-"""The summary of a finished run, and its model card in the hub's format.
+"""The card of a model that a run exported, in the hub's format.
 
 A card has base model, training and scores. It excludes data, client names, paths and label counts, because cards are
 uploaded.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,83 +19,15 @@ from fedspan.data.catalogue import get_dataset_entry
 from fedspan.data.files import FROM_TRAINERS, IN_MEMORY
 from fedspan.models.names import FROM_PYTHON, get_architecture, get_published_name
 from fedspan.models.pooling import DENSE, Pooling
+from fedspan.run_folder import CARD, RunFolder
 from fedspan.runs.environment import is_command
-from fedspan.runs.folder import CARD, RunFolder
+from fedspan.runs.report import RunReport, format_final_rounds
 from fedspan.tasks.metrics import METRICS, order_metrics
 from fedspan.tasks.registry import get_task, is_installed
 from fedspan.tasks.settings import TaskSettings
 
 if TYPE_CHECKING:
-    from fedspan.runs.setup import Prepared
-
-STATISTICS_NOTE = "A deployment starts without statistics, unless its config asks for them and its nodes allow them."
-"""What a user of a simulation has to know of a head that starts from statistics."""
-
-
-@dataclass(frozen=True)
-class RunReport:
-    """The summary of a finished run; ``report.json`` holds the same, and what ``runs.records`` describes.
-
-    Args:
-        method: Registry key of the method, with those of its wrappers: ``fedit+fedprox``.
-        task: Kind of problem.
-        metric: The metric that rounds were compared by.
-        rounds: Number of rounds that were run.
-        best_round: The round with the best validation score (the last one if none was selected); 0: the start.
-        scores: Scores of the exported models: ``test`` (held-out set; mean over clients for personal methods),
-            ``clients`` (own test parts: mean, worst); and ``validation``, of the best round.
-        by_client: Metrics of the exported models on each client's own test part.
-        bytes: Serialized bytes of the training, ``down`` and ``up``.
-        seconds: Wall-clock time of the rounds.
-        baselines: Scores of local-only and centralized training, if requested.
-        adapters: Folders of the exported adapters, relative to the run folder, by client id, or under ``global``.
-        examples: Predictions on a few held-out texts.
-        privacy: The spent privacy budget (``epsilon``, ``delta``) and the settings; empty without ``privacy`` in the
-            config.
-        other_bytes: Bytes sent for ``statistics``, and, if clients are remote, for ``evaluate`` and ``export``;
-            ``down`` and ``up``.
-        failures: Failures by client: ``count``, how often its reply did not count, or it was not evaluated or did not
-            export, and the ``round`` and ``reason`` of the last failure.
-        learning_rate: Result of the range test: the chosen ``lr``, the loss at the ``start``, and the ``losses`` of the
-            candidates, each with its ``lr``; empty unless ``training.lr`` is ``auto``.
-        warnings: Sentences about a result that should not be used as it is: training diverged, or made the model worse.
-        start: Scores before the first round, if they were measured: ``validation``, ``clients`` and ``test`` as in a
-            line of metrics. A head from statistics adds its kind (``head_init``) and whether the clients were
-            ``simulated``; one that is random because too few clients sent statistics, ``head_init`` and the ``reason``.
-        by_value: Metrics of the exported models, and the number of ``examples``, on the held-out examples of each value
-            of ``evaluation.by`` (mean over clients for personal methods); empty without it.
-        selected: Whether validation scores selected ``best_round``. They do not without validation parts, or where too
-            few nodes report them (``docs/robustness.md``).
-        final_rounds: Number of rounds after the best one that trained on all examples, those of the validation parts
-            included; the exported models are those after them.
-    """
-
-    method: str
-    task: str
-    metric: str
-    rounds: int
-    best_round: int
-    scores: Mapping[str, Any]
-    by_client: Mapping[str, Mapping[str, float]]
-    bytes: Mapping[str, int]
-    seconds: float
-    baselines: Mapping[str, Any] = field(default_factory=dict)
-    adapters: Mapping[str, str] = field(default_factory=dict)
-    examples: tuple[Mapping[str, str], ...] = ()
-    privacy: Mapping[str, Any] = field(default_factory=dict)
-    other_bytes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    failures: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    learning_rate: Mapping[str, Any] = field(default_factory=dict)
-    warnings: tuple[str, ...] = ()
-    start: Mapping[str, Any] = field(default_factory=dict)
-    by_value: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    selected: bool = True
-    final_rounds: int = 0
-
-
-def format_final_rounds(count: int) -> str:
-    """Format a number of final rounds as ``2 final rounds on all examples, validation included``."""
-    return f"{count} final {'round' if count == 1 else 'rounds'} on all examples, validation included"
+    from fedspan.assembly.run import Prepared
 
 
 def write_cards(prepared: Prepared, report: RunReport, run_folder: RunFolder) -> None:
@@ -109,14 +40,7 @@ def write_cards(prepared: Prepared, report: RunReport, run_folder: RunFolder) ->
 
 
 def write_card(prepared: Prepared, report: RunReport, command: Sequence[str], *, adapter: bool = True) -> str:
-    """Write the text of a card.
-
-    Args:
-        prepared: The prepared run.
-        report: Report of the run.
-        command: The command that started the run.
-        adapter: Whether the card is for an adapter, not for a whole model.
-    """
+    """Write the text of a card."""
     from fedspan.models.plain import has_name, is_plain_module  # imports Transformers, which takes seconds
 
     config, model = prepared.config, prepared.engine.adapted.model

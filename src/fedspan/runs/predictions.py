@@ -21,14 +21,14 @@ from safetensors.numpy import save
 
 from fedspan.errors import FedspanError
 from fedspan.files import convert_disk_errors, write_atomic
-from fedspan.runs.folder import RunFolder
+from fedspan.run_folder import RunFolder
 from fedspan.tasks.label_scores import score_labels
 from fedspan.tasks.task import get_labels
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fedspan.runs.setup import Prepared
+    from fedspan.assembly.run import Prepared
 
 __all__ = ["Items", "read_items", "record_items"]
 
@@ -57,13 +57,7 @@ class Items:
 
 @contextmanager
 def record_items(prepared: Prepared, run_folder: RunFolder, name: str) -> Generator[Callable[[Tensor], None] | None]:
-    """Yield a function that receives each model's predictions, and write them; None if the task has no classes.
-
-    Args:
-        prepared: The run.
-        run_folder: Folder of the run, or of its baseline.
-        name: Name of the file: ``start`` or ``result``.
-    """
+    """Yield a function that receives each model's predictions, and write them; None if the task has no classes."""
     from fedspan.tasks.single_label import SingleLabelClassification  # imports torch, which readers do not need
 
     if prepared.test is None or not isinstance(prepared.task, SingleLabelClassification):

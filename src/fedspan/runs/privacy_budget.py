@@ -28,11 +28,7 @@ def generate_key(config: RunConfig) -> bytes | None:
 
 
 def store_noise_key(folder: Path, key: bytes | None) -> None:
-    """Write a key into a folder, readable by its owner only; without a key, do nothing.
-
-    Raises:
-        FedspanError: If the disk is full or cannot be written.
-    """
+    """Write a key into a folder, readable by its owner only; without a key, do nothing."""
     if key is None:
         return
     with convert_disk_errors(folder):
@@ -51,11 +47,7 @@ def has_key(folder: Path) -> bool:
 
 
 def load_noise_key(folder: Path, config: RunConfig) -> bytes | None:
-    """Load the key in a folder; None if the noise follows from the seed.
-
-    Raises:
-        FedspanError: If the key is required and missing, or is damaged.
-    """
+    """Load the key in a folder; None if the noise follows from the seed."""
     if config.privacy is None or config.privacy.randomness != "secret":
         return None
     key = read_bytes(folder / _KEY)
@@ -100,15 +92,7 @@ class Budget:
             self._earlier = {} if path is None else _read_unfinished(path, finished)
 
     def announce(self, round: int, charges: tuple[Charge, ...]) -> None:
-        """Record the cost of an attempt before its orders are sent.
-
-        Args:
-            round: Number of the round, from 0.
-            charges: Charges of the attempt.
-
-        Raises:
-            FedspanError: If the budget does not cover it, or the disk cannot be written.
-        """
+        """Record the cost of an attempt before its orders are sent."""
         if self._spend is None or self._config is None:
             return
         announced = _add(self._now, _count_charges(charges))

@@ -103,13 +103,7 @@ class Selection:
     reported: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     def add(self, metric: str, number: int, scores: ClientScores | None) -> Selection:
-        """Return the selection after a further round.
-
-        Args:
-            metric: The metric that compares rounds.
-            number: The round, from 1; 0: the start.
-            scores: Scores on the clients' validation parts; None without such parts, or if no client replied.
-        """
+        """Return the selection after a further round."""
         if scores is None and self.measured:
             return self
         reported, deciding = self.reported, None if scores is None else scores.pooled
@@ -164,13 +158,7 @@ class Selection:
 
 
 def has_stalled(config: RunConfig, number: int, improved: Best | None) -> bool:
-    """Check whether early stopping ends a run after a round.
-
-    Args:
-        config: Config of the run.
-        number: Number of the last finished round, from 1.
-        improved: ``Selection.improved``.
-    """
+    """Check whether early stopping ends a run after a round."""
     patience = config.federation.early_stopping
     if patience is None or improved is None or number % config.evaluation.every:
         return False
@@ -178,13 +166,7 @@ def has_stalled(config: RunConfig, number: int, improved: Best | None) -> bool:
 
 
 def rate_round(metric: str, number: int, validation: Mapping[str, float] | None) -> Best:
-    """Rate a round by its validation scores alone.
-
-    Args:
-        metric: The metric that compares rounds.
-        number: The round, from 1; 0: the start.
-        validation: Pooled metrics on the clients' validation parts; None without such parts.
-    """
+    """Rate a round by its validation scores alone."""
     if validation is None:
         return Best(float(number), 0.0, number)
     return Best(_to_finite(compute_score(metric, validation)), _to_finite(compute_score("loss", validation)), number)
@@ -199,10 +181,6 @@ def compute_gain(start: Mapping[str, ClientLoss], scores: ClientScores) -> Gain 
     this winsorized mean is larger by (K - 1) / (K - 2 c - 1). ``count_trimmed_clients`` gives c for all clients that
     were measured before or after the round, so an absent client does not end the trimming. If only one client
     decides, the error is 1 % of the median loss of the start.
-
-    Args:
-        start: Validation losses of the start by client.
-        scores: The round's scores.
     """
     after = _select_losses(scores)
     ids = sorted(start.keys() & after.keys())

@@ -11,25 +11,25 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+from fedspan.assembly.engine import describe_refusal, without_stacking_plan
+from fedspan.assembly.head import begin_at_random
+from fedspan.assembly.run import Prepared
 from fedspan.diagnostics.measures import DiagnosticsRecorder
 from fedspan.federation.evaluation import ClientScores
 from fedspan.federation.head_start import start_head
 from fedspan.federation.progress import Progress, RoundResult, TooFewReplies, Transfer
 from fedspan.federation.trimmed_scores import describe_few_reports
 from fedspan.logs import JsonLines
+from fedspan.progress.listener import Listener
+from fedspan.run_folder import RunFolder
 from fedspan.runs import checkpoint as checkpoints
-from fedspan.runs.callbacks import Listener
 from fedspan.runs.checkpoint_format import Checkpoint
 from fedspan.runs.checkpoint_format import load as load_checkpoint
-from fedspan.runs.engine_setup import describe_refusal, without_stacking_plan
-from fedspan.runs.folder import RunFolder
-from fedspan.runs.head_setup import begin_at_random
 from fedspan.runs.integrity import compute_input_digests, describe_config
 from fedspan.runs.ledger import Ledger
 from fedspan.runs.predictions import record_items
 from fedspan.runs.privacy_budget import Budget
 from fedspan.runs.selection import Selection, has_stalled
-from fedspan.runs.setup import Prepared
 from fedspan.wrappers.head_rounds import HeadRounds
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -10,24 +10,24 @@ from typing import Any
 
 from rich.console import Console
 
+from fedspan.assembly.cluster import connect_workers, get_resources
+from fedspan.assembly.run import Prepared, collect_objects, prepare
 from fedspan.config import RunConfig, override, parse_config, read_values
 from fedspan.data.files import FROM_TRAINERS, IN_MEMORY
 from fedspan.data.objects import CLIENT
 from fedspan.errors import FedspanError
 from fedspan.models.names import FROM_PYTHON
 from fedspan.models.plain import read_dtype
+from fedspan.progress.bar import ProgressBar, has_bar
+from fedspan.progress.listener import Listener, Listeners
+from fedspan.progress.trackers import TrackingListener
+from fedspan.progress.view import RunView
+from fedspan.run_folder import RunFolder
 from fedspan.runs import start
-from fedspan.runs.callbacks import Listener, Listeners
-from fedspan.runs.cluster import simulate_on_cluster
 from fedspan.runs.extension import has_effect, require_extensible
-from fedspan.runs.folder import RunFolder
 from fedspan.runs.integrity import read_config, require_intact
-from fedspan.runs.model_card import RunReport
-from fedspan.runs.objects import collect_objects
-from fedspan.runs.progress_bar import ProgressBar, has_bar
-from fedspan.runs.results import is_run, read_report
-from fedspan.runs.run_view import RunView
-from fedspan.runs.setup import prepare
+from fedspan.runs.privacy_budget import load_noise_key
+from fedspan.runs.report import RunReport, is_run, read_report
 from fedspan.tasks.definition import TaskDefinition
 from fedspan.tasks.registry import is_installed, register_task
 from fedspan.transports.ray import require_ray
@@ -69,6 +69,14 @@ def run(
             ``wandb``, ``mlflow``, ``trackio``; the named packages must be installed.
         progress: Whether to show a progress bar on standard error; None: if that is a terminal, or in a notebook.
 
+    Returns:
+        Scores, bytes, the best round and the files of the run, as in ``report.json``.
+
+    Examples:
+        >>> report = fedspan.run("config.yaml", "runs/first", overrides=["method.name=rolora"])
+        >>> report.scores["test"]["accuracy"]
+        0.976
+
     Raises:
         FedspanError: If the run fails for a reason that the user can correct.
     """
@@ -109,10 +117,17 @@ def simulate(
         track: Trackers, as for ``run``.
         progress: Whether to show a progress bar, as for ``run``.
 
+    Returns:
+        Scores, bytes and the best round, as of ``run``.
+
+    Examples:
+        >>> trainers = {"east": trainer_of_east, "west": trainer_of_west}
+        >>> fedspan.simulate("config.yaml", "runs/first", trainers=trainers)
+
     Raises:
         FedspanError: If the run fails for a reason that the user can correct.
     """
-    from fedspan.runs.own_trainers import (
+    from fedspan.assembly.own_trainers import (
         TrainerRuns,
         adopt_trainers,
         require_used,
@@ -132,11 +147,7 @@ def simulate(
 
 
 def _set_trainers(config: RunConfig | dict[str, Any], model: Any) -> RunConfig:
-    """Return the config of a run whose clients train with their own trainers.
-
-    Raises:
-        FedspanError: If the config is invalid, or contradicts the trainers.
-    """
+    """Return the config of a run whose clients train with their own trainers."""
     values = config.model_dump(mode="json", exclude_unset=True) if isinstance(config, RunConfig) else dict(config)
     data = _get_section(values, "data")
     if data.get("train", FROM_TRAINERS) != FROM_TRAINERS or data.get("test") is not None or data.get("dataset"):
@@ -169,8 +180,6 @@ def _open_listener(
             bar = ProgressBar() if Console().is_jupyter else RunView(None, Path(folder))
             listeners = Listeners(listeners, stack.enter_context(bar))
         if track:
-            from fedspan.runs.tracking import TrackingListener
-
             listeners = stack.enter_context(closing(TrackingListener(listeners, track, Path(folder))))
         yield listeners
 
@@ -188,11 +197,7 @@ def _set_task(config: RunConfig | dict[str, Any], task: TaskDefinition | str) ->
 
 
 def _require_shared_task(config: RunConfig) -> None:
-    """Check that the processes of a run know its task.
-
-    Raises:
-        FedspanError: If they do not: the task is registered in this process alone.
-    """
+    """Check that the processes of a run know its task."""
     if config.cluster is not None and not is_installed(config.task):
         problem = f"it trains in other processes, in which the task {config.task} is not registered"
         expected = "no cluster, or a task of an installed package (an entry point in fedspan.tasks)"
@@ -211,11 +216,7 @@ def _to_values(
 def _set_objects(
     config: RunConfig | dict[str, Any], data: Any, model: Any, tokenizer: Any
 ) -> tuple[RunConfig, start.Build]:
-    """Return the config of a run with objects passed from Python, and the function that builds the run.
-
-    Raises:
-        FedspanError: If the config is invalid, or contradicts the objects.
-    """
+    """Return the config of a run with objects passed from Python, and the function that builds the run."""
     if data is None and model is None and tokenizer is None:
         return config if isinstance(config, RunConfig) else parse_config(config), prepare
     values = config.model_dump(mode="json", exclude_unset=True) if isinstance(config, RunConfig) else dict(config)
@@ -298,6 +299,12 @@ def resume(
         track: Trackers, as for ``run``.
         progress: Whether to show a progress bar, as for ``run``.
 
+    Returns:
+        The report, as of ``run``.
+
+    Examples:
+        >>> fedspan.resume("runs/first", overrides=["federation.rounds=40"])
+
     Raises:
         FedspanError: If there is no run, another process works on it, its latest checkpoint is damaged, or the run
             cannot be extended in this way.
@@ -348,5 +355,19 @@ def _open_host(config: RunConfig) -> start.HostRun | None:
     config.require_simulated()
     if config.cluster is not None:
         require_ray()
-        return simulate_on_cluster
+        return _simulate_on_cluster
     return None
+
+
+def _simulate_on_cluster(
+    run_folder: RunFolder, prepared: Prepared, run_rounds: Callable[[Prepared], RunReport]
+) -> RunReport:
+    """Run a federation with its clients on the workers of a cluster (``start.HostRun``).
+
+    Raises:
+        FedspanError: If there is no cluster or a worker does not start; also any error that ``run_rounds`` raises.
+    """
+    from fedspan.transports.ray.team import open_team
+
+    with open_team(get_resources(prepared.config)) as team:
+        return run_rounds(connect_workers(prepared, team, load_noise_key(run_folder.path, prepared.config)))

@@ -7,6 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from fedspan.assembly.engine import RunTrainer
+from fedspan.assembly.run import Prepared
 from fedspan.core.base import BaseUpdate
 from fedspan.core.values import Job
 from fedspan.federation.progress import Progress
@@ -17,8 +19,7 @@ from fedspan.models.names import FROM_PYTHON
 from fedspan.models.plain import has_name, is_plain_module, write_state_dict
 from fedspan.models.quantized import is_quantized
 from fedspan.models.sentence_encoders import PooledClassifier, write_modules
-from fedspan.runs.folder import RunFolder
-from fedspan.runs.setup import Prepared
+from fedspan.run_folder import RunFolder
 
 
 def write_adapters(
@@ -27,12 +28,6 @@ def write_adapters(
     """Export the models of a progress: ``adapter/`` for a global one, ``adapter/<client>/`` for each personal one.
 
     A model that is not a change of pretrained weights (from scratch, or of other factors) is written whole.
-
-    Args:
-        prepared: The prepared run.
-        progress: Progress of the round to export.
-        run_folder: The run folder to write to.
-        clients: The clients whose models are exported, if every client has its own; None: all clients.
 
     Returns:
         Folders by client id, or under ``global``.
@@ -48,53 +43,45 @@ def write_adapters(
 
 
 def write_model(
-    prepared: Prepared, job: Job, base: BaseUpdate, folder: Path, round: int, client: str | None = None
+    trainer: RunTrainer, job: Job, base: BaseUpdate, folder: Path, round: int, client: str | None = None
 ) -> None:
     """Write a job's model as an adapter or, where no adapter can express it, as a whole model.
 
     The tokenizer or image processor is written beside it, so that the folder loads without a network if the base model
     is local. Beside a plain module's adapter is the state dict with all its weights.
-
-    Args:
-        prepared: The prepared run.
-        job: The job whose model is written.
-        base: Update of the base under the job's model.
-        folder: The folder to write to.
-        round: The round that the model is from.
-        client: The client that owns the model; None: the global model.
     """
     from fedspan.models.merging import export_merged, is_merging_required, merge_weights
 
-    adapted, name = prepared.engine.adapted, prepared.config.model.name
+    adapted, name = trainer.engine.adapted, trainer.config.model.name
     notes: dict[str, Any] = {
-        **asdict(prepared.task_settings),
-        "method": prepared.config.method.title,
+        **asdict(trainer.task_settings),
+        "method": trainer.config.method.title,
         "round": round,
         "base_model": name.removeprefix(FROM_PYTHON) if has_name(adapted.model) else name,
-        "revision": prepared.config.model.revision,
-        "kept": prepared.config.model.modules_to_save,
+        "revision": trainer.config.model.revision,
+        "kept": trainer.config.model.modules_to_save,
         "client": client,
     }
-    built, settings = prepared.model, prepared.config.model
+    built, settings = trainer.model, trainer.config.model
     if settings.is_from_scratch or is_merging_required(job, base):
         export_merged(folder, adapted, job, base, built.processor, notes, settings.revision)
     else:
         updates, extras = compute_layer_updates(job, base, adapted, built.adopted), get_job_extras(job, adapted)
         pooled = adapted.model if isinstance(adapted.model, PooledClassifier) else None
         assert built.lora_config is not None, "only workers, which export nothing, build models without PEFT"
-        is_served = prepared.config.task_definition.columns is not None  # by fedspan, not by the trainers' owners
-        if is_served and prepared.base_digest is not None and not _has_quantized_layers(adapted):
-            notes[BASE_DIGEST] = prepared.base_digest()
+        is_served = trainer.config.task_definition.columns is not None  # by fedspan, not by the trainers' owners
+        if is_served and trainer.base_digest is not None and not _has_quantized_layers(adapted):
+            notes[BASE_DIGEST] = trainer.base_digest()
         export_adapter(folder, updates, extras, adapted.operators, built.lora_config, notes, pooled)
         if is_served and is_plain_module(adapted.model):
             write_state_dict(folder, merge_weights(adapted, job, base))
         if built.processor is not None:
             built.processor.save_pretrained(str(folder))
-    definition, pooling = prepared.config.task_definition, prepared.task_settings.pooling
+    definition, pooling = trainer.config.task_definition, trainer.task_settings.pooling
     # A trainer's model may be one of several modalities, whose config has no common size.
     features = getattr(getattr(adapted.model, "config", None), "hidden_size", None)
     if (definition.is_embedding or definition.columns is None) and pooling is not None and features is not None:
-        write_modules(folder, pooling, features, prepared.task_settings.max_length)
+        write_modules(folder, pooling, features, trainer.task_settings.max_length)
 
 
 def _has_quantized_layers(adapted: AdaptedModel) -> bool:

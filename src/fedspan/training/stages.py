@@ -1,7 +1,7 @@
 """Stages of a run's work and how much of each is done: the one source of every progress display.
 
 Code that takes long opens a stage and counts what is done; an observer receives the innermost open stage after every
-change (``runs.callbacks.Listener.on_stage_change``).
+change (``progress.listener.Listener.on_stage_change``).
 """
 
 from __future__ import annotations

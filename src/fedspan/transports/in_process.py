@@ -30,20 +30,12 @@ from fedspan.training.engine import Engine
 if TYPE_CHECKING:
     from fedspan.clients.secagg import SecureClient
 
-__all__ = ["InProcess", "replace_clients", "simulate"]
-
-
 _DROPPED_OUT = "it dropped out (simulated)"
 """Reason why a client that dropped out sends no reply."""
 
 
 class _LazyOrders(Mapping[str, Order]):
-    """Training orders, decoded on access.
-
-    Args:
-        orders: The orders of the exchange.
-        ids: Ids of the clients that train.
-    """
+    """Training orders, decoded on access."""
 
     def __init__(self, orders: Orders, ids: Sequence[str]) -> None:
         self._orders, self._ids = orders, ids
@@ -260,10 +252,22 @@ def simulate(
         presence: The rounds in which each client is present; None: every client in every round.
     """
     by_id = sort_clients(clients)
-    store = OverlayClientStore({})
-    host = Host(method, engine, by_id, examples, store, batch_size=1, secure=secure, reveals_losses=True)
-    transport = InProcess(host, conditions)
+    transport = create_transport(method, engine, by_id, examples, secure, conditions)
     return Federation(method, engine, by_id, examples, settings, transport, rules, new_aggregation, presence=presence)
+
+
+def create_transport(
+    method: Method,
+    engine: Engine,
+    clients: Mapping[str, ClientData],
+    examples: Examples,
+    secure: Mapping[str, SecureClient] | None = None,
+    conditions: Conditions | None = None,
+) -> InProcess:
+    """Create the host of all clients, which are by sorted id, and the transport to it (``simulate``)."""
+    store = OverlayClientStore({})
+    host = Host(method, engine, clients, examples, store, batch_size=1, secure=secure, reveals_losses=True)
+    return InProcess(host, conditions)
 
 
 def replace_clients(federation: Federation, clients: Mapping[str, ClientData]) -> Federation:

@@ -14,6 +14,7 @@ pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not ins
 pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
 pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
 
+from fedspan.assembly.run import Prepared
 from fedspan.clients.host import Host
 from fedspan.clients.metric_noise import MetricLimits
 from fedspan.config import parse_config
@@ -35,7 +36,6 @@ from fedspan.federation.secagg.messages import (
     UnmaskReply,
 )
 from fedspan.federation.settings import SecureSettings
-from fedspan.runs.setup import Prepared
 from fedspan.transports.in_process import simulate
 from fedspan.wrappers.wrapper import Wrapper
 from helpers import secure_rounds, tiny

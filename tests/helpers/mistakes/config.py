@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+from fedspan.assembly.engine import choose_device
 from fedspan.config import load_config, override, parse_config
-from fedspan.runs.devices import choose_device
 
 from ..mistakes.world import Mistake, World
 

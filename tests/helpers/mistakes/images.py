@@ -11,8 +11,8 @@ import numpy as np
 from PIL import Image
 
 import fedspan
+from fedspan.assembly.run import prepare
 from fedspan.config import parse_config
-from fedspan.runs.setup import prepare
 
 from .. import tiny_images
 from ..mistakes.world import Mistake, World, cut, edit_json

@@ -51,8 +51,8 @@ def _plain_tokenizer(folder: Path) -> None:
 
 
 def _no_template(world: World) -> None:
+    from fedspan.assembly.run import prepare
     from fedspan.config import parse_config
-    from fedspan.runs.setup import prepare
 
     world.model(_plain_tokenizer, "llama-lm")
     from .. import tiny_decoders

@@ -7,7 +7,7 @@ from pathlib import Path
 from unittest import mock
 
 import fedspan
-from fedspan.runs.folder import RunFolder
+from fedspan.run_folder import RunFolder
 
 from ..mistakes.world import LONG_NAME, Mistake, World, cut, edit_json, flip
 

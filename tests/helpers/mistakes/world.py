@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import fedspan
+from fedspan.assembly.run import Prepared, prepare
 from fedspan.config import parse_config
 from fedspan.data.loading import LoadedData, load
 from fedspan.data.partition import Partition, partition
 from fedspan.errors import FedspanError
-from fedspan.runs.folder import RunFolder
-from fedspan.runs.setup import Prepared, prepare
+from fedspan.run_folder import RunFolder
 
 from .. import tiny, tiny_decoders, tiny_images
 

@@ -15,12 +15,14 @@ from safetensors.torch import load_file
 from torch import distributed
 
 import fedspan
+from fedspan.assembly.federation import build_simulated_federation
+from fedspan.assembly.own_trainers import TrainerRuns, adopt_trainer
 from fedspan.core.base import BaseUpdate
 from fedspan.core.lowrank import LowRank
 from fedspan.core.parametrization import FactorizedConv, LoRA, MixedGram
 from fedspan.core.values import Group, Job
 from fedspan.data.files import FROM_TRAINERS
-from fedspan.runs.own_trainers import TrainerRuns, adopt_trainer
+from fedspan.federation.reported_evaluation import ReportedEvaluator
 from fedspan.tasks.trainer import TrainerExamples
 from fedspan.training.trainers.processes import Processes, describe_job, read_job
 from helpers import tiny, two_processes
@@ -208,9 +210,10 @@ def test_only_rank_0_refuses_an_evaluation_without_the_metric(
         "partition": {"partitioner": "natural", "column": "owner"},
     }
     with closing(TrainerRuns(adopted, alone)) as runs:
-        prepared = runs.prepare_announced(json.dumps(values))
-        job = prepared.evaluator.build_job(prepared.federation.begin(), None)
-        engine, rows = prepared.engine, np.arange(8, 11)
+        local = runs.load_announced(json.dumps(values))
+        federation = build_simulated_federation(local, local.clients, local.train, None)
+        job = ReportedEvaluator(federation, 1, None).build_job(federation.begin(), None)
+        engine, rows = local.engine, np.arange(8, 11)
         with pytest.raises(fedspan.FedspanError, match="has no finite accuracy; it has loss"):
             engine.evaluate("east", job, TrainerExamples(0), rows, 1)
         assert alone.failure is None

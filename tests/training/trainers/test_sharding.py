@@ -11,7 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import PreTrainedModel, Trainer
 
 import fedspan
-from fedspan.runs.own_trainers import adopt_trainer
+from fedspan.assembly.own_trainers import adopt_trainer
 from helpers.trainer_clients import make_trainer
 
 PLUGIN = "accelerator.state.fsdp_plugin"

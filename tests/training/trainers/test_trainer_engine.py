@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from fedspan.assembly.run import Prepared
 from fedspan.config import RunConfig
 from fedspan.methods.registry import METHODS
-from fedspan.runs.setup import Prepared
 from fedspan.wrappers.registry import WRAPPERS
 from helpers import tiny
 from helpers.families import others_slow

@@ -15,8 +15,8 @@ import yaml
 from safetensors.torch import load_file
 
 import fedspan
+from fedspan.run_folder import RunFolder
 from fedspan.runs.checkpoint import load_latest
-from fedspan.runs.folder import RunFolder
 from fedspan.transports.http.keys import make_authority
 from helpers.sites import SITES, local_values, run_values, site_files
 from helpers.stage import Deployment, build_command, build_environment, find_child, free_port

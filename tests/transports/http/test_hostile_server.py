@@ -14,13 +14,13 @@ import yaml
 pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
 
 from fedspan import __version__
+from fedspan.assembly.server import build_server_clients, connect, prepare_server
 from fedspan.crypto.identity import compute_fingerprint
 from fedspan.deployment.handshake import Introduction, Invitation, build_server_config
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope, Order, decode_reply, read_header, serial
 from fedspan.federation.secagg.messages import UnmaskReply, decode_request
 from fedspan.federation.transport import OnReply, Orders, Transport
-from fedspan.runs.remote import build_server_clients, connect, prepare_server
 from fedspan.transports.http.admissions import read_admissions
 from fedspan.transports.http.link import attach
 from fedspan.transports.http.server import read_link

@@ -19,11 +19,11 @@ import ray
 from ray.cluster_utils import Cluster
 
 import fedspan
+from fedspan.assembly.cluster import build_host, connect_workers, get_resources
+from fedspan.assembly.run import Prepared, prepare
 from fedspan.core.base import BaseUpdate, Increment
 from fedspan.errors import FedspanError
 from fedspan.federation.progress import RoundResult
-from fedspan.runs.cluster import build_host, connect_workers, get_resources
-from fedspan.runs.setup import Prepared, prepare
 from fedspan.transports.ray.sharing import share_teams
 from fedspan.transports.ray.team import Piece, Resources, Team, WorkerHandle, open_team
 from fedspan.transports.ray.worker import BaseVersion

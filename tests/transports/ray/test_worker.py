@@ -18,14 +18,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fedspan
+from fedspan.assembly.cluster import WorkerKit
+from fedspan.assembly.run import prepare
 from fedspan.config import parse_config
 from fedspan.errors import FedspanError
 from fedspan.federation.transport import Orders
+from fedspan.progress.listener import Listener
+from fedspan.run_folder import RunFolder
 from fedspan.runs import checkpoint
-from fedspan.runs.callbacks import Listener
-from fedspan.runs.cluster import WorkerKit
-from fedspan.runs.folder import RunFolder
-from fedspan.runs.setup import prepare
 from fedspan.runs.start import run
 from fedspan.transports.ray.sharing import share_teams
 from fedspan.transports.ray.worker import BaseVersion, ClusterWorker
@@ -38,9 +38,9 @@ pytest.importorskip("ray", reason="the extra fedspan[cluster] is not installed")
 
 import ray
 
+from fedspan.assembly.cluster import connect_workers, get_resources
+from fedspan.assembly.run import Prepared
 from fedspan.federation.progress import Progress
-from fedspan.runs.cluster import connect_workers, get_resources
-from fedspan.runs.setup import Prepared
 from fedspan.training.stages import Stage, Stages
 from fedspan.transports.ray.predictor import ClusterPredictor
 from fedspan.transports.ray.team import Piece, Queues, Team, open_team
@@ -133,7 +133,7 @@ def test_a_worker_needs_neither_datasets_nor_peft(tiny_folder: Path, tmp_path: P
     script = """
 import pickle, sys
 import fedspan.transports.ray.worker
-from fedspan.runs.cluster import build_host
+from fedspan.assembly.cluster import build_host
 host = build_host(pickle.load(open(sys.argv[1], "rb")))
 print(*host.engine.adapted.layers)
 print(*sorted({"datasets", "peft"} & set(sys.modules)))

@@ -1,0 +1,1 @@
+"""Serving: trained models loaded again, for predictions, evaluation and export."""
