@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_pdf import FigureCanvasPdf
@@ -72,7 +73,7 @@ def draw_comparison(comparison: Comparison, report: CompareReport) -> Figure:
 def _read_curve(folder: Path, report: CompareReport) -> Curve:
     """Read the scores of a run's rounds that were measured."""
     curve: dict[int, tuple[float, float]] = {}
-    for row in read_lines(RunFolder(folder).metrics):
+    for row in cast("Iterable[Mapping[str, Any]]", read_lines(RunFolder(folder).metrics)):
         score = get_finite(row.get(report.measured), report.metric)
         if score is not None:
             curve[row["round"]] = (row["bytes"]["down"] + row["bytes"]["up"]) / 1e6, score

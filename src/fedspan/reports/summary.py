@@ -53,11 +53,11 @@ def write_notes(groups: Sequence[RunGroup]) -> tuple[str, ...]:
 
 def _describe_best(ranked: Sequence[RunGroup], metric: str) -> str:
     best = ranked[0]
+    majority = compute_majority(metric, best.runs[0].read_items())
     seeds = f" (mean of {len(best.runs)} seeds)" if len(best.runs) > 1 else " (one seed)"
     title = METRICS[metric].title
     first = f"{best.label} has the best {title}," if len(ranked) > 1 else f"The {title} of {best.label} is"
     score = format_score_with_unit(metric, best.mean, best.deviation)
-    majority = compute_majority(metric, best.runs[0].read_items())
     if majority is not None and best.mean is not None and best.mean < majority:
         score += f", below the majority class ({format_score_with_unit(metric, majority)})"
     return f"{first} {score}{seeds}, {_describe_rounds(best)}."
