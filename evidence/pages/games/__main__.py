@@ -1,6 +1,6 @@
 """Games of privacy: what the operator of a server learns from nodes within the limits of their files.
 
-    python -m evidence.pages.games --data PATH/banking77/train.csv --game texts secure
+    python -m evidence.pages.games --data PATH/banking77/train.csv --out FOLDER --game membership texts
 
 Each score is what the attacker finds above what a guess from public texts finds, in points, over seeds.
 """
@@ -9,23 +9,32 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from evidence.pages.games.harness import PROTECTIONS, Rows, format_score, prepare_nodes, read_rows
+from evidence.pages.games.costs import play_costs
+from evidence.pages.games.handshake import play_handshake
+from evidence.pages.games.harness import PROTECTIONS, format_score, prepare_nodes, read_rows
+from evidence.pages.games.head_statistics import play_statistics
+from evidence.pages.games.heads import Heads, prepare_heads
+from evidence.pages.games.membership import SUMMED, play_audit, play_membership
 from evidence.pages.games.metrics import play_metrics
 from evidence.pages.games.secure import play_secure
-from evidence.pages.games.texts import play_texts
+from evidence.pages.games.texts import ORDERS, play_texts
 from evidence.pages.games.updates import play_step
 from fedspan.config.node import NodeLimits
+from fedspan.files import write_atomic
 from fedspan.tasks.task import get_labels
 
 NODE = 1000
-"""Examples of the node whose metrics are released."""
+"""Examples of a node."""
+NODE_PROTECTIONS = ("plain", "secure", "local", "dp-sgd")
+"""Protections of a node's reply; under central privacy the server has it in plaintext, or their sum."""
 
 
 def run_metrics(args: argparse.Namespace) -> None:
@@ -40,31 +49,104 @@ def run_metrics(args: argparse.Namespace) -> None:
         print(f"{evaluations} evaluations of epsilon {epsilon:g}: {format_score(scores)}", flush=True)
 
 
-def run_by_protection(
-    play: Callable[[Rows, str, int], Mapping[str, float]], args: argparse.Namespace, protections: Sequence[str]
-) -> None:
-    """Print the scores of a game over seeds, by protection."""
-    for protection in protections:
-        by_game = defaultdict[str, list[float]](list)
-        for seed in args.seeds:
-            for game, score in play(read_rows(args.data, seed), protection, seed).items():
-                by_game[game].append(score)
-        for game, scores in by_game.items():
-            print(f"{game}, {protection}: {format_score(scores)}", flush=True)
+def measure(args: argparse.Namespace, subject: str, play: Callable[[int], Mapping[str, float]]) -> None:
+    """Play for each seed, unless its scores are stored, and print them: points, but for epsilon and seconds."""
+    path = args.out / "scores.json"
+    stored = json.loads(path.read_text()) if path.exists() else {}
+    by_seed = stored.setdefault(subject, {})
+    for seed in map(str, args.seeds):
+        if seed not in by_seed:
+            by_seed[seed] = play(int(seed))
+            write_atomic(path, json.dumps(stored, indent=1).encode())
+    for name in by_seed[str(args.seeds[0])]:
+        scale = 1.0 if name in ("epsilon", "seconds") else 100.0
+        scores = [by_seed[str(seed)][name] for seed in args.seeds]
+        print(f"{subject}: {name} {format_score(scores, scale)}", flush=True)
+
+
+def run_step(args: argparse.Namespace) -> None:
+    """Candidate texts and labels from one step."""
+    for protection in args.protections or NODE_PROTECTIONS:
+        measure(
+            args, f"step, {protection}", lambda seed, by=protection: play_step(read_rows(args.data, seed), by, seed)
+        )
+
+
+def run_texts(args: argparse.Namespace) -> None:
+    """Texts word for word."""
+    for protection in args.protections or NODE_PROTECTIONS:
+
+        def play(seed: int, by: str = protection) -> Mapping[str, float]:
+            return play_texts(read_rows(args.data, seed), by, seed, args.orders)
+
+        measure(args, f"texts, {args.orders} orders, {protection}", play)
+
+
+def build_heads(args: argparse.Namespace, protection: str) -> Callable[[], Heads]:
+    """Return a function that prepares, once, nodes with the examples of training and test files."""
+    rows = [*read_rows(args.data, 0), *read_rows(args.data.with_name("test.csv"), 0)]
+    of_three = rows[: len(rows) // 3 * 3]
+    return cache(lambda: prepare_heads(of_three, protection, args.out / "features.safetensors"))
+
+
+def run_membership(args: argparse.Namespace) -> None:
+    """Members from the model that one node, or five together, trained in the rounds of the head."""
+    for protection in args.protections or SUMMED:
+        heads = build_heads(args, protection)
+
+        def play(seed: int, heads: Callable[[], Heads] = heads, by: str = protection) -> Mapping[str, float]:
+            return play_membership(heads(), by, args.models, seed)
+
+        measure(args, f"membership, {args.models} models, {protection}", play)
+
+
+def run_audit(args: argparse.Namespace) -> None:
+    """Members from one step of DP-SGD that an active server ordered, and what they show about epsilon."""
+    measure(args, "audit of one step, dp-sgd", lambda seed: play_audit(read_rows(args.data, seed)[: 2 * NODE], seed))
+
+
+def run_costs(args: argparse.Namespace) -> None:
+    """Accuracy and seconds of honest runs."""
+    for protection in args.protections or SUMMED:
+        heads = build_heads(args, protection)
+        for nodes, examples in itertools.product((3, 5, 10), (50, 200, NODE)):
+
+            def play(
+                seed: int, heads: Callable[[], Heads] = heads, nodes: int = nodes, examples: int = examples
+            ) -> Mapping[str, float]:
+                return play_costs(heads(), nodes, examples, seed)
+
+            measure(args, f"costs, {nodes} nodes of {examples}, {protection}", play)
+
+
+def run_statistics(args: argparse.Namespace) -> None:
+    """Members from the statistics of a head, which an owner opted in to."""
+    heads = build_heads(args, "plain")
+    measure(args, "statistics, exact", lambda seed: play_statistics(heads(), 4 * NODE, NODE, seed))
+
+
+def run_handshake(args: argparse.Namespace) -> None:
+    """Labels of a node from its answers to invitations."""
+    measure(args, "handshake", lambda seed: play_handshake(read_rows(args.data, seed), seed))
 
 
 def run_secure(args: argparse.Namespace) -> None:
     """The update of one node under secure aggregation."""
-    for clients in (3, 5, 11):
+    for clients in args.clients:
         for colluders, games, opened in play_secure(clients, args.mixtures, 0):
             print(f"{clients} nodes, {colluders} colluders: {opened} of {games} games", flush=True)
 
 
 GAMES: Mapping[str, Callable[[argparse.Namespace], None]] = {
     "metrics": run_metrics,
-    "step": lambda args: run_by_protection(play_step, args, tuple(PROTECTIONS)),
-    "texts": lambda args: run_by_protection(play_texts, args, ("plain",)),
+    "step": run_step,
+    "texts": run_texts,
+    "membership": run_membership,
+    "audit": run_audit,
+    "statistics": run_statistics,
+    "handshake": run_handshake,
     "secure": run_secure,
+    "costs": run_costs,
 }
 
 
@@ -72,6 +154,7 @@ def main() -> None:
     """Play the games and print the scores."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="Banking77's train.csv")
+    parser.add_argument("--out", type=Path, required=True, help="folder of stored scores and features")
     parser.add_argument("--game", nargs="+", choices=GAMES, default=list(GAMES))
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(5)))
     limits = NodeLimits()
@@ -79,8 +162,13 @@ def main() -> None:
     parser.add_argument(
         "--epsilons", type=float, nargs="+", default=[1e-9, limits.evaluation_epsilon, 1.0], help="1e-9 is a guess"
     )
+    parser.add_argument("--protections", nargs="+", choices=PROTECTIONS, help="default: all of the game")
+    parser.add_argument("--orders", type=int, default=ORDERS, help="orders of the game texts")
+    parser.add_argument("--models", type=int, default=32, help="models of the attacker of membership")
+    parser.add_argument("--clients", type=int, nargs="+", default=[3, 5, 11], help="nodes of secure aggregation")
     parser.add_argument("--mixtures", type=int, default=10, help="random games of secure aggregation")
     args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
     for game in args.game:
         GAMES[game](args)
 

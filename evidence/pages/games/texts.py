@@ -1,22 +1,22 @@
-"""Texts, word for word, from the changes of two steps over the examples of a node.
+"""Texts, word for word, from the changes of steps over the examples of a node: one step for each label.
 
-The server sends an adapter that cancels the attention of every layer, so that no token depends on another one. Then
+The server sends an adapter that cancels the attention of every layer, so that no token depends on another one, and a
+head in which only the examples of one label have a gradient: its logit is far below all others. Then
 
-1. Inputs: the gradient of a word's embedding is zero unless a text has the word, whatever the number of nodes in a sum
-   (an imprint with a bin for every word: Fowl et al., "Robbing the Fed", ICLR 2022). The gradient of the first adapted
-   layer spans its inputs, each the function of a word and its place, if these are fewer than the layer is wide (DAGER,
-   Petrov et al., NeurIPS 2024).
-2. Order: a head of zeros changes by the sum of the features of each label, and features are means over tokens. Their
-   coefficients by word and place, none of them negative, are least squares.
+1. Inputs: the gradient of the first adapted layer spans its inputs, each the function of a word and its place, if these
+   are fewer than the layer is wide (DAGER, Petrov et al., NeurIPS 2024). All words are tried at all places.
+2. Order: the head's row of the label changes by the sum of the features of its texts, and features are means over
+   tokens. Their coefficients by word and place, none of them negative, are least squares.
 
-Sami et al., "Gradient Inversion Attacks on Parameter-Efficient Fine-Tuning" (CVPR 2025), show malicious adapters
-for images.
+A sum over nodes has the texts of a label of all nodes. Rate and clipping are those of honest runs, and no number of the
+adapter is larger than those of the model: the change is small, and exact. Sami et al., "Gradient Inversion Attacks on
+Parameter-Efficient Fine-Tuning" (CVPR 2025), show malicious adapters for images.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,20 +25,34 @@ from scipy.optimize import nnls
 from torch import Tensor
 
 from evidence.pages.games.harness import Rows, observe, prepare_nodes
-from evidence.pages.games.updates import RATE, compute_complement, compute_distance, list_victims
+from evidence.pages.games.heads import BIAS, WEIGHT
+from evidence.pages.games.updates import compute_complement, compute_distance, list_victims
 from fedspan.assembly.run import Prepared
 from fedspan.core.tensors import Tensors
 
 LENGTH = 48
 """Largest number of tokens of a text."""
+ORDERS = 50
+"""Orders of a run: as many rounds as a node's file allows (``limits.run_rounds``)."""
+FIRST = "layer.0.intermediate.dense"
+DIRECTIONS = 8
+"""Directions in which words are compared first."""
 
 
-def build_nodes(rows: Rows, protection: str, seed: int, examples: int) -> Prepared:
-    """Build nodes whose run is one step over all examples of a node."""
+def build_nodes(rows: Rows, protection: str, seed: int, examples: int, modules: Sequence[str] = ()) -> Prepared:
+    """Build nodes whose run is one step over all examples of a node.
+
+    Args:
+        rows: Texts and labels.
+        protection: One of ``PROTECTIONS``.
+        seed: Seed of the run.
+        examples: Number of examples of a node.
+        modules: Modules of the base that train.
+    """
     values: Mapping[str, Any] = {
         "model": {
-            "target_modules": ["attention.output.dense", "intermediate.dense"],
-            "modules_to_save": ["word_embeddings"],
+            "target_modules": ["attention.output.dense", FIRST],
+            "modules_to_save": list(modules),
             "max_length": LENGTH,
             "head_init": "random",
             "head_rounds": 0,
@@ -46,13 +60,13 @@ def build_nodes(rows: Rows, protection: str, seed: int, examples: int) -> Prepar
             "pooling_normalize": False,
         },
         "method": {"name": "fedit", "r": 384, "lora_alpha": 384},
-        "training": {"optimizer": "sgd", "lr": RATE, "batch_size": examples, "local_steps": 1, "max_grad_norm": 0},
+        "training": {"optimizer": "sgd", "batch_size": examples, "local_steps": 1},
     }
-    return prepare_nodes(values, rows, examples, protection, seed)
+    return prepare_nodes(values, rows, examples, protection, seed, ORDERS)
 
 
 def build_adapter(nodes: Prepared) -> dict[str, Tensor]:
-    """Build the adapter that cancels attention and shows the gradients of the layers after it."""
+    """Build the adapter that cancels attention and shows the gradient of the first layer after it."""
     adapted, tensors = nodes.engine.adapted, dict[str, Tensor]()
     for layer in adapted.layers:
         W = adapted.get_weight(layer).float()
@@ -62,91 +76,132 @@ def build_adapter(nodes: Prepared) -> dict[str, Tensor]:
     return tensors
 
 
-def play_texts(rows: Rows, protection: str, seed: int, examples: int = 16) -> dict[str, float]:
+def build_head(nodes: Prepared, label: int) -> dict[str, Tensor]:
+    """Build the head in which only the examples of one label have a gradient."""
+    extras = nodes.engine.adapted.extras
+    weight, bias = (torch.zeros_like(extras[name.removeprefix("extras/")]).detach() for name in (WEIGHT, BIAS))
+    row = torch.randn(weight.shape[1], generator=torch.Generator().manual_seed(0))  # layer norms remove a constant
+    weight[label], bias[label] = row / row.norm(), -30.0
+    return dict(zip((WEIGHT, BIAS), (weight, bias), strict=True))
+
+
+def play_texts(rows: Rows, protection: str, seed: int, orders: int, examples: int = 16) -> dict[str, float]:
     """Return the share of the texts of a sum that are recovered word for word, and that of their words.
 
-    Words are above those of as many guesses by the public texts.
+    Words are above those of as many guesses by the public texts, which also complete the attacker's.
+
+    Args:
+        rows: Texts and labels.
+        protection: One of ``PROTECTIONS``.
+        seed: Seed of the run.
+        orders: Number of orders: one counts labels, each other one reads the texts of a label, the most frequent first.
+        examples: Examples of a node.
     """
     nodes = build_nodes(rows, protection, seed, examples)
-    adapter = build_adapter(nodes)
-    first = observe(nodes.federation, adapter)
-    head = {name: torch.zeros_like(value) for name, value in first.items() if "classifier" in name}
-    second = observe(nodes.federation, {**adapter, **head})
-    tokenizer = nodes.model.processor
-    victims = list_victims(nodes, rows)
-    encoded = [tokenizer(text, truncation=True, max_length=LENGTH)["input_ids"] for text, _ in victims]
-    public = [tokenizer(text)["input_ids"] for text, _ in rows[-1000:]]
-    words = find_words(first)
+    adapter, victims = build_adapter(nodes), list_victims(nodes, rows)
+    zeros = {name: torch.zeros_like(value) for name, value in build_head(nodes, 0).items()}
+    counts = count_labels(observe(nodes.federation, {**adapter, **zeros})[BIAS], len(victims))
+    labels = [label for label in np.argsort(-counts, kind="stable")[: orders - 1].tolist() if counts[label]]
+    changes = [observe(nodes.federation, {**adapter, **build_head(nodes, label)}) for label in labels]
+    guesses: list[tuple[int, ...]] = []
     with torch.no_grad():
-        inputs, features = compute_token_states(nodes, words)
-    pairs = find_pairs(first, inputs)
-    guesses = solve_texts(nodes, second, features, pairs, words, len(victims))
-    found = Counter(map(tuple, guesses)) & Counter(map(tuple, encoded))
+        for label, change, pairs in zip(labels, changes, find_pairs(nodes, changes), strict=True):
+            mean = (change[WEIGHT][label] / change[BIAS][label]).double().numpy()
+            guesses += solve_texts(nodes, mean * counts[label], pairs, int(counts[label]))
+    sought = [text for text, label in victims if nodes.labels.index(label) in labels]
+    return score_texts(nodes, sought, guesses, [text for text, _ in rows[-1000:]])
+
+
+def score_texts(
+    nodes: Prepared, victims: Sequence[str], guesses: Sequence[tuple[int, ...]], public: Sequence[str]
+) -> dict[str, float]:
+    """Return the share of the texts that are guessed, and that of their words above guesses by public texts."""
+
+    def encode(texts: Sequence[str]) -> list[tuple[int, ...]]:
+        return [tuple(nodes.model.processor(text, truncation=True, max_length=LENGTH)["input_ids"]) for text in texts]
+
+    encoded = encode(victims)
     total = Counter(token for text in encoded for token in text[1:-1])
-    guessed = Counter(token for text in guesses for token in text)
-    frequencies = Counter(token for text in public for token in text[1:-1])
-    size, mass = sum(total.values()), sum(frequencies.values())
-    prior = sum(min(round(size * count / mass), total[token]) for token, count in frequencies.items()) / size
+    guessed = Counter(token for text in guesses for token in text[1:-1])
+    frequencies, size = Counter(token for text in encode(public) for token in text[1:-1]), sum(total.values())
+
+    def guess(count: int) -> Counter[int]:
+        return Counter({token: round(count * number / frequencies.total()) for token, number in frequencies.items()})
+
+    hits = total & (guessed + guess(max(0, size - guessed.total())))
     return {
-        "texts": sum(found.values()) / len(victims),
-        "words": sum((total & guessed).values()) / size - prior,
+        "texts": (Counter(guesses) & Counter(encoded)).total() / max(1, len(victims)),
+        "words": (hits.total() - (total & guess(size)).total()) / max(1, size),
     }
 
 
-def find_words(change: Tensors) -> list[int]:
-    """Return the words whose embeddings changed."""
-    (embedding,) = (value for name, value in change.items() if "word_embeddings" in name)
-    sizes = embedding.double().norm(dim=1)
-    return torch.nonzero(sizes > 1e-6 * sizes.max())[:, 0].tolist()
+def count_labels(bias: Tensor, examples: int) -> np.ndarray:
+    """Return the number of examples of each label, from the change of a head of zeros: one that no example has falls.
 
-
-def compute_token_states(nodes: Prepared, words: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return what enters the first adapted layer and the mean of the features, of words at places, (words, places, I).
-
-    Without attention, both depend on the word and its place only.
+    All of them fall alike, by the rate over the number of labels.
     """
-    model = next(part for part in nodes.engine.adapted.model.modules() if hasattr(part, "embeddings"))
-    embedding = next(path for path in nodes.engine.adapted.extras if "word_embeddings" in path)
-    table, parts = nodes.engine.adapted.get_extra(embedding), model.embeddings
-    places = parts.position_embeddings.weight[:LENGTH] + parts.token_type_embeddings.weight[0]
-    states = parts.LayerNorm(table[list(words)][:, None] + places)
-    inputs: list[Tensor] = []
-    for layer in model.encoder.layer:
-        inputs.append(layer.attention.output.LayerNorm(states + layer.attention.output.dense.bias))
-        states = layer.output(layer.intermediate(inputs[-1]), inputs[-1])
-    return inputs[0], states
+    shares = bias.double() / (-bias.double().min() * len(bias)) + 1 / len(bias)
+    return torch.round(shares * examples).long().numpy()
 
 
-def find_pairs(change: Tensors, inputs: Tensor) -> np.ndarray:
-    """Return the words with places whose inputs the change of the first layer spans, as indices, (pairs, 2).
+def get_encoder(nodes: Prepared) -> Any:
+    """Return the base model."""
+    return next(part for part in nodes.engine.adapted.model.modules() if hasattr(part, "embeddings"))
 
-    All, if there are more inputs in the texts than the layer is wide.
+
+def compute_inputs(nodes: Prepared, words: Tensor, places: Tensor) -> Tensor:
+    """Return what enters the first adapted layer, of words at places, (tokens, I); it depends on nothing else."""
+    model = get_encoder(nodes)
+    parts, output = model.embeddings, model.encoder.layer[0].attention.output
+    position = parts.position_embeddings.weight[places] + parts.token_type_embeddings.weight[0]
+    return output.LayerNorm(parts.LayerNorm(parts.word_embeddings.weight[words] + position) + output.dense.bias)
+
+
+def compute_outputs(nodes: Prepared, words: Tensor, places: Tensor) -> Tensor:
+    """Return what leaves the last layer, of words at places, (tokens, D)."""
+    states = compute_inputs(nodes, words, places)
+    for number, layer in enumerate(get_encoder(nodes).encoder.layer):
+        if number:
+            states = layer.attention.output.LayerNorm(states + layer.attention.output.dense.bias)
+        states = layer.output(layer.intermediate(states), states)
+    return states
+
+
+def find_pairs(nodes: Prepared, changes: Sequence[Tensors]) -> Iterator[Tensor]:
+    """Yield the words with places whose inputs each change of the first layer spans, (pairs, 2).
+
+    None, if it spans everything, as noise does.
     """
-    (gradient,) = (value for name, value in change.items() if name.endswith("layer.0.intermediate.dense/B"))
-    complement = compute_complement(gradient)
-    if not complement.shape[1]:
-        return np.argwhere(np.ones(inputs.shape[:2], bool))
-    return np.argwhere((compute_distance(inputs, complement) < 1e-2).numpy())
+    gradients = [next(value for name, value in change.items() if name.endswith(f"{FIRST}/B")) for change in changes]
+    complements = [compute_complement(gradient) for gradient in gradients]
+    sketches = [
+        complement.float() @ torch.randn(complement.shape[1], DIRECTIONS, generator=torch.Generator().manual_seed(0))
+        for complement in complements
+    ]
+    words = torch.arange(len(get_encoder(nodes).embeddings.word_embeddings.weight))
+    found = [[torch.empty(0, 2, dtype=torch.int64)] for _ in changes]
+    for place in range(LENGTH):
+        inputs = compute_inputs(nodes, words, torch.tensor(place))
+        parts = (inputs @ torch.cat(sketches, 1)).unflatten(1, (len(changes), DIRECTIONS)).norm(dim=2)
+        parts /= inputs.norm(dim=1, keepdim=True)
+        for number, complement in enumerate(complements):
+            if complement.shape[1]:
+                near = words[parts[:, number] < 0.1]
+                near = near[compute_distance(inputs[near], complement) < 1e-3]
+                found[number].append(torch.stack([near, torch.full_like(near, place)], 1))
+    yield from (torch.cat(pairs) for pairs in found)
 
 
-def solve_texts(
-    nodes: Prepared, change: Tensors, features: Tensor, pairs: np.ndarray, words: Sequence[int], examples: int
-) -> list[tuple[int, ...]]:
-    """Return the texts of each label, from the sums of features that the head's change shows."""
-    weight, bias = (
-        next(value for name, value in change.items() if name.endswith(end)).double().numpy() / RATE
-        for end in ("classifier.weight", "classifier.bias")
-    )
-    counts = np.rint((bias + 1 / len(bias)) * examples).astype(int)
-    absent = weight[counts == 0].mean(0)
-    columns = features[pairs[:, 0], pairs[:, 1]].double().numpy()
-    guesses: list[tuple[int, ...]] = []
-    for label in np.flatnonzero(counts):
-        coefficients, _ = nnls(columns.T, (weight[label] - absent) * examples, maxiter=20 * len(columns))
-        table = np.zeros((len(words), LENGTH))
-        table[pairs[:, 0], pairs[:, 1]] = coefficients
-        guesses += read_texts(table, words, nodes.model.processor.sep_token_id, counts[label])
-    return guesses
+def solve_texts(nodes: Prepared, features: np.ndarray, pairs: Tensor, count: int) -> list[tuple[int, ...]]:
+    """Return the texts of a label, from the sum of their features and the words at places that they may have."""
+    words, end = sorted(set(pairs[:, 0].tolist())), nodes.model.processor.sep_token_id
+    if end not in words:
+        return []
+    columns = compute_outputs(nodes, pairs[:, 0], pairs[:, 1]).double().numpy()
+    coefficients, _ = nnls(columns.T, features, maxiter=20 * len(columns))
+    table = np.zeros((len(words), LENGTH))
+    table[[words.index(word) for word in pairs[:, 0].tolist()], pairs[:, 1].numpy()] = coefficients
+    return read_texts(table, words, end, count)
 
 
 def read_texts(table: np.ndarray, words: Sequence[int], end: int, count: int) -> list[tuple[int, ...]]:

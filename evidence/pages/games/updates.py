@@ -40,7 +40,7 @@ def build_nodes(rows: Rows, protection: str, seed: int, examples: int) -> Prepar
         "method": {"name": "fedit", "r": 384, "lora_alpha": 384},
         "training": {"optimizer": "sgd", "lr": RATE, "batch_size": examples, "local_steps": 1, "max_grad_norm": 0},
     }
-    return prepare_nodes(values, rows, examples, protection, seed)
+    return prepare_nodes(values, rows, examples, protection, seed, rounds=2)
 
 
 def find_layer(nodes: Prepared) -> str:
@@ -51,14 +51,12 @@ def find_layer(nodes: Prepared) -> str:
 
 def compute_complement(change: Tensor) -> Tensor:
     """Return an orthonormal basis of what is orthogonal to the rows of a layer's change, (I, I - tokens)."""
-    _, sizes, directions = torch.linalg.svd(change.double())
+    _, sizes, directions = torch.linalg.svd(torch.linalg.qr(change.double(), mode="r").R)
     return directions[int((sizes > 1e-6 * sizes[0]).sum()) :].T
 
 
 def compute_distance(vectors: Tensor, complement: Tensor) -> Tensor:
-    """Return the relative distance of vectors from a span; 1 if the span is everything."""
-    if not complement.shape[1]:
-        return torch.ones(vectors.shape[:-1], dtype=torch.float64)
+    """Return the relative distance of vectors from a span."""
     return (vectors.double() @ complement).norm(dim=-1) / vectors.double().norm(dim=-1)
 
 
@@ -79,7 +77,10 @@ def play_step(rows: Rows, protection: str, seed: int, examples: int = 16) -> dic
     layer = find_layer(nodes)
     factors = {f"{layer}/A": torch.eye(states.shape[1])}
     change = observe(nodes.federation, factors)[f"{layer}/B"]
-    scores = -compute_distance(states, compute_complement(change)).numpy()
+    complement = compute_complement(change)
+    # Noise fills all directions: then those in which an input changes the layer most.
+    distances = compute_distance(states, complement) if complement.shape[1] else -(states @ change.T).norm(dim=1)
+    scores = -distances.numpy()
     head = {f"extras/{name}": torch.zeros_like(value) for name, value in nodes.engine.adapted.extras.items()}
     bias = observe(nodes.federation, {**factors, **head})["extras/classifier.bias"]
     numbers = [nodes.labels.index(label) for _, label in rows]
