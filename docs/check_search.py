@@ -28,6 +28,16 @@ ANSWERS = {
     "Qwen": "language-models",
     "Llama": "language-models",
     "LoRA rank": "language-models",
+    "train on a CSV file": "files",
+    "non-IID Dirichlet split": "files",
+    "which ports must the firewall open": "deployment",
+    "Docker": "deployment",
+    "what leaves the hospital": "privacy",
+    "GDPR": "privacy",
+    "differential privacy epsilon": "privacy",
+    "can the server see one hospital's update": "secure-aggregation",
+    "clients with different ranks": "faq",
+    "replace a lost key": "own-a-node",
 }
 """Questions, and the page that answers each."""
 WORKER = """

@@ -15,7 +15,7 @@ PAGE = Path(__file__).parent / "config.md"
 NODE_PAGE = Path(__file__).parent / "node.md"
 NODE_INTRO = """# Node file
 
-All fields of the file that a data owner writes for `fedspan join` ([deployment](deployment.md)): the node, its data and
+All fields of the file that a data owner writes for `fedspan join` ([setup](own-a-node.md)): the node, its data and
 its limits. Relative paths start at the file's folder. The server never sees this file, and requests beyond its limits
 are refused. `python docs/generate_config.py` writes this page.
 """
@@ -55,7 +55,8 @@ def format_section(title: str, model: type[BaseModel]) -> str:
             continue
         default = field.get_default(call_default_factory=True)
         value = ", required" if field.is_required() else "" if default is None else f", `{default!r}`"
-        lines.append(f"- **`{name}`** ({_type(field.annotation)}{value}): {field.description}")
+        description = " ".join((field.description or "").split())
+        lines.append(f"- **`{name}`** ({_type(field.annotation)}{value}): {description}")
     return "\n".join(lines) + "\n"
 
 

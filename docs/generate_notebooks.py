@@ -4,9 +4,9 @@ A page's text becomes cells of text, and its blocks of Python become cells of co
 lists definitions of that script, which become the cell, so that no code is written twice. The block ``python
 parameters`` has the settings of the notebook.
 
-``--run docs/tour.ipynb`` runs a notebook from its first cell to its last and stores what the cells print; ``--model
-FOLDER`` is a copy of the model that its settings name, for machines that cannot reach the hub. Outputs stay until the
-code of the notebook changes.
+``--run docs/tour.ipynb`` runs a notebook from its first cell to its last and stores what the cells print and plot;
+``--model FOLDER`` is a copy of the model that its settings name, for machines that cannot reach the hub. Outputs stay
+until the code of the notebook changes.
 """
 
 from __future__ import annotations
@@ -127,13 +127,15 @@ def run_cells(notebook: Any, folder: Path, **settings: Any) -> None:
 
 
 def _clean(output: Any, folder: str) -> Any:
+    if output.output_type != "stream":
+        return output
     output.text = re.sub(r"\x1b\[[0-9;]*m", "", output.text.replace(folder, ""))
     output.text = re.sub(r"--port \d+", "--port PORT", output.text)
     return output
 
 
 def store_outputs(path: Path, **settings: str) -> None:
-    """Run a stored notebook in a temporary folder and store what its cells print.
+    """Run a stored notebook in a temporary folder and store what its cells print and plot.
 
     Left out are standard error and the temporary folder's path; ports, which are random, are ``PORT``. Below the cell
     of parameters, or else the first cell of code, stand machine and date, and other settings than the notebook's own,
@@ -144,7 +146,8 @@ def store_outputs(path: Path, **settings: str) -> None:
         run_cells(notebook, Path(folder), **settings)
     code = _get_code(notebook.cells)
     for cell in code:
-        cell.outputs = [_clean(output, f"{folder}/") for output in cell.outputs if output.get("name") == "stdout"]
+        shown = [part for part in cell.outputs if part.get("name") == "stdout" or "image/png" in part.get("data", ())]
+        cell.outputs = [_clean(output, f"{folder}/") for output in shown]
     changed = "".join(f", {name} = {Path(value).name!r}" for name, value in settings.items())
     text = (
         f"Outputs of {time.strftime('%Y-%m-%d')}, {platform.machine()}, {os.cpu_count()} cores{changed} "

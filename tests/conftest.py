@@ -203,7 +203,7 @@ def call() -> Callable[..., Result]:
 @pytest.fixture
 def refused(call: Callable[..., Result]) -> Callable[..., str]:
     """``fedspan`` with arguments that are wrong: the one line that it prints."""
-    from fedspan.cli.hints import find_page
+    from fedspan.cli.commands import find_page
 
     def called(*arguments: object) -> str:
         result = call(*arguments)

@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-from fedspan.cli.hints import PAGES
+from fedspan.cli.commands import PAGES
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests"

@@ -106,7 +106,7 @@ def _get_options(method: str) -> dict[str, Any]:
 def count_bytes(layers: Sequence[LayerSpec]) -> Counted:
     """Count the bytes of tensors of one client and round, by method whose replies sum and format of both directions."""
     from fedspan.core.method import Traffic
-    from fedspan.core.spec import Spec
+    from fedspan.core.values import Spec
     from fedspan.methods.registry import METHODS as REGISTERED
     from fedspan.planning.shape_inference import count_traffic
     from fedspan.wrappers.low_precision import LowPrecision

@@ -1062,35 +1062,29 @@ def redact(text: str, folder: Path) -> str:
 
 
 def format_table(outcomes: Mapping[str, Outcome]) -> str:
-    columns = ("fault", "left out", "model", "s", "date", "commit")
+    columns = ("fault", "whose reply did not count", "s", "date", "commit")
     rows = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for name, outcome in outcomes.items():
-        cells = (f"`{name}`: {FAULTS[name][0]}", outcome.left_out, outcome.state, f"{outcome.seconds:.0f}")
-        rows.append(f"| {' | '.join((*cells, outcome.date, outcome.commit))} |")
+        cells = (f"`{name}`", outcome.left_out, f"{outcome.seconds:.0f}", outcome.date, outcome.commit)
+        rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
-PAGE = """# Faults, one by one
+PAGE = """# Faults
 
-This page reports what a deployment loses when one fault is injected into it, usually during a run.
+This page lists faults that were injected into a deployment, and whose replies each of them cost.
 
-Three nodes and a server run on one machine, with TLS and keys, and train a tiny BERT. After the fault, the run's
-finished rounds must all be there, unchanged, and its model must be finite and have the bits of an undisturbed run in
-which the same clients replied. In asynchronous rounds, and where nodes join or leave, these are the bits of a
-simulation. The script ends with an error where that does not hold, so no fault in the table cost a finished round.
-A reply that is dropped leaves its client out of that round. In the other synchronous runs, the server waits for all
-clients (`federation.min_replies: 3`) unless the fault names another number.
+A server and three nodes, with TLS and keys, train a tiny BERT on one machine. After each fault, every finished round is
+there, unchanged, and the model has the bits of an undisturbed run in which the same clients replied, or of a simulation
+with the same clients. Otherwise the fault has no row, and the command ends with an error that names it. The script
+describes each fault beside its name.
 
-Command: `python -m evidence.regression.faults --page docs/results/faults.md --record docs/results/faults.json`,
-where the names of faults as arguments run these again. Machine: {machine}, {cores} cores, torch {torch}.
-
-## Results
+Command: `python -m evidence.regression.faults --page docs/results/faults.md`. Machine: {machine}, {cores} cores,
+torch {torch}. Seconds are those of the whole fault, from the start of `fedspan submit` to the exported model, beside
+other work.
 
 {table}
-{missing}
-Seconds are those of the whole fault: starting `fedspan submit`, all rounds, the export. They depend on what else the
-machine does.
-"""
+{missing}"""
 
 
 def call_git(*arguments: str) -> str:

@@ -86,7 +86,7 @@ def answer(ready: str, authority: str, address: str, keys: list[str], most: int,
     Counter(count).install()
 
     def one(key: str) -> None:
-        link = Link(address, Path(authority), load_node_key(Path(key))[0], most)
+        link = Link(address, Path(authority), load_node_key(Path(key)), most)
         serve(link, make_answer, Event())
 
     for key in keys:
@@ -345,7 +345,7 @@ def page(
         body=BODY // 1000,
         command=command,
         machine=describe_machine(),
-        busy=" The machine had other work, too." if args.busy else "",
+        busy=" The machine had other work, too, so times are upper bounds." if args.busy else "",
         rounds="\n".join(rounds),
         requests="\n".join(requests),
         long=LONG,

@@ -33,7 +33,7 @@ logging.getLogger("httpx").setLevel(logging.WARNING)
 from fedspan.transports.http.client import Link
 from fedspan.transports.http.keys import load_node_key
 from fedspan.transports.http.node import serve
-link = Link(sys.argv[1], Path(sys.argv[2]), load_node_key(Path(sys.argv[3]))[0], 1 << 30)
+link = Link(sys.argv[1], Path(sys.argv[2]), load_node_key(Path(sys.argv[3])), 1 << 30)
 serve(link, lambda envelope: envelope, threading.Event())
 """
 

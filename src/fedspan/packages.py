@@ -1,4 +1,4 @@
-"""What installed packages add to fedspan: methods and tasks that they declare as entry points."""
+"""Methods and tasks that installed packages declare as entry points."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ import typer
 from click.testing import CliRunner, Result
 
 import fedspan
-from fedspan.cli import hints
-from fedspan.cli.hints import PAGES, find_page
+from fedspan.cli import commands
+from fedspan.cli.commands import PAGES, find_page
 from fedspan.config import RunConfig
 from helpers.command_line import done, get_program
 
@@ -111,9 +111,9 @@ def test_help_shows_texts_as_they_are_written() -> None:
 
 
 def test_typer_draws_markdown_and_tracebacks_after_fedspan_s_help() -> None:
-    """The contract of ``fedspan.cli.rich_help``: another program of Typer in the same process is drawn as ever."""
+    """The contract of ``fedspan.cli.commands``: another program of Typer in the same process is drawn as ever."""
     script = """
-from fedspan.cli.rich_help import import_rich_help
+from fedspan.cli.commands import import_rich_help
 import_rich_help()
 import sys, typer.rich_utils
 from rich.markdown import Markdown
@@ -163,5 +163,5 @@ def test_the_longest_entry_counts() -> None:
 
 def test_an_installed_package_has_the_pages_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "docs").mkdir()
-    monkeypatch.setattr(hints, "files", lambda _: tmp_path)
+    monkeypatch.setattr(commands, "files", lambda _: tmp_path)
     assert find_page("privacy") == str(tmp_path / "docs" / "privacy.md")

@@ -203,15 +203,15 @@ def test_a_reply_that_was_lost_is_sent_again_with_the_same_bits(
     undisturbed = train(run(tiny_folder, tmp_path / "a", case)[0])
     whole, passes.count = passes.count, 0
     prepared, transport = run(tiny_folder, tmp_path / "b", case, checkpoint_steps=100)
-    encode, lost = Host._encode_body, []
+    encode, lost = Host._encode_reply, []
 
-    def lose(host: Host, *args: Any) -> bytes:
+    def lose(host: Host, *args: Any) -> tuple[bytes, float]:
         if len(lost) == 0:
             lost.append(1)
             raise Killed
         return encode(host, *args)
 
-    monkeypatch.setattr(Host, "_encode_body", lose)
+    monkeypatch.setattr(Host, "_encode_reply", lose)
     disturbed = train(prepared)
     assert transport.killed == 1
     assert passes.count == whole

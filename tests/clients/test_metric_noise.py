@@ -8,8 +8,14 @@ import numpy as np
 import pytest
 
 from fedspan.clients import metric_noise
-from fedspan.clients.host import Host
-from fedspan.clients.metric_noise import MetricLimits, add_noise, draw_noise, list_released_metrics, round_count
+from fedspan.clients.metric_noise import (
+    MetricLimits,
+    add_noise,
+    draw_noise,
+    list_released_metrics,
+    round_count,
+    score_parts,
+)
 
 BOUND = 2.0
 
@@ -61,10 +67,13 @@ def test_examples_that_were_not_measured_count_as_wrong_whatever_their_number(mo
 def test_an_infinite_metric_is_as_present_as_any_other() -> None:
     """An example whose loss overflows makes the perplexity infinite: whether it is sent would tell of that example."""
     for perplexity in (9.0, math.inf):
-        engine = SimpleNamespace(evaluate=lambda *_, value=perplexity, **__: {"loss": 1.0, "perplexity": value})
-        host: Any = SimpleNamespace(metric_limits=MetricLimits(epsilon=1.0), engine=engine, examples=None, batch_size=1)
-        measured = Host._measure(host, "a", None, np.arange(100))
-        assert release(measured, 100, 100, make_task("perplexity")).keys() == {"examples", "loss", "perplexity"}
+        released = score_parts(
+            {"test": np.arange(100)},
+            lambda *_, value=perplexity: {"loss": 1.0, "perplexity": value},
+            MetricLimits(epsilon=1.0),
+            make_task("perplexity"),
+        )
+        assert released["test"].keys() == {"examples", "loss", "perplexity"}
 
 
 def test_only_means_over_examples_are_released(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from fedspan.config import load_config, override, parse_config
-from fedspan.config.cluster import ClusterConfig
+from fedspan.config.sections import ClusterConfig
 from fedspan.core.noise import derive_seed_key
 from fedspan.core.values import OptimizerSpec
 from fedspan.errors import FedspanError

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedspan.core.base import BaseUpdate, Delta, Increment, apply_patch, materialize, to_dense
-from fedspan.core.bases import draw_dense_bases, draw_mixing_keys, multiply_by_mixing
 from fedspan.core.lowrank import LowRank
-from fedspan.core.parametrization import MixedGram
+from fedspan.core.parametrization import MixedGram, draw_dense_bases, draw_mixing_keys, multiply_by_mixing
 
 few = settings(max_examples=25, deadline=None)
 

@@ -16,12 +16,11 @@ from fedspan.core.factors import (
     require_rank,
 )
 from fedspan.core.method import Claims
+from fedspan.core.parametrization import count_entries, draw_entries, scatter_entries
 from fedspan.core.projectors import draw_projector, draw_random_projector
 from fedspan.core.recent import MessageTensors, RecentValues
-from fedspan.core.sparse import count_entries, draw_entries, scatter_entries
-from fedspan.core.spec import LayerSpec, Spec
 from fedspan.core.tensors import Tensors, create_generator
-from fedspan.core.values import Group
+from fedspan.core.values import Group, LayerSpec, Spec
 from fedspan.errors import FedspanError
 
 

@@ -18,13 +18,12 @@ from fedspan.data import PartitionConfig
 from fedspan.data.config import DataConfig
 from fedspan.data.files import read_source
 from fedspan.data.json_files import read_json
-from fedspan.data.label_lists import find_combined_labels, find_separator
 from fedspan.data.loading import load
+from fedspan.data.multiple_files import match_paths
+from fedspan.data.names import find_combined_labels, find_separator
 from fedspan.data.numbers import is_ambiguous, parse_numbers
 from fedspan.data.partition import partition
-from fedspan.data.path_patterns import match_paths
-from fedspan.data.reading import read_beginning
-from fedspan.data.source import Source
+from fedspan.data.source import Source, read_beginning
 from fedspan.errors import FedspanError
 from helpers.written_data import CSV, ROWS, config_for, written
 

@@ -24,11 +24,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from fedspan.data import DataConfig, PartitionConfig
-from fedspan.data.groups import draw_groups
 from fedspan.data.keyed import make_generator
 from fedspan.data.loading import load
 from fedspan.data.names import find_source_column, list_source_columns, read_names, sort_names
-from fedspan.data.partition import Partition, partition
+from fedspan.data.partition import Partition, draw_groups, partition
 from fedspan.data.plot import plot_partition
 from fedspan.errors import FedspanError
 from fedspan.tasks.registry import get_task

@@ -1,7 +1,6 @@
 """What an operator approves, which columns a run may read, and the audit logs of both sides."""
 
 import hashlib
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -108,17 +107,6 @@ def test_an_offer_of_other_weights_is_another_job(tiny_folder: Path, tmp_path: P
             approvals.require(other)
     offers = [one.summarize(own)["offered model"].partition(":")[0] for one in approvals.list_requests()]
     assert offers.count("none") == 1
-
-
-def test_decisions_of_earlier_versions_are_read(tiny_folder: Path, tmp_path: Path, approvals: Approvals) -> None:
-    asked = invitation(values(tiny_folder))
-    with pytest.raises(NotApprovedError):
-        approvals.require(asked)
-    approvals.decide(compute_job_digest(asked), "approved")
-    (path,) = (tmp_path / "jobs").iterdir()
-    stored = json.loads(path.read_text())
-    path.write_text(json.dumps({name: value for name, value in stored.items() if not name.startswith("base_")}))
-    approvals.require(asked)
 
 
 def test_a_refusal_reaches_the_server_with_its_reason(tiny_folder: Path, tmp_path: Path, approvals: Approvals) -> None:

@@ -21,6 +21,7 @@ from fedspan.deployment.base_files import BaseMissingError
 from fedspan.deployment.base_offers import BaseFile
 from fedspan.deployment.node import NodeService
 from fedspan.errors import FedspanError
+from fedspan.transports.http.client import RefusedError
 from helpers import tiny
 from helpers.node_service import introduced, node, values
 from helpers.refusals import refused
@@ -193,11 +194,8 @@ def test_an_offer_of_wrong_files_is_given_up(model: Path, tmp_path: Path, monkey
 def test_a_request_whose_offer_has_ended_is_deleted(model: Path, tmp_path: Path) -> None:
     made, files = make_node(tmp_path / "node"), base_offers.list_base_files(model)
 
-    class StatusError(Exception):
-        response = SimpleNamespace(status_code=404)
-
     def fail(*_: object) -> bytes:
-        raise StatusError
+        raise RefusedError(404, "not a file of a base model that is offered", {})
 
     ask(made, files)
     receive(tmp_path / "node", fail)

@@ -98,7 +98,7 @@ def test_what_a_run_may_cost_is_bounded(config: dict[str, Any], why: str, tiny_f
     for section, own in config.items():
         given[section] = {**given.get(section, {}), **own}
 
-    def reached(*_: object, **__: object) -> None:
+    def reached(*_: object, **__: object) -> Any:
         raise AssertionError("the network, or a model")
 
     # for epochs the node counts its examples

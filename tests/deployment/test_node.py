@@ -301,7 +301,7 @@ def test_an_unexpected_error_of_an_invitation_is_logged_with_its_traceback(
     def fail(*_: Any) -> Any:
         raise ZeroDivisionError("a defect")
 
-    introduction = introduced(NodeService(node(tiny_folder, tmp_path), build=fail), values(tiny_folder))
+    introduction = introduced(NodeService(node(tiny_folder, tmp_path), load=fail), values(tiny_folder))
     assert introduction.refused == "ZeroDivisionError; see the client's own log"
     assert "ZeroDivisionError: a defect" in caplog.text
     assert "not a fedspan header" not in caplog.text, "that it is no order is no error"
@@ -544,9 +544,9 @@ QUOTING = [
 """Errors that quote an example, a label or a path of the owner's."""
 PLACES = {
     "fedspan.tasks.classification.SequenceClassification.collate": ("train", "evaluate"),
-    "fedspan.deployment.node.DiskClientStore.store": ("train",),
-    "fedspan.clients.host.add_noise": ("evaluate",),
-    "fedspan.deployment.node.write_model": ("export",),
+    "fedspan.deployment.joined_run.DiskClientStore.store": ("train",),
+    "fedspan.clients.metric_noise.add_noise": ("evaluate",),
+    "fedspan.deployment.joined_run.write_model": ("export",),
 }
 """What carries out orders of these kinds."""
 

@@ -5,6 +5,7 @@ import os
 import socket
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ class LocalServer:
             order = self.orders[id]
             opened = signer.open_order(order.head + self.bodies[order.body], order.node)
             reply = self.services[order.node].answer(opened.envelope)
-            yield link.Taken(id, signer.seal_reply(reply, order.node, opened))
+            yield link.Taken(id, partial(signer.seal_reply, reply, order.node, opened))
 
     def cancel(self, ids: Collection[str]) -> None:
         pass

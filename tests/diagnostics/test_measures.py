@@ -14,7 +14,7 @@ from fedspan import FedspanError
 from fedspan.config import parse_config
 from fedspan.diagnostics.measures import MEASURES, get_values, summarize_measures
 from fedspan.diagnostics.round_diagnosis import STEPS, Barrier, Diagnosis
-from fedspan.reproduction.measurement import measure
+from fedspan.reproduction.reproduce import measure
 from fedspan.runs import start
 from fedspan.runs.diagnose import diagnose
 from helpers import tiny

@@ -1,5 +1,8 @@
 """Pages of the documentation: what scripts write is current; links, options, tables and named tests are right."""
 
+import ast
+import doctest
+import inspect
 import re
 from collections import Counter
 from itertools import pairwise
@@ -9,6 +12,7 @@ import pytest
 import yaml
 from typer.main import get_command
 
+import fedspan
 from fedspan.cli.app import app
 from helpers.code_blocks import PAGES, ROOT, blocks_of
 from helpers.scripts import load_script
@@ -122,9 +126,9 @@ def test_no_cell_of_a_table_is_long(page: Path) -> None:
 
 def read_attacks() -> tuple[list[str], list[str]]:
     """Return the rows of the table of attacks, and the entries of the list of their tests."""
-    page = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
+    page = (ROOT / "tests" / "attacks.md").read_text(encoding="utf-8")
     rows = page[page.index("| no. | attack |") :].split("\n\n", 1)[0].splitlines()[2:]
-    entries = page[page.index("\n1. `test_") + 1 :].split("\n\n", 1)[0].splitlines()
+    entries = page[page.index("\n1. `test_") + 1 :].splitlines()
     return rows, entries
 
 
@@ -140,10 +144,30 @@ def test_every_attack_has_a_test_that_is_there() -> None:
 
 
 def test_every_replayed_attack_is_in_the_table() -> None:
-    text = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
+    text = (ROOT / "tests" / "attacks.md").read_text(encoding="utf-8")
     attacks = (ROOT / "tests" / "transports" / "http" / "test_attacks.py").read_text(encoding="utf-8")
     for name in re.findall(r"^(?:async )?def (test_\w+)", attacks, re.MULTILINE):
         assert f"`{name}`" in text, name
+
+
+def test_the_title_of_a_module_is_no_clause() -> None:
+    for path in (ROOT / "src").rglob("*.py"):
+        title = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        assert not re.match(r"(How|What|When|Where|Whether|Which|Who|Why)\b", title), f"{path}: {title.splitlines()[0]}"
+
+
+def test_every_public_function_has_an_example_that_its_signature_accepts() -> None:
+    functions = [function for name in fedspan.__all__ if inspect.isfunction(function := getattr(fedspan, name))]
+    assert len(functions) > 20
+    for function in functions:
+        text, signature = inspect.getdoc(function) or "", inspect.signature(function)
+        assert "\nReturns:\n" in text or signature.return_annotation in (None, "None"), function
+        trees = [ast.parse(example.source) for example in doctest.DocTestParser().get_examples(text)]
+        nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        calls = [node for node in nodes if ast.unparse(node.func) == f"fedspan.{function.__name__}"]
+        assert calls, function
+        for call in calls:
+            signature.bind(*call.args, **{str(keyword.arg): keyword.value for keyword in call.keywords})
 
 
 def test_every_trap_has_a_test_that_is_there() -> None:

@@ -12,7 +12,7 @@ from scipy import stats
 
 from fedspan.errors import FedspanError
 from fedspan.experiments.intervals import Difference, compare_clients, estimate_difference
-from fedspan.experiments.result_notes import describe_majority
+from fedspan.experiments.tables import describe_majority
 from fedspan.runs.predictions import Items, read_items
 from fedspan.tasks.label_scores import score_labels
 

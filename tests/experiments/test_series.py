@@ -27,7 +27,6 @@ from fedspan.experiments.series import (
     Step,
     compute_deviation,
     compute_mean,
-    compute_standard_error,
     get_finite,
     require_comparable,
     set_seed,
@@ -94,12 +93,11 @@ def test_statistics_have_no_value_if_any_is_missing() -> None:
     values = [1.0, 2.0, 6.0]
     assert compute_mean(values) == 3.0
     assert compute_deviation(values) == pytest.approx(math.sqrt((4 + 1 + 9) / 2))
-    assert compute_standard_error(values) == pytest.approx(math.sqrt(7 / 3))
-    for function in (compute_mean, compute_deviation, compute_standard_error):
+    for function in (compute_mean, compute_deviation):
         assert function([1.0, None, 6.0]) is None
         assert function([]) is None
     assert compute_mean([5.0]) == 5.0
-    assert compute_deviation([5.0]) is compute_standard_error([5.0]) is None
+    assert compute_deviation([5.0]) is None
 
 
 def test_a_metric_that_is_missing_or_not_finite_has_no_value() -> None:

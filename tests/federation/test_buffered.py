@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fedspan.assembly.run import Prepared, prepare
+from fedspan.config.combinations import explain_round_dependence
 from fedspan.core.factors import draw_a_factors
 from fedspan.core.method import Memory, Method
 from fedspan.core.values import Client, Job, LayerSpec, Message, ServerState, Spec
@@ -20,7 +21,6 @@ from fedspan.federation.arrival_sources import Arrival, NodeArrivals
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import OpenOrder, OpenOrders, Progress, RoundResult, TooFewReplies
 from fedspan.federation.protocol import Envelope
-from fedspan.federation.round_dependence import explain_round_dependence
 from fedspan.federation.settings import BufferedSettings
 from fedspan.federation.transport import AsynchronousTransport, OnReply, Orders
 from fedspan.methods.fedit import FedIT

@@ -26,12 +26,12 @@ from fedspan.federation.changes import (
     shrink_reply,
 )
 from fedspan.federation.federation import Federation
+from fedspan.federation.plausibility import compute_weight_limit, limit_weights
 from fedspan.federation.progress import Progress, RoundResult
 from fedspan.federation.protocol import Envelope, Order, decode_order
 from fedspan.federation.serialization import encode, encode_state
 from fedspan.federation.transport import Orders
 from fedspan.federation.validation import ReplyRules, build_untrained_reply, find_outliers, validate_reply
-from fedspan.federation.weights import compute_weight_limit, limit_weights
 from fedspan.methods.registry import METHODS
 from fedspan.wrappers.fedpaq import pack_levels, quantize, unpack_levels
 from helpers import tiny, tiny_images

@@ -14,7 +14,7 @@ from torch import Tensor
 from fedspan.core.noise import derive_seed_key
 from fedspan.core.tensors import compute_norm as norm_of
 from fedspan.core.values import Client, Contribution, Reduced
-from fedspan.federation.aggregation.reducers import create_reducer
+from fedspan.federation.aggregation.plaintext import create_reducer
 from fedspan.federation.changes import apply_change, clip_change, compute_change
 from fedspan.federation.privacy import (
     CentralPrivacy,

@@ -353,7 +353,7 @@ class Messages(Target):
         keys.make_authority(folder, [])
         public = keys.make_node_key(folder / "node.key").read_bytes()
         self._server = signing.ServerSigner(folder, lambda: {7: public})
-        self._node = signing.NodeSigner(keys.load_node_key(folder / "node.key")[0], folder / "ca.crt")
+        self._node = signing.NodeSigner(keys.load_node_key(folder / "node.key"), folder / "ca.crt")
         body, sealing = self._server.encrypt(b"weights"), self._node.sign_sealing_key()
         head, self._nonce = self._server.seal('{"task": "train"}', body, 7, sealing)
         order = self._node.open_order(head + body.data, 7)
@@ -465,6 +465,7 @@ class Requests(Target):
         self, method: bytes, path: bytes, query: bytes, headers: list[tuple[bytes, bytes]], body: bytes
     ) -> int:
         from fedspan.transports.http.limits import Bucket, Sender
+        from fedspan.transports.http.node_requests import Session
         from fedspan.transports.http.store import Store
 
         with TemporaryDirectory() as folder, closing(Store(Path(folder))) as store:
@@ -474,8 +475,8 @@ class Requests(Target):
                 store, "secret", lambda: {self._node: self._key}, bytes(32), self._limits, self._path
             )
             sender = Sender(asyncio.Semaphore(2), Bucket(1e9, 1e9))
-            server._sessions[_SESSION] = self._app.Session(self._node, self._key, b"", sender)
-            server._tokens[self._node] = _SESSION
+            session, nodes = Session(self._node, _SESSION, b"", sender), server._nodes
+            nodes.sessions[self._node] = nodes._by_token[_SESSION] = session
             scope = {
                 "type": "http",
                 "http_version": "1.1",

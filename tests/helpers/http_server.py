@@ -89,10 +89,12 @@ def serve_here(folder: Path, **options: Any) -> Generator[LocalServer]:
 
 
 @contextmanager
-def run_server(folder: Path, *, insecure: bool = True, hosts: tuple[str, ...] = ()) -> Generator[ServerLink]:
+def run_server(
+    folder: Path, *, insecure: bool = True, hosts: tuple[str, ...] = (), proxies: tuple[str, ...] = ()
+) -> Generator[ServerLink]:
     """Run a server as ``fedspan server`` does, at a free port, with a serving process."""
     link, stop, ready = prepare_folder(folder, free_port(), hosts, insecure=insecure), Event(), Event()
-    server = Thread(target=supervise, args=(folder, link, "127.0.0.1", stop, ready.set))
+    server = Thread(target=supervise, args=(folder, link, "127.0.0.1", stop, ready.set), kwargs={"proxies": proxies})
     server.start()
     try:
         assert ready.wait(120), (folder / "server.log").read_text()

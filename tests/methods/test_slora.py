@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedspan.core.sparse import draw_entries
+from fedspan.core.parametrization import draw_entries
 from fedspan.core.tensors import join_tensor_name
 from fedspan.core.values import Reduced
 from fedspan.methods.slora import SLoRA

@@ -21,7 +21,7 @@ import fedspan
 from fedspan.assembly.run import prepare
 from fedspan.errors import FedspanError
 from fedspan.federation.progress import RoundResult
-from fedspan.models.adapted import AdaptedModel
+from fedspan.models.adapted import AdaptedModel, BlockedFastPaths
 from fedspan.models.calls import (
     build_tiny_batch,
     enter_evaluation,
@@ -32,9 +32,8 @@ from fedspan.models.calls import (
 )
 from fedspan.models.compiled import CompiledBlocks
 from fedspan.models.direct_uses import forbid_direct_uses
-from fedspan.models.fast_paths import BlockedFastPaths
 from fedspan.models.layout import TokenLayout
-from fedspan.models.metering import Meter, meter_pass
+from fedspan.planning.compute import Meter, meter_pass
 from fedspan.training.trainers import trainer_engine
 from fedspan.training.trainers.trainer_engine import TrainerEngine
 from helpers import tiny

@@ -26,8 +26,7 @@ from fedspan.core.values import Job, Trained
 from fedspan.errors import FedspanError
 from fedspan.federation.progress import Progress
 from fedspan.models import unpadded
-from fedspan.models.adapted import AdaptedModel
-from fedspan.models.digest import hash_frozen
+from fedspan.models.adapted import AdaptedModel, hash_frozen
 from fedspan.models.merging import export_merged, is_merging_required
 from fedspan.models.offload import is_offloaded
 from fedspan.models.precision import compute_tolerance, has_narrow_weights, keep_in_float32

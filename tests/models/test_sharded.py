@@ -10,11 +10,10 @@ from torch.nn import functional as F
 import fedspan
 from fedspan.core.base import BaseUpdate, materialize
 from fedspan.core.lowrank import LowRank
-from fedspan.models.adapted import AdaptedModel
-from fedspan.models.digest import hash_frozen
+from fedspan.models.adapted import AdaptedModel, hash_frozen
 from fedspan.models.direct_uses import forbid_direct_uses
 from fedspan.models.sharded import cut_shard, gather, get_shard, is_sharded, reshard, shard
-from fedspan.training.trainers.frozen import FrozenBase, checksum_frozen
+from fedspan.training.trainers.install import FrozenBase, checksum_frozen
 
 
 class Block(nn.Module):

@@ -10,8 +10,7 @@ from typing import Any
 
 from fedspan.deployment.status import store_named_run
 from fedspan.errors import FedspanError
-from fedspan.monitoring.run_monitor import MAX_CLIENTS, clean_text
-from fedspan.monitoring.server_monitor import INTERVAL, ServerMonitor
+from fedspan.monitoring.run_monitor import INTERVAL, MAX_CLIENTS, ServerMonitor, clean_text
 from fedspan.transports.http.server import Node
 from fedspan.transports.http.wire import NodeWork
 from helpers.clock import Clock

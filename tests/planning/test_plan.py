@@ -14,8 +14,8 @@ from fedspan.core.lowrank import LowRank
 from fedspan.core.values import LayerSpec, Spec
 from fedspan.federation.progress import Progress
 from fedspan.methods.registry import METHODS
-from fedspan.planning.layer_counts import Computation, StandIn, count_layer
 from fedspan.planning.plan import PlannedModel, plan_run, prepare_model
+from fedspan.planning.traffic import Computation, StandIn, count_layer
 from fedspan.runs.ledger import Ledger, Totals
 from helpers import tiny
 from helpers.families import UNLIKE, methods_by_family, others_slow

@@ -11,11 +11,10 @@ import pytest
 from fedspan.experiments.tables import Table
 from fedspan.logs import JsonLines
 from fedspan.reports.curves import Point, compute_target, find_target_round
-from fedspan.reproduction import measurement
+from fedspan.reproduction import reproduce
 from fedspan.reproduction.cells import Cell
-from fedspan.reproduction.measurement import MEASURED, measure
 from fedspan.reproduction.presets import Claim
-from fedspan.reproduction.reproduce import Reproduction
+from fedspan.reproduction.reproduce import MEASURED, Reproduction, measure
 from fedspan.reproduction.verdicts import CellScore, Judged, JudgedCell, format_difference, judge, tabulate_verdicts
 from fedspan.run_folder import RunFolder
 
@@ -197,7 +196,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         heights = [SimpleNamespace(height=value) for value in (1.0, 2.0, 6.0)[:pairs]]
         return SimpleNamespace(barriers=heights, alignment=math.nan if pairs else 0.5)
 
-    monkeypatch.setattr(measurement, "diagnose", diagnose)
+    monkeypatch.setattr(reproduce, "diagnose", diagnose)
     return pairs_asked
 
 
@@ -228,7 +227,7 @@ def test_without_a_record_one_more_round_is_diagnosed(tmp_path: Path, asked: lis
 def test_exact_matches_are_the_report_s(
     scores: dict[str, Any], expected: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measurement, "read_report", lambda folder: SimpleNamespace(scores=scores))
+    monkeypatch.setattr(reproduce, "read_report", lambda folder: SimpleNamespace(scores=scores))
     assert measure(tmp_path, ["exact_match"]) == {"exact_match": expected}
 
 
@@ -241,8 +240,8 @@ def test_the_last_step_is_relative_and_of_the_target_layers(tmp_path: Path, monk
         "last": ServerState(3, {"fc/A": torch.tensor([[3.0, 4.5]]), "extras/head": torch.ones(2)}),
         2: ServerState(2, {"fc/A": torch.tensor([[3.0, 4.0]]), "extras/head": torch.zeros(2)}),
     }
-    monkeypatch.setattr(measurement.checkpoints, "select_checkpoint", lambda run, round: round)
-    monkeypatch.setattr(measurement, "load_checkpoint", lambda place: SimpleNamespace(state=states[place]))
+    monkeypatch.setattr(reproduce.checkpoints, "select_checkpoint", lambda run, round: round)
+    monkeypatch.setattr(reproduce, "load_checkpoint", lambda place: SimpleNamespace(state=states[place]))
     assert measure(tmp_path, ["state_step"]) == {"state_step": pytest.approx(0.1)}
     states[2] = ServerState(2, {"fc/A": torch.zeros(1, 2)})
     assert measure(tmp_path, ["state_step"]) == {"state_step": None}  # from nothing

@@ -287,7 +287,7 @@ def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch, prepared: Prepared)
     texts = [f"lab{number % 8} " * (number % 4) + "word1" for number in range(9)]
     data = datasets.Dataset.from_dict({"text": texts, "text_pair": texts[::-1], "label": [0] * 9})
     whole = task.encode(data)
-    monkeypatch.setattr(encoding, "_CHUNK", 4)
+    monkeypatch.setattr(encoding, "CHUNK", 4)
     parts = task.encode(data)
     assert {key: list(rows) for key, rows in parts.encodings.items()} == {
         key: list(rows) for key, rows in whole.encodings.items()
@@ -300,7 +300,7 @@ def test_chunks_of_prompts_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = ["Q: " + "b0 " * number for number in range(1, 8)]
     data = datasets.Dataset.from_dict({"text": texts, "answer": [text[::-1] for text in texts]})
     whole = task.encode(data)
-    monkeypatch.setattr(causal, "_CHUNK", 3)
+    monkeypatch.setattr(causal, "CHUNK", 3)
     parts = task.encode(data)
     assert list(parts.ids) == list(whole.ids)
     assert parts.starts.tolist() == whole.starts.tolist()

@@ -18,7 +18,7 @@ from fedspan.config import parse_config
 from fedspan.data.loading import load
 from fedspan.serving.load import load_served
 from fedspan.tasks import metrics, registry
-from fedspan.tasks.bounded_losses import BoundsExamples
+from fedspan.tasks.losses import BoundsExamples
 from fedspan.tasks.registry import BUILT_IN, get_task
 from fedspan.tasks.settings import TaskSettings
 from helpers import tiny

@@ -20,8 +20,7 @@ from fedspan.config import parse_config
 from fedspan.core.tensors import create_generator
 from fedspan.errors import FedspanError
 from fedspan.models.loading import load_pretrained, load_scratch
-from fedspan.tasks.augmentation import ImageOptions, augment
-from fedspan.tasks.images import EncodedImages, ImageClassification
+from fedspan.tasks.images import EncodedImages, ImageClassification, ImageOptions, augment
 from fedspan.tasks.single_label import SingleLabelClassification
 from helpers import tiny_images
 from helpers.fixed_logits import Fixed

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from fedspan.assembly.run import Prepared
-from fedspan.tasks.bounded_losses import bound_loss, compute_guess_bound, get_loss_bound
 from fedspan.tasks.classification import SequenceClassification
-from fedspan.tasks.losses import OFFSETS
+from fedspan.tasks.losses import OFFSETS, bound_loss, compute_guess_bound, get_loss_bound
 from fedspan.tasks.multi_label import MultiLabelClassification
 from fedspan.tasks.preference import PreferenceOptions, PreferenceTuning
 from fedspan.tasks.single_label import compute_class_offsets

@@ -71,7 +71,7 @@ def test_the_loss_is_transformers_own_and_predictions_add_up_to_it(tmp_path: Pat
     model = transformers.AutoModelForMaskedLM.from_pretrained(tiny_masked.save_masked(tmp_path / "model")).eval()
     task, examples = make()
     batch = task.collate(examples, [3, 0, 2, 1], CPU)
-    known = {key: value for key, value in batch.items() if key != "predicted_tokens"}
+    known = {key: value for key, value in batch.items() if key != "target_tokens"}
     with torch.no_grad():
         output = model(**known)
         torch.testing.assert_close(task.compute_loss(model, batch), output.loss)

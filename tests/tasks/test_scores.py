@@ -19,7 +19,7 @@ from fedspan.tasks.entities import convert_to_iob2, find_entities, list_labels, 
 from fedspan.tasks.label_scores import compute_f1, compute_matthews, count_labels
 from fedspan.tasks.metrics import METRICS, Metric
 from fedspan.tasks.registry import register_task
-from fedspan.tasks.retrieval import measure_retrieval
+from fedspan.tasks.text_embedding import measure_retrieval
 from fedspan.tasks.text_scores import TEXT_METRICS, compute_text_scores, is_exact_match
 from fedspan.tasks.token_scores import SCORES, compute_token_metrics, mark_ends, score_tokens
 from helpers.sharpened_task import OWN

@@ -14,8 +14,7 @@ from torch import Tensor
 from fedspan.assembly.federation import compute_client_ranks
 from fedspan.config import parse_config
 from fedspan.core import parametrization
-from fedspan.core.spec import LayerSpec, Spec
-from fedspan.core.values import Client, Reduced, StackItem
+from fedspan.core.values import Client, LayerSpec, Reduced, Spec, StackItem
 from fedspan.federation.validation import build_untrained_jobs
 from fedspan.tasks.registry import BUILT_IN
 from fedspan.tasks.trainer import TRAINER

@@ -21,8 +21,7 @@ from fedspan.progress.listener import Listener
 from fedspan.training.batching import draw_epoch_batches, draw_training_batches, split_evaluation_batches
 from fedspan.training.client_slot import SharedTensors
 from fedspan.training.engine import train_one_by_one
-from fedspan.training.jobs import Assignment, TrainingSettings
-from fedspan.training.memory import convert_out_of_memory
+from fedspan.training.jobs import Assignment, TrainingSettings, convert_out_of_memory
 from fedspan.training.stages import Stage, Stages
 from helpers import tiny
 from helpers.refusals import refused

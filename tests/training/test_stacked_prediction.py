@@ -17,7 +17,7 @@ from fedspan.core.values import Job
 from fedspan.models.stacked import Unstackable
 from fedspan.tasks.task import Examples
 from fedspan.training import worker
-from fedspan.training.stacked_prediction import (
+from fedspan.training.batching import (
     ModelInputs,
     build_prediction_key,
     split_into_passes,

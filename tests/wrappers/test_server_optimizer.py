@@ -18,14 +18,13 @@ from fedspan.methods.local_only import LocalOnly
 from fedspan.methods.lora_a2 import LoRAA2
 from fedspan.methods.registry import METHODS
 from fedspan.methods.rolora import RoLoRA
-from fedspan.wrappers.adaptive import Adaptive
 from fedspan.wrappers.extras import WithExtras
 from fedspan.wrappers.fedadagrad import FedAdagrad
 from fedspan.wrappers.fedadam import FedAdam
 from fedspan.wrappers.fedavgm import FedAvgM
 from fedspan.wrappers.fedpaq import FedPAQ
 from fedspan.wrappers.fedyogi import FedYogi
-from fedspan.wrappers.server_optimizer import ServerOptimizer
+from fedspan.wrappers.server_optimizer import Adaptive, ServerOptimizer
 from helpers.toys.oracle import copied, descend
 from helpers.toys.problem import HEAD, LAYERS, Problem
 from helpers.toys.rounds import Double, Federation, close, sgd

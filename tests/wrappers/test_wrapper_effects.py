@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fedspan.assembly.run import Prepared, prepare
 from fedspan.core.parametrization import compute_dense_change
-from fedspan.core.spec import Spec
 from fedspan.core.tensors import Tensors, select_slots, split_extras
+from fedspan.core.values import Spec
 from fedspan.federation.progress import Progress
 from fedspan.methods.registry import METHODS
 from fedspan.wrappers.registry import WRAPPERS

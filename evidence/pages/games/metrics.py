@@ -13,7 +13,7 @@ from torch import Tensor
 
 from evidence.pages.games.harness import compute_rate
 from fedspan.clients.metric_noise import add_noise
-from fedspan.tasks.bounded_losses import get_loss_bound
+from fedspan.tasks.losses import get_loss_bound
 from fedspan.tasks.task import Task
 
 

@@ -1,4 +1,4 @@
-"""What trains a run's clients: device, model, task, method and engine."""
+"""The parts that train a run's clients: device, model, task, method and engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the head of a run starts: by the config, or chosen by task, model and rules of the run."""
+"""Start of a run's head: by the config, or chosen by task, model and rules of the run."""
 
 from __future__ import annotations
 

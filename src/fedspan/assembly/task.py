@@ -87,6 +87,12 @@ _REQUIRED = {*_FIELDS, "base_model", "client", "kept"} - {"options"}  # added la
 def read_notes(folder: Path) -> dict[str, Any]:
     """Read the content of a model's fedspan.json.
 
+    Returns:
+        The entries of the file by their names.
+
+    Examples:
+        >>> fedspan.read_notes(Path("runs/first/adapter"))["task"]
+
     Raises:
         FedspanError: If it is missing, is not a JSON object, or lacks an entry that is needed to use the model, or if
             it or the adapter's config is too large.

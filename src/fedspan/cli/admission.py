@@ -12,8 +12,6 @@ from fedspan.cli.commands import MACHINES, SERVER, ServerFolder, register_comman
 if TYPE_CHECKING:
     from fedspan.transports.http.server import ServerLink
 
-__all__ = ["admit", "renew", "revoke", "warn_of_expiry"]
-
 
 @register_command(
     "admit",

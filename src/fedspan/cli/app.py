@@ -20,10 +20,7 @@ from fedspan.cli import watch
 from fedspan.cli import diagnose
 from fedspan.cli import export
 from fedspan.cli import deploy
-from fedspan.cli import flower
 from fedspan.cli import admission
 from fedspan.cli import audit
 from fedspan.cli import health
 from fedspan.cli import status
-
-__all__ = ["app"]

@@ -11,8 +11,6 @@ import typer
 from fedspan.cli.commands import MACHINES, Json, register_command
 from fedspan.errors import FedspanError, escape_controls
 
-__all__ = ["approve", "audit", "budget"]
-
 
 @register_command(
     "approve",

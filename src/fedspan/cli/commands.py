@@ -1,10 +1,18 @@
-"""The app, the decorator that registers commands, and options that several commands share."""
+"""The app, the decorator that registers commands, and options that several commands share.
+
+Typer draws help with a module that, up to version 0.29, imports ``rich.markdown`` and ``rich.traceback``, and with them
+Pygments and a parser of Markdown: a fifth of the time of ``fedspan --help``, which uses neither (``import_rich_help``).
+"""
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import sys
 from collections.abc import Callable
+from importlib.resources import files
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
@@ -13,11 +21,7 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup
 from typer.models import ParameterInfo
 
 import fedspan
-from fedspan.cli.hints import find_page
-from fedspan.cli.rich_help import import_rich_help
 from fedspan.errors import FedspanError
-
-__all__ = ["MACHINES", "SERVER", "Json", "Overrides", "ServerFolder", "app", "register_command"]
 
 MACHINES = "Between machines"
 """Panel of the commands of a deployment."""
@@ -130,3 +134,94 @@ def main(
     ] = False,
 ) -> None:
     """Fine-tune a pretrained model across private data owners with low-rank updates; get one PEFT adapter back."""
+
+
+PAGES = {
+    "audit log": "deployment.md#audit-logs",
+    "baselines": "config.md#top-level",
+    "certificates": "deployment.md#renewing-certificates",
+    "cluster": "cluster.md",
+    "config": "config.md",
+    "data": "config.md#data",
+    "data.dataset": "data.md",
+    "engine": "config.md#engine",
+    "evaluation": "config.md#evaluation",
+    "evaluation.diagnostics": "diagnostics.md",
+    "federation": "config.md#federation",
+    "federation.ranks": "faq.md#how-do-i-give-clients-different-ranks",
+    "federation.secure": "secure-aggregation.md",
+    "good replies": "deployment.md#which-replies-count",
+    "limits": "node.md#limits",
+    "limits.approve": "own-a-node.md#how-do-i-approve-a-run",
+    "method": "config.md#method",
+    "method.name": "choosing.md",
+    "model": "config.md#model",
+    "partition": "config.md#partition",
+    "preset": "reproducing.md",
+    "privacy": "privacy.md",
+    "run folder": "first-hour.md#the-run",
+    "server": "deployment.md",
+    "simulation": "simulation.md",
+    "task": "tasks.md",
+    "web": "monitoring.md",
+    "task_options": "tasks.md",
+    "training": "config.md#training",
+    "--methods": "choosing.md",
+    "--over": "comparing.md",
+}
+"""Pages of docs/, with the heading, by an error's field or its prefix."""
+
+
+def find_page(field: str) -> str | None:
+    """Return the path of the page about an error's field, with the heading; None if no page explains it.
+
+    Args:
+        field: The field as the error names it: ``training.lr``. The longest matching entry counts.
+    """
+    parts = field.split(".")
+    for count in range(len(parts), 0, -1):
+        if (page := PAGES.get(".".join(parts[:count]))) is not None:
+            return f"{_find_docs() / page}"
+    return None
+
+
+def _find_docs() -> Path:
+    """Return the folder of the pages: a wheel has them in the package, a checkout has them beside ``src``."""
+    package = Path(str(files("fedspan")))
+    installed = package / "docs"
+    return installed if installed.is_dir() else package.parents[1] / "docs"
+
+
+_DEFERRED = {"rich.markdown": "Markdown", "rich.traceback": "Traceback"}
+"""The classes of Rich that ``typer.rich_utils`` imports and only uses in calls, by their modules."""
+
+
+class _DeferredClass(type):
+    """Metaclass of a stand-in that imports the class in its place at the first call or access to an attribute."""
+
+    def __call__(cls, *args: Any, **settings: Any) -> Any:
+        return _import_class(cls)(*args, **settings)
+
+    def __getattr__(cls, name: str) -> Any:
+        return getattr(_import_class(cls), name)
+
+
+def _import_class(stand_in: type) -> Any:
+    return getattr(importlib.import_module(stand_in.__module__), stand_in.__name__)
+
+
+def import_rich_help() -> None:
+    """Import ``typer.rich_utils``, with stand-ins for the classes whose modules have not been imported before."""
+    if "typer.rich_utils" in sys.modules:
+        return
+    added: list[str] = []
+    for module, name in _DEFERRED.items():
+        if module not in sys.modules:
+            sys.modules[module] = ModuleType(module)
+            setattr(sys.modules[module], name, _DeferredClass(name, (), {"__module__": module}))
+            added.append(module)
+    try:
+        importlib.import_module("typer.rich_utils")
+    finally:
+        for module in added:
+            del sys.modules[module]

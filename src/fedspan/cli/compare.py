@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from fedspan.experiments.tables import Table
     from fedspan.experiments.watcher import Watcher
 
-__all__ = ["Seeds", "compare", "parse_seeds", "print_table", "sweep"]
-
 Config = Annotated[Path | None, typer.Argument(metavar="CONFIG", help="The YAML file that all runs share.")]
 Out = Annotated[
     Path | None,

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from fedspan.data.catalogue import DatasetEntry
 
-__all__ = ["data"]
-
 
 @register_command("data", "fedspan data", "fedspan data sst2", "fedspan data --json")
 def data(

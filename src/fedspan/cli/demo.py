@@ -17,8 +17,6 @@ from fedspan.errors import build_install_command
 if TYPE_CHECKING:
     from fedspan.runs.report import RunReport
 
-__all__ = ["demo"]
-
 
 @register_command(
     "demo",

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from fedspan.monitoring.web import WebPage
     from fedspan.transports.http.server import ServerLink
 
-__all__ = ["join", "make_stop_event", "server", "submit"]
-
 _FINGERPRINT = " --fingerprint SHA256:..."
 
 
@@ -80,6 +78,15 @@ def server(
             help="Seconds for which an order waits for a node that has gone offline without being stopped.",
         ),
     ] = 60.0,
+    proxies: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--proxy",
+            metavar="ADDRESS",
+            help="IP address of a reverse proxy in front of the server, whose connections are those of many nodes; may "
+            "be repeated.",
+        ),
+    ] = None,
 ) -> None:
     """Run a federation's server, with TLS and node keys.
 
@@ -120,7 +127,7 @@ def server(
         typer.echo(f"and run here:\n  fedspan submit config.yaml{_format_server_option(folder)}")
 
     with page or nullcontext():
-        supervise(folder, link, host, stop, print_instructions, reconnect_seconds)
+        supervise(folder, link, host, stop, print_instructions, reconnect_seconds, proxies or ())
 
 
 def _create_page(link: ServerLink, host: str, port: int, names: Sequence[str]) -> WebPage:
@@ -128,7 +135,7 @@ def _create_page(link: ServerLink, host: str, port: int, names: Sequence[str]) -
     from fedspan.monitoring.web import LOOPBACK, WebPage, require_web
 
     require_web()
-    from fedspan.monitoring.server_monitor import ServerMonitor
+    from fedspan.monitoring.run_monitor import ServerMonitor
     from fedspan.transports.http.admissions import list_named_nodes
     from fedspan.transports.http.keys import CERTIFICATE, KEY, list_certified_hosts
 
@@ -312,3 +319,40 @@ def make_stop_event() -> Event:
 
 def _format_server_option(folder: Path) -> str:
     return "" if folder == SERVER else f" --server {shlex.quote(str(folder))}"
+
+
+@register_command("flower-app", "fedspan flower-app app --config run.yaml", panel=MACHINES)
+def flower_app(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the app; empty or new.")],
+    config: Annotated[Path, typer.Option("--config", metavar="CONFIG", help="The run's YAML file.")],
+    out: Annotated[
+        Path, typer.Option("--out", metavar="FOLDER", help="Folder of the runs, on the machine of Flower's ServerApp.")
+    ] = Path("runs/flower"),
+    overrides: Overrides = None,
+) -> None:
+    """Write a Flower app that runs a federation. It is for Flower's simulation if the config names data."""
+    from fedspan.transports.flower import require
+
+    require()
+    from fedspan.deployment.flower_server import write_app
+
+    write_app(folder, config, out, overrides or ())
+    typer.echo(f"run it: flwr run {folder} --stream")
+
+
+@register_command("host", "fedspan host node.yaml --socket /run/fedspan/host.sock --user flower", panel=MACHINES)
+@restrict_new_files()
+def host(
+    node: Annotated[Path, typer.Argument(metavar="NODE", help="The node's YAML file.")],
+    address: Annotated[Path, typer.Option("--socket", metavar="FILE", help="The socket to create.")],
+    user: Annotated[
+        str | None,
+        typer.Option("--user", help="Name or id of the user that the SuperNode runs as. Default: this user."),
+    ] = None,
+) -> None:
+    """Carry out what a Flower app asks, within the node file's limits. The data stay with processes of this user."""
+    from fedspan.deployment.console import log_to_console
+    from fedspan.deployment.host import host as run_host
+
+    log_to_console()
+    run_host(node, address, user, make_stop_event())

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from fedspan.diagnostics.round_diagnosis import Diagnosis
 
-__all__ = ["diagnose"]
-
 
 @register_command(
     "diagnose", "fedspan diagnose runs/first", "fedspan diagnose runs/first --round best --pairs 6 --json"

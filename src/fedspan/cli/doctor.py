@@ -19,8 +19,6 @@ from packaging.requirements import Requirement
 from fedspan.cli.commands import Json, register_command
 from fedspan.errors import FedspanError, build_install_command
 
-__all__ = ["doctor"]
-
 _LEAST_MEMORY = 4.0
 """Free memory in GiB: torch, Transformers and a small model."""
 _LEAST_DISK = 5.0

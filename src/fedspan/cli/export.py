@@ -11,8 +11,6 @@ import typer
 from fedspan.cli.commands import register_command
 from fedspan.cli.trained_model import ClientOption
 
-__all__ = ["export"]
-
 
 class FormOption(StrEnum):
     """The form of an exported model."""

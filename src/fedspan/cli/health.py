@@ -9,8 +9,6 @@ import typer
 
 from fedspan.cli.commands import MACHINES, register_command
 
-__all__ = ["health"]
-
 
 @register_command("health", "fedspan health node.yaml", panel=MACHINES)
 def health(

@@ -12,8 +12,6 @@ import typer
 from fedspan.cli.commands import register_command
 from fedspan.errors import FedspanError
 
-__all__ = ["init"]
-
 
 @register_command(
     "init",

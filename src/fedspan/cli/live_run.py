@@ -15,8 +15,6 @@ from fedspan.progress.trackers import require_trackers
 if TYPE_CHECKING:
     from fedspan.runs.report import RunReport
 
-__all__ = ["describe_interruption", "find_unused_folder", "show_run"]
-
 
 def find_unused_folder(folder: Path) -> Path:
     """Select a folder that does not exist: the given one, or the one with the first unused number appended."""

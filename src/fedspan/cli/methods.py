@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from fedspan.methods.describe import MethodRow, Option
     from fedspan.wrappers.describe import WrapperRow
 
-__all__ = ["methods"]
-
 
 @register_command("methods", "fedspan methods", "fedspan methods fedloru", "fedspan methods --json")
 def methods(

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from fedspan.data.partition import ClientRow, Partition
 
-__all__ = ["partition"]
-
 _MAX_NAME = 24
 
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from fedspan.planning.plan import Plan
 
-__all__ = ["plan"]
-
 _TASK = "sequence-classification"
 _BINARY = 2
 
@@ -124,12 +122,11 @@ def plan(
         requested = "all" if methods is None and config is None else methods or _get_method_name(values)
         keys = list(METHODS) if requested == "all" else [part.strip() for part in requested.split(",") if part.strip()]
         # before Transformers is imported, so that a mistake is reported at once
-        plan_comparison(values, keys, [0], {}, None)
-        from fedspan.planning.estimate import plan_methods
+        steps = plan_comparison(values, keys, [0], {}, None).steps
+        from fedspan.planning.estimate import plan_configs
 
-        results = plan_methods(
-            values,
-            keys,
+        results = plan_configs(
+            {step.group: step.config for step in steps},
             clients=clients,
             examples=examples,
             labels=labels,

@@ -9,8 +9,6 @@ import typer
 
 from fedspan.cli.commands import register_command
 
-__all__ = ["report"]
-
 
 @register_command(
     "report",

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from fedspan.reproduction.presets import Scale
     from fedspan.reproduction.rehearsal import PlannedCell
 
-__all__ = ["reproduce"]
-
 
 @register_command(
     "reproduce",

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from fedspan.cli.formatting import create_table, format_duration, shorten
 from fedspan.experiments.intervals import compare_clients, estimate_difference
-from fedspan.experiments.result_notes import describe_extension, describe_majority
+from fedspan.experiments.tables import describe_extension, describe_majority
 from fedspan.models.names import get_architecture, resolve_model
 from fedspan.progress.formatting import format_score, format_size
 from fedspan.runs.predictions import Items, read_items
@@ -22,8 +22,6 @@ from fedspan.runs.report import STATISTICS_NOTE, RunReport, format_final_rounds
 from fedspan.tasks.definition import TargetType
 from fedspan.tasks.metrics import METRICS
 from fedspan.tasks.registry import get_task
-
-__all__ = ["render_peft_snippet", "show_report"]
 
 _NO_SCORES = (
     "no scores were measured: there is no test set, and no client has validation or test examples (a node needs "

@@ -14,8 +14,6 @@ from fedspan.experiments.series import Step
 from fedspan.experiments.series_bar import SeriesBar
 from fedspan.progress.formatting import format_duration, format_runs, format_score, shorten
 
-__all__ = ["SeriesView"]
-
 _LEFT = 58  # columns of a line up to the score
 
 
@@ -24,7 +22,6 @@ class SeriesView(SeriesBar):
 
     Args:
         out: The console; if it is not a terminal, only the lines are printed.
-        folder: The series' folder.
         clock: Function that returns the time in seconds.
     """
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from fedspan.deployment.status import RunStatus
     from fedspan.transports.http.server import Node
 
-__all__ = ["status"]
-
 _COLORS = {"online": "green", "offline": "yellow", "revoked": "red"}
 
 

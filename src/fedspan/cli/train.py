@@ -11,8 +11,6 @@ from fedspan.cli.commands import Overrides, register_command
 from fedspan.cli.live_run import find_unused_folder, show_run
 from fedspan.errors import FedspanError
 
-__all__ = ["run"]
-
 
 @register_command(
     "run",

@@ -13,8 +13,6 @@ from fedspan.cli.commands import Json, Overrides, register_command
 from fedspan.errors import FedspanError
 from fedspan.files import neutralize_formula
 
-__all__ = ["ClientOption", "evaluate", "predict"]
-
 Model = Annotated[Path, typer.Argument(metavar="RUN_OR_MODEL", help="Folder of a run or of an exported model.")]
 ClientOption = Annotated[
     str | None, typer.Option("--client", metavar="ID", help="Client whose model is used, if every client has its own.")

@@ -12,8 +12,6 @@ import typer
 
 from fedspan.cli.commands import register_command
 
-__all__ = ["watch"]
-
 
 @register_command("watch", "fedspan watch runs/first", "fedspan watch runs/first --open")
 def watch(

@@ -7,16 +7,16 @@ a lost reply never advances the state twice.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
 
 from fedspan.clients.job_checkpoints import JobCheckpoints
-from fedspan.clients.metric_noise import MetricLimits, add_noise
+from fedspan.clients.metric_noise import MetricLimits, score_parts
 from fedspan.clients.open_training import OpenTraining
 from fedspan.clients.refusals import refuse
 from fedspan.clients.second_exchange import FirstExchange, build_second_reply
@@ -26,7 +26,7 @@ from fedspan.core.base import BaseUpdate, apply_patch
 from fedspan.core.method import Method
 from fedspan.core.recent import RecentValues
 from fedspan.core.tensors import Tensors, split_extras
-from fedspan.core.values import Client, Contribution, Job, Message, ServerState, Trained
+from fedspan.core.values import Client, Contribution, Job, Message, Trained
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
 from fedspan.federation.privacy import (
@@ -36,7 +36,7 @@ from fedspan.federation.privacy import (
     privatize,
 )
 from fedspan.federation.progress import ClientData, ClientState
-from fedspan.federation.protocol import Envelope, Order, Part, Reply, ScoredPart, Scores
+from fedspan.federation.protocol import Envelope, Order, Part, Reply, ScoredPart
 from fedspan.federation.secagg.messages import Phase
 from fedspan.models.head import find_output_layer
 from fedspan.tasks.task import Examples
@@ -47,7 +47,7 @@ from fedspan.training.jobs import Assignment
 if TYPE_CHECKING:
     from fedspan.clients.secagg import SecureClient
 
-__all__ = ["Host"]
+A = TypeVar("A")
 
 
 class Host:
@@ -129,12 +129,7 @@ class Host:
         self.engine.prepare(self.examples, [self.clients[id].train for id in ids])
 
     def reply(self, order: Order | Phase) -> Envelope:
-        """Carry out an order of any kind.
-
-        Raises:
-            FedspanError: If ``answer`` or ``SecureClient.answer`` raises it.
-            ValueError: If ``answer`` or ``SecureClient.answer`` raises it.
-        """
+        """Carry out an order of any kind."""
         if isinstance(order, Order):
             return self.answer(order).to_envelope()
         return self._get_secure_client(order.to, order.task).answer(order).to_envelope()
@@ -207,10 +202,7 @@ class Host:
             self.engine.train_all(self.examples, sizes, open_job, finish_job)
 
     def _get_data(self, order: Order) -> ClientData:
-        if order.to not in self.clients:
-            local_clients = ", ".join(map(repr, list(self.clients)[:3]))
-            raise ValueError(f"the order is addressed to {order.to!r}, and the local clients are {local_clients}")
-        return self.clients[order.to]
+        return _select_local(self.clients, order.to)
 
     def _load_state(self, id: str, last_round: int | None) -> ClientState:
         return ClientState() if last_round is None else self.store.load(id, last_round)
@@ -247,9 +239,7 @@ class Host:
         return self.method.start(message, order.client, memory, order.round), replace(stored, base=base)
 
     def _open_training(self, order: Order) -> OpenTraining:
-        data, client, settings = self._get_data(order), order.client, self.engine.settings
-        if client is None or client.id != order.to:
-            raise ValueError("an order to train names another client, or none")
+        data, client, settings = self._get_data(order), _require_client(order), self.engine.settings
         if len(data.train) < self.train_examples:
             problem = "this node has fewer training examples with labels of the run than it needs to train"
             raise FedspanError("limits.train_examples", self.train_examples, problem=problem)
@@ -279,20 +269,20 @@ class Host:
         state = ClientState(training.memory, training.moments, training.stored.base)
         self.store.store(order.to, order.round, state, needed)
         try:
-            body = self._encode_body(order, reply, training.job, trained)
+            body, factor = self._encode_reply(order, reply, training.job.tensors)
         except FedspanError as error:
             if self.tamper is None:
                 raise
             return refuse(order, error)  # a simulated fault that cannot be masked fails its client, as on a node
+        if self.method.declare_claims().second_exchange:
+            first = FirstExchange(split_extras(trained.tensors)[0], factor)
+            self.store.store_trained(order.to, order.round, first)
         return Reply("train", order.round, order.attempt, order.to, tuple(training.parts), body=body)
 
     def _get_secure_client(self, id: str, value: object) -> SecureClient:
         if self.secure is None:
             raise FedspanError("federation.secure", value, problem="the run's config has no secure aggregation")
-        if id not in self.secure:
-            local_clients = ", ".join(map(repr, list(self.clients)[:3]))
-            raise ValueError(f"the order is addressed to {id!r}, and the local clients are {local_clients}")
-        return self.secure[id]
+        return _select_local(self.secure, id)
 
     def _require_secure(self, order: Order) -> None:
         """Check, before any training, that a reply enters a secure sum if and only if the run uses secure aggregation.
@@ -304,17 +294,6 @@ class Host:
             self._get_secure_client(order.to, order.secure.session).require_maskable(order, order.secure)
         elif self.secure is not None:
             raise FedspanError("federation.secure", None, problem="this run sends replies only under masks")
-
-    def _encode_body(self, order: Order, reply: Message, job: Job, trained: Trained) -> bytes:
-        """Encode a reply to train: the reply itself, or its masked contribution to a secure sum.
-
-        If the round has a second exchange, what it needs is stored.
-        """
-        body, factor = self._encode_reply(order, reply, job.tensors)
-        if self.method.declare_claims().second_exchange:
-            first = FirstExchange(split_extras(trained.tensors)[0], factor)
-            self.store.store_trained(order.to, order.round, first)
-        return body
 
     def _encode_reply(self, order: Order, reply: Message, started: Tensors, factor: float = 1.0) -> tuple[bytes, float]:
         """Encode a reply, or its masked contribution to a secure sum.
@@ -336,7 +315,6 @@ class Host:
     def _encode_masked(
         self, order: Order, contribution: Contribution, started: Tensors, factor: float = 1.0
     ) -> tuple[bytes, float]:
-        """Encode a masked contribution to a secure sum (``_encode_reply``)."""
         assert order.secure is not None
         secure = self._get_secure_client(order.to, order.secure.session)
         masked, clip_factor = secure.mask(order, order.secure, contribution, started, factor)
@@ -358,12 +336,10 @@ class Host:
     def compute_planned_charges(self, id: str) -> tuple[Charge, ...]:
         """Compute the privacy cost of all rounds of the run for a client that trains in each of them."""
         settings, data = self.engine.settings, self.clients[id]
-
-        def begin() -> ServerState:
-            return self.method.init(self.engine.adapted)
-
         client = _set_true_examples(data.client, data)
-        return compute_planned_charges(settings.privacy, settings, self.method, begin, client)
+        return compute_planned_charges(
+            settings.privacy, settings, self.method, partial(self.method.init, self.engine.adapted), client
+        )
 
     def _export(self, order: Order) -> Reply:
         if self.export is None:
@@ -374,9 +350,7 @@ class Host:
 
     def _reply_second(self, order: Order) -> Reply:
         """Carry out an order of a round's second exchange, from what the client trained in the first."""
-        client = order.client
-        if client is None or client.id != order.to:
-            raise ValueError("an order of a second exchange names another client, or none")
+        client = _require_client(order)
         self._require_secure(order)
         message = self._decode_message(order)
         reply, factor = build_second_reply(self.store, self.method, order, client, message)
@@ -401,9 +375,8 @@ class Host:
         self.limits.require(kind, order.round, len(data.train), layer.features)
 
     def _compute_statistics(self, order: Order) -> Reply:
-        data, client = self._get_data(order), order.client
-        if client is None or client.id != order.to:
-            raise ValueError("an order for statistics names another client, or none")
+        data = self._get_data(order)
+        _require_client(order)
         self._require_secure(order)
         self.require_statistics(order)
         kind, bound, message = parse_statistics_order(self._decode_message(order))
@@ -433,28 +406,27 @@ class Host:
     def _evaluate(self, order: Order) -> Reply:
         data = self._get_data(order)
         job, _ = self._start_job(order, self._decode_message(order))
-        scores: dict[ScoredPart, Scores] = {}
-        parts: tuple[tuple[ScoredPart, np.ndarray], ...]
-        parts = (("validation", data.validation), ("test", data.test))
-        limits = self.metric_limits
-        for name, indices in parts:
-            size = limits.sizes.get(name, len(indices))
-            if size < max(1, limits.examples):
-                continue
-            metrics = self._measure(order.to, job, indices)
-            if limits.epsilon is not None:
-                scores[name] = add_noise(metrics, len(indices), size, limits.epsilon, self.engine.task)
-            elif len(indices):
-                scores[name] = {**metrics, "examples": float(len(indices))}
+
+        def measure(indices: np.ndarray, bounded: bool) -> dict[str, float]:
+            return self.engine.evaluate(order.to, job, self.examples, indices, self.batch_size, bounded=bounded)
+
+        parts: Mapping[ScoredPart, np.ndarray] = {"validation": data.validation, "test": data.test}
+        scores = score_parts(parts, measure, self.metric_limits, self.engine.task)
         return Reply("evaluate", order.round, order.attempt, order.to, scores=scores)
 
-    def _measure(self, id: str, job: Job, indices: np.ndarray) -> dict[str, float]:
-        if not len(indices):
-            return {}
-        bounded = self.metric_limits.epsilon is not None
-        metrics = self.engine.evaluate(id, job, self.examples, indices, self.batch_size, bounded=bounded)
-        # With noise, whether a metric is sent must not depend on it: one example can make a perplexity infinite.
-        return {key: value for key, value in metrics.items() if bounded or math.isfinite(value)}
+
+def _select_local(clients: Mapping[str, A], id: str) -> A:
+    if id not in clients:
+        local_clients = ", ".join(map(repr, list(clients)[:3]))
+        raise ValueError(f"the order is addressed to {id!r}, and the local clients are {local_clients}")
+    return clients[id]
+
+
+def _require_client(order: Order) -> Client:
+    """Return the client as an order describes it, or raise ``ValueError`` if it names another one, or none."""
+    if order.client is None or order.client.id != order.to:
+        raise ValueError(f"an order of kind {order.task!r} names another client, or none")
+    return order.client
 
 
 def _normalize(reply: Message) -> Message:

@@ -21,8 +21,6 @@ from fedspan.federation.serialization import Reader, Writer, expect
 from fedspan.files import convert_disk_errors, read_bytes, remove, write_atomic
 from fedspan.training.jobs import TrainingProgress, TrainingTotals
 
-__all__ = ["DiskJobCheckpoint", "JobCheckpoints"]
-
 log = logging.getLogger("fedspan.node")
 
 

@@ -8,8 +8,6 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-__all__ = ["LazyMapping", "OverlayMapping", "copy_on_write"]
-
 V = TypeVar("V")
 
 

@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from fedspan.federation.protocol import ScoredPart
-from fedspan.tasks.bounded_losses import BoundsExamples, get_loss_bound
+import numpy as np
+
+from fedspan.federation.protocol import ScoredPart, Scores
+from fedspan.tasks.losses import BoundsExamples, get_loss_bound
 from fedspan.tasks.metrics import METRICS
 from fedspan.tasks.task import Task
-
-__all__ = ["MetricLimits", "add_noise", "draw_noise", "list_released_metrics", "round_count"]
 
 _STEPS = 1024
 """Steps between the least and the most that an example contributes. The noise of whole numbers has no low bits, which
@@ -61,6 +61,35 @@ def round_count(count: int) -> int:
     """Round a number of examples down to two significant digits."""
     step = 10 ** max(0, len(str(count)) - 2)
     return count // step * step
+
+
+def score_parts(
+    parts: Mapping[ScoredPart, np.ndarray],
+    measure: Callable[..., Mapping[str, float]],
+    limits: MetricLimits,
+    task: Task,
+) -> dict[ScoredPart, Scores]:
+    """Return what an evaluation releases of each part that is large enough.
+
+    Args:
+        parts: Indices of the examples of each part.
+        measure: Measures the model, of indices of examples and of whether the loss is bounded (``Engine.evaluate``).
+        limits: The data owner's limits.
+        task: The task.
+    """
+    scores, bounded = dict[ScoredPart, Scores](), limits.epsilon is not None
+    for name, indices in parts.items():
+        size = limits.sizes.get(name, len(indices))
+        if size < max(1, limits.examples):
+            continue
+        metrics = measure(indices, bounded) if len(indices) else {}
+        # With noise, whether a metric is sent must not depend on it: one example can make a perplexity infinite.
+        metrics = {key: value for key, value in metrics.items() if bounded or math.isfinite(value)}
+        if limits.epsilon is not None:
+            scores[name] = add_noise(metrics, len(indices), size, limits.epsilon, task)
+        elif len(indices):
+            scores[name] = {**metrics, "examples": float(len(indices))}
+    return scores
 
 
 def add_noise(

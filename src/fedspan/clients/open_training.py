@@ -10,8 +10,6 @@ from fedspan.federation.progress import ClientData, ClientState
 from fedspan.federation.protocol import Order, Part
 from fedspan.training.jobs import Assignment
 
-__all__ = ["OpenTraining"]
-
 
 @dataclass
 class OpenTraining:

@@ -13,8 +13,6 @@ from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope, Order, Reply
 from fedspan.federation.secagg.messages import Phase, refuse_phase
 
-__all__ = ["describe_error", "refuse", "refuse_any"]
-
 _SERVER_FIELDS = frozenset(
     {"client memory", "export", "federation", "limits", "message", "method", "node", "reply", "run", "serial"}
     | {"task", "task_options", "training", "version"}

@@ -53,7 +53,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from fedspan.clients.secagg_store import Session, SessionStore, Sum
+from fedspan.clients.secagg_store import Session, SessionStore
 from fedspan.core.tensors import Tensors
 from fedspan.core.values import Contribution, Message
 from fedspan.crypto.identity import Identity, compute_fingerprint, verify_signature
@@ -67,7 +67,7 @@ from fedspan.crypto.keys import (
     seal,
     verify_session_signature,
 )
-from fedspan.crypto.masks import Integers, Ring, add_mask
+from fedspan.crypto.masks import Ring, add_mask
 from fedspan.crypto.shares import SHARE, split
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
@@ -96,8 +96,6 @@ from fedspan.federation.secagg.messages import (
     flatten,
 )
 from fedspan.federation.settings import FEWEST_SECURE_CLIENTS
-
-__all__ = ["SecureClient"]
 
 
 class SecureClient:
@@ -246,7 +244,7 @@ class SecureClient:
         present = set(masking.peers)
         if self.id not in present or len(present) < len(masking.peers) or not present <= session.peers.keys():
             raise FedspanError("message.peers", masking.peers, "this client, and clients to which it sent shares")
-        agreement = _get_agreement(session)
+        agreement = session.get_agreement()
         self._require_min_clients(present, session.facts, agreement.threshold)
         if self.check is not None:
             self.check(agreement)
@@ -264,7 +262,7 @@ class SecureClient:
             session = session.model_copy(update={"trained": (agreement.round, agreement.model)})
         elif session.trained is None or session.trained[0] != order.round:
             raise FedspanError("message.agreement", "second", "a second exchange of the round that was trained last")
-        revealed = self.sessions.load_sum(self.id, _get_model(session))
+        revealed = self.sessions.load_sum(self.id, session.get_model())
         if revealed is not None and present.issuperset(revealed.clients):  # the others may drop out
             self._require_same_sum(session, revealed.clients)
         else:
@@ -287,21 +285,22 @@ class SecureClient:
             FedspanError: If the phase is out of order, or the contribution does not fit into the sum.
         """
         session = self._load_maskable_session(order, masking)
-        agreement = _get_agreement(session)
+        agreement = session.get_agreement()
         ring = Ring(agreement.bits, agreement.clip, agreement.clients)
         assert order.client is not None
         change = self._compute_change(agreement, contribution, started)
         change = {name: value * factor for name, value in change.items()}
         clipped, clip_factor = clip_change(change, agreement.clip)
         total = ring.encode(flatten(clipped) * compute_share(order.client.weight, agreement.top))
-        keys, transcript = _derive_keys(session), _get_transcript(session)
+        keys, transcript = _derive_keys(session), session.build_transcript()
         self.sessions.store(self.id, session.model_copy(update={"phase": "masked", "present": masking.peers}))
         add_mask(total, keys.own)
         for peer in masking.peers:
             if peer != self.id:
                 seed = derive_pair_seed(keys.masking, session.peers[peer].masking, transcript, self.id, peer)
                 add_mask(total, seed, 1 if self.id < peer else -1)
-        return Message({MASKED: torch.from_numpy(_reinterpret_as_signed(total))}), clip_factor
+        signed = total.view(np.int32 if total.itemsize == 4 else np.int64)  # which every version of torch supports
+        return Message({MASKED: torch.from_numpy(signed)}), clip_factor
 
     def _compute_change(
         self, agreement: Agreement, contribution: Contribution, started: Tensors
@@ -318,7 +317,7 @@ class SecureClient:
 
     def _answer_confirm(self, order: ConfirmOrder) -> ConfirmReply:
         session = self._load_session(order.run, order.session, "masked")
-        agreement = _get_agreement(session)
+        agreement = session.get_agreement()
         if self.check is not None:
             self.check(agreement)
         survivors, dropped = set(order.survivors), set(order.dropped)
@@ -340,24 +339,24 @@ class SecureClient:
             raise FedspanError("message.agreement", len(shares), f"at least {agreement.threshold}", problem=problem)
         update = {"phase": "confirmed", "survivors": order.survivors, "sealed": {id: order.sealed[id] for id in shares}}
         self.sessions.store(self.id, session.model_copy(update=update))
-        statement = build_confirmation(_get_transcript(session), survivors, dropped)
+        statement = build_confirmation(session.build_transcript(), survivors, dropped)
         unopened = tuple(id for id in session.present if id not in shares)
         signature = _derive_keys(session).sign(statement)
         return ConfirmReply(id=self.id, session=order.session, signature=signature, unopened=unopened)
 
     def _answer_unmask(self, order: UnmaskOrder) -> UnmaskReply:
         session = self._load_session(order.run, order.session, "confirmed")
-        agreement, survivors = _get_agreement(session), frozenset(session.survivors)
+        agreement, survivors = session.get_agreement(), frozenset(session.survivors)
         if self.check is not None:
             self.check(agreement)
-        statement = build_confirmation(_get_transcript(session), survivors, set(session.present) - survivors)
+        statement = build_confirmation(session.build_transcript(), survivors, set(session.present) - survivors)
         signers = [id for id in survivors & order.signatures.keys() if _is_signed(session, id, order, statement)]
         if len(signers) < agreement.threshold:
             problem = f"{len(signers)} clients have signed that the sum is of the same clients as this client's"
             raise FedspanError("message.signatures", sorted(signers), f"{agreement.threshold} clients", problem=problem)
         self._require_same_sum(session, survivors)
         shares = self._open_shares(session, session.sealed)
-        self.sessions.store_sum(self.id, _get_model(session), _build_sum(session, survivors))
+        self.sessions.store_sum(self.id, session.get_model(), session.build_sum(survivors))
         update = {"phase": "unmasked", "secret": b"", "peers": {}, "sealed": {}}
         self.sessions.store(self.id, session.model_copy(update=update))
         revealed = {id: pair[:SHARE] if id in survivors else pair[SHARE:] for id, pair in shares.items()}
@@ -365,7 +364,7 @@ class SecureClient:
 
     def _require_same_sum(self, session: Session, survivors: Collection[str]) -> None:
         """Check that a sum has the clients, and facts about them, of the model's sums in which shares were revealed."""
-        revealed, current = self.sessions.load_sum(self.id, _get_model(session)), _build_sum(session, survivors)
+        revealed, current = self.sessions.load_sum(self.id, session.get_model()), session.build_sum(survivors)
         if revealed is not None and revealed != current:
             problem = (
                 "this client has revealed shares in a sum of this model with other clients or other facts about "
@@ -380,7 +379,7 @@ class SecureClient:
 
     def _open_shares(self, session: Session, sealed: Mapping[str, bytes]) -> dict[str, bytes]:
         """Decrypt both shares of every peer; peers whose shares cannot be decrypted are skipped."""
-        keys, context = _derive_keys(session), _get_transcript(session)
+        keys, context = _derive_keys(session), session.build_transcript()
         decrypted: dict[str, bytes] = {}
         for id in session.present:
             try:
@@ -419,28 +418,6 @@ def _derive_keys(session: Session) -> SessionKeys:
     return SessionKeys.derive(session.secret, build_session_context(session.run, session.number))
 
 
-def _get_agreement(session: Session) -> Agreement:
-    """Return a client's agreement, which is stored since the phase of shares."""
-    assert session.agreement is not None
-    return session.agreement
-
-
-def _get_transcript(session: Session) -> str:
-    return _get_agreement(session).build_transcript(build_session_context(session.run, session.number), session.peers)
-
-
-def _get_model(session: Session) -> str:
-    """Return the model whose training is summed, which is stored since the phase of masks."""
-    assert session.trained is not None
-    return session.trained[1]
-
-
-def _build_sum(session: Session, survivors: Collection[str]) -> Sum:
-    agreement = _get_agreement(session)
-    facts = compute_facts_digest(one for one in session.facts if one.id in survivors)
-    return Sum(clients=tuple(sorted(survivors)), clip=agreement.clip, top=agreement.top, facts=facts)
-
-
 def _is_signed(session: Session, id: str, order: UnmaskOrder, statement: bytes) -> bool:
     try:
         verify_session_signature(session.peers[id].signing, order.signatures[id], statement)
@@ -468,8 +445,3 @@ def _get_public_keys(keys: SessionKeys) -> PublicKeys:
         own=compute_commitment(keys.own),
         signing=keys.signing_public,
     )
-
-
-def _reinterpret_as_signed(total: Integers) -> Integers:
-    """Reinterpret the bits in an integer format that every version of torch supports."""
-    return total.view(np.int32 if total.itemsize == 4 else np.int64)

@@ -1,8 +1,9 @@
-"""What a client of secure aggregation stores: its session between the phases, and the sums that it helped to open."""
+"""Store of a client of secure aggregation: its session between the phases, and the sums that it helped to open."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal, Protocol
@@ -11,10 +12,14 @@ from pydantic import Field, ValidationError
 
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import ClientFacts, Count, HeaderPart, Name
-from fedspan.federation.secagg.messages import Agreement, BinaryPart, PublicKeys
+from fedspan.federation.secagg.messages import (
+    Agreement,
+    BinaryPart,
+    PublicKeys,
+    build_session_context,
+    compute_facts_digest,
+)
 from fedspan.files import convert_disk_errors, read_bytes, write_atomic
-
-__all__ = ["DiskSessionStore", "MemorySessionStore", "Session", "SessionStore", "Sum", "remove_secrets"]
 
 
 class Session(BinaryPart):
@@ -46,6 +51,26 @@ class Session(BinaryPart):
     survivors: tuple[Name, ...] = ()
     sealed: dict[Name, bytes] = Field(default_factory=dict)
     trained: tuple[Count, str] | None = None
+
+    def get_agreement(self) -> Agreement:
+        """Return the client's agreement, which is stored since the phase of shares."""
+        assert self.agreement is not None
+        return self.agreement
+
+    def build_transcript(self) -> str:
+        """Return what all clients of the sum agree on (``Agreement.build_transcript``)."""
+        return self.get_agreement().build_transcript(build_session_context(self.run, self.number), self.peers)
+
+    def get_model(self) -> str:
+        """Return the model whose training is summed, which is stored since the phase of masks."""
+        assert self.trained is not None
+        return self.trained[1]
+
+    def build_sum(self, survivors: Collection[str]) -> Sum:
+        """Return what the sum of these clients has in common with the other sums of its model."""
+        agreement = self.get_agreement()
+        facts = compute_facts_digest(one for one in self.facts if one.id in survivors)
+        return Sum(clients=tuple(sorted(survivors)), clip=agreement.clip, top=agreement.top, facts=facts)
 
 
 class Sum(HeaderPart):

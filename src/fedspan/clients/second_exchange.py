@@ -19,8 +19,6 @@ from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Order
 from fedspan.federation.serialization import Reader, Writer, expect
 
-__all__ = ["TRAINED", "FirstExchange", "FirstExchangeStore", "build_second_reply"]
-
 
 @dataclass(frozen=True)
 class FirstExchange:

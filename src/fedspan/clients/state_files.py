@@ -26,8 +26,6 @@ from fedspan.files import (
     write_file,
 )
 
-__all__ = ["STATE", "Kind", "StateFolder", "StoredStates", "Version", "read_moments", "write_moments"]
-
 V = TypeVar("V")
 
 Version = tuple[str, int]

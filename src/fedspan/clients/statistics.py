@@ -17,8 +17,6 @@ from fedspan.models.head import find_output_layer
 from fedspan.tasks.task import Examples, get_head_targets, get_labels
 from fedspan.training.engine import Engine
 
-__all__ = ["StatisticsLimits", "compute_client_statistics", "parse_statistics_order"]
-
 _BATCH = 64
 _CHUNK = 4096
 """Maximum number of examples whose features are in memory."""

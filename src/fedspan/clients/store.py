@@ -16,8 +16,6 @@ from fedspan.errors import FedspanError
 from fedspan.federation.progress import ClientState
 from fedspan.files import DamagedFileError, convert_disk_errors, write_atomic
 
-__all__ = ["ClientStore", "DiskClientStore", "LostStateError", "OverlayClientStore", "compute_state_digest"]
-
 
 def compute_state_digest(state: ClientState) -> str:
     """Compute a digest of everything in a client's state that training depends on."""

@@ -11,10 +11,9 @@ import pyarrow as pa
 
 from fedspan.data.dialects import describe_missing_header
 from fedspan.data.images import PICTURES
-from fedspan.data.label_lists import find_combined_labels
-from fedspan.data.names import describe_missing_column, get_arrow_column, is_list, read_names
+from fedspan.data.multiple_files import has_placeholders, list_placeholders
+from fedspan.data.names import describe_missing_column, find_combined_labels, get_arrow_column, is_list, read_names
 from fedspan.data.numbers import parse_numbers
-from fedspan.data.path_patterns import has_placeholders, list_placeholders
 from fedspan.data.source import Source
 from fedspan.errors import FedspanError
 from fedspan.tasks.registry import TASKS, get_task
@@ -67,21 +66,16 @@ _SAMPLE_ROWS = 2000
 
 @dataclass(frozen=True)
 class InferredData:
-    """The task and the fields that were inferred from a file.
-
-    Args:
-        task: The learning task.
-        data: Fields of the section ``data``.
-        by: Column that assigns each row to a client; None: there is none.
-        findings: Descriptions of what was inferred.
-        advice: Sentence on another reading of the labels; empty if there is none.
-    """
+    """The task and the fields that were inferred from a file."""
 
     task: str
     data: Mapping[str, Any]
+    """Fields of the section ``data``."""
     by: str | None
+    """Column that assigns each row to a client; None: there is none."""
     findings: tuple[str, ...]
     advice: str = ""
+    """Sentence on another reading of the labels; empty if there is none."""
 
 
 def infer_data(rows: Source, location: str, task: str | None, options: Mapping[str, str | None]) -> InferredData:
@@ -180,7 +174,6 @@ def _find_client_column(sample: datasets.Dataset, options: Mapping[str, str | No
 
 
 def _find_image_column(sample: datasets.Dataset, requested: str | None) -> str | None:
-    """Find the column of images or of paths to image files."""
     import datasets
 
     likely = [name for name in _IMAGE_COLUMNS if name in sample.column_names]

@@ -1,13 +1,19 @@
-"""Which options of a run fit together: the checks across the sections of a config."""
+"""Checks across the sections of a config: combinations of options that do not fit together."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
 from fedspan.config.sections import RunSections
-from fedspan.core.values import LayerSpec, Spec
+from fedspan.core.method import Method
+from fedspan.core.values import Client, Job, LayerSpec, Reduced, ServerState, Spec
 from fedspan.data.files import FROM_TRAINERS, NOWHERE
 from fedspan.errors import FedspanError, suggest_nearest
-from fedspan.federation.round_dependence import explain_round_dependence
 from fedspan.federation.settings import MOST_SECURE_CLIENTS
+from fedspan.federation.validation import compute_origin
 from fedspan.methods.registry import get_method_class
 
 
@@ -55,7 +61,6 @@ def require_combination(config: RunSections) -> None:
 
 
 def _require_buffered_fit(config: RunSections) -> None:
-    """Check that asynchronous rounds fit the method and the rest of the run."""
     buffered = config.federation.buffered
     if buffered is None:
         return
@@ -122,7 +127,6 @@ def explain_random_head(config: RunSections) -> str | None:
 
 
 def _require_head_fit(config: RunSections) -> None:
-    """Check that pooling and head_init fit the task and the model."""
     if config.model.pooling not in ("auto", "stock") and not config.task_definition.can_pool:
         problem = f"{config.model.pooling} cannot be combined with {config.task}, which pools no texts"
         raise FedspanError("model.pooling", config.model.pooling, "auto", problem=problem)
@@ -146,7 +150,6 @@ def _require_head_fit(config: RunSections) -> None:
 
 
 def _require_head_rounds_fit(config: RunSections) -> None:
-    """Check that rounds can train the head alone."""
     extras = config.model.extras or get_method_class(config.method.name).claims.extras
     reasons = {
         f"{config.task} has no head for classes": config.task_definition.target_type != "label",
@@ -163,7 +166,6 @@ def _require_head_rounds_fit(config: RunSections) -> None:
 
 
 def _require_offload_fit(config: RunSections) -> None:
-    """Check that the rest of the run can use a base that is offloaded."""
     if config.model.device_map is None:
         return
     if config.engine.name != "loop":
@@ -221,7 +223,6 @@ def _require_head_updates_fit(config: RunSections) -> None:
 
 
 def _require_training_fit(config: RunSections) -> None:
-    """Check that options of local training, and those that need validation parts, fit the rest of the run."""
     training, adjustment = config.training, config.training.logit_adjustment
     if adjustment and config.privacy is not None and config.privacy.mechanism == "dp-sgd":
         problem = "it cannot be combined with dp-sgd, which does not protect a client's class counts"
@@ -247,11 +248,7 @@ def _require_training_fit(config: RunSections) -> None:
 
 
 def _require_final_rounds_fit(config: RunSections) -> None:
-    """Check that ``federation.final_rounds`` fits the rest of the run.
-
-    Raises:
-        FedspanError: If it does not.
-    """
+    """Check that ``federation.final_rounds`` fits the rest of the run."""
     reasons = {
         "without partition.validation all examples are trained on in every round": not config.partition.validation,
         "further rounds would cost privacy budget": config.privacy is not None,
@@ -303,7 +300,6 @@ def _require_reference_fit(config: RunSections) -> None:
 
 
 def _require_simulation_fit(config: RunSections) -> None:
-    """Check that simulated conditions fit the engine and the task."""
     conditions = config.simulation
     if conditions is None:
         return
@@ -321,7 +317,6 @@ def _require_simulation_fit(config: RunSections) -> None:
 
 
 def _require_cluster_fit(config: RunSections) -> None:
-    """Check that a cluster fits the rest of the run."""
     cluster = config.cluster
     if cluster is None:
         return
@@ -339,3 +334,71 @@ def _require_cluster_fit(config: RunSections) -> None:
     if config.device not in ("auto", requested):
         expected = f"auto or {requested}, because cluster.gpus_per_worker is {cluster.gpus_per_worker:g}"
         raise FedspanError("device", config.device, expected)
+
+
+@dataclass(frozen=True)
+class _DiagonalWeights:
+    """A pretrained model of diagonal matrices, whose singular values differ, so that every method can decompose it."""
+
+    method: Method
+
+    def get_weight(self, layer: str) -> Tensor:
+        rows, columns = next(spec.shape for spec in self.method.spec.layers if spec.name == layer)
+        weight = torch.zeros(rows, columns)
+        weight.diagonal().copy_(torch.linspace(1.0, 2.0, min(rows, columns)))
+        return weight
+
+    def get_extra(self, parameter: str) -> Tensor:
+        return torch.zeros(self.method.spec.extras[parameter])
+
+
+def explain_round_dependence(method: Method, rounds: int) -> str | None:
+    """Explain why a reply to an earlier round cannot enter a later one, as a clause; None if it can.
+
+    Claims that rule it out are named first. Otherwise the method's own functions run for all rounds without training:
+    from one state a job must be the same in every round, and no round may change the base or re-initialize tensors.
+
+    Args:
+        method: The method with its wrappers, bound to a small model.
+        rounds: Number of rounds of the run.
+    """
+    claims = method.declare_claims()
+    reasons = {
+        "its rounds have a second exchange, with the clients that replied in the first": claims.second_exchange,
+        "its server needs the single replies of a round, and not their sum": claims.reduction != "sum",
+        "its clients send nothing": claims.sends == "nothing",
+        "its clients also send something other than new values, or changes, of what they started from": claims.sends
+        == "other",
+        "its factors are re-initialized in every round, so that changes of two rounds have other coordinates": (
+            claims.reinitializes
+        ),
+        "its rounds move the base, from which changes of earlier rounds do not start": claims.moves_base,
+    }
+    if reason := next((reason for reason, applies in reasons.items() if applies), None):
+        return reason
+    client = Client("client", method.get_rank(None), 1.0, 1, 1.0)
+    state = method.init(_DiagonalWeights(method))
+    first = _start(method, state, client)
+    for number in range(rounds):
+        after = method.update(
+            state, Reduced(compute_origin(method, method.sync(state, client), client, number), count=1)
+        )
+        if after.generation != state.generation or after.base.round != state.base.round:
+            return f"it re-initializes its factors after round {number + 1}"
+        if number + 1 < rounds and not _are_alike(_start(method, after, client), first):
+            return f"a client trains something else in round {number + 2} than in round 1"
+        state = after
+    return None
+
+
+def _start(method: Method, state: ServerState, client: Client) -> Job:
+    return method.start(method.sync(state, client), client, {}, state.round)
+
+
+def _are_alike(left: Job, right: Job) -> bool:
+    """Check whether two jobs train the same tensors from the same values in the same way."""
+    for ours, theirs in ((left.tensors, right.tensors), (left.masks, right.masks)):
+        if ours.keys() != theirs.keys() or not all(torch.equal(value, theirs[name]) for name, value in ours.items()):
+            return False
+    left, right = (replace(job, tensors={}, masks={}, penalties=(), scalars={}) for job in (left, right))
+    return left == right

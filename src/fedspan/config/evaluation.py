@@ -13,49 +13,34 @@ from fedspan.config.section import Section
 class EvaluationConfig(Section):
     """Evaluation during the run."""
 
-    every: int = Field(default=1, ge=1, description="Rounds between evaluations; the last round is always evaluated.")
-    batch_size: int = Field(default=64, ge=1, description="Examples per forward pass.")
-    clients: int | None = Field(
-        default=None,
-        ge=1,
-        description="Number of clients that are evaluated on their own validation and test parts (personal models "
-        "also on the test set): the same ones in every round, drawn by the seed; default: all. Of "
-        "personal models, only those of these clients are exported.",
-    )
-    metric: str | None = Field(
-        default=None,
-        description="Metric that selects the best round on the clients' validation parts; default: accuracy, "
-        "pearson or loss, by task. Ties are broken by the validation loss, then by the later round. In deployments, "
-        "rounds are compared by a trimmed mean from three nodes on; with two, the last round is the best.",
-    )
-    by: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Column of the held-out examples, such as domain or hospital, for each of whose values the report "
-        "has the final scores (by_value); default: none. Not in deployments.",
-    )
-    best_by: Literal["metric", "loss"] = Field(
-        default="metric",
-        description="Compare rounds, for the best one and for early stopping, by the metric or by the validation "
-        "loss, which is less noisy on small validation parts. By the loss, a round replaces the start "
-        "only if its gain exceeds the standard error of that gain.",
-    )
-    diagnostics: int | None = Field(
-        default=None,
-        ge=1,
-        description="Rounds between diagnoses of the clients' updates: the measures of fedspan diagnose for every "
-        "target layer are written to metrics.jsonl and shown by fedspan report; default: never, "
-        "because it takes time. Not in deployments, where no process sees both ends of an update, and "
-        "not under privacy.",
-    )
-    generate: bool = Field(
-        default=False,
-        description="causal-lm: at the end, generate answers to the held-out prompts and count exact matches. seq2seq: "
-        "generate texts for the held-out sources and compute BLEU, chrF and ROUGE (fedspan[seq2seq]).",
-    )
-    max_new_tokens: int = Field(
-        default=64, ge=1, le=2**17, description="Maximum number of tokens of a generated answer or text."
-    )
+    every: int = Field(default=1, ge=1)
+    """Rounds between evaluations; the last round is always evaluated."""
+    batch_size: int = Field(default=64, ge=1)
+    """Examples per forward pass."""
+    clients: int | None = Field(default=None, ge=1)
+    """Number of clients that are evaluated on their own validation and test parts (personal models also on the test
+    set): the same ones in every round, drawn by the seed; default: all. Of personal models, only those of these clients
+    are exported."""
+    metric: str | None = None
+    """Metric that selects the best round on the clients' validation parts; default: accuracy, pearson or loss, by task.
+    Ties are broken by the validation loss, then by the later round. In deployments, rounds are compared by a trimmed
+    mean from three nodes on; with two, the last round is the best."""
+    by: str | None = Field(default=None, min_length=1)
+    """Column of the held-out examples, such as domain or hospital, for each of whose values the report has the final
+    scores (by_value); default: none. Not in deployments."""
+    best_by: Literal["metric", "loss"] = "metric"
+    """Compare rounds, for the best one and for early stopping, by the metric or by the validation loss, which is less
+    noisy on small validation parts. By the loss, a round replaces the start only if its gain exceeds the standard error
+    of that gain."""
+    diagnostics: int | None = Field(default=None, ge=1)
+    """Rounds between diagnoses of the clients' updates: the measures of fedspan diagnose for every target layer are
+    written to metrics.jsonl and shown by fedspan report; default: never, because it takes time. Not in deployments,
+    where no process sees both ends of an update, and not under privacy."""
+    generate: bool = False
+    """causal-lm: at the end, generate answers to the held-out prompts and count exact matches. seq2seq: generate texts
+    for the held-out sources and compute BLEU, chrF and ROUGE (fedspan[seq2seq])."""
+    max_new_tokens: int = Field(default=64, ge=1, le=2**17)
+    """Maximum number of tokens of a generated answer or text."""
     answer_pattern: str | None = Field(
         default=None,
         min_length=1,

@@ -27,12 +27,10 @@ class FractionRanks(Section):
     """Each rank for a share of the clients."""
 
     assign: Literal["fractions"] = "fractions"
-    of: dict[Rank, Annotated[float, Field(gt=0, le=1)]] = Field(
-        min_length=1, description="Shares by rank; they sum to 1."
-    )
-    seed: int | None = Field(
-        default=None, ge=0, lt=2**63, description="Seed of the assignment. Default: partition.seed."
-    )
+    of: dict[Rank, Annotated[float, Field(gt=0, le=1)]] = Field(min_length=1)
+    """Shares by rank; they sum to 1."""
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    """Seed of the assignment. Default: partition.seed."""
 
     @field_validator("of")
     @classmethod
@@ -46,8 +44,10 @@ class RandomRanks(Section):
     """A rank drawn independently for every client."""
 
     assign: Literal["draw"] = "draw"
-    of: list[Rank] = Field(min_length=1, description="Ranks, each with the same probability.")
-    seed: int | None = Field(default=None, ge=0, lt=2**63, description="Seed of the draws. Default: partition.seed.")
+    of: list[Rank] = Field(min_length=1)
+    """Ranks, each with the same probability."""
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    """Seed of the draws. Default: partition.seed."""
 
 
 def _select_variant(value: object) -> str | None:
@@ -80,196 +80,112 @@ Ranks = Annotated[
 class SecureConfig(Section):
     """Secure aggregation: the server learns only the sum of a round's replies, no single one."""
 
-    clip: float = Field(
-        default=100.0,
-        gt=0,
-        allow_inf_nan=False,
-        description="Norm to which each client clips its whole change; the server cannot enforce it. A smaller norm "
-        "gives finer quantization: with equal weights, an entry of the mean is off by at most about "
-        "2 * clip * clients / 2^bits, and by more with unequal ones. Without effect under central privacy, which has "
-        "its own clip.",
-    )
-    bits: Literal[32, 64] = Field(default=32, description="Bits of the integers that are sent instead of floats.")
-    threshold: float = Field(
-        default=2 / 3,
-        gt=0.5,
-        le=1,
-        description="Share of a round's clients that can open a sum, and that must remain until the end; of n clients, "
-        "more than (n + 1) / 2 can in any case. A larger share withstands more clients that collude with the server, "
-        "and fewer dropouts.",
-    )
+    clip: float = Field(default=100.0, gt=0, allow_inf_nan=False)
+    """Norm to which each client clips its whole change; the server cannot enforce it. A smaller norm gives finer
+    quantization: with equal weights, an entry of the mean is off by at most about 2 * clip * clients / 2^bits, and by
+    more with unequal ones. Without effect under central privacy, which has its own clip."""
+    bits: Literal[32, 64] = 32
+    """Bits of the integers that are sent instead of floats."""
+    threshold: float = Field(default=2 / 3, gt=0.5, le=1)
+    """Share of a round's clients that can open a sum, and that must remain until the end; of n clients, more than (n +
+    1) / 2 can in any case. A larger share withstands more clients that collude with the server, and fewer dropouts."""
 
 
 class BufferedConfig(Section):
     """Asynchronous rounds: the server updates the model after clients_per_round replies, old and new ones."""
 
-    concurrency: int = Field(ge=1, description="Number of clients that train at the same time; all if fewer exist.")
-    staleness_exponent: float = Field(
-        default=0.5,
-        ge=0,
-        allow_inf_nan=False,
-        description="The change of a reply whose order is t rounds old counts (1 + t) to the power of minus this.",
-    )
-    max_staleness: int | None = Field(
-        default=None, ge=0, description="Age of an order in rounds beyond which its reply is dropped; null: no limit."
-    )
-    replay: str | None = Field(
-        default=None,
-        description="Folder of a run, simulated or deployed, whose order of arrivals this simulation repeats, instead "
-        "of simulation.speed.",
-    )
+    concurrency: int = Field(ge=1)
+    """Number of clients that train at the same time; all if fewer exist."""
+    staleness_exponent: float = Field(default=0.5, ge=0, allow_inf_nan=False)
+    """The change of a reply whose order is t rounds old counts (1 + t) to the power of minus this."""
+    max_staleness: int | None = Field(default=None, ge=0)
+    """Age of an order in rounds beyond which its reply is dropped; null: no limit."""
+    replay: str | None = None
+    """Folder of a run, simulated or deployed, whose order of arrivals this simulation repeats, instead of
+    simulation.speed."""
 
 
 class FederationConfig(Section):
     """Rounds, cohort, weights, ranks."""
 
-    rounds: int = Field(default=10, ge=1, description="Communication rounds.")
-    early_stopping: int | None = Field(
-        default=None,
-        ge=1,
-        description="Stop after this many rounds without a better metric on the clients' validation parts (a lower "
-        "loss if evaluation.best_by is loss); default: run all rounds. Baselines stop by the same rule. In a "
-        "deployment, whose nodes add noise to their metrics, a round with equal ones restarts the count.",
-    )
-    final_rounds: int = Field(
-        default=0,
-        ge=0,
-        description="Simulations: rounds after the best one in which clients train on all their examples, those of "
-        "their validation parts included. A test set measures the model after them. Baselines have as many epochs. Not "
-        "under privacy, secure or buffered, nor with cluster.",
-    )
-    clients_per_round: int | None = Field(
-        default=None, ge=1, description="Number of clients selected per round; default: all."
-    )
-    weights: Literal["examples", "uniform"] = Field(
-        default="examples", description="Weight of a client's reply in the average."
-    )
-    ranks: Ranks | None = Field(
-        default=None,
-        description="Ranks of the clients, for methods that support different ranks. By client id: {client-00: "
-        "4}. Cyclically: [4, 8, 16]. By shares of the shuffled clients: {assign: fractions, of: {4: "
-        "0.5, 8: 0.3, 16: 0.2}}. Drawn for every client: {assign: draw, of: [4, 8, 16]}. The last two "
-        "accept a seed; default: the partition's seed. All other clients have method.r. Not under secure.",
-    )
-    scaling: Literal["by-rank", "equal"] = Field(
-        default="by-rank",
-        description="Scaling of a client's B A with different ranks. by-rank: lora_alpha over its own rank. "
-        "equal: lora_alpha over method.r for all clients.",
-    )
-    max_weight_ratio: float | None = Field(
-        default=4.0,
-        ge=1,
-        allow_inf_nan=False,
-        description="Limit of a client's weight, as a multiple of the cohort's median weight (the lower middle one of "
-        "an even number), for numbers of examples that only the client knows. Simulated clients have the examples of "
-        "the partition and are not limited, nor are nodes with --max-examples, which have their own limit. Limited "
-        "clients are reported. null: no limit. Under secure, all clients agree on the largest weight that "
-        "counts, which is at most that of the largest node with --max-examples.",
-    )
-    reduction: Reduction = Field(
-        default="mean",
-        description="How replies are combined: by their weighted mean, after clip_ratio; or, for methods that "
-        "sum, by a rule that bounds the influence of a few hostile clients. See docs/robustness.md.",
-    )
-    clip_ratio: float | None = Field(
-        default=1.5,
-        gt=0,
-        allow_inf_nan=False,
-        description="mean: scale a change down to this multiple of the round's median norm, from 3 replies on, "
-        "also in methods that stack; null: no clipping. Not under secure, which has its own clip, nor "
-        "under central privacy.",
-    )
-    max_norm: float | None = Field(
-        default=None,
-        gt=0,
-        allow_inf_nan=False,
-        description="mean: L2 norm to which a client's larger change is scaled down, instead of clip_ratio.",
-    )
-    trim: float = Field(
-        default=0.1,
-        gt=0,
-        lt=0.5,
-        description="trimmed-mean: share of the replies dropped at each end, rounded up. multi-krum: share of "
-        "hostile clients that it tolerates, rounded up.",
-    )
-    over_select: int = Field(
-        default=0,
-        ge=0,
-        description="Number of clients selected in addition to clients_per_round. The round ends after "
-        "clients_per_round valid replies; the other clients are reported as late. In the simulator it "
-        "needs simulation.speed to have an effect.",
-    )
-    min_replies: int | None = Field(
-        default=None,
-        ge=1,
-        description="Number of valid replies that a round needs; default: more than half of the requested ones. "
-        "In deployments, and in the simulator where replies can fail (simulation, secure).",
-    )
-    deadline: float = Field(
-        default=3600.0,
-        gt=0,
-        allow_inf_nan=False,
-        description="Seconds that clients have for a round, or for each of its exchanges where it has several (secure, "
-        "fedask); in the simulator, on the simulated clock of simulation.speed.",
-    )
-    max_missed_rounds: int | None = Field(
-        default=2,
-        ge=1,
-        description="Number of consecutive missed rounds after which the server still sends orders to a client "
-        "but does not wait for it, if the other replies suffice. It waits again after two, four, "
-        "eight times as many rounds, and after a valid reply. null: always wait until the deadline. "
-        "No effect with over_select; with buffered it counts missed evaluations.",
-    )
-    reconnect_timeout: float = Field(
-        default=300.0,
-        ge=0,
-        allow_inf_nan=False,
-        description="Deployments: seconds that a retry waits for offline clients; a killed node is readmitted after a "
-        "minute.",
-    )
-    retries: int = Field(
-        default=2,
-        ge=0,
-        description="How often a round without enough valid replies sends the order again to the missing clients; "
-        "then the run stops and can be resumed.",
-    )
-    require_tags: Tags = Field(
-        default_factory=dict,
-        description="Deployments: tags that a node needs to participate, such as {site: eu, gpu: true}; "
-        "partition.clients is the number of nodes that have them.",
-    )
-    min_examples: int = Field(
-        default=1, ge=1, description="Deployments: number of training examples that a node needs to participate."
-    )
-    late_joiners: bool = Field(
-        default=False,
-        description="Deployments: nodes may join, leave and come back between rounds. A round's clients are the nodes "
-        "that have joined and are online when it begins; partition.clients nodes have to join before the first one. "
-        "The quorum of min_replies is counted on the nodes present, and is never below that of partition.clients "
-        "nodes. See docs/deployment.md.",
-    )
-    message_mib: int = Field(
-        default=1024, ge=1, le=2048, description="Deployments: maximum size of a reply in MiB; larger ones are refused."
-    )
-    max_norm_ratio: float | None = Field(
-        default=10.0,
-        gt=1,
-        allow_inf_nan=False,
-        description="Drop a reply whose change has a norm above this multiple of the round's median, from 3 "
-        "replies on; null: drop none. In deployments, and in the simulator under simulation.",
-    )
-    buffered: BufferedConfig | None = Field(
-        default=None,
-        description="Asynchronous rounds (FedBuff), for methods whose replies sum and whose jobs are the same in every "
-        "round; in the simulator, they need simulation.speed or replay. Default: synchronous rounds. See "
-        "docs/asynchronous.md.",
-    )
-    secure: SecureConfig | None = Field(
-        default=None,
-        description="Secure aggregation, for methods whose replies sum, in deployments and in the simulator; "
-        "needs fedspan[secagg]. {}: with the defaults below. max_norm_ratio does not apply, because "
-        "the server sees no single replies.",
-    )
+    rounds: int = Field(default=10, ge=1)
+    """Communication rounds."""
+    early_stopping: int | None = Field(default=None, ge=1)
+    """Stop after this many rounds without a better metric on the clients' validation parts (a lower loss if
+    evaluation.best_by is loss); default: run all rounds. Baselines stop by the same rule. In a deployment, whose nodes
+    add noise to their metrics, a round with equal ones restarts the count."""
+    final_rounds: int = Field(default=0, ge=0)
+    """Simulations: rounds after the best one in which clients train on all their examples, those of their validation
+    parts included. A test set measures the model after them. Baselines have as many epochs. Not under privacy, secure
+    or buffered, nor with cluster."""
+    clients_per_round: int | None = Field(default=None, ge=1)
+    """Number of clients selected per round; default: all."""
+    weights: Literal["examples", "uniform"] = "examples"
+    """Weight of a client's reply in the average."""
+    ranks: Ranks | None = None
+    """Ranks of the clients, for methods that support different ranks. By client id: {client-00: 4}. Cyclically: [4, 8,
+    16]. By shares of the shuffled clients: {assign: fractions, of: {4: 0.5, 8: 0.3, 16: 0.2}}. Drawn for every client:
+    {assign: draw, of: [4, 8, 16]}. The last two accept a seed; default: the partition's seed. All other clients have
+    method.r. Not under secure."""
+    scaling: Literal["by-rank", "equal"] = "by-rank"
+    """Scaling of a client's B A with different ranks. by-rank: lora_alpha over its own rank. equal: lora_alpha over
+    method.r for all clients."""
+    max_weight_ratio: float | None = Field(default=4.0, ge=1, allow_inf_nan=False)
+    """Limit of a client's weight, as a multiple of the cohort's median weight (the lower middle one of an even number),
+    for numbers of examples that only the client knows. Simulated clients have the examples of the partition and are not
+    limited, nor are nodes with --max-examples, which have their own limit. Limited clients are reported. null: no
+    limit. Under secure, all clients agree on the largest weight that counts, which is at most that of the largest node
+    with --max-examples."""
+    reduction: Reduction = "mean"
+    """How replies are combined: by their weighted mean, after clip_ratio; or, for methods that sum, by a rule that
+    bounds the influence of a few hostile clients. See docs/robustness.md."""
+    clip_ratio: float | None = Field(default=1.5, gt=0, allow_inf_nan=False)
+    """mean: scale a change down to this multiple of the round's median norm, from 3 replies on, also in methods that
+    stack; null: no clipping. Not under secure, which has its own clip, nor under central privacy."""
+    max_norm: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """mean: L2 norm to which a client's larger change is scaled down, instead of clip_ratio."""
+    trim: float = Field(default=0.1, gt=0, lt=0.5)
+    """trimmed-mean: share of the replies dropped at each end, rounded up. multi-krum: share of hostile clients that it
+    tolerates, rounded up."""
+    over_select: int = Field(default=0, ge=0)
+    """Number of clients selected in addition to clients_per_round. The round ends after clients_per_round valid
+    replies; the other clients are reported as late. In the simulator it needs simulation.speed to have an effect."""
+    min_replies: int | None = Field(default=None, ge=1)
+    """Number of valid replies that a round needs; default: more than half of the requested ones. In deployments, and in
+    the simulator where replies can fail (simulation, secure)."""
+    deadline: float = Field(default=3600.0, gt=0, allow_inf_nan=False)
+    """Seconds that clients have for a round, or for each of its exchanges where it has several (secure, fedask); in the
+    simulator, on the simulated clock of simulation.speed."""
+    max_missed_rounds: int | None = Field(default=2, ge=1)
+    """Number of consecutive missed rounds after which the server still sends orders to a client but does not wait for
+    it, if the other replies suffice. It waits again after two, four, eight times as many rounds, and after a valid
+    reply. null: always wait until the deadline. No effect with over_select; with buffered it counts missed
+    evaluations."""
+    reconnect_timeout: float = Field(default=300.0, ge=0, allow_inf_nan=False)
+    """Deployments: seconds that a retry waits for offline clients; a killed node is readmitted after a minute."""
+    retries: int = Field(default=2, ge=0)
+    """How often a round without enough valid replies sends the order again to the missing clients; then the run stops
+    and can be resumed."""
+    require_tags: Tags = Field(default_factory=dict)
+    """Deployments: tags that a node needs to participate, such as {site: eu, gpu: true}; partition.clients is the
+    number of nodes that have them."""
+    min_examples: int = Field(default=1, ge=1)
+    """Deployments: number of training examples that a node needs to participate."""
+    late_joiners: bool = False
+    """Deployments: nodes may join, leave and come back between rounds. A round's clients are the nodes that have joined
+    and are online when it begins; partition.clients nodes have to join before the first one. The quorum of min_replies
+    is counted on the nodes present, and is never below that of partition.clients nodes. See docs/deployment.md."""
+    message_mib: int = Field(default=1024, ge=1, le=2048)
+    """Deployments: maximum size of a reply in MiB; larger ones are refused."""
+    max_norm_ratio: float | None = Field(default=10.0, gt=1, allow_inf_nan=False)
+    """Drop a reply whose change has a norm above this multiple of the round's median, from 3 replies on; null: drop
+    none. In deployments, and in the simulator under simulation."""
+    buffered: BufferedConfig | None = None
+    """Asynchronous rounds (FedBuff), for methods whose replies sum and whose jobs are the same in every round; in the
+    simulator, they need simulation.speed or replay. Default: synchronous rounds. See docs/asynchronous.md."""
+    secure: SecureConfig | None = None
+    """Secure aggregation, for methods whose replies sum, in deployments and in the simulator; needs fedspan[secagg].
+    {}: with the defaults below. max_norm_ratio does not apply, because the server sees no single replies."""
 
     @property
     def most_rounds(self) -> int:

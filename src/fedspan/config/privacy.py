@@ -17,49 +17,25 @@ from fedspan.training.jobs import Privacy
 class PrivacyConfig(Section):
     """Clipping, noise and the privacy budget; needs fedspan[privacy]."""
 
-    mechanism: Literal["central", "local", "dp-sgd"] = Field(
-        description="central: the server clips every client's change and adds noise to the sum; protects a client "
-        "from anyone who sees the models, except the server. local: every client clips its change and "
-        "adds noise to it; also protects from the server, with much more noise. dp-sgd: every client "
-        "clips the gradient of each example and adds noise to the sum; protects an example from "
-        "everyone except its data owner.",
-    )
-    clip: float = Field(
-        default=1.0,
-        gt=0,
-        allow_inf_nan=False,
-        description="Maximum L2 norm of a client's change (central, local) or of an example's gradient (dp-sgd).",
-    )
-    noise: float | None = Field(
-        default=None,
-        gt=0,
-        allow_inf_nan=False,
-        description="Standard deviation of the noise divided by clip; default: the smallest that epsilon allows "
-        "for all rounds.",
-    )
-    epsilon: float | None = Field(
-        default=None,
-        gt=0,
-        allow_inf_nan=False,
-        description="Privacy budget: the run ends before a round that would exceed it; default: no budget.",
-    )
-    delta: float = Field(
-        default=1e-5,
-        gt=0,
-        lt=1,
-        description="Probability with which the guarantee may fail: well below 1 over the number of clients or "
-        "examples.",
-    )
-    accountant: Literal["rdp", "prv"] = Field(
-        default="rdp",
-        description="Accountant of Opacus. rdp: fast and slightly loose. prv: tight, and slow if clients differ.",
-    )
-    randomness: Literal["seed", "secret"] | None = Field(
-        default=None,
-        description="Source of the noise. seed: the run's seed; reproducible, without protection from anyone who "
-        "knows the seed. secret: a random key that never leaves its machine. Default: seed in "
-        "simulations; secret in deployments, where seed is refused.",
-    )
+    mechanism: Literal["central", "local", "dp-sgd"]
+    """central: the server clips every client's change and adds noise to the sum; protects a client from anyone who sees
+    the models, except the server. local: every client clips its change and adds noise to it; also protects from the
+    server, with much more noise. dp-sgd: every client clips the gradient of each example and adds noise to the sum;
+    protects an example from everyone except its data owner."""
+    clip: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Maximum L2 norm of a client's change (central, local) or of an example's gradient (dp-sgd)."""
+    noise: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Standard deviation of the noise divided by clip; default: the smallest that epsilon allows for all rounds."""
+    epsilon: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Privacy budget: the run ends before a round that would exceed it; default: no budget."""
+    delta: float = Field(default=1e-5, gt=0, lt=1)
+    """Probability with which the guarantee may fail: well below 1 over the number of clients or examples."""
+    accountant: Literal["rdp", "prv"] = "rdp"
+    """Accountant of Opacus. rdp: fast and slightly loose. prv: tight, and slow if clients differ."""
+    randomness: Literal["seed", "secret"] | None = None
+    """Source of the noise. seed: the run's seed; reproducible, without protection from anyone who knows the seed.
+    secret: a random key that never leaves its machine. Default: seed in simulations; secret in deployments, where seed
+    is refused."""
 
     @model_validator(mode="after")
     def _require_noise(self) -> Self:

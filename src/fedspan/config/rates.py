@@ -17,25 +17,21 @@ from fedspan.tasks.registry import get_task
 
 @dataclass(frozen=True)
 class TrainingDefaults:
-    """Default training settings of a run.
-
-    Args:
-        lr: Learning rate of what the method trains.
-        batch_size: Number of examples of a pass.
-        local_epochs: Passes over a client's examples in a round.
-        rounds: Maximum number of rounds.
-        early_stopping: Rounds without a lower validation loss after which the run stops.
-        final_rounds: Rounds after the best one on all of a client's examples.
-        logit_adjustment: Strength of the adjustment of logits to a client's own classes.
-    """
+    """Default training settings of a run."""
 
     lr: float
+    """Learning rate of what the method trains."""
     batch_size: int
     local_epochs: int
+    """Passes over a client's examples in a round."""
     rounds: int
+    """Maximum number of rounds."""
     early_stopping: int
+    """Rounds without a lower validation loss after which the run stops."""
     final_rounds: int
+    """Rounds after the best one on all of a client's examples."""
     logit_adjustment: float
+    """Strength of the adjustment of logits to a client's own classes."""
 
 
 FACTORS: Mapping[str, float] = {"fedavg": 0.25, "ffa-lora": 2.5}

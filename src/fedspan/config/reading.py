@@ -64,6 +64,13 @@ def parse_config(values: Mapping[str, Any]) -> RunConfig:
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Load a config from a YAML file and ``a.b=c`` overrides.
 
+    Returns:
+        The checked config, with defaults for all fields that the file leaves out.
+
+    Examples:
+        >>> fedspan.load_config("config.yaml", ["federation.rounds=20"]).federation.rounds
+        20
+
     Raises:
         FedspanError: If the file is missing, unreadable or no YAML mapping, or for the first mistake in it.
     """

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from fedspan.config.cluster import ClusterConfig
-from fedspan.config.defaults import fill_dataset_defaults
 from fedspan.config.engine import EngineConfig
 from fedspan.config.evaluation import EvaluationConfig
 from fedspan.config.federation import FederationConfig
@@ -21,77 +21,94 @@ from fedspan.config.simulation import SimulationConfig
 from fedspan.config.training import TrainingConfig
 from fedspan.core.method import Method, RegisteredMethod
 from fedspan.core.values import OptimizerSpec
+from fedspan.data.catalogue import DatasetEntry, list_datasets
 from fedspan.data.columns import LABELED_TEXTS, TaskColumns
 from fedspan.data.config import DataConfig, PartitionConfig
 from fedspan.errors import FedspanError
 from fedspan.methods.registry import get_method_class
 from fedspan.tasks.definition import TaskDefinition
-from fedspan.tasks.registry import get_task
+from fedspan.tasks.registry import TASKS, get_task
 from fedspan.training.jobs import Privacy, TrainingSettings
 from fedspan.wrappers.head_rounds import HeadRounds, NewHead
+
+_SMALLEST_SHARE = 0.0001  # Ray's
+_ADDRESS = re.compile(r"(ray://)?[^\s/:]+:\d{1,5}")
+
+
+class ClusterConfig(Section):
+    """Workers that train the clients, each in a process of its own with the engine of ``engine``."""
+
+    address: str = "local"
+    """local: a temporary Ray on this machine, which no other machine can reach. auto: the cluster that this machine
+    belongs to (RAY_ADDRESS, or ray start). HOST:PORT or ray://HOST:PORT: another cluster. Anyone who can reach a
+    cluster can run code on it: see docs/security.md."""
+    workers: int = Field(ge=1, le=4096)
+    """Number of workers. Clients are distributed among them by tokens; with engine.name: loop the results do not depend
+    on the number, with batched they agree to rounding."""
+    threads_per_worker: int = Field(default=1, ge=1, le=1024)
+    """CPU threads per worker, instead of threads."""
+    gpus_per_worker: float = Field(default=0.0, ge=0, le=1, allow_inf_nan=False)
+    """Share of a GPU per worker; 0.5: two workers share one. 0: workers train on the CPU."""
+    start_timeout: float = Field(default=300.0, gt=0, allow_inf_nan=False)
+    """Seconds that workers may take to start, or to restart after all have failed."""
+
+    @field_validator("gpus_per_worker")
+    @classmethod
+    def _validate_share(cls, value: float) -> float:
+        if 0 < value < _SMALLEST_SHARE:
+            raise ValueError(f"0, or a share from {_SMALLEST_SHARE} to 1")
+        return value
+
+    @field_validator("address")
+    @classmethod
+    def _validate_address(cls, value: str) -> str:
+        if value not in ("local", "auto") and not _ADDRESS.fullmatch(value):
+            raise ValueError("local, auto, HOST:PORT or ray://HOST:PORT")
+        return value
 
 
 class RunSections(Section):
     """The sections of a run's configuration, each valid by itself."""
 
-    task: str = Field(
-        default="sequence-classification",
-        description="sequence-classification: a label for a text or a pair. image-classification: a label for an "
-        "image. regression: a number. causal-lm: an answer to a prompt (instruction tuning). "
-        "token-classification: a tag for each word (named entities). multi-label-classification: any number of "
-        "labels for a text. masked-lm: masked words, without labels. text-embedding: a vector for a text. seq2seq: a "
-        "text for a text (translation, summaries). preference: the better of two answers to a prompt (DPO). trainer: "
-        "what the trainers of fedspan.simulate define. Or a task of your own (docs/your-task.md). Default: the task of "
-        "data.dataset, if set.",
-    )
-    task_options: dict[str, str | bool | int | float | None] = Field(
-        default_factory=dict, description="The task's own options; docs/tasks.md leads to those of each task."
-    )
-    seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of every random draw.")
-    device: str = Field(default="auto", description="auto, cpu, cuda, cuda:1, mps.")
-    threads: int | None = Field(
-        default=None, ge=1, le=1024, description="CPU threads of torch; default: torch's choice."
-    )
-    deterministic: bool = Field(
-        default=False,
-        description="On a GPU, use only deterministic algorithms (torch.use_deterministic_algorithms): reruns are "
-        "bitwise equal. Some are slower, and an operation without one fails. It lasts in a process until the next run "
-        "without it. In a deployment it applies to the server and the nodes. It has no effect on a CPU, where reruns "
-        "are bitwise equal anyway.",
-    )
+    task: str = "sequence-classification"
+    """sequence-classification: a label for a text or a pair. image-classification: a label for an image. regression: a
+    number. causal-lm: an answer to a prompt (instruction tuning). token-classification: a tag for each word (named
+    entities). multi-label-classification: any number of labels for a text. masked-lm: masked words, without labels.
+    text-embedding: a vector for a text. seq2seq: a text for a text (translation, summaries). preference: the better of
+    two answers to a prompt (DPO). trainer: what the trainers of fedspan.simulate define. Or a task of your own
+    (docs/your-task.md). Default: the task of data.dataset, if set."""
+    task_options: dict[str, str | bool | int | float | None] = Field(default_factory=dict)
+    """The task's own options; docs/tasks.md leads to those of each task."""
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """Seed of every random draw."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1, mps."""
+    threads: int | None = Field(default=None, ge=1, le=1024)
+    """CPU threads of torch; default: torch's choice."""
+    deterministic: bool = False
+    """On a GPU, use only deterministic algorithms (torch.use_deterministic_algorithms): reruns are bitwise equal. Some
+    are slower, and an operation without one fails. It lasts in a process until the next run without it. In a deployment
+    it applies to the server and the nodes. It has no effect on a CPU, where reruns are bitwise equal anyway."""
     model: ModelConfig = Field(default_factory=ModelConfig)
     data: DataConfig
     partition: PartitionConfig = Field(default_factory=PartitionConfig)
     method: MethodConfig = Field(default_factory=MethodConfig)
     federation: FederationConfig = Field(default_factory=FederationConfig)
     training: TrainingConfig = Field(default_factory=TrainingConfig)
-    privacy: PrivacyConfig | None = Field(
-        default=None, description="Differential privacy; default: none. See docs/privacy.md."
-    )
-    simulation: SimulationConfig | None = Field(
-        default=None,
-        description="Conditions that the simulator imposes on its clients: dropouts, speeds, faults. See "
-        "docs/simulation.md.",
-    )
+    privacy: PrivacyConfig | None = None
+    """Differential privacy; default: none. See docs/privacy.md."""
+    simulation: SimulationConfig | None = None
+    """Conditions that the simulator imposes on its clients: dropouts, speeds, faults. See docs/simulation.md."""
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
-    cluster: ClusterConfig | None = Field(
-        default=None,
-        description="Train the clients in several processes, on one machine or many, with Ray; needs "
-        "fedspan[cluster]. Default: in this process. See docs/cluster.md.",
-    )
-    baselines: list[Literal["local-only", "centralized"]] = Field(
-        default_factory=list,
-        description="Baselines to train in addition, for comparison, with the same number of passes.",
-    )
-    centralized_lr: float | None = Field(
-        default=None,
-        gt=0,
-        allow_inf_nan=False,
-        description="Learning rate of the centralized baseline. It takes as many steps per epoch as all clients "
-        "together and usually needs a smaller rate. Default: training.lr, or with auto its own range "
-        "test.",
-    )
+    cluster: ClusterConfig | None = None
+    """Train the clients in several processes, on one machine or many, with Ray; needs fedspan[cluster]. Default: in
+    this process. See docs/cluster.md."""
+    baselines: list[Literal["local-only", "centralized"]] = Field(default_factory=list)
+    """Baselines to train in addition, for comparison, with the same number of passes."""
+    centralized_lr: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Learning rate of the centralized baseline. It takes as many steps per epoch as all clients together and usually
+    needs a smaller rate. Default: training.lr, or with auto its own range test."""
 
     @field_validator("task")
     @classmethod
@@ -195,3 +212,51 @@ class RunSections(Section):
         if (model.extras or get_method_class(self.method.name).claims.extras) != "average":
             return 0
         return 0 if self.privacy or self.federation.buffered else min(5, self.federation.rounds // 5)
+
+
+def fill_dataset_defaults(values: object) -> object:
+    """Fill a run's configuration with what ``data.dataset`` implies for the values that the user left out.
+
+    Args:
+        values: Values that are not validated yet; their other mistakes are reported later.
+
+    Raises:
+        FedspanError: If the data set is for another task than the run's.
+    """
+    if not isinstance(values, Mapping):
+        return values
+    key = _get_field(values.get("data"), "dataset")
+    if not isinstance(key, str):
+        return values
+    entry = next((entry for entry in list_datasets() if entry.key == key), None)
+    if entry is None:
+        return values
+    task = values.get("task", entry.task)
+    if task != entry.task and isinstance(task, str) and task in TASKS:
+        raise FedspanError("task", task, f"{entry.task}, the task of data.dataset {entry.key}")
+    content = {**values, "task": task, "evaluation": _fill_evaluation(values.get("evaluation", {}), entry)}
+    if entry.prompt is not None and _get_field(values["data"], "messages") is None:
+        # The prompt is needed long after the data were read.
+        content["data"] = _fill_section(values["data"], {"prompt": entry.prompt})
+    return content
+
+
+def _fill_evaluation(section: Any, entry: DatasetEntry) -> Any:
+    defaults = {"answer_pattern": entry.answer_pattern, "max_new_tokens": entry.max_new_tokens}
+    if entry.metric in get_task(entry.task).metric_names:
+        defaults["metric"] = entry.metric  # exact_match is only measured at the end
+    return _fill_section(section, {name: value for name, value in defaults.items() if value is not None})
+
+
+def _get_field(section: Any, name: str) -> Any:
+    return section.get(name) if isinstance(section, Mapping) else getattr(section, name, None)
+
+
+def _fill_section(section: Any, defaults: Mapping[str, Any]) -> Any:
+    """Fill a section, given as values or a model, with defaults for what it leaves out."""
+    if isinstance(section, BaseModel):
+        missing = {name: value for name, value in defaults.items() if name not in section.model_fields_set}
+        return section.model_copy(update=missing)
+    if isinstance(section, Mapping):
+        return {**defaults, **section}
+    return section

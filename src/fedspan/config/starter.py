@@ -40,17 +40,14 @@ _SAMPLE_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class StarterConfig:
-    """The config that was written, with what was found in the data.
-
-    Args:
-        path: Path of the config.
-        config: The parsed config.
-        findings: Descriptions of the data, one line each.
-    """
+    """The config that was written, with what was found in the data."""
 
     path: Path
+    """Path of the config."""
     config: RunConfig
+    """The parsed config."""
     findings: tuple[str, ...]
+    """Descriptions of the data, one line each."""
 
 
 def write_starter_config(

@@ -132,7 +132,6 @@ def _unwrap_optional(annotation: Any) -> Any:
 
 
 def _find_tagged_type(annotation: Any, tag: str) -> Any:
-    """Return the type of a union that has a tag."""
     for variant in get_args(annotation):
         if pydantic.Tag(tag) in getattr(variant, "__metadata__", ()):
             return get_args(variant)[0]

@@ -62,17 +62,13 @@ def factorize_gram(gram_KK: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class View:
-    """One client's matrix (N, D) for AJIVE, as ``left @ right`` where it is of low rank.
-
-    Args:
-        left: Matrix (N, Q).
-        right: Matrix (Q, D) with orthonormal rows; None: the matrix is ``left`` itself. AJIVE can work on the columns
-            of ``left`` instead of those of the matrix: centring, left singular vectors and singular values are the
-            same.
-    """
+    """One client's matrix (N, D) for AJIVE, as ``left @ right`` where it is of low rank."""
 
     left: Tensor
+    """Matrix (N, Q)."""
     right: Tensor | None = None
+    """Matrix (Q, D) with orthonormal rows; None: the matrix is ``left`` itself. AJIVE can work on the columns of
+    ``left`` instead of those of the matrix: centring, left singular vectors and singular values are the same."""
 
     @staticmethod
     def from_matrix(matrix: Tensor | LowRank) -> View:
@@ -95,19 +91,16 @@ class View:
 
 @dataclass(frozen=True)
 class Ajive:
-    """The joint component of the views, and what the individual ones follow from.
-
-    Args:
-        basis: Orthonormal basis U (N, joint rank) of the joint column space, signs fixed, float64.
-        thresholds: Threshold tau of every view: the mean of its last retained and first dropped singular value.
-        views: The (uncentered) views.
-        means: Subtracted column means, in the views' coordinates.
-    """
+    """The joint component of the views, and what the individual ones follow from."""
 
     basis: Tensor
+    """Orthonormal basis U (N, joint rank) of the joint column space, signs fixed, float64."""
     thresholds: tuple[float, ...]
+    """Threshold tau of every view: the mean of its last retained and first dropped singular value."""
     views: tuple[View, ...]
+    """The (uncentered) views."""
     means: tuple[Tensor, ...]
+    """Subtracted column means, in the views' coordinates."""
 
     def compute_joint(self, number: int) -> Tensor:
         """Compute J_i = U U^T (X_i - mean), in the coordinates of the view's ``left``."""

@@ -90,17 +90,14 @@ def _scale_parts(parts: tuple[LowRank, ...] | Tensor, factor: float) -> tuple[Lo
 
 @dataclass(frozen=True)
 class Increment:
-    """One change of the base: ``rho <- decay * rho``, ``total <- decay * total + deltas``.
-
-    Args:
-        round: Number of the first server state that holds the increment (0: from ``init``, 1: after the first round).
-        deltas: Change by layer; layers that do not move are left out.
-        decay: Factor on everything before (weight decay of the base; 1 for all methods without it).
-    """
+    """One change of the base: ``rho <- decay * rho``, ``total <- decay * total + deltas``."""
 
     round: int
+    """Number of the first server state that holds the increment (0: from ``init``, 1: after the first round)."""
     deltas: Mapping[str, Delta]
+    """Change by layer; layers that do not move are left out."""
     decay: float = 1.0
+    """Factor on everything before (weight decay of the base; 1 for all methods without it)."""
 
     def numel(self) -> int:
         """Count the stored elements."""
@@ -124,21 +121,17 @@ class BasePatch:
 
 @dataclass(frozen=True)
 class BaseUpdate:
-    """The accumulated change of the base, with recent increments stored for clients that were absent.
-
-    Args:
-        round: Tag of the last increment (-1: the base is W0).
-        rho: Factor on the pretrained weights W0.
-        total: Sum of all increments by layer.
-        recent: The last increments, together no larger than the total (but always at least one).
-        recent_from: Earliest round from whose base a client catches up by applying ``recent``.
-    """
+    """The accumulated change of the base, with recent increments stored for clients that were absent."""
 
     round: int = -1
+    """Tag of the last increment (-1: the base is W0)."""
     rho: float = 1.0
+    """Factor on the pretrained weights W0."""
     total: Mapping[str, Delta] = field(default_factory=dict)
     recent: tuple[Increment, ...] = ()
+    """The last increments, together no larger than the total (but always at least one)."""
     recent_from: int = -1
+    """Earliest round from whose base a client catches up by applying ``recent``."""
 
     @property
     def moved(self) -> bool:

@@ -69,23 +69,20 @@ _TINY = 1e-300
 
 @dataclass(frozen=True)
 class HeadStatistics:
-    """Averages over examples of the features that enter an output layer, float64.
-
-    Args:
-        shares: Share of the examples of each class, (C,); for a regression 1, (1,). By label, that of each label, and 1
-            for all examples, (C + 1,).
-        sums: Mean of f over all examples, counting only those of class c in row c, (C, D). By label, the last row
-            counts all, (C + 1, D).
-        square: Mean of |f|^2.
-        products: Mean of f f^T, (D, D); None if the kind of start does not use it.
-        targets: For a regression the means of y f, (D,), y and y^2, together (D + 2,); else None.
-    """
+    """Averages over examples of the features that enter an output layer, float64."""
 
     shares: Tensor
+    """Share of the examples of each class, (C,); for a regression 1, (1,). By label, that of each label, and 1 for all
+    examples, (C + 1,)."""
     sums: Tensor
+    """Mean of f over all examples, counting only those of class c in row c, (C, D). By label, the last row counts all,
+    (C + 1, D)."""
     square: Tensor
+    """Mean of |f|^2."""
     products: Tensor | None = None
+    """Mean of f f^T, (D, D); None if the kind of start does not use it."""
     targets: Tensor | None = None
+    """For a regression the means of y f, (D,), y and y^2, together (D + 2,); else None."""
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> HeadStatistics:
@@ -131,15 +128,12 @@ class HeadStatistics:
 
 @dataclass(frozen=True)
 class OutputWeights:
-    """Weights of an output layer.
-
-    Args:
-        weight: Weight, (C, D) float32.
-        bias: Bias, (C,) float32.
-    """
+    """Weights of an output layer."""
 
     weight: Tensor
+    """Weight, (C, D) float32."""
     bias: Tensor
+    """Bias, (C,) float32."""
 
 
 def compute_statistics_shapes(kind: HeadKind, outputs: int, features: int) -> dict[str, tuple[int, ...]]:

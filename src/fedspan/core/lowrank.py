@@ -15,16 +15,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LowRank:
-    """The matrix ``scale * B @ A``, stored as its factors.
-
-    Args:
-        B: Factor (O, R) that is applied last ("up").
-        A: Factor (R, I) that is applied first ("down").
-        scale: Scalar in front of the product.
-    """
+    """The matrix ``scale * B @ A``, stored as its factors."""
 
     B: Tensor
+    """Factor (O, R) that is applied last ("up")."""
     A: Tensor
+    """Factor (R, I) that is applied first ("down")."""
     scale: float = 1.0
 
     def __post_init__(self) -> None:

@@ -1,23 +1,26 @@
-"""How trainable tensors become a layer's weight: the one thing in which most low-rank methods differ on the client.
+"""Parametrizations, from trainable tensors to a layer's weight: where most low-rank methods differ on the client.
 
 A parametrization maps one layer's tensors (by slot) to an ``Effective``: whether the frozen base is included, a pair of
 factors (or a matrix) added to it, and, for full-weight methods, a weight that replaces it. Shapes: O output features, I
-input features, R rank, P personal rank, K = min(O, I). Everything is differentiable in the slots.
+input features, R rank, P personal rank, K = min(O, I), N = max(O, I) or the number of selected entries. Everything is
+differentiable in the slots.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from fedspan.core.base import Delta, to_dense
-from fedspan.core.bases import multiply_by_mixing
 from fedspan.core.lowrank import LowRank, concatenate
-from fedspan.core.sparse import scatter_entries
+from fedspan.core.projectors import draw_random_projector
+from fedspan.core.tensors import create_generator
 
 __all__ = [
     "Core",
@@ -45,19 +48,16 @@ Slots = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Effective:
-    """The function of a layer: ``x @ (weight or W)^T + pair(x)``, W being the frozen base where ``base`` is true.
-
-    Args:
-        pair: Factors or matrix (O, I) added to the weight, or None.
-        weight: Weight (O, I) that replaces the base's, or None.
-        base: Whether the base's own product is included (never together with ``weight``).
-        dropout: Whether the pair is an adapter, so that adapter dropout acts on its input.
-    """
+    """The function of a layer: ``x @ (weight or W)^T + pair(x)``, W being the frozen base where ``base`` is true."""
 
     pair: Delta | None = None
+    """Factors or matrix (O, I) added to the weight, or None."""
     weight: Tensor | None = None
+    """Weight (O, I) that replaces the base's, or None."""
     base: bool = True
+    """Whether the base's own product is included (never together with ``weight``)."""
     dropout: bool = True
+    """Whether the pair is an adapter, so that adapter dropout acts on its input."""
 
 
 @runtime_checkable
@@ -295,3 +295,58 @@ def compute_dense_change(effective: Effective, weight_OI: Tensor) -> Tensor:
     if effective.pair is not None:
         changed = changed + to_dense(effective.pair).to(changed.dtype)
     return changed - weight_OI
+
+
+@lru_cache(maxsize=256)
+def draw_dense_bases(shape: tuple[int, int], seed: int, layer: str) -> tuple[Tensor, Tensor]:
+    """Draw random L (O, K) with orthonormal columns and R (K, I) with orthonormal rows, K = min(O, I); float32.
+
+    Both are uniformly distributed. Each takes a QR of a matrix as large as the layer, so the last ones are cached.
+    """
+    k = min(shape)
+    L_OK = draw_random_projector(shape, k, "left", create_generator(seed, "L", layer))
+    return L_OK, draw_random_projector(shape, k, "right", create_generator(seed, "R", layer))
+
+
+def draw_mixing_keys(longer: int, shorter: int, seed: int, layer: str) -> tuple[Tensor, Tensor]:
+    """Draw the keys of ``multiply_by_mixing``'s basis: K of N positions, (K,) int64, and signs, (N,) float32."""
+    rng = create_generator(seed, "mixing", layer)
+    positions_K = torch.randperm(longer, generator=rng)[:shorter]
+    signs = torch.randint(0, 2, (longer,), generator=rng).float() * 2 - 1
+    return positions_K, signs
+
+
+def multiply_by_mixing(A_RK: Tensor, positions_K: Tensor, signs_N: Tensor) -> Tensor:
+    """Compute ``A M`` (R, N) for the basis M = S C D (K, N), which has orthonormal rows and is not formed.
+
+    S puts the K columns at their positions among N, C is the orthonormal cosine transform (its rows in the order in
+    which one FFT of length N takes them), D flips signs. R N log N operations; every entry of M is of the order of 1 /
+    sqrt(N), as in a random basis. Differentiable in A.
+    """
+    length = signs_N.numel()
+    spread_RN = A_RK.new_zeros(*A_RK.shape[:-1], length).index_copy(-1, positions_K.long(), A_RK)
+    number_N = torch.arange(length, device=A_RK.device, dtype=A_RK.dtype)
+    phase_N = torch.polar(torch.full_like(number_N, math.sqrt(2 / length)), number_N * (-math.pi / (2 * length)))
+    mixed_RN = (torch.fft.fft(spread_RN) * phase_N).real
+    level_N = torch.ones_like(number_N).masked_fill(number_N == 0, math.sqrt(0.5))
+    return mixed_RN * level_N * signs_N.to(A_RK.dtype)
+
+
+def count_entries(shape: tuple[int, int], density: float) -> int:
+    """Return the number of entries of a weight that a density means: at least one."""
+    return max(1, round(density * shape[0] * shape[1]))
+
+
+def draw_entries(shape: tuple[int, int], density: float, seed: int, layer: str) -> Tensor:
+    """Draw distinct entries of a weight, uniformly at random, as sorted row-major positions: (N,) int64.
+
+    The same seed gives the same entries.
+    """
+    rows, columns = shape
+    order = torch.randperm(rows * columns, generator=create_generator(seed, "mask", layer))
+    return order[: count_entries(shape, density)].sort().values
+
+
+def scatter_entries(values_N: Tensor, entries_N: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Build the (O, I) matrix with these values at these entries and zeros elsewhere; differentiable in the values."""
+    return values_N.new_zeros(shape[0] * shape[1]).index_put((entries_N,), values_N).view(shape)

@@ -32,16 +32,14 @@ class Proximal:
 
     A projected layer's x is the sum of its segments, ``done_B done_A + acc P``. As P is orthonormal,
     ``||x||^2 = ||acc||^2 + 2 <acc P, done_B done_A> + ||done_B done_A||^2``, and acc starts a round at 0.
-
-    Args:
-        mu: Coefficient of the penalty.
-        reference: Values that tensors are pulled towards, by name.
-        projected: Layers whose projector is renewed during training, each with its parametrization.
     """
 
     mu: float
+    """Coefficient of the penalty."""
     reference: Tensors = field(default_factory=dict)
+    """Values that tensors are pulled towards, by name."""
     projected: Mapping[str, Projected] = field(default_factory=dict)
+    """Layers whose projector is renewed during training, each with its parametrization."""
 
     def compute_value(self, tensors: Mapping[str, Tensor]) -> Tensor:
         terms = [(tensors[name] - value.to(tensors[name])).square().sum() for name, value in self.reference.items()]
@@ -68,16 +66,14 @@ class SlotProduct:
     """``strength * sum over layers of ||B[:, first:]||_F ||A[first:, :]||_F``, the weight of the last slots of LoRA.
 
     HetLoRA, arXiv:2401.06432. Where one of the two norms is 0, the gradient of its factor is 0.
-
-    Args:
-        strength: Coefficient lambda.
-        first: Index of the first slot that counts.
-        layers: Names of the layers; each has an A (R, I) and a B (O, R).
     """
 
     strength: float
+    """Coefficient lambda."""
     first: int
+    """Index of the first slot that counts."""
     layers: tuple[str, ...]
+    """Names of the layers; each has an A (R, I) and a B (O, R)."""
 
     def compute_value(self, tensors: Mapping[str, Tensor]) -> Tensor:
         products = [
@@ -96,14 +92,12 @@ class ProductDecay:
     """``strength / 2 * sum over pairs of ||U V||_F^2``: weight decay of the product in place of its factors (FedHM).
 
     Computed through R x R Gram matrices, ``<U^T U, V V^T>``; the product is not formed.
-
-    Args:
-        strength: Coefficient lambda.
-        pairs: Names of U (O, R) and V (R, I).
     """
 
     strength: float
+    """Coefficient lambda."""
     pairs: tuple[tuple[str, str], ...]
+    """Names of U (O, R) and V (R, I)."""
 
     def compute_value(self, tensors: Mapping[str, Tensor]) -> Tensor:
         squares = [((tensors[u].T @ tensors[u]) * (tensors[v] @ tensors[v].T)).sum() for u, v in self.pairs]

@@ -29,21 +29,18 @@ _SAMPLES = 200
 
 @dataclass(frozen=True, kw_only=True)
 class MomentSynchronizer:
-    """Joins the clients' second moments of a layer.
-
-    Args:
-        rule: The rule by which they are joined: ajive, average or average-svd.
-        joint_rank: Joint rank of ajive and average-svd; R at most.
-        estimate_joint_rank: Whether AJIVE's two bounds determine its joint rank instead.
-        view_rank: Number of directions that AJIVE retains per client.
-        identifiable: Whether AJIVE drops directions along which some client varies too little.
-    """
+    """Joins the clients' second moments of a layer."""
 
     rule: Literal["ajive", "average", "average-svd"]
+    """The rule by which they are joined: ajive, average or average-svd."""
     joint_rank: int
+    """Joint rank of ajive and average-svd; R at most."""
     estimate_joint_rank: bool
+    """Whether AJIVE's two bounds determine its joint rank instead."""
     view_rank: int
+    """Number of directions that AJIVE retains per client."""
     identifiable: bool
+    """Whether AJIVE drops directions along which some client varies too little."""
 
     def join(self, moments: Sequence[Tensor], weights: Sequence[float], rng: torch.Generator) -> Tensor:
         """Join moments that have the same coordinates.

@@ -35,17 +35,14 @@ _DRAWS = 11
 
 @dataclass(frozen=True, eq=False)
 class Shares:
-    """The assignment of rows to clients.
-
-    Attributes:
-        ids: Ids of the clients.
-        rows: Row indices by client, int64, (examples,); ascending within a client, every row of the data set once.
-        bounds: Client k has ``rows[bounds[k]:bounds[k + 1]]``; int64, (clients + 1,).
-    """
+    """The assignment of rows to clients."""
 
     ids: tuple[str, ...]
+    """Ids of the clients."""
     rows: np.ndarray
+    """Row indices by client, int64, (examples,); ascending within a client, every row of the data set once."""
     bounds: np.ndarray
+    """Client k has ``rows[bounds[k]:bounds[k + 1]]``; int64, (clients + 1,)."""
 
     @classmethod
     def from_owners(cls, ids: Sequence[str], owners: np.ndarray) -> Shares:

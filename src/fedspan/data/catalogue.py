@@ -32,37 +32,31 @@ class Columns(_Record):
 
 
 class Hub(_Record):
-    """Location on the Hugging Face hub.
-
-    Args:
-        id: Id of the repository; ``builtin:...`` for a corpus that ships with fedspan.
-        config: Configuration of the repository.
-        train_split: Split to train on.
-        test_split: Split to test on; None if a part of the training split has to be set aside.
-    """
+    """Location on the Hugging Face hub."""
 
     id: str
+    """Id of the repository; ``builtin:...`` for a corpus that ships with fedspan."""
     config: str | None = None
+    """Configuration of the repository."""
     train_split: str = "train"
+    """Split to train on."""
     test_split: str | None = "test"
+    """Split to test on; None if a part of the training split has to be set aside."""
 
 
 class Files(_Record):
-    """Original files, as published.
-
-    Args:
-        train: Name of the file with the training rows.
-        test: Name of the file with the test rows; None if there is none.
-        columns: Columns that differ from the hub's.
-        header: All column names, if the files have no header.
-        quoting: Quotes that enclose fields; None: as usual for the suffix.
-    """
+    """Original files, as published."""
 
     train: str
+    """Name of the file with the training rows."""
     test: str | None = None
+    """Name of the file with the test rows; None if there is none."""
     columns: Columns = Columns()
+    """Columns that differ from the hub's."""
     header: list[str] | None = None
+    """All column names, if the files have no header."""
     quoting: Quoting | None = None
+    """Quotes that enclose fields; None: as usual for the suffix."""
 
 
 class Rows(_Record):
@@ -73,48 +67,44 @@ class Rows(_Record):
 
 
 class DatasetEntry(_Record):
-    """One data set.
-
-    Args:
-        key: Name in ``data.dataset``.
-        title: Common name of the data set.
-        summary: Content, in one line.
-        task: Task that it is for.
-        metric: Usual metric; ``exact_match`` needs ``evaluation.generate``.
-        hub: Location on the hub; None if only files can be used.
-        columns: Columns on the hub.
-        files: Original files; None if there are none that can be read.
-        labels: Labels in the order of the classifier's outputs, if alphabetical order would compute F1 for the wrong
-            one.
-        classes: Number of labels; None if there are none, or they were not counted.
-        prompt: Prompt of a language model: a template, or the name of one.
-        answer_pattern: Regex of the part of an answer that is compared.
-        max_new_tokens: Maximal number of tokens of a generated answer.
-        invalid: ``skip`` if rows without a text or an answer occur, which are left out.
-        rows: Numbers of rows.
-        license: License as its publisher states it.
-        note: Further notes.
-        source: Address of its description.
-    """
+    """One data set."""
 
     key: str
+    """Name in ``data.dataset``."""
     title: str
+    """Common name of the data set."""
     summary: str
+    """Content, in one line."""
     task: str
+    """Task that it is for."""
     metric: str
+    """Usual metric; ``exact_match`` needs ``evaluation.generate``."""
     hub: Hub | None = None
+    """Location on the hub; None if only files can be used."""
     columns: Columns
+    """Columns on the hub."""
     files: Files | None = None
+    """Original files; None if there are none that can be read."""
     labels: list[str] | None = None
+    """Labels in the order of the classifier's outputs, if alphabetical order would compute F1 for the wrong one."""
     classes: int | None = Field(default=None, ge=2)
+    """Number of labels; None if there are none, or they were not counted."""
     prompt: str | None = None
+    """Prompt of a language model: a template, or the name of one."""
     answer_pattern: str | None = None
+    """Regex of the part of an answer that is compared."""
     max_new_tokens: int | None = Field(default=None, ge=1)
+    """Maximal number of tokens of a generated answer."""
     invalid: Literal["error", "skip"] = "error"
+    """``skip`` if rows without a text or an answer occur, which are left out."""
     rows: Rows
+    """Numbers of rows."""
     license: str
+    """License as its publisher states it."""
     note: str | None = None
+    """Further notes."""
     source: str
+    """Address of its description."""
 
     @property
     def file_columns(self) -> Columns:
@@ -132,7 +122,14 @@ def _load_catalogue() -> Mapping[str, DatasetEntry]:
 
 
 def list_datasets() -> tuple[DatasetEntry, ...]:
-    """Return all data sets that ``data.dataset`` can name, in the order of the catalogue."""
+    """Return all data sets that ``data.dataset`` can name, in the order of the catalogue.
+
+    Returns:
+        The entries, each with its ``key``, task, columns and license.
+
+    Examples:
+        >>> [entry.key for entry in fedspan.list_datasets()]
+    """
     return tuple(_load_catalogue().values())
 
 

@@ -15,10 +15,10 @@ import pyarrow.compute as pc
 from fedspan.data.config import DataConfig
 from fedspan.data.dialects import describe_missing_header
 from fedspan.data.images import IMAGES, resolve_paths
-from fedspan.data.label_lists import find_separator
 from fedspan.data.names import (
     describe_missing_column,
     describe_partial_column,
+    find_separator,
     get_arrow_column,
     is_list,
     mark_source_column,
@@ -38,44 +38,38 @@ _TASK_COLUMNS = ("text", "text_pair", "label", "target", "answer", "history", "i
 
 @dataclass(frozen=True)
 class ValidatedColumns:
-    """A source whose rows all have the values that the task needs.
-
-    Attributes:
-        source: The source as it was read.
-        columns: The task's columns (`text` and others), followed by the source's other columns.
-        features: Types of `columns` for `datasets`.
-        names: Class of each row; None if rows have no single class.
-        label_lists: Labels of each row, any number of them; None if rows have no lists of labels.
-        label_separator: Separator of the labels in texts; None: no text was separated.
-    """
+    """A source whose rows all have the values that the task needs."""
 
     source: Source
+    """The source as it was read."""
     columns: dict[str, pa.ChunkedArray]
+    """The task's columns (`text` and others), followed by the source's other columns."""
     features: dict[str, Any]
+    """Types of `columns` for `datasets`."""
     names: list[str] | None
+    """Class of each row; None if rows have no single class."""
     label_lists: list[list[str]] | None = None
+    """Labels of each row, any number of them; None if rows have no lists of labels."""
     label_separator: str | None = None
+    """Separator of the labels in texts; None: no text was separated."""
 
 
 @dataclass(frozen=True)
 class ReadColumns:
-    """The checked columns of a task.
-
-    Args:
-        columns: Arrow columns by the task's own names (``text``, ``target``): texts, numbers, images, lists of texts.
-        used: The source's columns that they were read from, which are not passed on under their own names.
-        names: Class of each row, for tasks with one label for an example; it becomes the column ``label`` (int64).
-        label_lists: Labels of each row, for tasks with several labels for an example or a label for each of its
-            words; they become the column ``labels`` (lists of int64).
-        label_separator: The separator by which texts were divided into `label_lists`; further parts and files are
-            read with the same one.
-    """
+    """The checked columns of a task."""
 
     columns: dict[str, pa.ChunkedArray]
+    """Arrow columns by the task's own names (``text``, ``target``): texts, numbers, images, lists of texts."""
     used: set[str]
+    """The source's columns that they were read from, which are not passed on under their own names."""
     names: list[str] | None = None
+    """Class of each row, for tasks with one label for an example; it becomes the column ``label`` (int64)."""
     label_lists: list[list[str]] | None = None
+    """Labels of each row, for tasks with several labels for an example or a label for each of its words; they become
+    the column ``labels`` (lists of int64)."""
     label_separator: str | None = None
+    """The separator by which texts were divided into `label_lists`; further parts and files are read with the same
+    one."""
 
 
 def _require_texts(config: DataConfig, field: str) -> list[tuple[str, ...]]:
@@ -85,41 +79,38 @@ def _require_texts(config: DataConfig, field: str) -> list[tuple[str, ...]]:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskColumns:
-    """The columns that a task needs, and how they are read.
-
-    Args:
-        read: Reads and checks the columns that a config names.
-        get_required_columns: Returns groups of columns, for ``data.invalid: skip``; a row needs a value in at least one
-            column of each group. Its arguments are the config and the user's name of it.
-        get_example_column: Returns the column that holds the example itself, for advice on duplicates.
-        get_joined_columns: Returns the columns whose lists of texts are joined with spaces.
-        get_label_column: Returns the column whose lists of one label are unpacked; None: there is none.
-        roles: Further roles of columns, which a user maps to column names in ``data.roles``.
-        has_numeric_labels: Whether the column of labels holds numbers.
-        is_multi_label: Whether an example has any number of labels: an empty list of labels is a value, and the
-            options ``label_separator`` and ``label_columns`` apply.
-        complete_labels: Orders and completes the labels that occur; None: they are sorted.
-        find_valid_rows: Returns for every row of a source whether its values can be used together, for
-            ``data.invalid: skip``; a column may be missing. The last argument is the number of bytes that may be read
-            for it, None: any number. None: nothing but values is required.
-        required_values: The values without one of which a row is invalid, for messages.
-    """
+    """The columns that a task needs, and how they are read."""
 
     read: Callable[[ColumnReader, DataConfig], ReadColumns]
+    """Reads and checks the columns that a config names."""
     get_required_columns: Callable[[DataConfig, str], list[tuple[str, ...]]] = _require_texts
+    """Returns groups of columns, for ``data.invalid: skip``; a row needs a value in at least one column of each group.
+    Its arguments are the config and the user's name of it."""
     get_example_column: Callable[[DataConfig], str] = lambda config: config.text
+    """Returns the column that holds the example itself, for advice on duplicates."""
     get_joined_columns: Callable[[DataConfig], Sequence[str | None]] = lambda config: (
         config.text,
         config.text_pair,
         config.answer,
     )
+    """Returns the columns whose lists of texts are joined with spaces."""
     get_label_column: Callable[[DataConfig], str | None] = lambda config: config.label or "label"
+    """Returns the column whose lists of one label are unpacked; None: there is none."""
     roles: tuple[str, ...] = ()
+    """Further roles of columns, which a user maps to column names in ``data.roles``."""
     has_numeric_labels: bool = False
+    """Whether the column of labels holds numbers."""
     is_multi_label: bool = False
+    """Whether an example has any number of labels: an empty list of labels is a value, and the options
+    ``label_separator`` and ``label_columns`` apply."""
     complete_labels: Callable[[Sequence[str]], list[str]] | None = None
+    """Orders and completes the labels that occur; None: they are sorted."""
     find_valid_rows: Callable[[Source, DataConfig, int | None], Sequence[bool]] | None = None
+    """Returns for every row of a source whether its values can be used together, for ``data.invalid: skip``; a column
+    may be missing. The last argument is the number of bytes that may be read for it, None: any number. None: nothing
+    but values is required."""
     required_values: str = "a text, a label or an answer"
+    """The values without one of which a row is invalid, for messages."""
 
 
 def validate_columns(source: Source, config: DataConfig, task: TaskColumns, field: str, part: str) -> ValidatedColumns:

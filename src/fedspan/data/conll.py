@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from fedspan.data.encodings import decode
-from fedspan.data.reading import ReadTable, read_beginning
+from fedspan.data.source import ReadTable, read_beginning
 
 TAG = re.compile(r"O|[BIELSU]-\S+")
 """A word's tag: outside (O), or the place of the word in an entity (IOB1, IOB2, IOBES, BILOU) and the entity's type."""

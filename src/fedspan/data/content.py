@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
-from fedspan.data.path_patterns import has_placeholders, match_paths
+from fedspan.data.multiple_files import has_placeholders, match_paths
 from fedspan.errors import FedspanError
 
 _LEAST_AGE_NS = 2_000_000_000

@@ -11,7 +11,7 @@ import pyarrow.csv
 from fedspan.data.config import DataConfig
 from fedspan.data.dialects import DELIMITERS, Dialect, describe_missing_header, describe_titles, detect_dialect
 from fedspan.data.encodings import convert_to_utf8
-from fedspan.data.reading import ReadTable, read_beginning
+from fedspan.data.source import ReadTable, read_beginning
 
 _SAMPLE = 1 << 18
 """Number of bytes that the detection of a dialect examines."""

@@ -27,23 +27,20 @@ _EXCEL_LINE = re.compile(r"sep=(.)\r?\n")
 
 @dataclass(frozen=True)
 class Dialect:
-    """The form of a delimited file.
-
-    Attributes:
-        delimiter: The character between fields.
-        quoting: The character that encloses fields with delimiters or line ends in them.
-        header: Whether the first row names the columns.
-        names: Names of the columns.
-        skip: Number of bytes in UTF-8 before the first row (Excel's line ``sep=;``, title rows).
-        titles: Title rows above the header, which are left out.
-    """
+    """The form of a delimited file."""
 
     delimiter: str
+    """The character between fields."""
     quoting: Quoting
+    """The character that encloses fields with delimiters or line ends in them."""
     header: bool
+    """Whether the first row names the columns."""
     names: tuple[str, ...]
+    """Names of the columns."""
     skip: int = 0
+    """Number of bytes in UTF-8 before the first row (Excel's line ``sep=;``, title rows)."""
     titles: tuple[str, ...] = ()
+    """Title rows above the header, which are left out."""
 
     @property
     def quote(self) -> str | None:
@@ -206,10 +203,6 @@ def has_header(rows: Sequence[Sequence[str]], requested: Collection[str] = ()) -
     A value of the first row that recurs in a column of few values, or a number in a column of numbers, is evidence of
     an example; a word above numbers, or one that such a column does not repeat, is evidence of a name. A common name
     (``text``, ``label``) that its column does not repeat decides. In case of a tie, a sentence indicates an example.
-
-    Args:
-        rows: The first rows.
-        requested: Names of columns that the user requested.
     """
     first, body = (rows[0], rows[1:]) if rows else ((), ())
     if not body or {name.strip() for name in first} & set(requested):

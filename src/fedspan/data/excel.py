@@ -18,7 +18,7 @@ from fedspan.data.dialects import (
     make_positional_names,
 )
 from fedspan.data.json_files import make_table
-from fedspan.data.reading import ReadTable
+from fedspan.data.source import ReadTable
 from fedspan.errors import FedspanError, build_install_command, suggest_nearest
 
 SUFFIXES = (".xlsx", ".xlsm", ".xlsb", ".xls", ".ods")

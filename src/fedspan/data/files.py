@@ -22,11 +22,9 @@ from fedspan.data.encodings import decode
 from fedspan.data.folders import TEXTS, describe_left_out, has_texts, is_example, make_text_table, read_texts
 from fedspan.data.images import PICTURES, has_images, make_archived_images, read_images
 from fedspan.data.json_files import read_json
-from fedspan.data.multiple_files import read_multiple
+from fedspan.data.multiple_files import has_placeholders, match_paths, read_multiple
 from fedspan.data.names import get_arrow_table, make_dataset
-from fedspan.data.path_patterns import has_placeholders, match_paths
-from fedspan.data.reading import ReadTable, read_beginning
-from fedspan.data.source import Source
+from fedspan.data.source import ReadTable, Source, read_beginning
 from fedspan.errors import FedspanError, suggest_nearest
 
 if TYPE_CHECKING:
@@ -98,7 +96,7 @@ def read_source(config: DataConfig, part: Literal["train", "test"], field: str, 
     elif has_texts(_expand_path(location)):
         texts = "text files by class"
         source = _convert_errors(
-            lambda: _make_source(read_texts(_expand_path(location), config.encoding), texts, location, option),
+            lambda: _make_source(read_texts(_expand_path(location), config.encoding), location, option),
             texts,
             location,
             option,
@@ -181,7 +179,7 @@ def _read_file(path: Path, user_path: str, config: DataConfig, field: str, optio
             table_read = delimited.read_delimited(path, kind, config, limit)
         else:
             table_read = read_json(path, kind, config.encoding, limit)
-        return _make_source(table_read, kind, user_path, option)
+        return _make_source(table_read, user_path, option)
 
     source = _convert_errors(read, kind, user_path, option, lambda reason: _suggest_remedy(kind, reason, config, field))
     rows = source.dataset
@@ -244,12 +242,12 @@ def _suggest_remedy(kind: str, reason: str, config: DataConfig, field: str) -> s
     return f" Set the file's dialect with {field}.delimiter, {field}.quoting and {field}.encoding."
 
 
-def _make_source(table_read: ReadTable, kind: str, user_path: str, option: str) -> Source:
+def _make_source(table_read: ReadTable, user_path: str, option: str) -> Source:
     names = table_read.table.column_names
     duplicate = next((name for name in names if names.count(name) > 1), None)
     if duplicate is not None:
         raise FedspanError(option, user_path, problem=f"{user_path} has two columns named {duplicate!r}")
-    dataset = flatten_columns(_make_dataset(table_read.table, kind, user_path, option))
+    dataset = flatten_columns(_make_dataset(table_read.table, user_path, option))
     return Source(
         dataset,
         user_path,
@@ -271,7 +269,7 @@ def _read_archived(path: Path, user_path: str, config: DataConfig, option: str) 
         raise ValueError(f"it holds {tables[0]}, and tables are not read inside archives. Unpack it and name that file")
     if images:
         return Source(make_archived_images(images, path.name), user_path, notes=describe_left_out(left_out))
-    return _make_source(make_text_table(selected, path.name, config.encoding, left_out), "archive", user_path, option)
+    return _make_source(make_text_table(selected, path.name, config.encoding, left_out), user_path, option)
 
 
 def _read_parquet(path: Path, limit: int | None) -> ReadTable:
@@ -319,7 +317,7 @@ def flatten_columns(dataset: datasets.Dataset) -> datasets.Dataset:
         dataset = make_dataset(pa.table(columns), features)
 
 
-def _make_dataset(table: pa.Table, kind: str, user_path: str, option: str) -> datasets.Dataset:
+def _make_dataset(table: pa.Table, user_path: str, option: str) -> datasets.Dataset:
     # Only parquet has types that datasets lacks, or contains datasets' own type notes, which may be damaged.
     try:
         _require_storable_names(table.schema)

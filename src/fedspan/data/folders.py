@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from fedspan.data.encodings import decode_all
-from fedspan.data.reading import ReadTable
+from fedspan.data.source import ReadTable
 from fedspan.errors import escape_controls
 
 TEXTS = (".txt",)

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from fedspan.data.encodings import decode
-from fedspan.data.reading import ReadTable, read_beginning
+from fedspan.data.source import ReadTable, read_beginning
 
 
 def read_json(path: Path, kind: str, encoding: str | None, limit: int | None = None) -> ReadTable:

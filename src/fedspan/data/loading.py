@@ -18,11 +18,11 @@ from fedspan.data.dataset_defaults import fill_data_defaults
 from fedspan.data.dialects import describe_missing_header, make_positional_names
 from fedspan.data.duplicates import advise_grouping, encode_groups, find_shared_with_test
 from fedspan.data.files import has_own_splits, read_source
-from fedspan.data.groups import draw_groups
 from fedspan.data.invalid_rows import drop_invalid_rows, drop_rows_without_value
 from fedspan.data.keyed import make_generator
 from fedspan.data.list_columns import unwrap_lists
 from fedspan.data.names import get_arrow_column, make_dataset, mark_source_column, sort_names, take_rows
+from fedspan.data.partition import draw_groups
 from fedspan.data.source import Source
 from fedspan.errors import FedspanError, suggest_nearest
 
@@ -32,34 +32,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadedData:
-    """The examples of a run.
-
-    Attributes:
-        train: Column ``image``, or ``text`` (str); for classification ``text_pair`` (str, if requested) and ``label``
-            (int64, an index into `labels`); for regression ``target`` (float64) in place of the label; for a language
-            model ``answer`` (str), for conversations ``history`` (JSON), and ``label`` if requested. Then the file's
-            other columns, unchanged, for natural partitions.
-        test: The held-out examples, with those columns of ``train`` that their file has; None if no test set was given
-            and none was to be set aside.
-        labels: Names of the labels, in the order of the classifier's outputs; empty without classes.
-        dropped: Number of rows of the files that were left out as invalid (``data.invalid: skip``).
-        groups: Number of each training example's group (``data.group``), int64; None without groups.
-        notes: What was detected in the files, left out of them, or occurs in several parts; one sentence each.
-        is_complete: Whether all rows of the files were read, and not only those at their beginning.
-        label_separator: Separator of several labels in a text; None: labels are not texts with several each.
-        ignored: Training rows whose label is not in ``data.labels``, int64; they have the first label instead. Empty
-            without ``load(ignores_labels=True)``.
-    """
+    """The examples of a run."""
 
     train: datasets.Dataset
+    """Column ``image``, or ``text`` (str); for classification ``text_pair`` (str, if requested) and ``label`` (int64,
+    an index into `labels`); for regression ``target`` (float64) in place of the label; for a language model ``answer``
+    (str), for conversations ``history`` (JSON), and ``label`` if requested. Then the file's other columns, unchanged,
+    for natural partitions."""
     test: datasets.Dataset | None
+    """The held-out examples, with those columns of ``train`` that their file has; None if no test set was given and
+    none was to be set aside."""
     labels: tuple[str, ...]
+    """Names of the labels, in the order of the classifier's outputs; empty without classes."""
     dropped: int = 0
+    """Number of rows of the files that were left out as invalid (``data.invalid: skip``)."""
     groups: np.ndarray | None = None
+    """Number of each training example's group (``data.group``), int64; None without groups."""
     notes: tuple[str, ...] = ()
+    """What was detected in the files, left out of them, or occurs in several parts; one sentence each."""
     is_complete: bool = True
+    """Whether all rows of the files were read, and not only those at their beginning."""
     label_separator: str | None = None
+    """Separator of several labels in a text; None: labels are not texts with several each."""
     ignored: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    """Training rows whose label is not in ``data.labels``, int64; they have the first label instead. Empty without
+    ``load(ignores_labels=True)``."""
 
 
 _SHOWN = 6

@@ -18,9 +18,6 @@ def parse_numbers(texts: Sequence[str | None]) -> list[float | None]:
 
     A column has decimal commas if a value shows it (``3,5``, ``0,125``; not ``3,500``) and none has commas between
     thousands (``1,000,000``, ``3,500.0``). Points, spaces and apostrophes between thousands are then accepted, too.
-
-    Args:
-        texts: The values of one column of one file.
     """
     with_commas = [text for text in texts if text is not None and "," in text]
     has_decimal_commas = any(_DECIMAL_COMMA.fullmatch(text) and not is_ambiguous(text) for text in with_commas)

@@ -27,15 +27,12 @@ _TRAIN, _TEST = "train", ("test", "validation")
 
 @dataclass(frozen=True)
 class DataObjects:
-    """Data passed from Python.
-
-    Attributes:
-        sources: The sources of the splits, ``train`` and perhaps ``test``.
-        by_client: Whether the training examples were passed by client, in the column ``client``.
-    """
+    """Data passed from Python."""
 
     sources: Mapping[str, Source]
+    """The sources of the splits, ``train`` and perhaps ``test``."""
     by_client: bool
+    """Whether the training examples were passed by client, in the column ``client``."""
 
 
 def read_objects(data: Any, clients: int) -> DataObjects:

@@ -11,10 +11,10 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
+from scipy.sparse import coo_array
 
 from fedspan.data.assign import Shares, assign
 from fedspan.data.config import PartitionConfig
-from fedspan.data.groups import draw_groups
 from fedspan.data.keyed import make_generator
 from fedspan.data.names import get_arrow_column
 from fedspan.errors import FedspanError
@@ -33,19 +33,16 @@ _SPLITS = ("train", "validation", "test")
 
 @dataclass(frozen=True, eq=False)
 class ClientPart:
-    """One client's examples: read-only, sorted, disjoint int64 row indices into the partitioned data set.
-
-    Attributes:
-        id: ``client-00`` and so on, or the value of the natural column (any text, not always fit for a file name).
-        train: Training rows; never empty.
-        validation: Rows for choosing settings; may be empty.
-        test: Rows for the client's own (personalized) accuracy; may be empty.
-    """
+    """One client's examples: read-only, sorted, disjoint int64 row indices into the partitioned data set."""
 
     id: str
+    """``client-00`` and so on, or the value of the natural column (any text, not always fit for a file name)."""
     train: np.ndarray
+    """Training rows; never empty."""
     validation: np.ndarray
+    """Rows for choosing settings; may be empty."""
     test: np.ndarray
+    """Rows for the client's own (personalized) accuracy; may be empty."""
 
     def __post_init__(self) -> None:
         for split in _SPLITS:
@@ -63,7 +60,6 @@ class ClientParts(Sequence[ClientPart]):
     """The clients' parts in two flat arrays; each access builds a new `ClientPart`.
 
     Args:
-        ids: Ids of the clients.
         sizes: Sizes of each client's parts, int64, (clients, 3): train, validation, test.
         rows: Row indices of the parts in that order, client by client; int64, (examples,).
 
@@ -119,16 +115,13 @@ class ClientRow:
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """Assignment of examples to clients.
-
-    Attributes:
-        clients: Numbered clients in order of their numbers, natural ones sorted by value; built on access if they are
-            `ClientParts`.
-        examples: Number of rows of the partitioned data set; every row is in exactly one part of one client.
-    """
+    """Assignment of examples to clients."""
 
     clients: Sequence[ClientPart]
+    """Numbered clients in order of their numbers, natural ones sorted by value; built on access if they are
+    `ClientParts`."""
     examples: int
+    """Number of rows of the partitioned data set; every row is in exactly one part of one client."""
 
     @cached_property
     def parts(self) -> ClientParts:
@@ -313,3 +306,53 @@ def _compute_part_sizes(count: int, validation: float, test: float) -> tuple[int
     while sum(sizes) >= count:
         sizes[0 if sizes[0] >= sizes[1] else 1] -= 1
     return sizes[0], sizes[1]
+
+
+def draw_groups(
+    groups: np.ndarray,
+    count: int,
+    rng: np.random.Generator,
+    labels: np.ndarray | None = None,
+    *,
+    maximum: int | None = None,
+) -> np.ndarray:
+    """Draw whole groups with about `count` rows together, each label in proportion; at least one group, and not all.
+
+    Groups are visited at random, and one is drawn if that brings the labels' counts nearer, by squared distance, to
+    their shares of `count`. (scikit-learn's ``StratifiedGroupKFold`` makes folds of equal sizes only.)
+
+    Args:
+        groups: Number of each row's group, int64, (rows,).
+        count: Number of rows wanted.
+        rng: Generator of the draw.
+        labels: Label of each row, int64, (rows,); None: all rows count alike.
+        maximum: Largest number of groups that may be drawn; None: all but one.
+
+    Returns:
+        The rows of the drawn groups, sorted; empty if there is only one group.
+    """
+    numbers = np.unique(groups, return_inverse=True)[1].reshape(-1)
+    sizes = np.bincount(numbers)
+    maximum = len(sizes) - 1 if maximum is None else maximum
+    if len(sizes) < 2 or maximum < 1:
+        return np.empty(0, np.int64)
+    classes = np.zeros(len(groups), np.int64) if labels is None else np.unique(labels, return_inverse=True)[1]
+    counts_by_group: Any = coo_array((np.ones(len(groups), np.int64), (numbers, classes.reshape(-1)))).tocsr()
+    counts_by_group.sum_duplicates()
+    starts: list[int] = counts_by_group.indptr.tolist()
+    columns: list[int] = counts_by_group.indices.tolist()
+    counts: list[int] = counts_by_group.data.tolist()
+    missing: list[float] = (np.bincount(classes.reshape(-1)) * (count / len(groups))).tolist()
+    order, drawn = rng.permutation(len(sizes)), list[int]()
+    for group in order.tolist():
+        entries = range(starts[group], starts[group + 1])
+        # With h rows of a label where d are missing, the squared distance changes by h (h - 2 d).
+        if sum(counts[entry] * (counts[entry] - 2 * missing[columns[entry]]) for entry in entries) < 0:
+            for entry in entries:
+                missing[columns[entry]] -= counts[entry]
+            drawn.append(group)
+            if len(drawn) == maximum:
+                break
+    if not drawn:  # every group is too large
+        drawn.append(int(order[np.argmin(sizes[order])]))
+    return np.flatnonzero(np.isin(numbers, drawn)).astype(np.int64)

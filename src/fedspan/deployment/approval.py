@@ -28,8 +28,6 @@ from fedspan.errors import FedspanError, escape_controls
 from fedspan.files import convert_disk_errors, from_json, read_bytes, to_json, write_atomic
 from fedspan.logs import AuditLog
 
-__all__ = ["SHOWN", "SILENT", "Approvals", "JobRequest", "NotApprovedError", "compute_job_digest"]
-
 _FOLDER = "jobs"
 _WAITING = 32
 """Number of jobs that may wait for a decision; further ones are refused, so that no server fills the disk."""
@@ -85,9 +83,6 @@ _NOTHING: Mapping[str, str] = {
 
 class NotApprovedError(FedspanError):
     """The operator has not decided about a job yet.
-
-    Args:
-        job: SHA-256 that names the job.
 
     Attributes:
         job: The beginning of it, which is enough for ``fedspan approve``.
@@ -186,12 +181,7 @@ def compute_job_digest(invitation: Invitation) -> str:
 
 
 class Approvals:
-    """The requests of servers and the operator's decisions, in a node's folder.
-
-    Args:
-        folder: The node's folder.
-        audit: The node's audit log.
-    """
+    """The requests of servers and the operator's decisions, in a node's folder."""
 
     def __init__(self, folder: Path, audit: AuditLog) -> None:
         self.folder, self.audit = folder, audit
@@ -228,11 +218,7 @@ class Approvals:
         self.audit.write("job requested", job=job, run=escape_controls(invitation.run))
 
     def list_requests(self) -> list[JobRequest]:
-        """Return all requests, the oldest first.
-
-        Raises:
-            FedspanError: If a file is damaged.
-        """
+        """Return all requests, the oldest first."""
         requests = [self._read(path) for path in sorted((self.folder / _FOLDER).glob("*.json"))]
         return sorted(requests, key=lambda request: (request.requested_at, request.job))
 
@@ -271,8 +257,6 @@ class Approvals:
             values = from_json(read_bytes(path))
         except ValueError:
             values = None
-        if isinstance(values, dict):  # requests of earlier versions have no offer
-            values = {"base_sha256": "", "base_bytes": 0, **values}
         match values:
             case {
                 "job": str() as job,

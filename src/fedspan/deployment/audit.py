@@ -1,4 +1,4 @@
-"""What a server asked of its nodes and what they answered, for its audit log: sizes and digests, never content."""
+"""Entries of a server's audit log for its orders and the nodes' replies: sizes and digests, never content."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from fedspan.federation.progress import ClientState, Progress
 from fedspan.federation.protocol import Envelope
 from fedspan.federation.transport import AsynchronousTransport, OnReply, OnTrained, Orders
 from fedspan.logs import AuditLog
-
-__all__ = ["AUDIT", "AuditedTransport", "describe_envelope"]
 
 AUDIT = "audit.jsonl"
 """The audit log in a server's or a node's folder."""
@@ -38,14 +36,7 @@ def describe_envelope(envelope: Envelope) -> dict[str, object]:
 
 
 class AuditedTransport(AsynchronousTransport):
-    """A transport that writes every order and every reply to an audit log before it passes them on.
-
-    Args:
-        inner: The transport.
-        log: The audit log.
-        run: Name of the run.
-        nodes: Id of each client's node.
-    """
+    """A transport that writes every order and every reply to an audit log before it passes them on."""
 
     def __init__(self, inner: AsynchronousTransport, log: AuditLog, run: str, nodes: Mapping[str, int]) -> None:
         self.inner, self.log, self.run, self.nodes = inner, log, run, nodes

@@ -14,8 +14,6 @@ from pathlib import Path
 from fedspan.errors import FedspanError
 from fedspan.files import from_json
 
-__all__ = ["INDEX", "POOLING", "list_shards", "require_own_names", "require_weights_of_config"]
-
 INDEX = "model.safetensors.index.json"
 """File that says which file each tensor is in."""
 POOLING = "1_Pooling/config.json"
@@ -66,10 +64,6 @@ def list_shards(index: bytes) -> set[str]:
 def require_own_names(folder: Path, names: Collection[str]) -> None:
     """Check that the files of a model name no code and no files but those of the model.
 
-    Args:
-        folder: Folder of the model.
-        names: Names of its files.
-
     Raises:
         ValueError: If one does, or is not what its name says.
     """
@@ -98,11 +92,7 @@ def require_own_names(folder: Path, names: Collection[str]) -> None:
 
 
 def _walk(values: object) -> Iterator[tuple[str, object]]:
-    """Yield the texts and numbers of a JSON value with their keys, except those that are texts by their key.
-
-    Raises:
-        ValueError: If a key names code.
-    """
+    """Yield the texts and numbers of a JSON value with their keys, except those that are texts by their key."""
     pending: list[tuple[str, object]] = [("", values)]
     while pending:
         key, value = pending.pop()
@@ -139,9 +129,6 @@ def require_weights_of_config(folder: Path) -> None:
     """Check that a model as its config describes it is not much larger than its weights, before memory is allocated.
 
     Weights of 4 bits, the smallest, are two in a byte. The model is built without memory for its weights.
-
-    Args:
-        folder: Folder of the model.
 
     Raises:
         FedspanError: If it is larger, or cannot be built.

@@ -25,16 +25,6 @@ from fedspan.deployment.base_offers import OFFERS, BaseFile, compute_offer_diges
 from fedspan.errors import FedspanError
 from fedspan.files import compute_sha256, convert_disk_errors, write_atomic
 
-__all__ = [
-    "BaseDownloads",
-    "BaseMissingError",
-    "describe_base",
-    "find_received_base",
-    "is_received",
-    "read_request",
-    "require_base",
-]
-
 _MOST_WANTED = 4
 """Maximum number of models that a node receives at a time, so that no server fills its folder with requests."""
 _RESERVE = 2**30
@@ -62,9 +52,6 @@ def find_received_base(node: NodeConfig, files: Sequence[BaseFile]) -> Path | No
     """Return the folder of a model that this node has received as a whole; None: it has not, or does not accept any.
 
     The hashes were verified when the files arrived. Here their sizes are checked, and the names in their configs.
-
-    Raises:
-        FedspanError: If the files were changed since.
     """
     folder = Path(node.folder) / OFFERS / compute_offer_digest(files)
     if not files or not node.limits.accept_base or not folder.is_dir():
@@ -150,11 +137,7 @@ def require_base(node: NodeConfig, name: str, revision: str | None, files: Seque
 
 
 def _require_not_given_up(folder: Path, digest: str) -> None:
-    """Check that the node did not give up an offer a short time ago.
-
-    Raises:
-        FedspanError: If it did.
-    """
+    """Check that the node did not give up an offer a short time ago."""
     with suppress(FileNotFoundError):
         path = folder / f"{digest}.refused"
         if 0 <= time.time() - path.stat().st_mtime < _REFUSED_SECONDS:
@@ -164,11 +147,7 @@ def _require_not_given_up(folder: Path, digest: str) -> None:
 
 
 def _read_requests(folder: Path) -> dict[str, list[BaseFile]]:
-    """Return the files of all models that a node has asked for and not received, by the digest of the offer.
-
-    Raises:
-        FedspanError: If a request is damaged.
-    """
+    """Return the files of all models that a node has asked for and not received, by the digest of the offer."""
     requests = dict[str, list[BaseFile]]()
     for path in folder.glob("*.json"):
         with suppress(FileNotFoundError):  # it was completed in this moment
@@ -223,9 +202,6 @@ class BaseDownloads:
 
     After a failure an offer is tried again with a growing pause. A request is deleted when its offer has ended (the
     server replies 404), after several wrong files, and after a week in which no invitation has renewed it.
-
-    Args:
-        folder: The node's folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -297,7 +273,7 @@ class BaseDownloads:
                     write_atomic(self.folder / f"{digest}.refused", b"")
                 log.warning("the base model is given up for an hour (%s)", reason)
                 return
-        if getattr(getattr(error, "response", None), "status_code", None) == 404:  # an httpx.HTTPStatusError
+        if getattr(error, "status", None) == 404:  # a RefusedError, whose module needs fedspan[deploy]
             (self.folder / f"{digest}.json").unlink(missing_ok=True)  # what has arrived is used if it is offered again
             log.warning("the server does not offer the base model any more; the next invitation asks for it again")
             return
@@ -351,11 +327,7 @@ class BaseDownloads:
 
 
 def read_request(path: Path) -> list[BaseFile]:
-    """Read the files that a node has asked for.
-
-    Raises:
-        FedspanError: If the file is damaged.
-    """
+    """Read the files that a node has asked for."""
     try:
         rows: Any = json.loads(path.read_text(encoding="utf-8"))
         files = [BaseFile.model_validate(row) for row in rows]

@@ -23,16 +23,6 @@ from fedspan.deployment.base_checks import INDEX, POOLING, list_shards, require_
 from fedspan.errors import FedspanError
 from fedspan.files import compute_sha256, convert_disk_errors, write_atomic
 
-__all__ = [
-    "MOST_FILES",
-    "OFFERS",
-    "BaseFile",
-    "compute_offer_digest",
-    "find_local_base",
-    "list_base_files",
-    "offer_base",
-]
-
 OFFERS = "bases"
 """Folder in the server's folder with the offers, and in a node's folder with the received models."""
 _NAMES = {
@@ -114,9 +104,6 @@ def list_base_files(folder: Path) -> list[BaseFile]:
     """Return the files of a model that a server can offer, with their hashes: no others that lie in its folder.
 
     The weights are ``model.safetensors``, or else the files that its index names.
-
-    Args:
-        folder: Folder of the model.
 
     Raises:
         FedspanError: If the folder has no weights in safetensors, or nodes would not accept its files.

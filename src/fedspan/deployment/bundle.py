@@ -14,8 +14,6 @@ from fedspan import __version__
 from fedspan.errors import FedspanError
 from fedspan.files import build_folder_name, convert_disk_errors, write_atomic
 
-__all__ = ["FILES", "compute_digest", "write_bundle"]
-
 _TEMPLATES = files("fedspan.deployment") / "templates"
 FILES = ("README.md", "compose.yaml", "fedspan-node.service", "node.yaml")
 """The files of a bundle beside the authority's certificate."""

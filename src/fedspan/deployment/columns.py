@@ -1,4 +1,4 @@
-"""Which columns of a node's data a run may read: a server's prompt can name only those that the owner allows."""
+"""Columns of a node's data that a run may read: a server's prompt can name only those that the owner allows."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from fedspan.data.files import FROM_TRAINERS
 from fedspan.data.templates import parse_template
 from fedspan.deployment.handshake import build_node_values
 from fedspan.errors import FedspanError
-
-__all__ = ["describe_columns", "require_columns"]
 
 
 def require_columns(node: NodeConfig, config: RunConfig) -> None:
@@ -40,12 +38,7 @@ def require_columns(node: NodeConfig, config: RunConfig) -> None:
 
 
 def describe_columns(node: NodeConfig, values: Mapping[str, Any]) -> str:
-    """Return the columns of a node's data that a run may read, as text.
-
-    Args:
-        node: The node's config.
-        values: Plain values of the run's config.
-    """
+    """Return the columns of a node's data that a run may read, as text."""
     if not node.data:
         return "those that the node's own trainer reads"
     try:

@@ -7,8 +7,6 @@ from types import TracebackType
 
 from fedspan.errors import escape_controls
 
-__all__ = ["ConsoleFormatter", "log_to_console"]
-
 
 class ConsoleFormatter(logging.Formatter):
     """One line a message, with the time; the lines of a traceback are indented, so that none looks like a message."""

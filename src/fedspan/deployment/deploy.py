@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from fedspan.transports.http.client import Link
     from fedspan.transports.http.server import ServerLink
 
-__all__ = ["build_invitation", "check_node", "join", "read_run_name", "submit"]
-
 _MBIT_BYTES = 1e6 / 8
 """Bytes of a megabit."""
 _SAMPLE_BYTES = 1 << 20
@@ -107,7 +105,7 @@ def _build_link(node: NodeConfig, *, insecure: bool) -> Link:
     from fedspan.transports.http.keys import load_node_key
     from fedspan.transports.http.transfers import Bandwidth
 
-    key = None if insecure or node.key is None else load_node_key(Path(node.key))[0]
+    key = None if insecure or node.key is None else load_node_key(Path(node.key))
     authority = None if insecure or node.authority is None else Path(node.authority)
     up, down = (
         None if mbit is None else mbit * _MBIT_BYTES for mbit in (node.bandwidth.up_mbit, node.bandwidth.down_mbit)
@@ -178,6 +176,9 @@ def join(path: str | Path, *, trainer: Any = None, insecure: bool = False, stop:
             calls this function, and rank 0 speaks for the owner. None: fedspan trains on the file's ``data``.
         insecure: Whether to run without TLS and a key, for a test on one machine.
         stop: Event that ends the function when set.
+
+    Examples:
+        >>> fedspan.join("node.yaml", trainer=trainer)
 
     Raises:
         FedspanError: If the file has an error, other users may enter the node's folder, another process works in it,

@@ -13,8 +13,6 @@ from fedspan.errors import FedspanError
 from fedspan.transports.flower.client import Context, create_client_app
 from fedspan.transports.flower.link import forward
 
-__all__ = ["app", "get_run_path"]
-
 
 def get_run_path(context: Context) -> Path:
     """Return the folder of a run: that of an earlier one which it resumes, or a new one that Flower's run id names."""

@@ -14,7 +14,7 @@ from fedspan import __version__
 from fedspan.assembly.run import Prepared, prepare
 from fedspan.assembly.server import ServerRun, build_server_clients, connect, prepare_server
 from fedspan.config import RunConfig, override, parse_config, read_values
-from fedspan.data.path_patterns import has_files
+from fedspan.data.multiple_files import has_files
 from fedspan.deployment.console import log_to_console
 from fedspan.deployment.deploy import build_invitation, read_run_name
 from fedspan.deployment.flower_client import get_run_path
@@ -31,8 +31,6 @@ from fedspan.run_folder import RunFolder
 from fedspan.runs import start
 from fedspan.runs.report import RunReport
 from fedspan.transports.flower.server import Context, Grid, GridTransport, create_server_app, invite
-
-__all__ = ["app", "write_app"]
 
 _WAIT = 600.0
 """Seconds to wait for all nodes, unless the run's config of Flower has another number."""
@@ -142,11 +140,7 @@ def _format_toml(value: str | float | bool) -> str:
 
 
 def _parse(values: Mapping[str, Any], simulated: bool) -> RunConfig:
-    """Parse a run's config, and refuse what is not possible over Flower.
-
-    Raises:
-        FedspanError: For the first such field.
-    """
+    """Parse a run's config, and refuse what is not possible over Flower."""
     config = parse_config(values) if simulated else build_server_config(values)
     federation = config.federation
     refused: dict[str, tuple[object, str]] = {

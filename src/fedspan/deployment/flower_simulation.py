@@ -25,8 +25,6 @@ from fedspan.runs.report import read_partition
 if TYPE_CHECKING:
     from fedspan.clients.secagg import SecureClient
 
-__all__ = ["get_nodes_folder", "reply_as"]
-
 
 def get_nodes_folder(run: Path) -> Path:
     """Return the folder where the clients of a simulation store their state."""

@@ -24,17 +24,6 @@ from fedspan.errors import FedspanError, escape_controls
 from fedspan.federation.protocol import REPLY_HEADER, Count, Envelope, HeaderPart, PrintableName, Reason
 from fedspan.files import from_json
 
-__all__ = [
-    "Introduction",
-    "Invitation",
-    "build_node_values",
-    "build_server_config",
-    "compute_base_digest",
-    "compute_extras_digest",
-    "explain_version",
-    "get_minor_release",
-]
-
 _SHARED = ("labels", "label_separator", "chat", "system", "packing", "prompt")
 """Fields of ``data`` that belong to the problem. All others select examples or say where they are: a node's own."""
 _ENGINE = ("name", "padding_free", "prefix_cache")

@@ -1,4 +1,4 @@
-"""Whether a node works: a file in its folder whose time advances while its loop runs or its training makes progress.
+"""Health of a node: a file in its folder whose time advances while its loop runs or its training makes progress.
 
 While a node waits for orders, its loop renews the heartbeat; while it carries one out, the stages of its work do (every
 batch counts). So a node whose loop or whose training hangs has an old heartbeat, whichever process hangs.
@@ -15,8 +15,6 @@ from pathlib import Path
 from fedspan.files import write_atomic
 from fedspan.training.stages import Stage
 
-__all__ = ["STUCK_SECONDS", "Heartbeat", "describe_heartbeat", "find_problem", "read_work"]
-
 STUCK_SECONDS = 900.0
 """Age of the heartbeat in seconds above which a node is unhealthy."""
 _LOADING_SECONDS = 3600.0
@@ -32,11 +30,7 @@ log = logging.getLogger("fedspan.node")
 
 
 class Heartbeat:
-    """A process's view of a node's heartbeat.
-
-    Args:
-        folder: The node's folder.
-    """
+    """A process's view of a node's heartbeat."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

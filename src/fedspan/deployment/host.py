@@ -32,8 +32,6 @@ from fedspan.files import make_private_folder
 from fedspan.processes import hold_folder
 from fedspan.transports.flower.link import read_envelope, write_envelope
 
-__all__ = ["host"]
-
 _CONNECTIONS = 4
 """Number of connections at once; each may hold a message of the largest size."""
 _SECONDS = 60.0
@@ -94,11 +92,7 @@ class _Server(ThreadingMixIn, UnixStreamServer):
         self._users, self._answer, self._free = users, answer, BoundedSemaphore(_CONNECTIONS)
 
     def answer(self, envelope: Envelope) -> Envelope:
-        """Carry out an envelope when those before it are done.
-
-        Raises:
-            FedspanError: If the host stops first.
-        """
+        """Carry out an envelope when those before it are done."""
         with self.busy:
             if self.stop.is_set():
                 raise FedspanError("host", None, problem="it stops, and begins no other order")

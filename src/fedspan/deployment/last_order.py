@@ -18,8 +18,6 @@ from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Count, Envelope
 from fedspan.files import convert_disk_errors, read_bytes, write_atomic
 
-__all__ = ["LastOrder", "LastOrderFile", "load_last_order"]
-
 _MAX_STARTS = 16
 """Number of times that a node starts to carry out one order: it may be the order that kills the process."""
 
@@ -54,11 +52,7 @@ def _compute_digest(envelope: Envelope) -> str:
 
 
 def load_last_order(path: Path) -> LastOrder:
-    """Load the last order of a run from its file; if there is none, every serial is new.
-
-    Raises:
-        FedspanError: If the file is damaged.
-    """
+    """Load the last order of a run from its file; if there is none, every serial is new."""
     if not path.is_file():
         return LastOrder()
     try:
@@ -86,10 +80,6 @@ class LastOrderFile:
 
     def begin(self, envelope: Envelope, serial: int) -> Envelope | None:
         """Store that an order arrived: a new one, or the last one, if it was interrupted before its reply.
-
-        Args:
-            envelope: The order as it was received.
-            serial: Its serial.
 
         Returns:
             The reply to the order, if it is answered and its reply is there, which ``require_context`` checks; None: it
@@ -129,11 +119,7 @@ class LastOrderFile:
             raise FedspanError("serial", self._order.serial, problem=problem)
 
     def mark_recorded(self) -> None:
-        """Store that the record of usage has the order, which must not be charged twice.
-
-        Raises:
-            FedspanError: If the disk cannot be written.
-        """
+        """Store that the record of usage has the order, which must not be charged twice."""
         self._update(is_recorded=True)
 
     def close(self, reply: Envelope | None = None, context: str = "") -> None:
@@ -143,9 +129,6 @@ class LastOrderFile:
             reply: The reply, which is kept until the next order; None: none is kept. The order fails if the node is
                 killed before the server has the reply and there is no room for it on the disk.
             context: Digest of what the reply depends on besides the order.
-
-        Raises:
-            FedspanError: If the disk cannot be written.
         """
         digest = ""
         if reply is not None and self._order is not None and self.path.parent.is_dir():

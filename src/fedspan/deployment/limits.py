@@ -1,4 +1,4 @@
-"""What a node checks against its operator's limits: a run's config when it joins, and every order afterwards.
+"""Checks of a node against its operator's limits: a run's config when it joins, and every order afterwards.
 
 A config is agreed on once. Whatever an order repeats of it (learning rate, weight, rank, number of the round) is
 compared with what the node computes from that config and from its own examples, so no order can differ from it.
@@ -49,9 +49,6 @@ def require_config(node: NodeConfig, invitation: Invitation, config: RunConfig) 
         node: The node's config.
         invitation: The invitation.
         config: The invitation's config with the node's data.
-
-    Raises:
-        FedspanError: If a limit forbids the run.
     """
     if (problem := explain_version(invitation.version)) is not None:
         raise FedspanError("version", invitation.version, problem=f"of the server, {problem}")
@@ -78,11 +75,7 @@ def require_config(node: NodeConfig, invitation: Invitation, config: RunConfig) 
 
 
 def _require_model(node: NodeConfig, invitation: Invitation, config: RunConfig) -> None:
-    """Check that the run's model, and the adapter that it starts from, are allowed.
-
-    Raises:
-        FedspanError: If they are not.
-    """
+    """Check that the run's model, and the adapter that it starts from, are allowed."""
     limits, requested = node.limits, dict(invitation.read_values().get("model") or {})
     name, revision, adapter = requested.get("name", config.model.name), config.model.revision, requested.get("adapter")
     patterns = ["builtin:*"] if limits.models is None else limits.models
@@ -116,11 +109,7 @@ def _require_names(config: RunConfig) -> None:
 
 
 def _require_examples_per_reply(limits: NodeLimits, config: RunConfig) -> None:
-    """Check that a step and a reply are made of enough examples, so that no change is that of a single one.
-
-    Raises:
-        FedspanError: If they are not.
-    """
+    """Check that a step and a reply are made of enough examples, so that no change is that of a single one."""
     training = config.training
     batch = training.batch_size * training.gradient_accumulation_steps
     if batch < limits.min_batch:
@@ -272,13 +261,7 @@ def refuse_statistics(limits: NodeLimits, config: RunConfig) -> FedspanError | N
 
 
 def list_config_ranks(config: RunConfig, method: RegisteredMethod, id: str) -> frozenset[int]:
-    """Return the ranks that a config can give to a client.
-
-    Args:
-        config: The server's config.
-        method: The run's method.
-        id: Id of the client.
-    """
+    """Return the ranks that a config can give to a client."""
     match config.federation.ranks:
         case None:
             return frozenset({method.r})
@@ -330,9 +313,6 @@ class OrderTerms:
         Number of clients and largest weight decide the steps to which changes are rounded. A node whose own steps are
         so coarse that the rounding would hide its change does not participate.
 
-        Args:
-            agreement: The agreement.
-
         Raises:
             FedspanError: If it differs from the run's config, or the node's own change would be rounded too coarsely.
         """
@@ -366,11 +346,7 @@ class OrderTerms:
             raise FedspanError("message.agreement.top", agreement.top, expected, problem=problem)
 
     def require_rate(self, lr: float, round: int) -> None:
-        """Check that a learning rate is that of the schedule.
-
-        Raises:
-            FedspanError: If it is not.
-        """
+        """Check that a learning rate is that of the schedule."""
         _require_same("lr", lr, self.config.build_training_settings().compute_lr(round, self.config.federation.rounds))
 
     def get_weight(self, task: str) -> float:

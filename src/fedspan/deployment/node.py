@@ -2,82 +2,35 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from fedspan import __version__
-from fedspan.assembly.federation import wrap_method
-from fedspan.assembly.run import LocalRun, load_run
-from fedspan.assembly.server import build_method, secure_client
+from fedspan.assembly.run import load_run
 from fedspan.clients.host import Host
-from fedspan.clients.job_checkpoints import JobCheckpoints
-from fedspan.clients.metric_noise import MetricLimits, round_count
 from fedspan.clients.refusals import describe_error, refuse_any
-from fedspan.clients.statistics import StatisticsLimits
-from fedspan.clients.store import DiskClientStore
-from fedspan.config import RunConfig, parse_config
+from fedspan.config import parse_config
 from fedspan.config.node import NodeConfig
 from fedspan.config.tags import explain_missing_tags
-from fedspan.core.base import BaseUpdate
-from fedspan.core.heads import HeadKind
-from fedspan.core.values import Job
-from fedspan.crypto import require_packages
-from fedspan.data.content import compute_content_digest
 from fedspan.deployment.approval import Approvals, NotApprovedError, compute_job_digest
 from fedspan.deployment.audit import AUDIT, describe_envelope
-from fedspan.deployment.base_checks import require_weights_of_config
-from fedspan.deployment.base_files import (
-    BaseMissingError,
-    find_received_base,
-    is_received,
-    refuses_offer,
-    require_base,
-)
-from fedspan.deployment.base_offers import find_local_base
-from fedspan.deployment.handshake import (
-    Introduction,
-    Invitation,
-    build_node_values,
-    compute_base_digest,
-    compute_extras_digest,
-)
+from fedspan.deployment.base_files import BaseMissingError, refuses_offer, require_base
+from fedspan.deployment.handshake import Introduction, Invitation
 from fedspan.deployment.health import Heartbeat
+from fedspan.deployment.joined_run import JoinedRun, JoinedRunBuilder, Load
 from fedspan.deployment.last_order import LastOrderFile
-from fedspan.deployment.limits import (
-    OrderTerms,
-    list_config_ranks,
-    refuse_statistics,
-    require_config,
-    require_frozen_words,
-    require_workload,
-)
-from fedspan.deployment.node_folder import (
-    LAST_ORDER,
-    SESSIONS,
-    STATE,
-    SUMS,
-    TRAINING,
-    get_run_folder,
-    remove_old_states,
-)
+from fedspan.deployment.limits import require_config
+from fedspan.deployment.node_folder import LAST_ORDER, get_run_folder, remove_old_states
 from fedspan.deployment.usage import UsageBook
 from fedspan.errors import FedspanError, escape_controls
-from fedspan.federation.protocol import Envelope, Order, ScoredPart, read_header
+from fedspan.federation.protocol import Envelope, Order, read_header
 from fedspan.federation.secagg.messages import Phase, decode_request
 from fedspan.files import convert_disk_errors, read_bytes, write_atomic
 from fedspan.logs import AuditLog
-from fedspan.runs.privacy_budget import generate_key, has_key, load_noise_key, store_noise_key
-from fedspan.runs.trained_models import write_model
 from fedspan.training.stages import StageName, Stages
-
-__all__ = ["NodeService", "load_invitation"]
 
 _INVITATION = "invitation.json"
 
@@ -86,29 +39,7 @@ _STAGES: Mapping[str, StageName] = {"statistics": "statistics", "evaluate": "eva
 
 _load = partial(load_run, ignores_labels=True)  # else a refusal would tell the server which labels occur
 
-Load = Callable[[RunConfig, None, bytes | None, Stages], LocalRun]
-"""Loads a run from its config, the secret key of its noise, if any, and the stages that it reports to."""
-
 log = logging.getLogger("fedspan.node")
-
-
-@dataclass(frozen=True)
-class _Joined:
-    """A run in which this node participates, with its model loaded.
-
-    Args:
-        host: Carries out its orders.
-        base: Digest of the frozen model.
-        extras: Digest of the paths of what trains in full.
-        terms: What every order must agree with.
-        context: What replies depend on besides their orders (``NodeService._compute_context``), when it was loaded.
-    """
-
-    host: Host
-    base: str
-    extras: str
-    terms: OrderTerms
-    context: str
 
 
 class NodeService:
@@ -125,14 +56,14 @@ class NodeService:
     """
 
     def __init__(self, node: NodeConfig, load: Load = _load) -> None:
-        self.node, self._load_local = node, load
+        self.node = node
         self.folder = Path(node.folder)
         self._usage = UsageBook(node)
         self._usage.begin()
-        self._loaded: tuple[str, _Joined] | None = None
-        self._start = secrets.token_hex(16)
+        self._loaded: tuple[str, JoinedRun] | None = None
         self._audit = AuditLog(self.folder / AUDIT)
         self._stages = Stages(Heartbeat(self.folder).observe)
+        self._builder = JoinedRunBuilder(node, load, self._stages, self._usage.compute_content)
         self._approvals = Approvals(self.folder, self._audit)
         self._announced = ""  # the last job that the log named as waiting: invitations are repeated
 
@@ -200,7 +131,7 @@ class NodeService:
             self._require_allowed(invitation)
             if self.node.limits.approve == "ask":
                 self._approvals.require(invitation)
-            model = parse_config(self._build_values(invitation)).model
+            model = parse_config(self._builder.build_values(invitation)).model
             require_base(self.node, model.name, model.revision, invitation.base_files)
             try:
                 joined = self._build(invitation)
@@ -277,143 +208,21 @@ class NodeService:
             )
 
     def _require_allowed(self, invitation: Invitation) -> None:
-        config = parse_config(self._build_values(invitation))
+        config = parse_config(self._builder.build_values(invitation))
         if (missing := explain_missing_tags(self.node.tags, config.federation.require_tags)) is not None:
             raise FedspanError("federation.require_tags", config.federation.require_tags, problem=missing)
         require_config(self.node, invitation, config)
         self._usage.require_run(invitation.run, config.federation.rounds)
 
-    def _build_values(self, invitation: Invitation) -> dict[str, object]:
-        node = self.node.model_dump(include={"data", "validation", "test", "split_seed", "device", "threads"})
-        values = build_node_values(invitation.read_values(), node)
-        model = dict(values.get("model") or {})
-        for field in ("name", "adapter"):
-            if model.get(field) in self.node.models:
-                model[field] = self.node.models[model[field]]
-        received = None
-        if model.get("name") == (invitation.read_values().get("model") or {}).get("name"):  # not the node's own folder
-            received = find_received_base(self.node, invitation.base_files)
-        if received is not None and find_local_base(str(model["name"]), model.get("revision")) is None:
-            model["name"] = str(received)
-        return {**values, "model": model}
-
-    def _build(self, invitation: Invitation) -> _Joined:
+    def _build(self, invitation: Invitation) -> JoinedRun:
         if self._loaded is not None and self._loaded[0] == invitation.run:
             stored = self._run_folder(invitation.run) / _INVITATION
             if stored.is_file() and stored.read_bytes() == invitation.model_dump_json().encode():
                 return self._loaded[1]
         self._loaded = None  # two models may not fit into memory
-        config = parse_config(self._build_values(invitation))
-        folder = self._run_folder(invitation.run)
-        context = self._compute_context(invitation)  # before the data are read, so that a change in between is noticed
-        if is_received(self.node, config.model.name):
-            require_weights_of_config(Path(config.model.name))
-        local = self._load_local(config, None, self._load_key(folder, config), self._stages)
-        separator = local.task_settings.columns.get("label_separator")
-        if separator is not None and config.data.label_separator is None:
-            problem = "several labels in a text need a named separator in a deployment, because files differ"
-            expected = f"the separator of the labels, such as {separator!r}"
-            raise FedspanError("data.label_separator", None, expected, problem=problem)
-        (data,) = local.clients.values()
-        sizes: dict[ScoredPart, int] = {}
-        if local.partition is not None:  # with the examples whose labels the run does not have
-            (part,) = local.partition.clients
-            sizes = {"validation": len(part.validation), "test": len(part.test)}
-            if ignored := len(part.train) - len(data.train):
-                log.warning(
-                    "%d of %d training examples have labels that %s does not have, and are left out",
-                    *(ignored, len(part.train), invitation.run),
-                )
-        declared = self.node.examples or round_count(data.client.examples)
-        weight = 1.0 if config.federation.weights == "uniform" else float(declared)
-        data = replace(data, client=replace(data.client, id=self.node.id, examples=declared, weight=weight))
-        require_frozen_words(self.node.limits, config, local.engine.adapted)
-        require_workload(config, data.client.examples, self.node.limits, wrap_method(local), local.count_passes)
-        store = DiskClientStore(folder / STATE)
-        server_config = parse_config({**invitation.read_values(), "data": config.data.model_dump(mode="json")})
-        plain = build_method(server_config, local.engine.adapted.spec)
-        method = wrap_method(replace(local, method=plain))
+        return self._builder.build(invitation)
 
-        def export(job: Job, base: BaseUpdate, round: int) -> None:
-            write_model(local, job, base, folder / "adapter", round, self.node.id)
-            log.info("round %d: own adapter written to %s", round, folder / "adapter")
-
-        ranks = list_config_ranks(server_config, plain, self.node.id)
-        terms = OrderTerms(server_config, plain, data.client, ranks, invitation.digest)
-        owner = dict[str, Any]()
-        sums = self.folder / SUMS / hashlib.sha256(self.node.data_id.encode()).hexdigest()[:32]
-        if config.federation.secure is not None:
-            owner = {
-                "min_clients": self.node.limits.secure_clients,
-                "colluders": self.node.limits.colluders,
-                "identity": self._load_identity(),
-                "known": self.node.peers,
-                "check": terms.require_agreement,
-            }
-        sessions = get_run_folder(self.folder / SESSIONS, invitation.run)
-        secure = secure_client(config, self.node.id, sessions, sums, **owner)
-        limits, kind = self.node.limits, config.head_kind[0]
-        announced: tuple[HeadKind, ...] = () if kind is None else (kind,)
-        statistics = StatisticsLimits(
-            *(refuse_statistics(limits, config), limits.class_examples, announced, limits.statistics_examples)
-        )
-        host = Host(
-            method,
-            local.engine,
-            {self.node.id: data},
-            local.train,
-            store,
-            config.evaluation.batch_size,
-            export,
-            None if secure is None else {self.node.id: secure},
-            limits=statistics,
-            checkpoints=_build_checkpoints(folder / TRAINING, config, context),
-            agreed=invitation.digest,
-            metric_limits=MetricLimits(limits.evaluation_epsilon, limits.evaluation_examples, sizes),
-            train_examples=limits.train_examples,
-        )
-        model = local.model
-        return _Joined(host, compute_base_digest(model), compute_extras_digest(model), terms, context)
-
-    def _compute_context(self, invitation: Invitation) -> str:
-        """Return a digest of what training and replies depend on besides the order: run, data and node file.
-
-        Progress and replies with another context are not used: the owner may have withdrawn an example or set a limit.
-        What a trainer reads is not known, so these do not outlive its process.
-        """
-        content, test = self._usage.compute_content() or self._start, self.node.data.get("test")
-        test_content = compute_content_digest(test, "data.test") if isinstance(test, str) else None
-        text = f"{invitation.digest} {content} {test_content} {self.node.model_dump_json()}"
-        return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
-
-    def _load_identity(self) -> Any:
-        """Return the key that signs this node's session keys of secure aggregation; None: it has no key.
-
-        Raises:
-            FedspanError: If the key cannot be read.
-        """
-        if self.node.key is None:
-            return None
-        require_packages()
-        from fedspan.crypto.identity import load_identity  # needs fedspan[secagg]
-
-        try:
-            return load_identity(Path(self.node.key))
-        except (OSError, ValueError) as error:
-            raise FedspanError("key", self.node.key, f"an elliptic-curve key without a passphrase ({error})") from error
-
-    def _load_key(self, folder: Path, config: RunConfig) -> bytes | None:
-        """Return the secret key of this node's noise in a run; it is created at the start of the run."""
-        key = generate_key(config)
-        if key is None:
-            return None
-        with convert_disk_errors(self.folder, "free some space on the node"):
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if not has_key(folder):
-            store_noise_key(folder, key)
-        return load_noise_key(folder, config)
-
-    def _run(self, run: str) -> _Joined:
+    def _run(self, run: str) -> JoinedRun:
         if self._loaded is None or self._loaded[0] != run:
             path = self._run_folder(run) / _INVITATION
             if not path.is_file():
@@ -447,12 +256,6 @@ def load_invitation(path: Path) -> Invitation:
         return Invitation.model_validate_json(read_bytes(path))
     except (ValueError, RecursionError) as error:
         raise FedspanError(str(path), None, problem="the file is damaged. Remove its folder") from error
-
-
-def _build_checkpoints(folder: Path, config: RunConfig, context: str) -> JobCheckpoints | None:
-    """Build the storage of a run's progress within a round; None: the config asks for none."""
-    steps, minutes = config.training.checkpoint_steps, config.training.checkpoint_minutes
-    return None if steps is None and minutes is None else JobCheckpoints(folder, context, steps, minutes)
 
 
 def _describe_request(request: Order | Phase) -> str:

@@ -1,4 +1,4 @@
-"""Where a node keeps what belongs to a run."""
+"""Paths of a run's files in a node's folder."""
 
 from __future__ import annotations
 
@@ -10,18 +10,6 @@ from pathlib import Path
 
 from fedspan.clients.secagg_store import remove_secrets
 from fedspan.files import remove
-
-__all__ = [
-    "LAST_ORDER",
-    "LAST_REPLY",
-    "SESSIONS",
-    "STATE",
-    "SUMS",
-    "TRAINING",
-    "WORKER",
-    "get_run_folder",
-    "remove_old_states",
-]
 
 LAST_ORDER = "serial"
 """The file in a run's folder with its last order."""
@@ -60,9 +48,6 @@ def remove_old_states(folder: Path) -> int:
 
     What limits, replays and audits refer to stays (invitation, last order, number of the last secure session, key of
     the noise), and so does the adapter.
-
-    Args:
-        folder: The node's folder.
     """
     latest, runs = time.time() - _OLD_DAYS * 86400, 0
     for path in folder.iterdir():

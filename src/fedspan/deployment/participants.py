@@ -21,8 +21,6 @@ from fedspan.federation.presence import Presence
 from fedspan.federation.progress import ClientData
 from fedspan.files import convert_disk_errors, read_bytes, write_atomic
 
-__all__ = ["RECORD", "NodeCallbacks", "Participant", "ParticipantRecord", "Participants", "load_record"]
-
 RECORD = "participants.json"
 """The record in a run's folder."""
 
@@ -84,9 +82,6 @@ def load_record(folder: Path, finished: int = 0) -> ParticipantRecord | None:
     Args:
         folder: The run's folder.
         finished: Number of finished rounds, all of which the record has to contain.
-
-    Raises:
-        FedspanError: If it is damaged or missing.
     """
     path = folder / RECORD
     if not path.is_file():
@@ -182,9 +177,6 @@ class Participants:
 
     def begin_round(self, round: int) -> tuple[Mapping[str, ClientData], Presence]:
         """Decide and record which nodes are the clients of a round.
-
-        Args:
-            round: Number of the round, from 0.
 
         Returns:
             All clients, and the rounds in which each is present.

@@ -18,20 +18,13 @@ from fedspan.processes import read_process_start
 from fedspan.run_folder import RunFolder, describe_missing_run
 from fedspan.runs.warnings import count_failures
 
-__all__ = ["NamedRun", "RunStatus", "is_at_work", "load_named_run", "read_status", "store_named_run"]
-
 _NAMED = "run.json"
 """The file in a server's folder that names its newest run."""
 
 
 @dataclass(frozen=True)
 class NamedRun:
-    """The newest run of a server.
-
-    Args:
-        folder: Folder of the run.
-        nodes: Node ids by client.
-    """
+    """The newest run of a server."""
 
     folder: Path
     nodes: Mapping[str, str]
@@ -59,13 +52,7 @@ class RunStatus:
 
 
 def store_named_run(server: Path, run: Path, nodes: Mapping[str, int]) -> None:
-    """Record the run of a server for later status requests.
-
-    Args:
-        server: The server's folder.
-        run: The run's folder.
-        nodes: Node ids by client.
-    """
+    """Record the run of a server for later status requests."""
     content = {"run": str(run.resolve()), "nodes": {id: str(node) for id, node in nodes.items()}}
     write_atomic(server / _NAMED, json.dumps(content).encode())
 

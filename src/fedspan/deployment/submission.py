@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from fedspan.transports.http.server import ServerLink
     from fedspan.transports.http.signing import OrderSigner
 
-__all__ = ["Handshakes", "Submission", "explain_base", "gather_nodes", "read_introduction"]
-
 
 class Submission:
     """A submitted run and its nodes.

@@ -27,8 +27,6 @@ from fedspan.processes import end_with_parent, hold_folder
 if TYPE_CHECKING:
     from fedspan.deployment.node import NodeService
 
-__all__ = ["Supervisor"]
-
 _LOADING = 3600.0
 """Time limit in seconds for an invitation and for loading a run's model, which may have to be downloaded."""
 

@@ -27,8 +27,6 @@ from fedspan.training.trainers.processes import Processes, count_processes, read
 from fedspan.training.trainers.trainer_engine import TrainerEngine
 from fedspan.training.trainers.transformers import TransformersTrainer
 
-__all__ = ["TrainerNode", "adopt_node_trainer", "follow"]
-
 log = logging.getLogger("fedspan.node")
 
 _UNUSED = ("validation", "test", "split_seed", "device", "threads")
@@ -108,7 +106,7 @@ class TrainerNode:
         key: bytes | None = None,
         stages: Stages | None = None,
     ) -> LocalRun:
-        """Build what trains a run (``node.Load``).
+        """Build what trains a run (``joined_run.Load``).
 
         Raises:
             FedspanError: If the server could not compare the trainer's tokenizer, or the trainer does not fit the run.
@@ -135,11 +133,7 @@ class TrainerNode:
                 self._stop.set()
 
     def close(self) -> None:
-        """Give the trainer's model back as it was, and end the trainer's other processes.
-
-        Raises:
-            FedspanError: If the processes failed.
-        """
+        """Give the trainer's model back as it was, and end the trainer's other processes."""
         self._runs.close()
         if self._processes is None:
             return
@@ -151,11 +145,6 @@ class TrainerNode:
 
 def follow(node: NodeConfig, trainer: LocalTrainer, processes: Processes) -> None:
     """Train, in a process other than rank 0, what rank 0 trains, until rank 0 ends.
-
-    Args:
-        node: Config of the node.
-        trainer: The trainer of this process.
-        processes: The processes.
 
     Raises:
         FedspanError: If this process or rank 0 fails.

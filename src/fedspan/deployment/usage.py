@@ -1,4 +1,4 @@
-"""What servers have used of a node's data: invitations, runs, rounds, evaluations and privacy, per data set and server.
+"""Servers' use of a node's data: invitations, runs, rounds, evaluations and privacy, per data set and server.
 
 The book is one file in the node's folder, written before the use that it records. It must not get lost: a node that
 forgot its privacy budget would spend it again. So a second file outside the folder, the marker, holds the digest of the
@@ -18,16 +18,16 @@ import hashlib
 import json
 import shlex
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 
-from fedspan.config.node import NodeConfig, NodeLimits, build_budget_marker
+from fedspan.config.node import NodeConfig, build_budget_marker
 from fedspan.data.content import compute_content_digest
 from fedspan.data.files import FROM_TRAINERS
 from fedspan.deployment.audit import AUDIT
+from fedspan.deployment.usage_account import Account, RunUse, UsagePart
 from fedspan.deployment.usage_markers import (
     FIRST,
     link_marker,
@@ -37,11 +37,9 @@ from fedspan.deployment.usage_markers import (
     write_marker,
 )
 from fedspan.errors import FedspanError
-from fedspan.federation.protocol import Count, Order
+from fedspan.federation.protocol import Order
 from fedspan.files import convert_disk_errors, read_bytes, write_atomic
-from fedspan.training.accounting import Charge, PrivacySpend
-
-__all__ = ["BOOK", "Account", "DataUse", "UsageBook"]
+from fedspan.training.accounting import Charge
 
 BOOK = "budget.json"
 """The book in a node's folder."""
@@ -52,74 +50,9 @@ _CURE = "free some space on the node"
 _RENEW = "Restore it from a backup; `fedspan budget NODE --new` starts a new budget deliberately"
 _ROUND_EXCHANGES = 14
 """Keys and shares orders for each of ``run_rounds``: two for each of three attempts at two exchanges, and 2."""
-_Release = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(ge=0)], Count]
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class RunUse(_Part):
-    """What one run has used of a data set.
-
-    Args:
-        orders: Digest of its last training order and, after a space, that of the last order of a second exchange since
-            then; empty: none yet.
-        rounds: Rounds that were trained, and second exchanges of a round beyond its first one.
-        evaluations: Evaluations and exports.
-        exchanges: Orders for keys or shares of secure aggregation.
-    """
-
-    orders: str = ""
-    rounds: Count = 0
-    evaluations: Count = 0
-    exchanges: Count = 0
-
-
-class Account(_Part):
-    """What one server has used of one data set.
-
-    Args:
-        server: Host of the server.
-        data: Name of the data set (``data_id`` in the node's file).
-        contents: Digests of the training files that the data set had, each once, the first one first.
-        invitations: Digests of the invitations that were answered.
-        runs: Runs that were joined, by the digest of their names.
-        has_statistics: Whether statistics for a head have left this node.
-        releases: Releases under differential privacy: sampling rate, noise and number of each kind.
-    """
-
-    server: str
-    data: str
-    contents: tuple[str, ...] = ()
-    invitations: tuple[str, ...] = ()
-    runs: dict[str, RunUse] = Field(default_factory=dict)
-    has_statistics: bool = False
-    releases: tuple[_Release, ...] = ()
-
-    @property
-    def rounds(self) -> int:
-        """Number of rounds of all runs."""
-        return sum(use.rounds for use in self.runs.values())
-
-    @property
-    def evaluations(self) -> int:
-        """Number of evaluations and exports of all runs."""
-        return sum(use.evaluations for use in self.runs.values())
-
-    def compute_epsilon(self, delta: float) -> float:
-        """Compute the epsilon of all releases; infinite if one had no noise.
-
-        Args:
-            delta: Delta of the guarantee.
-
-        Raises:
-            FedspanError: If there are releases, and the extra ``fedspan[privacy]`` is missing.
-        """
-        return _build_spend(self, delta).compute_worst()
-
-
-class _Book(_Part):
+class _Book(UsagePart):
     """The content of the file.
 
     Args:
@@ -147,11 +80,7 @@ class DataUse(NamedTuple):
 
 
 class UsageBook:
-    """The book of a node.
-
-    Args:
-        node: The node's config.
-    """
+    """The book of a node."""
 
     def __init__(self, node: NodeConfig) -> None:
         self.path, self.marker, self.limits = Path(node.folder) / BOOK, node.budget_marker, node.limits
@@ -168,9 +97,6 @@ class UsageBook:
 
         A node is new if nothing in its folder shows that it has answered a server, and its key was just created, or it
         has none (``--insecure``).
-
-        Raises:
-            FedspanError: If the disk cannot be written.
         """
         marked = read_marker(self.marker)
         if marked not in (None, FIRST, read_marker_text(self.marker)):  # from here on, the replaced key may be deleted
@@ -180,11 +106,7 @@ class UsageBook:
             self._store({}, FIRST)
 
     def restart(self) -> None:
-        """Replace the book by an empty one, with which every server has its full budget again.
-
-        Raises:
-            FedspanError: If the disk cannot be written.
-        """
+        """Replace the book by an empty one, with which every server has its full budget again."""
         self._store({}, FIRST)
 
     def replace_key(self, old: Path) -> None:
@@ -220,15 +142,7 @@ class UsageBook:
         return self._load()[0].get(self._key, self._new)
 
     def require_run(self, run: str, rounds: int) -> None:
-        """Check that another run fits into what is left; nothing is recorded.
-
-        Args:
-            run: Name of the run.
-            rounds: Number of its rounds.
-
-        Raises:
-            FedspanError: If it does not fit.
-        """
+        """Check that another run fits into what is left; nothing is recorded."""
         account = self.get_account()
         if _compute_digest(run) in account.runs:
             return
@@ -241,14 +155,11 @@ class UsageBook:
         Args:
             run: Name of the run; one that was joined before is charged by its orders alone.
             plan: Computes the cost of all of its rounds; called if there is a limit.
-
-        Raises:
-            FedspanError: If it does not fit.
         """
         account, epsilon = self.get_account(), self.limits.epsilon
         if epsilon is None or _compute_digest(run) in account.runs or not (charges := plan()):
             return
-        cost = _build_spend(account, self.limits.delta).compute_worst(_remove_payers(charges))
+        cost = account.compute_epsilon(self.limits.delta, charges)
         if cost > epsilon:
             spent = account.compute_epsilon(self.limits.delta)
             problem = (
@@ -260,9 +171,6 @@ class UsageBook:
 
     def record_invitation(self, job: str) -> None:
         """Record an invitation before it is answered; a repeated one counts once.
-
-        Args:
-            job: Digest of the invitation.
 
         Raises:
             FedspanError: If the server may send no other one, or the disk cannot be written.
@@ -276,9 +184,6 @@ class UsageBook:
 
     def record_run(self, run: str) -> DataUse:
         """Record that the node joins a run, with the content of its data.
-
-        Args:
-            run: Name of the run.
 
         Returns:
             What is new about the use of the training data.
@@ -348,7 +253,7 @@ class UsageBook:
             _require_left("evaluations", account.evaluations, 1, self.limits.evaluations)
             update["runs"] = {**account.runs, run: use.model_copy(update={"evaluations": use.evaluations + 1})}
         if charges:
-            update["releases"] = _add_releases(account, charges, self.limits)
+            update["releases"] = account.add_releases(charges, self.limits)
         if update:
             self._store({**accounts, self._key: account.model_copy(update=update)}, digest)
 
@@ -356,9 +261,6 @@ class UsageBook:
         """Record an order for keys or shares of secure aggregation before it is carried out.
 
         Each costs the node computation and disk space without a round that would be counted.
-
-        Args:
-            run: Name of the run.
 
         Raises:
             FedspanError: If the run has had too many, or the disk cannot be written.
@@ -434,39 +336,10 @@ def _compute_digest(text: str) -> str:
 
 
 def _require_left(limit: str, used: int, added: int, maximum: int) -> None:
-    """Check that a count stays within its limit.
-
-    Raises:
-        FedspanError: If it does not.
-    """
+    """Check that a count stays within its limit."""
     if used + added > maximum:
         subject, unit = ("this run", limit[4:]) if limit.startswith("run_") else ("this server", limit)
         problem = (
             f"{subject} has used {used} {unit} of this node's data, and {added} more exceed the limit of {maximum}"
         )
         raise FedspanError(f"limits.{limit}", maximum, problem=problem)
-
-
-def _remove_payers(charges: tuple[Charge, ...]) -> tuple[Charge, ...]:
-    """Return charges as those of the node, whose only data set pays all of them."""
-    return tuple(replace(charge, payer="") for charge in charges)
-
-
-def _build_spend(account: Account, delta: float) -> PrivacySpend:
-    spend = PrivacySpend(delta, "rdp")
-    spend.restore({"": [list(charge) for charge in account.releases]})
-    return spend
-
-
-def _add_releases(account: Account, charges: tuple[Charge, ...], limits: NodeLimits) -> tuple[_Release, ...]:
-    """Return an account's releases with those of an order.
-
-    Raises:
-        FedspanError: If they exceed the limit on epsilon.
-    """
-    spend = _build_spend(account, limits.delta)
-    unattributed = _remove_payers(charges)
-    if limits.epsilon is not None and (cost := spend.compute_worst(unattributed)) > limits.epsilon:
-        raise FedspanError("limits.epsilon", limits.epsilon, f"at least {cost:.4g}, with this order")
-    spend.charge(unattributed)
-    return tuple((rate, noise, int(count)) for rate, noise, count in spend.dump()[""])

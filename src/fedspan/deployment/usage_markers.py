@@ -13,17 +13,6 @@ from fedspan.config.node import build_budget_marker
 from fedspan.errors import FedspanError
 from fedspan.files import convert_disk_errors, read_bytes, write_atomic
 
-__all__ = [
-    "FIRST",
-    "allow_first_book",
-    "continue_book",
-    "link_marker",
-    "read_marker",
-    "read_marker_text",
-    "require_book",
-    "write_marker",
-]
-
 FIRST = "no book yet"
 """Content of the marker of a new key, whose node may create its first book."""
 _CONTINUES = "continues "
@@ -34,14 +23,7 @@ _CURE = "free some space on the node"
 
 
 def allow_first_book(key: Path) -> None:
-    """Allow the node of a key that was just created to create its first book.
-
-    Args:
-        key: File of the node's private key.
-
-    Raises:
-        FedspanError: If the disk cannot be written.
-    """
+    """Allow the node of a key that was just created to create its first book."""
     write_marker(build_budget_marker(key), FIRST)
 
 
@@ -50,9 +32,6 @@ def require_book(key: Path) -> None:
 
     Args:
         key: File of the key, or the folder.
-
-    Raises:
-        FedspanError: If it has none.
     """
     marker = build_budget_marker(key)
     if read_marker(marker) is None:
@@ -80,9 +59,6 @@ def link_marker(marker: Path, old: Path) -> None:
     Args:
         marker: The marker.
         old: File of the other key; the node's folder if it had no key.
-
-    Raises:
-        FedspanError: If the disk cannot be written.
     """
     replaced = build_budget_marker(old)
     path = os.path.relpath(replaced.parent.resolve() / replaced.name, marker.parent.resolve())
@@ -106,10 +82,6 @@ def read_marker(path: Path) -> str | None:
 
 
 def write_marker(path: Path, content: str) -> None:
-    """Write a marker.
-
-    Raises:
-        FedspanError: If the disk cannot be written.
-    """
+    """Write a marker."""
     with convert_disk_errors(path.parent, _CURE):
         write_atomic(path, content.encode(), 0o600)

@@ -18,23 +18,16 @@ from fedspan.federation.round_exchange import OnClient, OnFailure
 
 @dataclass(frozen=True)
 class Measure:
-    """A diagnostic measure of every target layer.
-
-    Args:
-        key: Key in JSON.
-        title: Title in tables.
-        worst: The end of the scale that indicates a problem; None: neither.
-        reads: One sentence on its interpretation.
-        source: Source of the definition.
-        value: Function that computes the value of a layer; None where the layer has none.
-    """
+    """A diagnostic measure of every target layer."""
 
     key: str
     title: str
     worst: Literal["high", "low"] | None
+    """The end of the scale that indicates a problem; None: neither."""
     reads: str
     source: str
     value: Callable[[LayerDiagnosis], float | None]
+    """Function that computes the value of a layer; None where the layer has none."""
 
 
 MEASURES = (
@@ -119,21 +112,17 @@ MEASURES = (
 
 @dataclass(frozen=True)
 class MeasureSummary:
-    """A measure summarized over all target layers.
-
-    Args:
-        measure: The measure.
-        mean: Mean over the layers.
-        minimum: Minimum over the layers.
-        maximum: Maximum over the layers.
-        worst: Name of the layer at the problematic end; None for a measure without such an end.
-    """
+    """A measure summarized over all target layers."""
 
     measure: Measure
     mean: float
+    """Mean over the layers."""
     minimum: float
+    """Minimum over the layers."""
     maximum: float
+    """Maximum over the layers."""
     worst: str | None
+    """Name of the layer at the problematic end; None for a measure without such an end."""
 
 
 def summarize_measures(diagnosis: Diagnosis) -> tuple[MeasureSummary, ...]:
@@ -164,7 +153,6 @@ class DiagnosticsRecorder:
     """Runner of a federation's rounds that computes diagnostics for some of them.
 
     Args:
-        federation: The federation, in this process.
         interval: Number of rounds from one diagnosis to the next.
     """
 

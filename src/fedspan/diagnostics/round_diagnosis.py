@@ -40,16 +40,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ClientTraining:
-    """One client's training.
-
-    Args:
-        first: The client's first job of the round.
-        last: The client's last job of the round.
-        trained: The result of the last job.
-    """
+    """One client's training."""
 
     first: Job
+    """The client's first job of the round."""
     last: Job
+    """The client's last job of the round."""
     trained: Trained
 
 
@@ -78,31 +74,24 @@ STEPS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 @dataclass(frozen=True)
 class LayerDiagnosis:
-    """The diagnosis of a target layer.
-
-    Args:
-        updates: Comparison of the clients' updates of the round.
-        moments: Mismatch of the clients' second moments (``diagnostics.updates.moment_mismatch``), mean over the
-            layer's tensors; None where the optimizer has none.
-        accumulated: Change of the global model since the start of the run; None where there is no global model.
-    """
+    """The diagnosis of a target layer."""
 
     updates: UpdateComparison
+    """Comparison of the clients' updates of the round."""
     moments: float | None
+    """Mismatch of the clients' second moments (``diagnostics.updates.moment_mismatch``), mean over the layer's tensors;
+    None where the optimizer has none."""
     accumulated: Shape | None
+    """Change of the global model since the start of the run; None where there is no global model."""
 
 
 @dataclass(frozen=True)
 class Barrier:
-    """The loss on the straight line between two clients' models.
-
-    Args:
-        clients: Ids of the two clients.
-        losses: Losses on held-out examples, at ``STEPS``.
-    """
+    """The loss on the straight line between two clients' models."""
 
     clients: tuple[str, str]
     losses: tuple[float, ...]
+    """Losses on held-out examples, at ``STEPS``."""
 
     @property
     def height(self) -> float:
@@ -225,11 +214,6 @@ class _RoundModels:
     """Weights of a round's models, layer by layer.
 
     Args:
-        engine: The engine that trained the models.
-        training: Training record of every client.
-        before: The base at the start of the round.
-        after: The base at the end of the round.
-        weights: Aggregation weights of the clients.
         end: The job of the global model after the round; None where there is none.
     """
 
@@ -248,7 +232,6 @@ class _RoundModels:
         self.weights = {id: weights[id] / total for id in sorted(training)}
 
     def diagnose_layers(self) -> dict[str, LayerDiagnosis]:
-        """Diagnose all target layers."""
         return {layer.name: self._diagnose_layer(layer.name) for layer in self.engine.adapted.spec.layers}
 
     def _diagnose_layer(self, name: str) -> LayerDiagnosis:
@@ -313,7 +296,6 @@ class _RoundModels:
     def _compute_change(
         self, parametrization: Parametrization, tensors: Mapping[str, Tensor], name: str, base: BaseUpdate
     ) -> Delta:
-        """Return the change of a layer relative to a base."""
         with torch.no_grad():
             effective = parametrization.compute_effective(select_slots(tensors, name))
             if not effective.base or effective.weight is not None:

@@ -21,43 +21,36 @@ from fedspan.core.lowrank import LowRank, compute_inner_product, concatenate, sv
 
 @dataclass(frozen=True)
 class UpdateComparison:
-    """Measures of one layer's updates in a round.
-
-    Args:
-        aggregation_error: ||G - D|| / ||D||: the error of factor averaging relative to averaging the products
-            (RoLoRA, arXiv:2502.01755, section 3.2: interference); 0 for an exact method. NaN where there is no global
-            model.
-        drift: The relative spread sqrt(sum_i w_i ||D_i - D||^2) / ||D|| of the clients' updates around their mean.
-        alignment: Mean over clients of cos(D_i, G), or of cos(D_i, D) where there is no global model (FedLoRU,
-            arXiv:2409.12371, figure 8).
-        agreement: Mean over pairs of clients of cos(D_i, D_j); NaN for one client.
-        angle_out: Mean principal angle between two clients' column spaces, in degrees; NaN for one client.
-        angle_in: Mean principal angle between two clients' row spaces, in degrees; NaN for one client.
-        products: <D_i, G>, ||D_i||^2 and ||G||^2 by client, from which the alignment of several layers is computed.
-    """
+    """Measures of one layer's updates in a round."""
 
     aggregation_error: float
+    """||G - D|| / ||D||: the error of factor averaging relative to averaging the products (RoLoRA, arXiv:2502.01755,
+    section 3.2: interference); 0 for an exact method. NaN where there is no global model."""
     drift: float
+    """The relative spread sqrt(sum_i w_i ||D_i - D||^2) / ||D|| of the clients' updates around their mean."""
     alignment: float
+    """Mean over clients of cos(D_i, G), or of cos(D_i, D) where there is no global model (FedLoRU, arXiv:2409.12371,
+    figure 8)."""
     agreement: float
+    """Mean over pairs of clients of cos(D_i, D_j); NaN for one client."""
     angle_out: float
+    """Mean principal angle between two clients' column spaces, in degrees; NaN for one client."""
     angle_in: float
+    """Mean principal angle between two clients' row spaces, in degrees; NaN for one client."""
     products: Mapping[str, tuple[float, float, float]]
+    """<D_i, G>, ||D_i||^2 and ||G||^2 by client, from which the alignment of several layers is computed."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Norm, stable rank and effective rank of an update; the ranks measure how many directions it has.
-
-    Args:
-        norm: Frobenius norm.
-        stable_rank: ||D||_F^2 / ||D||_2^2 (Rudelson and Vershynin, 2007).
-        effective_rank: Exponential of the entropy of the singular values' shares (Roy and Vetterli, 2007).
-    """
+    """Norm, stable rank and effective rank of an update; the ranks measure how many directions it has."""
 
     norm: float
+    """Frobenius norm."""
     stable_rank: float
+    """||D||_F^2 / ||D||_2^2 (Rudelson and Vershynin, 2007)."""
     effective_rank: float
+    """Exponential of the entropy of the singular values' shares (Roy and Vetterli, 2007)."""
 
 
 def combine_deltas(parts: Sequence[tuple[float, Delta]], shape: tuple[int, int]) -> Delta:

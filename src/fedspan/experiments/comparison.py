@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedspan.config import RunConfig, override, parse_config
-from fedspan.config.options import validate_method_options
+from fedspan.config.method import validate_method_options
 from fedspan.errors import FedspanError, suggest_nearest
 from fedspan.experiments.intervals import Difference, estimate_difference
 from fedspan.experiments.series import (
@@ -38,61 +38,45 @@ from fedspan.wrappers.registry import WRAPPERS
 if TYPE_CHECKING:
     from fedspan.runs.report import RunReport
 
-__all__ = [
-    "CompareReport",
-    "CompareRow",
-    "Comparison",
-    "build_report",
-    "get_heldout_score",
-    "plan_comparison",
-]
-
 _OWN = {"test": "held-out", "clients": "own tests"}
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The plan of a comparison.
-
-    Args:
-        methods: Registry keys, some with wrappers: ``fedit+fedprox``.
-        seeds: Seeds of every method.
-        against: The reference row, with which all others are compared.
-        steps: The runs in their order of execution.
-    """
+    """The plan of a comparison."""
 
     methods: tuple[str, ...]
+    """Registry keys, some with wrappers: ``fedit+fedprox``."""
     seeds: tuple[int, ...]
     against: str
+    """The reference row, with which all others are compared."""
     steps: tuple[Step, ...]
+    """The runs in their order of execution."""
 
 
 @dataclass(frozen=True)
 class CompareRow:
-    """The results of one method or baseline over the seeds.
-
-    Args:
-        name: Key of a method, ``start`` (of the first method's runs), or ``local-only`` or ``centralized``.
-        scores: One score for each seed.
-        mean: Mean of the scores; None if one is missing.
-        deviation: Standard deviation (n - 1) of the scores; None for one seed.
-        difference: Mean over the seeds of the score minus the reference's score for the same seed, with its interval;
-            None for the reference.
-        worst: The worst client's metric on its own test part, mean over the seeds.
-        bytes_down: Serialized bytes that one run downloads, mean over the seeds; None for a baseline.
-        bytes_up: Serialized bytes that one run uploads, mean over the seeds; None for a baseline.
-        seconds: Wall-clock time of the rounds of one run, mean over the seeds; None for a baseline.
-    """
+    """The results of one method or baseline over the seeds."""
 
     name: str
+    """Key of a method, ``start`` (of the first method's runs), or ``local-only`` or ``centralized``."""
     scores: tuple[float | None, ...]
+    """One score for each seed."""
     mean: float | None
+    """Mean of the scores; None if one is missing."""
     deviation: float | None
+    """Standard deviation (n - 1) of the scores; None for one seed."""
     difference: Difference | None
+    """Mean over the seeds of the score minus the reference's score for the same seed, with its interval; None for the
+    reference."""
     worst: float | None
+    """The worst client's metric on its own test part, mean over the seeds."""
     bytes_down: float | None
+    """Serialized bytes that one run downloads, mean over the seeds; None for a baseline."""
     bytes_up: float | None
+    """Serialized bytes that one run uploads, mean over the seeds; None for a baseline."""
     seconds: float | None
+    """Wall-clock time of the rounds of one run, mean over the seeds; None for a baseline."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import yaml
 
 from fedspan.config import RunConfig, load_yaml, override, parse_config, parse_yaml
 from fedspan.data.images import has_images
-from fedspan.data.path_patterns import has_placeholders, match_paths
+from fedspan.data.multiple_files import has_placeholders, match_paths
 from fedspan.errors import FedspanError
 from fedspan.experiments.series import Step
 from fedspan.experiments.watcher import Watcher
@@ -38,15 +38,6 @@ from fedspan.runs.integrity import read_config, require_intact
 from fedspan.runs.privacy_budget import is_secret
 from fedspan.runs.report import RunReport, is_run
 from fedspan.training.prefix_rows import start_next_run
-
-__all__ = [
-    "FinishedRuns",
-    "format_command_line",
-    "open_series",
-    "read_settings",
-    "reuse_finished_runs",
-    "run_step",
-]
 
 
 class FinishedRuns:
@@ -140,11 +131,7 @@ _RUNS: ContextVar[FinishedRuns | None] = ContextVar("fedspan_finished_runs", def
 
 @contextmanager
 def reuse_finished_runs(folders: Iterable[Path]) -> Generator[None]:
-    """Copy runs of a series within this context if they are finished in one of the folders or earlier in the context.
-
-    Args:
-        folders: Folders that are searched once, at the start.
-    """
+    """Copy runs of a series within this context that are finished in one of the folders or earlier in the context."""
     token = _RUNS.set(FinishedRuns(folders))
     try:
         yield
@@ -202,12 +189,6 @@ def read_settings(
 
 def open_series(folder: Path, name: str, settings: Mapping[str, Any], steps: Sequence[Step]) -> None:
     """Create the folder of a series, or reuse one whose runs all belong to the series.
-
-    Args:
-        folder: Folder of the series.
-        name: Name of the settings file.
-        settings: Plain values from which the series can be resumed.
-        steps: The runs.
 
     Raises:
         FedspanError: If the folder holds anything else, such as runs of another config.

@@ -19,18 +19,6 @@ from fedspan.runs.predictions import Items
 from fedspan.tasks.label_scores import LABEL_METRICS
 from fedspan.tasks.metrics import METRICS
 
-__all__ = [
-    "Difference",
-    "Verdict",
-    "Within",
-    "compare_clients",
-    "compare_pairs",
-    "compare_to",
-    "estimate_difference",
-    "estimate_standard_error",
-    "format_gap",
-]
-
 _LEVEL = 0.95
 _RESAMPLES = 1000
 _ROUNDING = 1e-12
@@ -41,19 +29,15 @@ Verdict = Literal["holds", "contradicted", "inconclusive"]
 
 @dataclass(frozen=True)
 class Difference:
-    """A difference of two results with its 95 % interval.
-
-    Args:
-        mean: First minus second result, in the unit of the metric.
-        low: Lower end of the interval; None: there is none.
-        high: Upper end of the interval.
-        note: Why there is no interval, or what it lacks; empty if it lacks nothing.
-    """
+    """A difference of two results with its 95 % interval."""
 
     mean: float
+    """First minus second result, in the unit of the metric."""
     low: float | None = None
+    """Lower end of the interval; None: there is none."""
     high: float | None = None
     note: str = ""
+    """Why there is no interval, or what it lacks; empty if it lacks nothing."""
 
     @property
     def is_measurable(self) -> bool:
@@ -88,16 +72,12 @@ class Difference:
 
 @dataclass(frozen=True)
 class Within:
-    """A mean with its 95 % interval and the verdict on it.
-
-    Args:
-        mean: The mean, in the unit of the compared values.
-        half_width: Half the width of the interval, by Student's t; infinite for a single value.
-        verdict: The verdict by the rule.
-    """
+    """A mean with its 95 % interval and the verdict on it."""
 
     mean: float
+    """The mean, in the unit of the compared values."""
     half_width: float
+    """Half the width of the interval, by Student's t; infinite for a single value."""
     verdict: Verdict
 
     def __str__(self) -> str:
@@ -125,9 +105,6 @@ def estimate_difference(
         first: One score for each seed.
         second: Scores of the other side for the same seeds, in the same order.
         items: The predictions of both sides, one pair for each seed, or none; None in place of a pair: not known.
-
-    Raises:
-        ValueError: If they differ in length.
     """
     differences = [one - other for one, other in zip(first, second, strict=True)]
     if items and len(items) != len(differences):
@@ -140,13 +117,7 @@ def estimate_difference(
 def compare_clients(
     metric: str, first: Mapping[str, Mapping[str, Any]], second: Mapping[str, Mapping[str, Any]]
 ) -> Difference | None:
-    """Compare the clients' mean scores on their own tests; the clients are the sample. None: there are none.
-
-    Args:
-        metric: The metric.
-        first: Metrics by client.
-        second: Metrics by client of the other side.
-    """
+    """Compare the clients' mean scores on their own tests; the clients are the sample. None: there are none."""
     scores = [(side.get(metric), second.get(id, {}).get(metric)) for id, side in first.items()]
     differences = [one - other for one, other in scores if one is not None and other is not None]
     differences, count = [value for value in differences if math.isfinite(value)], len(first.keys() | second.keys())
@@ -221,9 +192,6 @@ def compare_pairs(better: Sequence[float], worse: Sequence[float]) -> Within:
     Args:
         better: One value for each seed, of the side that is claimed to be above.
         worse: Values of the other side for the same seeds, in the same order.
-
-    Raises:
-        ValueError: If the two differ in length.
     """
     differences = [better_score - worse_score for better_score, worse_score in zip(better, worse, strict=True)]
     mean, half = math.fsum(differences) / len(differences), _compute_half_width(differences)

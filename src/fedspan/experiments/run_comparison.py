@@ -16,8 +16,6 @@ from fedspan.experiments.watcher import Watcher
 from fedspan.training.prefix_rows import share_prefixes
 from fedspan.transports.ray.sharing import share_teams
 
-__all__ = ["COMPARE", "compare", "resume_compare"]
-
 COMPARE = "compare.yaml"
 _SETTINGS = {
     "command": list,
@@ -59,6 +57,13 @@ def compare(
         listener: The listener that is notified of every event.
         progress: Whether to show progress bars on standard error; None: if that is a terminal, or in a notebook.
 
+    Returns:
+        The scores of each method over the seeds, and its differences from the reference row.
+
+    Examples:
+        >>> report = fedspan.compare("config.yaml", "runs/two", ["fedit", "rolora"], seeds=[0, 1, 2])
+        >>> report.best
+
     Raises:
         FedspanError: If the input is invalid in a way that the user can correct.
     """
@@ -84,6 +89,12 @@ def resume_compare(
         against: Another reference row; by default the original one.
         listener: The listener that is notified of every event.
         progress: Whether to show progress bars on standard error; None: if that is a terminal, or in a notebook.
+
+    Returns:
+        The report, as of ``compare``.
+
+    Examples:
+        >>> fedspan.resume_compare("runs/two", against="rolora")
 
     Raises:
         FedspanError: If the folder holds no comparison, and as ``compare`` does.

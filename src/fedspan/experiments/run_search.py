@@ -24,8 +24,6 @@ from fedspan.tasks.metrics import METRICS
 from fedspan.training.prefix_rows import share_prefixes
 from fedspan.transports.ray.sharing import share_teams
 
-__all__ = ["BEST", "SWEEP", "resume_sweep", "sweep"]
-
 SWEEP = "sweep.yaml"
 BEST = "best.yaml"
 _FAILURES = "failures.json"
@@ -69,6 +67,13 @@ def sweep(
         listener: The listener that is notified of every event.
         progress: Whether to show progress bars on standard error; None: if that is a terminal, or in a notebook.
 
+    Returns:
+        The trials with their scores, and the best one.
+
+    Examples:
+        >>> report = fedspan.sweep("config.yaml", "runs/sweep", {"training.lr": "1e-4..1e-1"}, trials=8)
+        >>> report.best
+
     Raises:
         FedspanError: If the input is invalid in a way that the user can correct.
     """
@@ -91,6 +96,12 @@ def resume_sweep(folder: str | Path, *, listener: Watcher | None = None, progres
         folder: Folder of the sweep.
         listener: The listener that is notified of every event.
         progress: Whether to show progress bars on standard error; None: if that is a terminal, or in a notebook.
+
+    Returns:
+        The report, as of ``sweep``.
+
+    Examples:
+        >>> fedspan.resume_sweep("runs/sweep")
 
     Raises:
         FedspanError: If the folder holds no sweep, and as ``sweep`` does.

@@ -31,26 +31,21 @@ from fedspan.tasks.metrics import METRICS, compute_score
 if TYPE_CHECKING:
     from fedspan.runs.report import RunReport
 
-__all__ = ["Sweep", "SweepReport", "Trial", "get_validation_score", "plan_sweep", "rank_trials"]
-
 
 @dataclass(frozen=True)
 class Sweep:
-    """The plan of a sweep.
-
-    Args:
-        metric: The metric by which the best trial is selected.
-        seeds: Seeds of every trial.
-        values: The values of every trial, by path.
-        configs: The final config of every trial, with the rounds, seed and baselines of the original config.
-        steps: The runs, trial by trial.
-    """
+    """The plan of a sweep."""
 
     metric: str
+    """The metric by which the best trial is selected."""
     seeds: tuple[int, ...]
+    """Seeds of every trial."""
     values: tuple[Mapping[str, Any], ...]
+    """The values of every trial, by path."""
     configs: tuple[RunConfig, ...]
+    """The final config of every trial, with the rounds, seed and baselines of the original config."""
     steps: tuple[Step, ...]
+    """The runs, trial by trial."""
 
 
 def plan_sweep(
@@ -121,25 +116,22 @@ def _set(values: Mapping[str, Any], setting: Mapping[str, Any]) -> dict[str, Any
 
 @dataclass(frozen=True)
 class Trial:
-    """One setting and its result.
-
-    Args:
-        number: Number of the trial from 1, in the order of the search.
-        values: The values, by path in the config.
-        scores: The validation metric, one value for each seed that was run.
-        mean: Mean of the scores; None for a failed trial.
-        deviation: Standard deviation (n - 1); None for one seed.
-        seconds: Wall-clock time of the rounds of all seeds; None for a failed trial.
-        failed: Reason of the failure, such as divergence; None for a trial that succeeded.
-    """
+    """One setting and its result."""
 
     number: int
+    """Number of the trial from 1, in the order of the search."""
     values: Mapping[str, Any]
+    """The values, by path in the config."""
     scores: tuple[float | None, ...]
+    """The validation metric, one value for each seed that was run."""
     mean: float | None
+    """Mean of the scores; None for a failed trial."""
     deviation: float | None
+    """Standard deviation (n - 1); None for one seed."""
     seconds: float | None
+    """Wall-clock time of the rounds of all seeds; None for a failed trial."""
     failed: str | None
+    """Reason of the failure, such as divergence; None for a trial that succeeded."""
 
 
 @dataclass(frozen=True)

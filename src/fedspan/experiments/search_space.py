@@ -13,8 +13,6 @@ from fedspan.config import load_yaml
 from fedspan.data.keyed import make_generator
 from fedspan.errors import FedspanError
 
-__all__ = ["Range", "Space", "list_combinations", "parse_space"]
-
 _NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _RANGE = re.compile(rf"\s*({_NUMBER})\.\.({_NUMBER})\s*")
 _ATTEMPTS = 200  # attempts to draw a new combination, for each trial
@@ -22,15 +20,12 @@ _ATTEMPTS = 200  # attempts to draw a new combination, for each trial
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from ``low`` to ``high``, both included: integers uniform, others log-uniform.
-
-    Args:
-        low: Lower end, above 0 unless it is an integer.
-        high: Upper end, above ``low``.
-    """
+    """Numbers from ``low`` to ``high``, both included: integers uniform, others log-uniform."""
 
     low: float
+    """Lower end, above 0 unless it is an integer."""
     high: float
+    """Upper end, above ``low``."""
 
     @property
     def whole(self) -> bool:

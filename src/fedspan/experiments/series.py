@@ -12,35 +12,17 @@ import numpy as np
 from fedspan.config import RunConfig
 from fedspan.errors import FedspanError
 
-__all__ = [
-    "Step",
-    "compute_deviation",
-    "compute_mean",
-    "compute_standard_error",
-    "get_finite",
-    "require_comparable",
-    "set_seed",
-    "validate_seeds",
-]
-
 _SHARED = ("task", "seed", "data", "partition", "baselines", "centralized_lr")
 
 
 @dataclass(frozen=True)
 class Step:
-    """One run of a series.
-
-    Args:
-        name: Name of the run's folder.
-        label: Readable label.
-        group: The group within which seeds are averaged: a method, or the number of a trial.
-        seed: Seed of the run.
-        config: Complete config of the run.
-    """
+    """One run of a series."""
 
     name: str
     label: str
     group: str
+    """The group within which seeds are averaged: a method, or the number of a trial."""
     seed: int
     config: RunConfig
 
@@ -64,14 +46,7 @@ def validate_seeds(seeds: Sequence[int]) -> tuple[int, ...]:
 
 
 def set_seed(config: RunConfig, seed: int, first: int, baselines: bool) -> RunConfig:
-    """Return a run's config with a seed, on the partition of the first seed unless the config sets its seed.
-
-    Args:
-        config: The config, whose seed is replaced.
-        seed: Seed of the run.
-        first: First seed of the series.
-        baselines: Whether the run trains the config's baselines too.
-    """
+    """Return a run's config with a seed, on the partition of the first seed unless the config sets its seed."""
     partition = config.partition
     if partition.seed is None:
         partition = partition.model_copy(update={"seed": first})
@@ -114,9 +89,3 @@ def compute_deviation(values: Sequence[float | None]) -> float | None:
     """Return the sample standard deviation (n - 1); None for fewer than two values, or if any is missing."""
     present = [value for value in values if value is not None]
     return float(np.std(present, ddof=1)) if len(present) == len(values) > 1 else None
-
-
-def compute_standard_error(values: Sequence[float | None]) -> float | None:
-    """Return the standard error of the mean: the deviation over the square root of n; None without a deviation."""
-    deviation = compute_deviation(values)
-    return None if deviation is None else deviation / math.sqrt(len(values))

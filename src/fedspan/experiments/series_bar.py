@@ -17,8 +17,6 @@ from fedspan.progress.bar import LiveBar, ProgressBar, has_bar
 from fedspan.progress.formatting import format_duration, format_runs, shorten
 from fedspan.training.stages import Stage
 
-__all__ = ["SeriesBar", "open_watcher"]
-
 
 class SeriesBar(LiveBar, Watcher):
     """Shows the current run of a series and its bars while it is entered as a context manager.

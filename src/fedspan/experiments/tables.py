@@ -11,21 +11,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
+
 from fedspan.errors import FedspanError
 from fedspan.files import convert_disk_errors, neutralize_formula, write_atomic
 from fedspan.run_folder import RunFolder
+from fedspan.runs.predictions import Items
+from fedspan.runs.report import RunReport
 from fedspan.tasks.metrics import METRICS
-
-__all__ = [
-    "Table",
-    "format_heading",
-    "format_latex",
-    "format_markdown",
-    "format_mean",
-    "format_megabytes",
-    "format_seconds",
-    "write_tables",
-]
 
 _MACHINE = ("platform", "machine", "accelerator", "threads")
 _LATEX = {letter: rf"\{letter}" for letter in "&%$#_{}"} | {
@@ -39,19 +32,15 @@ _OTHER = (*_MACHINE, "seed", "command")
 
 @dataclass(frozen=True)
 class Table:
-    """A readable table.
-
-    Args:
-        head: Titles of the columns; the first is left-aligned, all others are right-aligned.
-        rows: Cells of the rows.
-        best: Index of the highlighted row, if any.
-        notes: Explanation of the numbers, line by line.
-    """
+    """A readable table."""
 
     head: tuple[str, ...]
+    """Titles of the columns; the first is left-aligned, all others are right-aligned."""
     rows: tuple[tuple[str, ...], ...]
     best: int | None
+    """Index of the highlighted row, if any."""
     notes: tuple[str, ...]
+    """Explanation of the numbers, line by line."""
 
 
 def format_heading(quantity: str, metric: str) -> str:
@@ -180,3 +169,21 @@ def _describe_environment(environment: Mapping[str, Any]) -> str:
     machine = [f"{environment[name]}" for name in _MACHINE[:-1] if environment.get(name)]
     versions = [f"{name} {value}" for name, value in environment.items() if name not in _OTHER and value]
     return f"{', '.join(machine)}, threads {environment.get('threads')}; {', '.join(versions)}"
+
+
+def describe_majority(metric: str, items: Items | None) -> str:
+    """Describe the accuracy of always predicting the most frequent class; empty for other metrics."""
+    if metric != "accuracy" or items is None:
+        return ""
+    share = np.bincount(items.targets).max() / len(items.targets)
+    return f"Majority class: {100 * share:.1f} % of the held-out examples have the most frequent label."
+
+
+def describe_extension(report: RunReport, folder: Path) -> str:
+    """Say how to extend a run whose last round is the best by validation; empty for another run."""
+    # Under privacy more rounds spend more, which is the owners' decision.
+    if report.privacy or not report.selected or not report.rounds or report.best_round != report.rounds:
+        return ""
+    rounds = report.rounds + max(1, report.rounds // 2)
+    resumed = f"fedspan run --resume {shlex.quote(str(folder))} --set federation.rounds={rounds}"
+    return f"Validation still improves: extend with {resumed}"

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from fedspan.experiments.series import Step
 from fedspan.progress.listener import Listener, Listeners, pass_on
 
-__all__ = ["Watcher", "Watchers"]
-
 
 class Watcher(Listener):
     """Listener for the events of a series and of its runs; every method does nothing by default."""

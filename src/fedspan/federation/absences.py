@@ -82,7 +82,6 @@ class Awaited:
     """The clients that an exchange waits for.
 
     Args:
-        ids: Clients that are sent an order.
         absent: Clients among them that are not waited for if the others suffice.
     """
 
@@ -92,13 +91,7 @@ class Awaited:
         self._is_everyone = len(self._pending) == len(all_clients)
 
     def is_over(self, id: str, accepted: Callable[[], Collection[str]], quorum: int) -> bool:
-        """Record that a client replied or failed, and return whether the absent ones need not be waited for.
-
-        Args:
-            id: Id of the client.
-            accepted: Returns the clients whose replies count so far.
-            quorum: Number of replies that is needed.
-        """
+        """Record that a client replied or failed, and return whether the absent ones need not be waited for."""
         self._pending.discard(id)
         return not self._is_everyone and not self._pending and len(accepted()) >= quorum
 

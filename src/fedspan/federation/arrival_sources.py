@@ -1,4 +1,4 @@
-"""Where the replies of asynchronous rounds come from: a simulated clock, the record of a run, or machines.
+"""Sources of the replies of asynchronous rounds: a simulated clock, the record of a run, or machines.
 
 Each source yields the orders of a round in the order in which their replies arrive, and decides when clients receive
 further ones.
@@ -27,15 +27,11 @@ OnOrder = Callable[[str], object]
 
 
 class Arrival(NamedTuple):
-    """The end of an order.
-
-    Args:
-        order: The order.
-        reply: The client's reply, or the reason why there is none; None: the client trains now that its reply is due.
-    """
+    """The end of an order."""
 
     order: OpenOrder
     reply: Envelope | str | None
+    """The client's reply, or the reason why there is none; None: the client trains now that its reply is due."""
 
 
 class ArrivalSource(Protocol):
@@ -62,9 +58,6 @@ class _TrainingClients:
     """The clients that train, and those that have replied in the round.
 
     Args:
-        context: The round.
-        orders: The orders that were sent before the round.
-        number: Number of orders sent so far.
         on_order: Called with each client that has an order, or receives one.
     """
 
@@ -97,7 +90,6 @@ class _TrainingClients:
         return self._ids[position]
 
     def add_order(self, id: str, attempt: int, arrival: float = 0.0, absence: str | None = None) -> OpenOrder:
-        """Add and return an order of the current state."""
         order = OpenOrder(id, self._context.state.round, attempt, self.number, arrival, absence)
         self.open[id] = order
         self.number += 1
@@ -125,8 +117,6 @@ class SimulatedArrivals:
     """Arrivals by the simulated clock, which depend on the clients' speeds and on no training.
 
     Args:
-        context: The round.
-        transport: Knows how long each client takes.
         open: The orders that were sent before the round.
         on_order: Called with each client that has an order, or receives one.
     """
@@ -175,10 +165,7 @@ class NodeArrivals:
     but may train for the first one still. An order that is too old to count is closed, and its client fails.
 
     Args:
-        context: The round.
-        transport: Transport to the clients.
         open: The orders that were sent before the round.
-        create_order: Creates the envelope of an order.
         compute_reply_bytes: Returns the maximum size of the body of a client's reply, in bytes.
         on_order: Called with each client that has an order, or receives one.
     """
@@ -250,8 +237,6 @@ class RecordedArrivals:
     """Arrivals of an earlier run.
 
     Args:
-        context: The round.
-        settings: Settings with the recorded arrivals.
         states: The states of the server up to this round, by round.
         on_order: Called with each client whose reply the round takes.
 

@@ -47,8 +47,6 @@ class BufferedRound:
 
     Args:
         context: Definition of the round, without a cohort.
-        new_aggregation: Creates the round's aggregation.
-        progress: The progress before the round.
         best: Round of the stored state of each client at the best progress so far.
         on_client: Called with a client's id and training loss when its reply arrives.
         on_failure: Called with a client's id and a reason when its reply does not arrive, or is rejected.

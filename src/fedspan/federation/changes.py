@@ -1,4 +1,4 @@
-"""How far replies are from those of untrained clients, compared within a cohort, and scaling replies towards them.
+"""Distances of replies from those of untrained clients, compared within a cohort; scaling replies towards them.
 
 The reply of an untrained client depends on no data, so the server can compute it. A limit on the norm of the change
 from it bounds a client's influence on the update, whatever the client sends.
@@ -26,15 +26,12 @@ MODEL = "change"
 
 @dataclass(frozen=True)
 class ChangeSize:
-    """The size of a reply's change from the untrained reply, in one unit.
-
-    Args:
-        norm: L2 norm over all entries; of squares, the norm of their roots.
-        entries: Number of entries; clients with other ranks have other numbers.
-    """
+    """The size of a reply's change from the untrained reply, in one unit."""
 
     norm: float
+    """L2 norm over all entries; of squares, the norm of their roots."""
     entries: int
+    """Number of entries; clients with other ranks have other numbers."""
 
     @property
     def scale(self) -> float:

@@ -24,49 +24,37 @@ PHASES = ("keys", "shares", "train", "confirm", "unmask")
 
 @dataclass(frozen=True)
 class SpeedDistribution:
-    """Distribution of client speeds.
-
-    Args:
-        distribution: ``lognormal``, ``uniform`` or ``constant``.
-        median: Median speed, in training examples per second.
-        spread: Factor between slow and median clients.
-    """
+    """Distribution of client speeds."""
 
     distribution: Literal["lognormal", "uniform", "constant"]
+    """``lognormal``, ``uniform`` or ``constant``."""
     median: float
+    """Median speed, in training examples per second."""
     spread: float
 
 
 @dataclass(frozen=True)
 class Faults:
-    """Faulty clients.
-
-    Args:
-        share: Share of the clients.
-        kind: Kind of fault.
-        factor: Factor on the change, or relative standard deviation of the noise; None: the kind's default.
-    """
+    """Faulty clients."""
 
     share: float
+    """Share of the clients."""
     kind: FaultKind
     factor: float | None = None
+    """Factor on the change, or relative standard deviation of the noise; None: the kind's default."""
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """Conditions of a simulated federation.
-
-    Args:
-        seed: Seed of every random draw.
-        dropout: Probability that a client does not reply to an order to train, for all clients or by id.
-        speed: Distribution of the clients' speeds; None: every reply arrives at once.
-        faults: Faulty clients; None: none.
-    """
+    """Conditions of a simulated federation."""
 
     seed: int
     dropout: float | Mapping[str, float] = 0.0
+    """Probability that a client does not reply to an order to train, for all clients or by id."""
     speed: SpeedDistribution | None = None
+    """Distribution of the clients' speeds; None: every reply arrives at once."""
     faults: Faults | None = None
+    """Faulty clients; None: none."""
 
     def draw_silence(self, client: str, round: int, attempt: int, phases: Sequence[str]) -> str | None:
         """Draw the exchange at which a client stops replying in an attempt of a round; None: it replies to all of them.

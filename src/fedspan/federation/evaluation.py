@@ -17,8 +17,8 @@ from fedspan.federation.federation import Federation
 from fedspan.federation.progress import ClientData, Progress
 from fedspan.tasks.metrics import METRICS, compute_score
 from fedspan.tasks.task import Examples
+from fedspan.training.batching import ModelInputs
 from fedspan.training.engine import Predictor
-from fedspan.training.stacked_prediction import ModelInputs
 
 Metrics = Mapping[str, float]
 """Metrics by name."""
@@ -26,20 +26,16 @@ Metrics = Mapping[str, float]
 
 @dataclass(frozen=True)
 class ClientScores:
-    """Metrics on one part (validation or test) of the clients' own examples.
-
-    Args:
-        pooled: Metrics over the examples of all clients together.
-        by_client: Metrics of each client.
-        trimmed: Metrics without the clients at both ends, where the clients report their own; None: these scores were
-            measured on examples that this process assigned, or by the only client.
-        noisy: Whether the metrics may have noise, as those of data owners' nodes do (``clients.metric_noise``).
-    """
+    """Metrics on one part (validation or test) of the clients' own examples."""
 
     pooled: Metrics
+    """Metrics over the examples of all clients together."""
     by_client: Mapping[str, Metrics]
     trimmed: Metrics | None = None
+    """Metrics without the clients at both ends, where the clients report their own; None: these scores were measured on
+    examples that this process assigned, or by the only client."""
     noisy: bool = False
+    """Whether the metrics may have noise, as those of data owners' nodes do (``clients.metric_noise``)."""
 
     def summarize(self, metric: str) -> dict[str, Any]:
         """Return unweighted client means of every metric, and under ``worst`` the client with the worst ``metric``."""
@@ -79,8 +75,6 @@ class Evaluator:
     """Evaluate a progress.
 
     Args:
-        federation: The federation to evaluate.
-        batch_size: Batch size of the forward passes.
         clients: Number of clients to evaluate, drawn from the federation's seed alone, for comparable rounds; None:
             all.
         predictor: Predicts with the models; None: the federation's engine.

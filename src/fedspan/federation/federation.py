@@ -64,14 +64,10 @@ class Federation:
     """A method, an engine, the clients and the transport to them.
 
     Args:
-        method: The method, with its wrappers.
         engine: Holds the model for ``init`` and the export; trains, too, if the clients are in this process.
         clients: The clients in any order, or by sorted id (``LazyMapping``).
         examples: The examples that the clients' indices refer to; the server's own if clients are on other machines.
-        settings: Rounds, cohort, reduction, privacy, seed.
-        transport: Transport to the clients.
         rules: Rules for accepting replies and the round; None: every selected client has to reply.
-        new_aggregation: Creates the aggregation of a round.
         run: Name of the run, for nodes that participate in several.
         exporting: Whether clients export their own models because the server does not see them.
         training: Settings of local training, from which orders take the learning rate; None: the engine's.
@@ -325,11 +321,6 @@ def open_clients_stage(stages: Stages, name: StageName, units: Mapping[str, int]
     """Open a stage of clients' work, and yield a function to call with each client whose reply is accepted.
 
     Engines in this process count every batch; of clients elsewhere only their replies are seen.
-
-    Args:
-        stages: The run's stages.
-        name: Name of the stage.
-        units: Expected number of units of each client.
     """
     done: set[str] = set()
 

@@ -55,21 +55,15 @@ _SAME = 1e-5
 
 @dataclass(frozen=True)
 class HeadStart:
-    """How a run's head starts.
-
-    Args:
-        kind: Kind of start.
-        layer: The model's output layer.
-        bound: Norm to which features are clipped before they are divided by it; 0: they are sent as they are.
-        new_aggregation: Creates the aggregation of the exchange.
-        most_words: Maximum number of words of an example, if words have a label each; else 1.
-    """
+    """How a run's head starts."""
 
     kind: HeadKind
     layer: OutputLayer
     bound: float = 0.0
+    """Norm to which features are clipped before they are divided by it; 0: they are sent as they are."""
     new_aggregation: AggregationFactory = PlaintextAggregation
     most_words: int = 1
+    """Maximum number of words of an example, if words have a label each; else 1."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -79,17 +73,12 @@ class HeadStart:
 
 @dataclass(frozen=True, kw_only=True)
 class StatisticsExchange(Method):
-    """The exchange as a method whose replies are averaged.
-
-    Args:
-        head: The start of the head.
-        inner: The run's method.
-        pretrained: Whether the method starts from the pretrained model, so that orders need no tensors.
-    """
+    """The exchange as a method whose replies are averaged."""
 
     head: HeadStart
     inner: Method
     pretrained: bool
+    """Whether the method starts from the pretrained model, so that orders need no tensors."""
     spec: Spec = field(default_factory=lambda: Spec(()))
 
     def declare_claims(self) -> Claims:
@@ -216,13 +205,7 @@ def _describe_long(id: str, factor: float) -> Failure:
 
 
 def compute_head_tensors(head: HeadStart, statistics: HeadStatistics, examples: float) -> dict[str, Tensor]:
-    """Compute the output layer, as named tensors of a state.
-
-    Args:
-        head: How the head starts.
-        statistics: Statistics of the features.
-        examples: Number of examples that they are averages over.
-    """
+    """Compute the output layer, as named tensors of a state."""
     counted = max(1, int(examples * float(statistics.count(head.kind)) + 0.5))
     weights = solve_head(head.kind, statistics.normalize(head.kind), counted, bias=head.layer.bias)
     tensors = {join_extra_name(f"{head.layer.path}.weight"): weights.weight}

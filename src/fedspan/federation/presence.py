@@ -17,13 +17,10 @@ Span = tuple[int, int | None]
 
 @dataclass(frozen=True)
 class Presence:
-    """The rounds in which clients are present.
-
-    Args:
-        spans: The spans of clients, in order; other clients are present in every round.
-    """
+    """The rounds in which clients are present."""
 
     spans: Mapping[str, tuple[Span, ...]] = field(default_factory=dict)
+    """The spans of clients, in order; other clients are present in every round."""
 
     def is_present(self, id: str, round: int) -> bool:
         """Return whether a client is present in a round, from 0."""

@@ -209,20 +209,16 @@ class CentralPrivacy:
 
     It does not matter who sums. In plaintext the server clips the changes and a reduction sums them; in secure
     aggregation the clients clip them and the server decodes their sum.
-
-    Args:
-        privacy: Privacy settings of the run, central.
-        origin: Contribution of a client that trained nothing.
-        rate: Probability that a client is in a cohort.
-        clients: Number of clients in the federation.
-        round: Number of the round, from 0.
     """
 
     privacy: Privacy
     origin: Tensors
+    """Contribution of a client that trained nothing."""
     rate: float
+    """Probability that a client is in a cohort."""
     clients: int
     round: int
+    """Number of the round, from 0."""
 
     def clip_contribution(self, contribution: Contribution) -> Tensors:
         """Return the contribution's change, with a norm of at most ``privacy.clip``.
@@ -262,7 +258,6 @@ def create_central_privacy(
 
 
 def _add_noise(change: Mapping[str, Tensor], privacy: Privacy, noise: float, *label: int | str) -> dict[str, Tensor]:
-    """Add noise to every entry of a change."""
     std = noise * privacy.clip
     if privacy.secret:  # a repeated order yields either the same reply or one with different noise
         label = (*label, compute_tensor_digest(change), repr(std))

@@ -41,15 +41,11 @@ Reason = Annotated[str, Field(max_length=4096), AfterValidator(escape_controls)]
 
 @dataclass(frozen=True)
 class Envelope:
-    """The unit of transmission.
-
-    Args:
-        header: Header as JSON text.
-        body: An encoded message, or empty.
-    """
+    """The unit of transmission."""
 
     header: str
     body: bytes = b""
+    """An encoded message, or empty."""
 
     @property
     def size(self) -> int:
@@ -108,15 +104,12 @@ class Part(HeaderPart):
 
 
 class Masking(HeaderPart):
-    """The secure sum that a client's reply enters (``clients.secagg``).
-
-    Args:
-        session: Number of the session, whose keys and agreement were exchanged before.
-        peers: The client itself and the other remaining clients, whose masks its own masks cancel.
-    """
+    """The secure sum that a client's reply enters (``clients.secagg``)."""
 
     session: Count
+    """Number of the session, whose keys and agreement were exchanged before."""
     peers: tuple[Name, ...]
+    """The client itself and the other remaining clients, whose masks its own masks cancel."""
 
 
 Scores = dict[Name, float]
@@ -156,35 +149,29 @@ class _ReplyHeader(HeaderPart):
 
 @dataclass(frozen=True)
 class Order:
-    """An order of a server to a client.
-
-    Args:
-        task: Kind of order: train, reply in the round's second exchange, compute statistics for the head's start,
-            evaluate a model, or export the client's own model on its machine.
-        round: Number of the round of the transmitted state.
-        attempt: Attempt of the round, from 0.
-        lr: Learning rate of the round.
-        to: Id of the client that receives the order.
-        client: Facts about the client; None if it evaluates the global model.
-        best: Round that the client held at the run's best progress so far; its stored state of that round must stay.
-        run: Name of the run, for nodes that participate in several.
-        serial: Serial number that increases with every order of a run; an order without a greater serial is a
-            repetition.
-        secure: Parameters of the secure sum that the reply enters; None: it is sent in plaintext.
-        body: The encoded message.
-    """
+    """An order of a server to a client."""
 
     task: OrderKind
+    """Kind of order: train, reply in the round's second exchange, compute statistics for the head's start, evaluate a
+    model, or export the client's own model on its machine."""
     round: int
+    """Number of the round of the transmitted state."""
     attempt: int
+    """Attempt of the round, from 0."""
     lr: float
     to: str
+    """Id of the client that receives the order."""
     client: Client | None
+    """Facts about the client; None if it evaluates the global model."""
     body: bytes
     best: int | None = None
+    """Round that the client held at the run's best progress so far; its stored state of that round must stay."""
     run: str = ""
+    """Name of the run, for nodes that participate in several."""
     serial: int = 0
+    """Serial number that increases with every order of a run; an order without a greater serial is a repetition."""
     secure: Masking | None = None
+    """Parameters of the secure sum that the reply enters; None: it is sent in plaintext."""
 
     @cached_property
     def body_sha256(self) -> bytes:
@@ -208,29 +195,22 @@ class Order:
 
 @dataclass(frozen=True)
 class Reply:
-    """A client's reply to an order.
-
-    Args:
-        task: Kind of the order.
-        round: Round of the order.
-        attempt: Attempt of the order.
-        id: Id of the client.
-        parts: Losses of local training, phase by phase.
-        scores: Metrics by part of the client's data.
-        failed: Reason of a failure in plain text; None: the order succeeded.
-        lost: Whether the client lost the stored state that the order builds on, so that it needs a complete message.
-        body: The encoded message; empty after an evaluation.
-    """
+    """A client's reply to an order."""
 
     task: OrderKind
     round: int
     attempt: int
     id: str
     parts: tuple[Part, ...] = ()
+    """Losses of local training, phase by phase."""
     scores: dict[ScoredPart, Scores] | None = None
+    """Metrics by part of the client's data."""
     failed: str | None = None
+    """Reason of a failure in plain text; None: the order succeeded."""
     lost: bool = False
+    """Whether the client lost the stored state that the order builds on, so that it needs a complete message."""
     body: bytes = b""
+    """The encoded message; empty after an evaluation."""
 
     def to_envelope(self) -> Envelope:
         """Encode as an envelope."""

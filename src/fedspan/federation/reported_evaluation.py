@@ -15,11 +15,10 @@ from fedspan.federation.changes import compute_capped_median
 from fedspan.federation.evaluation import ClientScores, Evaluator, Metrics
 from fedspan.federation.federation import Federation
 from fedspan.federation.out_of_round import exchange_model
-from fedspan.federation.plausibility import drop_impossible_metrics
+from fedspan.federation.plausibility import compute_weight_limit, drop_impossible_metrics
 from fedspan.federation.progress import ClientState, Failure, Progress
 from fedspan.federation.protocol import Reply, ScoredPart, Scores
 from fedspan.federation.trimmed_scores import compute_trimmed_means
-from fedspan.federation.weights import compute_weight_limit
 
 _REQUIRED = ("accuracy", "loss")
 """Metrics without which a client is not counted where others have them: rounds are compared by them."""
@@ -32,7 +31,6 @@ class ReportedEvaluator(Evaluator):
     unless this process assigned the clients' examples (a simulation) or there is one client.
 
     Args:
-        federation: The federation to evaluate.
         batch_size: Batch size of the server's forward passes.
         clients: Number of clients to evaluate; None: all.
     """
@@ -146,7 +144,6 @@ class RemoteEvaluator(ReportedEvaluator):
     """Evaluate on the clients' machines.
 
     Args:
-        federation: The federation to evaluate.
         batch_size: Batch size of the server's forward passes.
         clients: Number of clients to evaluate; None: all.
         load_state: Returns a client's state of a round where the server can access it (a simulation); None: it cannot.

@@ -26,8 +26,6 @@ class Round:
     """One round, until it succeeds or fails.
 
     Args:
-        context: Definition of the round.
-        new_aggregation: Creates the round's aggregation.
         progress: The progress before the round: what clients store, and when they last replied.
         best: Round of each client's last reply in the best progress so far; clients keep the state that belongs to it.
         on_client: Called with a client's id and training loss when its reply is accepted.

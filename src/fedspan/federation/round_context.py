@@ -9,40 +9,17 @@ from typing import Literal
 from fedspan.core.method import Method
 from fedspan.core.values import Client, Message, ServerState
 from fedspan.federation.changes import ChangeSize
+from fedspan.federation.plausibility import limit_weights
 from fedspan.federation.progress import ClientData, Failure, Purpose, Transfer
 from fedspan.federation.settings import RoundSettings
 from fedspan.federation.transport import Transport
 from fedspan.federation.validation import ReplyRules
-from fedspan.federation.weights import limit_weights
 from fedspan.training.jobs import TrainingSettings
 
 
 @dataclass(frozen=True)
 class RoundContext:
-    """The definition of a round: its method, clients, state and rules.
-
-    Args:
-        method: The run's method.
-        settings: Rounds, reduction and privacy.
-        training: Settings of local training.
-        clients: All clients of the federation.
-        state: The server's state before the round.
-        ids: Ids of the selected clients, sorted.
-        draw_order: The same ids in the order in which they were drawn.
-        target: Number of replies that the round aims for.
-        rules: Rules for accepting replies and the round.
-        transport: Transport to the clients.
-        run: Name of the run.
-        task: Kind of the orders whose replies are aggregated.
-        check: Further check of a reply in plaintext, which raises ``ValueError``; None: no further check.
-        measure: Returns the size by which replies are scaled down; None: that of their changes.
-        absent: Clients of the cohort that are not waited for if the others suffice.
-        sent: Earlier states of the server that clients of the round train, by client; the others train ``state``.
-        factors: Factors by which the round's first exchange scaled changes down, by client, which also apply to the
-            changes of the second one.
-        weights: Limited weights of the clients that the round's first exchange selected, which also limit those of the
-            second one; empty: they are computed.
-    """
+    """The definition of a round: its method, clients, state and rules."""
 
     method: Method
     settings: RoundSettings
@@ -50,18 +27,31 @@ class RoundContext:
     clients: Mapping[str, ClientData]
     state: ServerState
     ids: tuple[str, ...]
+    """Ids of the selected clients, sorted."""
     draw_order: tuple[str, ...]
+    """The same ids in the order in which they were drawn."""
     target: int
+    """Number of replies that the round aims for."""
     rules: ReplyRules
+    """Rules for accepting replies and the round."""
     transport: Transport
     run: str
     task: Literal["train", "second", "statistics"] = "train"
+    """Kind of the orders whose replies are aggregated."""
     check: Callable[[Message, Client], None] | None = None
+    """Further check of a reply in plaintext, which raises ``ValueError``; None: no further check."""
     measure: Callable[[Message], ChangeSize] | None = None
+    """Returns the size by which replies are scaled down; None: that of their changes."""
     absent: frozenset[str] = frozenset()
+    """Clients of the cohort that are not waited for if the others suffice."""
     sent: Mapping[str, ServerState] = field(default_factory=dict)
+    """Earlier states of the server that clients of the round train, by client; the others train ``state``."""
     factors: Mapping[str, float] = field(default_factory=dict)
+    """Factors by which the round's first exchange scaled changes down, by client, which also apply to the changes of
+    the second one."""
     weights: Mapping[str, float] = field(default_factory=dict)
+    """Limited weights of the clients that the round's first exchange selected, which also limit those of the second
+    one; empty: they are computed."""
 
     def limit_weights(self) -> Mapping[str, float]:
         """Return the weights of the selected clients, limited by what they and the whole cohort may have.
@@ -89,16 +79,11 @@ class RoundContext:
 
 @dataclass
 class Tally:
-    """The events of a round so far.
-
-    Args:
-        transfers: Messages sent and received.
-        failures: Clients whose replies were not accepted, attempt by attempt.
-        lost: Clients that lost their stored state.
-    """
+    """The events of a round so far."""
 
     transfers: list[Transfer] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
+    """Clients whose replies were not accepted, attempt by attempt."""
     lost: set[str] = field(default_factory=set)
 
     def extend(self, other: Tally) -> None:

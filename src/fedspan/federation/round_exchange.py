@@ -1,4 +1,4 @@
-"""What a round exchanges, and what comes of it: orders, replies, events and the result.
+"""A round's exchange: orders, replies, events and the result.
 
 When orders start, and when the update closes, is the schedule's: ``Round`` or ``BufferedRound``.
 """
@@ -12,11 +12,10 @@ from dataclasses import replace
 from fedspan.core.values import Client, Message, Reduced, ServerState
 from fedspan.federation import serialization
 from fedspan.federation.aggregation.aggregation import Aggregation
-from fedspan.federation.plausibility import drop_impossible_losses
+from fedspan.federation.plausibility import compute_weight_limit, drop_impossible_losses
 from fedspan.federation.progress import Failure, Progress, Purpose, RoundResult, TooFewReplies, Transfer
 from fedspan.federation.protocol import ClientLostState, Envelope, Masking, OrderEncoder, Reply, open_reply
 from fedspan.federation.round_context import RoundContext, Tally
-from fedspan.federation.weights import compute_weight_limit
 from fedspan.training.accounting import Charge
 
 OnClient = Callable[[str, float], None]
@@ -30,9 +29,6 @@ class RoundExchange:
     """Orders, replies, events and the result of one round.
 
     Args:
-        context: Definition of the round.
-        aggregation: Aggregation of the round's replies.
-        tally: Collects the events of the round.
         progress: The progress before the round: what clients store, and when they last replied.
         best: Round of the stored state of each client at the best progress so far, which clients must not delete.
         on_arrival: Called with a client's id and training loss when its reply arrives, before it is checked.

@@ -141,7 +141,6 @@ class Reader:
     """Reads a payload of ``Writer``: the structure and the tensors that its numbers refer to.
 
     Args:
-        data: The payload.
         kind: Kind of value that the payload must hold.
 
     Raises:

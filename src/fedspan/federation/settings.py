@@ -18,19 +18,16 @@ Arrivals = tuple[tuple[tuple[str, int], ...], ...]
 
 @dataclass(frozen=True)
 class BufferedSettings:
-    """Settings of asynchronous rounds.
-
-    Args:
-        concurrency: Number of clients that train at the same time.
-        staleness_exponent: Exponent a of the factor (1 + t)^-a on the change of a reply whose order is t rounds old.
-        max_staleness: Age of an order, in rounds, beyond which its reply is dropped; None: no limit.
-        arrivals: Recorded arrivals that the rounds repeat; None: replies arrive as clients are fast.
-    """
+    """Settings of asynchronous rounds."""
 
     concurrency: int
+    """Number of clients that train at the same time."""
     staleness_exponent: float = 0.5
+    """Exponent a of the factor (1 + t)^-a on the change of a reply whose order is t rounds old."""
     max_staleness: int | None = None
+    """Age of an order, in rounds, beyond which its reply is dropped; None: no limit."""
     arrivals: Arrivals | None = None
+    """Recorded arrivals that the rounds repeat; None: replies arrive as clients are fast."""
 
     def compute_factor(self, staleness: int) -> float:
         """Return the factor on the change of a reply to an order that is ``staleness`` rounds old."""
@@ -39,35 +36,29 @@ class BufferedSettings:
 
 @dataclass(frozen=True)
 class RoundSettings:
-    """Settings of the rounds.
-
-    Args:
-        rounds: Number of rounds.
-        cohort: Number of clients selected in each round; None: all.
-        seed: Seed of every random draw.
-        reduction: Rule that combines summed replies.
-        trim: Fraction of the replies that ``trimmed-mean`` drops at each end, and that ``multi-krum`` withstands.
-        clip_ratio: Maximum norm of a reply's change under ``mean``, as a multiple of the round's median; larger changes
-            are scaled down. None: no limit.
-        max_norm: Maximum norm of a reply's change under ``mean``, in place of ``clip_ratio``; None: no such limit.
-        max_weight_ratio: Maximum weight in means of replies, losses and metrics of a client whose number of examples
-            only the client declares, as a multiple of the cohort's median (``weights``); None: no limit.
-        privacy: Privacy settings; with ``central``, a cohort is a Poisson sample of ``cohort`` clients on average.
-        agreed: Digest of the config that all nodes were sent, which secure sums are bound to; empty in a simulation.
-        buffered: Settings of asynchronous rounds, which end after ``cohort`` replies; None: rounds are synchronous.
-    """
+    """Settings of the rounds."""
 
     rounds: int
     cohort: int | None = None
+    """Number of clients selected in each round; None: all."""
     seed: int = 0
     reduction: Reduction = "mean"
     trim: float = 0.1
+    """Fraction of the replies that ``trimmed-mean`` drops at each end, and that ``multi-krum`` withstands."""
     clip_ratio: float | None = None
+    """Maximum norm of a reply's change under ``mean``, as a multiple of the round's median; larger changes are scaled
+    down. None: no limit."""
     max_norm: float | None = None
+    """Maximum norm of a reply's change under ``mean``, in place of ``clip_ratio``; None: no such limit."""
     max_weight_ratio: float | None = None
+    """Maximum weight in means of replies, losses and metrics of a client whose number of examples only the client
+    declares, as a multiple of the cohort's median (``weights``); None: no limit."""
     privacy: Privacy | None = None
+    """Privacy settings; with ``central``, a cohort is a Poisson sample of ``cohort`` clients on average."""
     agreed: str = ""
+    """Digest of the config that all nodes were sent, which secure sums are bound to; empty in a simulation."""
     buffered: BufferedSettings | None = None
+    """Settings of asynchronous rounds, which end after ``cohort`` replies; None: rounds are synchronous."""
 
     @property
     def central(self) -> Privacy | None:
@@ -91,17 +82,14 @@ square of the cohort for every client."""
 
 @dataclass(frozen=True)
 class SecureSettings:
-    """Settings of secure aggregation.
-
-    Args:
-        clip: Maximum norm of a client's change.
-        bits: Bits of the summed integers, 32 or 64.
-        threshold: Fraction of the clients that can reconstruct a secret of one of them.
-    """
+    """Settings of secure aggregation."""
 
     clip: float = 100.0
+    """Maximum norm of a client's change."""
     bits: Literal[32, 64] = 32
+    """Bits of the summed integers, 32 or 64."""
     threshold: float = 2 / 3
+    """Fraction of the clients that can reconstruct a secret of one of them."""
 
     def compute_threshold(self, clients: int) -> int:
         """Return the number t of clients that can reconstruct a secret: the fraction, and at least 2 t > clients + 1.

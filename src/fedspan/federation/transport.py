@@ -23,8 +23,6 @@ class Orders(Mapping[str, Envelope]):
 
     Args:
         task: The kind of exchange: ``train``, ``evaluate``, ``export`` or a phase of secure aggregation.
-        ids: Ids of the clients.
-        make: Creates the order of a client.
         reply_bytes: Computes the maximum size of the body of a client's reply, in bytes; None: unknown.
     """
 

@@ -22,30 +22,26 @@ _LARGEST = 1e15
 
 @dataclass(frozen=True)
 class ReplyRules:
-    """Rules for accepting replies and the round.
-
-    Args:
-        min_replies: Number of accepted replies that a round needs; None: more than half of the cohort.
-        deadline: Time limit for the clients, in seconds.
-        retries: Number of retries of a round with too few replies before the run stops.
-        norm_factor: Maximum distance of a reply from the untrained one, as a multiple of the cohort's median; None: no
-            limit.
-        over_select: Number of clients selected beyond those that a round needs; the first accepted replies are used.
-        max_missed_rounds: Number of rounds in a row without an accepted reply after which a client is not waited for;
-            None: every client is. It does not apply together with ``over_select``.
-        least: Number of accepted replies that a round needs in any case, unless its cohort is smaller.
-        validate: Whether to check replies; without it (trusted clients in this process) all of the cohort reply, none
-            fails, and each reply of a synchronous round is folded into the reduction on arrival.
-    """
+    """Rules for accepting replies and the round."""
 
     min_replies: int | None = None
+    """Number of accepted replies that a round needs; None: more than half of the cohort."""
     deadline: float = 3600.0
+    """Time limit for the clients, in seconds."""
     retries: int = 2
+    """Number of retries of a round with too few replies before the run stops."""
     norm_factor: float | None = 10.0
+    """Maximum distance of a reply from the untrained one, as a multiple of the cohort's median; None: no limit."""
     over_select: int = 0
+    """Number of clients selected beyond those that a round needs; the first accepted replies are used."""
     max_missed_rounds: int | None = None
+    """Number of rounds in a row without an accepted reply after which a client is not waited for; None: every client
+    is. It does not apply together with ``over_select``."""
     least: int = 1
+    """Number of accepted replies that a round needs in any case, unless its cohort is smaller."""
     validate: bool = True
+    """Whether to check replies; without it (trusted clients in this process) all of the cohort reply, none fails, and
+    each reply of a synchronous round is folded into the reduction on arrival."""
 
     def compute_quorum(self, cohort: int) -> int:
         """Return the number of accepted replies that a round needs."""
@@ -99,15 +95,12 @@ def build_untrained_jobs(
 
 @dataclass(frozen=True)
 class ValidatedReply:
-    """A reply that passed the checks of a single reply.
-
-    Args:
-        contribution: The reply in the form in which replies are combined.
-        change: Sizes of its change from the untrained reply.
-    """
+    """A reply that passed the checks of a single reply."""
 
     contribution: Contribution
+    """The reply in the form in which replies are combined."""
     change: Change
+    """Sizes of its change from the untrained reply."""
 
 
 def validate_reply(method: Method, message: Message, client: Client, expected: Message) -> ValidatedReply:

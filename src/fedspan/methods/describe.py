@@ -9,12 +9,13 @@ import dataclasses
 import inspect
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 _TABLE = "table.json"
+R = TypeVar("R")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,9 +67,21 @@ class MethodRow:
 
 
 def list_methods() -> tuple[MethodRow, ...]:
-    """List every registered method, sorted by key. No method is imported, so this takes milliseconds."""
-    rows = json.loads(files("fedspan.methods").joinpath(_TABLE).read_text(encoding="utf-8"))
-    return tuple(MethodRow(options=tuple(Option(**option) for option in row.pop("options")), **row) for row in rows)
+    """List every registered method, sorted by key. No method is imported, so this takes milliseconds.
+
+    Returns:
+        A row for each method: its key, its paper and its claims.
+
+    Examples:
+        >>> [row.key for row in fedspan.list_methods()]
+    """
+    return read_table("fedspan.methods", MethodRow)
+
+
+def read_table(package: str, row_class: Callable[..., R]) -> tuple[R, ...]:
+    """Return the rows of the table in a package."""
+    rows = json.loads(files(package).joinpath(_TABLE).read_text(encoding="utf-8"))
+    return tuple(row_class(options=tuple(Option(**option) for option in row.pop("options")), **row) for row in rows)
 
 
 def describe() -> list[dict[str, Any]]:
@@ -121,12 +134,12 @@ def _parse_arguments(docstring: str) -> Mapping[str, str]:
     return {name: " ".join(text.split()) for name, text in entries}
 
 
-def main() -> None:
-    """Write the table."""
-    path = Path(__file__).with_name(_TABLE)
-    path.write_text(json.dumps(describe(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+def write_table(module: str, rows: list[dict[str, Any]]) -> None:
+    """Write the table beside the file of a module."""
+    path = Path(module).with_name(_TABLE)
+    path.write_text(json.dumps(rows, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     print(f"wrote {path}")
 
 
 if __name__ == "__main__":
-    main()
+    write_table(__file__, describe())

@@ -24,7 +24,7 @@ from fedspan.core.base import BaseUpdate
 from fedspan.core.factors import Singular, compute_principal_factors, create_lora_job, flatten_pairs
 from fedspan.core.lowrank import LowRank, balance_factors, svd
 from fedspan.core.method import Claims, Memory, RegisteredMethod
-from fedspan.core.values import Client, Contribution, Job, LayerSpec, Message, Reduced, ServerState, Weights
+from fedspan.core.values import Client, Job, LayerSpec, Message, Reduced, ServerState, Weights
 
 
 @final
@@ -62,11 +62,6 @@ class FeDeRA(RegisteredMethod):
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         return create_lora_job(self, message.tensors, client, ("A", "B"), int(message.scalars["generation"]))
-
-    def contribute(self, message: Message, client: Client) -> Contribution:
-        if self.aggregation == "factors":
-            return Contribution(sum=message.tensors)
-        return Contribution(stack=message.tensors)
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         if self.aggregation == "factors":

@@ -51,9 +51,6 @@ class FedExLoRA(RegisteredMethod):
     def init(self, weights: Weights) -> ServerState:
         return ServerState(tensors={**draw_a_factors(self, self.r), **create_b_factors(self.spec, self.r)})
 
-    def sync(self, state: ServerState, client: Client | None) -> Message:
-        return Message(state.tensors, base=state.base.build_patch(None if client is None else client.last_round))
-
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         return create_lora_job(self, message.tensors, client, train=("A", "B"))
 

@@ -34,11 +34,10 @@ from torch import Tensor
 
 from fedspan.core.alignment import compute_gram_factor, factorize_gram, solve_procrustes
 from fedspan.core.base import BaseUpdate, Increment
-from fedspan.core.bases import draw_dense_bases, draw_mixing_keys
 from fedspan.core.factors import list_tensor_names
 from fedspan.core.lowrank import LowRank
 from fedspan.core.method import Claims, Memory, RegisteredMethod
-from fedspan.core.parametrization import Gram, MixedGram, Parametrization
+from fedspan.core.parametrization import Gram, MixedGram, Parametrization, draw_dense_bases, draw_mixing_keys
 from fedspan.core.projectors import draw_random_projector
 from fedspan.core.tensors import Tensors, create_generator, join_tensor_name, select_slots
 from fedspan.core.values import Client, Contribution, Group, Job, LayerSpec, Message, Reduced, ServerState, Weights
@@ -130,7 +129,6 @@ class FLoRG(RegisteredMethod):
         return state.advance_round(tensors=tensors, generation=state.generation + (self.alignment == "none"))
 
     def _compute_mean(self, layer: LayerSpec, reduced: Reduced) -> Tensor:
-        """Compute A~ of the replies."""
         if self.gram_sums:
             return factorize_gram(reduced.mean[join_tensor_name(layer.name, "gram")])
         name = join_tensor_name(layer.name, "A")

@@ -56,9 +56,6 @@ class FLoRIST(RegisteredMethod):
     def init(self, weights: Weights) -> ServerState:
         return ServerState()
 
-    def sync(self, state: ServerState, client: Client | None) -> Message:
-        return Message(base=state.base.build_patch(None if client is None else client.last_round))
-
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         return create_restarted_lora_job(self, client, round)
 

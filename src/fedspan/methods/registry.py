@@ -95,6 +95,9 @@ def register(key: str, cls: type[RegisteredMethod]) -> None:
         cls: Frozen dataclass derived from ``fedspan.core.method.RegisteredMethod`` that declares its ``claims``. Its
             fields are the options of ``method:``.
 
+    Examples:
+        >>> fedspan.register("my-method", MyMethod)
+
     Raises:
         FedspanError: If the key is invalid or belongs to another class, here or in an installed package, or the class
             is not a method.
@@ -128,10 +131,6 @@ def _require_method(key: str, cls: Any) -> None:
 
 def get_method_class(key: str, field: str = "method.name") -> type[RegisteredMethod]:
     """Return the class registered under a key, here or by an installed package.
-
-    Args:
-        key: Key of a method.
-        field: Config field of the key, for error messages.
 
     Raises:
         FedspanError: If the key is unknown (the message lists the nearest known ones) or its package cannot be loaded.

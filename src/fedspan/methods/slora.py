@@ -25,8 +25,7 @@ from torch import Tensor
 from fedspan.core.factors import create_lora_job, list_tensor_names
 from fedspan.core.lowrank import compute_leading_svd
 from fedspan.core.method import Claims, Memory, RegisteredMethod, declare_bounded
-from fedspan.core.parametrization import Sparse
-from fedspan.core.sparse import count_entries, draw_entries, scatter_entries
+from fedspan.core.parametrization import Sparse, count_entries, draw_entries, scatter_entries
 from fedspan.core.tensors import Tensors, join_tensor_name
 from fedspan.core.values import Client, Group, Job, LayerSpec, Message, Reduced, ServerState, Weights
 

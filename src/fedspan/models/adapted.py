@@ -8,6 +8,7 @@ output features, I input features, R rank.
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -20,14 +21,12 @@ from fedspan.core.lowrank import LowRank
 from fedspan.core.parametrization import Parametrization
 from fedspan.core.tensors import EXTRAS, group_by_layer, join_extra_name
 from fedspan.core.values import Spec
-from fedspan.models.digest import hash_frozen
-from fedspan.models.fast_paths import BlockedFastPaths
 from fedspan.models.layer import AdaptedLayer, Dropout
 from fedspan.models.offload import get_device
 from fedspan.models.operators import Operator
 from fedspan.models.precision import keep_in_float32
 from fedspan.models.quantized import prevent_repacking
-from fedspan.models.sharded import is_sharded
+from fedspan.models.sharded import gather, is_sharded
 from fedspan.models.targets import find_variances, is_batch_norm, make_spec
 
 
@@ -36,7 +35,6 @@ class AdaptedModel:
 
     Args:
         model: Any module; frozen here (no parameter requires grad until a job trains it).
-        targets: Target layers by module path.
         extras: Parameters that train beside the target layers, by parameter path; converted to float32.
         buffers: Running statistics that belong to the extras, by path.
 
@@ -233,3 +231,54 @@ class AdaptedModel:
                 layer.deliver_gradient()
             for path, value in before.items():
                 self.model.get_buffer(path).copy_(value)
+
+
+def hash_frozen(root: nn.Module, extras: Mapping[str, Tensor]) -> Any:
+    """Return the SHA-256 object of all parameters and stored buffers of a module, but for a model's extras.
+
+    If a module is sharded, every process calls this at the same time, and one tensor after another is gathered.
+
+    Args:
+        root: The model, or a module around it.
+        extras: The model's extras and their buffers by path, which are left out by path and, where tied, by identity.
+    """
+    digest = hashlib.sha256()
+    trained = {id(value) for value in extras.values()}
+    for name, value in sorted(root.state_dict(keep_vars=True).items()):
+        if id(value) in trained or name in extras or not isinstance(value, Tensor):
+            continue
+        digest.update(f"{name} {value.dtype} {list(value.shape)}\n".encode())
+        digest.update(gather(value).cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest
+
+
+class BlockedFastPaths:
+    """Makes the transformer layers within a model call their linear layers also in eval mode.
+
+    In eval mode ``nn.TransformerEncoderLayer`` computes with the weights of ``linear1`` and ``linear2`` without calling
+    them, so adapters of these layers would have no effect. A hook prevents that, as torch documents. Layers with
+    hooks do not accept the nested tensors that ``nn.TransformerEncoder`` makes for the fast path.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._hooks = [
+            module.register_forward_pre_hook(_do_nothing)
+            for module in model.modules()
+            if isinstance(module, nn.TransformerEncoderLayer)
+        ]
+        self._nesting = {
+            module: module.use_nested_tensor for module in model.modules() if isinstance(module, nn.TransformerEncoder)
+        }
+        for encoder in self._nesting:
+            encoder.use_nested_tensor = False
+
+    def restore(self) -> None:
+        """Allow the fast paths again."""
+        for hook in self._hooks:
+            hook.remove()
+        for encoder, flag in self._nesting.items():
+            encoder.use_nested_tensor = flag
+
+
+def _do_nothing(module: nn.Module, inputs: Any) -> None:
+    """Be a hook, whose presence makes a layer call the layers within it."""

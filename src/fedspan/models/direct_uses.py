@@ -1,4 +1,4 @@
-"""Whether a model uses the weights of its target layers only by calling the layers, as adapters need it."""
+"""Check that a model uses the weights of its target layers only by calling the layers, as adapters need it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,7 @@ from fedspan.models.offload import is_offloaded
 
 
 class _DirectUses(TorchDispatchMode):
-    """Records the target layers whose weights a forward pass uses outside of a call of the layer.
-
-    Args:
-        adapted: The model. Offloaded layers are not observed.
-    """
+    """Records the target layers whose weights a forward pass uses outside of a call of the layer."""
 
     def __init__(self, adapted: AdaptedModel) -> None:
         super().__init__()

@@ -26,8 +26,7 @@ from fedspan.core.parametrization import compute_dense_change
 from fedspan.core.tensors import group_by_layer, join_extra_name
 from fedspan.core.values import Job, Weights
 from fedspan.errors import FedspanError, suggest_nearest
-from fedspan.models.adapted import AdaptedModel
-from fedspan.models.digest import hash_frozen
+from fedspan.models.adapted import AdaptedModel, hash_frozen
 from fedspan.models.operators import Operator
 from fedspan.models.sentence_encoders import HEAD, PooledClassifier, read_output_layer, write_modules
 
@@ -47,15 +46,12 @@ _LARGEST_NOTES = 1 << 24
 
 @dataclass(frozen=True)
 class StartingAdapter:
-    """An adapter to start from.
-
-    Args:
-        factors: Factors of its update by target layer, scaling folded in.
-        extras: Parameters of its saved modules, by parameter path.
-    """
+    """An adapter to start from."""
 
     factors: Mapping[str, LowRank]
+    """Factors of its update by target layer, scaling folded in."""
     extras: Mapping[str, Tensor]
+    """Parameters of its saved modules, by parameter path."""
 
 
 def compute_layer_updates(
@@ -340,11 +336,7 @@ def read_adapter(folder: str, operators: Mapping[str, Operator], model: Any = No
 
 
 def require_small_notes(folder: Path) -> None:
-    """Check the sizes of the JSON files beside a model, which are read whole.
-
-    Raises:
-        FedspanError: If one is too large.
-    """
+    """Check the sizes of the JSON files beside a model, which are read whole."""
     for path in (folder / NOTES, folder / "adapter_config.json"):
         if path.is_file() and (size := path.stat().st_size) > _LARGEST_NOTES:
             raise FedspanError(str(path), size, f"a file of at most {_LARGEST_NOTES >> 20} MiB")

@@ -112,11 +112,7 @@ class FeatureTap:
 
     @property
     def features(self) -> Tensor:
-        """The layer's input in the last forward pass, float32.
-
-        Raises:
-            NoOutputLayer: If the layer was not called.
-        """
+        """The layer's input in the last forward pass, float32."""
         if self._last is None:
             raise NoOutputLayer(f"{self._layer.path} is not called")
         return self._last[0].float()

@@ -9,23 +9,20 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Head:
-    """The head of a model.
-
-    Args:
-        auto_class: Name of Transformers' auto class, such as ``AutoModelForSequenceClassification``.
-        suffixes: Ends of the names of its model classes, such as ``ForSequenceClassification``.
-        outputs: ``labels``: one output for each label; ``number``: one; None: those of the model's own config.
-        is_new: Whether the head is trained whole with the adapters, because a pretrained model has none for the task.
-        has_image_inputs: Whether the model reads images, with an image processor in place of a tokenizer.
-        problem_type: Transformers' ``problem_type``, written into the config; None: the config's own.
-    """
+    """The head of a model."""
 
     auto_class: str
+    """Name of Transformers' auto class, such as ``AutoModelForSequenceClassification``."""
     suffixes: tuple[str, ...]
+    """Ends of the names of its model classes, such as ``ForSequenceClassification``."""
     outputs: Literal["labels", "number"] | None = None
+    """``labels``: one output for each label; ``number``: one; None: those of the model's own config."""
     is_new: bool = False
+    """Whether the head is trained whole with the adapters, because a pretrained model has none for the task."""
     has_image_inputs: bool = False
+    """Whether the model reads images, with an image processor in place of a tokenizer."""
     problem_type: str | None = None
+    """Transformers' ``problem_type``, written into the config; None: the config's own."""
 
     def load_class(self) -> Any:
         """Return Transformers' auto class."""

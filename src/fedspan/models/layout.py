@@ -24,17 +24,14 @@ from fedspan.core.tensors import to_device
 
 @dataclass(frozen=True)
 class Bins:
-    """Attention rows of one width, each with one or several texts.
-
-    Args:
-        width: Number of places of a bin, W.
-        text: Index of the text at each place, (bins, W); -1 at empty places.
-        position: Position of the token within its text, (bins, W).
-    """
+    """Attention rows of one width, each with one or several texts."""
 
     width: int
+    """Number of places of a bin, W."""
     text: np.ndarray
+    """Index of the text at each place, (bins, W); -1 at empty places."""
     position: np.ndarray
+    """Position of the token within its text, (bins, W)."""
 
     def build_mask(self, mask: Tensor) -> Tensor:
         """Return the additive mask (bins, 1, W, W): the batch's (B, 1, 1 or T, T) within a text, masked elsewhere."""
@@ -108,19 +105,16 @@ class Padded(Exception):
 
 @dataclass(frozen=True)
 class Move:
-    """Mapping of rows from one layout to the places of another; places without a row are zero.
-
-    Args:
-        take: Source row of each place, (M,).
-        empty: Places without a source row.
-        back: Target place of each row, (N,).
-        lost: Rows without a target place.
-    """
+    """Mapping of rows from one layout to the places of another; places without a row are zero."""
 
     take: Tensor
+    """Source row of each place, (M,)."""
     empty: Tensor
+    """Places without a source row."""
     back: Tensor
+    """Target place of each row, (N,)."""
     lost: Tensor
+    """Rows without a target place."""
 
     @classmethod
     def from_sources(cls, source: np.ndarray, rows: int, device: torch.device) -> Move:
@@ -165,7 +159,6 @@ class TokenLayout:
     Args:
         lengths: Length of each example, (B,); examples of length 0 belong to no client and are left out.
         tokens: Number of tokens of the longest example, T.
-        device: Device of the batch.
         clients: Number of clients, C, with equally many examples each, one client below the other.
     """
 

@@ -51,17 +51,14 @@ _PROCESSED_INPUTS = ("input_ids", "pixel_values")
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model, its processor, and the modules with new weights (not from the checkpoint).
-
-    Args:
-        model: The model, in eval mode and without dropout.
-        processor: The model's tokenizer or image processor; None: it has none.
-        new_modules: Paths of the modules with newly initialized parameters (the head; from scratch, all).
-    """
+    """A model, its processor, and the modules with new weights (not from the checkpoint)."""
 
     model: Any
+    """The model, in eval mode and without dropout."""
     processor: Processor | None
+    """The model's tokenizer or image processor; None: it has none."""
     new_modules: tuple[str, ...]
+    """Paths of the modules with newly initialized parameters (the head; from scratch, all)."""
 
 
 def load_pretrained(

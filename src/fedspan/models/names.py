@@ -84,6 +84,12 @@ def resolve_model(name: str) -> str:
 
     An architecture is returned by name: there is nothing to load.
 
+    Returns:
+        A folder on this machine, or the name.
+
+    Examples:
+        >>> AutoModel.from_pretrained(fedspan.resolve_model("builtin:all-minilm-l6-v2"))
+
     Raises:
         FedspanError: If the built-in is unknown, its package is missing, or its weights are not the published ones.
     """

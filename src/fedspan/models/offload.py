@@ -23,15 +23,12 @@ _HEADS = ("classifier", "pre_classifier", "score")
 
 @dataclass(frozen=True)
 class Offload:
-    """Limits on the memory of a base.
-
-    Args:
-        device: GiB on the device; None: all that is free.
-        cpu: GiB of the CPU's memory; None: all that is free.
-    """
+    """Limits on the memory of a base."""
 
     device: float | None = None
+    """GiB on the device; None: all that is free."""
     cpu: float | None = None
+    """GiB of the CPU's memory; None: all that is free."""
 
     def place(self, empty: Any, dtype: torch.dtype, device: torch.device, keep: Sequence[str]) -> dict[str, Any]:
         """Decide where each module is stored, by path: on the device, ``cpu`` or ``disk``.

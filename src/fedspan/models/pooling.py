@@ -17,15 +17,12 @@ PoolingMode = Literal["mean", "cls", "max", "last"]
 
 @dataclass(frozen=True)
 class Pooling:
-    """Reduction of a text's last hidden states to one vector.
-
-    Args:
-        mode: ``mean`` or ``max`` over the tokens of the attention mask, the first token (``cls``), or the ``last`` one.
-        normalize: Whether the vector is divided by its norm.
-    """
+    """Reduction of a text's last hidden states to one vector."""
 
     mode: PoolingMode
+    """``mean`` or ``max`` over the tokens of the attention mask, the first token (``cls``), or the ``last`` one."""
     normalize: bool = False
+    """Whether the vector is divided by its norm."""
 
     def __call__(self, hidden_BTH: Tensor, mask_BT: Tensor | None) -> Tensor:
         """Pool hidden states, (B, T, H), to (B, H)."""

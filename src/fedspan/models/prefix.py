@@ -52,9 +52,6 @@ class FrozenPrefix:
         Args:
             adapted: A Hugging Face model.
             live: Paths of the modules whose values may differ between jobs or change within one.
-
-        Raises:
-            NoPrefix: If there is none.
         """
         model = adapted.model
         if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):

@@ -152,12 +152,7 @@ def _write_json(path: Path, values: Any) -> None:
 
 
 def read_output_layer(folder: Path) -> dict[str, Tensor] | None:
-    """Read the output layer that ``write_modules`` wrote, by parameter path; None if there is none.
-
-    Raises:
-        SafetensorError: If its file is damaged.
-        LookupError: If its file holds something else.
-    """
+    """Read the output layer that ``write_modules`` wrote, by parameter path; None if there is none."""
     path = folder / DENSE / _WEIGHTS
     if not path.is_file():
         return None
@@ -195,24 +190,16 @@ def get_encoder_options(config: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class PoolingSearch:
-    """The result of a search for the pooling that an encoder was trained with.
-
-    Args:
-        pooling: The pooling; None: the model is no sentence encoder, or its pooling is not known.
-        doubt: Reason why a sentence encoder's pooling is not known, as a clause; None: nothing is in doubt.
-    """
+    """The result of a search for the pooling that an encoder was trained with."""
 
     pooling: Pooling | None
+    """The pooling; None: the model is no sentence encoder, or its pooling is not known."""
     doubt: str | None = None
+    """Reason why a sentence encoder's pooling is not known, as a clause; None: nothing is in doubt."""
 
 
 def find_pooling(source: str, revision: str | None = None) -> PoolingSearch:
-    """Find the pooling that a sentence encoder was trained with, by its ``modules.json``.
-
-    Args:
-        source: Local folder or hub id.
-        revision: Revision of a hub repository.
-    """
+    """Find the pooling that a sentence encoder was trained with, by its ``modules.json``."""
     modules = _read(source, "modules.json", revision)
     if modules is None and _is_unknown(source, "modules.json", revision):
         return PoolingSearch(None, "its modules.json could not be looked up, and is not in the cache")
@@ -259,11 +246,7 @@ def _build_search(mode: Any, kinds: Sequence[str]) -> PoolingSearch:
 
 @contextmanager
 def omit_pooler(encoder: nn.Module) -> Generator[None]:
-    """Omit an encoder's own pooler within this context, as ``get_encoder_options`` does when it is loaded.
-
-    Args:
-        encoder: A Transformers encoder whose hidden states are pooled.
-    """
+    """Omit an encoder's own pooler within this context, as ``get_encoder_options`` does when it is loaded."""
     pooler = getattr(encoder, _POOLER, None)
     if pooler is None or not get_encoder_options(getattr(encoder, "config", None)):
         yield

@@ -27,13 +27,12 @@ from fedspan.models.targets import is_batch_norm
 from fedspan.models.unpadded import get_current_layout
 
 
-def stack_effective(parametrization: Parametrization, slots: Mapping[str, Tensor], clients: int) -> Effective:
+def stack_effective(parametrization: Parametrization, slots: Mapping[str, Tensor]) -> Effective:
     """Compute a parametrization's ``Effective`` for every client at once.
 
     Args:
         parametrization: Parametrization of one layer, the same for all clients.
         slots: Stacked slots by name, (C, ...) each.
-        clients: Number of clients, C.
 
     Returns:
         The ``Effective``; its pair is a ``StackedPair`` or a matrix (C, O, I), its weight (C, O, I).
@@ -132,7 +131,7 @@ class StackedLayer:
         rows: int,
     ) -> None:
         self.layer, self.bias, self.clients, self.rows = layer, bias, clients, rows
-        self.effective = None if parametrization is None else stack_effective(parametrization, slots, clients)
+        self.effective = None if parametrization is None else stack_effective(parametrization, slots)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute the layer's output, with rows as in ``x``."""
@@ -204,7 +203,6 @@ class StackedModule:
     """The forward of a module that holds extras while several clients train.
 
     Args:
-        path: Path of the module.
         module: Module with one input and without submodules.
     """
 

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from starlette.responses import Response
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["HEADERS", "LOOPBACK", "WebPage", "build_app", "require_web", "write_redirect"]
-
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 """Addresses of this machine, on which the page needs no TLS."""
 HEADERS = {
@@ -195,8 +193,6 @@ class WebPage:
     """The page on a port of this machine, in a thread, while it is entered as a context manager.
 
     Args:
-        collect: Returns the state as plain values.
-        host: Address to listen on.
         port: Port to listen on; 0: any free one.
         names: Further names under which the page is requested.
         certificate: Files of the certificate and its key; None: without TLS, on a loopback address only.

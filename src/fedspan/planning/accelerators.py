@@ -22,22 +22,18 @@ _PASSES = 2  # passes over the weights in a step: forward and backward
 
 @dataclass(frozen=True)
 class Accelerator:
-    """A GPU as its maker describes it.
-
-    Args:
-        float32: TFLOP/s without tensor cores, because torch leaves TF32 off by default.
-        float16: TFLOP/s of tensor cores, dense (data sheets often give the double, "with sparsity"), accumulating in
-            float32.
-        bfloat16: TFLOP/s of tensor cores, likewise; None: the GPU has no bfloat16.
-        bandwidth: Memory bandwidth in GB/s.
-        memory: Memory in GB.
-    """
+    """A GPU as its maker describes it."""
 
     float32: float
+    """TFLOP/s without tensor cores, because torch leaves TF32 off by default."""
     float16: float
+    """TFLOP/s of tensor cores, dense (data sheets often give the double, "with sparsity"), accumulating in float32."""
     bfloat16: float | None
+    """TFLOP/s of tensor cores, likewise; None: the GPU has no bfloat16."""
     bandwidth: float
+    """Memory bandwidth in GB/s."""
     memory: float
+    """Memory in GB."""
 
 
 ACCELERATORS: dict[str, Accelerator] = {
@@ -69,53 +65,44 @@ ACCELERATORS: dict[str, Accelerator] = {
 
 @dataclass(frozen=True)
 class Duration:
-    """Seconds of the clients' training, without evaluations and without the server's work.
-
-    Args:
-        device: Name of the device.
-        step: Seconds of an optimizer step of a client that trains alone.
-        client: Seconds of a round of a client that trains alone, after its first round; None if its number of examples
-            is unknown.
-        simulated: Seconds of all clients and rounds on one such device, or on one for each worker of the run's cluster;
-            None likewise.
-        deployed: Seconds of the run if every client has its own device of this kind and takes as long as the mean
-            client, including transfers if a bandwidth was given; None if the number of examples is unknown.
-        start: Additional seconds in which the batched engine measures how many clients to train at once, unless it has
-            already done so for such a run on this machine; 0 if nothing is measured.
-        memory: Memory of the device in bytes; None: unknown.
-        workers: Number of devices of ``simulated``.
-    """
+    """Seconds of the clients' training, without evaluations and without the server's work."""
 
     device: str
     step: float
+    """Seconds of an optimizer step of a client that trains alone."""
     client: float | None
+    """Seconds of a round of a client that trains alone, after its first round; None if its number of examples is
+    unknown."""
     simulated: float | None
+    """Seconds of all clients and rounds on one such device, or on one for each worker of the run's cluster; None
+    likewise."""
     deployed: float | None
+    """Seconds of the run if every client has its own device of this kind and takes as long as the mean client,
+    including transfers if a bandwidth was given; None if the number of examples is unknown."""
     start: float
+    """Additional seconds in which the batched engine measures how many clients to train at once, unless it has already
+    done so for such a run on this machine; 0 if nothing is measured."""
     memory: int | None
+    """Memory of the device in bytes; None: unknown."""
     workers: int = 1
+    """Number of devices of ``simulated``."""
 
 
 @dataclass(frozen=True)
 class DeviceSpeed:
-    """Training speed of a device for a model.
-
-    Args:
-        device: Name of the device.
-        single: FLOP/s of a client that trains alone.
-        parallel: FLOP/s of a simulation of many clients; None: unknown.
-        bandwidth: Memory bandwidth in bytes a second, at which the weights are read twice a pass; None: ``single``
-            includes it.
-        start: Seconds in which the engine measures how many clients to train at once.
-        memory: Memory in bytes; None: unknown.
-    """
+    """Training speed of a device for a model."""
 
     device: str
     single: float
+    """FLOP/s of a client that trains alone."""
     parallel: float | None
+    """FLOP/s of a simulation of many clients; None: unknown."""
     bandwidth: float | None = None
+    """Memory bandwidth in bytes a second, at which the weights are read twice a pass; None: ``single`` includes it."""
     start: float = 0.0
+    """Seconds in which the engine measures how many clients to train at once."""
     memory: int | None = None
+    """Memory in bytes; None: unknown."""
 
     def compute_duration(self, compute: Compute, base: int, config: RunConfig, transfer: float | None) -> Duration:
         """Compute how long training takes.

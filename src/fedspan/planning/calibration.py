@@ -27,7 +27,7 @@ from fedspan.errors import FedspanError
 from fedspan.models.adapted import AdaptedModel
 from fedspan.planning.accelerators import HERE, DeviceSpeed
 from fedspan.planning.compute import PlannedPasses, Trains
-from fedspan.planning.layer_counts import Computation
+from fedspan.planning.traffic import Computation
 from fedspan.tasks.encoding import Ragged
 from fedspan.tasks.images import EncodedImages
 from fedspan.tasks.registry import get_task
@@ -95,10 +95,7 @@ class _Bench:
     """An engine with a model, synthetic examples and synthetic jobs.
 
     Args:
-        config: Config of the run.
-        labels: Labels of its data.
         architecture: Transformers config as for ``models.empty.load_empty``.
-        device: Device that trains.
         depth: Blocks of the model; None: all.
         length: Mean tokens of an example; None: the maximum length.
     """

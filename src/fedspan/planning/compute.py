@@ -1,14 +1,19 @@
 """Cost of local training: FLOPs and memory of a pass, counted on a model without weights.
 
-The only input from the method is what its layers compute with (``layer_counts.Computation``) in its first job, with
+The only input from the method is what its layers compute with (``traffic.Computation``) in its first job, with
 the largest rank. Savings from a frozen base are counted as autograd realizes them: no gradients of frozen weights, and
 no backward pass below the first layer that trains.
+
+The cost of a pass is that of the operations of a real one on tensors of the meta device, derived from their shapes. A
+product of matrices (m, k) and (k, n) counts as 2 m k n FLOPs; sums, norms and activations, which take time but hardly
+any FLOPs, are left out, as in the published figures of accelerators.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 from fedspan.assembly.engine import compute_max_length
 from fedspan.config import RunConfig
@@ -24,23 +32,18 @@ from fedspan.core.values import LayerSpec
 from fedspan.errors import FedspanError
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.calls import has_own_decoder_inputs
-from fedspan.models.metering import Meter, PassCost, meter_pass
 from fedspan.models.prefix import FrozenPrefix, list_live_modules
-from fedspan.planning.layer_counts import Computation, StandIn
+from fedspan.planning.traffic import Computation, StandIn
 from fedspan.tasks.losses import upcast
 from fedspan.training.jobs import TrainingSettings
 
 
 @dataclass(frozen=True)
 class Trains:
-    """The trained parts of a model.
-
-    Args:
-        computations: Computation of the layers, by kind of target layer.
-        extras: Whether the extras train, too.
-    """
+    """The trained parts of a model."""
 
     computations: Mapping[LayerSpec, Computation]
+    """Computation of the layers, by kind of target layer."""
     extras: bool
 
 
@@ -49,29 +52,26 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Compute:
-    """FLOPs of local training, counting a multiplication and an addition as two; evaluations are excluded.
-
-    Args:
-        length: Tokens of an example that are counted; None for images.
-        example: FLOPs of a forward and a backward pass of one example.
-        once: FLOPs of an example's hidden states at the end of the model's frozen prefix, which a client stores for all
-            later passes; 0 without such a prefix or without room for them, where ``example`` includes all FLOPs.
-        step: FLOPs of an optimizer step.
-        client: FLOPs of a client's round (of the mean client, if clients differ), without ``once``; None if its number
-            of examples is unknown.
-        run: FLOPs of all clients and rounds, including ``once``; None likewise.
-        first: FLOPs of ``once`` for all examples of a client; None likewise.
-        amortized: FLOPs of ``once`` for all clients, as included in ``run``; None likewise.
-    """
+    """FLOPs of local training, counting a multiplication and an addition as two; evaluations are excluded."""
 
     length: int | None
+    """Tokens of an example that are counted; None for images."""
     example: int
+    """FLOPs of a forward and a backward pass of one example."""
     once: int
+    """FLOPs of an example's hidden states at the end of the model's frozen prefix, which a client stores for all later
+    passes; 0 without such a prefix or without room for them, where ``example`` includes all FLOPs."""
     step: int
+    """FLOPs of an optimizer step."""
     client: int | None
+    """FLOPs of a client's round (of the mean client, if clients differ), without ``once``; None if its number of
+    examples is unknown."""
     run: int | None
+    """FLOPs of all clients and rounds, including ``once``; None likewise."""
     first: int | None
+    """FLOPs of ``once`` for all examples of a client; None likewise."""
     amortized: int | None
+    """FLOPs of ``once`` for all clients, as included in ``run``; None likewise."""
 
     @property
     def above(self) -> float:
@@ -97,7 +97,6 @@ class PlannedPasses:
 
     Args:
         config: Config of the run, of which the task, data and batches are used.
-        adapted: The model, on the meta device.
 
     Passes raise FedspanError for a model whose own code reads tensor values, or has no operation for its dtype.
     """
@@ -213,17 +212,14 @@ class PlannedPasses:
 
 @dataclass(frozen=True)
 class LocalTraining:
-    """Cost of the clients' training.
-
-    Args:
-        compute: FLOPs of the training.
-        activations: Peak bytes of a pass of a batch of the longest examples, without gradients.
-        cache: Bytes of the hidden states that a client stores.
-    """
+    """Cost of the clients' training."""
 
     compute: Compute
+    """FLOPs of the training."""
     activations: int
+    """Peak bytes of a pass of a batch of the longest examples, without gradients."""
     cache: int
+    """Bytes of the hidden states that a client stores."""
 
 
 def compute_training_cost(
@@ -276,3 +272,76 @@ def _count_round_examples(settings: TrainingSettings, examples: float | None) ->
     if settings.steps is not None:
         return settings.steps * settings.batch_size * settings.accumulate
     return None if examples is None else examples * settings.epochs
+
+
+@dataclass(frozen=True)
+class PassCost:
+    """Cost of one pass of a batch."""
+
+    forward: int
+    """FLOPs of the forward pass."""
+    backward: int
+    """FLOPs of the backward pass, those of recomputed activations included."""
+    peak: int
+    """Largest number of bytes that the pass has allocated and not yet released, gradients included."""
+
+
+def meter_pass(loss: Callable[[], Tensor]) -> PassCost:
+    """Meter a forward and backward pass; only a forward pass if nothing in it has a gradient.
+
+    Args:
+        loss: Function that runs the forward pass on the meta device; its result is summed.
+    """
+    with Meter() as meter:
+        value = loss()
+        forward = meter.flops
+        if value.requires_grad:
+            value.sum().backward()
+    return PassCost(forward, meter.flops - forward, meter.peak)
+
+
+class Meter(TorchDispatchMode):
+    """Counter of the FLOPs of all operations and of the bytes of their results until these are released.
+
+    If a model branches on values that do not exist (is all of the mask 1?), the answer is yes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+        self.peak = 0
+        """Bytes."""
+        self._now = 0
+        self._sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return True if args[0].dtype == torch.bool else 1
+        result = func(*args, **kwargs)
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            self.flops += formula(*args, **kwargs, out_val=result)
+        inputs = {_get_address(value) for value in _list_tensors((args, kwargs))}
+        for value in _list_tensors(result):
+            if (address := _get_address(value)) not in inputs and address not in self._sizes:
+                self._count(address, value.untyped_storage())
+        return result
+
+    def _count(self, address: int, storage: torch.UntypedStorage) -> None:
+        self._sizes[address] = storage.nbytes()
+        self._now += storage.nbytes()
+        self.peak = max(self.peak, self._now)
+        weakref.finalize(storage, self._release, address)
+
+    def _release(self, address: int) -> None:
+        self._now -= self._sizes.pop(address)
+
+
+def _list_tensors(values: Any) -> list[Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
+
+
+def _get_address(value: Tensor) -> int:
+    """Return an identifier of a storage that holds nothing, and so has no pointer to data."""
+    return value.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]

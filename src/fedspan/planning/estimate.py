@@ -8,11 +8,9 @@ from typing import Any
 
 from fedspan.config import ConfigLike, RunConfig, parse_config, to_plain_values
 from fedspan.data.catalogue import DatasetEntry, get_dataset_entry
+from fedspan.data.multiple_files import has_placeholders
 from fedspan.data.partition import partition
-from fedspan.data.path_patterns import has_placeholders
 from fedspan.errors import FedspanError
-from fedspan.experiments.comparison import plan_comparison
-from fedspan.methods.registry import METHODS
 from fedspan.planning.accelerators import HERE, UTILIZATION, DeviceSpeed, get_accelerator_speed
 from fedspan.planning.calibration import measure_speed
 from fedspan.planning.plan import Plan, add_time, plan_run, prepare_model
@@ -53,26 +51,37 @@ def plan(
             ``fedspan.planning.accelerators``.
         mbit: Megabits a second between a client and the server; left out: no transfer is planned.
 
+    Returns:
+        The numbers; those of which nothing is known, such as the time without a ``device``, are None.
+
+    Examples:
+        >>> fedspan.plan("config.yaml", device="A100", mbit=100)
+
     Raises:
         FedspanError: If the config, the data or an argument has an error that the user can correct.
     """
     checked = (
         config if isinstance(config, RunConfig) and not overrides else parse_config(to_plain_values(config, overrides))
     )
-    clients, examples, labels = _collect_facts(checked, clients, examples, labels)
-    _require_device(device, utilization)
-    model = prepare_model(_set_device(checked, device), labels, architecture)
-    estimate = plan_run(checked, model, clients, examples, length=length, mbit=mbit)
-    if device is None:
-        return estimate
-    return add_time(estimate, _get_speed(checked, estimate, device, utilization, labels, architecture), checked)
+    plans = plan_configs(
+        {"": checked},
+        architecture=architecture,
+        clients=clients,
+        examples=examples,
+        labels=labels,
+        length=length,
+        device=device,
+        utilization=utilization,
+        mbit=mbit,
+    )
+    if isinstance(plans[""], FedspanError):
+        raise plans[""]
+    return plans[""]
 
 
-def plan_methods(
-    config: ConfigLike,
-    methods: Sequence[str] | None = None,
+def plan_configs(
+    configs: Mapping[str, RunConfig],
     *,
-    overrides: Sequence[str] = (),
     architecture: Mapping[str, Any] | None = None,
     clients: int | None = None,
     examples: int | None = None,
@@ -82,43 +91,28 @@ def plan_methods(
     utilization: float | None = None,
     mbit: float | None = None,
 ) -> dict[str, Plan | FedspanError]:
-    """Estimate the cost of a run under several methods.
-
-    Args:
-        config: Config as for ``plan``; it may contain options that only some of the methods have.
-        methods: Registry keys, with wrappers as in ``fedit+fedprox``; left out: all registered methods.
-        overrides: Changes to the config, as for ``plan``.
-        architecture: Transformers config of the model, as for ``plan``.
-        clients: Clients of the federation, as for ``plan``.
-        examples: Examples of the training set, as for ``plan``.
-        labels: Number of classes, as for ``plan``.
-        length: Mean tokens of an example, as for ``plan``.
-        device: Device that clients train on, as for ``plan``; ``here`` is timed once.
-        utilization: Share of a GPU's peak that training reaches, as for ``plan``.
-        mbit: Megabits a second between a client and the server, as for ``plan``.
+    """Estimate the cost of runs that differ only in their method; the arguments besides the configs are ``plan``'s.
 
     Returns:
-        The plan of each method, or the reason why it can't be planned (such as a rank that is too large for its layers,
+        The plan of each run, or the reason why it can't be planned (such as a rank that is too large for its layers,
         or mixed ranks that it does not support).
     """
-    values = to_plain_values(config, overrides)
-    steps = plan_comparison(values, tuple(METHODS) if methods is None else methods, [0], {}, None).steps
-    first = steps[0].config
+    first = next(iter(configs.values()))
     clients, examples, labels = _collect_facts(first, clients, examples, labels)
     _require_device(device, utilization)
     model = prepare_model(_set_device(first, device), labels, architecture)
     plans: dict[str, Plan | FedspanError] = {}
     speed: DeviceSpeed | None = None
-    for step in steps:
+    for name, config in configs.items():
         try:
-            estimate = plan_run(step.config, model, clients, examples, length=length, mbit=mbit)
+            estimate = plan_run(config, model, clients, examples, length=length, mbit=mbit)
         except FedspanError as error:
-            plans[step.group] = error
+            plans[name] = error
             continue
         if device is not None:
-            speed = speed or _get_speed(step.config, estimate, device, utilization, labels, architecture)
-            estimate = add_time(estimate, speed, step.config)
-        plans[step.group] = estimate
+            speed = speed or _get_speed(config, estimate, device, utilization, labels, architecture)
+            estimate = add_time(estimate, speed, config)
+        plans[name] = estimate
     return plans
 
 

@@ -32,25 +32,21 @@ _MOMENTS = {"adamw": 2, "sgd": 1}  # moments of a trained number; SGD has one wi
 
 @dataclass(frozen=True)
 class ClientMemory:
-    """Peak bytes on a client that trains alone.
-
-    Args:
-        base: Bytes of the frozen model, in its own format.
-        adapter: Bytes of the method's tensors of the target layers, and of the extras.
-        gradients: Bytes of the gradients.
-        optimizer: Bytes of the optimizer's moments.
-        activations: Peak bytes of a forward and backward pass of a batch of examples of the maximum length; fused
-            attention on a GPU stores less.
-        cache: Bytes of its examples' hidden states at the end of the frozen prefix, if ``layers_to_transform`` leaves
-            one.
-    """
+    """Peak bytes on a client that trains alone."""
 
     base: int
+    """Bytes of the frozen model, in its own format."""
     adapter: int
+    """Bytes of the method's tensors of the target layers, and of the extras."""
     gradients: int
+    """Bytes of the gradients."""
     optimizer: int
+    """Bytes of the optimizer's moments."""
     activations: int
+    """Peak bytes of a forward and backward pass of a batch of examples of the maximum length; fused attention on a GPU
+    stores less."""
     cache: int
+    """Bytes of its examples' hidden states at the end of the frozen prefix, if ``layers_to_transform`` leaves one."""
 
     @property
     def total(self) -> int:
@@ -60,18 +56,15 @@ class ClientMemory:
 
 @dataclass(frozen=True)
 class ServerMemory:
-    """Bytes on the server.
-
-    Args:
-        base: Bytes of the frozen model, which some methods decompose and which the server evaluates.
-        state: Bytes of the method's initial state. Its additions to the base over the rounds take at most one more
-            float32 copy of the target layers.
-        replies: Bytes of a round's replies: all of them if the method needs them one by one, else one and their sum.
-    """
+    """Bytes on the server."""
 
     base: int
+    """Bytes of the frozen model, which some methods decompose and which the server evaluates."""
     state: int
+    """Bytes of the method's initial state. Its additions to the base over the rounds take at most one more float32 copy
+    of the target layers."""
     replies: int
+    """Bytes of a round's replies: all of them if the method needs them one by one, else one and their sum."""
 
     @property
     def total(self) -> int:
@@ -143,17 +136,14 @@ class Plan:
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A run's model without weights, and what is the same for all methods on it.
-
-    Args:
-        adapted: The model, on the meta device.
-        base: Bytes of the frozen model in its format.
-        passes: Costs of its passes.
-    """
+    """A run's model without weights, and what is the same for all methods on it."""
 
     adapted: AdaptedModel
+    """The model, on the meta device."""
     base: int
+    """Bytes of the frozen model in its format."""
     passes: PlannedPasses
+    """Costs of its passes."""
 
 
 def prepare_model(config: RunConfig, labels: int, architecture: Mapping[str, Any] | None = None) -> PlannedModel:

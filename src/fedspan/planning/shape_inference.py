@@ -125,19 +125,14 @@ class _Weights:
 
 @dataclass(frozen=True)
 class ClientExchange:
-    """A client's half of a round.
-
-    Args:
-        down: Message to the client.
-        jobs: Jobs that the client trains, one after another.
-        up: Reply of the client.
-        second: Messages to and from the client in the round's second exchange; None: the method has none.
-    """
+    """A client's half of a round."""
 
     down: Message
     jobs: tuple[Job, ...]
+    """Jobs that the client trains, one after another."""
     up: Message
     second: tuple[Message, Message] | None = None
+    """Messages to and from the client in the round's second exchange; None: the method has none."""
 
     @property
     def traffic(self) -> Traffic:
@@ -152,7 +147,6 @@ class ShapeInference:
     Args:
         method: Method to run, with its wrappers. Its spec may have one target layer at most: the mode under which
             values are left out is that of a single thread.
-        ranks: Ranks that clients have.
         extras: Tensors on the meta device of the spec's extras and their buffers, by path.
     """
 

@@ -38,6 +38,9 @@ def report(
     Returns:
         ``out``.
 
+    Examples:
+        >>> fedspan.report(["runs/first", "runs/second"], "report.html")
+
     Raises:
         FedspanError: If the extra ``fedspan[report]`` is missing, there are no runs, the runs use different metrics, or
             the file cannot be written.

@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 
 from fedspan.experiments.intervals import Difference, estimate_difference, format_gap
-from fedspan.experiments.result_notes import describe_extension, describe_majority
-from fedspan.experiments.tables import format_mean
+from fedspan.experiments.tables import describe_extension, describe_majority, format_mean
 from fedspan.progress.formatting import format_size
 from fedspan.reports.groups import RunGroup
 from fedspan.runs.report import STATISTICS_NOTE, format_final_rounds

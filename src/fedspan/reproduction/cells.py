@@ -26,17 +26,13 @@ _DIVISIONS = {"dirichlet": "Dirichlet {alpha:g}", "iid": "IID", "natural": "by {
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell of a table.
-
-    Args:
-        name: Name of the cell and of its folder; ``all`` if there are no axes.
-        values: Values by axis.
-        configs: Configs of every row, as plain values, by label.
-    """
+    """One cell of a table."""
 
     name: str
+    """Name of the cell and of its folder; ``all`` if there are no axes."""
     values: Mapping[str, str]
     configs: Mapping[str, Mapping[str, Any]]
+    """Configs of every row, as plain values, by label."""
 
 
 def list_cells(

@@ -30,7 +30,7 @@ ClaimMeasure = Literal[
     "barrier",
     "state_step",
 ]
-"""Measures of claims, defined in ``reports.curves`` and ``measurement``; ``verdicts`` defines which end is better."""
+"""Measures of claims, defined in ``reports.curves`` and ``reproduce``; ``verdicts`` defines which end is better."""
 
 
 class PresetPart(BaseModel):
@@ -40,44 +40,35 @@ class PresetPart(BaseModel):
 
 
 class Gap(PresetPart):
-    """A loss of score between two values of an axis, in place of the score itself.
-
-    Args:
-        axis: Name of the axis.
-        before: Value of the axis at which the score is expected to be higher.
-        after: Value of the axis at which the score is expected to have dropped.
-    """
+    """A loss of score between two values of an axis, in place of the score itself."""
 
     axis: str
     before: str
+    """Value of the axis at which the score is expected to be higher."""
     after: str
+    """Value of the axis at which the score is expected to have dropped."""
 
 
 class Claim(PresetPart):
-    """A statement of the paper: one row of the table is better than others.
-
-    Args:
-        statement: The statement in words.
-        better: Label of the better method.
-        worse: Labels of the methods that it is better than.
-        cells: Values to which the claim applies, by axis; an axis left out: all of its values.
-        measure: Quantity that is compared: the held-out metric; bytes of a run; the rounds, the bytes in both
-            directions or the seconds of its rounds until a score (``reports.curves.compute_target`` of the two rows);
-            the exact matches of generated answers; the alignment of the clients' updates with the global one, the
-            barrier between their models, or the last round's step of the server's tensors.
-        gap: Comparison of the loss of score between two cells; the smaller loss is better.
-        within: Tolerance, in the metric's own unit (shares, not percent), within which the two are level.
-        needs: Quantity that is required but not measured; such a claim is never judged.
-    """
+    """A statement of the paper: one row of the table is better than others."""
 
     statement: str
     better: str
     worse: list[str] = Field(min_length=1)
+    """Labels of the methods that it is better than."""
     cells: dict[str, list[str]] = Field(default_factory=dict)
+    """Values to which the claim applies, by axis; an axis left out: all of its values."""
     measure: ClaimMeasure = "score"
+    """Quantity that is compared: the held-out metric; bytes of a run; the rounds, the bytes in both directions or the
+    seconds of its rounds until a score (``reports.curves.compute_target`` of the two rows); the exact matches of
+    generated answers; the alignment of the clients' updates with the global one, the barrier between their models, or
+    the last round's step of the server's tensors."""
     gap: Gap | None = None
+    """Comparison of the loss of score between two cells; the smaller loss is better."""
     within: float | None = Field(default=None, gt=0)
+    """Tolerance, in the metric's own unit (shares, not percent), within which the two are level."""
     needs: str | None = None
+    """Quantity that is required but not measured; such a claim is never judged."""
 
 
 Scale = Literal["full", "small"]
@@ -99,89 +90,66 @@ Values = dict[str, Any]
 
 
 class MethodEntry(PresetPart):
-    """A row of the table.
-
-    Args:
-        key: Registry key of the method.
-        set: Changes to the config for this row, including its options under ``method``.
-    """
+    """A row of the table."""
 
     key: str
     set: Values = Field(default_factory=dict)
+    """Changes to the config for this row, including its options under ``method``."""
 
 
 class Where(PresetPart):
-    """Changes for some of the cells, where two axes affect one field.
-
-    Args:
-        cells: Values that the changes apply to, by axis; an axis left out: all of its values.
-        methods: Labels that the changes apply to; empty: all.
-        set: The changes.
-    """
+    """Changes for some of the cells, where two axes affect one field."""
 
     cells: dict[str, list[str]] = Field(default_factory=dict)
+    """Values that the changes apply to, by axis; an axis left out: all of its values."""
     methods: list[str] = Field(default_factory=list)
+    """Labels that the changes apply to; empty: all."""
     set: Values
 
 
 class Small(PresetPart):
-    """Changes of the small scale.
-
-    Args:
-        config: Changes to the full config.
-        axes: Replacements of the full axes, by axis; an axis left out stays unchanged.
-        methods: Changes to the full methods, by label.
-        leave_out: Labels of rows that are not run.
-        skip: Combinations of the axes' values that are not run, each by axis as in ``Where.cells``.
-        where: Replacement of the full list.
-        sweep: Replacement of the full sweep; None leaves it unchanged.
-        matched: Values of the swept paths that all rows share under the protocol ``matched``; empty: there is none.
-        seeds: Replacement of the full seeds; None leaves them unchanged.
-    """
+    """Changes of the small scale."""
 
     config: Values = Field(default_factory=dict)
     axes: dict[str, dict[str, Values]] = Field(default_factory=dict)
+    """Replacements of the full axes, by axis; an axis left out stays unchanged."""
     methods: dict[str, Values] = Field(default_factory=dict)
+    """Changes to the full methods, by label."""
     leave_out: list[str] = Field(default_factory=list)
+    """Labels of rows that are not run."""
     skip: list[Annotated[dict[str, list[str]], Field(min_length=1)]] = Field(default_factory=list)
+    """Combinations of the axes' values that are not run, each by axis as in ``Where.cells``."""
     where: list[Where] = Field(default_factory=list)
     sweep: dict[str, list[Any]] | None = None
+    """Replacement of the full sweep; None leaves it unchanged."""
     matched: dict[str, Any] = Field(default_factory=dict)
+    """Values of the swept paths that all rows share under the protocol ``matched``; empty: there is none."""
     seeds: list[int] | None = Field(default=None, min_length=1)
+    """Replacement of the full seeds; None leaves them unchanged."""
 
 
 class Preset(PresetPart):
-    """One table or figure.
-
-    Args:
-        id: Id such as ``rolora-table1``.
-        paper: The paper, with its arXiv number.
-        item: Item of the paper, such as ``Table 1``.
-        title: Topic of the item.
-        config: Config of all cells and methods, at the paper's size.
-        axes: Values of each axis by name, with the changes of each value; the cells are all combinations.
-        methods: Rows by label.
-        where: Changes for some of the cells.
-        sweep: Values to try by path in the config, selected by validation under the first seed.
-        seeds: Seeds of every cell and method.
-        claims: The paper's statements.
-        small: Changes of the small scale.
-        notes: Points where the paper is silent or a config cannot express it, and what is done instead.
-    """
+    """One table or figure."""
 
     id: str
+    """Id such as ``rolora-table1``."""
     paper: str
     item: str
+    """Item of the paper, such as ``Table 1``."""
     title: str
     config: Values
+    """Config of all cells and methods, at the paper's size."""
     axes: dict[str, dict[str, Values]] = Field(default_factory=dict)
+    """Values of each axis by name, with the changes of each value; the cells are all combinations."""
     methods: dict[str, MethodEntry] = Field(min_length=1)
     where: list[Where] = Field(default_factory=list)
     sweep: dict[str, list[Any]] = Field(default_factory=dict)
+    """Values to try by path in the config, selected by validation under the first seed."""
     seeds: list[int] = Field(min_length=1)
     claims: list[Claim] = Field(min_length=1)
     small: Small
     notes: list[str] = Field(min_length=1)
+    """Points where the paper is silent or a config cannot express it, and what is done instead."""
 
     @model_validator(mode="after")
     def _require_consistent(self) -> Self:

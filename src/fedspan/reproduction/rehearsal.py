@@ -15,19 +15,16 @@ from fedspan.reproduction.presets import Scale, load_preset, read_architectures,
 
 @dataclass(frozen=True)
 class PlannedCell:
-    """Cost of one run of one row in one cell; a sweep and several seeds multiply it.
-
-    Args:
-        cell: Name of the cell.
-        method: Label of the row.
-        runs: Number of its runs, including those of the sweep.
-        plan: Plan of one run.
-    """
+    """Cost of one run of one row in one cell; a sweep and several seeds multiply it."""
 
     cell: str
+    """Name of the cell."""
     method: str
+    """Label of the row."""
     runs: int
+    """Number of its runs, including those of the sweep."""
     plan: Plan
+    """Plan of one run."""
 
 
 def dry_run(id: str, *, scale: Scale = "small", overrides: Sequence[str] = ()) -> tuple[PlannedCell, ...]:
@@ -37,6 +34,12 @@ def dry_run(id: str, *, scale: Scale = "small", overrides: Sequence[str] = ()) -
         id: Id of the preset.
         scale: ``small`` or ``full``.
         overrides: Changes to all configs, each ``section.field=value``.
+
+    Returns:
+        One entry for each row of each cell, with its plan.
+
+    Examples:
+        >>> rows = fedspan.dry_run("rolora-table1", scale="full")
 
     Raises:
         FedspanError: If the preset or scale is unknown, or an override does not fit.

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
 from fedspan.config import parse_config
+from fedspan.core.tensors import compute_norm, split_extras, subtract
 from fedspan.errors import FedspanError
 from fedspan.experiments.execution import format_command_line, read_settings, reuse_finished_runs
 from fedspan.experiments.run_comparison import compare
@@ -24,12 +26,15 @@ from fedspan.experiments.series_bar import open_watcher
 from fedspan.experiments.tables import Table, format_markdown, format_mean, format_megabytes, format_seconds
 from fedspan.experiments.watcher import Watcher
 from fedspan.files import convert_disk_errors, write_atomic
+from fedspan.logs import read_lines
 from fedspan.reports.curves import read_curve
 from fedspan.reproduction.cells import DATA, IMAGE_MODEL, MODEL, Cell, list_cells, name_row_folders, tabulate_settings
-from fedspan.reproduction.measurement import MEASURED, measure
 from fedspan.reproduction.presets import Preset, Protocol, Scale, load_preset, require_scale
 from fedspan.reproduction.verdicts import COSTS, CellScore, Judged, judge, tabulate_verdicts
 from fedspan.run_folder import RunFolder
+from fedspan.runs import checkpoint as checkpoints
+from fedspan.runs.checkpoint_format import load as load_checkpoint
+from fedspan.runs.diagnose import diagnose
 from fedspan.runs.report import read_report
 from fedspan.training.prefix_rows import share_prefixes
 from fedspan.transports.ray.sharing import share_teams
@@ -52,27 +57,24 @@ _LATER: dict[str, Any] = {"reuse": [], "seeds": None, "protocol": "best"}
 
 @dataclass(frozen=True)
 class Reproduction:
-    """A reproduced table; ``table.md`` and ``table.json`` in its folder have the same content.
-
-    Args:
-        id: Id of the preset.
-        scale: Scale of the reproduction.
-        seeds: Seeds of every row.
-        scores: Scores of all rows in all cells.
-        verdicts: Verdicts on the paper's statements.
-        folder: Folder with the runs.
-        settings: Table of the settings of the cells.
-        protocol: Protocol of the swept values (``reproduce``).
-    """
+    """A reproduced table; ``table.md`` and ``table.json`` in its folder have the same content."""
 
     id: str
+    """Id of the preset."""
     scale: Scale
+    """Scale of the reproduction."""
     seeds: tuple[int, ...]
+    """Seeds of every row."""
     scores: tuple[CellScore, ...]
+    """Scores of all rows in all cells."""
     verdicts: tuple[Judged, ...]
+    """Verdicts on the paper's statements."""
     folder: str
+    """Folder with the runs."""
     settings: Table
+    """Table of the settings of the cells."""
     protocol: Protocol = "best"
+    """Protocol of the swept values (``reproduce``)."""
 
     def build_table(self) -> Table:
         """Tabulate the scores for people to read."""
@@ -149,6 +151,12 @@ def reproduce(
         listener: Listener that receives all events.
         progress: Whether to show progress bars on standard error; None: if that is a terminal, or in a notebook.
 
+    Returns:
+        The scores of all cells, and the verdict on each of the paper's statements.
+
+    Examples:
+        >>> fedspan.reproduce("rolora-table1", "runs/table1", data="data", model="roberta-large")
+
     Raises:
         FedspanError: If an argument, a config or the folder has an error that the user can correct.
     """
@@ -180,6 +188,12 @@ def resume_reproduction(
         folder: Folder of the reproduction.
         listener: Listener that receives all events.
         progress: Whether to show progress bars, as for ``reproduce``.
+
+    Returns:
+        The result, as of ``reproduce``.
+
+    Examples:
+        >>> fedspan.resume_reproduction("runs/table1")
 
     Raises:
         FedspanError: If no reproduction was started in the folder, or for the reasons of ``reproduce``.
@@ -322,3 +336,51 @@ def _write(report: Reproduction, preset: Preset, command: Sequence[str]) -> None
         write_atomic(folder / "table.md", ("\n".join(lines) + "\n").encode())
         plain = json.dumps(dataclasses.asdict(report), indent=2, ensure_ascii=False)
         write_atomic(folder / "table.json", (plain + "\n").encode())
+
+
+MEASURED = frozenset({"exact_match", "alignment", "barrier", "state_step"})
+_PAIRS = 3
+
+
+def measure(folder: Path, names: Collection[str]) -> dict[str, float | None]:
+    """Compute some of ``MEASURED``; None if a measure has no value.
+
+    ``exact_match`` is the report's, on the held-out set, if answers were generated;
+    ``alignment`` is the mean over the examined rounds of the run's second half (``evaluation.diagnostics``), or that of
+    one more round (``fedspan.diagnose``) if there are none;
+    ``barrier`` is that of one more round, averaged over three pairs of clients;
+    ``state_step`` is how far the last round moved the server's tensors of the target layers, relative to their norm.
+    """
+    values: dict[str, float | None] = {}
+    recorded = _list_recorded_alignments(RunFolder(folder)) if "alignment" in names else []
+    if recorded:
+        values["alignment"] = sum(recorded) / len(recorded)
+    if "barrier" in names or ("alignment" in names and not recorded):
+        diagnosis = diagnose(folder, pairs=_PAIRS if "barrier" in names else 0)
+        heights = [barrier.height for barrier in diagnosis.barriers]
+        values.setdefault("alignment", None if math.isnan(diagnosis.alignment) else diagnosis.alignment)
+        values["barrier"] = sum(heights) / len(heights) if heights else None
+    if "exact_match" in names:
+        values["exact_match"] = read_report(folder).scores.get("test", {}).get("exact_match")
+    if "state_step" in names:
+        values["state_step"] = _compute_state_step(RunFolder(folder))
+    return {name: values[name] for name in names}
+
+
+def _list_recorded_alignments(run_folder: RunFolder) -> list[float]:
+    """Return the alignment in the examined rounds of the second half that have a value."""
+    rows = cast("Sequence[Mapping[str, Any]]", list(read_lines(run_folder.metrics)))
+    alignments = [row["diagnostics"].get("alignment") for row in rows[len(rows) // 2 :] if "diagnostics" in row]
+    return [float(value) for value in alignments if isinstance(value, int | float) and math.isfinite(value)]
+
+
+def _compute_state_step(run_folder: RunFolder) -> float | None:
+    last = load_checkpoint(checkpoints.select_checkpoint(run_folder, "last")).state
+    if last.round < 2:
+        return None
+    before = load_checkpoint(checkpoints.select_checkpoint(run_folder, last.round - 1)).state
+    old, new = (split_extras(state.tensors)[0] for state in (before, last))
+    if set(old) != set(new) or any(old[name].shape != new[name].shape for name in old):
+        return None
+    size = compute_norm(old)
+    return compute_norm(subtract(new, old)) / size if size > 0 else None

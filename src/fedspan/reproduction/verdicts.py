@@ -28,88 +28,69 @@ _SIGNS = {"exact_match": 1.0, "alignment": 1.0, "barrier": -1.0, "state_step": -
 
 @dataclass(frozen=True)
 class CellScore:
-    """One row in one cell.
-
-    Args:
-        cell: Name of the cell.
-        method: Label of the row.
-        selected: Values that the sweep selected, by path in the config; empty without a sweep.
-        metric: Metric that was measured; empty if nothing was.
-        higher: Whether a higher value is better.
-        scores: Scores on held-out examples (without them, on the clients' own tests), one for each seed; empty on
-            failure.
-        mean: Mean of the scores; None if one is missing.
-        deviation: Standard deviation (n - 1) over the seeds; None for one seed.
-        bytes_down: Serialized bytes to clients in one run, mean over the seeds.
-        bytes_up: Serialized bytes from clients in one run, mean over the seeds.
-        seconds: Wall-clock time of the rounds of one run, mean over the seeds.
-        failed: Why there are no scores; None if there are.
-        measured: Values that claims compare besides scores and bytes, by measure, one for each seed.
-        curves: Scores by round, one curve for each seed; empty if no claim needs them.
-        by_value: Scores on the held-out examples of each value of ``evaluation.by``, one for each seed; empty
-            without it.
-    """
+    """One row in one cell."""
 
     cell: str
     method: str
     selected: Mapping[str, object]
+    """Values that the sweep selected, by path in the config; empty without a sweep."""
     metric: str
+    """Metric that was measured; empty if nothing was."""
     higher: bool
     scores: tuple[float | None, ...]
+    """Scores on held-out examples (without them, on the clients' own tests), one for each seed; empty on failure."""
     mean: float | None
+    """Mean of the scores; None if one is missing."""
     deviation: float | None
+    """Standard deviation (n - 1) over the seeds; None for one seed."""
     bytes_down: float | None
+    """Serialized bytes to clients in one run, mean over the seeds."""
     bytes_up: float | None
+    """Serialized bytes from clients in one run, mean over the seeds."""
     seconds: float | None
+    """Wall-clock time of the rounds of one run, mean over the seeds."""
     failed: str | None = None
+    """Why there are no scores; None if there are."""
     measured: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)
+    """Values that claims compare besides scores and bytes, by measure, one for each seed."""
     curves: tuple[tuple[Point, ...], ...] = ()
+    """Scores by round, one curve for each seed; empty if no claim needs them."""
     by_value: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)
+    """Scores on the held-out examples of each value of ``evaluation.by``, one for each seed; empty without it."""
 
 
 @dataclass(frozen=True)
 class JudgedCell:
-    """A claim in one cell, or over all of its cells.
-
-    Args:
-        cell: Name of the cell; ``all`` for all cells of the claim.
-        mean: Mean advantage of the better row over the seeds, in the metric's unit.
-        half_width: Half the width of the 95 % interval of the mean; None for one seed.
-        verdict: Verdict by the rule.
-        bound: Bound on a mean of costs, if a run of the worse row (at least), of the better one (at most) or of both
-            (about) ended before it reached the score: its whole cost is counted, which is less than reaching it takes.
-    """
+    """A claim in one cell, or over all of its cells."""
 
     cell: str
+    """Name of the cell; ``all`` for all cells of the claim."""
     mean: float
+    """Mean advantage of the better row over the seeds, in the metric's unit."""
     half_width: float | None
+    """Half the width of the 95 % interval of the mean; None for one seed."""
     verdict: ClaimVerdict
     bound: Bound = ""
+    """Bound on a mean of costs, if a run of the worse row (at least), of the better one (at most) or of both (about)
+    ended before it reached the score: its whole cost is counted, which is less than reaching it takes."""
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A claim about one pair of rows, judged.
-
-    Args:
-        statement: The paper's statement.
-        better: Label of the row that is claimed to be better.
-        worse: Label of the other row.
-        metric: Metric that was compared.
-        verdict: Verdict over all cells together, seed by seed.
-        overall: The verdict over all cells with its numbers; None if the claim could not be judged.
-        cells: Verdicts of the single cells.
-        reason: Reason why the claim could not be judged; None if it was judged.
-    """
+    """A claim about one pair of rows, judged."""
 
     statement: str
     better: str
+    """Label of the row that is claimed to be better."""
     worse: str
     metric: str
     verdict: ClaimVerdict
+    """Verdict over all cells together, seed by seed."""
     overall: JudgedCell | None
+    """The verdict over all cells with its numbers; None if the claim could not be judged."""
     cells: tuple[JudgedCell, ...]
     reason: str | None = None
+    """Reason why the claim could not be judged; None if it was judged."""
 
 
 def judge(claims: Sequence[Claim], cells: Sequence[Cell], scores: Sequence[CellScore]) -> tuple[Judged, ...]:
@@ -118,11 +99,6 @@ def judge(claims: Sequence[Claim], cells: Sequence[Cell], scores: Sequence[CellS
     The verdict is *holds* if the 95 % interval of the difference, paired by seed, lies in the paper's direction,
     *contradicted* if it lies in the other direction, else *inconclusive*; ``claim.within`` is applied as in
     ``experiments.intervals.compare_to``. A cell in which a row failed is left out.
-
-    Args:
-        claims: The paper's statements.
-        cells: Cells of the table.
-        scores: Scores of all rows in all cells.
     """
     by_cell = {(score.cell, score.method): score for score in scores}
     return tuple(_judge_pair(claim, worse, cells, by_cell) for claim in claims for worse in claim.worse)
@@ -180,7 +156,6 @@ def _judge_cell(name: str, result: Within, bound: Bound) -> JudgedCell:
 
 
 def _compute_bound(bounds: Collection[Bound]) -> Bound:
-    """Return the bound of a mean of bounded values."""
     distinct: set[Bound] = set(bounds) - {""}
     return "about " if len(distinct) > 1 else distinct.pop() if distinct else ""
 

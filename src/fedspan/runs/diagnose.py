@@ -41,6 +41,10 @@ def diagnose(
     Returns:
         Numbers by layer (``layers``) and by pair (``barriers``); the dataclasses document each.
 
+    Examples:
+        >>> diagnosis = fedspan.diagnose("runs/first", round="best", pairs=0)
+        >>> diagnosis.layers[0]
+
     Raises:
         FedspanError: If there is no run or no such checkpoint, the run is a deployment's (its clients' data are
             elsewhere), or a number is invalid.

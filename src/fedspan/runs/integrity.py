@@ -18,7 +18,7 @@ import yaml
 
 from fedspan.config import RunConfig, parse_config, parse_yaml
 from fedspan.data.files import NOWHERE
-from fedspan.data.path_patterns import has_files
+from fedspan.data.multiple_files import has_files
 from fedspan.errors import FedspanError
 from fedspan.files import compute_sha256
 from fedspan.logs import Position, require_position

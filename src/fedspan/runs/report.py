@@ -91,6 +91,12 @@ def is_run(folder: str | Path) -> bool:
 def read_report(folder: str | Path) -> RunReport:
     """Read the report of a finished run.
 
+    Returns:
+        The report that ``run`` returned.
+
+    Examples:
+        >>> fedspan.read_report("runs/first").scores["test"]
+
     Raises:
         FedspanError: If there is no run in the folder, it is not finished, or report.json was changed.
     """

@@ -49,7 +49,7 @@ from fedspan.runs.report import RunReport, format_final_rounds, read_partition
 from fedspan.runs.session import Session
 from fedspan.runs.trained_models import write_adapters
 from fedspan.runs.warnings import count_failures, find_divergence, find_limited
-from fedspan.tasks.bounded_losses import compute_guess_loss
+from fedspan.tasks.losses import compute_guess_loss
 from fedspan.training.stages import Stages
 
 _START = ("head_init", "simulated", "reason", "validation", "clients", "test")

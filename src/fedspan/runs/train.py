@@ -69,6 +69,14 @@ def run(
             ``wandb``, ``mlflow``, ``trackio``; the named packages must be installed.
         progress: Whether to show a progress bar on standard error; None: if that is a terminal, or in a notebook.
 
+    Returns:
+        Scores, bytes, the best round and the files of the run, as in ``report.json``.
+
+    Examples:
+        >>> report = fedspan.run("config.yaml", "runs/first", overrides=["method.name=rolora"])
+        >>> report.scores["test"]["accuracy"]
+        0.976
+
     Raises:
         FedspanError: If the run fails for a reason that the user can correct.
     """
@@ -108,6 +116,13 @@ def simulate(
         listener: Listener that receives the events of the run (a ``fedspan.Listener``).
         track: Trackers, as for ``run``.
         progress: Whether to show a progress bar, as for ``run``.
+
+    Returns:
+        Scores, bytes and the best round, as of ``run``.
+
+    Examples:
+        >>> trainers = {"east": trainer_of_east, "west": trainer_of_west}
+        >>> fedspan.simulate("config.yaml", "runs/first", trainers=trainers)
 
     Raises:
         FedspanError: If the run fails for a reason that the user can correct.
@@ -283,6 +298,12 @@ def resume(
         listener: Listener that receives the events of the run.
         track: Trackers, as for ``run``.
         progress: Whether to show a progress bar, as for ``run``.
+
+    Returns:
+        The report, as of ``run``.
+
+    Examples:
+        >>> fedspan.resume("runs/first", overrides=["federation.rounds=40"])
 
     Raises:
         FedspanError: If there is no run, another process works on it, its latest checkpoint is damaged, or the run

@@ -1,4 +1,4 @@
-"""What a finished run's metrics tell its user: failures by client, signs of divergence, and limited clients."""
+"""Warnings from a finished run's metrics: failures by client, signs of divergence, and limited clients."""
 
 from __future__ import annotations
 

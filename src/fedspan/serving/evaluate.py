@@ -77,6 +77,10 @@ def evaluate(
     Returns:
         The task's metrics, the number of ``examples`` and, if ``data.invalid=skip`` left any out, of ``skipped`` rows.
 
+    Examples:
+        >>> fedspan.evaluate("runs/first", data="new.csv", label="intent")["accuracy"]
+        0.93
+
     Raises:
         FedspanError: If `load_served` raises it, a file of the run is not what it wrote, there is no test set, the
             data do not fit the model, or an option describes data that are not given.

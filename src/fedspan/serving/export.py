@@ -65,6 +65,9 @@ def export(
     Returns:
         ``out``.
 
+    Examples:
+        >>> fedspan.export("runs/first", "model", form="merged")
+
     Raises:
         FedspanError: If the form, client or round is unknown, the adapter does not have the rank, the run has no
             finished round, the folder is not empty, a model that was passed has other frozen weights, or a file of the

@@ -41,6 +41,9 @@ def harness(
         By task, its metrics and their standard errors (``acc``, ``acc_stderr``; for filtered answers,
         ``exact_match:strict-match``), and ``examples``.
 
+    Examples:
+        >>> fedspan.harness("runs/instruct", ["arc_easy"], limit=100)["arc_easy"]["acc"]
+
     Raises:
         FedspanError: If the extra ``fedspan[harness]`` is not installed, the model answers no prompts, a task is
             unknown, or a number is invalid.

@@ -23,8 +23,7 @@ from fedspan.data.files import SUFFIXES, read_source
 from fedspan.data.images import resolve_paths
 from fedspan.data.list_columns import unwrap_lists
 from fedspan.data.names import get_arrow_column, get_arrow_table
-from fedspan.data.reading import read_beginning
-from fedspan.data.source import Source
+from fedspan.data.source import Source, read_beginning
 from fedspan.data.templates import parse_template
 from fedspan.errors import FedspanError
 from fedspan.files import convert_disk_errors, neutralize_formula, write_atomic

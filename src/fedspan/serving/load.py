@@ -20,8 +20,8 @@ from fedspan.assembly.model import ModelObjects
 from fedspan.assembly.task import parse_task_settings, read_notes
 from fedspan.data.templates import parse_template
 from fedspan.errors import FedspanError, suggest_nearest
+from fedspan.models.adapted import BlockedFastPaths
 from fedspan.models.export import ADAPTER_WEIGHTS, NOTES, require_adapter_base
-from fedspan.models.fast_paths import BlockedFastPaths
 from fedspan.models.names import FROM_PYTHON
 from fedspan.models.plain import STATE_DICT, read_state_dict
 from fedspan.models.pooling import DENSE
@@ -320,6 +320,10 @@ def predict(
         For each text, the most probable label and its probability, ``("yes", 0.93)``, of a classifier; a list of such
         pairs, of all labels above the threshold, of a multi-label classifier; the number of a regression model; the
         generated answer of a language model; a readable answer of any other task.
+
+    Examples:
+        >>> fedspan.predict("runs/first", ["Can I move my appointment?"])
+        [('reschedule_appointment', 0.93)]
 
     Raises:
         FedspanError: If `load_served` raises it, or inputs are pairs and the training's were not, or the other way

@@ -19,11 +19,9 @@ from fedspan.data.columns import ColumnReader, ReadColumns, TaskColumns
 from fedspan.data.config import DataConfig
 from fedspan.data.templates import parse_template
 from fedspan.errors import FedspanError
-from fedspan.tasks.bounded_losses import compute_guess_entropy
 from fedspan.tasks.definition import TaskDefinition
-from fedspan.tasks.encoding import Ragged, require_processor
+from fedspan.tasks.encoding import CHUNK, Ragged, require_processor
 from fedspan.tasks.losses import (
-    LossOption,
     get_logits,
     select_inputs,
     upcast,
@@ -33,9 +31,9 @@ from fedspan.tasks.text_scores import is_exact_match
 from fedspan.tasks.token_scores import (
     IGNORED,
     SCORES,
-    TokenTask,
+    TARGET_COUNTS,
+    VocabularyTask,
     compute_token_metrics,
-    decode_generated,
     find_targets,
     mark_ends,
     score_tokens,
@@ -46,10 +44,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from fedspan.tasks.settings import TaskSettings
-
-_ANSWERS = "answer_tokens"
-"""Key of a batch's numbers of answer tokens by row, (B,), on the CPU: they are shapes, which the host must know."""
-_CHUNK = 4096  # rows tokenized at once: lists of Python integers are many times as large as the ids
 
 
 @dataclass(frozen=True)
@@ -71,45 +65,35 @@ _DEFAULT = GenerationOptions()
 
 @dataclass(frozen=True)
 class EncodedPrompts:
-    """Tokenized prompts with their answers.
-
-    Args:
-        ids: Ids of each example, prompt and answer together.
-        starts: Index where each answer begins, int64, (examples,).
-        answers: Full text of each answer.
-        lengths: Number of tokens of each example, int64, (examples,).
-        truncated_prompts: Number of prompts that lost their beginning.
-        truncated_answers: Number of answers that lost their end.
-    """
+    """Tokenized prompts with their answers."""
 
     ids: Sequence[list[int]]
+    """Ids of each example, prompt and answer together."""
     starts: np.ndarray
+    """Index where each answer begins, int64, (examples,)."""
     answers: tuple[str, ...]
     lengths: np.ndarray
+    """Number of tokens of each example, int64, (examples,)."""
     truncated_prompts: int
+    """Number of prompts that lost their beginning."""
     truncated_answers: int
+    """Number of answers that lost their end."""
 
     def __len__(self) -> int:
         return len(self.ids)
 
 
-class CausalLM(TokenTask):
+class CausalLM(VocabularyTask):
     """Answers to prompts, with any Hugging Face decoder.
 
     Args:
-        tokenizer: The model's tokenizer.
         max_length: Maximal number of tokens of prompt and answer together; the prompt is cut first.
         chat: Whether prompts are written with the model's chat template.
-        system: Message that opens every conversation.
         refuse_long: Whether an answer that does not fit is refused instead of cut at its end.
         packing: Whether a batch's examples are put end to end into one row, with their own positions and attention: no
             padding, the same loss.
         generation: Options for generating the answers of predictions with generated text.
-        metric: Metric by which rounds are compared.
     """
-
-    loss_options: tuple[LossOption, ...] = ("label_smoothing",)
-    """Options of ``training`` that the loss takes."""
 
     def __init__(
         self,
@@ -143,8 +127,8 @@ class CausalLM(TokenTask):
         columns = [name for name in ("text", "answer", "history") if name in dataset.column_names]
         selected = dataset.select_columns(columns)
         parts = [
-            self._encode_rows(selected.select(range(start, min(start + _CHUNK, len(selected)))), start)
-            for start in range(0, max(1, len(selected)), _CHUNK)
+            self._encode_rows(selected.select(range(start, min(start + CHUNK, len(selected)))), start)
+            for start in range(0, max(1, len(selected)), CHUNK)
         ]
         ids, starts, answers, truncated_prompts, truncated_answers = zip(*parts, strict=True)
         joined = Ragged.join(ids)
@@ -231,13 +215,13 @@ class CausalLM(TokenTask):
 
     def compute_logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return the logits (S, V) of a batch's S answer tokens, these tokens, and their examples' numbers, (S,)."""
-        logits_BTV = get_logits(model(**select_inputs(batch, _ANSWERS), use_cache=False))
+        logits_BTV = get_logits(model(**select_inputs(batch, TARGET_COUNTS), use_cache=False))
         labels_BT = batch["labels"][:, 1:]
         if "position_ids" in batch:
             numbers_BT = (batch["position_ids"] == 0).cumsum(1)[:, 1:] - 1
         else:
             numbers_BT = torch.arange(len(labels_BT), device=labels_BT.device)[:, None].expand_as(labels_BT)
-        places = find_targets(labels_BT != IGNORED, batch[_ANSWERS])
+        places = find_targets(labels_BT != IGNORED, batch[TARGET_COUNTS])
         logits_SV = logits_BTV[:, :-1].flatten(0, 1).index_select(0, places)
         return upcast(logits_SV), labels_BT.flatten()[places], numbers_BT.flatten()[places]
 
@@ -273,7 +257,6 @@ class CausalLM(TokenTask):
         return mark_ends(generated, count, ends)  # pyright: ignore[reportArgumentType]
 
     def _extract_prompts(self, batch: Mapping[str, Tensor]) -> list[list[int]]:
-        """Extract the prompts' ids from a batch."""
         ids, is_prompt = batch["input_ids"], batch["labels"] == IGNORED
         if "position_ids" in batch:
             starts = (batch["position_ids"][0] == 0).nonzero()[:, 0].tolist()
@@ -294,11 +277,6 @@ class CausalLM(TokenTask):
             scores["exact_match"] = float(np.mean([is_exact_match(*pair, self.generation.pattern) for pair in pairs]))
         return scores
 
-    @property
-    def guess_loss(self) -> float:
-        """Loss of a uniform guess among the vocabulary's tokens."""
-        return compute_guess_entropy(len(self.tokenizer))
-
     def describe_examples(self, examples: EncodedPrompts) -> tuple[str, ...]:
         """Report how many prompts and answers were truncated."""
         counts = {
@@ -307,10 +285,6 @@ class CausalLM(TokenTask):
         }
         limit = f"model.max_length is {self.max_length} tokens"
         return tuple(f"{count} of {len(examples)} {effect}: {limit}" for effect, count in counts.items() if count)
-
-    def decode_predictions(self, predictions: Tensor) -> list[str]:
-        """Return the generated texts."""
-        return decode_generated(self.tokenizer, predictions)
 
     def decode_targets(self, examples: EncodedPrompts, indices: Sequence[int]) -> list[str]:
         """Return the answers as in the data."""
@@ -331,7 +305,7 @@ def can_attend_across_examples(model: nn.Module, device: torch.device) -> bool:
 def _move_batch(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """Copy a batch to a device, and add the numbers of answer tokens, which stay on the CPU."""
     counts_B = (batch["labels"][:, 1:] != IGNORED).sum(1)
-    return {**{key: to_device(value, device) for key, value in batch.items()}, _ANSWERS: counts_B}
+    return {**{key: to_device(value, device) for key, value in batch.items()}, TARGET_COUNTS: counts_B}
 
 
 def _pad(rows: Sequence[Sequence[int]], value: int) -> Tensor:

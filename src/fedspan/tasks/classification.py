@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor, nn
 
 from fedspan.data.columns import LABELED_TEXTS
 from fedspan.data.config import DataConfig
 from fedspan.tasks.definition import TaskDefinition
-from fedspan.tasks.encoding import EncodedText, Ragged, collate_texts, describe_truncation, encode_texts
-from fedspan.tasks.losses import (
-    get_logits,
-    select_inputs,
-)
+from fedspan.tasks.encoding import EncodedText, Ragged, TextTask, encode_texts
 from fedspan.tasks.single_label import SingleLabelClassification
 
 if TYPE_CHECKING:
@@ -26,39 +20,23 @@ if TYPE_CHECKING:
     from fedspan.tasks.settings import TaskSettings
 
 
-class SequenceClassification(SingleLabelClassification):
+class SequenceClassification(TextTask, SingleLabelClassification):
     """Prediction of one label for a text or a pair of texts, with any Hugging Face sequence classifier.
 
     Args:
-        tokenizer: The model's tokenizer.
-        labels: Label names by index.
         max_length: Maximal number of tokens; further ones are cut.
-        metric: Metric by which rounds are compared.
     """
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, labels: Sequence[str], max_length: int, metric: str = "accuracy"
     ) -> None:
-        super().__init__(labels, metric)
-        self.tokenizer = tokenizer
-        self.max_length = max_length
+        TextTask.__init__(self, tokenizer, max_length, metric)
+        SingleLabelClassification.__init__(self, labels, metric)
 
     def encode(self, dataset: datasets.Dataset) -> EncodedText:
         """Tokenize a data set once; its columns are ``text``, optionally ``text_pair``, and ``label`` (indices)."""
         labels = np.array(dataset.with_format("numpy")["label"][:], dtype=np.int64)
         return encode_texts(self.tokenizer, dataset, self.max_length, labels)
-
-    def collate(self, examples: EncodedText, indices: Sequence[int], device: torch.device) -> dict[str, Tensor]:
-        """Collate examples, padded to the longest of them, with ``attention_mask`` and ``labels``."""
-        return collate_texts(self.tokenizer, examples, indices, device)
-
-    def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, generate: bool = False) -> Tensor:
-        """Compute the logits, (examples, labels)."""
-        return get_logits(model(**select_inputs(batch)))
-
-    def describe_examples(self, examples: EncodedText) -> tuple[str, ...]:
-        """Report how many texts fill the maximal length, and so may have been cut."""
-        return describe_truncation(examples, self.max_length)
 
 
 def _build(

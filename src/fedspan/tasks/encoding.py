@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedspan.core.tensors import to_device
 from fedspan.errors import FedspanError
+from fedspan.tasks.losses import get_logits, select_inputs
+from fedspan.tasks.task import Examples
 
 if TYPE_CHECKING:
     import datasets
@@ -68,26 +70,64 @@ class Ragged(Sequence[list[int]]):
         return self._ids[end - self.lengths[index] : end].tolist()
 
 
-_CHUNK = 4096
+CHUNK = 4096
 """Number of texts tokenized at once: the tokenizer's own objects are many times as large as the ids."""
 
 
 @dataclass(frozen=True)
 class EncodedText:
-    """Tokenized texts with the target of each.
-
-    Args:
-        encodings: Ids of each example, by tokenizer output (``input_ids``, ``token_type_ids``).
-        labels: Index into the label list, int64, or the value, float32; (examples,).
-        lengths: Number of tokens of each example, int64, (examples,).
-    """
+    """Tokenized texts with the target of each."""
 
     encodings: Mapping[str, Ragged]
+    """Ids of each example, by tokenizer output (``input_ids``, ``token_type_ids``)."""
     labels: np.ndarray
+    """Index into the label list, int64, or the value, float32; (examples,)."""
     lengths: np.ndarray
+    """Number of tokens of each example, int64, (examples,)."""
 
     def __len__(self) -> int:
         return len(self.labels)
+
+
+@dataclass(frozen=True)
+class TextExamples:
+    """Tokenized texts, for a base of examples with other targets than one for each text."""
+
+    text: EncodedText
+    """Tokens of each text; its labels are positions and are not used."""
+
+    def __len__(self) -> int:
+        return len(self.text)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Number of tokens of each text, int64, (texts,)."""
+        return self.text.lengths
+
+
+class TextTask:
+    """Base of tasks that predict from a text or a pair of texts, with any Hugging Face sequence classifier.
+
+    Args:
+        max_length: Maximal number of tokens; further ones are cut.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_length: int, metric: str = "loss") -> None:
+        self.tokenizer = tokenizer
+        self.max_length = max_length
+        self.metric = metric
+
+    def collate(self, examples: Any, indices: Sequence[int], device: torch.device) -> dict[str, Tensor]:
+        """Collate examples, padded to the longest of them, with ``attention_mask`` and ``labels``."""
+        return collate_texts(self.tokenizer, examples, indices, device)
+
+    def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, generate: bool = False) -> Tensor:
+        """Compute the logits, (examples, outputs)."""
+        return get_logits(model(**select_inputs(batch)))
+
+    def describe_examples(self, examples: Examples) -> tuple[str, ...]:
+        """Report how many texts fill the maximal length, and so may have been cut."""
+        return describe_truncation(examples, self.max_length)
 
 
 def encode_texts(
@@ -96,15 +136,27 @@ def encode_texts(
     """Tokenize the column ``text`` and, if present, ``text_pair``, once."""
     require_processor(tokenizer, "texts")
     selected = dataset.select_columns([name for name in ("text", "text_pair") if name in dataset.column_names])
+    encodings = join_encodings(
+        tokenizer(rows["text"], rows.get("text_pair"), truncation=True, max_length=max_length)
+        for rows in split_rows(selected)
+    )
+    return EncodedText(encodings, labels, encodings["input_ids"].lengths)
+
+
+def split_rows(dataset: datasets.Dataset) -> Generator[dict[str, list[Any]]]:
+    """Split a data set into the columns of some rows each, which a tokenizer takes at once."""
+    for start in range(0, max(1, len(dataset)), CHUNK):
+        yield dataset[start : start + CHUNK]
+
+
+def join_encodings(chunks: Iterable[Mapping[str, Any]]) -> dict[str, Ragged]:
+    """Join a tokenizer's outputs by name; collation makes ``attention_mask``."""
     pieces: dict[str, list[Ragged]] = {}
-    for start in range(0, max(1, len(selected)), _CHUNK):
-        rows = selected[start : start + _CHUNK]
-        encoded = tokenizer(rows["text"], rows.get("text_pair"), truncation=True, max_length=max_length)
+    for encoded in chunks:
         for key, value in encoded.items():
             if key != "attention_mask":
                 pieces.setdefault(key, []).append(Ragged(value))
-    encodings = {key: Ragged.join(parts) for key, parts in pieces.items()}
-    return EncodedText(encodings, labels, encodings["input_ids"].lengths)
+    return {key: Ragged.join(parts) for key, parts in pieces.items()}
 
 
 def require_processor(processor: object, inputs: str) -> None:
@@ -135,9 +187,16 @@ def collate_texts(
     return {key: to_device(value, device) for key, value in batch.items()}
 
 
-def describe_truncation(examples: EncodedText, max_length: int) -> tuple[str, ...]:
+def describe_truncation(examples: Examples, max_length: int) -> tuple[str, ...]:
     """Return a note for the user if texts fill the maximum length; most of these were longer."""
     count = int((examples.lengths >= max_length).sum())
     if not count:
         return ()
     return (f"{count} of {len(examples)} texts reach model.max_length, {max_length} tokens: their end may be cut",)
+
+
+def refuse_pairs(inputs: Sequence[Any], expected: str) -> None:
+    """Refuse inputs of ``fedspan.predict`` that are not single texts."""
+    pair = next((text for text in inputs if not isinstance(text, str)), None)
+    if pair is not None:
+        raise FedspanError("texts", pair, f"{expected}, because this model takes no pairs")

@@ -49,26 +49,18 @@ def list_labels(tags: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class EntityScores:
-    """Micro-averaged scores of entities: an entity counts as found if type, first and last word are right.
-
-    Args:
-        precision: Share of the predicted entities that are true; 0 if none is predicted.
-        recall: Share of the true entities that are predicted; 0 if there are none.
-        f1: Harmonic mean of both; 0 if both are 0.
-    """
+    """Micro-averaged scores of entities: an entity counts as found if type, first and last word are right."""
 
     precision: float
+    """Share of the predicted entities that are true; 0 if none is predicted."""
     recall: float
+    """Share of the true entities that are predicted; 0 if there are none."""
     f1: float
+    """Harmonic mean of both; 0 if both are 0."""
 
 
 def score_entities(references: Sequence[Sequence[str]], predictions: Sequence[Sequence[str]]) -> EntityScores:
-    """Compare the entities of predicted tags with those of true ones.
-
-    Args:
-        references: True tags of each sentence.
-        predictions: Predicted tags of each sentence, as many.
-    """
+    """Compare the entities of predicted tags with those of true ones."""
     true = {(number, *entity) for number, tags in enumerate(references) for entity in find_entities(tags)}
     predicted = {(number, *entity) for number, tags in enumerate(predictions) for entity in find_entities(tags)}
     correct = len(true & predicted)

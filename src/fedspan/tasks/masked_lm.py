@@ -26,17 +26,14 @@ from fedspan.core.tensors import create_example_generators, create_generator, to
 from fedspan.data.columns import ColumnReader, ReadColumns, TaskColumns
 from fedspan.data.config import DataConfig
 from fedspan.errors import FedspanError
-from fedspan.tasks.bounded_losses import compute_guess_entropy
 from fedspan.tasks.definition import TaskDefinition
-from fedspan.tasks.encoding import EncodedText, collate_texts, describe_truncation, encode_texts, require_processor
+from fedspan.tasks.encoding import TextExamples, TextTask, collate_texts, encode_texts, refuse_pairs, require_processor
 from fedspan.tasks.losses import (
-    LossOption,
     get_logits,
     select_inputs,
-    upcast,
 )
 from fedspan.tasks.metrics import Metric
-from fedspan.tasks.token_scores import IGNORED, SCORES, TokenTask, find_targets, score_tokens
+from fedspan.tasks.token_scores import IGNORED, SCORES, TARGET_COUNTS, VocabularyTask, score_tokens, select_targets
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -46,8 +43,6 @@ if TYPE_CHECKING:
 
     from fedspan.tasks.settings import TaskSettings
 
-_COUNTS = "predicted_tokens"
-"""Key of a batch's numbers of predicted tokens by text, (B,), on the CPU: they are shapes, which the host knows."""
 _MASK, _RANDOM = 0.8, 0.9  # below: replaced by the mask; by a random token; above: unchanged
 _LARGEST = 34.0  # the exponential of a larger loss is beyond the bounds of the metric
 
@@ -64,45 +59,25 @@ class MaskedOptions:
 
 
 @dataclass(frozen=True)
-class MaskedTexts:
-    """Tokenized texts.
+class MaskedTexts(TextExamples):
+    """Tokenized texts."""
 
-    Args:
-        text: Tokens of each text; its labels are positions and are not used.
-        has_masks: Whether the texts have masks of their own, which are to be filled, instead of drawn ones.
-    """
-
-    text: EncodedText
     has_masks: bool = False
-
-    def __len__(self) -> int:
-        return len(self.text)
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Number of tokens of each text, int64, (texts,)."""
-        return self.text.lengths
+    """Whether the texts have masks of their own, which are to be filled, instead of drawn ones."""
 
 
-class MaskedLanguageModel(TokenTask):
+class MaskedLanguageModel(TextTask, VocabularyTask):
     """Prediction of masked tokens, with any Hugging Face masked language model.
 
     Args:
-        tokenizer: The model's tokenizer.
         max_length: Maximal number of tokens; further ones are cut.
-        metric: Metric by which rounds are compared.
         mask_share: Share of a text's tokens that are predicted.
     """
-
-    loss_options: tuple[LossOption, ...] = ("label_smoothing",)
-    """Options of ``training`` that the loss takes."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, max_length: int, metric: str = "loss", mask_share: float = 0.15
     ) -> None:
-        self.tokenizer = tokenizer
-        self.max_length = max_length
-        self.metric = metric
+        super().__init__(tokenizer, max_length, metric)
         self.mask_share = mask_share
 
     def encode(self, dataset: datasets.Dataset) -> MaskedTexts:
@@ -162,7 +137,7 @@ class MaskedLanguageModel(TokenTask):
         tensors = {**batch, "input_ids": torch.from_numpy(ids_BT), "labels": torch.from_numpy(labels_BT)}
         return {
             **{key: to_device(value, device) for key, value in tensors.items()},
-            _COUNTS: torch.from_numpy(counts_B),
+            TARGET_COUNTS: torch.from_numpy(counts_B),
         }
 
     def _mask(self, ids: np.ndarray, generator: Generator | None, has_masks: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -192,10 +167,8 @@ class MaskedLanguageModel(TokenTask):
 
     def compute_logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return the logits (S, V) of the predicted tokens, these tokens, and their texts' numbers, (S,)."""
-        logits_BTV = get_logits(model(**select_inputs(batch, _COUNTS)))
-        positions_S = find_targets(batch["labels"] != IGNORED, batch[_COUNTS])
-        logits_SV = upcast(logits_BTV.flatten(0, 1).index_select(0, positions_S))
-        return logits_SV, batch["labels"].flatten()[positions_S], positions_S // batch["labels"].shape[1]
+        logits_BTV = get_logits(model(**select_inputs(batch, TARGET_COUNTS)))
+        return select_targets(logits_BTV, batch["labels"], batch[TARGET_COUNTS])
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, generate: bool = False) -> Tensor:
         """Return each text's sum of losses, its predicted tokens, the right ones, and their ids, (B, 3 + max_length).
@@ -204,7 +177,7 @@ class MaskedLanguageModel(TokenTask):
         """
         logits_SV, targets_S, rows_S = self.compute_logits(model, batch)
         count = len(batch["labels"])
-        counts_B = batch[_COUNTS].to(rows_S.device)
+        counts_B = batch[TARGET_COUNTS].to(rows_S.device)
         numbers_S = torch.arange(len(rows_S), device=rows_S.device) - (counts_B.cumsum(0) - counts_B)[rows_S]
         ids = torch.full((count, self.max_length), -1.0, device=rows_S.device)
         ids[rows_S, numbers_S] = logits_SV.argmax(1).float()
@@ -223,15 +196,6 @@ class MaskedLanguageModel(TokenTask):
             "pseudo_perplexity": math.exp(min(mean, _LARGEST)),
             "masked_accuracy": correct / max(1, tokens),
         }
-
-    @property
-    def guess_loss(self) -> float:
-        """Loss of a uniform guess among the vocabulary's tokens."""
-        return compute_guess_entropy(len(self.tokenizer))
-
-    def describe_examples(self, examples: MaskedTexts) -> tuple[str, ...]:
-        """Report how many texts fill the maximal length, and so may have been cut."""
-        return describe_truncation(examples.text, self.max_length)
 
     def decode_predictions(self, predictions: Tensor) -> list[str]:
         """Return the predicted tokens of each text, joined with spaces."""
@@ -261,9 +225,7 @@ def _preprocess(settings: TaskSettings, inputs: Sequence[Any]) -> datasets.Datas
     """Convert texts with masks to rows."""
     import datasets
 
-    pair = next((text for text in inputs if not isinstance(text, str)), None)
-    if pair is not None:
-        raise FedspanError("texts", pair, "texts with masks, because this model takes no pairs")
+    refuse_pairs(inputs, "texts with masks")
     return datasets.Dataset.from_dict({"text": [*inputs], "has_masks": [True] * len(inputs)})
 
 

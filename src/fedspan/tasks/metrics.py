@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal
 
 from fedspan.errors import FedspanError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,9 @@ def register_metrics(metrics: Mapping[str, Metric]) -> None:
     Args:
         metrics: Title, direction and bounds by the name in reports, a Python identifier in lower case.
 
+    Examples:
+        >>> fedspan.register_metrics({"bleu": fedspan.Metric("BLEU", greater_is_better=True, maximum=100.0)})
+
     Raises:
         FedspanError: If a name is no identifier, or belongs to another metric.
     """
@@ -102,6 +110,17 @@ def replace_metrics(metrics: Mapping[str, Metric], own: Set[str]) -> None:
 def drop_undefined(values: Mapping[str, float]) -> dict[str, float]:
     """Remove undefined values: a correlation of one example, or of equal values."""
     return {name: value for name, value in values.items() if not math.isnan(value)}
+
+
+def correlate(kind: Literal["pearson", "spearman"], values: np.ndarray, targets: np.ndarray) -> float:
+    """Compute a correlation; NaN where it is undefined."""
+    from scipy import stats  # slow to import, and few tasks need it
+
+    if len(values) < 2:
+        return math.nan
+    with warnings.catch_warnings():  # about constant input, which gives NaN
+        warnings.simplefilter("ignore")
+        return float((stats.pearsonr if kind == "pearson" else stats.spearmanr)(values, targets)[0])  # pyright: ignore
 
 
 def compute_score(metric: str, values: Mapping[str, float]) -> float:

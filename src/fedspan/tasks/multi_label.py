@@ -20,19 +20,16 @@ from torch.nn import functional as F
 from fedspan.core.tensors import to_device
 from fedspan.data.columns import ColumnReader, ReadColumns, TaskColumns, read_text_columns
 from fedspan.data.config import DataConfig
-from fedspan.data.label_lists import find_separator
-from fedspan.data.names import get_arrow_column, is_list
-from fedspan.tasks.bounded_losses import compute_guess_bound
+from fedspan.data.names import find_separator, get_arrow_column, is_list
 from fedspan.tasks.definition import InferredColumns, TaskDefinition
-from fedspan.tasks.encoding import EncodedText, Ragged, collate_texts, describe_truncation, encode_texts
+from fedspan.tasks.encoding import EncodedText, Ragged, TextExamples, TextTask, collate_texts, encode_texts
 from fedspan.tasks.label_scores import compute_f1
 from fedspan.tasks.losses import (
     CLASS_WEIGHTS,
     LossOption,
     average_by_client,
-    get_logits,
+    compute_guess_bound,
     get_smoothing,
-    select_inputs,
     upcast,
 )
 from fedspan.tasks.metrics import Metric
@@ -63,34 +60,17 @@ class MultiLabelOptions:
 
 
 @dataclass(frozen=True)
-class LabeledTexts:
-    """Tokenized texts with any number of labels each.
+class LabeledTexts(TextExamples):
+    """Tokenized texts with any number of label indices each."""
 
-    Args:
-        text: Tokens of each text; its labels are positions and are not used.
-        labels: Label indices of each text.
-    """
-
-    text: EncodedText
     labels: Ragged
 
-    def __len__(self) -> int:
-        return len(self.text)
 
-    @property
-    def lengths(self) -> np.ndarray:
-        """Number of tokens of each text, int64, (texts,)."""
-        return self.text.lengths
-
-
-class MultiLabelClassification:
+class MultiLabelClassification(TextTask):
     """Prediction of any number of labels for a text or a pair, with any Hugging Face sequence classifier.
 
     Args:
-        tokenizer: The model's tokenizer.
-        labels: Label names by index.
         max_length: Maximal number of tokens; further ones are cut.
-        metric: Metric by which rounds are compared.
         threshold: Probability above which a label is predicted.
     """
 
@@ -104,10 +84,8 @@ class MultiLabelClassification:
         metric: str = "micro_f1",
         threshold: float = 0.5,
     ) -> None:
-        self.tokenizer = tokenizer
+        super().__init__(tokenizer, max_length, metric)
         self.labels = tuple(labels)
-        self.max_length = max_length
-        self.metric = metric
         self.threshold = threshold
 
     def encode(self, dataset: datasets.Dataset) -> LabeledTexts:
@@ -159,10 +137,6 @@ class MultiLabelClassification:
             np.where(counts_K > 0, (len(indices) - counts_K) / np.maximum(counts_K, 1), 1.0)
         ).float()
 
-    def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, generate: bool = False) -> Tensor:
-        """Compute the logits, (B, K)."""
-        return get_logits(model(**select_inputs(batch)))
-
     def compute_metrics(self, predictions: Tensor, examples: LabeledTexts, indices: Sequence[int]) -> dict[str, float]:
         """Compute ``loss``, ``micro_f1``, ``macro_f1`` and ``subset_accuracy``, as scikit-learn does.
 
@@ -196,10 +170,6 @@ class MultiLabelClassification:
     def _predict_labels(self, predictions: Tensor) -> Tensor:
         """Return which labels are predicted, bool, (B, K)."""
         return predictions.float().sigmoid() > self.threshold
-
-    def describe_examples(self, examples: LabeledTexts) -> tuple[str, ...]:
-        """Report how many texts fill the maximal length, and so may have been cut."""
-        return describe_truncation(examples.text, self.max_length)
 
     def decode_predictions(self, predictions: Tensor) -> list[str]:
         """Return the predicted labels of each example, joined with commas; an empty text if there are none."""

@@ -68,18 +68,15 @@ class PreferenceOptions:
 
 @dataclass(frozen=True)
 class EncodedPreferences:
-    """Tokenized prompts with their better and worse answers.
-
-    Args:
-        answers: Prompts with the chosen and with the rejected answers, by role; prompts to answer have "chosen" alone.
-        lengths: Number of tokens of an example's texts together, int64, (examples,).
-        reference: Log-probabilities of the chosen and the rejected answers under the reference, float64, (examples, 2);
-            NaN until an engine has computed them. Of prompts to answer, (examples, 0).
-    """
+    """Tokenized prompts with their better and worse answers."""
 
     answers: Mapping[str, EncodedPrompts]
+    """Prompts with the chosen and with the rejected answers, by role; prompts to answer have "chosen" alone."""
     lengths: np.ndarray
+    """Number of tokens of an example's texts together, int64, (examples,)."""
     reference: np.ndarray
+    """Log-probabilities of the chosen and the rejected answers under the reference, float64, (examples, 2); NaN until
+    an engine has computed them. Of prompts to answer, (examples, 0)."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -92,8 +89,6 @@ class PreferenceTuning:
 
     Args:
         language: Encodes the prompts with each answer, and generates answers.
-        options: Options of the loss.
-        metric: Metric by which rounds are compared.
     """
 
     has_several_passes = True

@@ -21,17 +21,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One example as text.
-
-    Args:
-        text: The prompt: the instruction, or the user's last message.
-        answer: The text to learn.
-        history: Earlier messages of a conversation, each with ``role`` and ``content``.
-    """
+    """One example as text."""
 
     text: str
+    """The prompt: the instruction, or the user's last message."""
     answer: str
     history: tuple[dict[str, str], ...] = ()
+    """Earlier messages of a conversation, each with ``role`` and ``content``."""
 
     @classmethod
     def from_row(cls, row: Mapping[str, str]) -> Prompt:

@@ -78,6 +78,10 @@ def register_task(definition: TaskDefinition) -> None:
     Args:
         definition: The task; its ``custom_metrics`` become metrics of reports and tables.
 
+    Examples:
+        >>> fedspan.register_task(definition)
+        >>> fedspan.run({**config, "task": definition.name}, "runs/mine")
+
     Raises:
         FedspanError: If it is no definition, its name is invalid or belongs to a task of fedspan or of an installed
             package, or its head or a metric is unknown. A task of your own may be registered again with changes, as
@@ -120,10 +124,6 @@ def _register(definition: TaskDefinition, *, is_installed: bool = False) -> None
 def get_task(name: str, field: str = "task") -> TaskDefinition:
     """Return the task registered under a name, here or by an installed package.
 
-    Args:
-        name: Name of a task.
-        field: Config field of the name, for error messages.
-
     Raises:
         FedspanError: If the name is unknown (the message lists the nearest known ones), or its package cannot be
             loaded or holds no task of this name.
@@ -145,7 +145,14 @@ def get_task(name: str, field: str = "task") -> TaskDefinition:
 
 
 def list_tasks() -> tuple[TaskDefinition, ...]:
-    """Return fedspan's tasks, and those that were registered in this process or loaded from installed packages."""
+    """Return fedspan's tasks, and those that were registered in this process or loaded from installed packages.
+
+    Returns:
+        The definitions, each with its ``name``.
+
+    Examples:
+        >>> [task.name for task in fedspan.list_tasks()]
+    """
     return tuple(_tasks.values())
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -15,14 +13,12 @@ from torch.nn import functional as F
 from fedspan.data.columns import ColumnReader, ReadColumns, TaskColumns, read_text_columns
 from fedspan.data.config import DataConfig
 from fedspan.tasks.definition import TaskDefinition
-from fedspan.tasks.encoding import EncodedText, Ragged, collate_texts, describe_truncation, encode_texts
+from fedspan.tasks.encoding import EncodedText, Ragged, TextTask, encode_texts
 from fedspan.tasks.losses import (
     average_by_client,
-    get_logits,
-    select_inputs,
     upcast,
 )
-from fedspan.tasks.metrics import drop_undefined
+from fedspan.tasks.metrics import correlate, drop_undefined
 
 if TYPE_CHECKING:
     import datasets
@@ -31,30 +27,16 @@ if TYPE_CHECKING:
     from fedspan.tasks.settings import TaskSettings
 
 
-class Regression:
+class Regression(TextTask):
     """Prediction of one number for a text or a pair of texts, with any sequence classifier of one output.
 
     The loss is on the unscaled numbers (STS-B: 0 to 5), as in Transformers' and GLUE's own recipes.
-
-    Args:
-        tokenizer: The model's tokenizer.
-        max_length: Maximal number of tokens; further ones are cut.
-        metric: Metric by which rounds are compared.
     """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_length: int, metric: str = "pearson") -> None:
-        self.tokenizer = tokenizer
-        self.max_length = max_length
-        self.metric = metric
 
     def encode(self, dataset: datasets.Dataset) -> EncodedText:
         """Tokenize a data set once; its columns are ``text``, optionally ``text_pair``, and ``target`` (numbers)."""
         targets = np.array(dataset["target"], dtype=np.float32)
         return encode_texts(self.tokenizer, dataset, self.max_length, targets)
-
-    def collate(self, examples: EncodedText, indices: Sequence[int], device: torch.device) -> dict[str, Tensor]:
-        """Collate examples, padded to the longest of them, with ``attention_mask`` and ``labels`` (float32)."""
-        return collate_texts(self.tokenizer, examples, indices, device)
 
     def compute_loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Compute the mean squared error, in float32 or better."""
@@ -66,27 +48,16 @@ class Regression:
         values_B = upcast(self.predict(model, batch))[:, 0]
         return average_by_client((values_B - batch["labels"].to(values_B)).square(), mask_CB)
 
-    def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, generate: bool = False) -> Tensor:
-        """Predict the numbers, (examples, 1)."""
-        return get_logits(model(**select_inputs(batch)))
-
     def compute_metrics(self, predictions: Tensor, examples: EncodedText, indices: Sequence[int]) -> dict[str, float]:
         """Compute ``loss`` (mean squared error), ``pearson``, ``spearman``.
 
         The correlations are left out where undefined: with one example, or if all numbers are equal.
         """
-        from scipy.stats import pearsonr, spearmanr  # it is slow to import, and only this task needs it
-
         targets = examples.labels[np.asarray(indices, dtype=np.int64)].astype(np.float64)
         predicted = predictions[:, 0].double().numpy()
-        pearson = spearman = math.nan
-        if len(targets) > 1:
-            with warnings.catch_warnings():  # about constant input, which gives NaN
-                warnings.simplefilter("ignore")
-                pearson, spearman = float(pearsonr(predicted, targets)[0]), float(spearmanr(predicted, targets)[0])  # pyright: ignore
-        return drop_undefined(
-            {"loss": float(np.mean((predicted - targets) ** 2)), "pearson": pearson, "spearman": spearman}
-        )
+        loss = float(np.mean((predicted - targets) ** 2))
+        pearson, spearman = (correlate(kind, predicted, targets) for kind in ("pearson", "spearman"))
+        return drop_undefined({"loss": loss, "pearson": pearson, "spearman": spearman})
 
     def compute_example_losses(
         self, predictions: Tensor, examples: EncodedText, indices: Sequence[int]
@@ -94,10 +65,6 @@ class Regression:
         """``BoundsExamples.compute_example_losses``: the squared errors, with equal weights."""
         errors_B = predictions[:, 0].double() - torch.from_numpy(examples.labels[np.asarray(indices, np.int64)])
         return errors_B.square(), torch.ones(len(errors_B))
-
-    def describe_examples(self, examples: EncodedText) -> tuple[str, ...]:
-        """Report how many texts fill the maximal length, and so may have been cut."""
-        return describe_truncation(examples, self.max_length)
 
     def decode_predictions(self, predictions: Tensor) -> list[str]:
         """Format each predicted number with three decimal places."""

@@ -27,23 +27,18 @@ from fedspan.data.columns import ColumnReader, ReadColumns, TaskColumns
 from fedspan.data.config import DataConfig
 from fedspan.data.names import read_names
 from fedspan.errors import FedspanError
-from fedspan.tasks.bounded_losses import compute_guess_entropy
 from fedspan.tasks.definition import InferredColumns, TaskDefinition
-from fedspan.tasks.encoding import Ragged, require_processor
-from fedspan.tasks.losses import (
-    LossOption,
-    upcast,
-)
+from fedspan.tasks.encoding import Ragged, refuse_pairs, require_processor, split_rows
 from fedspan.tasks.text_scores import TEXT_METRICS, BleuTokenizer, compute_text_scores, require_text_scores
 from fedspan.tasks.token_scores import (
     IGNORED,
     SCORES,
-    TokenTask,
+    TARGET_COUNTS,
+    VocabularyTask,
     compute_token_metrics,
-    decode_generated,
-    find_targets,
     mark_ends,
     score_tokens,
+    select_targets,
 )
 
 if TYPE_CHECKING:
@@ -52,9 +47,6 @@ if TYPE_CHECKING:
 
     from fedspan.tasks.settings import TaskSettings
 
-_COUNTS = "target_tokens"
-"""Key of a batch's numbers of target tokens by example, (B,), on the CPU: they are shapes, which the host must know."""
-_CHUNK = 4096  # texts tokenized at once: lists of Python integers are many times as large as the ids
 _PAIRS = (
     *(("source", "target"), ("src", "tgt"), ("src", "trg"), ("source_text", "target_text")),
     *(("document", "summary"), ("article", "highlights"), ("article", "summary"), ("dialogue", "summary")),
@@ -104,33 +96,24 @@ class Seq2SeqOptions:
 
 @dataclass(frozen=True)
 class EncodedPairs:
-    """Tokenized sources and targets.
-
-    Args:
-        sources: Ids of each source.
-        targets: Ids of each target.
-        texts: Full text of each target.
-        lengths: Number of tokens of each source and its target together, int64, (examples,).
-    """
+    """Tokenized sources and targets."""
 
     sources: Ragged
     targets: Ragged
     texts: tuple[str, ...]
     lengths: np.ndarray
+    """Number of tokens of each source and its target together, int64, (examples,)."""
 
     def __len__(self) -> int:
         return len(self.texts)
 
 
-class Seq2Seq(TokenTask):
+class Seq2Seq(VocabularyTask):
     """A target text for a source text, with any Hugging Face model of an encoder and a decoder.
 
     Args:
-        tokenizer: The model's tokenizer.
         max_length: Maximum number of tokens of a source; further ones are cut.
         max_new_tokens: Maximum number of tokens of a generated text.
-        options: The task's options.
-        metric: Metric by which rounds are compared.
 
     Raises:
         FedspanError: If ``options.max_target_length`` is more than ``max_length``, ``options.min_new_tokens`` is more
@@ -140,8 +123,6 @@ class Seq2Seq(TokenTask):
     has_several_passes = True
     """Sources pass through the encoder and targets through the decoder: states that belong to one pass are not
     cached."""
-    loss_options: tuple[LossOption, ...] = ("label_smoothing",)
-    """Options of ``training`` that the loss takes."""
 
     def __init__(
         self,
@@ -182,8 +163,7 @@ class Seq2Seq(TokenTask):
         selected = dataset.select_columns(["text", "answer"])
         sources: list[Ragged] = []
         targets: list[Ragged] = []
-        for start in range(0, max(1, len(selected)), _CHUNK):
-            rows = selected[start : start + _CHUNK]
+        for rows in split_rows(selected):
             texts = [prefix + text for text in rows["text"]]
             encoded = self.tokenizer(texts, truncation=True, max_length=self.max_length)
             end = self.tokenizer.eos_token_id
@@ -215,7 +195,7 @@ class Seq2Seq(TokenTask):
             "labels": torch.from_numpy(examples.targets.pad(rows, IGNORED)),
         }
         counts = torch.from_numpy(examples.targets.lengths[rows])
-        return {**{key: to_device(value, device) for key, value in batch.items()}, _COUNTS: counts}
+        return {**{key: to_device(value, device) for key, value in batch.items()}, TARGET_COUNTS: counts}
 
     def compute_logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return the logits (S, V) of a batch's target tokens, these tokens, and their examples' numbers, (S,)."""
@@ -226,9 +206,7 @@ class Seq2Seq(TokenTask):
             decoder_input_ids=_shift_right(model, labels_BT),
             use_cache=False,
         ).logits
-        places_S = find_targets(labels_BT != IGNORED, batch[_COUNTS])
-        logits_SV = upcast(logits_BTV.flatten(0, 1).index_select(0, places_S))
-        return logits_SV, labels_BT.flatten()[places_S], places_S // labels_BT.shape[1]
+        return select_targets(logits_BTV, labels_BT, batch[TARGET_COUNTS])
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, generate: bool = False) -> Tensor:
         """Return each example's sum of negative log-likelihood over its target, target tokens, and correct tokens.
@@ -293,11 +271,6 @@ class Seq2Seq(TokenTask):
             scores |= compute_text_scores(texts, references, self.options.bleu_tokenizer)
         return scores
 
-    @property
-    def guess_loss(self) -> float:
-        """Loss of a uniform guess among the vocabulary's tokens."""
-        return compute_guess_entropy(len(self.tokenizer))
-
     def describe_examples(self, examples: EncodedPairs) -> tuple[str, ...]:
         """Report how many sources and targets fill their maximum length, and so may have been cut."""
         kinds = (
@@ -310,10 +283,6 @@ class Seq2Seq(TokenTask):
             for count, name, option, limit in counts
             if count
         )
-
-    def decode_predictions(self, predictions: Tensor) -> list[str]:
-        """Return the generated texts."""
-        return decode_generated(self.tokenizer, predictions)
 
     def decode_targets(self, examples: EncodedPairs, indices: Sequence[int]) -> list[str]:
         """Return the targets as in the data."""
@@ -433,9 +402,7 @@ def _preprocess(settings: TaskSettings, inputs: Sequence[Any]) -> datasets.Datas
     """Convert sources to rows, whose targets are blank."""
     import datasets
 
-    pair = next((text for text in inputs if not isinstance(text, str)), None)
-    if pair is not None:
-        raise FedspanError("texts", pair, "texts, because this model takes no pairs")
+    refuse_pairs(inputs, "texts")
     return datasets.Dataset.from_dict({"text": [*inputs], "answer": [""] * len(inputs)})
 
 

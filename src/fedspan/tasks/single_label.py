@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedspan.tasks.bounded_losses import compute_guess_bound
 from fedspan.tasks.label_scores import compute_f1, compute_matthews, count_labels
 from fedspan.tasks.losses import (
     CLASS_OPTIONS,
     OFFSETS,
     average_cross_entropy,
     average_cross_entropy_by_client,
+    compute_guess_bound,
     upcast,
 )
 

@@ -1,12 +1,11 @@
 """Text embedding: vectors of texts for retrieval, search and deduplication, from pairs, triplets or scored pairs.
 
-Shapes: B examples, C clients, H features of a vector, P texts of an example (anchor, positive, negative).
+Shapes: B examples, C clients, H features of a vector, P texts of an example (anchor, positive, negative), N pairs, Q
+distinct anchors, D distinct positives, R distinct pairs.
 """
 
 from __future__ import annotations
 
-import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -23,7 +22,6 @@ from fedspan.data.columns import ColumnReader, ReadColumns, TaskColumns, read_te
 from fedspan.data.config import DataConfig
 from fedspan.errors import FedspanError
 from fedspan.models.pooling import Pooling
-from fedspan.tasks.bounded_losses import compute_guess_bound
 from fedspan.tasks.definition import InferredColumns, TaskDefinition
 from fedspan.tasks.embedding_losses import (
     EmbeddingLoss,
@@ -33,9 +31,8 @@ from fedspan.tasks.embedding_losses import (
     compute_multiple_negatives,
 )
 from fedspan.tasks.encoding import EncodedText, collate_texts, describe_truncation, encode_texts
-from fedspan.tasks.losses import upcast
-from fedspan.tasks.metrics import Metric, drop_undefined
-from fedspan.tasks.retrieval import measure_retrieval
+from fedspan.tasks.losses import compute_guess_bound, upcast
+from fedspan.tasks.metrics import Metric, correlate, drop_undefined
 
 if TYPE_CHECKING:
     import datasets
@@ -48,6 +45,8 @@ _ROLES = {"text": "anchor", "text_pair": "positive", "negative": "negative"}
 _SCORES = "scores"
 _EVALUATION_BLOCK = 64
 """Number of consecutive examples over which losses that compare examples are measured."""
+_RETRIEVAL_CHUNK = 1024
+"""Number of pairs whose similarities to all documents are in memory at once."""
 _ANCHORS = ("anchor", "query", "question", "sentence1", "text1", "sentence_a", "title", "text")
 _POSITIVES = ("positive", "document", "passage", "answer", "response", "sentence2", "text2", "sentence_b", "text_pair")
 _SCORE_COLUMNS = ("score", "similarity", "similarity_score", "label")
@@ -70,19 +69,16 @@ class EmbeddingOptions:
 
 @dataclass(frozen=True)
 class EncodedTuples:
-    """Tokenized pairs or triplets.
-
-    Args:
-        texts: Texts of the examples by role: anchor, positive, negative, as far as there are any.
-        ids: Number of each text, (examples, P), equal for equal texts.
-        scores: Score or label of each pair, float32, (examples,); None: there are none.
-        lengths: Number of tokens of each example's texts together, int64, (examples,).
-    """
+    """Tokenized pairs or triplets."""
 
     texts: Mapping[str, EncodedText]
+    """Texts of the examples by role: anchor, positive, negative, as far as there are any."""
     ids: np.ndarray
+    """Number of each text, (examples, P), equal for equal texts."""
     scores: np.ndarray | None
+    """Score or label of each pair, float32, (examples,); None: there are none."""
     lengths: np.ndarray
+    """Number of tokens of each example's texts together, int64, (examples,)."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -94,11 +90,7 @@ class TextEmbedding:
     Each of an example's texts goes through the model in a pass of its own, so that rows are examples in every pass.
 
     Args:
-        tokenizer: The model's tokenizer.
         max_length: Maximum number of tokens of a text; further ones are cut.
-        pooling: The pooling.
-        options: Options of the loss.
-        metric: Metric by which rounds are compared.
     """
 
     has_several_passes = True
@@ -244,7 +236,7 @@ class TextEmbedding:
             recall, ndcg = measure_retrieval(vectors[0], vectors[1], examples.ids[rows, 0], examples.ids[rows, 1])
             return {"loss": loss, "recall_at_10": recall, "ndcg_at_10": ndcg}
         cosines = F.cosine_similarity(vectors[0].double(), vectors[1].double()).numpy()
-        return drop_undefined({"loss": loss, "spearman": _correlate(cosines, scores_B.numpy())})
+        return drop_undefined({"loss": loss, "spearman": correlate("spearman", cosines, scores_B.numpy())})
 
     @property
     def loss_bound(self) -> float:
@@ -272,20 +264,48 @@ class TextEmbedding:
         return [f"{score:.3f}" for score in examples.scores[list(indices)].tolist()]
 
 
+def measure_retrieval(
+    anchors_NH: Tensor, positives_NH: Tensor, anchor_ids: np.ndarray, positive_ids: np.ndarray, k: int = 10
+) -> tuple[float, float]:
+    """Compute recall and nDCG of the first ``k`` documents, as means over distinct anchors.
+
+    The documents are the distinct positives; every positive of an anchor is relevant. Of documents with equal
+    similarities, the relevant ones count as the last, so that a model with one vector for all texts finds nothing.
+
+    Args:
+        anchors_NH: Vectors of the anchors.
+        positives_NH: Vectors of the positives.
+        anchor_ids: Number of each anchor's text, (N,); equal texts have equal numbers.
+        positive_ids: Number of each positive's text, (N,).
+        k: Number of documents.
+
+    Returns:
+        Recall and nDCG.
+    """
+    _, first_Q, queries_N = np.unique(anchor_ids, return_index=True, return_inverse=True)
+    _, first_D, documents_N = np.unique(positive_ids, return_index=True, return_inverse=True)
+    anchors_QH = F.normalize(anchors_NH[torch.from_numpy(first_Q)].float(), dim=1)
+    documents_DH = F.normalize(positives_NH[torch.from_numpy(first_D)].float(), dim=1)
+    pairs_R2 = np.unique(np.stack([queries_N, documents_N], 1), axis=0)
+    ranks: list[Tensor] = []
+    for start in range(0, len(pairs_R2), _RETRIEVAL_CHUNK):
+        queries_R, documents_R = torch.from_numpy(pairs_R2[start : start + _RETRIEVAL_CHUNK]).T
+        similarities_RD = anchors_QH[queries_R] @ documents_DH.T
+        own_R = similarities_RD.gather(1, documents_R[:, None])
+        ranks.append((similarities_RD >= own_R).sum(1))
+    ranks_R = torch.cat(ranks).numpy()
+    is_hit_R = (ranks_R >= 1) & (ranks_R <= k)  # a similarity that is not a number has rank 0
+    queries_R = pairs_R2[:, 0]
+    relevant_Q = np.bincount(queries_R)
+    hits_Q = np.bincount(queries_R, is_hit_R)
+    gains_Q = np.bincount(queries_R, is_hit_R / np.log2(np.maximum(ranks_R, 1) + 1))
+    ideal = np.cumsum(1 / np.log2(np.arange(k) + 2))
+    return float((hits_Q / relevant_Q).mean()), float((gains_Q / ideal[np.minimum(relevant_Q, k) - 1]).mean())
+
+
 def split_vectors(predictions: Tensor) -> tuple[Tensor, ...]:
     """Return the vectors of the texts of each role, (B, H), from the rows of ``TextEmbedding.predict``."""
     return predictions[:, 1:].chunk(int(predictions[0, 0]), 1)
-
-
-def _correlate(values: np.ndarray, scores: np.ndarray) -> float:
-    """Compute Spearman's correlation; NaN where it is undefined."""
-    from scipy.stats import spearmanr  # it is slow to import, and few tasks need it
-
-    if len(values) < 2:
-        return math.nan
-    with warnings.catch_warnings():  # about constant input, which gives NaN
-        warnings.simplefilter("ignore")
-        return float(spearmanr(values, scores)[0])  # pyright: ignore
 
 
 def _read(reader: ColumnReader, config: DataConfig) -> ReadColumns:

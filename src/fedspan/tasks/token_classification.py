@@ -25,18 +25,25 @@ from fedspan.data.conll import TAG
 from fedspan.data.names import get_arrow_column, is_list
 from fedspan.data.source import Source
 from fedspan.errors import FedspanError
-from fedspan.tasks.bounded_losses import compute_guess_bound
 from fedspan.tasks.definition import InferredColumns, TaskDefinition
-from fedspan.tasks.encoding import EncodedText, Ragged, collate_texts, require_processor
+from fedspan.tasks.encoding import (
+    EncodedText,
+    Ragged,
+    TextExamples,
+    collate_texts,
+    join_encodings,
+    require_processor,
+    split_rows,
+)
 from fedspan.tasks.entities import convert_to_iob2, find_entities, list_labels, score_entities
 from fedspan.tasks.losses import (
     LossOption,
+    compute_guess_bound,
     get_logits,
     select_inputs,
-    upcast,
 )
 from fedspan.tasks.metrics import Metric
-from fedspan.tasks.token_scores import IGNORED, TokenTask, find_targets
+from fedspan.tasks.token_scores import IGNORED, TARGET_COUNTS, TokenTask, find_targets, select_targets
 
 if TYPE_CHECKING:
     import datasets
@@ -46,37 +53,20 @@ if TYPE_CHECKING:
 
 _WORDS = "word_numbers"
 """Key of a batch's numbers of the words that its pieces begin, (B, T); -1 for other pieces."""
-_COUNTS = "labeled_words"
-"""Key of a batch's numbers of labeled pieces by sentence, (B,), on the CPU: they are shapes, which the host knows."""
 _SUMS = 2  # columns of a prediction: loss, labeled pieces; the words' labels follow
-_CHUNK = 4096
 
 
 @dataclass(frozen=True)
-class EncodedSentences:
-    """Tokenized sentences with the labels of their words.
+class EncodedSentences(TextExamples):
+    """Tokenized sentences with the labels of their words."""
 
-    Args:
-        text: Pieces of each sentence; its labels are positions and are not used.
-        firsts: Positions of the words' first pieces, ascending.
-        words: Numbers of these words in their sentence.
-        labels: Label indices of all words of each sentence, also of those that were cut.
-        tokens: Words of each sentence.
-    """
-
-    text: EncodedText
     firsts: Ragged
+    """Positions of the words' first pieces, ascending."""
     words: Ragged
+    """Numbers of these words in their sentence."""
     labels: Ragged
+    """Label indices of all words of each sentence, also of those that were cut."""
     tokens: Sequence[Sequence[str]]
-
-    def __len__(self) -> int:
-        return len(self.text)
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Number of pieces of each sentence, int64, (sentences,)."""
-        return self.text.lengths
 
 
 class TokenClassification(TokenTask):
@@ -86,7 +76,6 @@ class TokenClassification(TokenTask):
         tokenizer: The model's tokenizer, one of Hugging Face's fast ones.
         labels: Tags by index, in IOB2.
         max_length: Maximum number of pieces of a sentence; words beyond it are cut, and predicted as outside.
-        metric: Metric by which rounds are compared.
     """
 
     loss_options: tuple[LossOption, ...] = ("label_smoothing", "class_weights")
@@ -110,34 +99,33 @@ class TokenClassification(TokenTask):
         if not self.tokenizer.is_fast:
             expected = "a model with a fast tokenizer, which reports the words of its pieces"
             raise FedspanError("model.name", type(self.tokenizer).__name__, expected)
-        pieces: dict[str, list[Ragged]] = {}
         firsts: list[list[int]] = []
         words: list[list[int]] = []
         tokens: list[list[str]] = []
-        for start in range(0, max(1, len(dataset)), _CHUNK):
-            chunk: list[list[str]] = dataset[start : start + _CHUNK]["tokens"]
-            tokens += chunk
-            encoded = self._tokenize(chunk)
-            for key, value in encoded.items():
-                if key != "attention_mask":
-                    pieces.setdefault(key, []).append(Ragged(cast("list[list[int]]", value)))
-            for row in range(len(chunk)):
-                numbers = encoded.word_ids(row)
-                first_pieces = [
-                    (position, number)
-                    for position, number in enumerate(numbers)
-                    if number is not None and (position == 0 or numbers[position - 1] != number)
-                ]
-                firsts.append([position for position, _ in first_pieces])
-                words.append([number for _, number in first_pieces])
-        encodings = {key: Ragged.join(parts) for key, parts in pieces.items()}
+        encodings = join_encodings(
+            self._tokenize(rows["tokens"], firsts, words, tokens) for rows in split_rows(dataset)
+        )
         lengths = encodings["input_ids"].lengths
         labels = Ragged(cast("list[list[int]]", dataset["labels"][:]))
         text = EncodedText(encodings, np.arange(len(lengths)), lengths)
         return EncodedSentences(text, Ragged(firsts), Ragged(words), labels, tokens)
 
-    def _tokenize(self, sentences: list[list[str]]) -> Any:
-        return self.tokenizer(sentences, is_split_into_words=True, truncation=True, max_length=self.max_length)
+    def _tokenize(
+        self, sentences: list[list[str]], firsts: list[list[int]], words: list[list[int]], tokens: list[list[str]]
+    ) -> Any:
+        """Tokenize sentences, and append the positions of words' first pieces, the words' numbers, and the words."""
+        encoded = self.tokenizer(sentences, is_split_into_words=True, truncation=True, max_length=self.max_length)
+        for row in range(len(sentences)):
+            numbers = encoded.word_ids(row)
+            first_pieces = [
+                (position, number)
+                for position, number in enumerate(numbers)
+                if number is not None and (position == 0 or numbers[position - 1] != number)
+            ]
+            firsts.append([position for position, _ in first_pieces])
+            words.append([number for _, number in first_pieces])
+        tokens += sentences
+        return encoded
 
     def collate(self, examples: EncodedSentences, indices: Sequence[int], device: torch.device) -> dict[str, Tensor]:
         """Collate sentences, padded to the longest of them: pieces, ``attention_mask``, and ``labels``, (B, T)."""
@@ -151,7 +139,11 @@ class TokenClassification(TokenTask):
             numbers_BT[position, first_pieces] = word_numbers
         word_tensors = {"labels": torch.from_numpy(labels_BT), _WORDS: torch.from_numpy(numbers_BT)}
         counts_B = torch.from_numpy(examples.firsts.lengths[rows])
-        return {**batch, **{key: to_device(value, device) for key, value in word_tensors.items()}, _COUNTS: counts_B}
+        return {
+            **batch,
+            **{key: to_device(value, device) for key, value in word_tensors.items()},
+            TARGET_COUNTS: counts_B,
+        }
 
     def list_classes(self, examples: EncodedSentences, indices: np.ndarray) -> np.ndarray:
         """Return the labels of the words of sentences that the loss counts, int64, (words,)."""
@@ -165,10 +157,8 @@ class TokenClassification(TokenTask):
 
     def compute_logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return the logits (S, K) of the labeled pieces, their labels, and their sentences' numbers, (S,)."""
-        logits_BTK = get_logits(model(**select_inputs(batch, _WORDS, _COUNTS)))
-        positions_S = find_targets(batch[_WORDS] >= 0, batch[_COUNTS])
-        logits_SK = upcast(logits_BTK.flatten(0, 1).index_select(0, positions_S))
-        return logits_SK, batch["labels"].flatten()[positions_S], positions_S // batch["labels"].shape[1]
+        logits_BTK = get_logits(model(**select_inputs(batch, _WORDS, TARGET_COUNTS)))
+        return select_targets(logits_BTK, batch["labels"], batch[TARGET_COUNTS])
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, generate: bool = False) -> Tensor:
         """Return each sentence's sum of losses, its labeled words, and the labels of its words, (B, 2 + max_length).
@@ -181,7 +171,7 @@ class TokenClassification(TokenTask):
         values = torch.stack([losses_S.float(), torch.ones_like(losses_S, dtype=torch.float32)], 1)
         sums = sum_rows(values, rows_S, count)
         labels = torch.full((count, self.max_length), -1.0, device=losses_S.device)
-        numbers_S = batch[_WORDS].flatten()[find_targets(batch[_WORDS] >= 0, batch[_COUNTS])]
+        numbers_S = batch[_WORDS].flatten()[find_targets(batch[_WORDS] >= 0, batch[TARGET_COUNTS])]
         fits = numbers_S < self.max_length  # words without pieces may push later words beyond the width
         labels[rows_S[fits], numbers_S[fits]] = logits_SK.argmax(1).float()[fits]
         return torch.cat([sums, labels], 1)
@@ -362,7 +352,6 @@ def _preprocess(settings: TaskSettings, inputs: Sequence[Any]) -> datasets.Datas
 
 
 def _list_words(text: Any) -> list[str]:
-    """Return the words of a text or of a list of words."""
     if isinstance(text, str):
         return text.split()
     if not isinstance(text, list | tuple) or not all(isinstance(word, str) for word in cast("list[Any]", text)):

@@ -1,4 +1,4 @@
-"""What tasks with a target for each token have in common: the loss, scores of target tokens, and generated ids.
+"""Shared parts of tasks with a target for each token: the loss, scores of target tokens, and generated ids.
 
 Shapes: B examples, T tokens, S target tokens of a batch, V vocabulary or classes, C clients, N generated ids.
 """
@@ -15,13 +15,22 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedspan.core.tensors import sum_rows
-from fedspan.tasks.losses import average_cross_entropy, average_cross_entropy_by_client, average_sums
+from fedspan.tasks.losses import (
+    LossOption,
+    average_cross_entropy,
+    average_cross_entropy_by_client,
+    average_sums,
+    compute_guess_entropy,
+    upcast,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 IGNORED = -100
 """The label of tokens that are no targets, as in Transformers."""
+TARGET_COUNTS = "target_tokens"
+"""Key of a batch's numbers of target tokens by example, (B,), on the CPU: they are shapes, which the host must know."""
 SCORES = 3
 """Number of columns of a prediction before the generated ids: sum of losses, target tokens, correct tokens."""
 _LARGEST = 700.0
@@ -31,6 +40,8 @@ _LARGEST = 700.0
 class TokenTask(ABC):
     """A task whose loss is the mean cross-entropy of the target tokens of all examples together."""
 
+    loss_options: tuple[LossOption, ...] = ("label_smoothing",)
+    """Options of ``training`` that the loss takes."""
     continuous_columns = 2
     """Number of leading columns of a prediction that rounding changes only slightly: sum of losses, number of tokens.
 
@@ -62,6 +73,35 @@ class TokenTask(ABC):
         return average_sums(predictions)
 
 
+class VocabularyTask(TokenTask):
+    """A task whose targets are tokens of the model's vocabulary."""
+
+    tokenizer: PreTrainedTokenizerBase
+
+    @property
+    def guess_loss(self) -> float:
+        """Loss of a uniform guess among the vocabulary's tokens."""
+        return compute_guess_entropy(len(self.tokenizer))
+
+    def decode_predictions(self, predictions: Tensor) -> list[str]:
+        """Return the texts of the generated ids behind the scores of predictions."""
+        rows = [[int(id) for id in row if id >= 0] for row in predictions[:, SCORES:].tolist()]
+        return [str(text).strip() for text in self.tokenizer.batch_decode(rows, skip_special_tokens=True)]
+
+
+def select_targets(logits_BTV: Tensor, labels_BT: Tensor, counts_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the logits (S, V) of a batch's target tokens, their labels, and their examples' numbers, (S,).
+
+    Args:
+        logits_BTV: Logits of all tokens.
+        labels_BT: Labels of all tokens, ``IGNORED`` of those that are no targets.
+        counts_B: Number of targets by example, on the CPU.
+    """
+    places_S = find_targets(labels_BT != IGNORED, counts_B)
+    logits_SV = upcast(logits_BTV.flatten(0, 1).index_select(0, places_S))
+    return logits_SV, labels_BT.flatten()[places_S], places_S // labels_BT.shape[1]
+
+
 def find_targets(is_target_BT: Tensor, counts_B: Tensor) -> Tensor:
     """Return the positions of a batch's target tokens in its flattened tokens, int64, (S,).
 
@@ -76,12 +116,6 @@ def find_targets(is_target_BT: Tensor, counts_B: Tensor) -> Tensor:
 
 def score_tokens(logits_SV: Tensor, targets_S: Tensor, numbers_S: Tensor, count: int) -> Tensor:
     """Sum up target tokens by example.
-
-    Args:
-        logits_SV: Logits of the target tokens.
-        targets_S: The target tokens.
-        numbers_S: Number of the example of each token.
-        count: Number B of examples.
 
     Returns:
         Sum of negative log-likelihood, number of target tokens and number of correct ones of each example, (B, 3).
@@ -108,9 +142,3 @@ def mark_ends(generated_BN: Tensor, length: int, ends: int | Sequence[int] | Non
     stops = torch.tensor([ends] if isinstance(ends, int) else list(ends or ()), device=generated_BN.device)
     rows[:, : generated_BN.shape[1]][torch.isin(generated_BN, stops).cumsum(1) > 0] = -1.0
     return rows
-
-
-def decode_generated(tokenizer: PreTrainedTokenizerBase, predictions: Tensor) -> list[str]:
-    """Return the texts of the ids behind the scores of predictions."""
-    rows = [[int(id) for id in row if id >= 0] for row in predictions[:, SCORES:].tolist()]
-    return [str(text).strip() for text in tokenizer.batch_decode(rows, skip_special_tokens=True)]

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
-import torch
-from torch import Tensor, nn
 
 from fedspan.data.config import DataConfig
 from fedspan.errors import FedspanError
 from fedspan.tasks.definition import TaskDefinition
 
 if TYPE_CHECKING:  # slow to import, and a worker of a cluster does not need it
-    import datasets
-
     from fedspan.tasks.settings import TaskSettings
 
 
@@ -45,46 +40,16 @@ class TrainerTask:
     def __init__(self, metric: str) -> None:
         self.metric = metric
 
-    def collate(self, examples: Any, indices: Sequence[int], device: torch.device) -> Mapping[str, Tensor]:
-        """``Task.collate``: refused."""
-        _refuse()
-
-    def compute_loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """``Task.compute_loss``: refused."""
-        _refuse()
-
-    def compute_client_losses(self, model: nn.Module, batch: Mapping[str, Tensor], mask_CB: Tensor) -> Tensor:
-        """``Task.compute_client_losses``: refused."""
-        _refuse()
-
-    def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, generate: bool = False) -> Tensor:
-        """``Task.predict``: refused."""
-        _refuse()
-
-    def compute_metrics(self, predictions: Tensor, examples: Any, indices: Sequence[int]) -> dict[str, float]:
-        """``Task.compute_metrics``: refused."""
-        _refuse()
-
-    def encode(self, dataset: datasets.Dataset) -> Any:
-        """``RunTask.encode``: refused."""
-        _refuse()
-
     def describe_examples(self, examples: Any) -> tuple[str, ...]:
         """``RunTask.describe_examples``: there are none."""
         return ()
 
-    def decode_predictions(self, predictions: Tensor) -> list[str]:
-        """``RunTask.decode_predictions``: refused."""
-        _refuse()
+    def _refuse(self, *arguments: Any, **options: Any) -> NoReturn:
+        problem = "examples, loss and predictions of this run are its owners' trainers' own. Load the adapter with PEFT"
+        raise FedspanError("task", "trainer", problem=problem)
 
-    def decode_targets(self, examples: Any, indices: Sequence[int]) -> list[str]:
-        """``RunTask.decode_targets``: refused."""
-        _refuse()
-
-
-def _refuse() -> NoReturn:
-    problem = "examples, loss and predictions of this run are its owners' trainers' own. Load the adapter with PEFT"
-    raise FedspanError("task", "trainer", problem=problem)
+    encode = collate = predict = compute_loss = compute_client_losses = compute_metrics = _refuse
+    decode_predictions = decode_targets = _refuse
 
 
 def _build(processor: Any, settings: TaskSettings, data: DataConfig | None) -> TrainerTask:

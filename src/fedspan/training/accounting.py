@@ -36,15 +36,10 @@ class Mechanism:
 
 @dataclass(frozen=True)
 class Charge:
-    """Releases of one kind.
-
-    Args:
-        payer: The client whose data are released; empty: the data of the whole federation.
-        mechanism: The kind of the releases.
-        count: Number of releases.
-    """
+    """Releases of one kind."""
 
     payer: str
+    """The client whose data are released; empty: the data of the whole federation."""
     mechanism: Mechanism
     count: int
 

@@ -19,21 +19,21 @@ from torch import Tensor
 from fedspan.core.values import Job, Trained
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.stacked import Unstackable
-from fedspan.tasks.bounded_losses import bound_loss
+from fedspan.tasks.losses import bound_loss
 from fedspan.tasks.task import Examples, Task
-from fedspan.training.batching import split_evaluation_batches
-from fedspan.training.jobs import Assignment, PrefixSettings, TrainingSettings
-from fedspan.training.loop import LoopEngine
-from fedspan.training.memory import convert_out_of_memory
-from fedspan.training.prefix import PrefixCaches
-from fedspan.training.stacked_prediction import (
+from fedspan.training.batching import (
     ModelInputs,
+    split_evaluation_batches,
     split_into_passes,
     split_job_windows,
     split_windows,
     stack_models,
     stack_on_shared_examples,
 )
+from fedspan.training.engine import FinishJob, OpenJob
+from fedspan.training.jobs import Assignment, PrefixSettings, TrainingSettings, convert_out_of_memory
+from fedspan.training.loop import LoopEngine
+from fedspan.training.prefix import PrefixCaches
 from fedspan.training.stacking import DEFAULT, PROBE_CLIENTS, MeasuringTime, StackingPlan, StackingRequest, tune
 from fedspan.training.stages import Stages
 from fedspan.training.worker import Worker
@@ -43,9 +43,6 @@ class BatchedEngine:
     """Trains and evaluates jobs on one model, many clients at once.
 
     Args:
-        adapted: The model.
-        task: The learning problem.
-        settings: Settings of local training.
         seed: Seed of every random draw (batches, dropout).
         request: The number of clients at once, as far as it is not measured.
         prefix: Storage of the hidden states that leave the model's frozen prefix, or the caches of another engine on
@@ -86,13 +83,7 @@ class BatchedEngine:
         self._workers = [Worker(loop, compiled)]
         self._predicts_alone = False  # models could not share a pass
 
-    def train_all(
-        self,
-        examples: Examples,
-        sizes: Mapping[str, int],
-        open_job: Callable[[str], Assignment],
-        finish_job: Callable[[Assignment, Trained], Assignment | None],
-    ) -> None:
+    def train_all(self, examples: Examples, sizes: Mapping[str, int], open_job: OpenJob, finish_job: FinishJob) -> None:
         """Train several clients at once (``Engine.train_all``)."""
         lock = Lock()
         open_jobs: dict[str, Assignment] = {}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
 from threading import Lock
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fedspan.core.tensors import create_generator
+from fedspan.core.values import Job
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.calls import enter_evaluation
 from fedspan.models.layout import Padded, TokenLayout
@@ -104,8 +106,6 @@ class Padding:
     """Decides whether forward passes of an engine run without padding, and runs them so.
 
     Args:
-        adapted: The model.
-        task: The learning problem.
         refusal: The reason why all batches are to be padded; None: it depends on the model.
     """
 
@@ -223,3 +223,83 @@ def _is_padded_right(batch: Mapping[str, Tensor], lengths: np.ndarray) -> bool:
     """Check that a batch's mask shows each example's tokens first, and then its padding."""
     mask = batch["attention_mask"].bool().cpu()
     return torch.equal(mask, torch.arange(mask.shape[1]) < torch.from_numpy(lengths)[:, None])
+
+
+ModelInputs = tuple[Job, np.ndarray]
+"""A model, and the indices of the examples that it predicts, (examples,)."""
+
+
+def build_prediction_key(job: Job) -> tuple[object, ...]:
+    """Return the key of a model: models with equal keys can share a pass."""
+    shapes = tuple((name, value.shape, value.dtype) for name, value in sorted(job.tensors.items()))
+    return tuple(job.parametrization.items()), shapes
+
+
+def split_windows(models: Iterable[ModelInputs], examples: int) -> Iterator[list[ModelInputs]]:
+    """Yield consecutive models with at most ``examples`` examples together, at least one: only these are in memory."""
+    window: list[ModelInputs] = []
+    count = 0
+    for model in models:
+        if window and count + len(model[1]) > examples:
+            yield window
+            window, count = [], 0
+        window.append(model)
+        count += len(model[1])
+    if window:
+        yield window
+
+
+def stack_models(window: Sequence[ModelInputs], models_per_pass: int, batch_size: int) -> list[list[int]]:
+    """Decide which models share a pass, as positions in ``window``; those with the most examples come first.
+
+    Args:
+        window: The models.
+        models_per_pass: Largest number of models in a pass.
+        batch_size: Largest number of rows in a pass of several models; each has as many as the one with the most.
+    """
+    kinds: dict[tuple[object, ...], list[int]] = {}
+    for index, (job, _) in enumerate(window):
+        kinds.setdefault(build_prediction_key(job), []).append(index)
+    stacks: list[list[int]] = []
+    for positions in kinds.values():
+        ordered = sorted(positions, key=lambda index: -len(window[index][1]))
+        start = 0
+        while start < len(ordered):
+            rows = max(1, len(window[ordered[start]][1]))
+            count = min(models_per_pass, max(1, batch_size // rows))
+            stacks.append(ordered[start : start + count])
+            start += count
+    return stacks
+
+
+def split_job_windows(jobs: Iterable[Job], count: int) -> Iterator[list[Job]]:
+    """Yield consecutive models that predict the same examples, ``count`` at a time: only these are in memory."""
+    remaining = iter(jobs)
+    while window := list(islice(remaining, count)):
+        yield window
+
+
+def stack_on_shared_examples(window: Sequence[Job], models_per_pass: int, batch_size: int) -> list[list[int]]:
+    """Decide which models share passes over the same examples, as positions in ``window``.
+
+    Args:
+        window: The models.
+        models_per_pass: Largest number of models in a pass.
+        batch_size: Largest number of rows in a pass; each model has at least one.
+    """
+    kinds: dict[tuple[object, ...], list[int]] = {}
+    for index, job in enumerate(window):
+        kinds.setdefault(build_prediction_key(job), []).append(index)
+    count = max(1, min(models_per_pass, batch_size))
+    return [
+        positions[start : start + count] for positions in kinds.values() for start in range(0, len(positions), count)
+    ]
+
+
+def split_into_passes(batches: Sequence[np.ndarray], models: int, batch_size: int) -> list[np.ndarray]:
+    """Split each batch of examples, so that every pass has at most ``batch_size`` rows, those of all models together.
+
+    Each batch is split on its own: the passes over some of the batches do not depend on the others.
+    """
+    rows = max(1, batch_size // models)
+    return [part for batch in batches for part in np.array_split(batch, -(-len(batch) // rows))]

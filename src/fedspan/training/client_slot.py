@@ -45,7 +45,6 @@ class SharedTensors:
 
 
 def _copy_to(device: torch.device, value: Tensor) -> Tensor:
-    """Return a copy on a device."""
     detached = value.detach()
     moved = to_device(detached, device)
     return moved.clone() if moved is detached else moved
@@ -55,12 +54,7 @@ class ClientSlot:
     """A client's tensors, moments and position in its batches.
 
     Args:
-        assignment: The assignment that the client trains.
-        layout: Layout of its trainable tensors.
-        settings: Settings of local training.
-        seed: Seed of the batches.
         examples: The data set that its indices point into.
-        device: Device of the model.
         class_terms: Per-class inputs of the loss (weights, logit offsets), (labels,), by the key of a batch's rows;
             all clients have the same keys.
         shared: Tensors that do not train, which clients with equal ones share; the slot adds its own.

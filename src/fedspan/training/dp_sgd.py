@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -84,12 +85,22 @@ def draw_poisson_batches(privacy: Privacy, settings: TrainingSettings, assignmen
         yield assignment.indices[draw_poisson_sample(privacy.key, rate, count, *label, step).numpy()]
 
 
+@dataclass(frozen=True)
+class _Step:
+    """An optimizer step of a job: the installed tensors, the names of those that train in it, and its number."""
+
+    assignment: Assignment
+    live: Tensors
+    names: Sequence[str]
+    examples: Examples
+    number: int
+
+
 class PrivateTraining:
     """Trains jobs with DP-SGD, one at a time.
 
     Args:
         trainer: The model and what training on it takes.
-        privacy: Privacy settings of the run.
     """
 
     def __init__(self, trainer: TrainingServices, privacy: Privacy) -> None:
@@ -101,10 +112,6 @@ class PrivateTraining:
 
     def train(self, assignment: Assignment, examples: Examples) -> Trained:
         """Run one job on one client's examples (``LoopEngine.train``).
-
-        Args:
-            assignment: The assignment, with its noise.
-            examples: The data set that the client's indices point into.
 
         Raises:
             FedspanError: If the loss stops being finite, or if the job would release more than the noisy sums.
@@ -125,10 +132,10 @@ class PrivateTraining:
             names = job.list_active_names(steps)
             if names not in sums:
                 sums[names] = NoisySum(self.privacy, assignment, {name: live[name] for name in names})
-            noisy = sums[names]
+            noisy, step = sums[names], _Step(assignment, live, names, examples, steps)
             for start in range(0, max(1, len(sample)), settings.batch_size):
                 indices = sample[start : start + settings.batch_size]
-                losses, gradients = self._compute_gradients(assignment, live, names, examples, indices, steps)
+                losses, gradients = self._compute_gradients(step, indices)
                 value = float(losses.sum())
                 if not math.isfinite(value):
                     raise build_not_finite_error(assignment, value)
@@ -148,37 +155,20 @@ class PrivateTraining:
             metrics={"loss": loss_sum / max(1, examples_seen), "examples": float(examples_seen)},
         )
 
-    def _compute_gradients(
-        self,
-        assignment: Assignment,
-        live: Tensors,
-        names: Sequence[str],
-        examples: Examples,
-        indices: np.ndarray,
-        step: int,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def _compute_gradients(self, step: _Step, indices: np.ndarray) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute losses (K,) and gradients (K, ...) of examples in an optimizer step."""
         if not len(indices):
-            empty = {name: live[name].new_zeros(0, *live[name].shape) for name in names}
+            empty = {name: step.live[name].new_zeros(0, *step.live[name].shape) for name in step.names}
             return torch.zeros(0), empty
         if self.refusal is None and not self._verified and len(indices) > 1:
-            self._verify(assignment, live, assignment.job.trainable_names, examples, indices[:2], step)
+            self._verify(replace(step, names=step.assignment.job.trainable_names), indices[:2])
         # One example verifies nothing: until a sample has two for a pass, each is processed in a pass of its own.
         if self.refusal is None and self._verified:
-            return self._compute_stacked_gradients(assignment, live, names, examples, indices, step)
-        return self._compute_single_gradients(assignment, live, names, examples, indices, step)
+            return self._compute_stacked_gradients(step, indices)
+        return self._compute_single_gradients(step, indices)
 
-    def _set_dropout(
-        self, assignment: Assignment, step: int, batch: Mapping[str, Tensor], indices: np.ndarray, lengths: np.ndarray
-    ) -> None:
-        """Draw the adapters' dropout of examples that share a pass: each has the masks of a pass of its own.
-
-        Args:
-            assignment: The assignment.
-            step: Number of the optimizer step.
-            batch: The collated examples.
-            indices: Indices of the examples, (K,).
-            lengths: Numbers of tokens of the examples, (K,).
+    def _set_dropout(self, step: _Step, batch: Mapping[str, Tensor], indices: np.ndarray) -> None:
+        """Draw the adapters' dropout of examples (K,) that share a batch: each has the masks of a pass of its own.
 
         Raises:
             Unstackable: If several examples share a batch that takes several passes of the model.
@@ -190,7 +180,8 @@ class PrivateTraining:
         if count > 1 and getattr(trainer.task, "has_several_passes", False):
             raise Unstackable("dropout masks are drawn for one pass of a batch, and each of an example's texts has one")
         tokens = batch["input_ids"].shape[1] if "input_ids" in batch else None
-        key = (trainer.seed, assignment.round, assignment.client, assignment.job.phase, step)
+        assignment, lengths = step.assignment, step.examples.lengths[indices]
+        key = (trainer.seed, assignment.round, assignment.client, assignment.job.phase, step.number)
 
         def dropout(x: Tensor, layer: str) -> Tensor:
             if count > 1 and x.shape[0] != count:
@@ -209,28 +200,21 @@ class PrivateTraining:
         """Zero the gradients of masked entries, which then do not count in the norm."""
         return gradients * job.masks[name].to(gradients) if name in job.masks else gradients
 
-    def _compute_stacked_gradients(
-        self,
-        assignment: Assignment,
-        live: Tensors,
-        names: Sequence[str],
-        examples: Examples,
-        indices: np.ndarray,
-        step: int,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        trainer, count = self.trainer, len(indices)
+    def _compute_stacked_gradients(self, step: _Step, indices: np.ndarray) -> tuple[Tensor, dict[str, Tensor]]:
+        trainer, count, live = self.trainer, len(indices), step.live
         leaves = {
-            name: live[name].detach().expand(count, *live[name].shape).contiguous().requires_grad_() for name in names
+            name: live[name].detach().expand(count, *live[name].shape).contiguous().requires_grad_()
+            for name in step.names
         }
         frozen = {
             name: value.detach().expand(count, *value.shape) for name, value in live.items() if name not in leaves
         }
         rows = indices.tolist()
-        batch = trainer.task.collate(examples, rows, trainer.adapted.device)
-        self._set_dropout(assignment, step, batch, indices, examples.lengths[indices])
-        stacked = self.stacked.hold_tensors(assignment.job.parametrization, {**frozen, **leaves}, count, count)
-        unpadded = trainer.padding.remove_padding(batch, examples.lengths[indices], count)
-        with stacked, unpadded, trainer.prefixes.feed(examples, rows):
+        batch = trainer.task.collate(step.examples, rows, trainer.adapted.device)
+        self._set_dropout(step, batch, indices)
+        stacked = self.stacked.hold_tensors(step.assignment.job.parametrization, {**frozen, **leaves}, count, count)
+        unpadded = trainer.padding.remove_padding(batch, step.examples.lengths[indices], count)
+        with stacked, unpadded, trainer.prefixes.feed(step.examples, rows):
             losses = trainer.task.compute_client_losses(
                 trainer.adapted.model, batch, torch.eye(count, device=trainer.adapted.device)
             )
@@ -238,58 +222,43 @@ class PrivateTraining:
         gradients = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()}
         return losses.detach(), gradients
 
-    def _compute_single_gradients(
-        self,
-        assignment: Assignment,
-        live: Tensors,
-        names: Sequence[str],
-        examples: Examples,
-        indices: np.ndarray,
-        step: int,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        trainer = self.trainer
+    def _compute_single_gradients(self, step: _Step, indices: np.ndarray) -> tuple[Tensor, dict[str, Tensor]]:
+        trainer, live, examples = self.trainer, step.live, step.examples
         losses: list[Tensor] = []
-        gradients: dict[str, list[Tensor]] = {name: [] for name in names}
+        gradients: dict[str, list[Tensor]] = {name: [] for name in step.names}
         for index in indices.tolist():
-            batch, lengths = trainer.task.collate(examples, [index], trainer.adapted.device), examples.lengths[[index]]
-            self._set_dropout(assignment, step, batch, np.array([index]), lengths)
-            unpadded = trainer.padding.remove_padding(batch, lengths)
+            batch = trainer.task.collate(examples, [index], trainer.adapted.device)
+            self._set_dropout(step, batch, np.array([index]))
+            unpadded = trainer.padding.remove_padding(batch, examples.lengths[[index]])
             with unpadded, trainer.prefixes.feed(examples, [index]):
                 loss = trainer.task.compute_loss(trainer.adapted.model, batch)
-            own_gradients = torch.autograd.grad(loss, [live[name] for name in names], allow_unused=True)
+            own_gradients = torch.autograd.grad(loss, [live[name] for name in step.names], allow_unused=True)
             losses.append(loss.detach())
-            for name, gradient in zip(names, own_gradients, strict=True):
+            for name, gradient in zip(step.names, own_gradients, strict=True):
                 gradients[name].append(torch.zeros_like(live[name]) if gradient is None else gradient)
         return torch.stack(losses), {name: torch.stack(values) for name, values in gradients.items()}
 
-    def _verify(
-        self,
-        assignment: Assignment,
-        live: Tensors,
-        names: Sequence[str],
-        examples: Examples,
-        indices: np.ndarray,
-        step: int,
-    ) -> None:
+    def _verify(self, step: _Step, indices: np.ndarray) -> None:
         """Check that two examples in a shared pass have the gradients of single passes, with the same dropout.
 
         The clipping bound relies on it.
         """
-        before = {name: live[name].detach().clone() for name in names}
+        live = step.live
+        before = {name: live[name].detach().clone() for name in step.names}
         with torch.no_grad():  # where B is 0, A has a zero gradient, which would hide errors
-            for name in names:
+            for name in step.names:
                 noise = draw_gaussian(derive_seed_key(0), live[name].shape, "verify", name) * 0.02
                 live[name].add_(noise.to(live[name]))
         try:
-            _, shared = self._compute_stacked_gradients(assignment, live, names, examples, indices, step)
-            _, single_gradients = self._compute_single_gradients(assignment, live, names, examples, indices, step)
+            _, shared = self._compute_stacked_gradients(step, indices)
+            _, single_gradients = self._compute_single_gradients(step, indices)
             error_norm = compute_norm(subtract(shared, single_gradients)) / max(compute_norm(single_gradients), 1e-30)
             if not error_norm < compute_tolerance(self.trainer.adapted.model):
                 self.refusal = f"gradients differ by {error_norm:.1e} when two examples share a pass"
         except Unstackable as error:
             self.refusal = str(error)
         with torch.no_grad():
-            for name in names:
+            for name in step.names:
                 live[name].copy_(before[name])
         self._verified = True
 

@@ -11,10 +11,15 @@ from torch import Tensor
 from fedspan.core.values import Job, Trained
 from fedspan.models.adapted import AdaptedModel
 from fedspan.tasks.task import Examples, Task
+from fedspan.training.batching import ModelInputs
 from fedspan.training.jobs import Assignment, TrainingSettings
 from fedspan.training.prefix import PrefixCaches
-from fedspan.training.stacked_prediction import ModelInputs
 from fedspan.training.stages import Stages
+
+OpenJob = Callable[[str], Assignment]
+"""Returns a client's first job."""
+FinishJob = Callable[[Assignment, Trained], Assignment | None]
+"""Takes a job's result, and returns the client's next job, or None."""
 
 
 class Predictor(Protocol):
@@ -93,21 +98,14 @@ class Engine(Predictor, Protocol):
         """Reports the progress of long work."""
         ...
 
-    def train_all(
-        self,
-        examples: Examples,
-        sizes: Mapping[str, int],
-        open_job: Callable[[str], Assignment],
-        finish_job: Callable[[Assignment, Trained], Assignment | None],
-    ) -> None:
+    def train_all(self, examples: Examples, sizes: Mapping[str, int], open_job: OpenJob, finish_job: FinishJob) -> None:
         """Train a round's clients, in any order.
 
         Args:
             examples: The data set that the assignments' indices point into.
             sizes: The clients, with the approximate work of each.
-            open_job: Returns a client's first job; called once a client, shortly before it begins, by one thread at a
-                time.
-            finish_job: Takes a job's result and returns the client's next job, or None; by one thread at a time.
+            open_job: Called once a client, shortly before it begins, by one thread at a time.
+            finish_job: Called by one thread at a time.
         """
         ...
 
@@ -122,7 +120,7 @@ class Engine(Predictor, Protocol):
             examples: The data set that the indices point into.
             indices: The examples, (examples,).
             batch_size: Batch size of the forward passes.
-            bounded: Whether no example contributes more than the task's bound to the loss (``bounded_losses``).
+            bounded: Whether no example contributes more than the task's bound to the loss (``losses.bound_loss``).
         """
         ...
 
@@ -142,10 +140,7 @@ class Engine(Predictor, Protocol):
 
 
 def train_one_by_one(
-    sizes: Mapping[str, int],
-    open_job: Callable[[str], Assignment],
-    train: Callable[[Assignment], Trained],
-    finish_job: Callable[[Assignment, Trained], Assignment | None],
+    sizes: Mapping[str, int], open_job: OpenJob, train: Callable[[Assignment], Trained], finish_job: FinishJob
 ) -> None:
     """Train one client after another, each until its job has no further assignment.
 
@@ -153,7 +148,7 @@ def train_one_by_one(
         sizes: Number of training examples of each client, as in ``Engine.train_all``.
         open_job: Returns a client's first assignment.
         train: Trains one assignment.
-        finish_job: Takes a trained assignment, and returns the client's next one, or None.
+        finish_job: Returns a client's next assignment.
     """
     for client in sizes:
         assignment: Assignment | None = open_job(client)

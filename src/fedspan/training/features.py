@@ -64,13 +64,7 @@ class FeatureStore:
 
     @contextmanager
     def feed(self, adapted: AdaptedModel, examples: Examples, indices: Sequence[int]) -> Generator[None]:
-        """Let forward passes of a batch of examples compute the output layer alone within this context.
-
-        Args:
-            adapted: The model.
-            examples: A data set whose features are stored.
-            indices: The examples of the batch.
-        """
+        """Let forward passes of a batch of examples compute the output layer alone within this context."""
         layer = adapted.model.get_submodule(find_output_layer(adapted).path)
         features = to_device(self._stored[id(examples)][1][list(indices)], adapted.device)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from fedspan.core.noise import derive_seed_key
@@ -19,80 +21,69 @@ from fedspan.training.accounting import Accounting
 
 @dataclass(frozen=True)
 class Privacy:
-    """Differential privacy of the released updates.
-
-    Args:
-        mechanism: ``central``: the server clips clients' changes and adds noise to their sum. ``local``: every client
-            clips its change and adds noise to it. ``dp-sgd``: every client clips each example's gradient and adds
-            noise to their sum.
-        clip: Bound on the L2 norm of a change, or of an example's gradient.
-        noise: Standard deviation over ``clip``; None: the smallest that ``epsilon`` allows for ``rounds``.
-        epsilon: The privacy budget; None: unlimited.
-        delta: Delta of the guarantee.
-        accounting: The accountant.
-        rounds: Number of rounds of the run.
-        key: Key of the noise, 32 bytes.
-        secret: Whether the key is secret; if so, noise also depends on what it is added to, so that it is never reused.
-    """
+    """Differential privacy of the released updates."""
 
     mechanism: Literal["central", "local", "dp-sgd"]
+    """``central``: the server clips clients' changes and adds noise to their sum. ``local``: every client clips its
+    change and adds noise to it. ``dp-sgd``: every client clips each example's gradient and adds noise to their sum."""
     clip: float
+    """Bound on the L2 norm of a change, or of an example's gradient."""
     noise: float | None = None
+    """Standard deviation over ``clip``; None: the smallest that ``epsilon`` allows for ``rounds``."""
     epsilon: float | None = None
+    """The privacy budget; None: unlimited."""
     delta: float = 1e-5
     accounting: Accounting = "rdp"
     rounds: int = 1
     key: bytes = derive_seed_key(0)
+    """Key of the noise, 32 bytes."""
     secret: bool = False
+    """Whether the key is secret; if so, noise also depends on what it is added to, so that it is never reused."""
 
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """Settings of local training.
-
-    Args:
-        optimizer: Algorithm and hyperparameters; ``lr`` is the peak of the schedule.
-        schedule: Schedule of the learning rate across rounds (constant within one).
-        warmup_rounds: Rounds of linear warm-up before the schedule starts.
-        min_lr: Lowest learning rate of a schedule.
-        cycle_rounds: Rounds after which a schedule restarts (SGDR, arXiv:1608.03983); None: it falls once.
-        batch_size: Number of examples in one forward and backward pass.
-        accumulate: Number of passes in one optimizer step.
-        epochs: Local epochs a round, unless ``steps`` is given.
-        steps: Local optimizer steps a round.
-        max_grad_norm: Clipping norm of the client's whole gradient (0: none).
-        keep_optimizer: Whether a client's moments persist between its rounds, unless its tensors were re-initialized.
-        dropout: Dropout rate on the adapters' input (PEFT's ``lora_dropout``).
-        group_by_length: Use batches of similar length, drawn from windows of a few shuffled batches.
-        logit_adjustment: Factor on the logarithms of a client's class shares, which are added to the logits in local
-            training (``tasks.single_label.compute_class_offsets``); 0: none are.
-        label_smoothing: Share of a target that is spread over all classes, or the vocabulary, in training.
-        class_weights: Weights of classes in training: ``none``, ``balanced`` (by the counts of the client's own
-            examples), or pairs of a label and its weight; other labels have weight 1.
-        head_updates: Rows of a classifier's output layer that a client trains: ``all``, or ``own-classes``, those of
-            the classes of its training examples.
-        privacy: Privacy settings of the run; with ``dp-sgd``, batches are Poisson samples of
-            ``batch_size * accumulate`` examples on average, and ``max_grad_norm`` has no effect.
-    """
+    """Settings of local training."""
 
     optimizer: OptimizerSpec
+    """Algorithm and hyperparameters; ``lr`` is the peak of the schedule."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Schedule of the learning rate across rounds (constant within one)."""
     warmup_rounds: int = 0
+    """Rounds of linear warm-up before the schedule starts."""
     min_lr: float = 0.0
+    """Lowest learning rate of a schedule."""
     cycle_rounds: int | None = None
+    """Rounds after which a schedule restarts (SGDR, arXiv:1608.03983); None: it falls once."""
     batch_size: int = 16
+    """Number of examples in one forward and backward pass."""
     accumulate: int = 1
+    """Number of passes in one optimizer step."""
     epochs: int = 1
+    """Local epochs a round, unless ``steps`` is given."""
     steps: int | None = None
     max_grad_norm: float = 1.0
+    """Clipping norm of the client's whole gradient (0: none)."""
     keep_optimizer: bool = False
+    """Whether a client's moments persist between its rounds, unless its tensors were re-initialized."""
     dropout: float = 0.0
+    """Dropout rate on the adapters' input (PEFT's ``lora_dropout``)."""
     group_by_length: bool = True
+    """Use batches of similar length, drawn from windows of a few shuffled batches."""
     logit_adjustment: float = 0.0
+    """Factor on the logarithms of a client's class shares, which are added to the logits in local training
+    (``tasks.single_label.compute_class_offsets``); 0: none are."""
     label_smoothing: float = 0.0
+    """Share of a target that is spread over all classes, or the vocabulary, in training."""
     class_weights: Literal["none", "balanced"] | tuple[tuple[str, float], ...] = "none"
+    """Weights of classes in training: ``none``, ``balanced`` (by the counts of the client's own examples), or pairs of
+    a label and its weight; other labels have weight 1."""
     head_updates: Literal["all", "own-classes"] = "all"
+    """Rows of a classifier's output layer that a client trains: ``all``, or ``own-classes``, those of the classes of
+    its training examples."""
     privacy: Privacy | None = None
+    """Privacy settings of the run; with ``dp-sgd``, batches are Poisson samples of ``batch_size * accumulate`` examples
+    on average, and ``max_grad_norm`` has no effect."""
 
     def compute_workload(self, count: int, added_epochs: int = 0) -> int:
         """Return how many examples a client trains on in a round, counting repeated uses.
@@ -123,36 +114,27 @@ class TrainingSettings:
 
 @dataclass(frozen=True)
 class PrefixSettings:
-    """Storage of the hidden states that leave a model's frozen prefix.
-
-    Args:
-        budget: Memory in bytes, for all data sets together.
-        folder: Folder for the hidden states of data sets that exceed the budget; None: those are not cached.
-        batch_size: Number of examples in the forward passes that compute them.
-    """
+    """Storage of the hidden states that leave a model's frozen prefix."""
 
     budget: int = 2 << 30
+    """Memory in bytes, for all data sets together."""
     folder: Path | None = None
+    """Folder for the hidden states of data sets that exceed the budget; None: those are not cached."""
     batch_size: int = 32
+    """Number of examples in the forward passes that compute them."""
 
 
 @dataclass
 class TrainingTotals:
-    """Numbers that grow while a job trains.
-
-    Args:
-        passes: Forward and backward passes.
-        steps: Optimizer steps.
-        loss_sum: Sum over the passes of mean loss times number of examples.
-        examples: Examples of all passes.
-        decay: Factor by which decoupled weight decay has scaled what does not train.
-    """
+    """Numbers that grow while a job trains."""
 
     passes: int = 0
     steps: int = 0
     loss_sum: float = 0.0
+    """Sum over the passes of mean loss times number of examples."""
     examples: float = 0.0
     decay: float = 1.0
+    """Factor by which decoupled weight decay has scaled what does not train."""
 
 
 @dataclass(frozen=True)
@@ -160,18 +142,14 @@ class TrainingProgress:
     """A job between two optimizer steps, from which training continues with the same bits.
 
     Batches and dropout depend on the number of a pass and not on earlier draws, so no generator is part of it.
-
-    Args:
-        totals: Numbers of what was trained.
-        tensors: All installed tensors by name, on the CPU.
-        optimizer_state: State of the optimizer.
-        gradients: Sums of gradients by name, if the job reports them.
     """
 
     totals: TrainingTotals
     tensors: Mapping[str, Tensor]
+    """All installed tensors by name, on the CPU."""
     optimizer_state: OptimizerState
     gradients: Mapping[str, Tensor] = field(default_factory=dict)
+    """Sums of gradients by name, if the job reports them."""
 
 
 class JobCheckpoint(Protocol):
@@ -192,29 +170,24 @@ class JobCheckpoint(Protocol):
 
 @dataclass(frozen=True)
 class Assignment:
-    """One job of one client, with all that its training depends on.
-
-    Args:
-        client: The client's id, for random draws and errors.
-        round: The round's number, for random draws and errors.
-        job: The job to train.
-        indices: The client's training examples, (examples,).
-        lr: Learning rate of the round.
-        moments: Moments of the client's earlier rounds, if the run stores them.
-        noise: Noise of DP-SGD over the clipping norm.
-        checkpoint: Storage of the job's progress; None: an interrupted job starts over.
-        origin: Digest of the order and of the client's stored state, from which the job was computed.
-    """
+    """One job of one client, with all that its training depends on."""
 
     client: str
+    """The client's id, for random draws and errors."""
     round: int
+    """The round's number, for random draws and errors."""
     job: Job
     indices: np.ndarray
+    """The client's training examples, (examples,)."""
     lr: float
     moments: OptimizerState | None = None
+    """Moments of the client's earlier rounds, if the run stores them."""
     noise: float = 0.0
+    """Noise of DP-SGD over the clipping norm."""
     checkpoint: JobCheckpoint | None = None
+    """Storage of the job's progress; None: an interrupted job starts over."""
     origin: str = ""
+    """Digest of the order and of the client's stored state, from which the job was computed."""
 
 
 def build_not_finite_error(assignment: Assignment, value: float) -> FedspanError:
@@ -225,3 +198,23 @@ def build_not_finite_error(assignment: Assignment, value: float) -> FedspanError
     return FedspanError(
         "training.lr", assignment.lr, "a lower learning rate, or training.max_grad_norm", problem=problem
     )
+
+
+@contextmanager
+def convert_out_of_memory(
+    device: torch.device, field: str, value: int, content: str, remedy: str = ""
+) -> Generator[None]:
+    """Raise an error that names a setting if a device's memory does not suffice within this context.
+
+    Args:
+        device: The device.
+        field: The setting that determines the size of a pass.
+        value: Its value.
+        content: What a pass holds, after the value ("clients in a pass").
+        remedy: What would need less memory, after "a smaller number".
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        problem = f"{device} has too little memory for {value} {content} ({error})"
+        raise FedspanError(field, value, f"a smaller number{remedy}", problem=problem) from error

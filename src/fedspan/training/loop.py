@@ -6,7 +6,7 @@ Shapes: O output features, I input features, R rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from itertools import islice
@@ -19,9 +19,14 @@ from fedspan.core.values import Job, Trained
 from fedspan.tasks.task import Examples
 from fedspan.training.batching import draw_job_batches
 from fedspan.training.dp_sgd import PrivateTraining
-from fedspan.training.engine import train_one_by_one
-from fedspan.training.jobs import Assignment, TrainingProgress, TrainingTotals, build_not_finite_error
-from fedspan.training.memory import convert_out_of_memory
+from fedspan.training.engine import FinishJob, OpenJob, train_one_by_one
+from fedspan.training.jobs import (
+    Assignment,
+    TrainingProgress,
+    TrainingTotals,
+    build_not_finite_error,
+    convert_out_of_memory,
+)
 from fedspan.training.optimizers import LocalOptimizer
 from fedspan.training.projector_refresh import refresh_projectors
 from fedspan.training.services import TrainingServices
@@ -38,10 +43,6 @@ class LoopEngine(TrainingServices):
 
     def train(self, assignment: Assignment, examples: Examples) -> Trained:
         """Run one job on one client's examples.
-
-        Args:
-            assignment: The assignment.
-            examples: The data set that the client's indices point into.
 
         Raises:
             FedspanError: If the loss stops being finite, or the device has too little memory for a batch.
@@ -127,13 +128,7 @@ class LoopEngine(TrainingServices):
             metrics={"loss": totals.loss_sum / max(1.0, totals.examples), "examples": totals.examples},
         )
 
-    def train_all(
-        self,
-        examples: Examples,
-        sizes: Mapping[str, int],
-        open_job: Callable[[str], Assignment],
-        finish_job: Callable[[Assignment, Trained], Assignment | None],
-    ) -> None:
+    def train_all(self, examples: Examples, sizes: Mapping[str, int], open_job: OpenJob, finish_job: FinishJob) -> None:
         """Train one client after another (``Engine.train_all``)."""
         train_one_by_one(sizes, open_job, lambda assignment: self.train(assignment, examples), finish_job)
 

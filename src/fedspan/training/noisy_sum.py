@@ -46,9 +46,7 @@ class NoisySum:
     """Clips, sums, and adds noise, step by step.
 
     Args:
-        privacy: Privacy settings of the run.
         assignment: The assignment that the gradients belong to.
-        like: The trainable tensors by name.
     """
 
     def __init__(self, privacy: Privacy, assignment: Assignment, tensors: Mapping[str, Tensor]) -> None:

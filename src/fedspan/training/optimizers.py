@@ -33,7 +33,6 @@ class LocalOptimizer:
     """One client's optimizer for one job.
 
     Args:
-        spec: Algorithm and hyperparameters.
         groups: Learning-rate multipliers and weight decay of the trainable tensors.
         tensors: Live tensors by name; the trainable ones are updated in place.
         state: Initial moments; names that do not train are carried through unchanged.
@@ -158,40 +157,28 @@ def clip(gradients: dict[str, Tensor], max_norm: float) -> None:
 
 @dataclass(frozen=True)
 class Segment:
-    """A range of columns, from ``start`` to ``stop``, that share optimizer settings.
-
-    Args:
-        start: First column of the segment.
-        stop: Column after the last one.
-        lr: Learning rate.
-        weight_decay: Weight decay.
-        group: The turns of the columns' groups, as a group without names or other settings.
-    """
+    """A range of columns, from ``start`` to ``stop``, that share optimizer settings."""
 
     start: int
     stop: int
     lr: float
     weight_decay: float
     group: Group
+    """The turns of the columns' groups, as a group without names or other settings."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The position of each trainable tensor in a client's row.
-
-    Args:
-        names: Names of the tensors, in their order.
-        shapes: Shape of each tensor.
-        segments: Learning rates, weight decays and turns; together they cover all columns.
-        dtype: Data type of all tensors.
-        groups: Group of each tensor, without its names.
-    """
+    """The position of each trainable tensor in a client's row."""
 
     names: tuple[str, ...]
+    """Names of the tensors, in their order."""
     shapes: tuple[torch.Size, ...]
     segments: tuple[Segment, ...]
+    """Learning rates, weight decays and turns; together they cover all columns."""
     dtype: torch.dtype
     groups: tuple[Group, ...]
+    """Group of each tensor, without its names."""
 
     @classmethod
     def build(cls, job: Job, spec: OptimizerSpec) -> Layout | None:

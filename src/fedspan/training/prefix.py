@@ -27,8 +27,7 @@ from fedspan.models.prefix import FrozenPrefix, NoPrefix, list_live_modules
 from fedspan.tasks.losses import get_logits
 from fedspan.tasks.task import Examples, Task
 from fedspan.training.batching import split_evaluation_batches
-from fedspan.training.jobs import PrefixSettings
-from fedspan.training.memory import convert_out_of_memory
+from fedspan.training.jobs import PrefixSettings, convert_out_of_memory
 from fedspan.training.prefix_rows import PrefixRows, PrefixStore, compute_prefix_key, store_in_use
 from fedspan.training.stages import Stages
 
@@ -40,10 +39,7 @@ class PrefixCache:
     """The hidden states of a data set's examples.
 
     Args:
-        prefix: The frozen prefix that passes skip.
-        adapted: The model of the prefix.
         task: The learning problem, which builds the batches.
-        examples: The data set.
         budget: Memory in bytes.
         file: The memory-mapped file for hidden states that exceed the budget. It is newly created and unlinked at once,
             so that it ends with the process.
@@ -270,7 +266,6 @@ def _compute_token_counts(lengths: np.ndarray, extremes: Sequence[int], counts: 
 
 
 def _compute_relative_error(value: Tensor, expected: Tensor) -> float:
-    """Compute the relative distance."""
     return float((value.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30))
 
 
@@ -286,8 +281,6 @@ class PrefixCaches:
     """The caches of an engine, one for each data set that it is given; without settings, none.
 
     Args:
-        adapted: The model.
-        task: The learning problem.
         settings: Storage of hidden states, or None.
         stages: Reports how many examples are done; None: it is not reported.
     """

@@ -32,7 +32,6 @@ class PrefixRows:
     Args:
         values: Hidden states, (rows, D); the cache decides which rows belong to an example.
         examples: Number of examples, N.
-        mapped: Whether they are in a file.
     """
 
     def __init__(self, values: Tensor, examples: int, mapped: bool) -> None:

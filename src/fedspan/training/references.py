@@ -1,4 +1,4 @@
-"""What the reference model computes of examples, once for each of them.
+"""Outputs of the reference model, computed once for each example.
 
 A task with ``compute_reference`` compares the model that trains with the reference: the pretrained model, which is the
 base before the first round, without adapters. Methods that change the base (FLoRA, full-rank methods) do not change the
@@ -89,10 +89,7 @@ class References:
     """Computes the reference of examples with an engine's own model.
 
     Args:
-        adapted: The model.
         task: The learning problem; nothing is computed unless it has a reference.
-        stages: Reports how many examples are done.
-        batch_size: Number of examples of a pass.
     """
 
     def __init__(self, adapted: AdaptedModel, task: Task, stages: Stages, batch_size: int) -> None:

@@ -1,4 +1,4 @@
-"""What every way of training a job takes: the model, its caches, the loss, dropout and the optimizer's step."""
+"""Services of every kind of training: the model, its caches, the loss, dropout and the optimizer's step."""
 
 from __future__ import annotations
 
@@ -19,18 +19,15 @@ from fedspan.errors import FedspanError, suggest_nearest
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.direct_uses import forbid_direct_uses
 from fedspan.models.head import FeatureTap, NoOutputLayer, OutputLayer, find_output_layer
-from fedspan.tasks.bounded_losses import bound_loss
-from fedspan.tasks.losses import CLASS_OPTIONS, CLASS_WEIGHTS, OFFSETS, SMOOTHING
+from fedspan.tasks.losses import CLASS_OPTIONS, CLASS_WEIGHTS, OFFSETS, SMOOTHING, bound_loss
 from fedspan.tasks.single_label import compute_class_offsets, compute_class_weights
 from fedspan.tasks.task import Examples, LabelsWords, Task, get_labels
-from fedspan.training.batching import Padding, split_evaluation_batches
+from fedspan.training.batching import ModelInputs, Padding, split_evaluation_batches
 from fedspan.training.features import FeatureStore, trains_output_layer
-from fedspan.training.jobs import Assignment, PrefixSettings, TrainingSettings
-from fedspan.training.memory import convert_out_of_memory
+from fedspan.training.jobs import Assignment, PrefixSettings, TrainingSettings, convert_out_of_memory
 from fedspan.training.optimizers import LocalOptimizer, build_optimizer_spec, clip, join_states
 from fedspan.training.prefix import PrefixCaches
 from fedspan.training.references import References
-from fedspan.training.stacked_prediction import ModelInputs
 from fedspan.training.stages import Stages
 
 _FEATURE_BATCH = 64
@@ -78,9 +75,6 @@ class TrainingServices:
     """A model with everything that an engine needs to train a job on it.
 
     Args:
-        adapted: The model.
-        task: The learning problem.
-        settings: Settings of local training.
         seed: Seed of every random draw (batches, dropout).
         prefix: Storage of the hidden states that leave the model's frozen prefix, or the caches of another engine on
             this model and task; None: they are computed every time.

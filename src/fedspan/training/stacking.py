@@ -50,15 +50,11 @@ _SIZES = 6  # from 4 to the power of this many passes of a client on, a budget e
 
 @dataclass(frozen=True)
 class StackingPlan:
-    """The number of clients that train at the same time.
-
-    Args:
-        clients_per_pass: Number of clients in one pass.
-        workers: Number of threads, each with its own passes.
-    """
+    """The number of clients that train at the same time."""
 
     clients_per_pass: int
     workers: int
+    """Number of threads, each with its own passes."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +97,6 @@ class MeasurementBudget:
         tokens: Number of tokens that measured passes may hold; they may also take no longer than so many tokens at the
             pace of the best plan.
         pass_tokens: Mean number of tokens that a client adds to a pass.
-        seconds: Limit on the time.
     """
 
     def __init__(self, tokens: float, pass_tokens: float, seconds: float = _LIMIT) -> None:
@@ -211,13 +206,11 @@ def tune(
 
 
 def _count_tokens(worker: Worker, assignment: Assignment, examples: Examples) -> int:
-    """Count the tokens of a job."""
     batches = draw_job_batches(worker.settings, worker.seed, assignment, examples)
     return sum(int(examples.lengths[batch].sum()) for batch in batches)
 
 
 def _list_first_plans(request: StackingRequest, clients: int, threads: int) -> list[StackingPlan]:
-    """List the plans that a search compares first."""
     best = StackingPlan(request.clients_per_pass or min(4, clients), request.workers or 1)
     if request.workers is None and threads > 1 and clients > 1:
         return [best, StackingPlan(best.clients_per_pass, threads)]
@@ -314,9 +307,6 @@ def _measure_token_seconds(
         examples: The data set that the jobs' indices point into.
         passes: Number of different passes in each worker, at most.
         seconds_left: Time that this measurement may take, if its first passes do not take longer.
-
-    Raises:
-        Unstackable: If clients cannot share a pass.
     """
     tokens = [0] * len(team)
     passes_by_worker: list[list[list[tuple[ClientSlot, int]]]] = [[] for _ in team]

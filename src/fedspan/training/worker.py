@@ -5,29 +5,26 @@ Shapes: C clients in a pass, B examples of each, P elements of a client's traina
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fedspan.core.tensors import to_device
-from fedspan.core.values import Job, Trained
+from fedspan.core.values import Job
 from fedspan.models.compiled import CompiledBlocks
 from fedspan.models.precision import compute_tolerance
 from fedspan.models.stacked import StackedModel, Unstackable
 from fedspan.tasks.task import Examples
+from fedspan.training.batching import ModelInputs, build_prediction_key
 from fedspan.training.client_slot import ClientSlot, SharedTensors, perturb, select_group, stack_frozen
-from fedspan.training.jobs import Assignment
+from fedspan.training.engine import FinishJob, OpenJob
+from fedspan.training.jobs import Assignment, convert_out_of_memory
 from fedspan.training.loop import LoopEngine
-from fedspan.training.memory import convert_out_of_memory
 from fedspan.training.optimizers import Layout, build_optimizer_spec, clip_rows, run_fused_step, step_rows
 from fedspan.training.projector_refresh import refresh_due, refresh_projectors
 from fedspan.training.services import draw_dropout_mask
-from fedspan.training.stacked_prediction import ModelInputs, build_prediction_key
-
-OpenJob = Callable[[str], Assignment]
-FinishJob = Callable[[Assignment, Trained], Assignment | None]
 
 _WINDOW = 4
 """Open client slots per client in a pass: enough to find batches of similar length without opening a whole cohort."""

@@ -30,20 +30,12 @@ from fedspan.training.engine import Engine
 if TYPE_CHECKING:
     from fedspan.clients.secagg import SecureClient
 
-__all__ = ["InProcess", "create_transport", "replace_clients", "simulate"]
-
-
 _DROPPED_OUT = "it dropped out (simulated)"
 """Reason why a client that dropped out sends no reply."""
 
 
 class _LazyOrders(Mapping[str, Order]):
-    """Training orders, decoded on access.
-
-    Args:
-        orders: The orders of the exchange.
-        ids: Ids of the clients that train.
-    """
+    """Training orders, decoded on access."""
 
     def __init__(self, orders: Orders, ids: Sequence[str]) -> None:
         self._orders, self._ids = orders, ids

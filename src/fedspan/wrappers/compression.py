@@ -1,4 +1,4 @@
-"""What compressing wrappers share: clients send the change of every tensor in fewer bits.
+"""Base of compressing wrappers: clients send the change of every tensor in fewer bits.
 
     client i:  sends C(x_i - x), every tensor by itself;   server:  x_i' = x + C(x_i - x), then as the wrapped method's
 

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
-from fedspan.methods.describe import Option, list_options, read_title
+from fedspan.methods.describe import Option, list_options, read_table, read_title, write_table
 
-_TABLE = "table.json"
 _HIDDEN = frozenset({"inner", "seed"})
 
 
@@ -41,9 +38,15 @@ class WrapperRow:
 
 
 def list_wrappers() -> tuple[WrapperRow, ...]:
-    """List every registered wrapper, sorted by key. No wrapper is imported, so this takes milliseconds."""
-    rows = json.loads(files("fedspan.wrappers").joinpath(_TABLE).read_text(encoding="utf-8"))
-    return tuple(WrapperRow(options=tuple(Option(**option) for option in row.pop("options")), **row) for row in rows)
+    """List every registered wrapper, sorted by key. No wrapper is imported, so this takes milliseconds.
+
+    Returns:
+        A row for each wrapper, with its key.
+
+    Examples:
+        >>> [row.key for row in fedspan.list_wrappers()]
+    """
+    return read_table("fedspan.wrappers", WrapperRow)
 
 
 def describe() -> list[dict[str, Any]]:
@@ -58,12 +61,5 @@ def describe() -> list[dict[str, Any]]:
     return json.loads(json.dumps(rows))
 
 
-def main() -> None:
-    """Write the table."""
-    path = Path(__file__).with_name(_TABLE)
-    path.write_text(json.dumps(describe(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    print(f"wrote {path}")
-
-
 if __name__ == "__main__":
-    main()
+    write_table(__file__, describe())

@@ -17,7 +17,7 @@ from typing import final
 from torch import Tensor
 
 from fedspan.core.method import declare_decay_rate
-from fedspan.wrappers.adaptive import Adaptive
+from fedspan.wrappers.server_optimizer import Adaptive
 
 
 @final

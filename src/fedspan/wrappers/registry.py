@@ -37,10 +37,6 @@ WRAPPERS: Mapping[str, type[RegisteredWrapper]] = MappingProxyType(
 def get_wrapper_class(key: str, field: str = "method.wrappers") -> type[RegisteredWrapper]:
     """Return the class registered under a key.
 
-    Args:
-        key: Key in the registry.
-        field: Config field of the key, for error messages.
-
     Raises:
         FedspanError: If the key is unknown; the message lists the nearest known ones.
     """

@@ -10,7 +10,7 @@ algorithm 1.
 for every tensor that is trained and transmitted, the head included; all variates start at 0. A client is sent the
 variates that changed since it last participated.
 
-Deviations: x moves as the wrapped method moves it, which is the paper's step of size 1; a server optimizer inside gives
+Deviations: the wrapped method updates x, which is the paper's step of size 1; a server optimizer inside gives
 others. The paper averages plainly (``federation.weights: uniform``). Weighted by examples, c is the variates' weighted
 mean exactly only where all clients participate, else in expectation: |S| / N stands for the cohort's share of all
 examples. ``gradient``, not in the paper, takes as c_i+ the mean raw gradient of the local steps, which is option II's

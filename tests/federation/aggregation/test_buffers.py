@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedspan.core.spec import LayerSpec, Spec
-from fedspan.core.values import Client, Message, OptimizerSpec
+from fedspan.core.values import Client, LayerSpec, Message, OptimizerSpec, Spec
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
 from fedspan.federation.aggregation.plaintext import PlaintextAggregation

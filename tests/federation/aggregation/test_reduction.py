@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedspan.core.values import Client, Contribution, Reduced
-from fedspan.federation.aggregation.reducers import create_reducer
+from fedspan.federation.aggregation.plaintext import create_reducer
 from fedspan.federation.aggregation.reduction import PrivateReducer, Reducer
 from fedspan.federation.aggregation.robust import (
     compute_geometric_median,

@@ -18,8 +18,7 @@ from fedspan.errors import FedspanError
 from fedspan.models.adapted import AdaptedModel
 from fedspan.training.jobs import Assignment, TrainingSettings
 from fedspan.training.loop import LoopEngine
-from fedspan.training.trainers.frozen import FrozenBase, checksum_frozen
-from fedspan.training.trainers.install import install_job
+from fedspan.training.trainers.install import FrozenBase, checksum_frozen, install_job
 from fedspan.training.trainers.local import RoundPlan, plan_round
 from fedspan.training.trainers.optimizer import JobOptimizer
 from fedspan.training.trainers.torch_loop import TorchTrainer, TrainingRound

@@ -8,8 +8,7 @@ import torch
 from transformers import TrainerCallback
 
 from fedspan.errors import FedspanError
-from fedspan.training.trainers.transformers_examples import count_examples, get_length
-from fedspan.training.trainers.transformers_metrics import translate_metrics
+from fedspan.training.trainers.transformers import count_examples, get_length, translate_metrics
 from fedspan.training.trainers.transformers_round import restore_losses
 
 

@@ -42,7 +42,7 @@ from pathlib import Path
 from fedspan.transports.http.client import Link
 from fedspan.transports.http.keys import load_node_key
 from fedspan.transports.http.node import serve
-key = load_node_key(Path(sys.argv[3]))[0]
+key = load_node_key(Path(sys.argv[3]))
 serve(Link(sys.argv[1], Path(sys.argv[2]), key, 2**24), lambda envelope: envelope, threading.Event())
 """
 
@@ -79,7 +79,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
         arguments = [link.address, str(link.authority), str(folder / "honest.key")]
         node = subprocess.Popen([sys.executable, "-c", ECHO, *arguments])
         try:
-            hostile = HostileNode(link.address, link.authority, load_node_key(folder / "hostile.key")[0])
+            hostile = HostileNode(link.address, link.authority, load_node_key(folder / "hostile.key"))
             hostile.join()
             assert hostile.node == nodes["hostile"]
             signer = ServerSigner(
@@ -142,7 +142,7 @@ def test_nobody_reaches_the_order_of_another(scene: Scene) -> None:
     for session in ("", "Bearer", f"Bearer {'0' * 64}", "Basic YTpi"):
         assert scene.hostile.send("GET", f"order/{id}", authorization=session).status_code == 401
     taken = take(scene, id)
-    assert taken.message
+    assert taken.read()
     assert not taken.failure
     scene.require_work()
 
@@ -207,7 +207,7 @@ def test_a_replayed_reply_counts_once(scene: Scene) -> None:
     id = send_order(scene, scene.hostile.node)
     assert scene.hostile.put(id, b"reply") == 200
     assert scene.hostile.put(id, b"other") == 200
-    assert take(scene, id).message == b"reply"
+    assert take(scene, id).read() == b"reply"
     scene.transport.link.cancel([id])
     assert scene.hostile.put(id, b"reply") == 404
     assert not list(scene.transport.link.take_replies([id], 0))
@@ -384,7 +384,7 @@ def test_a_revoked_node_is_out_while_the_server_runs(scene: Scene, tmp_path: Pat
     link = scene.link
     public = make_node_key(tmp_path / "stolen.key")
     admit_node(link, public, "stolen")
-    stolen = HostileNode(scene.address, scene.authority, load_node_key(tmp_path / "stolen.key")[0])
+    stolen = HostileNode(scene.address, scene.authority, load_node_key(tmp_path / "stolen.key"))
     try:
         stolen.join()
         assert stolen.send("POST", "heartbeat").status_code == 200
@@ -436,6 +436,6 @@ def test_a_server_that_is_killed_continues_with_its_orders(scene: Scene) -> None
     back = HostileNode(scene.address, scene.authority, scene.hostile.signer.key)
     back.join()
     assert back.put(id, bytes(100), start=100, total=200) == 200
-    assert take(scene, id).message == bytes(200)
+    assert take(scene, id).read() == bytes(200)
     back.close()
     scene.require_work()

@@ -4,6 +4,7 @@ import sqlite3
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -59,7 +60,7 @@ def test_a_reply_that_is_cut_at_any_byte_is_continued_there(run: RunLink, node: 
             node._client.put(f"order/{id}/reply?{query}", content=cut(at), headers=headers)
         node.send_reply(id, message, UPLOAD, is_continued=True)
         (taken,) = run.take_replies([id])
-        assert taken.message == message
+        assert taken.read() == message
 
 
 def test_an_order_is_fetched_from_any_byte_on(run: RunLink, node: NodeConnection) -> None:
@@ -70,7 +71,7 @@ def test_an_order_is_fetched_from_any_byte_on(run: RunLink, node: NodeConnection
     assert taken[2] is not None
     for start in range(len(taken[2])):
         data = bytearray(taken[2][:start])
-        node._fetch_part(f"order/{id}", data)
+        node._fetch_part(id, data)
         assert UnsignedSigner().open_order(bytes(data), node.node).envelope == envelope
 
 
@@ -94,7 +95,7 @@ def test_a_full_disk_costs_a_reply_some_time(
     part.unlink()
     node.send_reply(id, b"reply", UPLOAD, is_continued=True)
     (taken,) = run.take_replies([id])
-    assert taken.message == b"reply"
+    assert taken.read() == b"reply"
 
 
 def test_a_full_disk_ends_its_run_with_the_reason(server: LocalServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +114,7 @@ def test_a_full_disk_ends_its_run_with_the_reason(server: LocalServer, monkeypat
         with join(server.link.address) as node:
             id = send_order(other, node.node, Envelope("{}"))
             node.send_reply(id, b"reply", UPLOAD)
-            assert [taken.message for taken in other.take_replies([id])] == [b"reply"]
+            assert [taken.read() for taken in other.take_replies([id])] == [b"reply"]
 
 
 def test_a_deleted_database_ends_its_runs_and_leaves_no_message(tmp_path: Path) -> None:
@@ -250,18 +251,19 @@ def test_an_error_of_the_disk_leaves_no_transaction_open(tmp_path: Path, monkeyp
 
 def test_an_ended_session_does_not_write_into_a_reply(server: LocalServer, run: RunLink, node: NodeConnection) -> None:
     id = send_order(run, node.node, Envelope("{}"), 1000)
-    app, part = server._server.config.app, server.link.folder / MESSAGES / f"{id}.part"
+    sessions, part = server._server.config.app._nodes.sessions, server.link.folder / MESSAGES / f"{id}.part"
+    session = sessions[node.node]
 
     def slowly() -> Iterator[bytes]:
         yield b"old"
         while not part.is_file() or not part.stat().st_size:
             time.sleep(0.01)
-        app._tokens[node.node] = "another session"
+        sessions[node.node] = replace(session)
         yield b"!"
 
     headers = {"authorization": f"Bearer {node.session}", "content-length": "4"}
     answer = node._client.put(f"order/{id}/reply?upload={UPLOAD}&start=0&total=4", content=slowly(), headers=headers)
-    app._tokens[node.node] = node.session
+    sessions[node.node] = session
     assert answer.status_code == 401
     assert part.read_bytes() == b"old"
 

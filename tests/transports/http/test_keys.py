@@ -106,7 +106,7 @@ def test_what_is_secret_is_only_its_owner_s_and_nothing_is_overwritten(tmp_path:
 def test_a_key_is_read_back_unless_others_can_read_it_or_it_is_none(tmp_path: Path) -> None:
     path = tmp_path / "node.key"
     public = keys.make_node_key(path)
-    _, found = keys.load_node_key(path)
+    found = keys.load_node_key(path).public_key()
     assert found.curve.name == "secp384r1"
     path.chmod(0o644)
     with pytest.raises(FedspanError, match="chmod 600"):
@@ -139,7 +139,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
     folder = tmp_path_factory.mktemp("signing")
     keys.make_authority(folder / "server", [])
     public = keys.make_node_key(folder / "node.key")
-    private, _ = keys.load_node_key(folder / "node.key")
+    private = keys.load_node_key(folder / "node.key")
     server = signing.ServerSigner(folder / "server", lambda: {7: public.read_bytes()})
     return folder, server, signing.NodeSigner(private, folder / "server" / keys.AUTHORITY)
 
@@ -206,7 +206,7 @@ def test_an_order_to_another_node_and_a_reply_to_another_order_are_refused(made:
 def test_the_key_of_one_node_signs_for_no_other(made: tuple[Path, Any, Any], tmp_path: Path) -> None:
     folder, server, node = made
     keys.make_node_key(tmp_path / "other.key")
-    private, _ = keys.load_node_key(tmp_path / "other.key")
+    private = keys.load_node_key(tmp_path / "other.key")
     other = signing.NodeSigner(private, folder / "server" / keys.AUTHORITY)
     message, nonce = order_of(server, node)
     with pytest.raises(ValueError, match="not valid"):
@@ -237,7 +237,7 @@ def test_a_challenge_is_signed_for_its_own_server_only(made: tuple[Path, Any, An
 
 def test_the_authority_s_file_must_certify_the_order_key(made: tuple[Path, Any, Any], tmp_path: Path) -> None:
     folder, *_ = made
-    private, _ = keys.load_node_key(folder / "node.key")
+    private = keys.load_node_key(folder / "node.key")
     keys.make_authority(tmp_path / "other", [])
     own, other = ((place / keys.AUTHORITY).read_text() for place in (folder / "server", tmp_path / "other"))
     begin = "-----BEGIN CERTIFICATE-----"
@@ -269,7 +269,7 @@ def test_certificates_are_renewed_without_cutting_a_node_off(tmp_path: Path) -> 
     folder = tmp_path / "server"
     keys.make_authority(folder, ["fl.example.org"])
     public = keys.make_node_key(tmp_path / "node.key")
-    private, _ = keys.load_node_key(tmp_path / "node.key")
+    private = keys.load_node_key(tmp_path / "node.key")
 
     def node(authority: bytes) -> Any:
         (tmp_path / "given").write_bytes(authority)
@@ -299,7 +299,7 @@ def test_certificates_are_renewed_without_cutting_a_node_off(tmp_path: Path) -> 
 
 
 def test_expired_certificates_open_no_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    private, _ = keys.load_node_key(Path(str(keys.make_node_key(tmp_path / "node.key")).removesuffix(".pub")))
+    private = keys.load_node_key(Path(str(keys.make_node_key(tmp_path / "node.key")).removesuffix(".pub")))
     monkeypatch.setattr(keys, "_DAYS", 20)
     keys.make_authority(tmp_path / "soon", [])
     assert 19 < keys.compute_days_left(tmp_path / "soon" / keys.AUTHORITY) < 20 < keys.SOON
@@ -313,7 +313,7 @@ def test_expired_certificates_open_no_order(tmp_path: Path, monkeypatch: pytest.
 def test_a_revoked_node_s_reply_counts_no_longer(tmp_path: Path) -> None:
     keys.make_authority(tmp_path, [])
     admitted = {7: keys.make_node_key(tmp_path / "node.key").read_bytes()}
-    private, _ = keys.load_node_key(tmp_path / "node.key")
+    private = keys.load_node_key(tmp_path / "node.key")
     server = signing.ServerSigner(tmp_path, lambda: admitted)
     node = signing.NodeSigner(private, tmp_path / keys.AUTHORITY)
     message, nonce = order_of(server, node)

@@ -184,7 +184,7 @@ def test_a_node_in_a_hurry_is_slowed_down_and_no_other(serve: Callable[..., Any]
 
 def test_a_new_session_has_the_rate_of_the_earlier_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A node that joins again and again is not faster for it."""
-    monkeypatch.setattr("fedspan.transports.http.app.secrets.randbits", lambda bits: 7)
+    monkeypatch.setattr("fedspan.transports.http.node_requests.secrets.randbits", lambda bits: 7)
     with serve_here(tmp_path, limits=RequestLimits(rate=20.0, burst=5.0)) as server:
         began = time.monotonic()
         for _ in range(15):
@@ -400,6 +400,17 @@ def test_ipv6_addresses_are_counted_by_their_block_of_64_bits() -> None:
         assert made.add(("::ffff:192.0.2.1", port), Connection())
     assert not made.add(("192.0.2.1", 3), Connection())
     assert made.add(("::ffff:192.0.2.2", 1), Connection())
+
+
+def test_a_proxy_of_the_operator_s_has_as_many_connections_as_all_addresses() -> None:
+    limits = connections.ConnectionLimits(per_address=2, total=5, proxies=("192.0.2.1", "2001:db8::1"))
+    made, waiting = connections.Connections(limits), [Connection() for _ in range(6)]
+    for port, connection in enumerate(waiting):
+        assert made.add(("192.0.2.1" if port % 2 else "::ffff:192.0.2.1", port), connection)
+    assert [connection.aborted for connection in waiting] == [True, *[False] * 5]  # the oldest, for the sixth
+    for port in range(3):
+        assert made.add(("2001:db8::ff", port), Connection()), "the /64 of the other proxy"
+    assert [made.add(("192.0.2.2", port), Connection()) for port in range(3)] == [True, True, False]
 
 
 async def test_connections_without_a_tls_handshake_are_few_and_closed_soon(tmp_path: Path) -> None:

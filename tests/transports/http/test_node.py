@@ -65,7 +65,7 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
     monkeypatch.setattr(nodes, "_RECONNECT", (0.1, 0.3))
     link = prepare_folder(tmp_path / "server", free_port(), [], insecure=False)
     admit_node(link, make_node_key(tmp_path / "node.key"), "a")
-    key = load_node_key(tmp_path / "node.key")[0]
+    key = load_node_key(tmp_path / "node.key")
     (id,) = read_admissions(link)
     return Scene(link, Link(link.address, link.authority, key, 2**22), id)
 

@@ -69,7 +69,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     admit_node(link, make_node_key(folder / "node.key"), "a")
     (id,) = read_admissions(link)
     with LocalServer(link):
-        yield Scene(link, Link(link.address, link.authority, load_node_key(folder / "node.key")[0], 2**24), id)
+        yield Scene(link, Link(link.address, link.authority, load_node_key(folder / "node.key"), 2**24), id)
 
 
 def test_a_server_is_reached_by_a_certificate_of_its_authority_for_its_address(scene: Scene, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from threading import Event, Thread
 
@@ -19,6 +20,7 @@ from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
 from fedspan.processes import hold_folder
 from fedspan.transports.http import keys, supervision
+from fedspan.transports.http.connections import ConnectionLimits
 from fedspan.transports.http.link import attach
 from fedspan.transports.http.server import ServerLink, list_nodes, prepare_folder, read_link
 from fedspan.transports.http.transport import ServerTransport, invite
@@ -37,7 +39,18 @@ def test_a_port_that_is_taken_is_named(insecure: bool, tmp_path: Path) -> None:
             supervision.supervise(tmp_path, link, "127.0.0.1", Event(), lambda: None)
     with pytest.raises(FedspanError, match="--host"):
         supervision.supervise(tmp_path, link, "192.0.2.1", Event(), lambda: None)
+    with pytest.raises(FedspanError, match="--proxy"):
+        supervision.supervise(tmp_path, link, "127.0.0.1", Event(), lambda: None, proxies=["proxy.example.org"])
     assert not (tmp_path / "server.log").exists()
+
+
+def test_many_nodes_behind_a_proxy_that_the_operator_names_connect_at_once(tmp_path: Path) -> None:
+    most = ConnectionLimits().per_address
+    with run_server(tmp_path, proxies=("127.0.0.1",)) as link, ExitStack() as stack:
+        host, _, port = link.address.rpartition(":")
+        for _ in range(most):
+            stack.enter_context(socket.create_connection((host, int(port))))
+        assert httpx.get(f"http://{link.address}/v1/health").text == "ok"
 
 
 def test_a_large_log_is_moved_while_the_serving_process_has_it_open(

@@ -3,8 +3,9 @@
 import logging
 import os
 import time
+import tracemalloc
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from threading import Thread
 
@@ -12,10 +13,13 @@ import httpx
 import pytest
 
 from fedspan.federation.protocol import Envelope
+from fedspan.federation.transport import Orders
 from fedspan.transports.http import client, transfers
 from fedspan.transports.http.client import Link, NodeConnection, RefusedError
 from fedspan.transports.http.link import attach
 from fedspan.transports.http.signing import UnsignedSigner
+from fedspan.transports.http.store import MESSAGES
+from fedspan.transports.http.transport import ServerTransport
 from helpers.families import others_slow
 from helpers.http_server import LocalServer, join, send_order, serve_here
 from helpers.slow_link import SlowLink
@@ -56,13 +60,15 @@ def test_an_order_and_its_reply_over_a_link_that_breaks_are_sent_once(server: Lo
         assert link.cuts >= cuts + 2
         assert link.up < MOST * SIZE
         (taken,) = run.take_replies([id])
-        assert taken.message == message
+        assert taken.read() == message
 
 
 def test_transfers_are_continued_over_another_connection(server: LocalServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """As after the end of the link for so long that a request is given up."""
     monkeypatch.setattr(client, "_RETRIES", 0)
-    monkeypatch.setattr("fedspan.transports.http.app.secrets.randbits", lambda bits: 7)  # the same node, without keys
+    monkeypatch.setattr(
+        "fedspan.transports.http.node_requests.secrets.randbits", lambda bits: 7
+    )  # the same node, without keys
     body, message, attempts = os.urandom(SIZE), os.urandom(SIZE), 0
     with SlowLink(get_port(server), RATE, CUT_AFTER, is_cut=False) as link:
         order, before, arrived = None, None, False
@@ -82,7 +88,32 @@ def test_transfers_are_continued_over_another_connection(server: LocalServer, mo
             assert attempts > 1
             assert max(link.up, link.received) < MOST * SIZE
             (taken,) = run.take_replies([id])
-            assert taken.message == message
+            assert taken.read() == message
+
+
+def test_a_run_holds_one_of_the_replies_that_arrived_together(server: LocalServer) -> None:
+    with ExitStack() as stack:
+        nodes = {f"c{number}": stack.enter_context(join(server.link.address)) for number in range(8)}
+        run = stack.enter_context(attach(server.link, SIZE))
+        waiting = ServerTransport(run, {id: node.node for id, node in nodes.items()})
+        waiting.send_orders(Orders("train", nodes, Envelope), 60.0)
+        for node in nodes.values():
+            order = node.take_order()
+            opened = UnsignedSigner().open_order(order[2], node.node)
+            reply = Envelope(opened.envelope.header, bytes(SIZE))
+            node.send_reply(order[0], UnsignedSigner().seal_reply(reply, node.node, opened), UPLOAD)
+        left = set(nodes)
+        tracemalloc.start()
+        stack.callback(tracemalloc.stop)
+        while (received := waiting.receive_reply()) is not None:
+            id, reply = received
+            left.remove(id)
+            assert reply == Envelope(id, bytes(SIZE))
+        assert not left
+        assert tracemalloc.get_traced_memory()[1] < 4.5 * SIZE  # two copies, one before it, and one of this test
+        assert waiting.retain_orders(()) == frozenset()
+        run.cancel(())
+        assert not list((server.link.folder / MESSAGES).iterdir())
 
 
 @pytest.mark.parametrize("status", others_slow([408, 429, 500, 503], [503]))
@@ -180,13 +211,17 @@ def test_a_node_logs_progress_after_some_seconds(
     progress = transfers.TransferProgress("reply sent", lambda: blocks.append(1))
     with caplog.at_level(logging.INFO, "fedspan.node"):
         progress.show(1)  # nothing has begun
-        progress.begin(20_000_000, 8_000_000)
-        for now[0], current in ((102.0, 1_000_000), (103.5, 2_000_000), (105.0, 3_000_000), (109.0, 4_000_000)):
+        progress.begin(20_000_000)
+        for now[0], current in ((102.0, 9_000_000), (103.5, 10_000_000), (105.0, 11_000_000), (109.0, 12_000_000)):
             progress.show(current)
-        progress.begin(0)
+        progress.begin(7_000_000)
         now[0] = 113.0
         progress.show(5_000_000)
-    assert caplog.messages == ["reply sent: 10.0 of 20.0 MB", "reply sent: 12.0 of 20.0 MB", "reply sent: 5.0 MB"]
+    assert caplog.messages == [
+        "reply sent: 10.0 of 20.0 MB",
+        "reply sent: 12.0 of 20.0 MB",
+        "reply sent: 5.0 of 7.0 MB",
+    ]
     assert len(blocks) == 6  # every block renews the node's heartbeat
 
 

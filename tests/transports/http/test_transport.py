@@ -53,7 +53,7 @@ class PretendServer:
     def answer(self, id: str) -> Taken:
         """Return what a node sends back: the message that it received."""
         order = self.sent[id]
-        return Taken(id, order.head + self._bodies[order.body])
+        return Taken(id, lambda: order.head + self._bodies[order.body])
 
     def take_replies(self, ids: Collection[str], seconds: float = 1.0) -> Iterable[Taken]:
         self.requests.append(list(ids))
@@ -144,7 +144,7 @@ def test_the_reason_of_a_node_s_failure_is_short_and_obeyed_by_no_terminal() -> 
 
     class Failing(PretendServer):
         def answer(self, id: str) -> Taken:
-            return Taken(id, b"", "\x1b[2J\x1b]52;c;cm0gLXJmIC8=\x07" + "a" * (4 << 20))
+            return Taken(id, failure="\x1b[2J\x1b]52;c;cm0gLXJmIC8=\x07" + "a" * (4 << 20))
 
     back = exchanged(make_transport(Failing()), ENVELOPES, 10.0)
     for reason in back.values():
@@ -158,7 +158,7 @@ def test_the_reason_of_a_node_s_failure_is_short_and_obeyed_by_no_terminal() -> 
 def test_what_is_no_message_is_a_failure_of_its_node_alone(data: bytes) -> None:
     class Damaged(PretendServer):
         def answer(self, id: str) -> Taken:
-            return Taken(id, data) if self.sent[id].node == 1 else super().answer(id)
+            return Taken(id, lambda: data) if self.sent[id].node == 1 else super().answer(id)
 
     back = exchanged(make_transport(Damaged()), ENVELOPES, 10.0)
     assert isinstance(back.pop("a"), str)
@@ -256,6 +256,32 @@ def test_an_exchange_cancels_no_open_order_and_loses_no_reply_to_one() -> None:
     server.silent = set()
     assert nodes.receive_reply() == ("b", Envelope("train b"))
     assert nodes.receive_reply() is None
+
+
+def test_replies_that_arrived_together_are_read_one_by_one() -> None:
+    """Those of an exchange, and those to open orders beside it, of which a dropped one is given up unread."""
+    reads = list[str]()
+
+    class Counting(PretendServer):
+        def answer(self, id: str) -> Taken:
+            taken = super().answer(id)
+            return Taken(id, lambda: reads.append(id) or taken.read())
+
+    server = Counting()
+    nodes = make_transport(server, FOUR)
+    nodes.send_orders(make_orders("ab"), 60.0)
+    read_before_each = list[int]()
+
+    def count(id: str, reply: Envelope | str) -> bool:
+        read_before_each.append(len(reads))
+        return False
+
+    nodes.exchange(make_orders("cd"), count, 60.0)
+    assert read_before_each == [1, 2]
+    assert nodes.retain_orders("a") == {"a"}
+    assert server.cancelled == {"m1"}
+    assert nodes.receive_reply() == ("a", Envelope("train a"))
+    assert reads == ["m2", "m3", "m0"]
 
 
 def test_a_second_reply_to_an_order_and_one_to_a_closed_order_do_not_count() -> None:

@@ -36,9 +36,6 @@ class Aggregation(Protocol):
 
         Returns:
             The clients that may train, with the parameters of the secure sum for each (None without one).
-
-        Raises:
-            TooFew: If too few clients remain.
         """
         ...
 
@@ -59,9 +56,6 @@ class Aggregation(Protocol):
 
         Returns:
             The round's reduction.
-
-        Raises:
-            TooFew: If too few replies were accepted.
         """
         ...
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from fedspan.core.tensors import Tensors
 from fedspan.core.values import Client, Contribution, Message, Reduced, ServerState
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
-from fedspan.federation.aggregation.reducers import create_reducer
 from fedspan.federation.aggregation.reduction import PrivateReducer, Reducer
 from fedspan.federation.aggregation.reply_buffer import MessageBuffer
+from fedspan.federation.aggregation.robust import (
+    CoordinateReducer,
+    FlameReducer,
+    GeometricMedianReducer,
+    MultiKrumReducer,
+)
 from fedspan.federation.changes import (
     MODEL,
     Change,
@@ -21,9 +26,11 @@ from fedspan.federation.changes import (
     rebase_change,
     shrink_reply,
 )
+from fedspan.federation.privacy import create_central_privacy
 from fedspan.federation.progress import Failure, TooFew, Transfer
 from fedspan.federation.protocol import Masking, OrderEncoder, Reply
 from fedspan.federation.round_context import RoundContext, Tally
+from fedspan.federation.settings import RoundSettings
 from fedspan.federation.validation import (
     build_untrained_reply,
     compute_origin,
@@ -290,3 +297,36 @@ class PlaintextAggregation:
         return compute_origin(
             context.method, context.method.sync(context.state, new_client), new_client, context.state.round
         )
+
+
+def create_reducer(
+    settings: RoundSettings, cohort: Sequence[Client], clients: int, round: int, origin: Callable[[], Tensors]
+) -> Reducer | PrivateReducer:
+    """Create the reducer that the settings request, under central privacy if they request that, too.
+
+    Args:
+        settings: Round settings of the run.
+        cohort: The clients selected for this round.
+        clients: Number of clients in the federation.
+        round: Number of the round, from 0.
+        origin: Returns the contribution of a client that trained nothing.
+    """
+    reducer = _create_reducer(settings, cohort, round, origin)
+    privacy = create_central_privacy(settings, clients, round, origin)
+    return reducer if privacy is None else PrivateReducer(reducer, privacy)
+
+
+def _create_reducer(
+    settings: RoundSettings, cohort: Sequence[Client], round: int, origin: Callable[[], Tensors]
+) -> Reducer:
+    match settings.reduction:
+        case "mean":
+            return Reducer(cohort)
+        case "median" | "trimmed-mean":
+            return CoordinateReducer(cohort, settings.reduction, settings.trim)
+        case "multi-krum":
+            return MultiKrumReducer(cohort, settings.trim)
+        case "geometric-median":
+            return GeometricMedianReducer(cohort)
+        case "flame":
+            return FlameReducer(cohort, origin(), settings.seed, round)

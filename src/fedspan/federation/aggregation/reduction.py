@@ -102,7 +102,6 @@ class PrivateReducer:
 
     Args:
         reducer: Sums the clipped changes of the cohort, which may be empty.
-        privacy: The round's central privacy.
     """
 
     def __init__(self, reducer: Reducer, privacy: CentralPrivacy) -> None:

@@ -108,7 +108,6 @@ class CoordinateReducer(RobustReducer):
     """Reduces each coordinate separately.
 
     Args:
-        cohort: The clients selected for this round.
         rule: Name of the rule, ``median`` or ``trimmed-mean``.
         trim: Fraction of the replies that ``trimmed-mean`` drops at each end, rounded up.
     """
@@ -138,7 +137,6 @@ class MultiKrumReducer(RobustReducer):
     """Mean of the replies that are nearest to their neighbors.
 
     Args:
-        cohort: The clients selected for this round.
         trim: Fraction of the replies that may be hostile, f / n, rounded up.
     """
 
@@ -165,9 +163,7 @@ class FlameReducer(RobustReducer):
     """Clipped and noisy mean of the majority's changes.
 
     Args:
-        cohort: The clients selected for this round.
         origin: Contribution of a client that trained nothing.
-        seed: Seed of the noise.
         round: Number of the round, from 0.
     """
 

@@ -73,23 +73,19 @@ class BinaryPart(HeaderPart):
 
 
 class PublicKeys(BinaryPart):
-    """A client's public keys of a session.
-
-    Args:
-        sealing: Key with which other clients seal shares for this client.
-        masking: Key of its pairwise masks.
-        own: Commitment to the seed of its own mask, with which shares of it are checked.
-        signing: Key of its signatures in the session.
-        identity: The client's lasting public key in OpenSSH's format; empty: it has none.
-        signature: Signature by the lasting key (``crypto.identity``).
-    """
+    """A client's public keys of a session."""
 
     sealing: _Key
+    """Key with which other clients seal shares for this client."""
     masking: _Key
     own: _Key
+    """Commitment to the seed of its own mask, with which shares of it are checked."""
     signing: _Key
+    """Key of its signatures in the session."""
     identity: Annotated[str, Field(max_length=1024)] = ""
+    """The client's lasting public key in OpenSSH's format; empty: it has none."""
     signature: Annotated[bytes, Field(max_length=256)] = b""
+    """Signature by the lasting key (``crypto.identity``)."""
 
     def list_keys(self) -> tuple[bytes, bytes, bytes]:
         """Return the keys, of which no two clients have one in common."""
@@ -102,35 +98,30 @@ class PublicKeys(BinaryPart):
 
 
 class Agreement(HeaderPart):
-    """What all clients of a secure sum agree on before any of them trains.
-
-    Args:
-        config: Digest of the config that the server sent to all nodes; empty in a simulation.
-        task: Kind of the order that follows.
-        round: Number of the round, from 0.
-        lr: Learning rate of the round.
-        model: SHA-256 of the order's message, which is the same for all clients.
-        clients: Number of clients that sent keys, and largest number of vectors in the sum.
-        threshold: Number of shares that reconstruct a secret.
-        clip: Largest norm of a change.
-        bits: Bits of the summed integers.
-        top: Largest weight that counts in the sum; weights are expressed as fractions of it.
-        layout: Digest of the names and shapes of the summed tensors.
-        facts: Digest of the facts about all these clients (``compute_facts_digest``).
-    """
+    """What all clients of a secure sum agree on before any of them trains."""
 
     config: Annotated[str, Field(max_length=64)]
+    """Digest of the config that the server sent to all nodes; empty in a simulation."""
     task: Literal["train", "second", "statistics"]
     round: Count
+    """Number of the round, from 0."""
     lr: Annotated[float, Field(ge=0)]
     model: _Digest
+    """SHA-256 of the order's message, which is the same for all clients."""
     clients: Annotated[int, Field(ge=2, lt=2**24)]
+    """Number of clients that sent keys, and largest number of vectors in the sum."""
     threshold: Annotated[int, Field(ge=2, lt=2**16)]
+    """Number of shares that reconstruct a secret."""
     clip: Annotated[float, Field(gt=0)]
+    """Largest norm of a change."""
     bits: Literal[32, 64]
+    """Bits of the summed integers."""
     top: Annotated[float, Field(gt=0)]
+    """Largest weight that counts in the sum; weights are expressed as fractions of it."""
     layout: _Digest
+    """Digest of the names and shapes of the summed tensors."""
     facts: _Digest
+    """Digest of the facts about all these clients (``compute_facts_digest``)."""
 
     def build_transcript(self, context: str, keys: Mapping[str, PublicKeys]) -> str:
         """Return the text that binds secrets to this agreement, the session and its clients.
@@ -166,62 +157,47 @@ class KeysOrder(_Order):
 
 
 class SharesOrder(_Order):
-    """Requests the shares of a client's secrets.
-
-    Args:
-        peers: Public keys of all clients, by client id.
-        agreement: What all clients of the sum agree on.
-        facts: The facts about each of them, which it will be ordered to train with, sorted by id.
-    """
+    """Requests the shares of a client's secrets."""
 
     task: Literal["shares"] = "shares"
     peers: dict[Name, PublicKeys]
+    """Public keys of all clients, by client id."""
     agreement: Agreement
+    """What all clients of the sum agree on."""
     facts: tuple[ClientFacts, ...]
+    """The facts about each of them, which it will be ordered to train with, sorted by id."""
 
 
 class ConfirmOrder(_Order):
-    """Requests a signature of the clients whose vectors are in the sum.
-
-    Args:
-        survivors: The masking partners, the client itself among them, whose vectors are in the sum.
-        dropped: The other masking partners.
-        sealed: Shares that each of them sealed for the client.
-    """
+    """Requests a signature of the clients whose vectors are in the sum."""
 
     task: Literal["confirm"] = "confirm"
     survivors: tuple[Name, ...]
+    """The masking partners, the client itself among them, whose vectors are in the sum."""
     dropped: tuple[Name, ...]
     sealed: dict[Name, _Sealed]
+    """Shares that each of them sealed for the client."""
 
 
 class UnmaskOrder(_Order):
-    """Requests the shares that remove the masks.
-
-    Args:
-        signatures: The survivors' signatures of ``build_confirmation``.
-    """
+    """Requests the shares that remove the masks."""
 
     task: Literal["unmask"] = "unmask"
     signatures: dict[Name, _Signature]
+    """The survivors' signatures of ``build_confirmation``."""
 
 
 Phase = KeysOrder | SharesOrder | ConfirmOrder | UnmaskOrder
 
 
 class PhaseReply(BinaryPart):
-    """Fields that all replies share.
-
-    Args:
-        id: Id of the client.
-        session: Session number of the order.
-        failed: Reason of a failure in plain text; None: the order succeeded.
-    """
+    """Fields that all replies share."""
 
     format: Literal[1] = FORMAT
     id: Name
     session: Count
     failed: Reason | None = None
+    """Reason of a failure in plain text; None: the order succeeded."""
 
     def to_envelope(self) -> Envelope:
         """Encode as an envelope."""
@@ -243,16 +219,13 @@ class SharesReply(PhaseReply):
 
 
 class ConfirmReply(PhaseReply):
-    """A client's signature of the survivors and the dropped clients.
-
-    Args:
-        signature: The signature; empty if the phase failed.
-        unopened: Clients whose sealed shares the client cannot open.
-    """
+    """A client's signature of the survivors and the dropped clients."""
 
     task: Literal["confirm"] = "confirm"
     signature: Annotated[bytes, Field(max_length=64)] = b""
+    """The signature; empty if the phase failed."""
     unopened: tuple[Name, ...] = ()
+    """Clients whose sealed shares the client cannot open."""
 
 
 class UnmaskReply(PhaseReply):
@@ -336,12 +309,7 @@ def compute_share(weight: float, top: float) -> float:
 
 
 def create_initial_values(contributed: Tensors, started: Tensors) -> dict[str, Tensor]:
-    """Return the origin of a contribution in its shapes and dtypes (float64 for integers, because means are not).
-
-    Args:
-        contributed: Tensors that are summed.
-        started: Initial tensors of a client's first job.
-    """
+    """Return the origin of a contribution in its shapes and dtypes (float64 for integers, because means are not)."""
     values: dict[str, Tensor] = {}
     for name, value in contributed.items():
         dtype = value.dtype if value.is_floating_point() else torch.float64

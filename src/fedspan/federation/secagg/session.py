@@ -43,25 +43,21 @@ from fedspan.federation.transport import Orders, Transport
 
 @dataclass(frozen=True)
 class Masked:
-    """The masking partners of a session.
-
-    Args:
-        transcript: Digest of the session and the agreement of its clients.
-        present: The clients that were ordered to train.
-        needed: Number of shares that reconstruct a secret.
-        keys: Public keys of all clients.
-        sealed: The shares that every client sealed for each other one, with commitments to them.
-        survivors: Clients whose vectors are in the sum.
-        unopened: Clients whose shares cannot be opened, by the client that claims so.
-    """
+    """The masking partners of a session."""
 
     transcript: str
+    """Digest of the session and the agreement of its clients."""
     present: tuple[str, ...]
+    """The clients that were ordered to train."""
     needed: int
+    """Number of shares that reconstruct a secret."""
     keys: Mapping[str, PublicKeys]
     sealed: Mapping[str, Mapping[str, bytes]]
+    """The shares that every client sealed for each other one, with commitments to them."""
     survivors: Collection[str]
+    """Clients whose vectors are in the sum."""
     unopened: Mapping[str, Collection[str]]
+    """Clients whose shares cannot be opened, by the client that claims so."""
 
 
 class SharesError(ValueError):
@@ -184,9 +180,7 @@ class SecureSession:
     """The secure aggregation session of one attempt of a round.
 
     Args:
-        transport: Transport to the clients.
         seconds: Time limit of a phase for the clients, in seconds.
-        run: Name of the run.
         round: Number of the round, from 0.
         attempt: Attempt of the round, from 0.
         quorum: Minimum number of clients.
@@ -227,11 +221,7 @@ class SecureSession:
         self.failures.append(Failure(client, self.attempt, reason))
 
     def require(self, clients: Collection[str]) -> None:
-        """Check that enough clients remain.
-
-        Raises:
-            TooFew: If too few clients remain.
-        """
+        """Check that enough clients remain."""
         if len(clients) < self.quorum:
             raise TooFew
 
@@ -247,9 +237,6 @@ class SecureSession:
             clients: The facts about the clients.
             agree: Returns what the clients that sent keys are to agree on.
             absent: Clients whose keys are not waited for if the others suffice.
-
-        Raises:
-            TooFew: If too few clients replied.
         """
         first = {id: self._order(KeysOrder, id) for id in clients}
         self._exchange(KeysReply, first, absent, wait_for_offline=self.attempt > 0)
@@ -271,10 +258,6 @@ class SecureSession:
         """Have the clients confirm whose vectors are in the sum, collect the shares, and unmask the sum in place.
 
         A client that does not reply in these phases is still included in the sum.
-
-        Args:
-            total: Sum of the survivors' vectors.
-            survivors: Clients whose vectors are in the sum.
 
         Raises:
             TooFew: If too few clients replied, or their shares are wrong.

@@ -24,7 +24,6 @@ class JobOptimizer(torch.optim.Optimizer):
 
     Args:
         services: The model and the settings of local training.
-        assignment: The assignment.
         live: The job's tensors, installed in the model; those that train are leaves.
         processes: The processes that train this job; rank 0 steps, the others take its values. None: only this one.
         averages: Whether gradients differ among the processes and a step averages them; else the trainer did (DDP).

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence, Set
+from collections.abc import Generator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,19 +17,17 @@ from torch.nn import functional
 
 from fedspan.core.values import Job, Trained
 from fedspan.errors import FedspanError, suggest_nearest
-from fedspan.models.adapted import AdaptedModel
+from fedspan.models.adapted import AdaptedModel, hash_frozen
 from fedspan.models.calls import replace_forward
-from fedspan.models.digest import hash_frozen
 from fedspan.models.direct_uses import forbid_direct_uses
-from fedspan.tasks.bounded_losses import bound_loss
+from fedspan.tasks.losses import bound_loss
 from fedspan.tasks.metrics import is_metric_name
 from fedspan.tasks.task import Examples, Task
-from fedspan.training.engine import train_one_by_one
+from fedspan.training.engine import FinishJob, OpenJob, train_one_by_one
 from fedspan.training.jobs import Assignment, TrainingSettings, build_not_finite_error
 from fedspan.training.services import TrainingServices
 from fedspan.training.stages import Stages
-from fedspan.training.trainers.frozen import FrozenBase, checksum_frozen
-from fedspan.training.trainers.install import install_job
+from fedspan.training.trainers.install import FrozenBase, checksum_frozen, install_job
 from fedspan.training.trainers.local import LocalTrainer, plan_round
 from fedspan.training.trainers.optimizer import JobOptimizer
 from fedspan.training.trainers.processes import Processes
@@ -40,15 +38,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Owner:
-    """A client with its own trainer.
-
-    Args:
-        trainer: The client's trainer.
-        adapted: The trainer's model, with the method's target layers; clients that share a model share this object.
-    """
+    """A client with its own trainer."""
 
     trainer: LocalTrainer
     adapted: AdaptedModel
+    """The trainer's model, with the method's target layers; clients that share a model share this object."""
 
 
 class TrainerEngine(TrainingServices):
@@ -61,7 +55,6 @@ class TrainerEngine(TrainingServices):
         owners: The clients by id, at least one; equal frozen weights.
         task: The learning problem, of which the trainers compute losses and metrics.
         settings: Settings of local training; batch size and accumulation are the trainers' own.
-        seed: Seed of every random draw.
         stages: Reports the progress of long work; None: no progress is reported.
         metric: Metric that every evaluation must have; None: evaluations have what the trainers measure.
         processes: The processes in which the only owner's trainer trains (DDP, FSDP); None: it trains in this one.
@@ -98,13 +91,7 @@ class TrainerEngine(TrainingServices):
     def prepare(self, examples: Examples, parts: Sequence[np.ndarray]) -> None:
         """``Engine.prepare``: nothing, because examples are the trainers' own."""
 
-    def train_all(
-        self,
-        examples: Examples,
-        sizes: Mapping[str, int],
-        open_job: Callable[[str], Assignment],
-        finish_job: Callable[[Assignment, Trained], Assignment | None],
-    ) -> None:
+    def train_all(self, examples: Examples, sizes: Mapping[str, int], open_job: OpenJob, finish_job: FinishJob) -> None:
         """Train one client after another (``Engine.train_all``)."""
         train_one_by_one(sizes, open_job, self.train, finish_job)
 

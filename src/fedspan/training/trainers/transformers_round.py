@@ -1,4 +1,4 @@
-"""What a round or an evaluation sets on a Transformers ``Trainer``, and undoes afterwards."""
+"""Settings of a Transformers ``Trainer`` for a round or an evaluation, undone afterwards."""
 
 from __future__ import annotations
 
@@ -87,12 +87,7 @@ def restore_losses(trainer: Trainer, model: nn.Module) -> Generator[None]:
 
 
 class _RandomStream:
-    """Random numbers of torch of their own, on the CPU and on a device.
-
-    Args:
-        seed: Their seed.
-        device: The device on which a model trains.
-    """
+    """Random numbers of torch of their own, on the CPU and on a device."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self._devices = [] if device.type == "cpu" else [device]

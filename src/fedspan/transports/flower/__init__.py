@@ -4,15 +4,9 @@ import importlib.util
 
 from fedspan.errors import FedspanError, build_install_command
 
-__all__ = ["require"]
-
 
 def require() -> None:
-    """Check that Flower is installed.
-
-    Raises:
-        FedspanError: If it is not.
-    """
+    """Check that Flower is installed."""
     if importlib.util.find_spec("flwr") is None:
         problem = f"the package is not installed. Run: {build_install_command('flower')}"
         raise FedspanError("flwr", None, problem=problem)

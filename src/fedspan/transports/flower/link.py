@@ -11,8 +11,6 @@ from io import BufferedIOBase
 
 from fedspan.errors import FedspanError
 
-__all__ = ["LONGEST_HEADER", "forward", "read_envelope", "write_envelope"]
-
 LONGEST_HEADER = 1 << 22
 """Maximum size of a header in bytes: the longest that a server may send, in UTF-8."""
 

@@ -4,15 +4,9 @@ import importlib.util
 
 from fedspan.errors import FedspanError, build_install_command
 
-__all__ = ["require"]
-
 
 def require() -> None:
-    """Check that the packages of a deployment are installed.
-
-    Raises:
-        FedspanError: If one is missing.
-    """
+    """Check that the packages of a deployment are installed."""
     for package in ("cryptography", "httpx", "starlette", "uvicorn"):
         if importlib.util.find_spec(package) is None:
             raise FedspanError(

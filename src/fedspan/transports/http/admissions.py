@@ -28,20 +28,6 @@ from fedspan.logs import AuditLog
 from fedspan.transports.http.identities import load_node_public_key
 from fedspan.transports.http.server import Node, ServerLink, list_nodes
 
-__all__ = [
-    "DAYS",
-    "Admission",
-    "admit_node",
-    "compute_node_id",
-    "end_admissions",
-    "hash_key",
-    "list_named_nodes",
-    "open_audit_log",
-    "read_admissions",
-    "read_revocations",
-    "revoke_node",
-]
-
 DAYS = 730
 """Days for which a key is admitted, unless the operator says otherwise."""
 
@@ -69,11 +55,7 @@ class Admission:
 
     @property
     def days_left(self) -> float:
-        """Days until the admission ends; infinite if it does not, and 0 or less if it has ended.
-
-        Raises:
-            FedspanError: If ``until`` is not a day.
-        """
+        """Days until the admission ends; infinite if it does not, and 0 or less if it has ended."""
         if not self.until:
             return math.inf
         try:
@@ -201,16 +183,8 @@ def _find_id(path: Path, key: str, nodes: Mapping[int, Admission]) -> int:
 def revoke_node(link: ServerLink, node: str, reason: str = "") -> list[int]:
     """Revoke the keys of a node: within seconds the server refuses its requests, and submitted runs its replies.
 
-    Args:
-        link: Connection data of the server.
-        node: The node's name, or its id.
-        reason: The reason, for the audit log.
-
     Returns:
         Ids of the revoked nodes; several if a name had several keys.
-
-    Raises:
-        FedspanError: If there is no such node.
     """
     with _hold_lock(link):
         nodes = _read_nodes(link)
@@ -259,11 +233,7 @@ def read_admissions(link: ServerLink) -> dict[int, Admission]:
 
 
 def read_revocations(link: ServerLink) -> dict[int, Admission]:
-    """Return the nodes whose keys were revoked, by id.
-
-    Raises:
-        FedspanError: If the file is damaged.
-    """
+    """Return the nodes whose keys were revoked, by id."""
     return {id: admission for id, admission in _read_stored_nodes(link).items() if admission.revoked}
 
 

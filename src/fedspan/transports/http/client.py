@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import base64
+import json
 import ssl
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import httpx
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -20,13 +22,15 @@ from fedspan.transports.http.signing import NodeSigner, UnsignedSigner
 from fedspan.transports.http.transfers import Bandwidth, Pacer, TransferProgress
 from fedspan.transports.http.wire import CHUNK, KEPT_ALIVE, POLL_SECONDS, PROTOCOLS, NodeWork
 
-__all__ = ["Link", "NodeConnection", "RefusedError", "open_client"]
+T = TypeVar("T")
 
 _CONNECT, _READ = 30.0, 180.0
 """Time limits of a connection and of an answer, in seconds: a server of a thousand nodes that all reply at once takes
 a while, and a request that was given up would be sent again on top of it."""
 _BLOCK = 2**14
 """Bytes that are sent or read at once: a pause follows each, and a TLS record has as many."""
+_SHORT = 2**16
+"""Maximum size of an answer that is no part of a message, in bytes."""
 _RETRIES, _PAUSE = 2, 1.0
 """Times that a part of a message is sent or fetched again if nothing of it was transmitted, and the first pause."""
 _AGAIN = httpx.codes.REQUEST_TIMEOUT, httpx.codes.TOO_MANY_REQUESTS
@@ -99,7 +103,10 @@ def open_client(link: Link) -> httpx.Client:
     timeout = httpx.Timeout(_READ, connect=_CONNECT)
     limits = httpx.Limits(keepalive_expiry=KEPT_ALIVE)
     address = f"{scheme}://{link.address}/v1/"
-    return httpx.Client(base_url=address, verify=verify, proxy=link.proxy, timeout=timeout, limits=limits)
+    headers = {"accept-encoding": "identity"}
+    return httpx.Client(
+        base_url=address, verify=verify, proxy=link.proxy, timeout=timeout, limits=limits, headers=headers
+    )
 
 
 class _Incoming(NamedTuple):
@@ -150,15 +157,15 @@ class NodeConnection:
         if isinstance(signer, NodeSigner):
             public = signer.key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
             headers["fedspan-key"] = " ".join(public.decode().split()[:2])
-            offer = self._request("POST", "join", headers).json()
-            challenge, sealing = str(offer["challenge"]), signer.sign_sealing_key()
-            server = bytes.fromhex(str(offer["server"]))
+            offer = self._request("POST", "join", headers)
+            challenge, sealing = _get_fact(offer, "challenge", str), signer.sign_sealing_key()
+            server = bytes.fromhex(_get_fact(offer, "server", str))
             signature = sign_join(signer.key, signer.order_keys, challenge.encode(), server, sealing)
             headers["fedspan-challenge"] = challenge
             headers["fedspan-sealing"] = base64.b64encode(sealing).decode()
             headers["fedspan-signature"] = base64.b64encode(signature).decode()
-        answer = self._request("POST", "join", headers).json()
-        self.session, self.node = str(answer["session"]), int(answer["node"])
+        answer = self._request("POST", "join", headers)
+        self.session, self.node = _get_fact(answer, "session", str), _get_fact(answer, "node", int)
 
     def take_order(self) -> tuple[str, int, bytes | None] | None:
         """Wait for an order, and fetch its message; one that was fetched in part is continued.
@@ -171,9 +178,9 @@ class NodeConnection:
             if response.status_code == httpx.codes.NO_CONTENT:
                 return None
             headers = response.headers
-            id, total = str(headers["fedspan-order"]), int(headers["fedspan-bytes"])
+            id, total = headers.get("fedspan-order", ""), int(headers.get("fedspan-bytes", ""))
             if self.incoming is None or self.incoming.id != id:
-                self.incoming = _Incoming(id, bytearray(), total, int(headers["fedspan-reply"]))
+                self.incoming = _Incoming(id, bytearray(), total, int(headers.get("fedspan-reply", "")))
             incoming = self.incoming
             self.received.begin(total)
             if total <= self.link.limit and not incoming.data:
@@ -182,12 +189,12 @@ class NodeConnection:
         if total > self.link.limit:
             return id, incoming.reply_bytes, None
         while len(incoming.data) < total:
-            self._persist(lambda: self._fetch_part(f"order/{id}", incoming.data), lambda: len(incoming.data))
+            self._persist(partial(self._fetch_part, id, incoming.data), lambda: len(incoming.data))
         self.incoming = None
         return id, incoming.reply_bytes, bytes(incoming.data)
 
-    def _fetch_part(self, path: str, data: bytearray) -> None:
-        with self._stream("GET", path, {"range": f"bytes={len(data)}-"}) as response:
+    def _fetch_part(self, id: str, data: bytearray) -> None:
+        with self._stream("GET", f"order/{id}", {"range": f"bytes={len(data)}-"}) as response:
             self._receive(response, data, len(data) + CHUNK)
 
     def _receive(self, response: httpx.Response, data: bytearray, most: int) -> None:
@@ -211,47 +218,28 @@ class NodeConnection:
             RefusedError: If the server does not take it, because the run has ended.
             httpx.HTTPError: If the connection is lost.
         """
-        offset = 0
+        offset, is_lost = 0, is_continued
         self.sent.begin(len(message))
+
+        def transmit() -> None:
+            nonlocal offset, is_lost
+            if is_lost:
+                found = self._request("GET", f"order/{id}/reply", query={"upload": upload})
+                arrived, is_lost = _get_fact(found, "bytes", int), False
+                if arrived != offset:
+                    offset = arrived
+                    return
+            part = memoryview(message)[offset : offset + CHUNK]
+            headers = {"content-length": str(len(part))}
+            query = {"upload": upload, "start": offset, "total": len(message)}
+            is_lost = True
+            answer = self._request("PUT", f"order/{id}/reply", headers, self._pace(part, offset), query)
+            offset, is_lost = _get_fact(answer, "bytes", int), False
+
         while True:
-
-            def send(start: int) -> int:
-                part = memoryview(message)[start : start + CHUNK]
-                headers = {"content-length": str(len(part))}
-                query = {"upload": upload, "start": start, "total": len(message)}
-                content = self._pace(part, start)
-                return int(self._request("PUT", f"order/{id}/reply", headers, content, query).json()["bytes"])
-
-            def find() -> int:
-                return int(self._request("GET", f"order/{id}/reply", query={"upload": upload}).json()["bytes"])
-
-            offset = self._send_part(send, find, offset, is_lost=is_continued)
-            is_continued = False
+            self._persist(transmit, lambda: offset)
             if offset >= len(message):
                 return
-
-    def _send_part(
-        self, send: Callable[[int], int], find: Callable[[], int], offset: int, *, is_lost: bool = False
-    ) -> int:
-        """Send a part of a reply from an offset on, and return how many bytes have arrived."""
-        left, pause = _RETRIES, _PAUSE
-        while True:
-            try:
-                if is_lost:
-                    found = find()
-                    if found != offset:
-                        return found
-                return send(offset)
-            except httpx.TransportError:
-                if not left:
-                    raise
-            except RefusedError as error:
-                if error.status != httpx.codes.CONFLICT or not left:
-                    raise
-            is_lost = True
-            left -= 1
-            time.sleep(pause)
-            pause *= 2
 
     def _persist(self, transmit: Callable[[], None], count: Callable[[], int]) -> None:
         """Transmit a part of a message, again as long as each attempt transmits anything."""
@@ -261,7 +249,9 @@ class NodeConnection:
             try:
                 transmit()
                 return
-            except httpx.TransportError:
+            except (httpx.TransportError, RefusedError) as error:
+                if isinstance(error, RefusedError) and error.status != httpx.codes.CONFLICT:  # another part follows
+                    raise
                 if count() > before:
                     return
                 if not left:
@@ -282,12 +272,7 @@ class NodeConnection:
         self._request("POST", f"order/{id}/failure", content=reason.encode()[:500])
 
     def fetch_base(self, offer: str, file: str, start: int) -> bytes:
-        """Return bytes of a file of a base model that the server offers.
-
-        Raises:
-            RefusedError: If it is not offered (404).
-            httpx.HTTPError: If the connection is lost.
-        """
+        """Return bytes of a file of a base model that the server offers."""
         with self._stream("GET", f"base/{offer}/{file}", {"range": f"bytes={start}-"}) as response:
             data = bytearray()
             for block in response.iter_raw(_BLOCK):
@@ -312,36 +297,61 @@ class NodeConnection:
         headers: dict[str, str] | None = None,
         content: Any = None,
         query: dict[str, Any] | None = None,
-    ) -> httpx.Response:
+    ) -> dict[str, Any]:
+        with self._stream(method, path, headers, content, query) as response:
+            facts = _parse_facts(read_short(response))
+        if facts is None:
+            raise httpx.RemoteProtocolError("not an answer of a fedspan server")
+        return facts
+
+    @contextmanager
+    def _stream(
+        self,
+        method: str,
+        path: str,
+        headers: dict[str, str] | None = None,
+        content: Any = None,
+        query: dict[str, Any] | None = None,
+        wait: float = 0.0,
+    ) -> Generator[httpx.Response]:
+        """Send a request, and yield its answer, of which the body is not read, after its status was checked."""
         headers = {**(headers or {}), **({"authorization": f"Bearer {self.session}"} if self.session else {})}
-        response = self._client.request(method, path, headers=headers, content=content, params=query)
-        _require_success(response)
-        return response
-
-    def _stream(self, method: str, path: str, headers: dict[str, str] | None = None, wait: float = 0.0) -> Any:
-        headers = {**(headers or {}), "authorization": f"Bearer {self.session}"}
         timeout = httpx.Timeout(_READ + wait, connect=_CONNECT)
-        return _Checked(self._client.stream(method, path, headers=headers, timeout=timeout))
+        sent = self._client.stream(method, path, headers=headers, content=content, params=query, timeout=timeout)
+        with sent as response:
+            _require_success(response)
+            yield response
 
 
-class _Checked:
-    """An answer that is read piece by piece, after its status was checked."""
+def read_short(response: httpx.Response) -> bytes:
+    """Return the body of an answer that is no part of a message, which may be anybody's.
 
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
+    Raises:
+        httpx.RemoteProtocolError: If it is too long, or compressed, which no request accepts.
+    """
+    if response.headers.get("content-encoding", "identity") != "identity":
+        raise httpx.RemoteProtocolError("an answer that is compressed")
+    content = bytearray()
+    for block in response.iter_bytes(_BLOCK):
+        content += block
+        if len(content) > _SHORT:
+            raise httpx.RemoteProtocolError("an answer that is too long")
+    return bytes(content)
 
-    def __enter__(self) -> httpx.Response:
-        response = self._stream.__enter__()
-        if not response.is_success:
-            try:
-                response.read()
-                _require_success(response)
-            finally:
-                self._stream.__exit__(None, None, None)
-        return response
 
-    def __exit__(self, *error: Any) -> None:
-        self._stream.__exit__(*error)
+def _parse_facts(content: bytes) -> dict[str, Any] | None:
+    try:
+        facts = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    return facts if isinstance(facts, dict) else None
+
+
+def _get_fact(facts: dict[str, Any], name: str, kind: type[T]) -> T:
+    value = facts.get(name)
+    if type(value) is not kind:
+        raise httpx.RemoteProtocolError(f"an answer without {name}")
+    return value
 
 
 def _require_success(response: httpx.Response) -> None:
@@ -350,9 +360,8 @@ def _require_success(response: httpx.Response) -> None:
         raise httpx.ReadError(f"the server answered {status}")
     if response.is_success:
         return
-    try:
-        facts = response.json()
-    except ValueError:
-        facts = None
-    facts = facts if isinstance(facts, dict) else {}
+    facts = None
+    with suppress(httpx.RemoteProtocolError):  # as a proxy's page, whose status says enough
+        facts = _parse_facts(read_short(response))
+    facts = facts or {}
     raise RefusedError(status, str(facts.get("reason", response.reason_phrase))[:200], facts)

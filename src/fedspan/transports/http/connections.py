@@ -19,9 +19,6 @@ from typing import Any, Protocol, Self
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-__all__ = ["CONNECTIONS", "BoundedProtocol", "BoundedSocket", "ConnectionLimits", "Connections"]
-
-
 Address = tuple[str, int]
 
 
@@ -32,6 +29,8 @@ class ConnectionLimits:
     Args:
         per_address: Connections from one IPv4 address or IPv6 /64 that have not sent an accepted request; their TLS
             handshakes count.
+        proxies: Addresses of the operator's reverse proxies, which have many nodes' connections: ``total`` is their
+            only limit.
         total: Such connections from all addresses.
         seconds: Time until the end of the TLS handshake, and from there until the first accepted request, in seconds.
         bytes: Bytes that are read before the first accepted request.
@@ -40,6 +39,7 @@ class ConnectionLimits:
     """
 
     per_address: int = 64
+    proxies: tuple[str, ...] = ()
     total: int = 512
     seconds: float = 10.0
     bytes: int = 1 << 20
@@ -72,11 +72,7 @@ def _get_block(host: str) -> str:
 
 
 class Connections:
-    """The open connections of a server.
-
-    Args:
-        limits: The bounds.
-    """
+    """The open connections of a server."""
 
     def __init__(self, limits: ConnectionLimits | None = None) -> None:
         self.limits = limits or ConnectionLimits()
@@ -93,7 +89,8 @@ class Connections:
             Whether it may stay; if not, it is not registered.
         """
         self.remove(client)  # of a handshake that failed, and whose port is used again
-        if self._by_host[_get_block(client[0])] >= self.limits.per_address:
+        block = _get_block(client[0])
+        if self._by_host[block] >= self.limits.per_address and block not in map(_get_block, self.limits.proxies):
             return False
         if len(self._pending) >= self.limits.total:  # the oldest of the fullest address, not the newest of another
             host = max(self._by_host, key=self._by_host.__getitem__)
@@ -102,7 +99,7 @@ class Connections:
             self.remove(oldest)
         self._open[client] = connection
         self._pending[client] = None
-        self._by_host[_get_block(client[0])] += 1
+        self._by_host[block] += 1
         return True
 
     def take_over(self, client: Address, connection: Closable) -> bool:

@@ -15,8 +15,6 @@ from fedspan.federation.transport import Orders
 from fedspan.transports.http.link import OutgoingOrder, RunLink, Taken
 from fedspan.transports.http.signing import MARGIN, Body, OrderSigner
 
-__all__ = ["BATCH", "Bodies", "Delivery", "PendingMessage", "read_reply", "send_envelopes"]
-
 A = TypeVar("A", str, int)
 
 BATCH = 64
@@ -35,6 +33,24 @@ class PendingMessage(Generic[A]):
     to: A
     node: int
     nonce: bytes
+
+
+@dataclass(frozen=True)
+class Arrival(Generic[A]):
+    """An answer that has arrived: the message without a reply until now, and what answers it."""
+
+    sent: PendingMessage[A]
+    taken: Taken
+    signer: OrderSigner
+
+    def read(self) -> Envelope | str:
+        """Return the reply, or the reason why there is no valid one."""
+        if self.taken.failure:  # unsigned, in anybody's words
+            return escape_controls(self.taken.failure[:_LONGEST_REASON])
+        try:
+            return self.signer.open(self.taken.read(), self.sent.node, self.sent.nonce)
+        except ValueError as error:
+            return escape_controls(str(error)[:_LONGEST_REASON])
 
 
 class Delivery:
@@ -84,11 +100,7 @@ class Delivery:
         return [*self.unsent, *(sent.to for sent in self.pending.values())]
 
     def send(self, revoked: Collection[int]) -> Iterator[tuple[str, str]]:
-        """Send the orders of the nodes that are online, and yield the clients that are given up with the reason.
-
-        Args:
-            revoked: The nodes whose keys were revoked.
-        """
+        """Send the orders of the nodes that are online, and yield the clients that are given up with the reason."""
         for id in [id for id in self.unsent if self._nodes[id] in revoked]:
             del self.unsent[id]
             yield id, _REVOKED
@@ -99,15 +111,14 @@ class Delivery:
         online = self._link.list_online() if self.unsent else {}
         ready, orders = [id for id in self.unsent if self._nodes[id] in online], self._orders
         if orders is not None:
-            for batch in _split_batches(orders, ready):
+            for start in range(0, len(ready), BATCH):
+                batch = {id: self._nodes[id] for id in ready[start : start + BATCH]}
                 addressed = [
-                    (id, node, online[node], envelope, orders.compute_reply_bytes(id))
-                    for id, envelope in batch
-                    for node in (self._nodes[id],)
+                    (id, node, online[node], orders[id], orders.compute_reply_bytes(id)) for id, node in batch.items()
                 ]
                 sent, refused = send_envelopes(self._link, self._signer, addressed, self._bodies)
                 self.pending.update(sent)
-                for id, _ in batch:
+                for id in batch:
                     del self.unsent[id]
                 yield from refused
         self._release_orders()
@@ -125,9 +136,9 @@ class Delivery:
         if not self.unsent:
             self._orders, self._bodies = None, Bodies(self._link, self._signer)
 
-    def receive(self, taken: Taken) -> tuple[str, Envelope | str] | None:
-        """Return the client and the reply of an answer to a pending order; None: it is none."""
-        return read_reply(taken, self._signer, self.pending)
+    def claim(self, taken: Taken) -> Arrival[str] | None:
+        """Return an answer to a pending order, which is pending no longer; None: it is none."""
+        return claim_reply(taken, self._signer, self.pending)
 
     def expire(self) -> Iterator[tuple[str, str]]:
         """Give up all clients without a reply, and yield them with the reason."""
@@ -155,12 +166,7 @@ class Delivery:
 
 
 class Bodies:
-    """The bodies of the last orders, each encrypted and stored once for all orders that have it.
-
-    Args:
-        link: The server.
-        signer: Encrypts them.
-    """
+    """The bodies of the last orders, each encrypted and stored once for all orders that have it."""
 
     def __init__(self, link: RunLink, signer: OrderSigner) -> None:
         self._link, self._signer = link, signer
@@ -179,7 +185,7 @@ class Bodies:
 
     def forget(self) -> None:
         """Forget the stored bodies: the server deletes one with the last order that has it."""
-        self._stored = []
+        self._stored.clear()
 
 
 def send_envelopes(
@@ -230,10 +236,8 @@ def _send(
     return (dict(zip(link.send_orders(orders), sent, strict=True)) if orders else {}), refused
 
 
-def read_reply(
-    taken: Taken, signer: OrderSigner, pending: dict[str, PendingMessage[A]]
-) -> tuple[A, Envelope | str] | None:
-    """Return the sender and the reply of a message, and remove what it answers from ``pending``.
+def claim_reply(taken: Taken, signer: OrderSigner, pending: dict[str, PendingMessage[A]]) -> Arrival[A] | None:
+    """Remove what an answer answers from the messages without a reply.
 
     Args:
         taken: The answer.
@@ -241,20 +245,7 @@ def read_reply(
         pending: The messages without a reply, by id.
 
     Returns:
-        The sender with its reply, or with the reason why it is not valid; None: the message answers none of them.
+        The answer with its message; None: it answers none of them.
     """
     sent = pending.pop(taken.order, None)
-    if sent is None:
-        return None
-    if taken.failure:  # unsigned, in anybody's words
-        return sent.to, escape_controls(taken.failure[:_LONGEST_REASON])
-    try:
-        return sent.to, signer.open(taken.message, sent.node, sent.nonce)
-    except ValueError as error:
-        return sent.to, escape_controls(str(error)[:_LONGEST_REASON])
-
-
-def _split_batches(orders: Orders, ids: Iterable[str]) -> Iterator[list[tuple[str, Envelope]]]:
-    """Yield orders with their clients in batches that are sent in one request."""
-    for start in range(0, len(batch_ids := list(ids)), BATCH):
-        yield [(id, orders[id]) for id in batch_ids[start : start + BATCH]]
+    return None if sent is None else Arrival(sent, taken, signer)

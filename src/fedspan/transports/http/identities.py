@@ -1,4 +1,4 @@
-"""Who a server and its nodes are to each other: the server's order key, the nodes' keys, and the signed challenge.
+"""Identities of a server and its nodes: the server's order key, the nodes' keys, and the signed challenge.
 
 The order key's certificate is part of the file that data owners receive (``ca.crt``), signed by the authority in it. A
 node's key for sealed orders is derived from its lasting key, which signs it, so that it is the same after a restart.
@@ -26,21 +26,8 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from fedspan.errors import FedspanError
-from fedspan.transports.http.keys import AUTHORITY, ORDER_KEY, ORDER_NAME, is_authority, is_issued
+from fedspan.transports.http.keys import AUTHORITY, ORDER_KEY, ORDER_NAME, find_issuer
 from fedspan.transports.http.wire import pack
-
-__all__ = [
-    "SEALING_BYTES",
-    "derive_sealing_key",
-    "fingerprint_order_key",
-    "load_node_public_key",
-    "load_order_key",
-    "load_order_keys",
-    "read_sealing_key",
-    "sign_join",
-    "sign_sealing_key",
-    "verify_join",
-]
 
 SEALING_BYTES = 32
 """Size of a sealing key."""
@@ -54,14 +41,7 @@ def sign_join(
     server: bytes,
     sealing: bytes,
 ) -> bytes:
-    """Sign a server's challenge.
-
-    Args:
-        key: The node's private key.
-        order_keys: The order keys in the node's file of the authority.
-        challenge: The challenge.
-        server: Fingerprint of the server's order key, as the server names it.
-        sealing: The node's signed sealing key.
+    """Sign a server's challenge, the fingerprint of the order key that it names, and the node's signed sealing key.
 
     Raises:
         ValueError: If the fingerprint is of no key in the node's file of the authority, so that the server passes on
@@ -73,18 +53,7 @@ def sign_join(
 
 
 def verify_join(key: bytes, signature: bytes, challenge: bytes, server: bytes, sealing: bytes) -> None:
-    """Verify a node's answer to a challenge.
-
-    Args:
-        key: The node's public key in OpenSSH's format.
-        signature: The signature.
-        challenge: The challenge.
-        server: Fingerprint of the server's order key.
-        sealing: The node's signed sealing key.
-
-    Raises:
-        ValueError: If a signature is not valid.
-    """
+    """Verify what ``sign_join`` signed; raise ``ValueError`` if it is not signed by a key in OpenSSH's format."""
     read_sealing_key(key, sealing)
     try:
         load_node_public_key(key).verify(
@@ -100,11 +69,7 @@ def fingerprint_order_key(key: ec.EllipticCurvePublicKey) -> bytes:
 
 
 def load_order_key(folder: Path) -> ec.EllipticCurvePrivateKey:
-    """Return the private key that signs a server's orders.
-
-    Raises:
-        FedspanError: If the folder has none.
-    """
+    """Return the private key that signs a server's orders."""
     path = folder / ORDER_KEY
     try:
         key = load_pem_private_key(path.read_bytes(), password=None)
@@ -135,20 +100,10 @@ def load_order_keys(path: Path) -> list[ec.EllipticCurvePublicKey]:
             key = certificate.public_key()
             if name.value != ORDER_NAME or not isinstance(key, ec.EllipticCurvePublicKey):
                 continue
-            issuer = next(
-                (
-                    candidate
-                    for candidate in certificates
-                    if is_authority(candidate) and is_issued(certificate, candidate)
-                ),
-                None,
-            )
+            issuer = find_issuer(certificate, certificates)
             if issuer is None:
                 raise ValueError("no authority in the file certified the order key")
-            if all(
-                certificate_of_pair.not_valid_before_utc <= now <= certificate_of_pair.not_valid_after_utc
-                for certificate_of_pair in (certificate, issuer)
-            ):
+            if all(one.not_valid_before_utc <= now <= one.not_valid_after_utc for one in (certificate, issuer)):
                 keys.append(key)
             else:
                 is_expired = True
@@ -164,11 +119,7 @@ def load_order_keys(path: Path) -> list[ec.EllipticCurvePublicKey]:
 
 @lru_cache(4096)
 def load_node_public_key(key: bytes) -> ec.EllipticCurvePublicKey:
-    """Parse a node's public key in OpenSSH's format.
-
-    Raises:
-        ValueError: If it is no elliptic-curve key.
-    """
+    """Parse a node's public key in OpenSSH's format."""
     public = load_ssh_public_key(key)
     if not isinstance(public, ec.EllipticCurvePublicKey):
         raise ValueError("its node's key is not an elliptic-curve key")
@@ -177,11 +128,7 @@ def load_node_public_key(key: bytes) -> ec.EllipticCurvePublicKey:
 
 @lru_cache(4096)
 def read_sealing_key(key: bytes, sealing: bytes) -> X25519PublicKey:
-    """Return the sealing key that a node's lasting key has signed.
-
-    Raises:
-        ValueError: If it has not signed it.
-    """
+    """Return the sealing key that a node's lasting key has signed."""
     public, signature = sealing[:SEALING_BYTES], sealing[SEALING_BYTES:]
     try:
         load_node_public_key(key).verify(signature, pack([_SEALING, public]), ec.ECDSA(hashes.SHA384()))

@@ -1,6 +1,6 @@
 """Certificates and keys of a deployment: a private authority, the server's certificate and the nodes' key pairs.
 
-The file formats are those of Flower's commands and ssh-keygen, so that either can be used instead.
+Keys of nodes have the formats of ssh-keygen, so that it can be used instead.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import datetime
 import ipaddress
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from cryptography import x509
@@ -27,26 +27,6 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedspan.errors import FedspanError
 from fedspan.files import fsync_folder, write_atomic
-
-__all__ = [
-    "AUTHORITY",
-    "CERTIFICATE",
-    "KEY",
-    "ORDER_KEY",
-    "ORDER_NAME",
-    "SOON",
-    "activate_authority",
-    "compute_days_left",
-    "ensure_authority",
-    "get_newest_authority",
-    "is_authority",
-    "is_issued",
-    "list_certified_hosts",
-    "load_node_key",
-    "make_authority",
-    "make_node_key",
-    "renew_authority",
-]
 
 AUTHORITY, CERTIFICATE, KEY, ORDER_KEY = "ca.crt", "server.crt", "server.key", "orders.key"
 """Files that ``make_authority`` writes."""
@@ -116,14 +96,11 @@ def make_authority(folder: Path, hosts: Sequence[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     authority_key, server_key, order_key = (ec.generate_private_key(ec.SECP384R1()) for _ in range(3))
     issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fedspan federation")])
-    authority = _build_certificate(issuer, issuer, authority_key.public_key(), authority_key.public_key())
-    authority = authority.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    public = authority_key.public_key()
+    authority = _build_certificate(issuer, issuer, public, public, x509.BasicConstraints(ca=True, path_length=0))
     authority = authority.add_extension(_SIGNS_CERTIFICATES, critical=True)
     order_name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, ORDER_NAME)])
-    order_certificate = _build_certificate(order_name, issuer, order_key.public_key(), authority_key.public_key())
-    order_certificate = order_certificate.add_extension(
-        x509.BasicConstraints(ca=False, path_length=None), critical=True
-    )
+    order_certificate = _build_certificate(order_name, issuer, order_key.public_key(), public)
     certificates = [
         builder.sign(authority_key, hashes.SHA384()).public_bytes(Encoding.PEM)
         for builder in (authority, order_certificate)
@@ -132,9 +109,8 @@ def make_authority(folder: Path, hosts: Sequence[str]) -> None:
     write_atomic(folder / ORDER_KEY, _encode_private_key(order_key), 0o600)
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, hosts[0] if hosts else "localhost")])
     names = [_build_name(host) for host in dict.fromkeys((*hosts, "localhost", "127.0.0.1", "::1"))]
-    server = _build_certificate(subject, issuer, server_key.public_key(), authority_key.public_key())
+    server = _build_certificate(subject, issuer, server_key.public_key(), public)
     server = server.add_extension(x509.SubjectAlternativeName(names), critical=False)
-    server = server.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
     server = server.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
     write_atomic(folder / KEY, _encode_private_key(server_key), 0o600)
     write_atomic(folder / CERTIFICATE, server.sign(authority_key, hashes.SHA384()).public_bytes(Encoding.PEM), 0o644)
@@ -201,11 +177,7 @@ def get_newest_authority(folder: Path) -> Path:
 
 
 def activate_authority(folder: Path) -> None:
-    """Put the certificates of ``renew_authority`` in the place of those in use; a running server restarts with them.
-
-    Raises:
-        FedspanError: If there are none.
-    """
+    """Put the certificates of ``renew_authority`` in the place of those in use; a running server restarts with them."""
     renewed = folder / _NEXT
     if not (renewed / AUTHORITY).is_file():
         raise FedspanError("certificates", str(renewed), problem="there are no renewed certificates. Run fedspan renew")
@@ -219,31 +191,31 @@ def _read_used_authority(folder: Path) -> bytes:
     """Return the certificates of the authority in use and of its order key, without those of earlier ones."""
     server = x509.load_pem_x509_certificate((folder / CERTIFICATE).read_bytes())
     certificates = x509.load_pem_x509_certificates((folder / AUTHORITY).read_bytes())
-    authority = next(
-        (certificate for certificate in certificates if is_authority(certificate) and is_issued(server, certificate)),
-        None,
-    )
+    authority = find_issuer(server, certificates)
     if authority is None:
         problem = f"{AUTHORITY} does not have the authority of {CERTIFICATE}. Restore both"
         raise FedspanError("certificates", str(folder), problem=problem)
     orders = (
         certificate
         for certificate in certificates
-        if certificate is not authority and is_issued(certificate, authority)
+        if certificate is not authority and _is_issued(certificate, authority)
     )
     return b"".join(certificate.public_bytes(Encoding.PEM) for certificate in (authority, *orders))
 
 
-def is_authority(certificate: x509.Certificate) -> bool:
-    """Return whether a certificate may certify others."""
+def find_issuer(certificate: x509.Certificate, candidates: Iterable[x509.Certificate]) -> x509.Certificate | None:
+    """Return the authority among some certificates that signed another one; None: none of them did."""
+    return next((one for one in candidates if _is_authority(one) and _is_issued(certificate, one)), None)
+
+
+def _is_authority(certificate: x509.Certificate) -> bool:
     try:
         return certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
     except (x509.ExtensionNotFound, ValueError):
         return False
 
 
-def is_issued(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
-    """Return whether an authority signed a certificate."""
+def _is_issued(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
     try:
         certificate.verify_directly_issued_by(authority)
     except (ValueError, TypeError, InvalidSignature):
@@ -252,11 +224,7 @@ def is_issued(certificate: x509.Certificate, authority: x509.Certificate) -> boo
 
 
 def compute_days_left(*files: Path) -> float:
-    """Return the days until the first of the certificates in some files expires.
-
-    Raises:
-        FedspanError: If a file has no certificate.
-    """
+    """Return the days until the first of the certificates in some files expires."""
     expirations: list[datetime.datetime] = []
     for path in files:
         try:
@@ -276,9 +244,6 @@ def make_node_key(path: Path) -> Path:
 
     Returns:
         The file of the public key.
-
-    Raises:
-        FedspanError: If a key already exists.
     """
     public = path.with_name(f"{path.name}.pub")
     if existing := next((str(file) for file in (path, public) if file.exists()), None):
@@ -290,8 +255,8 @@ def make_node_key(path: Path) -> Path:
     return public
 
 
-def load_node_key(path: Path) -> tuple[ec.EllipticCurvePrivateKey, ec.EllipticCurvePublicKey]:
-    """Load a node's key pair from its private key.
+def load_node_key(path: Path) -> ec.EllipticCurvePrivateKey:
+    """Load a node's private key.
 
     Raises:
         FedspanError: If the file is not such a key, or users other than its owner may read it.
@@ -304,9 +269,10 @@ def load_node_key(path: Path) -> tuple[ec.EllipticCurvePrivateKey, ec.EllipticCu
         raise FedspanError("key", str(path), f"a private key as fedspan join --new-key makes it ({error})") from error
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise FedspanError("key", str(path), "an elliptic-curve key (ssh-keygen -t ecdsa -b 384)")
-    return key, key.public_key()
+    return key
 
 
+_CERTIFIES_NOTHING = x509.BasicConstraints(ca=False, path_length=None)
 _SIGNS_CERTIFICATES = x509.KeyUsage(
     key_cert_sign=True,
     crl_sign=True,
@@ -319,7 +285,11 @@ _SIGNS_CERTIFICATES = x509.KeyUsage(
 
 
 def _build_certificate(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, issuer_key: ec.EllipticCurvePublicKey
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePublicKey,
+    issuer_key: ec.EllipticCurvePublicKey,
+    constraints: x509.BasicConstraints = _CERTIFIES_NOTHING,
 ) -> x509.CertificateBuilder:
     """Build a certificate with the identifiers of both keys, which Python demands from 3.13 on (RFC 5280)."""
     now = datetime.datetime.now(datetime.UTC)
@@ -331,6 +301,7 @@ def _build_certificate(
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - datetime.timedelta(hours=1))  # tolerates clock differences
         .not_valid_after(now + datetime.timedelta(days=_DAYS))
+        .add_extension(constraints, critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key), critical=False)
     )

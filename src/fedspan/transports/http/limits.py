@@ -6,8 +6,6 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 
-__all__ = ["Bucket", "RequestLimits", "Sender"]
-
 
 @dataclass(frozen=True)
 class RequestLimits:
@@ -47,12 +45,7 @@ class RequestLimits:
 
 
 class Bucket:
-    """A token bucket.
-
-    Args:
-        rate: Tokens that are added per second.
-        burst: Maximum number of tokens.
-    """
+    """A token bucket."""
 
     def __init__(self, rate: float, burst: float) -> None:
         self.rate, self.burst = rate, burst

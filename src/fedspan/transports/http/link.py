@@ -6,9 +6,10 @@ import base64
 import secrets
 import threading
 import time
-from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import httpx
@@ -17,8 +18,6 @@ from fedspan.errors import FedspanError
 from fedspan.files import convert_disk_errors, write_file
 from fedspan.transports.http.server import Operator, ServerLink
 from fedspan.transports.http.store import MESSAGES, RANDOM
-
-__all__ = ["OutgoingOrder", "RunLink", "Taken", "attach"]
 
 _WAIT = 1.0
 """Seconds for which the server's answer waits for replies."""
@@ -50,12 +49,12 @@ class Taken:
 
     Args:
         order: Id of the order.
-        message: The reply as it was sent; empty: there is none.
+        read: Reads the reply as it was sent, once: until then, memory holds nothing of it.
         failure: Why there is none, in anybody's words.
     """
 
     order: str
-    message: bytes
+    read: Callable[[], bytes] = bytes
     failure: str = ""
 
 
@@ -101,14 +100,19 @@ class RunLink:
         ]
         return self._post(f"runs/{self._run}/orders", rows)
 
-    def take_replies(self, ids: Collection[str], seconds: float = _WAIT) -> Iterable[Taken]:
-        """Return the replies to orders that have arrived, each once, or wait some seconds for the first."""
+    def take_replies(self, ids: Collection[str], seconds: float = _WAIT) -> list[Taken]:
+        """Return the replies to orders that have arrived, or wait some seconds for the first."""
         asked = {"awaited": list(ids), "done": sorted(self._done), "seconds": seconds}
         answer = self._post(f"runs/{self._run}/replies", asked)
         self._done.clear()
+        taken = list[Taken]()
         for order, failure in (*answer["replies"], *answer["lost"]):
-            self._done.add(order)
-            yield Taken(order, b"" if failure else self._read(order), failure or "")
+            if failure:
+                self._done.add(order)
+                taken.append(Taken(order, failure=failure))
+            else:
+                taken.append(Taken(order, partial(self._read, order)))
+        return taken
 
     def cancel(self, ids: Collection[str]) -> None:
         """Give up orders whose replies are not awaited any more; replies that were taken are deleted, too."""
@@ -127,7 +131,9 @@ class RunLink:
 
     def _read(self, order: str) -> bytes:
         with convert_disk_errors(self._folder, field="server"):
-            return (self._messages / order).read_bytes()
+            message = (self._messages / order).read_bytes()
+        self._done.add(order)
+        return message
 
     def _renew(self) -> None:
         while not self._stop.wait(_RENEWED):

@@ -25,8 +25,6 @@ from fedspan.transports.http.reachability import explain_certificate
 from fedspan.transports.http.signing import NodeSigner, UnsignedSigner
 from fedspan.transports.http.wire import NodeWork
 
-__all__ = ["serve"]
-
 _STOP = 0.5
 """Interval in which a node that waits for an order checks whether to stop, in seconds."""
 _FAREWELL = 1.0
@@ -119,7 +117,7 @@ def serve(
             if error.status == httpx.codes.UNAUTHORIZED:  # the server restarted, or another process has the key
                 log.warning("the session at %s has ended; next attempt in %g s", link.address, pause)
             else:
-                reason = _explain(error)
+                reason = _UNKNOWN if error.status == httpx.codes.FORBIDDEN else escape_controls(str(error))
                 if time.monotonic() > give_up_at:
                     raise FedspanError("server", link.address, problem=reason) from error
                 log.warning("%s refused the connection: %s; next attempt in %g s", link.address, reason, pause)
@@ -130,10 +128,6 @@ def serve(
             log.warning("no connection to %s (%s); next attempt in %g s", link.address, reason, pause)
             _wait(stop, pause)
             pause = min(2 * pause, _RECONNECT[1])
-
-
-def _explain(error: RefusedError) -> str:
-    return _UNKNOWN if error.status == httpx.codes.FORBIDDEN else escape_controls(str(error))
 
 
 def _wait(stop: Event, seconds: float) -> None:
@@ -242,7 +236,7 @@ class _Node:
 
         def report() -> None:
             while not stop.wait(_HEARTBEAT):
-                with suppress(httpx.HTTPError, RefusedError):
+                with suppress(httpx.HTTPError, RefusedError, ValueError):
                     try:
                         self.connection.note_work(self._get_work())
                     except RefusedError as error:

@@ -7,9 +7,7 @@ import ssl
 import httpx
 
 from fedspan.errors import FedspanError
-from fedspan.transports.http.client import Link, open_client
-
-__all__ = ["check_server", "explain_certificate"]
+from fedspan.transports.http.client import Link, open_client, read_short
 
 _SECONDS = 10.0
 
@@ -28,8 +26,9 @@ def check_server(link: Link) -> str:
         raise FedspanError("server", link.address, "the address of a server as host:port")
     try:
         with open_client(link) as client:
-            answer = client.get("health", timeout=_SECONDS)
-            if answer.text != "ok":
+            with client.stream("GET", "health", timeout=_SECONDS) as response:
+                answer = read_short(response)
+            if answer != b"ok":
                 raise FedspanError("server", link.address, problem=f"no fedspan server answers at {link.address}")
     except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
         problem = explain_certificate(error, link) or f"no connection to {link.address} ({error})"

@@ -18,19 +18,6 @@ from fedspan.processes import hold_folder
 from fedspan.transports.http.keys import AUTHORITY, ensure_authority
 from fedspan.transports.http.wire import KEPT_ALIVE, NodeWork, parse_work
 
-__all__ = [
-    "Node",
-    "Operator",
-    "ServerLink",
-    "format_address",
-    "is_prepared",
-    "list_nodes",
-    "prepare_folder",
-    "read_link",
-    "read_secret",
-    "write_link",
-]
-
 _DESCRIPTION, _SECRET = "server.json", "secret"
 _SECRET_BYTES = 32
 _SECONDS = 30.0
@@ -130,11 +117,7 @@ def _build_link(folder: Path, port: int, insecure: bool) -> ServerLink:
 
 
 class Operator:
-    """Sends a server the requests of its operator, from its own machine.
-
-    Args:
-        link: Connection data of the server.
-    """
+    """Sends a server the requests of its operator, from its own machine."""
 
     def __init__(self, link: ServerLink) -> None:
         self.link = link
@@ -199,9 +182,6 @@ def list_nodes(link: ServerLink, names: Mapping[int, str], revoked: Mapping[int,
         link: Connection data of the server.
         names: The names of the admitted nodes by id; empty in a trial without keys.
         revoked: The names of revoked nodes that are listed, by id.
-
-    Raises:
-        FedspanError: If the server does not answer.
     """
     operator = Operator(link)
     try:

@@ -37,16 +37,6 @@ from fedspan.transports.http.identities import (
 )
 from fedspan.transports.http.wire import join_message, pack, split_message, unpack
 
-__all__ = [
-    "MARGIN",
-    "Body",
-    "NodeSigner",
-    "OpenedOrder",
-    "OrderSigner",
-    "ServerSigner",
-    "UnsignedSigner",
-]
-
 MARGIN = 2**20
 """Maximum size of what a message has beside its body, in bytes: its head, and what encryption adds."""
 

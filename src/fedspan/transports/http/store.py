@@ -16,8 +16,6 @@ from typing import NamedTuple
 
 from fedspan.errors import FedspanError
 
-__all__ = ["DATABASE", "MESSAGES", "RANDOM", "Order", "Store"]
-
 DATABASE, MESSAGES = "orders.db", "messages"
 """The database and the folder of the bodies in the server's folder."""
 RANDOM = 16
@@ -68,14 +66,7 @@ _COLUMNS = ", ".join(Order._fields)
 
 
 class Store:
-    """The orders of a server, in the only process that changes them.
-
-    Args:
-        folder: The server's folder.
-
-    Raises:
-        FedspanError: If the database is damaged.
-    """
+    """The orders of a server, in the only process that changes them."""
 
     def __init__(self, folder: Path) -> None:
         self.messages = folder / MESSAGES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import ipaddress
 import logging
 import os
 import shutil
@@ -11,7 +12,7 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from fedspan.errors import FedspanError
 from fedspan.processes import end_with_parent, hold_folder
 from fedspan.transports.http.admissions import end_admissions, read_admissions
 from fedspan.transports.http.app import Server
-from fedspan.transports.http.connections import BoundedProtocol, BoundedSocket
+from fedspan.transports.http.connections import CONNECTIONS, BoundedProtocol, BoundedSocket, ConnectionLimits
 from fedspan.transports.http.identities import fingerprint_order_key, load_order_key
 from fedspan.transports.http.keys import CERTIFICATE, KEY
 from fedspan.transports.http.limits import RequestLimits
@@ -32,14 +33,13 @@ from fedspan.transports.http.store import Store
 if TYPE_CHECKING:
     import uvicorn
 
-__all__ = ["bind", "create_server", "main", "supervise"]
-
 
 def main() -> None:
     """Serve nodes and the operator, as long as ``supervise`` has the other end of standard input."""
     end_with_parent(partial(os.read, 0, 1))
     folder, host = Path(sys.argv[1]), sys.argv[2]
     link, limits = read_link(folder), RequestLimits(reconnect=float(sys.argv[3]))
+    CONNECTIONS.limits = ConnectionLimits(proxies=tuple(sys.argv[4:]))
     _allow_connections()
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.INFO)
     with hold_folder(folder, _SERVING, "--folder"), closing(Store(folder)) as store:
@@ -51,12 +51,6 @@ def create_server(
     link: ServerLink, store: Store, limits: RequestLimits, protocol: type[BoundedProtocol] = BoundedProtocol
 ) -> uvicorn.Server:
     """Return a server that is not started.
-
-    Args:
-        link: Its connection data.
-        store: Its orders.
-        limits: Limits on requests.
-        protocol: Its connections.
 
     Raises:
         FedspanError: If its secret is damaged, or its order key is missing.
@@ -131,6 +125,7 @@ def supervise(
     stop: Event,
     on_ready: Callable[[], None],
     reconnect: float = RequestLimits.reconnect,
+    proxies: Sequence[str] = (),
 ) -> None:
     """Run a serving process until ``stop`` is set, and restart it when it ends by itself.
 
@@ -141,22 +136,28 @@ def supervise(
         stop: Event that ends the function when set.
         on_ready: Called once, when the serving process is reachable for the first time.
         reconnect: Seconds for which an order waits for a node that is offline, unless the node was stopped.
+        proxies: Addresses of reverse proxies in front of the server.
 
     Raises:
-        FedspanError: If the server does not start, another server works in the folder, or another process listens on
-            its port.
+        FedspanError: If an address is none, the server does not start, another server works in the folder, or another
+            process listens on its port.
     """
+    for address in proxies:
+        try:
+            ipaddress.ip_address(address)
+        except ValueError:
+            raise FedspanError("--proxy", address, "an IP address") from None
     with hold_folder(folder, "server", "--folder"):
         with hold_folder(folder, _SERVING, "--folder"):  # the serving process that a killed server left has ended
             _require_free(host, int(link.address.rpartition(":")[2]))
         write_link(link)  # a start that was refused may have written its own since the folder was prepared
-        _supervise(folder, link, host, stop, on_ready, reconnect)
+        command = [sys.executable, "-m", "fedspan.transports.http.supervision", str(folder), host, str(reconnect)]
+        _supervise(folder, link, [*command, *proxies], stop, on_ready)
 
 
 def _supervise(
-    folder: Path, link: ServerLink, host: str, stop: Event, on_ready: Callable[[], None], reconnect: float
+    folder: Path, link: ServerLink, command: Sequence[str], stop: Event, on_ready: Callable[[], None]
 ) -> None:
-    command = [sys.executable, "-m", "fedspan.transports.http.supervision", str(folder), host, str(reconnect)]
     first = True
     while not stop.is_set():
         with (

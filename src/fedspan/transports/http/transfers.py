@@ -8,8 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Lock
 
-__all__ = ["Bandwidth", "Pacer", "TransferProgress"]
-
 _FIRST_SHOWN, _SHOWN_EVERY = 3.0, 5.0
 """Seconds after which a transfer's progress is logged: for the first time, and then again."""
 log = logging.getLogger("fedspan.node")
@@ -59,33 +57,17 @@ class TransferProgress:
     """
 
     def __init__(self, subject: str, on_progress: Callable[[], None] = lambda: None) -> None:
-        self.subject, self._on_progress = subject, on_progress
-        self.total = self.done = 0
-        self._shown_at = float("inf")
+        self._subject, self._on_progress = subject, on_progress
+        self._total, self._shown_at = 0, float("inf")
 
-    def begin(self, total: int, done: int = 0) -> None:
-        """Begin with a message.
-
-        Args:
-            total: Size of the message, in bytes; 0: unknown.
-            done: Bytes that were transferred before.
-        """
-        self.total, self.done = total, done
-        self._shown_at = time.monotonic() + _FIRST_SHOWN - _SHOWN_EVERY
+    def begin(self, total: int) -> None:
+        """Begin with a message of some bytes."""
+        self._total, self._shown_at = total, time.monotonic() + _FIRST_SHOWN - _SHOWN_EVERY
 
     def show(self, current: int) -> None:
-        """Report progress, and log it if it is time.
-
-        Args:
-            current: Bytes of the body at hand, beside those that are done.
-        """
+        """Report how many bytes have been transferred, and log it if it is time."""
         self._on_progress()
         now = time.monotonic()
-        if now - self._shown_at < _SHOWN_EVERY:
-            return
-        self._shown_at = now
-        done = (self.done + current) / 1e6
-        if self.total:
-            log.info("%s: %.1f of %.1f MB", self.subject, min(done, self.total / 1e6), self.total / 1e6)
-        else:
-            log.info("%s: %.1f MB", self.subject, done)
+        if now - self._shown_at >= _SHOWN_EVERY:
+            self._shown_at = now
+            log.info("%s: %.1f of %.1f MB", self._subject, current / 1e6, self._total / 1e6)

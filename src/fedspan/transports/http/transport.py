@@ -9,11 +9,17 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from fedspan.federation.protocol import Envelope
 from fedspan.federation.transport import AsynchronousTransport, OnReply, Orders
-from fedspan.transports.http.deliveries import BATCH, Bodies, Delivery, PendingMessage, read_reply, send_envelopes
+from fedspan.transports.http.deliveries import (
+    BATCH,
+    Arrival,
+    Bodies,
+    Delivery,
+    PendingMessage,
+    claim_reply,
+    send_envelopes,
+)
 from fedspan.transports.http.link import RunLink, Taken
 from fedspan.transports.http.signing import OrderSigner, UnsignedSigner
-
-__all__ = ["Invitations", "ServerTransport", "invite"]
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +54,7 @@ class ServerTransport(AsynchronousTransport):
         self.link, self.nodes, self.reconnect_timeout = link, nodes, reconnect_timeout
         self.signer, self.revoked = signer or UnsignedSigner(), revoked
         self._open = list[Delivery]()
-        self._arrived = deque[tuple[str, Envelope | str]]()
+        self._arrived = deque[tuple[str, str | Arrival[str]]]()
         self._overdue = set[str]()
 
     def exchange(self, orders: Orders, on_reply: OnReply, seconds: float, *, wait_for_offline: bool = False) -> None:
@@ -82,14 +88,17 @@ class ServerTransport(AsynchronousTransport):
             if not self._arrived and self._open:
                 time.sleep(max(0.0, polled + pause - time.monotonic()))  # the server may have waited itself
                 pause = min(2 * pause, _POLL[1])
-        return self._arrived.popleft()
+        id, answer = self._arrived.popleft()
+        return id, answer if isinstance(answer, str) else self._read(answer)
 
     def retain_orders(self, ids: Collection[str]) -> frozenset[str]:
         """``AsynchronousTransport.retain_orders``."""
         for delivery in self._open:
             delivery.retain(ids)
         self._open = [delivery for delivery in self._open if not delivery.is_done]
-        self._arrived = deque((id, reply) for id, reply in self._arrived if id in ids)
+        unread = [answer for id, answer in self._arrived if id not in ids and isinstance(answer, Arrival)]
+        self._arrived = deque((id, answer) for id, answer in self._arrived if id in ids)
+        self.link.cancel([arrival.taken.order for arrival in unread])
         return frozenset((*self._list_open(), *(id for id, _ in self._arrived)))
 
     def list_training(self) -> frozenset[str]:
@@ -147,29 +156,28 @@ class ServerTransport(AsynchronousTransport):
         self._open = [delivery for delivery in self._open if not delivery.is_done]
 
     def _pull(self, delivery: Delivery | None) -> Iterator[tuple[str, Envelope | str]]:
-        """Fetch the available replies; yield those of an exchange, and hold those to open orders."""
+        """Yield the available replies of an exchange; those to open orders wait, and are read when they are used."""
         deliveries = [*self._open, *(() if delivery is None else (delivery,))]
         ids = sorted(id for waiting in deliveries for id in waiting.pending)
         own = list[Taken]()
-        for message in self.link.take_replies(ids) if ids else ():
-            replies = (waiting.receive(message) for waiting in self._open)
-            received = next((reply for reply in replies if reply is not None), None)
-            if received is None:
-                own.append(message)
-                continue
-            self._arrived.append(received)
-            self._record_answer(received)
-        for message in own:
-            received = None if delivery is None else delivery.receive(message)
-            if received is not None:
-                self._record_answer(received)
-                yield received
+        for taken in self.link.take_replies(ids) if ids else ():
+            claims = (waiting.claim(taken) for waiting in self._open)
+            arrival = next((claimed for claimed in claims if claimed is not None), None)
+            if arrival is None:
+                own.append(taken)
+            else:
+                self._arrived.append((arrival.sent.to, arrival))
+        for taken in own:
+            arrival = None if delivery is None else delivery.claim(taken)
+            if arrival is not None:
+                yield arrival.sent.to, self._read(arrival)
 
-    def _record_answer(self, received: tuple[str, Envelope | str]) -> None:
-        """Record that a client has answered, so it does not train for an order that was closed before."""
-        id, reply = received
+    def _read(self, arrival: Arrival[str]) -> Envelope | str:
+        """Read a reply: its client does not train any more for an order that was closed before."""
+        reply = arrival.read()
         if isinstance(reply, Envelope):
-            self._overdue.discard(id)
+            self._overdue.discard(arrival.sent.to)
+        return reply
 
 
 class Invitations:
@@ -235,8 +243,8 @@ class Invitations:
             seconds: Seconds to wait for the first reply.
         """
         for taken in self._link.take_replies(list(self._pending), seconds) if self._pending else ():
-            if (received := read_reply(taken, self._signer, self._pending)) is not None:
-                yield received
+            if (arrival := claim_reply(taken, self._signer, self._pending)) is not None:
+                yield arrival.sent.to, arrival.read()
 
     def close(self) -> None:
         """Give up the invitations without a reply."""
@@ -251,18 +259,7 @@ def invite(
     signer: OrderSigner | None = None,
     undecided: set[int] | None = None,
 ) -> Iterator[tuple[int, Envelope | str]]:
-    """Send an envelope to all current and newly connecting nodes until time is up or the caller stops iterating.
-
-    Args:
-        link: The server.
-        envelope: The invitation.
-        seconds: Seconds to wait.
-        signer: Seals the invitation and opens replies; None: without keys.
-        undecided: Nodes that are invited again some seconds later. The caller adds nodes that have not decided yet.
-
-    Returns:
-        Node ids with their replies, or with the reason for a missing reply in plain text.
-    """
+    """Invite nodes (``Invitations``) until time is up or the caller stops iterating; yield what they reply."""
     deadline = time.monotonic() + seconds
     invitations = Invitations(link, envelope, signer, undecided)
     try:

@@ -1,4 +1,4 @@
-"""What travels between a node and its server: paths, headers, and the form of a message.
+"""The protocol of a node and its server: paths, headers, and the form of a message.
 
 A message is one byte string: its version, the length of its head, the head, and the body. The head is sealed to the
 receiver's key (``signing``) and holds the key of the body, so that one body serves many receivers: it is encrypted once
@@ -11,20 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from typing import NamedTuple
-
-__all__ = [
-    "CHUNK",
-    "KEPT_ALIVE",
-    "POLL_SECONDS",
-    "PROTOCOLS",
-    "NodeWork",
-    "join_message",
-    "pack",
-    "parse_range",
-    "parse_work",
-    "split_message",
-    "unpack",
-]
 
 KEPT_ALIVE = 60.0
 """Seconds for which an idle connection is kept: longer than heartbeats are apart."""

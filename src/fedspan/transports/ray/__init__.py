@@ -11,18 +11,12 @@ import os
 
 from fedspan.errors import FedspanError, build_install_command
 
-__all__ = ["require_ray"]
-
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # or Ray warns; workers without GPUs use none anyway
 
 
 def require_ray() -> None:
-    """Check that Ray is installed.
-
-    Raises:
-        FedspanError: If Ray is missing.
-    """
+    """Check that Ray is installed."""
     if importlib.util.find_spec("ray") is None:
         raise FedspanError(
             "ray", None, problem=f"the config's cluster needs this package. Run: {build_install_command('cluster')}"

@@ -1,4 +1,4 @@
-"""What is used of Ray's private names: a token for one local Ray, set after Ray was imported.
+"""The uses of Ray's private names: a token for one local Ray, set after Ray was imported.
 
 Ray reads its authentication mode and token when it is imported. Here they are read again, so that a process can run a
 Ray of its own behind a token and later connect to a cluster that has another one, or none.
@@ -13,8 +13,6 @@ from contextlib import contextmanager
 
 import ray
 from ray._raylet import AuthenticationTokenLoader, Config  # pyright: ignore[reportAttributeAccessIssue]
-
-__all__ = ["own_token"]
 
 _MODE, _TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
 

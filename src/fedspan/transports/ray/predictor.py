@@ -15,12 +15,9 @@ from fedspan.core.values import Job
 from fedspan.errors import FedspanError
 from fedspan.tasks.task import Examples
 from fedspan.training.batched import BatchedEngine
-from fedspan.training.batching import split_evaluation_batches
+from fedspan.training.batching import ModelInputs, split_evaluation_batches, split_job_windows, split_windows
 from fedspan.training.engine import Engine
-from fedspan.training.stacked_prediction import ModelInputs, split_job_windows, split_windows
 from fedspan.transports.ray.team import Piece, Team, WorkerHandle
-
-__all__ = ["ClusterPredictor"]
 
 _PIECES = 4
 """Pieces of each worker, so that a fast worker can take work from a slow one."""
@@ -48,19 +45,11 @@ class ClusterPredictor:
     def predict(
         self, job: Job, examples: Examples, indices: np.ndarray, batch_size: int, *, generate: bool = False
     ) -> Tensor:
-        """``Predictor.predict``.
-
-        Raises:
-            FedspanError: If workers die too often.
-        """
+        """``Predictor.predict``."""
         return self._predict_batches([job], examples, indices, batch_size, generate=generate)[0]
 
     def predict_each(self, models: Iterable[ModelInputs], examples: Examples, batch_size: int) -> Iterator[Tensor]:
-        """``Predictor.predict_each``: the models that could share a pass on the driver are predicted by one worker.
-
-        Raises:
-            FedspanError: If workers die too often.
-        """
+        """``Predictor.predict_each``: the models that could share a pass on the driver are predicted by one worker."""
         plan = self.engine.stacking if isinstance(self.engine, BatchedEngine) else None
         threads = 1 if plan is None else plan.workers
         parts = list[Sequence[np.ndarray]]()  # of each model that was requested
@@ -88,11 +77,7 @@ class ClusterPredictor:
     def predict_shared_examples(
         self, jobs: Iterable[Job], examples: Examples, indices: np.ndarray, batch_size: int
     ) -> Iterator[Tensor]:
-        """``Predictor.predict_shared_examples``: a worker predicts whole batches, with models that could share passes.
-
-        Raises:
-            FedspanError: If workers die too often.
-        """
+        """``Predictor.predict_shared_examples``: a worker predicts whole batches, with models that may share passes."""
         models = 1
         if isinstance(self.engine, BatchedEngine):
             plan = self.engine.get_prediction_plan()

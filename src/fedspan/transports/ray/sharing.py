@@ -6,8 +6,6 @@ from collections.abc import Generator, Hashable
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
-__all__ = ["enter_shared_or_new", "share_teams"]
-
 _shared: tuple[ExitStack, dict[Hashable, Any]] | None = None
 
 

@@ -22,8 +22,6 @@ from fedspan.transports.ray.adapter import own_token
 from fedspan.transports.ray.sharing import enter_shared_or_new
 from fedspan.transports.ray.worker import BaseVersion, ClusterWorker
 
-__all__ = ["MAX_LOSSES", "Piece", "Queues", "Resources", "Team", "WorkerHandle", "open_team"]
-
 T = TypeVar("T")
 
 MAX_LOSSES = 2
@@ -106,11 +104,7 @@ def open_team(resources: Resources) -> AbstractContextManager[Team]:
 
 
 class WorkerHandle:
-    """A worker, as the driver sees it.
-
-    Args:
-        actor: The actor.
-    """
+    """A worker, as the driver sees it."""
 
     def __init__(self, actor: Any) -> None:
         self.actor = actor
@@ -142,9 +136,6 @@ class Piece(Generic[T]):
 
 class Team:
     """The workers of a run.
-
-    Args:
-        resources: Number and size of the workers.
 
     Raises:
         FedspanError: If the workers do not start in time.

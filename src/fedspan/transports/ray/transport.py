@@ -24,8 +24,6 @@ from fedspan.transports.in_process import InProcess
 from fedspan.transports.ray.team import Piece, Team, WorkerHandle
 from fedspan.transports.ray.worker import Outcome, StackedOrder
 
-__all__ = ["ClusterTransport", "cut_stacks"]
-
 _RETAINED = 8
 """Number of messages that stay in the object store for the next clients, such as one for each rank."""
 
@@ -141,9 +139,6 @@ class ClusterTransport(InProcess):
         """Have each worker cache the hidden states of clients that are new to it, as a step with its own progress.
 
         A worker that takes a stack from another one computes what it lacks while it trains.
-
-        Args:
-            queues: The stacks of each worker.
         """
         if self._has_cache is None:
             answers = list[bool]()

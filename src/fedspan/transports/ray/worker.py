@@ -31,8 +31,6 @@ from fedspan.training.stacking import StackingPlan
 if TYPE_CHECKING:
     from fedspan.clients.secagg_store import Session
 
-__all__ = ["BaseVersion", "ClusterWorker", "Outcome", "StackedOrder"]
-
 
 @dataclass(frozen=True)
 class BaseVersion:
@@ -86,11 +84,7 @@ class Outcome:
 
 
 class ClusterWorker:
-    """Carries out orders on a host of its own.
-
-    Args:
-        threads: Number of torch's threads.
-    """
+    """Carries out orders on a host of its own."""
 
     def __init__(self, threads: int) -> None:
         torch.set_num_threads(threads)
@@ -157,9 +151,6 @@ class ClusterWorker:
 
         Returns:
             The replies.
-
-        Raises:
-            FedspanError: If ``Host.train`` or ``Host.answer`` raises it.
         """
         host = self._get_host()
         self._set_base(host, version, patch)
