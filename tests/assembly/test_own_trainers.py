@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,7 @@ def finished(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 def test_the_report_has_the_trainers_own_evaluation(finished: Path) -> None:
     report = fedspan.read_report(finished)
     assert report.rounds == 2
-    assert report.scores["validation"]["loss"] > 0
+    assert 0 < report.scores["validation"]["loss"] < report.start["validation"]["loss"]
     rows = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
     assert [row["cohort"] for row in rows] == [list(OWNERS)] * 2
     assert rows[1]["loss"] < rows[0]["loss"]
@@ -662,11 +662,16 @@ def test_a_plain_loop_may_accumulate_a_step_over_several_epochs(tiny_folder: Pat
 
 
 def test_an_evaluation_that_fails_is_reported_with_client_and_round(tiny_folder: Path, tmp_path: Path) -> None:
-    def evaluate() -> dict[str, float]:
-        raise ValueError("no such column")
+    for good, when in ((0, "before the first round"), (1, "after round 1")):
+        calls = iter([{"loss": 1.0}] * good)
 
-    trainer = plain_loop(tiny_folder, 4, evaluate=evaluate, validation_examples=3)
-    assert "evaluation of client east failed after round 1" in refusal(tiny_folder, tmp_path, trainer)
+        def evaluate(calls: Iterator[dict[str, float]] = calls) -> dict[str, float]:
+            if (scores := next(calls, None)) is None:
+                raise ValueError("no such column")
+            return scores
+
+        trainer = plain_loop(tiny_folder, 4, evaluate=evaluate, validation_examples=3)
+        assert f"evaluation of client east failed {when}" in refusal(tiny_folder, tmp_path / str(good), trainer)
 
 
 def test_a_plain_loop_trains_on_a_quantized_base(decoders: Path, tmp_path: Path) -> None:

@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import peft
 import pytest
 import yaml
 from click.testing import Result
 from rich.console import Console
+from safetensors.numpy import save_file
 
 import fedspan
 from fedspan.cli.live_run import find_unused_folder
@@ -30,6 +32,10 @@ def test_run_shows_every_round_and_closes_with_the_comparison(finished: Path) ->
     for shown in ("fedit", "local-only", "centralized", "held-out", "client tests", "worst client"):
         assert shown in screen
     assert f"{100 * report['scores']['test']['accuracy']:.1f}%" in screen
+    assert "head_init" not in report["start"]  # its head is random
+    starts = [line for line in screen.splitlines() if line.strip().startswith("start ")]
+    assert len(starts) == 2  # in the table of rounds and in the comparison
+    assert all(f"{100 * report['start']['test']['accuracy']:.1f}%" in line for line in starts)
     assert str(finished / "adapter") in screen.replace("\n", "")
     assert "kB down" in screen
     for row in report["examples"]:
@@ -100,10 +106,10 @@ def test_a_language_model_closes_with_prompts_and_answers(call: Call, decoders: 
 TEST: Mapping[str, Any] = {"accuracy": 0.75, "worst": {"client": "north", "accuracy": 0.5}}
 
 
-def read_screen(scores: Mapping[str, Any]) -> list[str]:
+def read_screen(scores: Mapping[str, Any], folder: Path = Path("runs/first")) -> list[str]:
     report = RunReport("FedIT", "sequence-classification", "accuracy", 3, 2, scores, {}, {"down": 0, "up": 0}, 1.0)
     out = io.StringIO()
-    show_report(Console(file=out, width=80), report, Path("runs/first"))
+    show_report(Console(file=out, width=100), report, folder)
     return [line.strip() for line in out.getvalue().splitlines() if line.strip()]
 
 
@@ -119,6 +125,19 @@ def test_scores_are_of_tests_or_of_validation(scores: Mapping[str, Any], columns
     lines = read_screen(scores)
     assert lines[0].split() == columns
     assert next(line for line in lines if line.startswith("FedIT")).split()[1:] == cells
+
+
+def test_a_result_below_the_majority_class_is_the_first_sentence(tmp_path: Path) -> None:
+    predictions = {"targets": np.array([0, 0, 0, 1], np.int32), "predicted": np.array([[1, 0, 0, 0]], np.int32)}
+    metadata = {"fedspan": json.dumps({"labels": ["a", "b"], "examples": "one"})}
+    (tmp_path / "predictions").mkdir()
+    save_file(predictions, tmp_path / "predictions" / "result.safetensors", metadata)
+    first = "The result is below the majority class: it is worse than always predicting one label."
+    for accuracy in (0.5, 0.75):
+        lines = read_screen({"test": {"accuracy": accuracy}}, tmp_path)
+        sentences = [line for line in lines if line.endswith(".") and "majority" in line.lower()]
+        assert (sentences[0] == first) == (accuracy < 0.75)
+        assert sentences[-1] == "Majority class: 75.0 % of the held-out examples have the most frequent label."
 
 
 def test_without_scores_there_is_a_sentence_and_no_table() -> None:

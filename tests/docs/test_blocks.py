@@ -246,7 +246,7 @@ def test_a_page_runs_from_its_first_block_to_its_last(
 @pytest.mark.slow  # a minute
 def test_the_demo_prints_what_the_readme_shows(tmp_path: Path) -> None:
     texts = [block.text for block in blocks_of(FRONT) if block.language == "text"]
-    (shown,) = [text.splitlines() for text in texts if "local only" in text]
+    (shown,) = [text.splitlines() for text in texts if "local-only" in text]
     environment = {**os.environ, "COLUMNS": "80", "TERM": "dumb"}
     command = [sys.executable, "-m", "fedspan", "demo"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)

@@ -14,6 +14,7 @@ import pytest
 import fedspan
 from fedspan import CompareReport, FedspanError, Watcher, load_config
 from fedspan.experiments.comparison import CompareRow, plan_comparison
+from fedspan.experiments.figures import draw_comparison, write_figure
 from fedspan.experiments.intervals import Difference
 from fedspan.experiments.series import Step
 from fedspan.runs.integrity import read_config
@@ -102,8 +103,7 @@ def test_the_table_is_that_of_the_reports(made: tuple[Path, CompareReport, Recor
         for method in METHODS
     }
     scores = {method: [made["scores"] for made in reports[method]] for method in METHODS}
-    if "test" in reports["fedit"][0]["start"]:
-        scores["start"] = [made["start"] for made in reports["fedit"]]
+    scores["start"] = [made["start"] for made in reports["fedit"]]
     for name in ("local-only", "centralized"):
         scores[name] = [made["baselines"][name]["scores"] for made in reports["fedit"]]
     assert [row.name for row in report.rows] == list(scores)
@@ -145,6 +145,28 @@ def test_the_table_is_that_of_the_reports(made: tuple[Path, CompareReport, Recor
     assert f"{100 * first.mean:.1f} ± {100 * first.deviation:.1f}" in page
     for said in ("Command: `", "Date: 20", "Machine: ", "torch ", "fedspan ", "higher is better", "| seed 4 |"):
         assert said in page
+
+
+def test_the_figure_has_the_scores_of_the_rounds(
+    made: tuple[Path, CompareReport, RecordingWatcher], tiny_folder: Path
+) -> None:
+    folder, report, _ = made
+    plan = plan_comparison(asked(tiny_folder)["config"], METHODS, SEEDS, {}, None)
+    figure = draw_comparison(plan, report)
+    by_round, by_bytes = ({line.get_label(): line.get_xydata() for line in axes.lines} for axes in figure.axes)
+    assert list(by_round) == list(by_bytes) == [*METHODS, "local-only", "centralized"]
+    for method in METHODS:
+        logs = [(folder / f"{method}-seed{seed}" / "metrics.jsonl").read_text().splitlines() for seed in SEEDS]
+        rows = [[row for line in log if (row := json.loads(line))["round"]] for log in logs]
+        means = [100 * (a["test"]["accuracy"] + b["test"]["accuracy"]) / 2 for a, b in zip(*rows, strict=True)]
+        assert by_round[method] == pytest.approx(np.column_stack([[1, 2], means]))
+        sent = [sum(sum(row["bytes"].values()) for row in pair) / 2e6 for pair in zip(*rows, strict=True)]
+        assert by_bytes[method] == pytest.approx(np.column_stack([sent, means]))
+    assert set(by_round["centralized"][:, 1]) == {100 * report.rows[-1].mean}
+    content = (folder / "figure.pdf").read_bytes()
+    assert content.startswith(b"%PDF")
+    write_figure(plan, report, folder / "figure.pdf")
+    assert (folder / "figure.pdf").read_bytes() == content
 
 
 def test_another_reference_reruns_nothing(made: tuple[Path, CompareReport, RecordingWatcher], tmp_path: Path) -> None:
@@ -214,8 +236,9 @@ def test_without_a_test_set_the_clients_own_are_compared(tiny_folder: Path, tmp_
     )
     report = fedspan.compare(values, tmp_path / "made", ["fedit", "flora"], [0])
     assert (report.metric, report.measured, report.higher) == ("loss", "clients", False)
-    scores = [read_report(tmp_path / "made" / f"{key}-seed0").scores["clients"]["loss"] for key in ("fedit", "flora")]
-    assert [row.mean for row in report.rows] == scores
+    reports = [read_report(tmp_path / "made" / f"{key}-seed0") for key in ("fedit", "flora")]
+    scores = [made["clients"]["loss"] for made in (reports[0].scores, reports[1].scores, reports[0].start)]
+    assert [(row.name, row.mean) for row in report.rows] == list(zip(("fedit", "flora", "start"), scores, strict=True))
     assert report.rows[1].difference == Difference(scores[1] - scores[0], note="one seed: no interval")
     assert report.build_table().best is None
     assert "lower is better" in (tmp_path / "made" / "table.md").read_text()
@@ -231,7 +254,7 @@ def test_a_row_may_be_a_method_with_wrappers(tiny_folder: Path, tmp_path: Path) 
         [0],
         overrides_for={"fedit+fedadam": ["method.wrappers.1.lr=0.07"]},
     )
-    assert [row.name for row in report.rows] == rows
+    assert [row.name for row in report.rows] == [*rows, "start"]
     stored = [load_config(tmp_path / "out" / f"{row}-seed0" / "config.yaml").method for row in rows]
     assert [method.title for method in stored] == ["fedit+fedprox", "fedit+fedprox+fedadam"]
     assert stored[1].wrappers[0].options == {"mu": 0.3}

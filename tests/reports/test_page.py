@@ -18,6 +18,7 @@ from helpers import tiny
 
 pytest.importorskip("plotly", reason="the extra fedspan[report] is not installed")
 
+from fedspan.experiments.tables import compute_majority
 from fedspan.reports import charts, matrices
 from fedspan.reports.groups import RunGroup, group_runs, list_distinguishing_settings, summarize_curve
 from fedspan.reports.page import PageContent, render_page
@@ -223,7 +224,9 @@ def test_the_table_tells_held_out_scores_from_those_of_the_clients_own_tests(ser
         (("clients",), ("accuracy on the clients&#x27; own tests", "worst client there"), ("80.0 %", "50.0 % (north)")),
         (("test",), ("held-out accuracy",), ("60.0 %",)),
     ):
-        changed = replace(run, report=replace(run.report, scores={part: both[part] for part in parts}), rows=())
+        changed = replace(
+            run, report=replace(run.report, scores={part: both[part] for part in parts}, start={}), rows=()
+        )
         text = render_page(group_runs([changed]), PageContent(), "title", "version")
         head = "".join(f"<th>{name}</th>" for name in ("run", "seed", *heads, "best round"))
         assert head in text
@@ -250,12 +253,15 @@ def test_the_verdict_is_computed(series: Path) -> None:
     assert "It is not measurably different from ffa-lora (+0.5, " in close
     alone = " ".join(write_sentences(group_runs(with_scores(runs[:1], {"fedit": [0.8], "ffa-lora": [0.7]}))))
     assert "The accuracy of fedit is 80.0 % (one seed), at the best of 3 rounds by validation." in alone
-    assert "Before the first round" not in alone
+    assert "Before the first round it was" in alone  # its head is random
     (last,) = with_scores(runs[:1], {"fedit": [0.8]})
     last = replace(last, report=replace(last.report, selected=False))
     assert "The accuracy of fedit is 80.0 % (one seed), after 3 rounds." in " ".join(
         write_sentences(group_runs([last]))
     )
+    majority = compute_majority("accuracy", runs[0].read_items())
+    low = write_sentences(group_runs(with_scores(runs[:1], {"fedit": [majority - 0.01]})))[0]
+    assert f"{100 * majority - 1:.1f} %, below the majority class ({100 * majority:.1f} %) (one seed)" in low
     failing = with_scores(runs[:1], {"fedit": [0.8]})
     failures = {"north": {"count": 3}, "west": {"count": 1}}
     failing = (replace(failing[0], report=replace(failing[0].report, failures=failures)),)

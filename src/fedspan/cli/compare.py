@@ -96,7 +96,8 @@ def compare(
     report = _run_with_view("compare", folder, as_json, validate, run)
     _show(report, report.build_table(), as_json)
     if not as_json:
-        typer.echo(f"table {folder / 'table.md'}, {folder / 'table.csv'}")
+        typer.echo(f"table {folder / 'table.md'}, {folder / 'table.csv'}, {folder / 'table.tex'}")
+        typer.echo(f"figure {folder / 'figure.pdf'}")
 
 
 @register_command(

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from fedspan.cli.formatting import create_table, format_duration, shorten
 from fedspan.experiments.intervals import compare_clients, estimate_difference
-from fedspan.experiments.tables import describe_extension, describe_majority
+from fedspan.experiments.tables import compute_majority, describe_extension, describe_majority
 from fedspan.models.names import get_architecture, resolve_model
 from fedspan.progress.formatting import format_score, format_size
 from fedspan.runs.predictions import Items, read_items
@@ -42,7 +42,10 @@ def show_report(out: Console, report: RunReport, folder: Path) -> None:
     table = _make_score_table(report)
     out.print(Text(_NO_SCORES, "dim") if table is None else table)
     items = read_items(folder)
+    majority, reached = compute_majority(report.metric, items), (report.scores.get("test") or {}).get(report.metric)
+    is_useless = majority is not None and reached is not None and reached < majority
     sentences = (
+        "The result is below the majority class: it is worse than always predicting one label." if is_useless else "",
         _describe_gain(report, folder, items),
         describe_majority(report.metric, items),
         describe_extension(report, folder),
@@ -126,7 +129,7 @@ def _make_score_table(report: RunReport) -> Table | None:
     )
     rows = {
         report.method: report.scores,
-        **({"start": report.start} if report.start.get("head_init", "random") != "random" else {}),
+        **({"start": report.start} if report.start.keys() & {"test", "clients", "validation"} else {}),
         **{name: baseline["scores"] for name, baseline in report.baselines.items()},
     }
     has_worst = any((scores.get("test") or {}).get("worst") for scores in rows.values())  # of personal models
@@ -195,9 +198,9 @@ def _join(parts: Sequence[str]) -> str:
 
 def _describe_start(report: RunReport) -> str:
     """Describe the initialization of the heads in the table."""
-    if not report.start:
+    kind = report.start.get("head_init")
+    if kind is None:
         return ""
-    kind = report.start["head_init"]
     if kind == "random":
         return f"The head was initialized at random, because too few clients sent statistics: {report.start['reason']}."
     whose = {

@@ -10,6 +10,7 @@ from typing import Any
 from fedspan.config import ConfigLike, to_plain_values
 from fedspan.experiments.comparison import CompareReport, build_report, get_heldout_score, plan_comparison
 from fedspan.experiments.execution import format_command_line, open_series, read_settings, run_step
+from fedspan.experiments.figures import write_figure
 from fedspan.experiments.series_bar import open_watcher
 from fedspan.experiments.tables import write_tables
 from fedspan.experiments.watcher import Watcher
@@ -48,7 +49,7 @@ def compare(
         config: The path of a YAML file, its content as plain values, or a ``RunConfig``. The ``method`` section may
             hold options that only some of the methods have. The config's baselines are trained once for each seed,
             in the runs of the first method.
-        folder: Folder of the runs, ``table.csv`` and ``table.md``; empty, not yet existing, or of this comparison.
+        folder: Folder of the runs, the tables and the figure; empty, not yet existing, or of this comparison.
         methods: Registry keys of the methods.
         seeds: Seeds of every method. ``partition.seed`` is the first of them unless the config sets it.
         overrides: Changes to the config, each ``section.field=value``.
@@ -118,4 +119,5 @@ def _run(settings: Mapping[str, Any], folder: Path, watcher: Watcher) -> Compare
     write_tables(
         folder, title, report.build_table(), report.to_rows(), settings["command"], names, report.tabulate_seeds()
     )
+    write_figure(plan, report, folder / "figure.pdf")
     return report

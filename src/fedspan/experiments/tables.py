@@ -171,11 +171,18 @@ def _describe_environment(environment: Mapping[str, Any]) -> str:
     return f"{', '.join(machine)}, threads {environment.get('threads')}; {', '.join(versions)}"
 
 
+def compute_majority(metric: str, items: Items | None) -> float | None:
+    """Return the accuracy of always predicting the most frequent class; None for other metrics."""
+    if metric != "accuracy" or items is None:
+        return None
+    return float(np.bincount(items.targets).max() / len(items.targets))
+
+
 def describe_majority(metric: str, items: Items | None) -> str:
     """Describe the accuracy of always predicting the most frequent class; empty for other metrics."""
-    if metric != "accuracy" or items is None:
+    share = compute_majority(metric, items)
+    if share is None:
         return ""
-    share = np.bincount(items.targets).max() / len(items.targets)
     return f"Majority class: {100 * share:.1f} % of the held-out examples have the most frequent label."
 
 

@@ -80,9 +80,6 @@ class Evaluator:
         predictor: Predicts with the models; None: the federation's engine.
     """
 
-    is_local = True
-    """Whether this process evaluates the models, so that an evaluation sends no messages."""
-
     def __init__(
         self, federation: Federation, batch_size: int, clients: int | None = None, predictor: Predictor | None = None
     ) -> None:

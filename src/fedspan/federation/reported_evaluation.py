@@ -35,8 +35,6 @@ class ReportedEvaluator(Evaluator):
         clients: Number of clients to evaluate; None: all.
     """
 
-    is_local = False
-
     def __init__(self, federation: Federation, batch_size: int, clients: int | None = None) -> None:
         super().__init__(federation, batch_size, clients)
         self._absences = EvaluationAbsences()

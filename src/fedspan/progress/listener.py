@@ -29,6 +29,9 @@ class Listener:
         It is called after every batch, also from the threads that train, and must return quickly.
         """
 
+    def on_start_scores(self, scores: Mapping[str, Any]) -> None:
+        """Handle the scores of the model as loaded; those of a head from statistics are the row of round 0."""
+
     def on_round_start(self, round: int) -> None:
         """Handle the start of a round; rounds count from 1."""
 

@@ -85,6 +85,10 @@ class RunView(ProgressBar):
             self._since = now
         super().on_stage_change(stage)
 
+    def on_start_scores(self, scores: Mapping[str, Any]) -> None:
+        seconds = self._clock() - self._began
+        self._print(self._render_row({"round": 0, **scores, "bytes": {"down": 0, "up": 0}, "seconds": seconds}))
+
     def on_round_finish(self, row: Mapping[str, Any]) -> None:
         super().on_round_finish(row)
         once = [

@@ -79,7 +79,10 @@ class RunData:
         """Scores of what the result is compared with, as far as measured: ``start`` and the baselines."""
         baselines = {} if self.report is None else self.report.baselines
         scores: dict[str, Row] = {name: baseline["scores"] for name, baseline in baselines.items()}
-        return {"start": self.rows[0], **scores} if self.rows and self.rows[0]["round"] == 0 else scores
+        start = {} if self.report is None else self.report.start
+        if self.rows and self.rows[0]["round"] == 0:
+            start = self.rows[0]
+        return {"start": start, **scores} if start else scores
 
     def read_items(self, name: str = "result") -> Items | None:
         """Read the predictions of the result, or of one of ``references``, on the held-out examples, if recorded."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from fedspan.experiments.intervals import Difference, estimate_difference, format_gap
-from fedspan.experiments.tables import describe_extension, describe_majority, format_mean
+from fedspan.experiments.tables import compute_majority, describe_extension, describe_majority, format_mean
 from fedspan.progress.formatting import format_size
 from fedspan.reports.groups import RunGroup
 from fedspan.runs.report import STATISTICS_NOTE, format_final_rounds
@@ -53,10 +53,14 @@ def write_notes(groups: Sequence[RunGroup]) -> tuple[str, ...]:
 
 def _describe_best(ranked: Sequence[RunGroup], metric: str) -> str:
     best = ranked[0]
+    majority = compute_majority(metric, best.runs[0].read_items())
     seeds = f" (mean of {len(best.runs)} seeds)" if len(best.runs) > 1 else " (one seed)"
     title = METRICS[metric].title
     first = f"{best.label} has the best {title}," if len(ranked) > 1 else f"The {title} of {best.label} is"
-    return f"{first} {format_score_with_unit(metric, best.mean, best.deviation)}{seeds}, {_describe_rounds(best)}."
+    score = format_score_with_unit(metric, best.mean, best.deviation)
+    if majority is not None and best.mean is not None and best.mean < majority:
+        score += f", below the majority class ({format_score_with_unit(metric, majority)})"
+    return f"{first} {score}{seeds}, {_describe_rounds(best)}."
 
 
 def _describe_rounds(group: RunGroup) -> str:

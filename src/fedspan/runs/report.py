@@ -44,9 +44,9 @@ class RunReport:
         learning_rate: Result of the range test: the chosen ``lr``, the loss at the ``start``, and the ``losses`` of the
             candidates, each with its ``lr``; empty unless ``training.lr`` is ``auto``.
         warnings: Sentences about a result that should not be used as it is: training diverged, or made the model worse.
-        start: Scores before the first round, if the head started from statistics: ``head_init`` (the kind), whether
-            the clients were ``simulated``, and ``validation``, ``clients`` and ``test`` as in a line of metrics. If too
-            few clients sent statistics: ``head_init`` (random) and the ``reason``.
+        start: Scores before the first round, if they were measured: ``validation``, ``clients`` and ``test`` as in a
+            line of metrics. A head from statistics adds its kind (``head_init``) and whether the clients were
+            ``simulated``; one that is random because too few clients sent statistics, ``head_init`` and the ``reason``.
         by_value: Metrics of the exported models, and the number of ``examples``, on the held-out examples of each value
             of ``evaluation.by`` (mean over clients for personal methods); empty without it.
         selected: Whether validation scores selected ``best_round``. They do not without validation parts, or where too

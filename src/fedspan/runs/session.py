@@ -108,9 +108,9 @@ class Session:
         prepared.federation.begin_round(0)
         if prepared.head is None:
             progress = self._begin_at_random()
-            if prepared.evaluator.is_local:
-                self.start_scores, _ = self._evaluate(progress)
-                self.seconds += time.monotonic() - started
+            self.seconds += time.monotonic() - started
+            if self.start_scores:
+                self.listener.on_start_scores(self.start_scores)
             return progress
         try:
             progress = start_head(prepared.federation, prepared.federation.begin(), prepared.head)
@@ -125,17 +125,20 @@ class Session:
             reason = f"{error.problem}"
             self.listener.on_note(f"the head starts at random: {reason}")
             progress = self._begin_at_random()
-            row = {"round": 0, "head_init": "random", "reason": reason}
+            row = {"round": 0, "head_init": "random", "reason": reason, **self.start_scores}
         self.seconds += time.monotonic() - started
         result = RoundResult(progress, transfers=(), cohort=(), lr=0.0, loss=math.nan)
         return self._commit(result, {**row, "seconds": self.seconds})
 
     def _begin_at_random(self) -> Progress:
-        """Return the progress before the first round, with the head as loaded."""
+        """Return the progress before the first round, with the head as loaded; it is rated in simulations."""
         federation = self.prepared.federation
         if isinstance(federation.method, HeadRounds):
             self.listener.on_note(f"rounds 1 to {federation.method.rounds} train the head alone (model.head_rounds)")
-        return begin_at_random(federation)
+        progress = begin_at_random(federation)
+        if self.prepared.partition is not None:  # nodes would need another exchange
+            self.start_scores, _ = self._evaluate(progress)
+        return progress
 
     def _is_finished(self, progress: Progress) -> bool:
         """Check whether all rounds are finished, or something ends the run before its last round."""

@@ -275,7 +275,7 @@ def _finish(session: Session, progress: Progress) -> RunReport:
             *find_limited(read_lines(run_folder.metrics)),
         ),
         by_value=final.by_value,
-        start={key: value for key, value in start.items() if key in _START},
+        start={**session.start_scores, **{key: value for key, value in start.items() if key in _START}},
     )
     with convert_disk_errors(run_folder.path):
         write_cards(prepared, report, run_folder)
