@@ -35,7 +35,7 @@ from fedspan.training.jobs import TrainingSettings
 from fedspan.training.loop import LoopEngine
 from fedspan.transports.in_process import simulate
 
-CLIENTS, WIDTH, RANK, BATCH, STEPS, VALIDATION_SEED = 10, 128, 8, 32, 20, 100
+CLIENTS, WIDTH, RANK, BATCH, VALIDATION_SEED = 10, 128, 8, 32, 100
 MOST_RATES = 5
 GRADIENT = {"adaptive_refreshes": 10**6}
 DEFAULT, NONE = "squared, a seed a round (default)", "no synchronization (FedGaLore-)"
@@ -61,7 +61,7 @@ def divide(labels: np.ndarray, seed: int) -> list[np.ndarray]:
     return [np.flatnonzero(owners == client) for client in range(CLIENTS)]
 
 
-def run(data: Data, reading: str, lr: float, seed: int, rounds: int) -> dict[str, float]:
+def run(data: Data, reading: str, lr: float, seed: int, rounds: int, steps: int) -> dict[str, float]:
     """Train, and return the accuracy in % on validation and test images; chance if the loss is no longer finite."""
     layers = OrderedDict(hidden=nn.Linear(PIXELS, WIDTH, bias=False), out=nn.Linear(WIDTH, CLASSES, bias=False))
     with torch.no_grad():
@@ -71,7 +71,7 @@ def run(data: Data, reading: str, lr: float, seed: int, rounds: int) -> dict[str
     model = nn.Sequential(OrderedDict(hidden=layers["hidden"], relu=nn.ReLU(), out=layers["out"]))
     adapted = AdaptedModel(model, layers, {})
     spec = OptimizerSpec("adamw", lr=lr)
-    training = TrainingSettings(spec, batch_size=BATCH, steps=STEPS, max_grad_norm=0.0, group_by_length=False)
+    training = TrainingSettings(spec, batch_size=BATCH, steps=steps, max_grad_norm=0.0, group_by_length=False)
     name, options = READINGS[reading]
     method = get_method_class(name)(spec=adapted.spec, seed=seed, r=RANK, lora_alpha=2.0 * RANK, **options)
     empty, scaling = np.array([], dtype=np.int64), compute_scaling(2.0 * RANK, RANK)
@@ -101,6 +101,7 @@ def main() -> None:
     parser.add_argument("--validation", type=int, default=4_000)
     parser.add_argument("--test", type=int, default=10_000)
     parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=20, help="of a client in a round")
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 3e-3, 1e-2])
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(5)))
     args = parser.parse_args()
@@ -111,14 +112,14 @@ def main() -> None:
     for reading in READINGS:
         rates, tried = list(args.rates), dict[float, float]()
         while True:
-            tried |= {
-                r: run(data, reading, r, VALIDATION_SEED, args.rounds)["validation"] for r in rates if r not in tried
-            }
+            for r in rates:
+                if r not in tried:
+                    tried[r] = run(data, reading, r, VALIDATION_SEED, args.rounds, args.steps)["validation"]
             rate = max(tried, key=lambda rate: tried[rate])
             if rate not in (rates[0], rates[-1]) or len(rates) >= MOST_RATES:
                 break
             rates = [rate / 3, *rates] if rate == rates[0] else [*rates, rate * 3]
-        scores[reading] = [run(data, reading, rate, seed, args.rounds)["test"] for seed in args.seeds]
+        scores[reading] = [run(data, reading, rate, seed, args.rounds, args.steps)["test"] for seed in args.seeds]
         mean = sum(scores[reading]) / len(args.seeds)
         rows.append([reading, f"{rate:.2g}", f"{mean:.2f}", ", ".join(f"{tried[r]:.1f} at {r:.2g}" for r in rates)])
         print(*rows[-1], flush=True)

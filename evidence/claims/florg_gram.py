@@ -16,7 +16,7 @@ from fedspan.core.alignment import compute_gram_factor, solve_procrustes
 from fedspan.core.tensors import create_generator
 from fedspan.experiments.intervals import Within, compare_pairs, compare_to
 
-SIZE, RANK, CLIENTS, ROUNDS = 16, 4, 4, (10, 100, 1000)
+SIZE, RANK, CLIENTS = 16, 4, 4
 STEP = 0.5  # divided by the root of the number of rounds
 COLUMNS = ("Omega / eta", "squared gradient", "covariance", "Jensen")
 
@@ -66,11 +66,13 @@ def main() -> None:
     """Findings, and the gradient by the number of rounds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(10)))
-    seeds = parser.parse_args().seeds
+    parser.add_argument("--rounds", type=int, nargs="+", default=[10, 100, 1000])
+    args = parser.parse_args()
+    seeds, rounds = args.seeds, args.rounds
     torch.set_num_threads(1)
     findings: list[report.Finding] = []
     for rank in (RANK, SIZE):
-        omega = max(float(run(seed, rank, ROUNDS[-1], 0.0)[:, 0].max()) for seed in seeds)
+        omega = max(float(run(seed, rank, rounds[-1], 0.0)[:, 0].max()) for seed in seeds)
         text = f"Theorem 2: Omega > 0 for some step size; A is {rank} x {SIZE}"
         verdict = "holds" if omega > 0 else "contradicted"
         findings.append(report.Finding(text, f"largest Omega / eta of all rounds: {omega:.3f}", verdict))
@@ -78,25 +80,25 @@ def main() -> None:
     findings.append(
         report.Finding("Lemma 1", f"{1 + one.mean:.3f} ± {one.half_width:.3f} times its bound", one.verdict)
     )
-    drifted = [run(seed, RANK, ROUNDS[1], 1.0).mean(0) for seed in seeds]
+    drifted = [run(seed, RANK, rounds[1], 1.0).mean(0) for seed in seeds]
     one = compare_to([float(row[2]) for row in drifted], 0.0, 0.01)
     findings.append(
         report.Finding("(15): no covariance of the clients' factors", f"{show(one)} of the step", one.verdict)
     )
-    for drift, runs in ((0.0, [run(seed, RANK, ROUNDS[1], 0.0).mean(0) for seed in seeds]), (1.0, drifted)):
+    for drift, runs in ((0.0, [run(seed, RANK, rounds[1], 0.0).mean(0) for seed in seeds]), (1.0, drifted)):
         one = compare_pairs([1.0] * len(seeds), [float(row[3]) for row in runs])
         text = f"(17c): the mean gradient is within its bound, drift {drift:g}"
         findings.append(report.Finding(text, f"{1 - one.mean:.2f} ± {one.half_width:.2f} times the bound", one.verdict))
     rows: list[list[str]] = []
     for name, positive in (("positive semidefinite, of rank r", True), ("Gaussian", False)):
         shares: list[Within] = []
-        for rounds in ROUNDS:
-            norms = [run(seed, RANK, rounds, 0.0, positive=positive)[:, 1] for seed in seeds]
+        for count in rounds:
+            norms = [run(seed, RANK, count, 0.0, positive=positive)[:, 1] for seed in seeds]
             shares.append(compare_to([float(one.mean() / one[0]) for one in norms], 0.0, 0.05))
-        text = f"Theorem 2: the mean squared gradient vanishes (below 5 % of the first, {ROUNDS[-1]} rounds); W* {name}"
+        text = f"Theorem 2: the mean squared gradient vanishes (below 5 % of the first, {rounds[-1]} rounds); W* {name}"
         findings.append(report.Finding(text, f"{show(shares[-1])} of the first", shares[-1].verdict))
         rows.append([name, *map(show, shares)])
-    header = ("W*", *(f"{rounds} rounds" for rounds in ROUNDS))
+    header = ("W*", *(f"{count} rounds" for count in rounds))
     report.show(findings, [report.format_table(header, rows)])
 
 

@@ -1183,7 +1183,7 @@ def page(record: Record) -> str:
         cores=os.cpu_count(),
         torch=torch.__version__,
         table=format_table(record.outcomes),
-        missing="" if not missing else f"\nNot run: {', '.join(missing)}.\n",
+        missing="" if not missing else "\nNot run: " + ", ".join(f"`{name}`" for name in missing) + ".\n",
     )
 
 

@@ -56,6 +56,7 @@ OF_SCRIPTS = {
         *("--auth-supernode-private-key", "--disable-runtime-dependency-installation", "--node-config"),
         *("--run-config", "--simulation", "--trusted-entities"),
     },
+    Path("docs/benchmark.md"): {"--page", "--shard"},
     Path("docs/claims/fedloru.md"): {"--accumulate"},
     Path("docs/methods/fedloru.md"): {"--accumulate"},
     Path("docs/published-code.md"): {"--accumulate"},

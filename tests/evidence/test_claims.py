@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from evidence.claims import fedgalore_drift as drift
+from evidence.claims import fedgalore_moments as moments
 from evidence.claims import fedgalore_trap as trap
+from evidence.claims import florg_gram as florg
 from helpers.families import others_slow
 
 CLAIMS = Path(__file__).resolve().parents[2] / "evidence" / "claims"
@@ -23,12 +26,12 @@ SMOKE = {
     "fedgalore_drift": ["--seeds", "0", "1"],
     "fedgalore_moments": [
         *("--train", "60", "--validation", "20", "--test", "30", "--rounds", "2"),
-        *("--rates", "0.01", "--seeds", "0", "1"),
+        *("--steps", "2", "--rates", "0.01", "--seeds", "0", "1"),
     ],
     "fedgalore_trap": ["--seeds", "4", "--calibration", "8", "--settings", "2", "--drawn", "1", "--steps", "20"],
     "fedloru_rate": ["--seeds", "2", "--rounds", "4", "8"],
     "fedloru_theory": ["--size", "40", "--clients", "2", "--most", "6", "--seeds", "0", "1"],
-    "florg_gram": ["--seeds", "0", "1"],
+    "florg_gram": ["--rounds", "3", "9", "--seeds", "0", "1"],
     "rolora_linear": ["--seeds", "2", "--samples", "30", "--draws", "50"],
     "rolora_mnist": [
         *("--train", "60", "--validation", "20", "--test", "30", "--rounds", "2"),
@@ -97,6 +100,30 @@ def test_the_exact_statements_of_the_linear_model_hold_at_any_size(
     verdicts = {row[0].split(":")[0].split(",")[0]: row[-1] for row in rows}
     assert verdicts["Lemma 5.3 as stated"] == "opposite direction"
     assert verdicts["Theorem A.14"] == verdicts["Proposition A.17"] == "same direction"
+
+
+def test_florg_s_constant_is_negative_at_any_size() -> None:
+    """A^T A has an eigenvalue of 0 where r < k; with equal clients, (17c)'s bound is short by their number."""
+    rows = florg.run(0, florg.RANK, 4, 0.0)
+    torch.testing.assert_close(rows[:, 0], torch.full_like(rows[:, 0], -0.5 - florg.STEP / 4))
+    torch.testing.assert_close(rows[:, 3], torch.full_like(rows[:, 3], florg.CLIENTS))
+
+
+def test_drift_starts_where_it_says_and_one_seed_keeps_the_rank() -> None:
+    exact, own = (drift.measure_radius(0, 1.0, kind) for kind in ("reference", "own"))
+    assert exact["B_m"] == exact["B_v"] == 0.0 < own["B_v"]
+    equal, apart = (drift.measure_tails(0, size) for size in (0.0, 1.0))
+    assert max(equal.values()) < 1e-6
+    assert apart["GaLore, one seed"] < 1e-6
+    assert min(apart["GaLore"], apart["LoRA"]) > 1.0
+
+
+def test_the_readings_divide_all_images_by_label() -> None:
+    labels = np.repeat(np.arange(10), 30)
+    parts = moments.divide(labels, 0)
+    assert sorted(np.concatenate(parts)) == list(range(300))
+    shares = np.array([np.bincount(labels[part], minlength=10) for part in parts]) / 30
+    assert shares.max() > 0.5  # Dirichlet(0.5): most of a label at one client
 
 
 def test_the_trap_trains_what_it_says() -> None:

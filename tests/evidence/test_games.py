@@ -88,11 +88,11 @@ def test_an_audit_refutes_no_epsilon_that_holds_and_most_of_a_leak() -> None:
 
 def test_statistics_of_few_features_show_members() -> None:
     generator = torch.Generator().manual_seed(0)
-    features, labels = torch.randn(900, 30, generator=generator).double(), torch.arange(900) % 3
+    features, labels = torch.randn(1200, 30, generator=generator).double(), torch.arange(1200) % 30
     heads = SimpleNamespace(features=features, labels=labels)
-    assert play_statistics(heads, examples=300, candidates=100, seed=0)["candidates"] > 0.05  # type: ignore[arg-type]
+    assert play_statistics(heads, examples=300, candidates=300, seed=0)["candidates"] > 0.03  # type: ignore[arg-type]
     with pytest.raises(AssertionError, match="sends none"):
-        play_statistics(heads, examples=299, candidates=100, seed=0)  # type: ignore[arg-type]
+        play_statistics(heads, examples=299, candidates=300, seed=0)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
@@ -107,8 +107,10 @@ def test_nodes_with_default_limits_admit_the_games_and_not_the_vectors_of_words(
 
 @pytest.mark.slow
 def test_texts_are_read_in_plaintext_and_not_through_noise(rows: Rows) -> None:
-    assert play_texts(rows, "plain", 0, 50)["texts"] > 0.8
-    noisy = play_texts(rows, "dp-sgd", 0, 3)
+    plain = play_texts(rows, "plain", 0, 4)
+    assert plain["texts"] > 0
+    assert plain["words"] > 0.3
+    noisy = play_texts(rows, "dp-sgd", 0, 2)
     assert noisy["texts"] == 0
     assert noisy["words"] < 0.1
 

@@ -17,8 +17,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from evidence.pages.games.costs import play_costs
-from evidence.pages.games.handshake import play_handshake
 from evidence.pages.games.harness import PROTECTIONS, format_score, prepare_nodes, read_rows
 from evidence.pages.games.head_statistics import play_statistics
 from evidence.pages.games.heads import Heads, prepare_heads
@@ -105,29 +103,10 @@ def run_audit(args: argparse.Namespace) -> None:
     measure(args, "audit of one step, dp-sgd", lambda seed: play_audit(read_rows(args.data, seed)[: 2 * NODE], seed))
 
 
-def run_costs(args: argparse.Namespace) -> None:
-    """Accuracy and seconds of honest runs."""
-    for protection in args.protections or SUMMED:
-        heads = build_heads(args, protection)
-        for nodes, examples in itertools.product((3, 5, 10), (50, 200, NODE)):
-
-            def play(
-                seed: int, heads: Callable[[], Heads] = heads, nodes: int = nodes, examples: int = examples
-            ) -> Mapping[str, float]:
-                return play_costs(heads(), nodes, examples, seed)
-
-            measure(args, f"costs, {nodes} nodes of {examples}, {protection}", play)
-
-
 def run_statistics(args: argparse.Namespace) -> None:
     """Members from the statistics of a head, which an owner opted in to."""
     heads = build_heads(args, "plain")
     measure(args, "statistics, exact", lambda seed: play_statistics(heads(), 4 * NODE, NODE, seed))
-
-
-def run_handshake(args: argparse.Namespace) -> None:
-    """Labels of a node from its answers to invitations."""
-    measure(args, "handshake", lambda seed: play_handshake(read_rows(args.data, seed), seed))
 
 
 def run_secure(args: argparse.Namespace) -> None:
@@ -144,9 +123,7 @@ GAMES: Mapping[str, Callable[[argparse.Namespace], None]] = {
     "membership": run_membership,
     "audit": run_audit,
     "statistics": run_statistics,
-    "handshake": run_handshake,
     "secure": run_secure,
-    "costs": run_costs,
 }
 
 

@@ -40,7 +40,7 @@ def build_nodes(rows: Rows, protection: str, seed: int, examples: int) -> Prepar
         "method": {"name": "fedit", "r": 384, "lora_alpha": 384},
         "training": {"optimizer": "sgd", "lr": RATE, "batch_size": examples, "local_steps": 1, "max_grad_norm": 0},
     }
-    return prepare_nodes(values, rows, examples, protection, seed, rounds=2)
+    return prepare_nodes(values, rows, examples, protection, seed)
 
 
 def find_layer(nodes: Prepared) -> str:
@@ -56,7 +56,9 @@ def compute_complement(change: Tensor) -> Tensor:
 
 
 def compute_distance(vectors: Tensor, complement: Tensor) -> Tensor:
-    """Return the relative distance of vectors from a span."""
+    """Return the relative distance of vectors from a span; 1 if the span is everything."""
+    if not complement.shape[1]:
+        return torch.ones(vectors.shape[:-1], dtype=torch.float64)
     return (vectors.double() @ complement).norm(dim=-1) / vectors.double().norm(dim=-1)
 
 
@@ -77,10 +79,7 @@ def play_step(rows: Rows, protection: str, seed: int, examples: int = 16) -> dic
     layer = find_layer(nodes)
     factors = {f"{layer}/A": torch.eye(states.shape[1])}
     change = observe(nodes.federation, factors)[f"{layer}/B"]
-    complement = compute_complement(change)
-    # Noise fills all directions: then those in which an input changes the layer most.
-    distances = compute_distance(states, complement) if complement.shape[1] else -(states @ change.T).norm(dim=1)
-    scores = -distances.numpy()
+    scores = -compute_distance(states, compute_complement(change)).numpy()
     head = {f"extras/{name}": torch.zeros_like(value) for name, value in nodes.engine.adapted.extras.items()}
     bias = observe(nodes.federation, {**factors, **head})["extras/classifier.bias"]
     numbers = [nodes.labels.index(label) for _, label in rows]

@@ -1,4 +1,4 @@
-"""What one server has used of one data set of a node."""
+"""The account of one server's use of one data set of a node."""
 
 from __future__ import annotations
 

@@ -286,17 +286,18 @@ def test_a_challenge_is_answered_with_its_key_only(scene: Scene) -> None:
 def test_a_signed_challenge_opens_one_session(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who reads it, such as a proxy that terminates TLS, does not end the node's session with it."""
     sent = list[dict[str, str]]()
-    request = scene.hostile.client.request
+    client = scene.hostile.client
+    stream = client.stream
 
-    def record(method: str, path: str, **options: Any) -> httpx.Response:
+    def record(method: str, path: str, **options: Any) -> Any:
         sent.append(options["headers"])
-        return request(method, path, **options)
+        return stream(method, path, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(scene.hostile.client, "request", record)
+        patch.setattr(client, "stream", record)
         scene.hostile.join()
     assert "fedspan-signature" in sent[-1]
-    assert request("POST", "join", headers=sent[-1]).status_code == 401
+    assert client.post("join", headers=sent[-1]).status_code == 401
     scene.require_work()
 
 

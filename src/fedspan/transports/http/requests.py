@@ -1,4 +1,4 @@
-"""What the requests of nodes and of the operator share: refusals, sizes and times of bodies, and the runs."""
+"""Shared parts of the requests of nodes and of the operator: refusals, sizes and times of bodies, and the runs."""
 
 from __future__ import annotations
 
