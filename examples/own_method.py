@@ -83,7 +83,9 @@ def main() -> None:
     }
     report = fedspan.compare(config, args.out, ["fedit", "slow-a"], seeds=[0])
     for row in report.rows:
-        print(f"{row.name}: held-out accuracy {row.mean:.1%}, {(row.bytes_up or 0) / 1e6:.2f} MB up")
+        if not row.bytes_up:  # the start
+            continue
+        print(f"{row.name}: held-out accuracy {row.mean:.1%}, {row.bytes_up / 1e6:.2f} MB up")
         losses = read_losses(args.out / f"{row.name}-seed0")
         print("  validation loss by round: " + ", ".join(f"{loss:.3f}" for loss in losses))
 
