@@ -68,10 +68,10 @@ def test_failures_are_counted_over_the_whole_run_though_it_was_resumed(tiny_fold
 def test_who_is_not_measured_is_counted_too(tiny_folder: Path, tmp_path: Path) -> None:
     config = tiny.config(tiny_folder, federation={"clients_per_round": None, "rounds": 2})
     report = start.run(config, tmp_path / "run", host=host("evaluate"))
-    assert report.failures[BAD]["count"] == 3  # after each round, and of the best one at the end
+    assert report.failures[BAD]["count"] == 4  # of the start, after each round, and of the best one at the end
     assert report.failures[BAD]["reason"] == "not measured: no reply within 5 s"
-    (failure,) = next(read_lines(tmp_path / "run" / "metrics.jsonl"))["failures"]
-    assert failure["purpose"] == "evaluate"
+    failures = next(read_lines(tmp_path / "run" / "metrics.jsonl"))["failures"]
+    assert [failure["purpose"] for failure in failures] == ["evaluate"] * 2  # the start has no line of its own
 
 
 def test_what_evaluation_sends_is_in_the_ledger_and_apart_from_the_training(tiny_folder: Path, tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_what_evaluation_sends_is_in_the_ledger_and_apart_from_the_training(tiny
     assert totals.run("down").bytes == report.bytes["down"]
     rows = list(read_lines(tmp_path / "run" / "ledger.jsonl"))
     asked = [row for row in rows if row["purpose"] == "evaluate"]
-    assert len(asked) == 3 * len(tiny.SITES)  # after each round, and of the best one at the end
+    assert len(asked) == 4 * len(tiny.SITES)  # of the start, after each round, and of the best one at the end
     sent = sum(row["bytes"] for row in asked)
     assert report.other_bytes == {"evaluate": {"down": sent, "up": 0}}
 

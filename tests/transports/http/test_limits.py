@@ -18,8 +18,10 @@ from fedspan.federation.protocol import Envelope
 from fedspan.transports.http import connections, keys
 from fedspan.transports.http.client import NodeConnection
 from fedspan.transports.http.connections import BoundedProtocol, ConnectionLimits
+from fedspan.transports.http.deliveries import Arrival, PendingMessage
 from fedspan.transports.http.limits import RequestLimits
 from fedspan.transports.http.link import attach
+from fedspan.transports.http.signing import UnsignedSigner
 from fedspan.transports.http.wire import CHUNK
 from helpers.http_server import LocalServer, join, send_order, serve_here
 
@@ -252,6 +254,15 @@ def test_a_node_that_is_stopped_is_offline_at_once_and_one_that_is_silent_after_
         while not (rest := list(run.take_replies(orders[1:]))):
             assert time.monotonic() < until
         assert (rest[0].order, rest[0].failure) == (orders[1], "its node went offline")
+
+
+def test_a_failure_without_a_reason_is_one_of_its_node_alone(serve: Callable[..., Any]) -> None:
+    server, node = serve()
+    with attach(server.link, 2**20) as run:
+        order = send_order(run, node.node, Envelope("{}"))
+        node.send_failure(order, "")
+        (taken,) = run.take_replies([order])
+        assert Arrival(PendingMessage("a", node.node, b""), taken, UnsignedSigner()).read() == "it gives no reason"
 
 
 def test_sessions_and_runs_that_are_gone_are_forgotten(serve: Callable[..., Any]) -> None:

@@ -360,6 +360,15 @@ def test_clients_that_are_assumed_to_train_are_stalled_until_they_answer() -> No
     assert nodes.list_stalled() == {"a"}
 
 
+def test_a_reply_that_nobody_has_read_yet_shows_that_its_client_does_not_train_on() -> None:
+    nodes = make_transport(PretendServer(), FOUR)
+    nodes.assume_training("ab")
+    nodes.send_orders(make_orders("a"), 60.0)
+    exchanged(nodes, {"d": Envelope("d")}, 60.0)  # fetches both replies
+    assert (nodes.list_training(), nodes.list_stalled()) == (set(), {"b"})
+    assert nodes.receive_reply() == ("a", Envelope("train a"))
+
+
 def test_an_order_that_is_open_holds_nothing_of_its_round() -> None:
     class Round:
         def create_order(self, id: str) -> Envelope:

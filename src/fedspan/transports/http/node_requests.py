@@ -360,7 +360,7 @@ class NodeRequests:
         reason = await self._read_text(request)
         order = self._find_order(request, session)
         if not order.is_answered:
-            self._store.fail(order, escape_controls(reason[:_LONGEST_REASON]))
+            self._store.fail(order, escape_controls(reason[:_LONGEST_REASON]) or "it gives no reason")
             self._note_answer(order, session)
         return JSONResponse({})
 

@@ -89,7 +89,7 @@ class ServerTransport(AsynchronousTransport):
                 time.sleep(max(0.0, polled + pause - time.monotonic()))  # the server may have waited itself
                 pause = min(2 * pause, _POLL[1])
         id, answer = self._arrived.popleft()
-        return id, answer if isinstance(answer, str) else self._read(answer)
+        return id, answer if isinstance(answer, str) else answer.read()
 
     def retain_orders(self, ids: Collection[str]) -> frozenset[str]:
         """``AsynchronousTransport.retain_orders``."""
@@ -167,17 +167,17 @@ class ServerTransport(AsynchronousTransport):
                 own.append(taken)
             else:
                 self._arrived.append((arrival.sent.to, arrival))
+                self._record_answer(arrival)
         for taken in own:
             arrival = None if delivery is None else delivery.claim(taken)
             if arrival is not None:
-                yield arrival.sent.to, self._read(arrival)
+                self._record_answer(arrival)
+                yield arrival.sent.to, arrival.read()
 
-    def _read(self, arrival: Arrival[str]) -> Envelope | str:
-        """Read a reply: its client does not train any more for an order that was closed before."""
-        reply = arrival.read()
-        if isinstance(reply, Envelope):
+    def _record_answer(self, arrival: Arrival[str]) -> None:
+        """Record that a client has answered, so it does not train for an order that was closed before."""
+        if not arrival.taken.failure:
             self._overdue.discard(arrival.sent.to)
-        return reply
 
 
 class Invitations:
