@@ -9,8 +9,6 @@ method and number of clients by validation on the first seed. An accuracy is the
 rounds.
 """
 
-from __future__ import annotations
-
 import argparse
 import gzip
 import struct

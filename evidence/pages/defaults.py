@@ -16,8 +16,6 @@ compares values of ``federation.clip_ratio`` with unclipped replies instead, wit
 a value that clipped nothing leaves wider ones nothing to do, so they are not run. ``--page`` writes the tables.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import gzip

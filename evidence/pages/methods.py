@@ -16,8 +16,6 @@ new method is a line in the YAML file, or in a copy of it for ``--settings``.
 ``--page`` writes the page and its picture from the finished runs.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

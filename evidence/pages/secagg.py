@@ -5,8 +5,6 @@
 The seconds are CPU time of the shares, which take nearly all of it.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 

@@ -8,8 +8,6 @@ only in the last one. ``--before CHECKOUT`` measures the code of another checkou
 commit, in turns with this one's: deployment after deployment, each with its own server and nodes.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import datetime

@@ -8,8 +8,6 @@ The node returns the message that it is sent. Printed are the bytes that the pro
 size of the message, and seconds; a ratio above 1.1 is an error.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
