@@ -1,8 +1,8 @@
 """Check what the measured results of ``docs/claims`` and ``docs/results`` are of: ``python docs/check_results.py``.
 
-Below a command ``python -m evidence...`` in a paragraph, the page names the commit that was measured, or says
-*outdated*. A result is current while the modules of its methods and engine that the command imports have the same
-syntax tree, docstrings aside, as at that commit. Prints those that are not; fails only if a commit is missing.
+The paragraph of a command ``python -m evidence...``, or the table below it, names the commit that was measured, or the
+paragraph says *outdated*. A result is current while the modules of its methods and engine that the command imports have
+the same syntax tree, docstrings aside, as at that commit. Prints those that are not; fails only if a commit is missing.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,9 +28,10 @@ COMMIT = re.compile(r"(?i)\b(?:commit|code:) (?:commit )?([0-9a-f]{8,40})\b")
 
 def list_results(page: str) -> Iterator[tuple[str, str | None]]:
     """Each paragraph's command and its commit: empty if it is marked outdated, None if it is missing."""
-    for paragraph in re.sub(r"(?ms)^```.*?^```", "", page).split("\n\n"):
+    paragraphs = re.sub(r"(?ms)^```.*?^```", "", page).split("\n\n")
+    for paragraph, below in pairwise([*paragraphs, ""]):
         if command := COMMAND.search(paragraph):
-            commit = COMMIT.search(paragraph)
+            commit = COMMIT.search(paragraph) or re.match(r"\|.*\| ([0-9a-f]{8}) \|", below, re.DOTALL)
             yield command[1], commit[1] if commit else "" if "outdated" in paragraph.lower() else None
 
 

@@ -56,7 +56,6 @@ OF_SCRIPTS = {
         *("--auth-supernode-private-key", "--disable-runtime-dependency-installation", "--node-config"),
         *("--run-config", "--simulation", "--trusted-entities"),
     },
-    Path("docs/benchmark.md"): {"--page", "--shard"},
     Path("docs/claims/fedloru.md"): {"--accumulate"},
     Path("docs/methods/fedloru.md"): {"--accumulate"},
     Path("docs/published-code.md"): {"--accumulate"},
@@ -206,9 +205,10 @@ def test_a_result_has_the_commit_of_its_paragraph() -> None:
     page = (
         "`python -m evidence.a --x`. Commit 0123abcd, now.\n\nCommand: `python -m evidence.b`  \nCode: 4567cdef.\n\n"
         "`python -m evidence.c` is outdated.\n\n```text\n`python -m evidence.d`\n```\n\n`python -m evidence.e`\n\n"
-        "Commit 0123abcd"
+        "Commit 0123abcd\n\n`python -m evidence.f`\n\n| row | 89abcdef |\n| row | 89abcdef |"
     )
     expected = [("evidence.a", "0123abcd"), ("evidence.b", "4567cdef"), ("evidence.c", ""), ("evidence.e", None)]
+    expected.append(("evidence.f", "89abcdef"))
     assert list(RESULTS.list_results(page)) == expected
 
 

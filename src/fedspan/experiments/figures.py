@@ -10,6 +10,7 @@ from typing import Any, cast
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_pdf import FigureCanvasPdf
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from fedspan.experiments.comparison import CompareReport, Comparison
 from fedspan.experiments.series import get_finite
@@ -87,5 +88,5 @@ def _label(panels: Sequence[Axes], quantity: str) -> None:
         axes.grid(color="#dddddd", linewidth=0.5)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel(quantity, fontsize=8)
-    panels[0].xaxis.get_major_locator().set_params(integer=True)
+    panels[0].xaxis.set_major_locator(MaxNLocator(integer=True))
     panels[1].legend(fontsize=7, frameon=False)
