@@ -344,7 +344,6 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES), metavar="SET")
     parser.add_argument("--print", action="store_true", help="measure nothing")
-    parser.set_defaults(train=None)  # subsets as small as those of the defaults
     args = parser.parse_args()
     torch.set_num_threads(1)
     args.out.mkdir(parents=True, exist_ok=True)

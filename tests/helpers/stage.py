@@ -67,15 +67,12 @@ class Deployment:
 
     Args:
         folder: Folder for keys, data and logs.
-        insecure: Whether the server has neither TLS nor keys.
         names: Names under which the server is reached, beside this machine's own.
         options: Further options of the server.
     """
 
-    def __init__(
-        self, folder: Path, *, insecure: bool = False, names: Sequence[str] = (), options: Sequence[str] = ()
-    ) -> None:
-        self.folder, self.insecure, self.names, self.options = folder, insecure, names, options
+    def __init__(self, folder: Path, *, names: Sequence[str] = (), options: Sequence[str] = ()) -> None:
+        self.folder, self.names, self.options = folder, names, options
         self.port = free_port()
         self.server = folder / "server"
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -159,7 +156,7 @@ class Deployment:
             time.sleep(0.1)
 
     def start_server(self) -> None:
-        options = ["--insecure"] if self.insecure else [f"--name={name}" for name in self.names]
+        options = [f"--name={name}" for name in self.names]
         self.start("server", "server", "--folder", str(self.server), "--port", str(self.port), *options, *self.options)
         self.wait_for("server", "listening on")
 
@@ -173,7 +170,7 @@ class Deployment:
             changes: Fields of the node's file that replace the defaults.
         """
         key = self.folder / f"{id}.key"
-        if not self.insecure and not key.exists():
+        if not key.exists():
             self.call_here("join", "--new-key", str(key))
             self.call_here("admit", f"{key}.pub", "--as", id, "--server", str(self.server))
         values = {
@@ -195,7 +192,7 @@ class Deployment:
         return path
 
     def join(self, id: str, path: Path) -> None:
-        self.start(id, "join", str(path), *(["--insecure"] if self.insecure else []))
+        self.start(id, "join", str(path))
 
     def submit(
         self, config: Path, out: Path, *options: str, timeout: float = 300, check: bool = True
