@@ -14,8 +14,6 @@ bits, by bitsandbytes. Without a GPU the page says that nothing was measured. ``
 name their command.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import gc
@@ -201,7 +199,7 @@ class Bench:
         batch: int,
         optimizer: str = "adamw",
         clients_per_pass: int | None = None,
-    ) -> Bench:
+    ) -> "Bench":
         """Prepare the clients' jobs of FedIT, by default for one pass of all clients."""
         task, examples = draw_examples(shape, clients * batch * STEPS)
         config = parse_config(

@@ -12,8 +12,6 @@ cell is written to ``--out`` when it is finished, so the script can be stopped a
 table of what there is.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import json
@@ -95,7 +93,7 @@ class Examples:
     inputs: list[str]
     targets: np.ndarray
 
-    def take(self, rows: Sequence[int]) -> Examples:
+    def take(self, rows: Sequence[int]) -> "Examples":
         """Return some of the examples."""
         return Examples([self.inputs[row] for row in rows], self.targets[list(rows)])
 

@@ -1,7 +1,5 @@
 """A server and its nodes as processes of the command line, on this machine."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import signal
@@ -78,7 +76,7 @@ class Deployment:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         folder.mkdir(parents=True, exist_ok=True)
 
-    def __enter__(self) -> Deployment:
+    def __enter__(self) -> "Deployment":
         self.start_server()
         return self
 
