@@ -285,7 +285,7 @@ def test_stages_in_words() -> None:
 
 def test_numbers_in_words() -> None:
     losses = (None, 0.0, 0.00003, 0.123456, -2.0, 999.99, 1000.0, -123456.0, float("nan"))
-    texts = ["-", "0.0000", "3e-05", "0.1235", "-2.0000", "999.9900", "1e+03", "-1.23e+05", "nan"]
+    texts = ["-", "0.0000", "3e-05", "0.1235", "-2.0000", "999.9900", "1e+03", "-1.23e+05", "-"]
     assert [format_number(loss) for loss in losses] == texts
     seconds, texts = (0.4, 59.6, 75, 3599.4, 3600, 3675, 1e6), ["0:00", "1:00", "1:15", "59:59"]
     assert [format_duration(one) for one in seconds] == [*texts, "1:00:00", "1:01:15", "277:46:40"]

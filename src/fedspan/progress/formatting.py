@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 from fedspan.tasks.metrics import METRICS
 
 
 def format_number(value: float | None) -> str:
     """Format a loss with four decimals, or three digits if it is large or would have fewer; a dash if there is none."""
-    if value is None:
+    if value is None or math.isnan(value):  # no node sent its loss
         return "-"
     return f"{value:.4f}" if 1e-3 <= abs(value) < 1000 or not value else f"{value:.3g}"
 
