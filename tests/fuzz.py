@@ -11,8 +11,6 @@ that grows beyond a limit. It is printed with target, seed and number, and the e
 is always the same. ``tests/helpers/fuzz_targets.py`` has the targets. Coverage needs fedspan[fuzz].
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import platform

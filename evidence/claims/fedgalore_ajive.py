@@ -8,8 +8,6 @@ many as the square of a client's gradient has (its ``view_rank``). *Average less
 the mean of what drift and noise add to every entry.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -7,8 +7,6 @@ and the mean second moments. Equation (10): matrices of full rank. Figure 1: sof
 Dirichlet(0.5), as in the paper. Leading dimension: K clients.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 

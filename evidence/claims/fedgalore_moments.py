@@ -7,8 +7,6 @@ paper. Each reading has the best learning rate of its own, by validation on a se
 or the highest, another one is tried beyond it. An accuracy is the mean over the last quarter of the rounds.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence

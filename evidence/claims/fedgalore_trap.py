@@ -14,8 +14,6 @@ The other numbers of the first settings were picked by hand, with the results in
 random.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

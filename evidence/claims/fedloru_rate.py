@@ -4,8 +4,6 @@ Client k: f_k(W) = ||W - W*_k||^2 / 2 (so L = 1), gradients with Gaussian noise;
 S seeds and K clients side by side, W (M, N) = W_t + A B, A (M, R).
 """
 
-from __future__ import annotations
-
 import argparse
 
 import numpy as np

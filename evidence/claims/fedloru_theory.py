@@ -4,8 +4,6 @@ A true Hessian of few non-zero eigenvalues, a server's and a client's with symme
 the paper's equation (1). Letters: R dimension, s scale of the noise (larger for fewer examples), sigma = 1.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Algorithm 1 with f_n(W) = ||W - W*_n||^2 / 2, one exact gradient step a client a
 orthogonal; with H = A^T A - L^T W* R^T they drop out, so both are the identity here.
 """
 
-from __future__ import annotations
-
 import argparse
 from functools import cache
 

@@ -10,8 +10,6 @@ A client's data enter only through G_i = X_i^T X_i / m; G_i = I is the populatio
 N clients, D inputs, P outputs. Pure functions; every method starts from unit a, and a global model is a pair (a, b).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

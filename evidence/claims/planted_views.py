@@ -4,8 +4,6 @@
 Learning: Subspace and State Alignment", arXiv:2602.01746, appendix F. Shapes: N rows, M columns.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

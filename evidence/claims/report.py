@@ -1,7 +1,5 @@
 """What a script prints of a paper's statements, and the picture that it saves."""
 
-from __future__ import annotations
-
 import os
 import platform
 from collections.abc import Sequence

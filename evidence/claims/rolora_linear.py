@@ -5,8 +5,6 @@ the angle between a and a*; eps' and eps~ are the largest errors that occurred, 
 that both are below (1 - (delta^0)^2) / 16.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import math

@@ -9,8 +9,6 @@ method and number of clients by validation on the first seed. An accuracy is the
 rounds.
 """
 
-from __future__ import annotations
-
 import argparse
 import gzip
 import struct
@@ -21,7 +19,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -194,21 +191,6 @@ def run_seed(data: Data, method: str, clients: int, lr: float, seed: int, rounds
     return Curve(tuple(scores["validation"]), tuple(scores["test"]))
 
 
-def draw(curves: Mapping[tuple[str, int], Sequence[Curve]]) -> Figure:
-    """The paper's two panels: mean over seeds and the range between them."""
-    figure = Figure(figsize=(8, 3))
-    for axes, clients in zip(figure.subplots(1, 2, sharey=True), CLIENTS, strict=True):
-        for method, name in METHODS.items():
-            values = np.array([curve.test for curve in curves[method, clients]])
-            rounds = np.arange(1, values.shape[1] + 1)
-            axes.plot(rounds, values.mean(0), label=name)
-            axes.fill_between(rounds, values.min(0), values.max(0), alpha=0.2)
-        axes.set(title=f"{clients} clients", xlabel="communication round")
-    figure.axes[0].set_ylabel("test accuracy, %")
-    figure.axes[0].legend(loc="lower right")
-    return figure
-
-
 def build_findings(curves: Mapping[tuple[str, int], Sequence[Curve]]) -> list[report.Finding]:
     """The paper's three statements, one row a comparison."""
     level = {key: [curve.plateau("test") for curve in runs] for key, runs in curves.items()}
@@ -231,7 +213,6 @@ def main() -> None:
     """Select the rates, then run all seeds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with MNIST's four .gz files")
-    parser.add_argument("--out", type=Path, default=report.OUT)
     parser.add_argument("--train", type=int, default=16_000, help="training images, over all clients")
     parser.add_argument("--validation", type=int, default=5_000)
     parser.add_argument("--test", type=int, default=10_000)
@@ -254,7 +235,6 @@ def main() -> None:
             levels = [curve.plateau("test") for curve in curves[method, clients]]
             rows.append([f"{name}, {clients}", f"{best:g}", *(f"{level:.1f}" for level in levels)])
             print(*rows[-1], flush=True)
-    report.save_figure(draw(curves), args.out, "rolora_mnist")
     header = ("method, clients", "lr", *(f"seed {seed}" for seed in args.seeds))
     rates = ("method, clients", *(f"lr {rate:g}" for rate in args.rates))
     report.show(build_findings(curves), [report.format_table(header, rows), report.format_table(rates, sweep)])

@@ -192,8 +192,6 @@ def write_section(name: str, lines: Sequence[str], args: argparse.Namespace) -> 
     options = f"--sections {name} --data PATH/banking77"
     if name in METHODS:
         options += f" --labels {args.labels} --rounds {args.rounds} --seeds {' '.join(map(str, args.seeds))}"
-    if name == "new-values" and len(args.variants) < len(VARIANTS):
-        options += " --variants" + "".join(f' "{variant}"' for variant in VARIANTS if variant in args.variants)
     head = [
         f"## {TITLES[name]}",
         "",
@@ -228,12 +226,9 @@ def main() -> None:
     parser.add_argument("--labels", type=int, default=20, help="number of intents")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="two or more")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="float32 among them")
     parser.add_argument("--work", type=Path, help="folder for the runs; default: a temporary one")
     parser.add_argument("--page", type=Path, help="file for the page; default: the terminal")
     args = parser.parse_args()
-    if "float32" not in args.variants:
-        parser.error("--variants needs float32, with which the others are compared")
     if len(args.seeds) < 2:
         parser.error("--seeds needs two seeds, whose results have a standard deviation")
     sections: dict[str, str] = {}
@@ -242,13 +237,12 @@ def main() -> None:
             layers = prepare(parse_config(config_of("fedit", "float32", 0, args))).engine.adapted.spec.layers
             lines = write_bytes(count_bytes(layers), args)
         else:
-            variants = [variant for variant in VARIANTS if variant in args.variants]
             with tempfile.TemporaryDirectory() as temporary:
                 reports = {
                     (method, variant, seed): run_variant(method, variant, seed, args, args.work or Path(temporary))
                     for seed in args.seeds
                     for method in METHODS[name]
-                    for variant in (variants if name == "new-values" else ROUNDED)
+                    for variant in (VARIANTS if name == "new-values" else ROUNDED)
                 }
             lines = write_accuracies(reports, args)
         sections[name] = write_section(name, lines, args)

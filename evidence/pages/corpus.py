@@ -8,8 +8,6 @@ and scored on test.csv. With ``--banking77``, the script writes ``builtin:bankin
 from ``train.csv`` and ``test.csv`` of the data set.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import statistics

@@ -1,7 +1,6 @@
 """How good a first config is: federated training with `fedspan init`'s untouched config beside centralized training.
 
     python -m evidence.pages.defaults --data PATH/data --models PATH/models --page docs/results/defaults.md
-    python -m evidence.pages.defaults --data PATH/data --models PATH/models --clips 1 1.25 1.5
 
 For every data set, partition and seed, the script writes a subset of the data as a user would have it (a csv file, or a
 folder of images by class), lets ``fedspan init`` write the config, and runs it. Only what belongs to the experiment is
@@ -9,14 +8,10 @@ set: the seed, the partition, the test file, and the baselines. A subset is draw
 from the set's own train and test parts.
 
 Finished cells are not run again, so the script can be stopped at any moment; cells run seed by seed, so that an
-unfinished table covers all sets. ``--only`` names sets, ``--partitions`` names partitions, ``--one-seed`` runs the
-first seed, ``--leave-one-out`` chooses settings on all other sets and tests them on the left-out one.
-``--unclipped`` runs again without clipping what had a clipped reply, and shows what clipping changed. ``--clips``
-compares values of ``federation.clip_ratio`` with unclipped replies instead, without centralized training;
-a value that clipped nothing leaves wider ones nothing to do, so they are not run. ``--page`` writes the tables.
+unfinished table covers all sets. ``--only`` names sets, ``--leave-one-out`` chooses settings on all other sets and
+tests them on the left-out one. ``--unclipped`` runs again without clipping what had a clipped reply, and shows what
+clipping changed. ``--page`` writes the tables.
 """
-
-from __future__ import annotations
 
 import argparse
 import csv
@@ -26,7 +21,6 @@ import json
 import multiprocessing
 import platform
 import random
-import shlex
 import struct
 import tarfile
 import time
@@ -192,7 +186,7 @@ class Cell:
         name: Name of the data set.
         partition: Name of the partition.
         seed: Seed of subset and run.
-        setting: Name of the setting, one of ``SETTINGS``, ``UNCLIPPED`` or ``clip RATIO``.
+        setting: Name of the setting, one of ``SETTINGS`` or ``UNCLIPPED``.
     """
 
     name: str
@@ -203,9 +197,7 @@ class Cell:
     @property
     def changes(self) -> tuple[str, ...]:
         """The setting's changes of init's config."""
-        if self.setting in SETTINGS:
-            return SETTINGS[self.setting]
-        return (f"federation.clip_ratio={'null' if self.setting == UNCLIPPED else self.setting.removeprefix('clip ')}",)
+        return SETTINGS.get(self.setting, ("federation.clip_ratio=null",))
 
     @property
     def stem(self) -> str:
@@ -222,11 +214,11 @@ def write_rows(path: Path, columns: Sequence[str], rows: Rows) -> None:
         writer.writerows(rows)
 
 
-def draw(kind: TextSet | ImageSet, data: Path, rng: random.Random, most: int | None) -> tuple[list[Any], list[Any]]:
-    """Draw the training and the test examples of a subset, ``most`` training examples where the set has a test part."""
+def draw(kind: TextSet | ImageSet, data: Path, rng: random.Random) -> tuple[list[Any], list[Any]]:
+    """Draw the training and the test examples of a subset."""
     if kind.split:
         parts = kind.read(data, "train"), kind.read(data, "test")
-        sizes = min(most or kind.train or len(parts[0]), len(parts[0])), min(kind.test, len(parts[1]))
+        sizes = min(kind.train or len(parts[0]), len(parts[0])), min(kind.test, len(parts[1]))
         return rng.sample(parts[0], sizes[0]), rng.sample(parts[1], sizes[1])
     drawn = rng.sample(kind.read(data, "all"), kind.train + kind.test)
     return drawn[: kind.train], drawn[kind.train :]
@@ -241,9 +233,8 @@ def write_data(cell: Cell, args: argparse.Namespace) -> tuple[Path, Path]:
     if marker.exists():
         return paths
     folder.mkdir(parents=True, exist_ok=True)
-    for path, examples in zip(
-        paths, draw(kind, args.data, random.Random(f"{cell.name} {cell.seed}"), args.train), strict=True
-    ):
+    drawn = draw(kind, args.data, random.Random(f"{cell.name} {cell.seed}"))
+    for path, examples in zip(paths, drawn, strict=True):
         if isinstance(kind, TextSet):
             write_rows(path, kind.columns, examples)
             continue
@@ -356,38 +347,6 @@ def is_reached(start: float, federated: float, centralized: float) -> bool:
     return federated >= GOAL * centralized and federated >= start - 1e-9
 
 
-def missed_table(args: argparse.Namespace) -> str:
-    """What the runs of rows that miss the goal chose their rounds by; empty if all rows reach it."""
-    lines = [
-        "| data | partition | seed | round | training loss | validation loss | validation accuracy | test accuracy |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for name in args.only:
-        for partition in args.partitions:
-            finished = [cell for seed in args.seeds if is_finished(cell := Cell(name, partition, seed), args)]
-            results = [result_of(cell, args) for cell in finished]
-            fields = ("start", "federated", "centralized")
-            if not finished or is_reached(*(mean(getattr(one, field) for one in results) for field in fields)):
-                continue
-            for cell in finished:
-                folder = folder_of(cell, args)
-                rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-                number = json.loads((folder / "report.json").read_text())["best_round"]
-                first, best = rows[0], rows[number]
-                values = [
-                    (1, first["validation"]["loss"], best["validation"]["loss"]),
-                    (100, first["validation"]["accuracy"], best["validation"]["accuracy"]),
-                    (100, first["test"]["accuracy"], best["test"]["accuracy"]),
-                ]
-                changes = [
-                    f"{scale * before:.{digits}f} to {scale * after:.{digits}f}"
-                    for (scale, before, after), digits in zip(values, (3, 1, 1), strict=True)
-                ]
-                cells = [name, partition, str(cell.seed), str(number), f"{rows[1]['loss']:.3f}", *changes]
-                lines.append("| " + " | ".join(cells) + " |")
-    return "" if len(lines) == 2 else "\n".join(lines) + "\n"
-
-
 def default_table(args: argparse.Namespace) -> str:
     """The table of the goal: means over the finished seeds."""
     lines = [
@@ -396,7 +355,7 @@ def default_table(args: argparse.Namespace) -> str:
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name in args.only:
-        for partition in args.partitions:
+        for partition in PARTITIONS:
             finished = [cell for seed in args.seeds if is_finished(cell := Cell(name, partition, seed), args)]
             if not finished:
                 continue
@@ -464,71 +423,42 @@ def count_clipped_rounds(cell: Cell, args: argparse.Namespace) -> int:
     return sum(bool(json.loads(row).get("clipped")) for row in rows)
 
 
-def list_clip_cells(args: argparse.Namespace, name: str, partition: str, seed: int) -> list[Cell]:
-    """Return a row's cells: the clips from the narrowest on, and last the one without.
-
-    A finished cell with the default ratio is not run again.
-    """
-    default = Cell(name, partition, seed)
-    known = get_default_ratio() if is_finished(default, args) else None
-    cells = [default if ratio == known else replace(default, setting=f"clip {ratio:g}") for ratio in sorted(args.clips)]
-    return [*cells, replace(default, setting=UNCLIPPED)]
+def find_unclipped(cell: Cell, args: argparse.Namespace) -> Cell | None:
+    """Return the finished cell with the result without clipping: a finished one itself, if it clipped nothing."""
+    if is_finished(cell, args) and not count_clipped_rounds(cell, args):
+        return cell
+    other = replace(cell, setting=UNCLIPPED)
+    return other if is_finished(other, args) else None
 
 
-def with_default_clip(args: argparse.Namespace) -> argparse.Namespace:
-    """Return the arguments with ``--clips`` and the default ratio."""
-    return argparse.Namespace(**{**vars(args), "clips": [get_default_ratio()]})
-
-
-def get_default_ratio() -> float:
-    """Return the default of ``federation.clip_ratio``."""
-    from fedspan.config.federation import FederationConfig
-
-    return float(FederationConfig.model_fields["clip_ratio"].default)
-
-
-def find_clip_run(cells: Sequence[Cell], number: int, args: argparse.Namespace) -> Cell | None:
-    """Return the finished cell with a clip cell's result: a narrower one that clipped nothing, or itself."""
-    for cell in cells[:number]:
-        if is_finished(cell, args) and not count_clipped_rounds(cell, args):
-            return cell
-    return cells[number] if is_finished(cells[number], args) else None
-
-
-def run_clips(args: argparse.Namespace) -> None:
-    """Run the cells of ``--clips``, seed by seed."""
-    for seed in args.seeds:
-        for name in args.only:
-            for partition in args.partitions:
-                cells = list_clip_cells(args, name, partition, seed)
-                for number, cell in enumerate(cells):
-                    if find_clip_run(cells, number, args) is None:
-                        print(f"{cell.stem} {run_cell((cell, args))[1]:.0f} s", flush=True)
+def run_unclipped(cells: Sequence[Cell], args: argparse.Namespace) -> None:
+    """Run cells again without clipping, where it changed something."""
+    for cell in cells:
+        if find_unclipped(cell, args) is None:
+            other = replace(cell, setting=UNCLIPPED)
+            print(f"{other.stem} {run_cell((other, args))[1]:.0f} s", flush=True)
 
 
 def clipping_table(args: argparse.Namespace) -> str:
     """What clipping changes in the accuracy of federations without hostile clients, paired by seed."""
-    clips = [f"clip {ratio:g}" for ratio in sorted(args.clips)]
-    titles = ["data", "partition", "seeds", UNCLIPPED, *clips, *(f"rounds, {clip}" for clip in clips)]
-    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    from fedspan.config.federation import FederationConfig
+
+    clip = f"clip {FederationConfig.model_fields['clip_ratio'].default:g}"
+    lines = [f"| data | partition | seeds | {UNCLIPPED} | {clip} | rounds, {clip} |", "|---|---|---|---|---|---|"]
     for name in args.only:
-        for partition in args.partitions:
-            rows: list[list[Cell]] = []
-            for seed in args.seeds:
-                cells = list_clip_cells(args, name, partition, seed)
-                accuracies = [find_clip_run(cells, number, args) for number in range(len(cells))]
-                rows += [[cell for cell in accuracies if cell is not None]] if None not in accuracies else []
-            if not rows:
+        for partition in PARTITIONS:
+            cells = [cell for seed in args.seeds if is_finished(cell := Cell(name, partition, seed), args)]
+            pairs = [(cell, other) for cell in cells if (other := find_unclipped(cell, args)) is not None]
+            if not pairs:
                 continue
-            scores = [[100 * result_of(cell, args).federated for cell in row] for row in rows]
-            shown = [name, partition, str(len(rows)), f"{mean(row[-1] for row in scores):.1f}"]
-            for number in range(len(clips)):
-                changes = [row[number] - row[-1] for row in scores]
-                shown.append(f"{mean(changes):+.1f} ({min(changes):+.1f} to {max(changes):+.1f})")
-            for number in range(len(clips)):
-                own = [(count_clipped_rounds(row[number], args), result_of(row[number], args).rounds) for row in rows]
-                shown.append(f"{sum(few for few, _ in own)} of {sum(many for _, many in own)}")
-            lines.append(f"| {' | '.join(shown)} |")
+            clipped, plain = (
+                [100 * result_of(one, args).federated for one in part] for part in zip(*pairs, strict=True)
+            )
+            changes = [one - other for one, other in zip(clipped, plain, strict=True)]
+            shown = f"{mean(changes):+.1f} ({min(changes):+.1f} to {max(changes):+.1f})"
+            few = sum(count_clipped_rounds(cell, args) for cell, _ in pairs)
+            rounds = f"{few} of {sum(result_of(cell, args).rounds for cell, _ in pairs)}"
+            lines.append(f"| {name} | {partition} | {len(pairs)} | {mean(plain):.1f} | {shown} | {rounds} |")
     return "\n".join(lines) + "\n"
 
 
@@ -566,37 +496,22 @@ ABOUT_COSTS = (
     "same run without clipping, in points, paired by seed: mean (smallest to largest). The last column counts the "
     "rounds of all seeds in which a reply was clipped."
 )
-ABOUT_CLIPS = (
-    "# Cost of clipping with the config of `fedspan init`\n\n"
-    "This page compares federations of honest clients with and without a limit on the norm of their changes "
-    "(`federation.clip_ratio`), in the config that `fedspan init` writes.\n\n"
-    "Accuracies are in per cent on the test part, means over the seeds. Columns of clips have the difference to the "
-    "same run without clipping, in points, paired by seed: mean (smallest to largest). The last columns count the "
-    "rounds of all seeds in which a reply was clipped."
-)
 
 
 def page(tables: str, args: argparse.Namespace) -> str:
     """The tables with the command, the machine and the date."""
     import torch
 
-    flags = ("one_seed", "leave_one_out", "unclipped")
+    flags = ("leave_one_out", "unclipped")
     more = [f"--{flag.replace('_', '-')}" for flag in flags if getattr(args, flag)]
-    if args.clips:
-        more += ["--clips", *(f"{ratio:g}" for ratio in args.clips)]
-        more += ["--only", *map(shlex.quote, args.only), "--partitions", *map(shlex.quote, args.partitions)]
-        more += ["--seeds", *map(str, args.seeds)]
     command = " ".join(["python -m evidence.pages.defaults --data PATH/data --models PATH/models", *more])
     size = next(kind.size for kind in SETS.values() if isinstance(kind, ImageSet))
     whole = ", ".join(f"*{name}*" for name, kind in SETS.items() if kind.train is None)
-    seconds = (
-        "" if args.clips else " Seconds are those of a run's rounds on one thread, beside other work on the machine."
-    )
     return (
-        f"{ABOUT_CLIPS if args.clips else ABOUT_DEFAULTS}\n\n"
+        f"{ABOUT_DEFAULTS}\n\n"
         f"Command: `{command}`  \n"
         f"Date: {time.strftime('%Y-%m-%d')}. Machine: {platform.machine()}, {multiprocessing.cpu_count()} cores, torch "
-        f"{torch.__version__}.{seconds}"
+        f"{torch.__version__}. Seconds are those of a run's rounds on one thread, beside other work on the machine."
         f"\n\n{tables}\n"
         "## Data\n\n"
         f"The small sets ({whole}) have all their training examples. To keep the table affordable on a CPU, the others "
@@ -607,54 +522,28 @@ def page(tables: str, args: argparse.Namespace) -> str:
     )
 
 
-def print_tables(tables: str, args: argparse.Namespace) -> None:
-    """Print the tables, and write the page if ``--page`` is given."""
-    print(tables)
-    if args.page:
-        args.page.write_text(page(tables, args), encoding="utf-8")
-
-
 def main() -> None:
     """Run the cells, print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder of the data sets")
     parser.add_argument("--models", type=Path, required=True, help="folder with mobilenet_v2")
-    parser.add_argument("--out", type=Path, default=Path("runs/defaults"), help="one folder for each ``--train``")
+    parser.add_argument("--out", type=Path, default=Path("runs/defaults"), help="folder of the runs")
     parser.add_argument("--only", nargs="+", choices=list(SETS), default=list(SETS), metavar="SET")
-    parser.add_argument(
-        "--partitions", nargs="+", choices=list(PARTITIONS), default=list(PARTITIONS), metavar="PARTITION"
-    )
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
-    parser.add_argument("--one-seed", action="store_true", help="the first seed only")
     parser.add_argument("--leave-one-out", action="store_true", help="the other settings, too, and their table")
     parser.add_argument("--unclipped", action="store_true", help="what clipped replies change, too")
-    parser.add_argument("--clips", type=float, nargs="+", default=[], metavar="RATIO", help="only what clips cost")
     parser.add_argument("--no-run", action="store_true", help="only the tables of what is finished")
-    parser.add_argument(
-        "--train", type=int, help="training examples of sets with a test part, at most; left out: by set"
-    )
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--page", type=Path, help="write the tables to this file")
     args = parser.parse_args()
-    args.seeds = args.seeds[:1] if args.one_seed else args.seeds
-    if args.clips:
-        if not args.no_run:
-            run_clips(args)
-        print_tables(clipping_table(args), args)
-        return
-    cells = [Cell(name, partition, seed) for seed in args.seeds for name in args.only for partition in args.partitions]
+    cells = [Cell(name, partition, seed) for seed in args.seeds for name in args.only for partition in PARTITIONS]
     other = [Cell(name, "Dirichlet 0.3", args.seeds[0], setting) for setting in SETTINGS for name in args.only]
     if not args.no_run:
         run_cells([*cells, *(other if args.leave_one_out else [])], args)
         if args.unclipped:
-            run_clips(with_default_clip(args))
+            run_unclipped(cells, args)
     tables = default_table(args)
     tables = f"{verdict(tables, len(args.seeds))}\n\n{tables}"
-    if missed := missed_table(args):
-        tables += (
-            "\n## Rows that miss the goal\n\n*Round* is the exported one, 0: the start. *Training loss* is that of the "
-            "first round. Other columns compare the start with the exported round.\n\n" + missed
-        )
     if args.leave_one_out and all(is_finished(cell, args) for cell in other):
         partition_text = f"Dirichlet 0.3, seed {args.seeds[0]}."
         tables += (
@@ -664,8 +553,10 @@ def main() -> None:
             f"{left_out_table(args)}"
         )
     if args.unclipped:
-        tables += f"\n## Cost of clipping\n\n{ABOUT_COSTS}\n\n{clipping_table(with_default_clip(args))}"
-    print_tables(tables, args)
+        tables += f"\n## Cost of clipping\n\n{ABOUT_COSTS}\n\n{clipping_table(args)}"
+    print(tables)
+    if args.page:
+        args.page.write_text(page(tables, args), encoding="utf-8")
 
 
 if __name__ == "__main__":

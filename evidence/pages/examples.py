@@ -6,8 +6,6 @@
 A page is written from all examples only, because it names one command and one date for all of its numbers.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import platform

@@ -1,7 +1,7 @@
 """Training many clients on one GPU: speed, memory, 4-bit bases, equality with the CPU.
 
     python -m evidence.pages.gpu --page docs/results/gpu.md           (one GPU, at most 30 minutes)
-    python -m evidence.pages.gpu --sections nf4 --shapes Llama-3.2-1B --minutes 5      (these tables alone)
+    python -m evidence.pages.gpu --sections nf4 --minutes 5           (this table alone)
     python -m evidence.pages.gpu --smoke --device cpu                 (tiny shapes, seconds; nothing is judged)
 
 The models have random weights in the shapes of RoBERTa-large, Llama-3.2-1B and Llama-2-7B, in bfloat16, with FedIT at
@@ -13,8 +13,6 @@ needs more memory than the device has, half as many share a pass. NF4: the froze
 bits, by bitsandbytes. Without a GPU the page says that nothing was measured. ``--sections`` picks some tables, which
 name their command.
 """
-
-from __future__ import annotations
 
 import argparse
 import copy
@@ -201,7 +199,7 @@ class Bench:
         batch: int,
         optimizer: str = "adamw",
         clients_per_pass: int | None = None,
-    ) -> Bench:
+    ) -> "Bench":
         """Prepare the clients' jobs of FedIT, by default for one pass of all clients."""
         task, examples = draw_examples(shape, clients * batch * STEPS)
         config = parse_config(
@@ -492,7 +490,7 @@ def format_command(args: argparse.Namespace, device: torch.device) -> list[str]:
     """The command, and the date and the device."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     options = f" --minutes {args.minutes:g}" + (" --smoke" if args.smoke else "")
-    for option in ("sections", "shapes", "clients", "batches"):
+    for option in ("sections", "clients", "batches"):
         if (values := getattr(args, option)) != args.defaults[option]:
             options += f" --{option} {' '.join(map(str, values))}"
     return [
@@ -557,7 +555,7 @@ SECTIONS = ("speed", "nf4", "equality")
 
 def page(args: argparse.Namespace, device: torch.device) -> str:
     """Measure the requested sections, and write the page, or those sections alone."""
-    shapes = [shape for shape in (SMOKE if args.smoke else SHAPES) if shape.name in args.shapes]
+    shapes = SMOKE if args.smoke else SHAPES
     end = time.monotonic() + 60 * args.minutes
     # What takes no time limit comes first, then the shortest.
     measures: dict[str, Callable[[], list[str]]] = {
@@ -595,20 +593,16 @@ def main() -> None:
     parser.add_argument("--clients", type=int, nargs="+", default=None)
     parser.add_argument("--batches", type=int, nargs="+", default=None)
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, help="left out: all")
-    parser.add_argument("--shapes", nargs="+", metavar="NAME", help="names of the shapes; left out: all")
     parser.add_argument("--page", type=Path, help="write the tables to this file")
     args = parser.parse_args()
     defaults: dict[str, list[Any]] = {
         "sections": list(SECTIONS),
-        "shapes": [shape.name for shape in (SMOKE if args.smoke else SHAPES)],
         "clients": [1, 3] if args.smoke else [1, 8, 50],
         "batches": [1, 2] if args.smoke else [1, 2, 4, 8],
     }
     args.defaults = defaults
     for name, values in defaults.items():
         setattr(args, name, getattr(args, name) or values)
-    if unknown := set(args.shapes) - set(defaults["shapes"]):
-        parser.error(f"--shapes {' '.join(sorted(unknown))}: there are {', '.join(defaults['shapes'])}")
     args.sections = [name for name in SECTIONS if name in args.sections]
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         parser.error("--device cuda: there is no GPU")

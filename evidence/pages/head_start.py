@@ -158,7 +158,6 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES), metavar="SET")
     parser.add_argument("--starts", nargs="+", choices=list(STARTS), default=list(STARTS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.set_defaults(train=None)  # subsets as small as those of the defaults
     args = parser.parse_args()
     (compare_rounds if args.rounds else measure_starts)(args)
 

@@ -16,8 +16,6 @@ new method is a line in the YAML file, or in a copy of it for ``--settings``.
 ``--page`` writes the page and its picture from the finished runs.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math
@@ -35,9 +33,11 @@ from typing import Any
 
 import numpy as np
 import yaml
+from matplotlib.figure import Figure
 from scipy import stats
 
 import fedspan
+from evidence.claims.report import format_table, save_figure
 from fedspan.runs.predictions import Items, read_items
 from fedspan.tasks.metrics import METRICS
 
@@ -250,10 +250,6 @@ def read_results(pairs: Sequence[Pair]) -> Results:
     return results
 
 
-def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows))
-
-
 def build_page(results: Results, methods: Sequence[str], figure: Path | None) -> str:
     """Build the sections of the page: the joint comparison, and a table for each cell."""
     reference = methods[0]
@@ -291,11 +287,6 @@ def build_page(results: Results, methods: Sequence[str], figure: Path | None) ->
 
 def draw_pareto(cells: Results, methods: Sequence[str], path: Path) -> None:
     """Draw each method's mean score against its bytes and its seconds, both relative to the reference's."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(9, 4), layout="constrained")
     for axes, cost in zip(figure.subplots(1, 2, sharey=True), ("megabytes", "seconds"), strict=True):
         points: list[tuple[float, float, str]] = []
@@ -312,8 +303,7 @@ def draw_pareto(cells: Results, methods: Sequence[str], path: Path) -> None:
         axes.plot(*zip(*front, strict=True), color="C1", zorder=0, drawstyle="steps-post")
         axes.set(xscale="log", xlabel=f"{cost}, times {methods[0]}'s")
     figure.axes[0].set_ylabel("mean score, %")
-    with matplotlib.rc_context({"svg.hashsalt": path.stem}):
-        figure.savefig(path, metadata={"Date": None})
+    save_figure(figure, path.parent, path.stem)
 
 
 def describe_origin() -> str:

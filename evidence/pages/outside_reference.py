@@ -12,8 +12,6 @@ cell is written to ``--out`` when it is finished, so the script can be stopped a
 table of what there is.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import json
@@ -95,7 +93,7 @@ class Examples:
     inputs: list[str]
     targets: np.ndarray
 
-    def take(self, rows: Sequence[int]) -> Examples:
+    def take(self, rows: Sequence[int]) -> "Examples":
         """Return some of the examples."""
         return Examples([self.inputs[row] for row in rows], self.targets[list(rows)])
 
@@ -344,7 +342,6 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES), metavar="SET")
     parser.add_argument("--print", action="store_true", help="measure nothing")
-    parser.set_defaults(train=None)  # subsets as small as those of the defaults
     args = parser.parse_args()
     torch.set_num_threads(1)
     args.out.mkdir(parents=True, exist_ok=True)

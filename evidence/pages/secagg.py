@@ -5,19 +5,12 @@
 The seconds are CPU time of the shares, which take nearly all of it.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
-
-from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from fedspan.clients.secagg import SecureClient
 from fedspan.clients.secagg_store import MemorySessionStore
 from fedspan.core.values import Client
-from fedspan.crypto.identity import Identity
 from fedspan.federation.protocol import ClientFacts
 from fedspan.federation.secagg.messages import (
     Agreement,
@@ -32,13 +25,7 @@ from fedspan.federation.secagg.messages import (
     compute_facts_digest,
 )
 from fedspan.federation.settings import SecureSettings
-
-
-def make_identity() -> Identity:
-    """Create a lasting key like that of a node."""
-    key = ec.generate_private_key(ec.SECP384R1())
-    public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
-    return Identity(public, lambda data: key.sign(data, ec.ECDSA(hashes.SHA384())))
+from tests.helpers.secure_game import make_identity
 
 
 def measure(count: int) -> tuple[int, int, float]:
@@ -47,7 +34,11 @@ def measure(count: int) -> tuple[int, int, float]:
     Args:
         count: Number of clients.
     """
-    ids, identity, sessions = [f"clinic-{number:04}" for number in range(count)], make_identity(), MemorySessionStore()
+    ids, identity, sessions = (
+        [f"clinic-{number:04}" for number in range(count)],
+        make_identity("clinic"),
+        MemorySessionStore(),
+    )
     clients = {id: SecureClient(id, sessions, identity=identity) for id in ids}
     facts = {"run": "run", "serial": 1, "round": 0, "attempt": 0, "session": 1}
     replies = {id: clients[id].answer(KeysOrder(**facts, to=id)) for id in ids}

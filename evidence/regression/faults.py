@@ -11,8 +11,6 @@ clients replied; where nodes join or leave and in asynchronous rounds, these are
 clients in each round.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import datetime
@@ -98,7 +96,7 @@ class Model:
 
     tensors: Mapping[str, torch.Tensor]
 
-    def require_same(self, other: Model) -> None:
+    def require_same(self, other: "Model") -> None:
         require(all(bool(torch.isfinite(value).all()) for value in self.tensors.values()), "the model is not finite")
         require(self.tensors.keys() == other.tensors.keys(), "the models have other tensors")
         for name, value in self.tensors.items():
@@ -115,7 +113,7 @@ class Submitted:
         arguments: Arguments of ``fedspan submit``, which is started in the stage's folder.
     """
 
-    def __init__(self, stage: Stage, log: Path, out: Path, *arguments: str) -> None:
+    def __init__(self, stage: "Stage", log: Path, out: Path, *arguments: str) -> None:
         self.stage, self.log, self.out = stage, log, out
         self.began = time.time()
         command = build_command("submit", *arguments, "--server", str(stage.made.server))

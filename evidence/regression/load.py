@@ -8,8 +8,6 @@ measures the server and the way to it, not the nodes. With the first number of n
 node and back, and larger ones than the limits are refused.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import multiprocessing

@@ -6,8 +6,6 @@ What it does is read again from the file for every order of the second round; no
 variable SPOILT_VERSION it runs another version of fedspan.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

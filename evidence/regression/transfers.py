@@ -8,8 +8,6 @@ The node returns the message that it is sent. Printed are the bytes that the pro
 size of the message, and seconds; a ratio above 1.1 is an error.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -118,11 +116,9 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, default=20.0, help="size of the message, in 10**6 bytes")
     parser.add_argument("--mbit", type=float, default=1.0, help="rate of the link in each direction, in Mbit/s")
     parser.add_argument("--cut-after", type=float, default=4.0, help="seconds between two cuts; 0: none")
-    parser.add_argument("--folder", type=Path, help="folder for keys and logs; default: a temporary one")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="fedspan-") as temporary:
-        folder = options.folder or Path(temporary)
-        row = measure(folder, int(options.megabytes * 1e6), options.mbit * 1e6 / 8, options.cut_after or None)
+        row = measure(Path(temporary), int(options.megabytes * 1e6), options.mbit * 1e6 / 8, options.cut_after or None)
     print(json.dumps(row))
     if max(row["order"], row["reply"]) > MOST:
         sys.exit(f"more than {MOST} times the message")

@@ -144,7 +144,7 @@ def test_an_adapter_inside_of_a_plain_loops_model_is_refused(tiny_folder: Path, 
     assert "PEFT adapter" in refusal(tiny_folder, tmp_path, fedspan.TorchTrainer(model, lambda round: None, 8))
 
 
-def test_a_run_is_resumed_with_its_trainers_only(finished: Path, tiny_folder: Path) -> None:
+def test_a_run_is_resumed_with_its_trainers_only(finished: Path) -> None:
     with pytest.raises(FedspanError, match=r"fedspan.simulate\(..., resume=True\)"):
         fedspan.resume(finished, overrides=["federation.rounds=3"])
 

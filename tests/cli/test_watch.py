@@ -1,7 +1,5 @@
 """``fedspan watch``: the page's address, the browser, and its end."""
 
-from __future__ import annotations
-
 import time
 import webbrowser
 from collections.abc import Callable, Generator
@@ -27,7 +25,7 @@ def test_the_page_is_shown_until_ctrl_c(
         def __init__(self, read: Callable[[], Any], port: int) -> None:
             events.append(port)
 
-        def __enter__(self) -> Page:
+        def __enter__(self) -> "Page":
             return self
 
         def __exit__(self, *_: object) -> None:

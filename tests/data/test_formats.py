@@ -158,7 +158,7 @@ def test_contents_beyond_the_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_an_archive_that_is_damaged_or_none(tmp_path: Path, refused: Refused, suffix: str) -> None:
+def test_an_archive_that_is_damaged_or_none(tmp_path: Path, suffix: str) -> None:
     path = packed(tmp_path / f"t{suffix}", {f"rose/{number}.png": png(number) for number in range(40)})
     content = path.read_bytes()
     for damaged in (content[: len(content) // 2], b"no archive", b""):
@@ -249,7 +249,7 @@ def test_without_the_extra(tmp_path: Path, refused: Refused, monkeypatch: pytest
     refused("data.train", str(path), ["pip install 'fedspan[excel]'"], load, DataConfig(train=str(path)))
 
 
-def test_title_rows_above_the_column_names(tmp_path: Path, refused: Refused) -> None:
+def test_title_rows_above_the_column_names(tmp_path: Path) -> None:
     path = workbook(tmp_path / "t.xlsx", S=[("Survey 2026", None), ("confidential",), (), *ROWS])
     source = read_source(DataConfig(train=str(path)), "train", "data")
     assert source.dataset.column_names == ["note", "stars"]

@@ -229,7 +229,7 @@ def test_rows_of_every_kind_are_counted(tmp_path: Path) -> None:
     )
 
 
-def test_rows_are_still_numbered_as_in_the_file(tmp_path: Path, refused: Refused) -> None:
+def test_rows_are_still_numbered_as_in_the_file(tmp_path: Path) -> None:
     path = tmp_path / "{site}.csv"
     (tmp_path / "a.csv").write_text("text,label\none\n1,x\n")
     (tmp_path / "b.csv").write_text("text,label\n,x\n2,y\n3,z\n")

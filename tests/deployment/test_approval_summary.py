@@ -37,7 +37,7 @@ def test_every_setting_is_shown_or_does_not_matter() -> None:
     assert {*ALL, *SILENT} - known == set(), "these are no settings any more"
 
 
-def test_every_setting_that_a_node_takes_from_the_server_s_data_is_shown(tiny_folder: Path) -> None:
+def test_every_setting_that_a_node_takes_from_the_server_s_data_is_shown() -> None:
     shared = dict.fromkeys(("labels", "label_separator", "chat", "system", "packing", "long_answers", "prompt"), "x")
     own = {"data": {}, "validation": 0.1, "test": 0.1, "split_seed": 0}
     taken = set(build_node_values({"data": {**dict.fromkeys(RunConfig.model_fields, "x"), **shared}}, own)["data"])

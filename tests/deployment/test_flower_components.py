@@ -18,8 +18,8 @@ from fedspan.deployment.flower_server import write_app
 from fedspan.deployment.handshake import Introduction
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
-from fedspan.progress.listener import Listener
 from helpers import node_service, tiny
+from helpers.listeners import Notes
 
 
 def write(folder: Path, values: dict[str, Any]) -> dict[str, Any]:
@@ -111,14 +111,6 @@ def test_a_supernode_without_a_host_is_told_what_it_needs() -> None:
     context = SimpleNamespace(node_config={}, run_config={"simulated": False})
     with pytest.raises(FedspanError, match="--node-config"):
         flower_client._answer(context, "{}", b"")  # pyright: ignore
-
-
-class Notes(Listener):
-    def __init__(self) -> None:
-        self.notes = list[str]()
-
-    def on_note(self, text: str) -> None:
-        self.notes.append(text)
 
 
 def gather(

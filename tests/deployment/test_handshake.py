@@ -16,23 +16,15 @@ from fedspan.deployment.handshake import Introduction, build_server_config
 from fedspan.deployment.node import NodeService
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
-from fedspan.progress.listener import Listener
 from fedspan.runs.train import run
 from fedspan.transports.http import admissions, transport
 from fedspan.transports.http import server as servers
 from helpers import tiny
+from helpers.listeners import Notes
 from helpers.node_service import CLIENT, introduced, invitation, node, values
 
 Meet = Callable[..., tuple[Any, list[str]]]
 WAITING = "`limits.approve`: the node's operator has to approve job 3f9c first"
-
-
-class Notes(Listener):
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-
-    def on_note(self, text: str) -> None:
-        self.notes.append(text)
 
 
 @pytest.fixture(autouse=True)

@@ -11,20 +11,12 @@ from fedspan.config.node import NodeConfig, NodeLimits
 from fedspan.deployment.handshake import build_server_config
 from fedspan.deployment.node import NodeService
 from fedspan.errors import FedspanError
-from fedspan.progress.listener import Listener
 from fedspan.runs import start
+from helpers.listeners import Notes
 from helpers.node_service import introduced, node, served, values
 
 EXACT = {"approve": "auto", "head_statistics": "exact", "statistics_max_length": 2, "statistics_examples": 1}
 LDA = {"head_init": "lda"}
-
-
-class Notes(Listener):
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-
-    def on_note(self, text: str) -> None:
-        self.notes.append(text)
 
 
 def test_a_deployment_starts_without_statistics_unless_it_asks_for_them(tiny_folder: Path) -> None:

@@ -42,7 +42,6 @@ QUICK = ("fedgalore_ajive", "rolora_linear")
 """The others train for seconds, and are slow."""
 FIGURES = {
     "rolora_linear": "rolora",
-    "rolora_mnist": "rolora_mnist",
     "fedloru_theory": "fedloru",
     "fedgalore_ajive": "fedgalore",
 }

@@ -25,7 +25,7 @@ def args(tmp_path: Path) -> Namespace:
             rows.writerow(["text", "category"])
             rows.writerows((f"{part} query {number}", f"intent-{number % 30:02}") for number in range(3000))
     paths = {"data": tmp_path / "data", "models": tmp_path, "out": tmp_path / "out"}
-    return Namespace(**paths, only=[NAME], partitions=["IID", "Dirichlet 0.3"], seeds=[0, 1], train=None)
+    return Namespace(**paths, only=[NAME], seeds=[0, 1])
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:
@@ -34,15 +34,16 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 
 def test_subsets_are_drawn_by_their_seed_from_the_first_classes(args: Namespace) -> None:
-    args.train, subsets = 800, []
+    subsets = []
     for seed in (0, 1):
-        train, test = defaults.write_data(defaults.Cell(NAME, "IID", seed), args)
-        assert defaults.write_data(defaults.Cell(NAME, "Dirichlet 0.3", seed), args) == (train, test)
+        train, test = defaults.write_data(defaults.Cell("Banking77", "IID", seed), args)
+        assert defaults.write_data(defaults.Cell("Banking77", "Dirichlet 0.3", seed), args) == (train, test)
         subsets.append(rows_of(train))
         assert {row["text"].split()[0] for row in rows_of(test)} == {"test"}
-    assert [len(rows) for rows in subsets] == [800, 800]
+    assert [len(rows) for rows in subsets] == [1200, 1200]
     assert subsets[0] != subsets[1]
-    assert {row["category"] for row in subsets[0]} == {f"intent-{number:02}" for number in range(20)}
+    train, _ = defaults.write_data(defaults.Cell(NAME, "IID", 0), args)
+    assert {row["category"] for row in rows_of(train)} == {f"intent-{number:02}" for number in range(20)}
 
 
 def test_only_what_belongs_to_the_experiment_is_set(args: Namespace) -> None:
@@ -105,33 +106,32 @@ def test_settings_are_chosen_on_the_other_sets(args: Namespace) -> None:
 
 
 def finish_clip(args: Namespace, cell: Any, score: float, clipped: int) -> None:
-    """Write what a finished cell of ``--clips`` leaves: its score, and rounds of which some clipped a reply."""
+    """Write what a finished cell leaves: its score, and rounds of which some clipped a reply."""
     finish(args, cell, 0.1, score)
     rows = [{"round": number} | ({"clipped": {"a": 0.4}} if 0 < number <= clipped else {}) for number in range(8)]
     (defaults.folder_of(cell, args) / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def test_the_cost_of_clipping_is_paired_by_seed(args: Namespace) -> None:
-    args.partitions, args.clips = ["Dirichlet 0.3"], [1.5, 1.0]
-    scores = {"clip 1": (0.78, 0.8), "clip 1.5": (0.8, 0.83), defaults.UNCLIPPED: (0.81, 0.83)}
-    for setting, pair in scores.items():
-        for seed, score in enumerate(pair):
-            clipped = {"clip 1": 7, "clip 1.5": 2 - seed}.get(setting, 0)
-            finish_clip(args, defaults.Cell(NAME, "Dirichlet 0.3", seed, setting), score, clipped)
+    for seed, (score, unclipped) in enumerate(((0.8, 0.81), (0.83, 0.83))):
+        finish_clip(args, defaults.Cell(NAME, "Dirichlet 0.3", seed), score, 2 - seed)
+        finish_clip(args, defaults.Cell(NAME, "Dirichlet 0.3", seed, defaults.UNCLIPPED), unclipped, 0)
     (line,) = defaults.clipping_table(args).splitlines()[2:]
-    changes = "-3.0 (-3.0 to -3.0) | -0.5 (-1.0 to +0.0)"
-    assert line == f"| {NAME} | Dirichlet 0.3 | 2 | 82.0 | {changes} | 14 of 14 | 3 of 14 |"
+    assert line == f"| {NAME} | Dirichlet 0.3 | 2 | 82.0 | -0.5 (-1.0 to +0.0) | 3 of 14 |"
 
 
-def test_a_clip_that_clipped_nothing_has_the_result_of_wider_ones(args: Namespace) -> None:
-    args.partitions, args.clips, args.seeds = ["IID"], [1.25, 1.0], [0]
-    narrow, wide, none = cells = defaults.list_clip_cells(args, NAME, "IID", 0)
-    assert [cell.changes[0].rpartition("=")[2] for cell in cells] == ["1", "1.25", "null"]
-    finish_clip(args, narrow, 0.7, 3)
-    assert [defaults.find_clip_run(cells, number, args) for number in range(3)] == [narrow, None, None]
-    finish_clip(args, wide, 0.8, 0)
-    assert [defaults.find_clip_run(cells, number, args) for number in range(3)] == [narrow, wide, wide]
-    defaults.run_clips(args)  # nothing is left to run
-    assert not defaults.is_finished(none, args)
-    (line,) = defaults.clipping_table(args).splitlines()[2:]
-    assert "| 80.0 | -10.0 (-10.0 to -10.0) | +0.0 (+0.0 to +0.0) |" in line
+def test_a_run_that_clipped_nothing_is_not_repeated_without_clipping(args: Namespace) -> None:
+    first, second = (defaults.Cell(NAME, "IID", seed) for seed in args.seeds)
+    unclipped = defaults.Cell(NAME, "IID", 0, defaults.UNCLIPPED)
+    assert defaults.find_unclipped(first, args) is None
+    finish_clip(args, first, 0.7, 3)
+    finish_clip(args, second, 0.8, 0)
+    assert [defaults.find_unclipped(cell, args) for cell in (first, second)] == [None, second]
+    assert defaults.clipping_table(args).splitlines()[2:] == [
+        f"| {NAME} | IID | 1 | 80.0 | +0.0 (+0.0 to +0.0) | 0 of 7 |"
+    ]
+    finish_clip(args, unclipped, 0.75, 0)
+    assert defaults.find_unclipped(first, args) == unclipped
+    defaults.run_unclipped([first, second], args)  # nothing is left to run
+    assert not defaults.is_finished(defaults.Cell(NAME, "IID", 1, defaults.UNCLIPPED), args)
+    assert defaults.Cell(NAME, "IID", 0, defaults.UNCLIPPED).changes == ("federation.clip_ratio=null",)

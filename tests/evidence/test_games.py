@@ -1,7 +1,5 @@
 """The games of privacy, in short: their arithmetic, and that they find what is there to be found."""
 
-from __future__ import annotations
-
 import csv
 import math
 from importlib.resources import files

@@ -1,7 +1,5 @@
 """Intervals of differences: their sources of noise, and the words that follow them."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

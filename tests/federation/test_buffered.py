@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedspan.assembly.run import Prepared, prepare
+from fedspan.assembly.run import prepare
 from fedspan.config.combinations import explain_round_dependence
 from fedspan.core.factors import draw_a_factors
 from fedspan.core.method import Memory, Method
@@ -210,7 +210,7 @@ def test_a_round_is_retried_and_fails_when_too_few_clients_reply(tiny_folder: Pa
     assert result.simulated_seconds >= 50
 
 
-def test_a_transport_without_a_simulated_clock_is_refused(prepared: Prepared, tiny_folder: Path) -> None:
+def test_a_transport_without_a_simulated_clock_is_refused(tiny_folder: Path) -> None:
     from helpers.reply_transport import ReplyingTransport
 
     class Silent(ReplyingTransport):

@@ -30,6 +30,7 @@ from fedspan.federation.transport import Orders, Transport
 from fedspan.training.jobs import Assignment
 from helpers import tiny
 from helpers.families import others_slow
+from helpers.listeners import Notes
 
 for extra in ("Crypto", "cryptography"):
     pytest.importorskip(extra, reason="the extra fedspan[secagg] is not installed")
@@ -407,16 +408,11 @@ def test_a_secure_sum_has_the_clients_present(tiny_folder: Path) -> None:
 
 
 def test_a_killed_run_resumes_to_the_bit_and_logs_who_came_and_left(tiny_folder: Path, tmp_path: Path) -> None:
-    class Stop(fedspan.Listener):
-        def on_round_finish(self, row: Any) -> None:
-            if row["round"] == 2:
-                raise KeyboardInterrupt
-
     federation = {"clients_per_round": None, "rounds": 4}
     config = tiny.config(tiny_folder, federation=federation, simulation={"present": PRESENT})
     fedspan.run(config, tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
-        fedspan.run(config, tmp_path / "killed", listener=Stop())
+        fedspan.run(config, tmp_path / "killed", listener=Notes(2))
     fedspan.resume(tmp_path / "killed")
     rows = [json.loads(line) for line in (tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if row["round"]]

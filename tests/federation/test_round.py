@@ -580,7 +580,7 @@ def test_the_reason_of_a_failure_is_printable_whoever_words_it() -> None:
     assert len(failure.reason) < 5000
 
 
-def test_headers_survive_the_way(built: Prepared, tmp_path: Path) -> None:
+def test_headers_survive_the_way(built: Prepared) -> None:
     client = built.federation.get_client("south", Progress(built.federation.begin().state, last_rounds={"south": 3}))
     order = Order("train", 4, 1, 0.125, "south", client, b"\x00body", 2, "run", 17)
     assert decode_order(order.to_envelope()) == order

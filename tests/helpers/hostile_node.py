@@ -1,7 +1,5 @@
 """A node with a valid key that sends whatever it likes to a server, and strangers without a key."""
 
-from __future__ import annotations
-
 import base64
 import socket
 import ssl

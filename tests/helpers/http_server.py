@@ -1,7 +1,5 @@
 """Servers of nodes for tests: in this process with limits of the test, or with a serving process as in a deployment."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -67,7 +65,7 @@ class LocalServer:
             self._ready.set()
             self._server.run([type("Socket", (BoundedSocket,), own).take_over(bound)])
 
-    def __enter__(self) -> LocalServer:
+    def __enter__(self) -> "LocalServer":
         self._thread.start()
         assert self._ready.wait(20)
         until = time.monotonic() + 20

@@ -9,8 +9,6 @@ What it does not cover: kernels, streams and memory of a real device; operators 
 fused kernels); autocast; random numbers drawn on the device; in-place changes of shape.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections import Counter
@@ -86,7 +84,7 @@ class Pretend(Tensor):
     raw: Tensor
 
     @staticmethod
-    def __new__(cls, raw: Tensor) -> Pretend:
+    def __new__(cls, raw: Tensor) -> "Pretend":
         made = torch.Tensor._make_wrapper_subclass(
             cls,
             raw.size(),
@@ -109,7 +107,7 @@ class Pretend(Tensor):
         return self.detach()
 
     @data.setter
-    def data(self, value: Pretend) -> None:
+    def data(self, value: "Pretend") -> None:
         Tensor.data.__set__(self, value)
         self.raw = value.raw
 

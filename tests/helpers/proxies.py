@@ -7,8 +7,6 @@ The kinds are ``connect`` (an outbound proxy), ``inspect`` (one that opens TLS w
 at most 1 MiB and is read before it is passed on, and an answer must begin within 60 s). It prints its port.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import ssl

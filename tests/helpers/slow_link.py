@@ -1,7 +1,5 @@
 """A link between a node and a server that is slow and breaks again and again: a TCP proxy on this machine."""
 
-from __future__ import annotations
-
 import socket
 import struct
 import time
@@ -43,7 +41,7 @@ class SlowLink:
         self.port = int(self._listener.getsockname()[1])
         self._threads = [Thread(target=self._accept, daemon=True), Thread(target=self._cut, daemon=True)]
 
-    def __enter__(self) -> SlowLink:
+    def __enter__(self) -> "SlowLink":
         for thread in self._threads:
             thread.start()
         return self

@@ -1,7 +1,5 @@
 """A server and its nodes as processes of the command line, on this machine."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import signal
@@ -67,21 +65,18 @@ class Deployment:
 
     Args:
         folder: Folder for keys, data and logs.
-        insecure: Whether the server has neither TLS nor keys.
         names: Names under which the server is reached, beside this machine's own.
         options: Further options of the server.
     """
 
-    def __init__(
-        self, folder: Path, *, insecure: bool = False, names: Sequence[str] = (), options: Sequence[str] = ()
-    ) -> None:
-        self.folder, self.insecure, self.names, self.options = folder, insecure, names, options
+    def __init__(self, folder: Path, *, names: Sequence[str] = (), options: Sequence[str] = ()) -> None:
+        self.folder, self.names, self.options = folder, names, options
         self.port = free_port()
         self.server = folder / "server"
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         folder.mkdir(parents=True, exist_ok=True)
 
-    def __enter__(self) -> Deployment:
+    def __enter__(self) -> "Deployment":
         self.start_server()
         return self
 
@@ -159,7 +154,7 @@ class Deployment:
             time.sleep(0.1)
 
     def start_server(self) -> None:
-        options = ["--insecure"] if self.insecure else [f"--name={name}" for name in self.names]
+        options = [f"--name={name}" for name in self.names]
         self.start("server", "server", "--folder", str(self.server), "--port", str(self.port), *options, *self.options)
         self.wait_for("server", "listening on")
 
@@ -173,7 +168,7 @@ class Deployment:
             changes: Fields of the node's file that replace the defaults.
         """
         key = self.folder / f"{id}.key"
-        if not self.insecure and not key.exists():
+        if not key.exists():
             self.call_here("join", "--new-key", str(key))
             self.call_here("admit", f"{key}.pub", "--as", id, "--server", str(self.server))
         values = {
@@ -195,7 +190,7 @@ class Deployment:
         return path
 
     def join(self, id: str, path: Path) -> None:
-        self.start(id, "join", str(path), *(["--insecure"] if self.insecure else []))
+        self.start(id, "join", str(path))
 
     def submit(
         self, config: Path, out: Path, *options: str, timeout: float = 300, check: bool = True

@@ -1,7 +1,5 @@
 """Stock Flower as processes: a SuperLink, SuperNodes, and ``flwr run``, with the configuration in a folder."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -35,7 +33,7 @@ class StockFlower:
             "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
         }
 
-    def __enter__(self) -> StockFlower:
+    def __enter__(self) -> "StockFlower":
         return self
 
     def __exit__(self, *_: object) -> None:

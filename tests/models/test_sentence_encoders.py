@@ -23,11 +23,11 @@ from fedspan.models.loading import load_pretrained
 from fedspan.models.names import resolve_model
 from fedspan.models.pooling import Pooling
 from fedspan.models.sentence_encoders import PooledClassifier, PoolingSearch, find_pooling, get_encoder_class
-from fedspan.progress.listener import Listener
 from fedspan.run_folder import CARD
 from fedspan.serving.load import load_served
 from helpers import tiny
 from helpers.exported_models import load_as_its_card_says
+from helpers.listeners import Notes
 
 TEXTS = ["admin1 word3", "lab2 word1 lab3 word5 billing1", "symptom4"]
 KINDS = ("bert", "roberta", "distilbert")
@@ -112,18 +112,6 @@ def test_what_is_in_doubt_is_named(tmp_path: Path) -> None:
     assert find_pooling("nobody/knows").doubt == "its modules.json could not be looked up, and is not in the cache"
 
 
-class Notes(Listener):
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-
-    def on_note(self, text: str) -> None:
-        self.notes.append(text)
-
-    def on_round_finish(self, row: Any) -> None:
-        if row["round"] == 1 and not self.notes:
-            raise KeyboardInterrupt
-
-
 @pytest.mark.slow
 def test_a_resumed_run_has_the_pooling_of_its_start(encoders: Path, runs: dict[str, Path], tmp_path: Path) -> None:
     model = tmp_path / "model"
@@ -131,7 +119,7 @@ def test_a_resumed_run_has_the_pooling_of_its_start(encoders: Path, runs: dict[s
     values = settings(encoders, "bert", engine={"name": "batched", "clients_per_pass": 3})
     values["model"]["name"] = str(model)
     with pytest.raises(KeyboardInterrupt):
-        fedspan.run(values, tmp_path / "run", listener=Notes())
+        fedspan.run(values, tmp_path / "run", listener=Notes(1))
     (model / "modules.json").unlink()
     assert json.loads((tmp_path / "run" / "pooling.json").read_text()) == {"pooling": "mean", "pooling_normalize": True}
     fedspan.resume(tmp_path / "run")
@@ -152,7 +140,6 @@ def test_a_fallback_is_noted(encoders: Path, tmp_path: Path) -> None:
     (model / "modules.json").write_text("{")
     values, notes = settings(encoders, "bert", federation={"rounds": 1}), Notes()
     values["model"]["name"] = str(model)
-    notes.notes.append("")
     fedspan.run(values, tmp_path / "run", listener=notes)
     assert any("model.pooling is stock" in note and "its modules.json cannot be read" in note for note in notes.notes)
 

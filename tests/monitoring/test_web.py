@@ -219,7 +219,7 @@ def test_the_redirect_is_readable_by_its_user_alone_and_deleted() -> None:
     assert not path.parent.exists()
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(web.importlib.util, "find_spec", lambda name: None if name == "uvicorn" else True)
     with pytest.raises(FedspanError, match=r"uvicorn.*pip install 'fedspan\[web\]'"):
         web.require_web()

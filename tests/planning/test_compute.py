@@ -199,7 +199,7 @@ def test_a_model_that_asks_for_values_or_another_dtype_is_refused(
         fedspan.plan(llama(model=model, **config), architecture=architecture)
 
 
-def test_images_have_no_length(tmp_path: Path) -> None:
+def test_images_have_no_length() -> None:
     values = {
         "task": "image-classification",
         "data": {"train": "unread"},

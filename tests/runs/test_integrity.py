@@ -2,9 +2,9 @@
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
@@ -13,12 +13,12 @@ from fedspan.config import parse_config
 from fedspan.core.values import ServerState
 from fedspan.errors import FedspanError
 from fedspan.logs import JsonLines, read_lines
-from fedspan.progress.listener import Listener
 from fedspan.reports.run_data import read_runs
 from fedspan.run_folder import RunFolder, require_intact_model
 from fedspan.runs.checkpoint_format import Checkpoint
 from fedspan.runs.integrity import compute_input_digests, describe_config, require_intact, require_same_run
 from helpers import tiny
+from helpers.listeners import Notes
 from helpers.mistakes.world import World, flip
 from helpers.run_content import content
 
@@ -278,13 +278,6 @@ def test_a_linked_run_folder_is_fine(world: World, tmp_path: Path) -> None:
     assert fedspan.resume(link).rounds == 2
 
 
-class _Stop(Listener):
-    """Interrupts a run after its first round."""
-
-    def on_round_finish(self, row: Mapping[str, Any]) -> None:
-        raise KeyboardInterrupt
-
-
 def test_a_run_works_from_every_directory(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its paths are relative to the directory in which it was started."""
     start, other = tmp_path / "start", tmp_path / "other"
@@ -294,7 +287,7 @@ def test_a_run_works_from_every_directory(tiny_folder: Path, tmp_path: Path, mon
     values = tiny.settings(Path("models"), data={"train": "{part}.csv"})
     monkeypatch.chdir(start)
     with pytest.raises(KeyboardInterrupt):
-        fedspan.run(values, "run", listener=_Stop())
+        fedspan.run(values, "run", listener=Notes(1))
     assert "models/bert" in (start / "run" / "config.yaml").read_text()
     monkeypatch.chdir(other)
     report = fedspan.resume(start / "run")

@@ -39,7 +39,7 @@ def model_of(family: str, folder: Path) -> nn.Module:
     return AutoModelForCausalLM.from_pretrained(folder / f"{family}-lm", attn_implementation="eager").eval()
 
 
-def test_prompt_and_answer_are_tokenized_apart(decoders: Path) -> None:
+def test_prompt_and_answer_are_tokenized_apart() -> None:
     """<s> (2) before the prompt, </s> (3) behind the answer, the border between two ids."""
     task = made()
     examples = encoded(task)
@@ -147,7 +147,7 @@ def test_generation_in_batches_is_greedy_decoding_of_each_prompt_alone(family: s
     )
 
 
-def test_what_is_cut_is_said_or_refused(decoders: Path) -> None:
+def test_what_is_cut_is_said_or_refused() -> None:
     tokenizer = tiny_decoders.tokenizer(pads=True)
     short = CausalLM(tokenizer, 5)
     examples = encoded(short)
@@ -161,7 +161,7 @@ def test_what_is_cut_is_said_or_refused(decoders: Path) -> None:
     assert made().describe_examples(encoded(made())) == ()
 
 
-def test_chat_prompts_are_the_template_s(decoders: Path) -> None:
+def test_chat_prompts_are_the_template_s() -> None:
     """System message, earlier messages, the user's, then what is learnt, with the template's own end."""
     task = made(chat=True, system="a0")
     history = '[{"role": "user", "content": "b1"}, {"role": "assistant", "content": "c1"}]'

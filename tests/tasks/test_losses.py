@@ -24,7 +24,7 @@ def task(prepared: Prepared) -> SequenceClassification:
     return SequenceClassification(prepared.task.tokenizer, prepared.labels, 5)
 
 
-def test_a_batch_s_offsets_enter_the_loss_but_no_prediction(prepared: Prepared, task: SequenceClassification) -> None:
+def test_a_batch_s_offsets_enter_the_loss_but_no_prediction(task: SequenceClassification) -> None:
     logits = torch.randn(3, 4, requires_grad=True)
     offsets = compute_class_offsets(np.array([2, 1, 1]), 4, 1.0)
     model, labels = Fixed(logits), torch.tensor([2, 1, 1])

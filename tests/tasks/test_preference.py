@@ -1,7 +1,6 @@
 """Preference tuning: TRL's losses, metrics and tokens, columns of pairs, generated answers, and what is refused."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from fedspan.tasks.preference import PreferenceOptions, PreferenceTuning
 from fedspan.tasks.preference_columns import split_preference
 from fedspan.training.references import fill_reference
 from helpers import tiny, tiny_decoders, tiny_preferences
+from helpers.listeners import Notes
 from helpers.node_service import CLIENT, Direct, introduced, node
 from helpers.run_content import content
 from helpers.tiny_preferences import BAD, GOOD, ROWS, USER
@@ -273,14 +273,10 @@ def test_a_merged_model_is_compared_with_a_base_from_python(decoders: Path, tmp_
 
 @pytest.mark.parametrize("engine", [pytest.param("loop", marks=pytest.mark.slow), "batched"])
 def test_a_resumed_run_ends_with_the_same_bits(engine: str, decoders: Path, tmp_path: Path) -> None:
-    class Stop(fedspan.Listener):
-        def on_round_finish(self, row: Mapping[str, Any]) -> None:
-            raise KeyboardInterrupt
-
     values = tiny_preferences.settings(decoders, tmp_path, engine={"name": engine}, federation={"rounds": 2})
     fedspan.run(values, tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
-        fedspan.run(values, tmp_path / "stopped", listener=Stop())
+        fedspan.run(values, tmp_path / "stopped", listener=Notes(1))
     fedspan.resume(tmp_path / "stopped")
     whole, stopped = content(tmp_path / "whole"), content(tmp_path / "stopped")
     assert [name for name in whole if whole[name] != stopped.get(name)] == []

@@ -1,7 +1,5 @@
 """The cases of ``digests.py``: what each changes in one base config."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The models, texts and images that the cases of ``digests.py`` share: the same random numbers every time."""
 
-from __future__ import annotations
-
 import csv
 import json
 import random

@@ -3,8 +3,6 @@
 python tests/tools/digest_trainer.py NODE.yaml INPUTS SITE     # joins a deployment with it
 """
 
-from __future__ import annotations
-
 import csv
 import sys
 from pathlib import Path

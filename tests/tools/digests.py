@@ -14,8 +14,6 @@ and the Python API, so it can record any checkout that has them. Bits depend on 
 record both sides on one machine.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

@@ -16,8 +16,6 @@ FOLDER has sample.json, coverage-*.json and fates.jsonl, a line for every mutant
 tests/tools/mutants.yaml has the survivors that no input could tell from the original, with the reason. Needs os.fork.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """The mutants of ``mutants.py``: small faults in functions, each behind a switch that is compiled into the module."""
 
-from __future__ import annotations
-
 import ast
 import copy
 from collections import Counter

@@ -12,8 +12,6 @@ such a function. Files that hold the mathematics and the model (core, methods, w
 out: they are where a reply is made and used, not what it passes.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -10,8 +10,6 @@ In the process that reduces the replies, what they are reduced to is followed in
 adapters. Encoded messages that hold it are orders to evaluate it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import os

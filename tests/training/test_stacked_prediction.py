@@ -216,7 +216,7 @@ def test_models_that_cannot_share_a_pass_predict_alone(
 
 
 def test_a_model_that_mixes_examples_is_detected(
-    tiny_folder: Path, decoders: Path, images: Path, passes: list[int], monkeypatch: pytest.MonkeyPatch
+    tiny_folder: Path, decoders: Path, images: Path, passes: list[int]
 ) -> None:
     prepared = prepared_run("bert", tiny_folder, decoders, images)
     models = personal_models(prepared, [4, 2, 3])

@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,12 @@ from fedspan.deployment.node import NodeService
 from fedspan.diagnostics.round_diagnosis import diagnose_round
 from fedspan.federation.progress import Progress, RoundResult
 from fedspan.methods.fedit import FedIT
-from fedspan.progress.listener import Listener
 from fedspan.runs import start
 from fedspan.training.optimizers import LocalOptimizer
 from fedspan.wrappers.head_rounds import ROUNDS, HeadRounds, NewHead
 from helpers import node_service, tiny
 from helpers.families import UNLIKE, methods_by_family
+from helpers.listeners import Notes
 
 HEAD = {"extras/classifier.weight", "extras/classifier.bias"}
 WHOLE = {"batch_size": 64, "local_steps": None, "local_epochs": 2}
@@ -199,21 +198,6 @@ def test_another_number_of_rounds_is_refused(tiny_folder: Path) -> None:
     )
     with pytest.raises(FedspanError, match="head_rounds"):
         method.start(message, client, {}, 0)
-
-
-class Notes(Listener):
-    """Records notes, and stops a run after a round."""
-
-    def __init__(self, stop: int = -1) -> None:
-        self.notes: list[str] = []
-        self.stop = stop
-
-    def on_note(self, text: str) -> None:
-        self.notes.append(text)
-
-    def on_round_finish(self, row: Mapping[str, Any]) -> None:
-        if row["round"] == self.stop:
-            raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("stop", [1, pytest.param(2, marks=pytest.mark.slow)])

@@ -10,8 +10,6 @@ The page is written after each section. ``--sections`` picks some;
 ``--clients 4 --examples 4 8 --examples 32 32 --repetitions 1`` is a quick try.
 """
 
-from __future__ import annotations
-
 import argparse
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Who participates, and rounds run in turns."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The peers' environment: Flower, Ray and pfl-research beside the same torch, Transformers and PEFT as fedspan's."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

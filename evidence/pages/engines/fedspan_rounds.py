@@ -3,8 +3,6 @@
 python fedspan_rounds.py CONFIG.json
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

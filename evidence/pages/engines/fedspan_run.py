@@ -3,8 +3,6 @@
 python fedspan_run.py CONFIG.json FOLDER
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

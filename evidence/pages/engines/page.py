@@ -1,7 +1,5 @@
 """The page's tables."""
 
-from __future__ import annotations
-
 import multiprocessing
 import platform
 import statistics

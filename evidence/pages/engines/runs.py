@@ -1,7 +1,5 @@
 """Whole runs of fedspan: the federation's own time, memory, and accuracy by number format."""
 
-from __future__ import annotations
-
 import argparse
 import copy
 import csv

@@ -1,7 +1,5 @@
 """Seconds per example: fedspan's engines, a centralized loop, Flower and pfl-research, in turns."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -1,7 +1,5 @@
 """How long a federation's engine works, and how long the federation around it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ A plan is a folder with ``plan.json`` (tokens, labels, who holds what, batches, 
 adapter that everybody begins with, under PEFT's names), so that peers need neither fedspan nor a tokenizer.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

@@ -5,8 +5,6 @@
 Each score is what the attacker finds above what a guess from public texts finds, in points, over seeds.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

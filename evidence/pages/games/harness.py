@@ -4,8 +4,6 @@ The attacker runs the server: it writes the run's config, which a node with the 
 of an order.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import math

@@ -4,8 +4,6 @@ Sums of features by label and second moments are compared with those of public t
 its own features (Homer et al., PLoS Genetics 2008). Labels and their counts are in the statistics as they are.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

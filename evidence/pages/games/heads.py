@@ -4,8 +4,6 @@
 with which an attacker compares its victim, and those of which only the accuracy is of interest.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

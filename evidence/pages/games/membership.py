@@ -9,8 +9,6 @@ One-run auditing (Steinke, Nasr and Jagielski, "Privacy Auditing with One (1) Tr
 candidate is in the data with probability 1/2. The surest guesses of a run bound its epsilon from below.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -5,8 +5,6 @@ features only. In each evaluation half of the rows are switched off, by a Hadama
 about half of the candidates, and all answers together are about each of them (Dinur and Nissim, PODS 2003).
 """
 
-from __future__ import annotations
-
 import numpy as np
 from scipy.linalg import hadamard
 from torch import Tensor

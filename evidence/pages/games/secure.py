@@ -4,8 +4,6 @@
 ranks, retries and further rounds with fewer nodes. What the server holds is solved for the vector of one honest node.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 

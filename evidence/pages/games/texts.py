@@ -13,8 +13,6 @@ adapter is larger than those of the model: the change is small, and exact. Sami 
 Parameter-Efficient Fine-Tuning" (CVPR 2025), show malicious adapters for images.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

@@ -10,8 +10,6 @@ is wide, also a sum over nodes, shows whether a candidate is among them.
 Labels: the bias of a head of zeros moves by the share of each label (LLG, Wainakh et al., PETS 2022).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

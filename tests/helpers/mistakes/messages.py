@@ -1,7 +1,5 @@
 """Write tests/errors/messages.md, each mistake provoked: ``python tests/helpers/mistakes/messages.py``."""
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

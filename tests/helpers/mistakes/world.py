@@ -1,7 +1,5 @@
 """Where mistakes are made: a folder for each, tiny models and data, and runs that are finished or were stopped."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -43,7 +41,7 @@ class Mistake:
 
     what: str
     field: str
-    provoke: Callable[[World], object]
+    provoke: Callable[["World"], object]
     until: str | None = None
 
 

@@ -197,9 +197,7 @@ def test_an_interrupt_leaves_the_task_unfinished_and_the_others_get_no_further_o
     assert announced == ["train", "train", "end"]
 
 
-def test_only_rank_0_refuses_an_evaluation_without_the_metric(
-    alone: Processes, tiny_folder: Path, tmp_path: Path
-) -> None:
+def test_only_rank_0_refuses_an_evaluation_without_the_metric(alone: Processes, tiny_folder: Path) -> None:
     adopted = {"east": adopt_trainer(make_trainer(tiny_folder, "east"))}
     values = {
         "model": {"name": str(tiny_folder / "bert"), "target_modules": tiny.BERT},

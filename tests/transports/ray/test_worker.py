@@ -23,7 +23,6 @@ from fedspan.assembly.run import prepare
 from fedspan.config import parse_config
 from fedspan.errors import FedspanError
 from fedspan.federation.transport import Orders
-from fedspan.progress.listener import Listener
 from fedspan.run_folder import RunFolder
 from fedspan.runs import checkpoint
 from fedspan.runs.start import run
@@ -32,6 +31,7 @@ from fedspan.transports.ray.worker import BaseVersion, ClusterWorker
 from helpers import tiny, tiny_decoders, tiny_images, tiny_preferences, tiny_seq2seq
 from helpers.conformance import UNLIKE_CASES, describe_case, list_cases
 from helpers.families import others_slow
+from helpers.listeners import Notes
 from helpers.run_content import content
 
 pytest.importorskip("ray", reason="the extra fedspan[cluster] is not installed")
@@ -241,16 +241,6 @@ def test_a_user_is_told_why_a_worker_s_clients_train_one_by_one(tiny_folder: Pat
     notes = Notes()
     run(parse_config({**settings, **WORKERS}), tmp_path / "run", listener=notes)
     assert any("because its weight decay shrinks the base" in note for note in notes.notes)
-
-
-class Notes(Listener):
-    """Collects notes to the user."""
-
-    def __init__(self) -> None:
-        self.notes = list[str]()
-
-    def on_note(self, text: str) -> None:
-        self.notes.append(text)
 
 
 WORK = st.dictionaries(st.text(max_size=3), st.integers(0, 10_000), max_size=60)
