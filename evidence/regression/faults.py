@@ -1074,7 +1074,7 @@ This page lists faults that were injected into a deployment, and whose replies e
 
 A server and three nodes, with TLS and keys, train a tiny BERT on one machine. After each fault, every finished round is
 there, unchanged, and the model has the bits of an undisturbed run in which the same clients replied, or of a simulation
-with the same clients. Otherwise the fault has no row, and the command ends with an error that names it. The script
+with the same clients. If not, the fault has no row, and the command ends with an error that names it. The script
 describes each fault beside its name.
 
 Command: `python -m evidence.regression.faults --page docs/results/faults.md`. Machine: {machine}, {cores} cores,
