@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy.stats import ttest_rel
 from torch import nn
 
 from evidence.claims import report
@@ -91,6 +92,15 @@ def run(data: Data, reading: str, lr: float, seed: int, rounds: int, steps: int)
     return {part: sum(values) / len(values) for part, values in scores.items()}
 
 
+def correct(p_values: Sequence[float]) -> list[float]:
+    """Correct p-values for their number (Holm)."""
+    order = np.argsort(p_values)
+    steps = np.maximum.accumulate(np.asarray(p_values)[order] * np.arange(len(order), 0, -1))
+    corrected = np.empty(len(order))
+    corrected[order] = np.minimum(steps, 1.0)
+    return corrected.tolist()
+
+
 def main() -> None:
     """Select the rates, run all seeds, compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -121,14 +131,20 @@ def main() -> None:
         mean = sum(scores[reading]) / len(args.seeds)
         rows.append([reading, f"{rate:.2g}", f"{mean:.2f}", ", ".join(f"{tried[r]:.1f} at {r:.2g}" for r in rates)])
         print(*rows[-1], flush=True)
-    pairs = [(reading, DEFAULT) for reading in READINGS if reading != DEFAULT] + [
-        (reading, NONE) for reading in READINGS if READINGS[reading][0] == "fedgalore" and reading != NONE
+    others = [reading for reading in READINGS if READINGS[reading][0] == "fedgalore" and reading not in (DEFAULT, NONE)]
+    families = [
+        [(reading, DEFAULT) for reading in READINGS if reading != DEFAULT],
+        [(reading, NONE) for reading in (DEFAULT, *others)],
+        [("full fine-tuning (FedAvg)", "LoRA (FedIT)")],
     ]
     findings: list[report.Finding] = []
-    for above, below in [*pairs, ("full fine-tuning (FedAvg)", "LoRA (FedIT)")]:
-        lead = compare_pairs(scores[above], scores[below])
-        text = f"by {lead.mean:+.2f} ± {lead.half_width:.2f} points"
-        findings.append(report.Finding(f"{above} is above {below}", text, lead.verdict))
+    for pairs in families:
+        corrected = correct([ttest_rel(scores[above], scores[below]).pvalue for above, below in pairs])
+        for (above, below), p_value in zip(pairs, corrected, strict=True):
+            lead = compare_pairs(scores[above], scores[below])
+            text = f"by {lead.mean:+.2f} ± {lead.half_width:.2f} points, p = {p_value:.3f} (Holm)"
+            verdict = lead.verdict if p_value < 0.05 else "inconclusive"
+            findings.append(report.Finding(f"{above} is above {below}", text, verdict))
     report.show(findings, [report.format_table(("reading", "rate", "test accuracy, %", "validation, %"), rows)])
 
 
