@@ -17,8 +17,8 @@ import torch
 
 from evidence.pages.games.harness import PROTECTIONS, format_score, prepare_nodes, read_rows
 from evidence.pages.games.head_statistics import play_statistics
-from evidence.pages.games.heads import Heads, prepare_heads
-from evidence.pages.games.membership import SUMMED, play_audit, play_membership
+from evidence.pages.games.heads import HEAD_PROTECTIONS, Heads, prepare_heads
+from evidence.pages.games.membership import play_audit, play_membership
 from evidence.pages.games.metrics import play_metrics
 from evidence.pages.games.secure import play_secure
 from evidence.pages.games.texts import ORDERS, play_texts
@@ -29,8 +29,6 @@ from fedspan.tasks.task import get_labels
 
 NODE = 1000
 """Examples of a node."""
-NODE_PROTECTIONS = ("plain", "secure", "local", "dp-sgd")
-"""Protections of a node's reply; under central privacy the server has it in plaintext, or their sum."""
 
 
 def run_metrics(args: argparse.Namespace) -> None:
@@ -62,7 +60,7 @@ def measure(args: argparse.Namespace, subject: str, play: Callable[[int], Mappin
 
 def run_step(args: argparse.Namespace) -> None:
     """Candidate texts and labels from one step."""
-    for protection in args.protections or NODE_PROTECTIONS:
+    for protection in args.protections or PROTECTIONS:
         measure(
             args, f"step, {protection}", lambda seed, by=protection: play_step(read_rows(args.data, seed), by, seed)
         )
@@ -70,7 +68,7 @@ def run_step(args: argparse.Namespace) -> None:
 
 def run_texts(args: argparse.Namespace) -> None:
     """Texts word for word."""
-    for protection in args.protections or NODE_PROTECTIONS:
+    for protection in args.protections or PROTECTIONS:
 
         def play(seed: int, by: str = protection) -> Mapping[str, float]:
             return play_texts(read_rows(args.data, seed), by, seed, args.orders)
@@ -87,7 +85,7 @@ def build_heads(args: argparse.Namespace, protection: str) -> Callable[[], Heads
 
 def run_membership(args: argparse.Namespace) -> None:
     """Members from the model that one node, or five together, trained in the rounds of the head."""
-    for protection in args.protections or SUMMED:
+    for protection in args.protections or HEAD_PROTECTIONS:
         heads = build_heads(args, protection)
 
         def play(seed: int, heads: Callable[[], Heads] = heads, by: str = protection) -> Mapping[str, float]:

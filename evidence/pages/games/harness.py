@@ -33,7 +33,7 @@ from fedspan.federation.federation import Federation
 Rows = Sequence[tuple[str, str]]
 """Texts with their labels."""
 NODES = 5
-"""Nodes of a secure sum."""
+"""Nodes of a sum."""
 PROTECTIONS: Mapping[str, Mapping[str, Any]] = {
     "plain": {},
     "secure": {"federation": {"secure": {"clip": 1e4, "bits": 64}}},
@@ -42,7 +42,9 @@ PROTECTIONS: Mapping[str, Mapping[str, Any]] = {
     "dp-sgd": {"privacy": {"mechanism": "dp-sgd", "epsilon": 8, "clip": 1.0}},
 }
 """Changes of a run's config. Under central privacy the server sees what it sees without; the attacker of such a run has
-the final model only."""
+the models only, and its orders are carried out all the same."""
+SUMMED = ("secure", "central")
+"""Protections under which the attacker has the sum of all nodes."""
 
 
 def read_rows(path: Path, seed: int) -> Rows:
@@ -79,12 +81,12 @@ def prepare_nodes(
         protection: One of ``PROTECTIONS``.
         seed: Seed of the run.
         rounds: Rounds of the run, which the attacker may order.
-        nodes: Number of nodes; None: one, or as many as a secure sum has.
+        nodes: Number of nodes; None: one, or those of a sum.
 
     Raises:
         FedspanError: If a node with the default limits would refuse the run.
     """
-    nodes = nodes or (NODES if protection == "secure" else 1)
+    nodes = nodes or (NODES if protection in SUMMED else 1)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "train.csv"
         with path.open("w", newline="", encoding="utf-8") as file:

@@ -30,6 +30,8 @@ from fedspan.wrappers.head_rounds import RATE
 
 EPOCHS, BATCH = 10, 16
 WEIGHT, BIAS = "extras/classifier.weight", "extras/classifier.bias"
+HEAD_PROTECTIONS = tuple(name for name in PROTECTIONS if name != "dp-sgd")
+"""Protections that the rounds of the head can have here."""
 ROUNDS = 4
 """Rounds of the head: those of ``fedspan init``'s 20 in a deployment."""
 
@@ -54,7 +56,7 @@ def prepare_heads(rows: Rows, protection: str, cache: Path | None) -> Heads:
 
     Args:
         rows: Texts and labels, a multiple of three.
-        protection: One of ``PROTECTIONS`` but dp-sgd.
+        protection: One of ``HEAD_PROTECTIONS``.
         cache: File of the features (``compute_features``).
     """
     # Without privacy, these rounds have ten times the epochs of the others.

@@ -16,15 +16,13 @@ import numpy as np
 import torch
 from scipy.stats import binom
 
-from evidence.pages.games.harness import NODES, Rows, compute_rate, observe, prepare_nodes
+from evidence.pages.games.harness import NODES, SUMMED, Rows, compute_rate, observe, prepare_nodes
 from evidence.pages.games.heads import BIAS, WEIGHT, Heads, compute_accuracy, train_head, train_many
 from fedspan.core.tensors import create_generator
 from fedspan.federation.progress import ClientData
 from fedspan.tasks.task import get_labels
 from fedspan.transports.in_process import replace_clients
 
-SUMMED = {"plain": 1, "secure": NODES, "central": NODES, "local": 1}
-"""Nodes behind the model that the attacker has, by protection."""
 GUESSES = 200
 """Candidates about which an audit guesses: the surest half of them members, and the surest half others."""
 DELTA = 1e-5
@@ -55,7 +53,7 @@ def play_membership(
     order = np.random.default_rng(seed).permutation(len(heads.labels))
     own, others = order[:candidates], order[candidates : candidates + tested]
     members = np.array([draw_members(candidates, seed, number) for number in range(models + 1)])
-    runs = [np.array_split(own[drawn], SUMMED[protection]) for drawn in members]
+    runs = [np.array_split(own[drawn], NODES if protection in SUMMED else 1) for drawn in members]
     logits = [*train_many(heads, runs[:-1], seed), train_head(heads, runs[-1], seed)[0]]
     confidences = np.array([compute_confidence(part[own], heads.labels[own]) for part in logits])
     accuracies = [compute_accuracy(heads, part, others) for part in logits]

@@ -99,7 +99,8 @@ def play_texts(rows: Rows, protection: str, seed: int, orders: int, examples: in
     adapter, victims = build_adapter(nodes), list_victims(nodes, rows)
     zeros = {name: torch.zeros_like(value) for name, value in build_head(nodes, 0).items()}
     counts = count_labels(observe(nodes.federation, {**adapter, **zeros})[BIAS], len(victims))
-    labels = [label for label in np.argsort(-counts, kind="stable")[: orders - 1].tolist() if counts[label]]
+    most = np.argsort(-counts, kind="stable")[: orders - 1].tolist()
+    labels = [label for label in most if counts[label]] or most  # noise may hide that there is any
     changes = [observe(nodes.federation, {**adapter, **build_head(nodes, label)}) for label in labels]
     guesses: list[tuple[int, ...]] = []
     with torch.no_grad():
