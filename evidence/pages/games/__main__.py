@@ -9,18 +9,20 @@ import argparse
 import itertools
 import json
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from evidence.pages.games.costs import play_costs
+from evidence.pages.games.handshake import measure_invitations, play_handshake
 from evidence.pages.games.harness import PROTECTIONS, format_score, prepare_nodes, read_rows
 from evidence.pages.games.head_statistics import play_statistics
 from evidence.pages.games.heads import HEAD_PROTECTIONS, Heads, prepare_heads
 from evidence.pages.games.membership import play_audit, play_membership
 from evidence.pages.games.metrics import play_metrics
-from evidence.pages.games.secure import play_secure
+from evidence.pages.games.secure import play_differences, play_secure
 from evidence.pages.games.texts import ORDERS, play_texts
 from evidence.pages.games.updates import play_step
 from fedspan.config.node import NodeLimits
@@ -110,6 +112,25 @@ def run_secure(args: argparse.Namespace) -> None:
     for clients in args.clients:
         for colluders, games, opened in play_secure(clients, args.mixtures, 0):
             print(f"{clients} nodes, {colluders} colluders: {opened} of {games} games", flush=True)
+        for is_fixed in (False, True):
+            opened, nodes = play_differences(clients, is_fixed), "all nodes only" if is_fixed else "3 nodes or more"
+            print(f"{clients} nodes, sums of {nodes} over nearly equal models: {opened} of 3 games", flush=True)
+
+
+def run_handshake(args: argparse.Namespace) -> None:
+    """Labels from the answers to invitations, and the seconds that expensive ones take."""
+    measure(args, "handshake", lambda seed: play_handshake(read_rows(args.data, seed), seed))
+    for kind, seconds, is_refused in measure_invitations(read_rows(args.data, 0)):
+        print(f"{kind}: {seconds:.1f} s{', refused' if is_refused else ''}", flush=True)
+
+
+def run_costs(args: argparse.Namespace) -> None:
+    """Accuracy and seconds of honest nodes."""
+    for protection in args.protections or PROTECTIONS:
+        heads = build_heads(args, protection)
+        for case in itertools.product(args.nodes, args.examples):
+            name = "costs, {}, {} nodes of {}".format(protection, *case)
+            measure(args, name, partial(play_costs, heads, protection, *case))
 
 
 GAMES: Mapping[str, Callable[[argparse.Namespace], None]] = {
@@ -120,6 +141,8 @@ GAMES: Mapping[str, Callable[[argparse.Namespace], None]] = {
     "audit": run_audit,
     "statistics": run_statistics,
     "secure": run_secure,
+    "handshake": run_handshake,
+    "costs": run_costs,
 }
 
 
@@ -139,6 +162,8 @@ def main() -> None:
     parser.add_argument("--orders", type=int, default=ORDERS, help="orders of the game texts")
     parser.add_argument("--models", type=int, default=32, help="models of the attacker of membership")
     parser.add_argument("--clients", type=int, nargs="+", default=[3, 5, 11], help="nodes of secure aggregation")
+    parser.add_argument("--nodes", type=int, nargs="+", default=[3, 5, 10], help="honest nodes of costs")
+    parser.add_argument("--examples", type=int, nargs="+", default=[50, 200, 1000], help="examples of each")
     parser.add_argument("--mixtures", type=int, default=10, help="random games of secure aggregation")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,7 @@ with which an attacker compares its victim, and those of which only the accuracy
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,17 +21,21 @@ from fedspan.clients.secagg import SecureClient
 from fedspan.clients.secagg_store import MemorySessionStore
 from fedspan.core.heads import SCALE
 from fedspan.core.noise import derive_seed_key
+from fedspan.core.values import Job
 from fedspan.federation.privacy import compute_client_noise
 from fedspan.federation.progress import ClientData
 from fedspan.tasks.task import get_labels
+from fedspan.training.dp_sgd import compute_expected_batch, compute_noise, compute_private_steps
 from fedspan.training.loop import LoopEngine
 from fedspan.transports.in_process import simulate
 from fedspan.wrappers.head_rounds import RATE
 
 EPOCHS, BATCH = 10, 16
+PRIVATE_PASSES = 16
+"""Passes of a step under dp-sgd, whose noise hides less of a sum of many gradients."""
 WEIGHT, BIAS = "extras/classifier.weight", "extras/classifier.bias"
 HEAD_PROTECTIONS = tuple(name for name in PROTECTIONS if name != "dp-sgd")
-"""Protections that the rounds of the head can have here."""
+"""Protections of which ``train_head`` can run the rounds: dp-sgd does not train on stored features."""
 ROUNDS = 4
 """Rounds of the head: those of ``fedspan init``'s 20 in a deployment."""
 
@@ -56,7 +60,7 @@ def prepare_heads(rows: Rows, protection: str, cache: Path | None) -> Heads:
 
     Args:
         rows: Texts and labels, a multiple of three.
-        protection: One of ``HEAD_PROTECTIONS``.
+        protection: One of ``PROTECTIONS``.
         cache: File of the features (``compute_features``).
     """
     # Without privacy, these rounds have ten times the epochs of the others.
@@ -64,7 +68,10 @@ def prepare_heads(rows: Rows, protection: str, cache: Path | None) -> Heads:
     values: Mapping[str, Any] = {
         "model": {"head_init": "random", "head_rounds": ROUNDS},
         "method": {"name": "fedit", "r": 8, "lora_alpha": 16},
-        "training": {"local_epochs": epochs, "batch_size": BATCH},
+        "training": {
+            **{"local_epochs": epochs, "batch_size": BATCH},
+            "gradient_accumulation_steps": PRIVATE_PASSES if protection == "dp-sgd" else 1,
+        },
         "engine": {"name": "loop", "prefix_cache": False},
     }
     nodes = prepare_nodes(values, rows, len(rows) // 3, protection, 0, ROUNDS + 1, nodes=3)
@@ -121,20 +128,55 @@ def train_many(heads: Heads, runs: Sequence[Sequence[np.ndarray]], seed: int) ->
     start = heads.nodes.federation.begin().state.tensors
     model = [start[name].expand(len(runs), *start[name].shape) for name in (WEIGHT, BIAS)]
     rates = [RATE * start[BIAS].numel() ** 0.5 * scale for scale in (SCALE**2, 1.0)]
+    privacy, training = heads.nodes.federation.training.privacy, heads.nodes.federation.training
+    clip, noise, size, steps = None, 0.0, BATCH, None
+    if privacy is not None and privacy.mechanism == "dp-sgd":
+        (count,) = {len(part) for part in parts}
+        job, clip, size = Job({}, {}, ()), privacy.clip, compute_expected_batch(training, count)
+        noise = clip / size * compute_noise(privacy, training, [job], count)
+        steps = compute_private_steps(training, job, count)
     for _ in range(ROUNDS):
         weight, bias = (value.repeat_interleave(nodes, 0) for value in model)
-        for _ in range(EPOCHS):
-            order = torch.rand(rows.shape, generator=generator).masked_fill(~is_own, 2.0).argsort(1)
-            for batch in order.split(BATCH, 1):
-                own, indices = is_own.gather(1, batch), rows.gather(1, batch)
-                x = features[indices]
-                errors = torch.baddbmm(bias[:, None], x, weight.mT).softmax(2)
-                errors.scatter_add_(2, heads.labels[indices][:, :, None], -torch.ones(*indices.shape, 1))
+        for batch, own in _draw_batches(is_own, size, steps, generator):
+            indices = rows.gather(1, batch)
+            x = features[indices]
+            errors = torch.baddbmm(bias[:, None], x, weight.mT).softmax(2)
+            errors.scatter_add_(2, heads.labels[indices][:, :, None], -torch.ones(*indices.shape, 1))
+            if clip is None:
                 errors *= (own / own.sum(1, keepdim=True).clamp(min=1))[:, :, None]
-                weight.baddbmm_(errors.mT, x, alpha=-rates[0])
-                bias -= rates[1] * errors.sum(1)
+            else:
+                norms = errors.norm(dim=2) * (x.square().sum(2) + 1).sqrt()
+                errors *= (own / size * (clip / norms).clamp(max=1))[:, :, None]
+                weight -= rates[0] * noise * torch.randn(weight.shape, generator=generator)
+                bias -= rates[1] * noise * torch.randn(bias.shape, generator=generator)
+            weight.baddbmm_(errors.mT, x, alpha=-rates[0])
+            bias -= rates[1] * errors.sum(1)
         model = _combine(heads, [weight, bias], model, nodes, generator)
     return [heads.features @ weight.double().T + bias.double() for weight, bias in zip(*model, strict=True)]
+
+
+def _draw_batches(
+    is_own: Tensor, size: int, steps: int | None, generator: torch.Generator
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the batches of a round: positions, and which of them count, both (nodes, examples).
+
+    Args:
+        is_own: Positions that hold examples.
+        size: Size of a batch, on average if it is sampled.
+        steps: Number of batches of which each example is drawn independently, of rows that have as many examples. None:
+            epochs over all.
+        generator: The generator.
+    """
+    if steps is not None:
+        for _ in range(steps):
+            drawn = torch.rand(is_own.shape, generator=generator) < size / is_own.shape[1]
+            batch = drawn.byte().argsort(1, descending=True)[:, : int(drawn.sum(1).max())]
+            yield batch, drawn.gather(1, batch)
+        return
+    for _ in range(EPOCHS):
+        order = torch.rand(is_own.shape, generator=generator).masked_fill(~is_own, 2.0).argsort(1)
+        for batch in order.split(size, 1):
+            yield batch, is_own.gather(1, batch)
 
 
 def _combine(
@@ -143,7 +185,7 @@ def _combine(
     """Return the means over the nodes of each run, clipped and with the noise of the run's privacy."""
     changes = [new - old.repeat_interleave(nodes, 0) for new, old in zip(trained, model, strict=True)]
     privacy, noise = heads.nodes.federation.settings.privacy, 0.0
-    if privacy is not None:
+    if privacy is not None and privacy.mechanism != "dp-sgd":
         norms = torch.cat([change.flatten(1) for change in changes], 1).norm(dim=1)
         factors = (privacy.clip / norms).clamp(max=1)
         changes = [change * factors.view(-1, *[1] * (change.ndim - 1)) for change in changes]

@@ -8,8 +8,11 @@ import functools
 from collections.abc import Iterator
 
 import numpy as np
+import torch
 
-from tests.helpers.secure_game import Game, Play, compute_bound, list_attacks, list_lies
+from fedspan.core.values import Message
+from fedspan.federation.serialization import encode
+from tests.helpers.secure_game import START, Game, Play, Story, compute_bound, list_attacks, list_lies
 
 
 def play_secure(clients: int, mixtures: int, seed: int) -> Iterator[tuple[int, int, int]]:
@@ -30,3 +33,21 @@ def play_secure(clients: int, mixtures: int, seed: int) -> Iterator[tuple[int, i
             for chosen in rng.integers(len(lies), size=(3, 3)):
                 game.play(functools.reduce(lambda play, lie, lies=lies: lies[lie](play), chosen, Play()))
         yield colluders, len(games), sum(bool(game.compute_score()) for game in games)
+
+
+def play_differences(clients: int, is_fixed: bool) -> int:
+    """Subtract sums over nearly equal models, as those of two rounds or of a retry, and return the opened vectors.
+
+    Args:
+        clients: Number of nodes, with equal weights; none colludes.
+        is_fixed: Whether the owners allow sums of all nodes only (``limits.secure_clients``).
+    """
+    opened = 0
+    for part in ("unknown", "silent", "dropped"):
+        game = Game(clients, 0, min_clients=clients if is_fixed else 3)
+        left_out = Story(weight=1.0, **{part: game.honest[:1]})
+        for number, story in enumerate((Story(weight=1.0), left_out)):
+            model = Message({name: torch.full_like(value, number * 1e-30) for name, value in START.items()})
+            game.play(Play(story), encode(model))
+        opened += bool(game.compute_score())
+    return opened
