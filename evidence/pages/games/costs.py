@@ -6,6 +6,9 @@ import numpy as np
 
 from evidence.pages.games.heads import HEAD_PROTECTIONS, Heads, compute_accuracy, train_head, train_many
 
+TIMED = 200
+"""Largest number of examples of a node with which rounds are timed: the seconds grow with it."""
+
 
 def play_costs(
     build: Callable[[], Heads], protection: str, nodes: int, examples: int, seed: int, tested: int = 3000
@@ -25,6 +28,6 @@ def play_costs(
     parts = np.split(order[: nodes * examples], nodes)
     (logits,) = train_many(heads, [parts], seed)
     costs = {"accuracy": compute_accuracy(heads, logits, order[-tested:])}
-    if protection in HEAD_PROTECTIONS:
+    if protection in HEAD_PROTECTIONS and examples <= TIMED:
         costs["seconds"] = train_head(heads, parts, seed, rounds=1)[1]
     return costs
