@@ -395,3 +395,13 @@ def test_secret_noise_never_serves_two_sums() -> None:
             found.append(total.pop_mean(0, 1)["layer/A"])
         assert torch.equal(found[0], found[1])
         assert (float((found[2] - found[0]).abs().max()) > 0.1) == secret
+
+
+def test_an_example_whose_gradient_is_not_finite_adds_nothing() -> None:
+    privacy, work = Privacy("dp-sgd", 1.0, 1e-9), Assignment("a", 0, Job({}, {}, ()), np.arange(3), 0.1)
+    gradients = {"x": torch.tensor([[3.0, 4.0], [math.inf, 0.0], [0.3, 0.4]]), "y": torch.tensor([0.0, 1.0, math.nan])}
+    noisy = NoisySum(privacy, work, {"x": torch.zeros(2), "y": torch.zeros(())})
+    noisy.add(gradients)
+    found = noisy.pop_mean(0, 1)
+    torch.testing.assert_close(found["x"], torch.tensor([0.6, 0.8]), atol=1e-5, rtol=0)
+    assert float(found["y"]) == pytest.approx(0, abs=1e-5)

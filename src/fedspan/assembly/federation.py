@@ -147,7 +147,7 @@ def build_clients(
         client = Client(part.id, rank, compute_client_scaling(config, method, rank), len(part.train), weight)
         rows = (part.train, part.validation, part.test)
         train, validation, test = (split if ignored is None else split[~np.isin(split, ignored)] for split in rows)
-        return ClientData(client, train, validation, test)
+        return ClientData(client, train, validation, test, ignored=len(part.train) - len(train))
 
     return LazyMapping(ids, build_client)
 

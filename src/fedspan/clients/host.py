@@ -7,6 +7,8 @@ a lost reply never advances the state twice.
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -38,16 +40,19 @@ from fedspan.federation.privacy import (
 from fedspan.federation.progress import ClientData, ClientState
 from fedspan.federation.protocol import Envelope, Order, Part, Reply, ScoredPart
 from fedspan.federation.secagg.messages import Phase
+from fedspan.federation.validation import build_untrained_jobs
 from fedspan.models.head import find_output_layer
 from fedspan.tasks.task import Examples
 from fedspan.training.accounting import Charge
 from fedspan.training.engine import Engine
-from fedspan.training.jobs import Assignment
+from fedspan.training.jobs import Assignment, NotFiniteError, build_not_finite_error
 
 if TYPE_CHECKING:
     from fedspan.clients.secagg import SecureClient
 
 A = TypeVar("A")
+
+log = logging.getLogger("fedspan.node")
 
 
 class Host:
@@ -182,6 +187,8 @@ class Host:
 
         def finish_job(assignment: Assignment, trained: Trained) -> Assignment | None:
             training = running[assignment.client]
+            if self._hides_failures and not all(bool(value.isfinite().all()) for value in trained.tensors.values()):
+                raise build_not_finite_error(assignment, math.nan)
             if self.on_trained is not None:
                 self.on_trained(assignment, trained)
             if keeps_moments:
@@ -192,14 +199,22 @@ class Host:
             training.parts.append(Part(loss=trained.metrics["loss"], examples=trained.metrics["examples"]))
             if isinstance(result, Job):
                 return make_assignment(training, result)
+            reply = self._finish_training(training, trained, result)
             del running[assignment.client]
-            on_reply(self._finish_training(training, trained, result))
+            on_reply(reply)
             return None
 
         sizes = {id: int(self.examples.lengths[self.clients[id].train].sum()) for id in orders}
         if sizes:  # a Poisson sample may be empty
             self.prepare(sizes)  # before any client trains, in one thread and as a separate stage
-            self.engine.train_all(self.examples, sizes, open_job, finish_job)
+            try:
+                self.engine.train_all(self.examples, sizes, open_job, finish_job)
+            except NotFiniteError as error:
+                if not self._hides_failures:
+                    raise
+                for training in running.values():
+                    log.warning("nothing of what was trained is sent: %s", error)
+                    on_reply(self._finish_untrained(training))
 
     def _get_data(self, order: Order) -> ClientData:
         return _select_local(self.clients, order.to)
@@ -240,7 +255,7 @@ class Host:
 
     def _open_training(self, order: Order) -> OpenTraining:
         data, client, settings = self._get_data(order), _require_client(order), self.engine.settings
-        if len(data.train) < self.train_examples:
+        if len(data.train) < self.train_examples and not self._is_private:
             problem = "this node has fewer training examples with labels of the run than it needs to train"
             raise FedspanError("limits.train_examples", self.train_examples, problem=problem)
         self._require_secure(order)
@@ -256,12 +271,29 @@ class Host:
                 origin = f"{self.agreed} {order.key} {compute_state_digest(stored)}"
         return OpenTraining(order, client, data, stored, job, noise, origin, stored.memory, dict(stored.moments))
 
-    def _finish_training(self, training: OpenTraining, trained: Trained, reply: Message) -> Reply:
+    @property
+    def _is_private(self) -> bool:
+        """Whether replies have noise, so that nothing else may tell the server of the examples: no error may."""
+        privacy = self.engine.settings.privacy
+        return privacy is not None and privacy.mechanism != "central"
+
+    @property
+    def _hides_failures(self) -> bool:
+        """Whether failed training has an untrained client's reply: the server may choose a model that fails on some."""
+        return bool(self.agreed) and self._is_private
+
+    def _finish_untrained(self, training: OpenTraining) -> Reply:
+        order, memory = training.order, training.stored.memory
+        message = self._decode_message(order)
+        _, reply = build_untrained_jobs(self.method, message, training.client, order.round, memory)
+        training.memory = memory
+        return self._finish_training(training, None, reply)
+
+    def _finish_training(self, training: OpenTraining, trained: Trained | None, reply: Message) -> Reply:
         order, privacy = training.order, self.engine.settings.privacy
         if privacy is not None and privacy.mechanism == "local":
             reply = privatize(privacy, training.job.tensors, training.client, reply, order.round)
-        is_private = privacy is not None and privacy.mechanism != "central" and not self.reveals_losses
-        if is_private or self.metric_limits.epsilon is not None:
+        if (self._is_private and not self.reveals_losses) or self.metric_limits.epsilon is not None:
             training.parts.clear()  # a loss is computed from the raw data
         if self.tamper is not None:
             reply = self.tamper(order, self._decode_message(order), reply)
@@ -274,7 +306,7 @@ class Host:
             if self.tamper is None:
                 raise
             return refuse(order, error)  # a simulated fault that cannot be masked fails its client, as on a node
-        if self.method.declare_claims().second_exchange:
+        if trained is not None and self.method.declare_claims().second_exchange:
             first = FirstExchange(split_extras(trained.tensors)[0], factor)
             self.store.store_trained(order.to, order.round, first)
         return Reply("train", order.round, order.attempt, order.to, tuple(training.parts), body=body)
@@ -441,4 +473,4 @@ def _normalize(reply: Message) -> Message:
 
 def _set_true_examples(client: Client, data: ClientData) -> Client:
     """Set a client's true number of examples; a wrong number from a server could lead to less noise."""
-    return replace(client, examples=len(data.train))
+    return replace(client, examples=len(data.train) + data.ignored)

@@ -46,5 +46,13 @@ class OpenTraining:
             moments = None
         order = self.order
         return Assignment(
-            order.to, order.round, job, self.data.train, order.lr, moments, self.noise, origin=self.origin
+            order.to,
+            order.round,
+            job,
+            self.data.train,
+            order.lr,
+            moments,
+            self.noise,
+            origin=self.origin,
+            ignored=self.data.ignored,
         )

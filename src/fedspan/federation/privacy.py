@@ -35,7 +35,7 @@ from fedspan.federation.settings import RoundSettings
 from fedspan.federation.validation import build_untrained_jobs
 from fedspan.training.accounting import Charge, Mechanism, PrivacySpend, calibrate_noise
 from fedspan.training.dp_sgd import compute_noise, release_of
-from fedspan.training.jobs import Privacy, TrainingSettings
+from fedspan.training.jobs import NotFiniteError, Privacy, TrainingSettings
 
 
 def compute_sampling_rate(settings: RoundSettings, clients: int) -> float:
@@ -198,7 +198,7 @@ def privatize(privacy: Privacy, started: Tensors, client: Client, reply: Message
     try:
         change, _ = clip_change(compute_change(Contribution(sum=reply.tensors), origin), privacy.clip)
     except ValueError as error:
-        raise FedspanError("reply", client.id, problem=f"noise cannot protect this reply: {error}") from error
+        raise NotFiniteError("reply", client.id, problem=f"noise cannot protect this reply: {error}") from error
     noisy = _add_noise(change, privacy, compute_client_noise(privacy, 1.0), "local", round, client.id)
     return replace(reply, tensors=apply_change(noisy, origin))
 

@@ -86,6 +86,8 @@ class ClientData:
     identity: str = ""
     """The client's lasting public key in OpenSSH's format, which signs its session keys of secure aggregation; empty:
     they are accepted unsigned."""
+    ignored: int = 0
+    """Number of further training examples, whose labels the run does not have."""
 
 
 @dataclass(frozen=True)

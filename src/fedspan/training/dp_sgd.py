@@ -30,7 +30,7 @@ from fedspan.models.precision import compute_tolerance
 from fedspan.models.stacked import StackedModel, Unstackable
 from fedspan.tasks.task import Examples, Task
 from fedspan.training.accounting import Mechanism, calibrate_noise, require_opacus
-from fedspan.training.jobs import Assignment, Privacy, TrainingSettings, build_not_finite_error
+from fedspan.training.jobs import Assignment, Privacy, TrainingSettings
 from fedspan.training.services import TrainingServices, draw_dropout_mask
 
 
@@ -76,13 +76,13 @@ def draw_poisson_batches(privacy: Privacy, settings: TrainingSettings, assignmen
     server that repeats an order with another model, base or learning rate, or from another stored state, does not learn
     two sums over one sample, which no accountant allows.
     """
-    count = len(assignment.indices)
+    count = assignment.count
     label = ("poisson", assignment.round, assignment.client, assignment.job.phase)
     rate = compute_expected_batch(settings, count) / max(1, count)
     if privacy.secret:
         label = (*label, assignment.origin, compute_tensor_digest(assignment.job.tensors), repr(rate))
     for step in range(compute_private_steps(settings, assignment.job, count)):
-        yield assignment.indices[draw_poisson_sample(privacy.key, rate, count, *label, step).numpy()]
+        yield assignment.indices[draw_poisson_sample(privacy.key, rate, len(assignment.indices), *label, step).numpy()]
 
 
 @dataclass(frozen=True)
@@ -113,11 +113,14 @@ class PrivateTraining:
     def train(self, assignment: Assignment, examples: Examples) -> Trained:
         """Run one job on one client's examples (``LoopEngine.train``).
 
+        Losses and gradients that are not finite do not count: an error would tell the server, which chooses the model,
+        that there is an example with such a loss.
+
         Raises:
-            FedspanError: If the loss stops being finite, or if the job would release more than the noisy sums.
+            FedspanError: If the job would release more than the noisy sums.
         """
         require_opacus()
-        from fedspan.training.noisy_sum import NoisySum
+        from fedspan.training.noisy_sum import NoisySum, find_finite
 
         trainer, job, adapted, settings = self.trainer, assignment.job, self.trainer.adapted, self.trainer.settings
         _require_private(job, trainer.task)
@@ -126,7 +129,7 @@ class PrivateTraining:
         live = adapted.install(job.parametrization, job.tensors, frozenset(job.trainable_names))
         optimizer = trainer.make_optimizer(assignment, live)
         sums: dict[tuple[str, ...], NoisySum] = {}  # one for each set of tensors that train in the same steps
-        expected = compute_expected_batch(settings, len(assignment.indices))
+        expected = compute_expected_batch(settings, assignment.count)
         loss_sum, decay, examples_seen, steps = 0.0, 1.0, 0, 0
         for sample in draw_poisson_batches(self.privacy, settings, assignment):
             names = job.list_active_names(steps)
@@ -136,10 +139,10 @@ class PrivateTraining:
             for start in range(0, max(1, len(sample)), settings.batch_size):
                 indices = sample[start : start + settings.batch_size]
                 losses, gradients = self._compute_gradients(step, indices)
-                value = float(losses.sum())
-                if not math.isfinite(value):
-                    raise build_not_finite_error(assignment, value)
-                loss_sum, examples_seen = loss_sum + value, examples_seen + len(indices)
+                if not bool(find_finite(gradients).all()):  # in a shared pass, one example may spoil those of others
+                    losses, gradients = self._compute_single_gradients(step, indices)
+                losses = losses[losses.isfinite()]
+                loss_sum, examples_seen = loss_sum + float(losses.double().sum()), examples_seen + len(losses)
                 trainer.stages.advance("training", len(indices))
                 noisy.add({name: self._mask_gradients(job, name, value) for name, value in gradients.items()})
             trainer.apply(job, live, optimizer, noisy.pop_mean(steps, expected), steps, clipping=False)

@@ -188,14 +188,26 @@ class Assignment:
     """Storage of the job's progress; None: an interrupted job starts over."""
     origin: str = ""
     """Digest of the order and of the client's stored state, from which the job was computed."""
+    ignored: int = 0
+    """Number of further examples, whose labels the run does not have: DP-SGD draws them, too, with gradients of zero.
+    Otherwise its noise would tell the server, which names the labels, how many examples have them."""
+
+    @property
+    def count(self) -> int:
+        """Number of all examples."""
+        return len(self.indices) + self.ignored
 
 
-def build_not_finite_error(assignment: Assignment, value: float) -> FedspanError:
+class NotFiniteError(FedspanError):
+    """A loss, or what was trained, is infinite or NaN."""
+
+
+def build_not_finite_error(assignment: Assignment, value: float) -> NotFiniteError:
     """Build the error for a loss that is infinite or NaN."""
     problem = (
         f"the loss of client {assignment.client} in round {assignment.round + 1} became {value} with {assignment.lr:g}"
     )
-    return FedspanError(
+    return NotFiniteError(
         "training.lr", assignment.lr, "a lower learning rate, or training.max_grad_norm", problem=problem
     )
 

@@ -7,6 +7,7 @@ Shapes: K examples.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -42,6 +43,13 @@ def _sum_of(parameter: Tensor) -> Tensor:
     return parameter.__dict__["summed_grad"]
 
 
+def find_finite(gradients: Mapping[str, Tensor]) -> Tensor:
+    """Return which examples' gradients, (K, ...) each, are finite, (K,) bool."""
+    return torch.stack(
+        [value.isfinite().reshape(len(value), math.prod(value.shape[1:])).all(1) for value in gradients.values()]
+    ).all(0)
+
+
 class NoisySum:
     """Clips, sums, and adds noise, step by step.
 
@@ -63,9 +71,15 @@ class NoisySum:
         self._optimizer.names, self._optimizer.key, self._optimizer.secret = self._names, privacy.key, privacy.secret
 
     def add(self, gradients: Mapping[str, Tensor]) -> None:
-        """Add examples' gradients, (K, ...) each, to the step's sum; each example may be added only once."""
+        """Add examples' gradients, (K, ...) each, to the step's sum; each example may be added only once.
+
+        A gradient that is not finite counts as zero: it has no norm to be clipped to, and the sum would tell of it.
+        """
+        is_finite = find_finite(gradients)
         for name, p in zip(self._names, self._params, strict=True):
-            p.grad_sample = gradients[name]  # pyright: ignore[reportAttributeAccessIssue]
+            shape = (-1, *[1] * (gradients[name].ndim - 1))
+            finite = torch.where(is_finite.view(shape), gradients[name], 0)
+            p.grad_sample = finite  # pyright: ignore[reportAttributeAccessIssue]
         self._optimizer.clip_and_accumulate()
 
     def pop_mean(self, step: int, expected: int) -> dict[str, Tensor]:
