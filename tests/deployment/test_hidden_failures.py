@@ -3,6 +3,7 @@
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,39 +12,41 @@ from fedspan.deployment.node import NodeService
 from fedspan.deployment.usage import UsageBook
 from fedspan.deployment.usage_account import Release
 from fedspan.federation.progress import TooFewReplies
-from fedspan.federation.protocol import Reply, decode_reply
+from fedspan.federation.protocol import decode_reply
 from fedspan.federation.serialization import decode
-from helpers.node_service import node, serve, served, values
+from helpers.node_service import Direct, node, serve, served, values
 
 
-def train_overflowing(mechanism: str | None, folder: Path, state: Path) -> Reply:
-    """What a node replies to a model whose head overflows on its examples."""
-    privacy = {"mechanism": mechanism, "clip": 1.0, "noise": 4.0, "randomness": "secret"}
-    service = NodeService(node(folder, state))
-    run, transport = served(folder, service, **({} if mechanism is None else {"privacy": privacy}))
+def train_overflowing(folder: Path, service: NodeService, **privacy: Any) -> Direct:
+    """Order a node to train a model whose head overflows on its examples, and return what connects it to the server."""
+    run, transport = served(folder, service, **privacy)
     progress = run.federation.begin()
     tensors = {
         name: torch.full_like(value, 3e38) if name.startswith("extras/") and value.ndim == 2 else value
         for name, value in progress.state.tensors.items()
     }
-    with suppress(TooFewReplies):  # its numbers are too large for an honest server
+    with suppress(TooFewReplies):  # such numbers are too large for an honest server
         run.federation.run_round(replace(progress, state=replace(progress.state, tensors=tensors)))
-    return decode_reply(service.answer(transport.sent[-1]))  # once more
+    return transport
 
 
 @pytest.mark.parametrize("mechanism", ["local", "dp-sgd"])
 def test_a_loss_that_is_not_finite_is_hidden_by_noise(mechanism: str, tiny_folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
-    reply = train_overflowing(mechanism, tiny_folder, tmp_path)
+    service = NodeService(node(tiny_folder, tmp_path))
+    privacy = {"mechanism": mechanism, "clip": 1.0, "noise": 4.0, "randomness": "secret"}
+    sent = train_overflowing(tiny_folder, service, privacy=privacy).sent
+    reply = decode_reply(service.answer(sent[-1]))  # once more
     assert reply.failed is None
     assert reply.parts == ()
     assert all(bool(value.isfinite().all()) for value in decode(reply.body).tensors.values())
 
 
-def test_without_noise_the_failure_is_reported(tiny_folder: Path, tmp_path: Path) -> None:
-    failed = train_overflowing(None, tiny_folder, tmp_path).failed
-    assert failed is not None
-    assert "the loss of client" in failed
+def test_without_noise_the_failure_is_reported(
+    tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train_overflowing(tiny_folder, NodeService(node(tiny_folder, tmp_path)))
+    assert "the loss of client" in caplog.text
 
 
 @pytest.mark.parametrize("mechanism", ["local", "dp-sgd"])
