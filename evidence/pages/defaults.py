@@ -480,9 +480,10 @@ ABOUT_DEFAULTS = (
     "Accuracies are in per cent on the test part, means over the seeds. *Start* is the model before the first "
     "round, whose [head starts from statistics](../head-start.md). *Centralized* training has the same model, "
     "start, rate, batch size, early stopping and final rounds. It trains on all clients' training examples together "
-    "for as many epochs as the federation may have rounds, and the same rule chooses its best epoch. *Rounds* are those "
-    "until early stopping, by seed: in a run of four rounds, none lowered the validation loss. The goal is reached if "
-    f"federated training has at least {GOAL:.0%} of centralized training's accuracy and no less than the start."
+    "for as many epochs as the federation may have rounds, and the same rule chooses its best epoch. *Rounds* are "
+    "those until early stopping, by seed: in a run of four rounds, none lowered the validation loss. The goal is "
+    f"reached if federated training has at least {GOAL:.0%} of centralized training's accuracy and no less than the "
+    "start."
 )
 ABOUT_COSTS = (
     "All clients are honest. The column of the clip has the difference between the config as `init` writes it and the "
@@ -510,7 +511,8 @@ def page(tables: str, args: argparse.Namespace) -> str:
         f"The small sets ({whole}) have all their training examples. To keep the table affordable on a CPU, the others "
         "are subsets, drawn by the seed. Ten clients share the training examples; `init` sets up to a fifth of them "
         f"aside for validation until the final rounds. Product reviews have at most {WORDS} words, images are resized "
-        f"to {size} x {size} pixels. Differences of about one per cent are within the noise of a seed.\n\n{size_table(args)}"
+        f"to {size} x {size} pixels. Differences of about one per cent are within the noise of a seed.\n\n"
+        f"{size_table(args)}"
     )
 
 
