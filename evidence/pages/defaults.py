@@ -4,8 +4,8 @@
 
 For every data set, partition and seed, the script writes a subset of the data as a user would have it (a csv file, or a
 folder of images by class), lets ``fedspan init`` write the config, and runs it. Only what belongs to the experiment is
-set: the seed, the partition, the test file, and the baselines. A subset is drawn by its seed; train and test rows come
-from the set's own train and test parts.
+set: the seed, the partition, and the baselines. A subset is drawn by its seed; train and test rows come from the set's
+own train and test parts.
 
 Finished cells are not run again, so the script can be stopped at any moment; cells run seed by seed, so that an
 unfinished table covers all sets. ``--only`` names sets, ``--leave-one-out`` chooses settings on all other sets and
@@ -254,16 +254,9 @@ def config_of(cell: Cell, args: argparse.Namespace) -> Any:
     train, test = write_data(cell, args)
     path = args.out / "configs" / f"{cell.stem}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_starter_config(
-        train, path, force=True, model=None if isinstance(kind, TextSet) else str(args.models / "mobilenet_v2")
-    )
-    changes = [
-        f"seed={cell.seed}",
-        "threads=1",
-        f"data.test={test}",
-        "data.test_fraction=0",
-        *PARTITIONS[cell.partition],
-    ]
+    model = None if isinstance(kind, TextSet) else str(args.models / "mobilenet_v2")
+    write_starter_config(train, path, test=test, force=True, model=model)
+    changes = [f"seed={cell.seed}", "threads=1", *PARTITIONS[cell.partition]]
     if isinstance(kind, ImageSet):
         changes.append(f"model.image_size={kind.size}")
     first = load_config(path, changes)
@@ -486,10 +479,11 @@ ABOUT_DEFAULTS = (
     "pixels.\n\n"
     "Accuracies are in per cent on the test part, means over the seeds. *Start* is the model before the first "
     "round, whose [head starts from statistics](../head-start.md). *Centralized* training has the same model, "
-    "start, rate, batch size and early stopping. It trains on all clients' training examples together for as many "
-    "epochs as the federation may have rounds, and the same rule chooses its best epoch. *Rounds* are those until "
-    "early stopping, by seed: in a run of four rounds, none lowered the validation loss. The goal is reached if "
-    f"federated training has at least {GOAL:.0%} of centralized training's accuracy and no less than the start."
+    "start, rate, batch size, early stopping and final rounds. It trains on all clients' training examples together "
+    "for as many epochs as the federation may have rounds, and the same rule chooses its best epoch. *Rounds* are "
+    "those until early stopping, by seed: in a run of four rounds, none lowered the validation loss. The goal is "
+    f"reached if federated training has at least {GOAL:.0%} of centralized training's accuracy and no less than the "
+    "start."
 )
 ABOUT_COSTS = (
     "All clients are honest. The column of the clip has the difference between the config as `init` writes it and the "
@@ -515,10 +509,10 @@ def page(tables: str, args: argparse.Namespace) -> str:
         f"\n\n{tables}\n"
         "## Data\n\n"
         f"The small sets ({whole}) have all their training examples. To keep the table affordable on a CPU, the others "
-        "are subsets, drawn by the seed. Ten clients share the training examples; `init` sets three tenths of them "
-        f"aside for validation and for the clients' own tests. Product reviews have at most {WORDS} words, images are "
-        f"resized to {size} x {size} pixels. "
-        f"Differences of about one per cent are within the noise of a seed.\n\n{size_table(args)}"
+        "are subsets, drawn by the seed. Ten clients share the training examples; `init` sets up to a fifth of them "
+        f"aside for validation until the final rounds. Product reviews have at most {WORDS} words, images are resized "
+        f"to {size} x {size} pixels. Differences of about one per cent are within the noise of a seed.\n\n"
+        f"{size_table(args)}"
     )
 
 

@@ -58,7 +58,7 @@ def test_only_what_belongs_to_the_experiment_is_set(args: Namespace) -> None:
         if (own[section][field] if isinstance(own[section], dict) else own[section])
         != (changed[section][field] if isinstance(own[section], dict) else changed[section])
     }
-    experiment = {"seed", "threads", "baselines", "data.test", "data.test_fraction"}
+    experiment = {"seed", "threads", "baselines"}
     assert differences == experiment | {"partition.partitioner", "partition.alpha"}
     slower = defaults.config_of(defaults.Cell(NAME, "IID", 1, "rate x 1/4"), args)
     assert slower.training.lr == pytest.approx(made.training.lr / 4)
