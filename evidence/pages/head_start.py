@@ -9,7 +9,7 @@ those of the ledger. A second table has the same head where every client leaves 
 (``limits.class_examples`` of nodes).
 
 The second one runs the config of ``fedspan init`` with statistics for ``ROUNDS`` rounds, and without them for
-``HEAD_ROUNDS`` more, which train the head alone. Subsets and partitions are those of ``defaults.py``. Finished runs are
+``HEAD_ROUNDS`` more, which train the head alone. Subsets and partitions are those of ``subsets.py``. Finished runs are
 not run again.
 """
 
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from evidence.pages.defaults import PARTITIONS, Cell, config_of
+from evidence.pages.subsets import PARTITIONS, Cell, config_of
 
 if TYPE_CHECKING:
     from fedspan.assembly.run import Prepared
