@@ -72,7 +72,6 @@ def _read_lines(path: Path, data: bytes, head: str = EMPTY.head, first: int = 1)
         path: The file, for errors.
         data: Content of the file from the line ``first`` on.
         head: The ``chain`` of the line before.
-        first: Number of the first line.
 
     Raises:
         FedspanError: If a line does not continue the chain; the error names its number.
@@ -128,7 +127,6 @@ class LogFollower:
     """Reads the new lines of a log that another process appends to, which may also truncate it when it resumes.
 
     Args:
-        path: The file.
         limit: Largest number of bytes that one call reads; the rest is left to the next call.
     """
 

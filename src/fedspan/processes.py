@@ -60,7 +60,6 @@ def acquire_lock(lock: FileLock, seconds: float = 0) -> str | None:
     """Acquire a lock, and write the name of this process into its file.
 
     Args:
-        lock: The lock.
         seconds: Time limit for another process to release it.
 
     Returns:

@@ -26,7 +26,6 @@ class WorkerKit:
     """Everything that a worker builds its host from.
 
     Args:
-        config: Config of the run.
         labels: Names of the labels by index.
         targets: Paths of the target layers, which the driver found by PEFT's rules.
         partition: The clients' examples.

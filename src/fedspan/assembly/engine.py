@@ -74,10 +74,7 @@ def make_engine(
     """Build the engine that a config names.
 
     Args:
-        config: Config of the run.
-        adapted: The adapted model.
         task: The learning problem.
-        settings: Settings of local training.
         stages: Reports the progress of long work; None: that of ``shared_with``, if any.
         shared_with: Another engine on the same model and task, whose prefix caches and time for measuring are shared.
     """
@@ -197,10 +194,7 @@ def build_trainer(
     """Load a run's model and build what trains it.
 
     Args:
-        config: Config of the run.
         labels: Names of the labels by index.
-        clients: Number of the federation's clients.
-        device: Device of the model.
         key: Secret key of the noise, if it has one.
         stages: Reports the progress of long work; None: it is not reported.
         objects: Model and tokenizer that were passed from Python, in place of those that the config names.

@@ -130,9 +130,7 @@ def build_clients(
     """Build the clients whose examples are in this process.
 
     Args:
-        config: Config of the run.
         method: The method, bound to the model's target layers.
-        parts: The clients' examples.
         ignored: Examples that count as their client's and are in none of its parts, int64; None: there are none.
     """
     ids = parts.parts.ids

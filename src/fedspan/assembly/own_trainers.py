@@ -87,7 +87,6 @@ def require_used(config: RunConfig, is_complete: bool = False) -> None:
     """Check that a config sets no field that has no effect where clients train with their own trainers.
 
     Args:
-        config: Config of the run.
         is_complete: Whether the config names all defaults, as that in a run's folder does; they are accepted then.
     """
     for part, (reason, names) in _UNUSED.items():
@@ -209,7 +208,6 @@ class TrainerRuns:
     """Builds runs whose clients train with their own trainers, and gives their models back when it is closed.
 
     Args:
-        trainers: The clients' trainers by client id.
         processes: The processes in which the only client's trainer trains (DDP, FSDP); None: all train in this one.
     """
 
@@ -246,7 +244,6 @@ class TrainerRuns:
         """Build what trains a run, in all processes.
 
         Args:
-            config: Config of the run.
             existing_partition: The partition of a resumed run, which the trainers' numbers of examples must match.
             key: Secret key of the noise, if it has one.
             stages: Reports the progress of long work; None: no progress is reported.

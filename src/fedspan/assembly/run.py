@@ -126,7 +126,6 @@ def load_run(
     """Load a run's data and model, and build what trains its clients.
 
     Args:
-        config: Config of the run.
         existing_partition: An existing partition (of a resumed run) to use instead of drawing one.
         key: Secret key of the noise, if it has one.
         stages: Reports the progress of long work; None: it is not reported.
@@ -217,7 +216,6 @@ def collect_objects(config: RunConfig, call: str, data: Any, model: Any, tokeniz
     """Collect the objects that a run was started from.
 
     Args:
-        config: Config of the run.
         call: The Python function that takes them, for errors: ``fedspan.resume``.
         data: The data; None: read as the config says.
         model: The model; None: loaded by name.

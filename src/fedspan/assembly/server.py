@@ -86,8 +86,6 @@ def build_server_clients(
     """Build the client data of a server: ranks, scalings and weights, without data indices.
 
     Args:
-        config: Config of the run.
-        spec: Spec of the run's model.
         examples: Number of training examples that each client declared, by client id.
         max_examples: Number of examples up to which a declared one counts, by client id; others count in full.
         identities: Public keys that have to sign the session keys of secure sums, by client id; others need none.
@@ -120,7 +118,6 @@ def connect(
 
     Args:
         built: The server's half; or a run with all clients in this process, whose replies come from other processes.
-        transport: Transport to the clients.
         rules: Rules for the replies that a round needs and accepts.
         clients: The clients; None: those of a run in this process.
         nodes: Folder where the clients store their state, if this process can read it.
@@ -168,7 +165,6 @@ def secure_client(
 
     Args:
         config: Config of the run, as the client received it.
-        id: Id of the client.
         folder: Folder of the client's last session of the run.
         sums: Folder of the sums of all runs of the client; None: those of this run alone count.
         owner: What the client's owner requires: the limits, ``identity``, ``known`` and ``check`` of ``SecureClient``.

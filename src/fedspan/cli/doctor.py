@@ -33,7 +33,6 @@ class Check:
     """The result of one check.
 
     Args:
-        name: Name of what was checked.
         state: ``ok``; ``missing``, which prevents something from working; ``note``, which may be intended.
         finding: Description of what was found.
         advice: Advice for the user; empty if nothing is to be done.

@@ -237,8 +237,6 @@ def _show_compute(out: Console, plans: Mapping[str, Plan], is_max_length: bool) 
     """Print FLOPs, and the requested times of training and transfers.
 
     Args:
-        out: The console.
-        plans: Plans by method.
         is_max_length: Whether the examples' length is the maximum, because no mean was given.
     """
     from fedspan.cli.formatting import create_table, format_flop_count, format_span

@@ -57,9 +57,7 @@ class Host:
     engine supports.
 
     Args:
-        method: The run's method, as on the server.
         engine: The engine, which trains and evaluates.
-        clients: The clients' data by id.
         examples: The data set that the clients' indices point into.
         store: The store of the clients' state between rounds.
         batch_size: Batch size of evaluation.
@@ -299,8 +297,6 @@ class Host:
         """Encode a reply, or its masked contribution to a secure sum.
 
         Args:
-            order: The order.
-            reply: The reply.
             started: The tensors at the start of the client's training.
             factor: Factor on the change before the sum's clipping.
 

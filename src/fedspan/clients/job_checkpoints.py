@@ -76,9 +76,7 @@ class DiskJobCheckpoint:
     """The stored progress of one job of an order (``training.jobs.JobCheckpoint``).
 
     Args:
-        path: The file.
         key: What the job was computed from; the progress of a job with another key is not used.
-        round: Number of the round.
         steps: Number of optimizer steps between two checkpoints; None: any.
         seconds: Number of seconds between two checkpoints; None: any.
         clock: Clock in seconds.

@@ -102,8 +102,6 @@ class SecureClient:
     """Client of secure aggregation, which answers its phases.
 
     Args:
-        id: Id of the client.
-        sessions: The store of its session.
         min_clients: Smallest number of clients in a sum, itself included.
         colluders: Largest number of clients that may collude with the server; sums that they could open are refused.
         identity: Long-term key that signs the session keys; None: they are not signed.
@@ -275,9 +273,7 @@ class SecureClient:
         """Mask a contribution for the sum, and return the factor by which its change was clipped beside it.
 
         Args:
-            order: The order to train.
             masking: The ``secure`` part of the order.
-            contribution: The contribution of the client's reply.
             started: The tensors at the start of the client's training.
             factor: Factor on the change before it is clipped: that of the round's first exchange, in the second one.
 

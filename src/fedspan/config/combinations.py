@@ -360,7 +360,6 @@ def explain_round_dependence(method: Method, rounds: int) -> str | None:
 
     Args:
         method: The method with its wrappers, bound to a small model.
-        rounds: Number of rounds of the run.
     """
     claims = method.declare_claims()
     reasons = {

@@ -258,7 +258,6 @@ class FederationConfig(Section):
 
         Args:
             mechanism: Mechanism of the run's privacy; None: it has none.
-            wrappers: Names of the method's wrappers.
         """
         if not self.late_joiners:
             return
@@ -275,9 +274,7 @@ class FederationConfig(Section):
         """Check that the method's replies can be summed securely, if the run uses secure aggregation.
 
         Args:
-            method: The method's registry key.
             title: Title of the method with its wrappers.
-            claims: Claims of the method.
         """
         if self.secure is None:
             return

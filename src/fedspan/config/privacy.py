@@ -78,8 +78,6 @@ class PrivacyConfig(Section):
         """Return the privacy settings for the engines.
 
         Args:
-            rounds: Number of rounds of the run.
-            seed: Seed of the run.
             key: A secret key of the noise; None: a key derived from the seed.
         """
         return Privacy(

@@ -185,7 +185,6 @@ class RunSections(Section):
         """Wrap a method with the run's policy for the extras (by default the method's own) and the run's wrappers.
 
         Args:
-            method: The method.
             head: The model's head, if it is new and rounds may train it alone.
 
         Raises:

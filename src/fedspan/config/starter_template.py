@@ -73,7 +73,6 @@ def render_config(
         clients: Number of clients, if no column assigns the rows to clients.
         model: Hub id or folder of the model.
         targets: Target layers as YAML; None: PEFT's default.
-        method: Registry key of the method.
         shares: Shares of each client's examples for validation and for its own test.
         has_test: Whether a common test set measures the model after the final rounds.
     """

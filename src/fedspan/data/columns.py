@@ -199,7 +199,6 @@ class ColumnReader:
         Args:
             is_valid: Whether those of each row do.
             lack: What a row has otherwise, as a phrase: "no two different answers".
-            columns: The columns of the values.
 
         Raises:
             FedspanError: If those of a row do not.

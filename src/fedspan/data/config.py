@@ -30,7 +30,6 @@ def _build_contradiction(field: str, value: object, problem: str) -> PydanticCus
     """Return the error of a field that contradicts another field of its section.
 
     Args:
-        field: Name of the field in its section.
         value: Value of that field.
         problem: The problem, as a ``FedspanError`` takes it.
     """

@@ -156,7 +156,6 @@ def describe_shared(dataset: datasets.Dataset, parts: Partition, config: DataCon
 
     Args:
         dataset: The partitioned examples.
-        parts: Partition of the examples into the clients' parts.
         config: Options that name the columns.
         natural: Whether a column assigns the examples to clients.
     """

@@ -28,11 +28,9 @@ def read_excel(path: Path, user_path: str, config: DataConfig, field: str, optio
     """Read a sheet of a workbook.
 
     Args:
-        path: The file.
         user_path: The path as the user wrote it.
         config: The user's options.
         field: The user's name of `config`.
-        option: The option that names the path.
 
     Raises:
         FedspanError: If the extra is not installed or there is no such sheet.

@@ -100,7 +100,6 @@ class JobRequest:
 
     Args:
         job: SHA-256 of the run's name, config and offered base model.
-        run: Name of the run.
         config: Plain values of the run's config.
         requested_at: Time of the request, UTC.
         decision: The operator's decision; None: none yet.
@@ -227,7 +226,6 @@ class Approvals:
 
         Args:
             job: The beginning of the job's name, long enough to mean one job.
-            decision: The decision.
             reason: The reason, which the server reads.
 
         Raises:

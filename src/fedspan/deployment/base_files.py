@@ -77,10 +77,8 @@ def refuses_offer(node: NodeConfig, name: str, revision: str | None, files: Sequ
     """Check whether a server offers a base model that is not on this machine, and the node's limits refuse it.
 
     Args:
-        node: The node's config.
         name: ``model.name`` of the run, or the folder that the node's file names for it.
         revision: ``model.revision`` of the run.
-        files: The files that the server offers.
     """
     return bool(files) and not node.limits.accept_base and find_local_base(name, revision) is None
 
@@ -89,7 +87,6 @@ def require_base(node: NodeConfig, name: str, revision: str | None, files: Seque
     """Check that a run's base model is on this node, or ask for it if the server offers it and the node accepts it.
 
     Args:
-        node: The node's config.
         name: ``model.name`` of the run.
         revision: ``model.revision`` of the run.
         files: The files that the server offers.

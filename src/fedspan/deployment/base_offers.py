@@ -63,7 +63,6 @@ class BaseFile(BaseModel):
     """A file of a base model.
 
     Args:
-        name: Name of the file.
         size: Size of the file in bytes.
         sha256: SHA-256 of its content, in hexadecimal digits.
     """

@@ -19,10 +19,6 @@ from fedspan.errors import FedspanError
 def require_columns(node: NodeConfig, config: RunConfig) -> None:
     """Check that a run's prompt names only columns that the node's owner allows, before the data are read.
 
-    Args:
-        node: The node's config.
-        config: The run's config with the node's data.
-
     Raises:
         FedspanError: If it names another one, whether the data have it or not.
     """

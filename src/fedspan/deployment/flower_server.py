@@ -223,8 +223,6 @@ def _gather(
 
     Args:
         grid: Flower's grid.
-        prepared: The run.
-        invitation: The invitation to the run.
         wait: Seconds to wait.
         listener: Listener that is told which nodes participate, and why others do not.
         begun: Clients with which a resumed run began, which it needs again; none: any node may participate.

@@ -40,7 +40,6 @@ class Invitation(HeaderPart):
     """A server's first message to a node.
 
     Args:
-        run: Name of the run.
         version: Version of fedspan.
         config: The run's config as JSON text, without data.
         base_files: Files of the base model that the server offers; empty: it offers none.
@@ -84,9 +83,7 @@ class Introduction(HeaderPart):
     """A node's reply to an invitation.
 
     Args:
-        id: Id of the node's client.
         version: Version of fedspan.
-        examples: Number of training examples.
         base: Digest of the node's frozen model and its tokenizer.
         extras: Digest of the paths of what trains in full.
         refused: Reason for not participating; None: the node participates.
@@ -194,7 +191,6 @@ def build_node_values(config: Mapping[str, Any], node: Mapping[str, Any]) -> dic
     The server decides neither which of the node's examples are used nor how they are split.
 
     Args:
-        config: The server's config.
         node: The node's ``data`` section, its shares for validation and test, and the seed of that split.
     """
     server_data, node_data = dict(config.get("data") or {}), dict(node.get("data") or {})

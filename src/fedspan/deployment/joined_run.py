@@ -73,8 +73,6 @@ class JoinedRunBuilder:
     """Builds runs on a node, as its operator's file allows.
 
     Args:
-        node: Config of the node.
-        load: Loads a run from its config.
         stages: Reports the progress of long work.
         compute_content: Returns the digest of the training data; None: a trainer's own.
     """

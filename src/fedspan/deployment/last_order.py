@@ -26,7 +26,6 @@ class LastOrder(BaseModel):
     """The last order of a run.
 
     Args:
-        serial: Its serial.
         digest: SHA-256 of its envelope.
         reply: SHA-256 of the reply, in its own file; empty: none is stored.
         context: Digest of what the reply depends on besides the order.

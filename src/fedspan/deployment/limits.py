@@ -46,8 +46,6 @@ def require_config(node: NodeConfig, invitation: Invitation, config: RunConfig) 
     """Check the config of an invitation against a node's limits, before anything is loaded.
 
     Args:
-        node: The node's config.
-        invitation: The invitation.
         config: The invitation's config with the node's data.
     """
     if (problem := explain_version(invitation.version)) is not None:
@@ -206,9 +204,6 @@ def require_workload(
     """Check the work of one order on this node's examples, which only the node knows.
 
     Args:
-        config: Config of the run on this node.
-        examples: Number of its training examples.
-        limits: The node's limits.
         method: The run's method with its wrappers, which may add epochs.
         count_passes: Returns the number of passes by the owner's own trainer, which draws its own batches, in some
             steps, or in some epochs if these are None. None: the config's batches are used.
@@ -278,7 +273,6 @@ class OrderTerms:
     """What every order of a run must agree with.
 
     Args:
-        config: The server's config, with the node's data.
         method: The run's method without wrappers.
         client: The node's client, with its true number of examples.
         ranks: The ranks that the config can give to the client.

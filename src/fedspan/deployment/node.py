@@ -51,7 +51,6 @@ class NodeService:
     file and its data are those with which it was made.
 
     Args:
-        node: Config of the node, from the operator's file.
         load: Loads a run's data and model, and builds what trains them.
     """
 

@@ -37,7 +37,6 @@ class Participant(BaseModel):
     """A node that joined a run.
 
     Args:
-        node: Id of the node.
         examples: Number of training examples that it declared.
     """
 

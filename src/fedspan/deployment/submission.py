@@ -44,7 +44,6 @@ class Submission:
         link: Connection data of the server.
         run_folder: The run's folder.
         prepared: The run without its clients.
-        invitation: The invitation to the run.
         signer: Seals orders and opens replies; None: neither.
         listener: Listener for the events of the run.
         wait: Seconds to wait for all nodes.
@@ -220,7 +219,6 @@ class Handshakes:
     """The nodes that were invited to a run: which have joined, and why others have not.
 
     Args:
-        prepared: The run.
         listener: Listener that is told why a node does not participate.
         link: Connection data of the server.
     """
@@ -246,7 +244,6 @@ class Handshakes:
         """Process a node's reply to the invitation.
 
         Args:
-            node: Id of the node.
             reply: The reply, or the reason for a missing one.
             server: The server, which is asked for the nodes that are online.
         """
@@ -318,9 +315,7 @@ def explain_base(prepared: ServerRun, base: str, introduction: Introduction) -> 
     """Return why a node's base is not this run's: it trains other modules in full, or its weights are others.
 
     Args:
-        prepared: The run.
         base: Digest of the frozen model and its tokenizer.
-        introduction: The node's introduction.
     """
     if introduction.extras == compute_extras_digest(prepared.model):
         digests = f"SHA-256 {introduction.base[:12]}, here {base[:12]}"
@@ -346,8 +341,6 @@ def gather_nodes(
 
     Args:
         handshakes: Receives the nodes' replies.
-        server: The server.
-        invitation: The invitation.
         wait: Seconds to wait.
         signer: Seals the invitation and opens replies; None: neither.
         expected: Clients of a resumed run, where nodes may join and leave; after the wait the run goes on without those

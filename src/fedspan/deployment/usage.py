@@ -215,7 +215,6 @@ class UsageBook:
         """Record an order before it is carried out.
 
         Args:
-            order: The order.
             charges: Its privacy cost.
             agreed: Digest of the config under which it is carried out, and of the base model.
 

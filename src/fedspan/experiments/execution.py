@@ -69,7 +69,6 @@ class FinishedRuns:
         """Fill the folder of a run with a copy of a finished run that had the same config, versions and machine.
 
         Args:
-            config: Config of the run.
             folder: Folder of the run; if it exists, nothing is copied.
 
         Returns:
@@ -232,7 +231,6 @@ def run_step(step: Step, folder: Path, watcher: Watcher, score: Callable[[RunRep
     """Start or resume one run of a series, or read it if it is finished here or in ``reuse_finished_runs``.
 
     Args:
-        step: The run.
         folder: Folder of the series.
         watcher: The watcher that is notified of every event.
         score: Function that extracts the reported score from a run's report.

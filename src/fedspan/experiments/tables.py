@@ -90,7 +90,6 @@ def write_tables(
         title: Title of the Markdown page.
         table: The readable table.
         plain: Rows of ``table`` in machine-readable form, by column.
-        command: The command line.
         runs: Folders of the completed runs inside ``folder``.
         extra: A further table for the page.
 

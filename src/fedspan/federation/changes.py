@@ -117,11 +117,7 @@ def shrink_reply(
     scaled, factor by factor, so that its products with the others' stay of the same rank.
 
     Args:
-        method: The run's method.
-        message: The reply.
-        contribution: Its contribution.
         expected: The untrained reply.
-        client: The client.
         factors: Factors on the change by quantity, from 0 to 1; quantities that are left out stay as they are.
     """
     claims = method.declare_claims()

@@ -60,7 +60,6 @@ class Conditions:
         """Draw the exchange at which a client stops replying in an attempt of a round; None: it replies to all of them.
 
         Args:
-            client: Id of the client.
             round: Number of the round, from 0.
             attempt: Number of the attempt, from 0.
             phases: Exchanges of an attempt, in their order.
@@ -75,7 +74,6 @@ class Conditions:
         """Return the time that a client takes to train, in simulated seconds.
 
         Args:
-            client: Id of the client.
             examples: Number of examples that it trains on, each as often as it is used.
         """
         speed = self.speed
@@ -104,7 +102,6 @@ def corrupt_reply(faults: Faults, reply: Message, honest_start: Message, *key: i
     """Return the reply of a faulty client.
 
     Args:
-        faults: Kind of fault.
         reply: The client's honest reply.
         honest_start: Reply of the same client if training had changed nothing; changes are measured from it.
         key: Seed and label of the noise's draw.

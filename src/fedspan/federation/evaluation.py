@@ -195,7 +195,6 @@ class Evaluator:
             examples: The held-out set.
             parts: Indices of each part's examples, int64.
             generate: Whether answers are generated.
-            on_predictions: Called with each model's predictions of all examples.
 
         Returns:
             For each part what ``evaluate_heldout`` returns.

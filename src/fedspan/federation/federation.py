@@ -45,9 +45,7 @@ def draw_cohort(seed: int, round: int, clients: int, size: int | None, extra: in
     """Draw the positions of a round's clients and of ``extra`` more, in order of drawing; all, sorted, if all.
 
     Args:
-        seed: Seed of the run.
         round: Number of the round, from 0.
-        clients: Number of clients in the federation.
         size: Size of the cohort; None: all clients.
         extra: Number of additional clients to select.
     """
@@ -198,7 +196,6 @@ class Federation:
             progress: The progress before the round, which is not modified.
             on_client: Called with a client's id and training loss when its reply is accepted; in asynchronous rounds,
                 when it arrives.
-            on_trained: Called with every job that a client in this process trained.
             on_charge: Called with the privacy cost of each attempt before its orders are sent.
             on_failure: Called with a client's id and a reason when its reply is rejected or does not arrive.
             on_order: Called in asynchronous rounds with each client that has an order, or receives one.

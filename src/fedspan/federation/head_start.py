@@ -131,7 +131,6 @@ def start_head(federation: Federation, progress: Progress, head: HeadStart) -> P
     """Exchange statistics with all clients and set the head; transfers and failures are noted in the federation.
 
     Args:
-        federation: The federation.
         progress: The progress before the first round, which is not modified.
         head: How the head starts.
 

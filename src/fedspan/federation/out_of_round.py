@@ -30,14 +30,8 @@ def exchange_model(
 
     Args:
         task: What the clients do with the model.
-        method: The run's method.
-        state: The server's state.
-        ids: Ids of the clients.
         get_client: Returns the client whose own model is sent; None: the global one is.
-        transport: Transport to the clients.
-        run: Name of the run.
         seconds: Time limit for the clients, in seconds.
-        on_order: Called with the transfer of each order.
         on_reply: Called with each client's reply, or the reason why there is none; returns whether enough replies have
             arrived.
     """

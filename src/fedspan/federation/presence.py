@@ -68,7 +68,6 @@ class Presence:
         """Check that enough clients are present in a round.
 
         Args:
-            clients: Number of all clients.
             round: Number of the round, from 0.
             least: Number of clients that a round needs; None: one.
             reason: The field that needs so many.

@@ -86,7 +86,6 @@ def build_second_context(
     """Build the definition of a round's second exchange.
 
     Args:
-        first: The round.
         order: The message to all clients of the second exchange.
         ids: The clients whose first replies were accepted.
         factors: Factors by which their changes were scaled down, by client.

@@ -53,9 +53,6 @@ def build_untrained_reply(method: Method, sent: Message, client: Client, round: 
     """Return the reply of a client without memory whose training changes nothing.
 
     Args:
-        method: The run's method.
-        sent: The message to the client.
-        client: The client.
         round: Number of the round, from 0.
     """
     return build_untrained_jobs(method, sent, client, round)[1]
@@ -67,9 +64,6 @@ def build_untrained_jobs(
     """Return the jobs of a client whose training changes nothing, phase by phase, and its reply.
 
     Args:
-        method: The run's method.
-        sent: The message to the client.
-        client: The client.
         round: Number of the round, from 0.
         memory: The client's memory; None: the client stores nothing and receives a complete message.
     """
@@ -127,11 +121,8 @@ def require_requested(reply: Reply, id: str, round: int, attempt: int, task: str
     """Check that a reply matches its order.
 
     Args:
-        reply: The reply.
-        id: Id of the client.
         round: Number of the round, from 0.
         attempt: Number of the attempt, from 0.
-        task: Kind of the order.
     """
     if (reply.task, reply.id, reply.round, reply.attempt) != (task, id, round, attempt):
         raise ValueError(
@@ -205,7 +196,6 @@ def compute_origin(method: Method, sent: Message, client: Client, round: int) ->
     Args:
         method: The run's method, whose replies are summed.
         sent: The message that the client received.
-        client: The client.
         round: Number of the round, from 0.
 
     Raises:

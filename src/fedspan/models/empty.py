@@ -53,7 +53,6 @@ def load_empty(
         attention: ``eager`` or ``sdpa``; None: Transformers' default.
         image_size: Rows and columns of images; None: the config's value.
         pooling: Pooling, as for `load_pretrained`.
-        device: Device of the model.
         depth: Number of blocks, if the config has such a field; None: the config's value.
 
     Raises:

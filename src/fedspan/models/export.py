@@ -64,7 +64,6 @@ def compute_layer_updates(
 
     Args:
         job: The model as a job (``start(sync(state, client), client, memory)``).
-        base: The state's base update.
         weights: Weights of the model that the federation started from.
         adopted: Update of the adapter that the federation started from, by layer.
 

@@ -305,7 +305,6 @@ def build_from_config(config: Any, head: Head | str, pooling: Pooling | None, **
 
     Args:
         config: Transformers' config, with the head's size (`prepare_config`).
-        head: The task's head.
         pooling: Pooling, as for `load_pretrained`.
         options: Further arguments of Transformers' ``from_config``.
     """

@@ -31,7 +31,6 @@ def is_merging_required(job: Job, base: BaseUpdate) -> bool:
 
     Args:
         job: The model as a job (``start(sync(state, client), client, memory)``).
-        base: The state's base update.
     """
     slots = group_by_layer(job.tensors)
     effective = (
@@ -79,9 +78,6 @@ def export_merged(
 
     Args:
         folder: Folder to write to; it is created, and files of an earlier export in it are replaced.
-        adapted: The model that the job runs in.
-        job: The trained job.
-        base: The state's base update.
         processor: Tokenizer or image processor; None: the model has none.
         notes: JSON values for ``fedspan.json``, ``base_model`` among them.
         revision: Revision of a base from the hub.

@@ -112,7 +112,6 @@ def write_modules(
 
     Args:
         folder: Folder with the encoder or its adapter, and the tokenizer.
-        pooling: The pooling.
         features: Number of features of a hidden state, H.
         max_length: Maximum number of tokens of a text.
         head: Weight, (C, H), and bias, (C,), of a classifier's output layer; None: there is none.

@@ -57,12 +57,9 @@ def measure_speed(
     """Measure the speed of this machine with a run's device, threads, number format, engine and batches.
 
     Args:
-        config: Config of the run.
-        labels: Labels of its data.
         architecture: Transformers config as for ``models.empty.load_empty``.
         base: Bytes of its model.
         length: Mean tokens of an example; None: the maximum length.
-        clients: Clients of a round.
         steps: Optimizer steps of a client in a round; None: unknown.
 
     Raises:

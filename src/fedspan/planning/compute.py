@@ -233,8 +233,6 @@ def compute_training_cost(
     """Compute the cost of the clients' training.
 
     Args:
-        config: Config of the run.
-        passes: Passes of its model.
         trains: The trained parts of the model.
         examples: Mean examples of a client; None: unknown.
         length: Mean tokens of an example; None: the maximum length.

@@ -94,7 +94,6 @@ def count_layer(method: RegisteredMethod, layer: LayerSpec, rank: int) -> LayerC
     Args:
         method: The method, without wrappers; of its spec, only the number of clients matters.
         layer: The target layer.
-        rank: Rank of the client.
     """
     run = ShapeInference(replace(method, spec=Spec((layer,), clients=method.spec.clients)), [rank])
     state = run.state
@@ -214,7 +213,6 @@ def plan_traffic(
     Rounds that train the head alone are planned for a method that starts from the pretrained model.
 
     Args:
-        config: Config of the run.
         adapted: The model, on the meta device.
         method: The run's method, without wrappers.
         ranks: Ranks of the clients, in the order of their ids.

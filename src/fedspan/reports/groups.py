@@ -114,7 +114,6 @@ def summarize_curve(group: RunGroup, values: Mapping[str, Mapping[int, float]]) 
     """Summarize a quantity by round over the runs of a group.
 
     Args:
-        group: The group.
         values: The values by name of the run, then by round.
     """
     series = [values[run.name] for run in group.runs]

@@ -66,7 +66,6 @@ def render_page(groups: Sequence[RunGroup], content: PageContent, title: str, ve
     Args:
         groups: Groups of runs with one metric.
         content: What the page shows beyond the groups' run data.
-        title: Title of the page.
         version: Version of fedspan.
     """
     sections, runs = _Page(), [run for group in groups for run in group.runs]

@@ -115,7 +115,6 @@ def train_baseline(prepared: Prepared, name: str, listener: Listener, folder: Pa
     Every epoch is saved, and a finished baseline is read instead of trained again.
 
     Args:
-        prepared: The run of the federation.
         name: ``local-only`` or ``centralized``.
         listener: Listener that receives an event after every epoch.
         folder: The baseline's own folder, inside a run whose lock this process holds.

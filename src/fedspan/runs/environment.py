@@ -48,8 +48,6 @@ def record_environment(
 
     Args:
         folder: The run folder, created or resumed.
-        seed: Seed of the run.
-        command: The command line.
         threads: Number of torch's threads that the run's config asks for; None: the current number.
 
     Returns:

@@ -20,7 +20,6 @@ class TrafficCount:
     """A count of traffic.
 
     Args:
-        messages: Number of messages.
         bytes: Size of the messages as sent.
         payload: Size of the tensor data in the messages, in bytes.
     """
@@ -133,11 +132,9 @@ class Ledger:
 
         Args:
             round: The round that the message belongs to.
-            client: The client's id.
             direction: ``down`` or ``up``.
             size: Bytes as serialized (``len(serialization.encode(message))``).
             payload: Bytes of tensor data (``serialization.compute_payload_size(message)``).
-            purpose: Purpose of the message.
         """
         row: dict[str, object] = {"round": round, "client": client, "direction": direction}
         self._lines.append({**row, "bytes": size, "payload": payload, "purpose": purpose})

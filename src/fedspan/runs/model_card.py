@@ -80,7 +80,6 @@ def convert_card(text: str, settings: TaskSettings, plain: str | None = None) ->
 
     Args:
         text: Text of the adapter's card.
-        settings: Settings of the model's task.
         plain: Name of the class of a module that is no Transformers model; None: it is one.
     """
     use = _use(settings, "", False) if plain is None else _describe_plain_use(plain, False)

@@ -145,7 +145,6 @@ class CausalLM(VocabularyTask):
         """Encode rows; return ids, starts, answers, and the numbers of truncated prompts and answers.
 
         Args:
-            rows: The rows.
             first: Number of the first row in its data set, for errors.
         """
         prompts = [Prompt.from_row(row) for row in rows]  # pyright: ignore[reportArgumentType]

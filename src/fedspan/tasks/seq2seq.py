@@ -296,7 +296,6 @@ def _set_languages(
 
     Args:
         tokenizer: The model's tokenizer; it is not changed.
-        options: The task's options.
 
     Returns:
         The tokenizer, and settings of the generation; those are None without languages.

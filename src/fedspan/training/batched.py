@@ -119,7 +119,6 @@ class BatchedEngine:
 
         Args:
             assignments: The first jobs of a round.
-            clients: Number of clients in a round.
             examples: The data set that the jobs' indices point into.
             rounds: Number of such rounds that are planned; None: those of the engine.
         """

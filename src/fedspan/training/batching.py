@@ -253,7 +253,6 @@ def stack_models(window: Sequence[ModelInputs], models_per_pass: int, batch_size
     """Decide which models share a pass, as positions in ``window``; those with the most examples come first.
 
     Args:
-        window: The models.
         models_per_pass: Largest number of models in a pass.
         batch_size: Largest number of rows in a pass of several models; each has as many as the one with the most.
     """
@@ -283,7 +282,6 @@ def stack_on_shared_examples(window: Sequence[Job], models_per_pass: int, batch_
     """Decide which models share passes over the same examples, as positions in ``window``.
 
     Args:
-        window: The models.
         models_per_pass: Largest number of models in a pass.
         batch_size: Largest number of rows in a pass; each model has at least one.
     """

@@ -237,7 +237,6 @@ def select_group(slots: Sequence[ClientSlot], clients_per_pass: int, padded: boo
 
     Args:
         slots: Open client slots.
-        clients_per_pass: Number of clients in a pass.
         padded: Whether batches of different lengths would be padded to the longest.
     """
     leader = max(slots, key=lambda slot: slot.batches_left)
@@ -265,7 +264,6 @@ def perturb(tensors: Mapping[str, Tensor], names: Iterable[str], key: str) -> di
     """Copy a client's tensors with the trainable ones slightly moved: where B is 0, all outputs would be equal.
 
     Args:
-        tensors: The tensors.
         names: Names of the trainable ones.
         key: Key of the random draw, which differs between clients.
     """

@@ -89,7 +89,6 @@ class TrainingSettings:
         """Return how many examples a client trains on in a round, counting repeated uses.
 
         Args:
-            count: Number of its examples.
             added_epochs: Epochs that the method adds (the sum of ``Method.list_added_epochs``).
         """
         if self.steps is None:
@@ -207,9 +206,7 @@ def convert_out_of_memory(
     """Raise an error that names a setting if a device's memory does not suffice within this context.
 
     Args:
-        device: The device.
         field: The setting that determines the size of a pass.
-        value: Its value.
         content: What a pass holds, after the value ("clients in a pass").
         remedy: What would need less memory, after "a smaller number".
     """

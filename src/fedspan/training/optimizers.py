@@ -293,7 +293,6 @@ def step_rows(
 
     Args:
         spec: Algorithm; the layout's segments hold its learning rate and weight decay.
-        layout: Layout of the rows.
         values: Trainable values (C, P), updated in place.
         gradients: Gradients (C, P); not changed.
         moments: Moments by kind, (C, P) each, updated in place.

@@ -108,7 +108,6 @@ class PrefixCache:
         The model has its bare base afterwards (``AdaptedModel.install`` of nothing).
 
         Args:
-            adapted: The model.
             task: The learning problem.
             examples: The data set.
             live: Modules that change; None: all target layers and extras.

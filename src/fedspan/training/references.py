@@ -52,11 +52,9 @@ def fill_reference(
     """Compute the reference of some examples, in batches of similar length.
 
     Args:
-        task: A task with a reference.
         model: The reference model, in evaluation mode.
         examples: The data set; its ``reference`` is filled.
         indices: The examples, (examples,).
-        device: Device of the model.
         batch_size: Number of examples of a pass.
         on_done: Called with the number of examples of every batch that is done.
     """

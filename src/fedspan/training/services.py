@@ -261,9 +261,7 @@ class TrainingServices:
         """Take an optimizer step: penalties, masks, clipping, smoothing and offsets, then the update.
 
         Args:
-            job: The job.
             live: Its tensors, installed in the model.
-            optimizer: Its optimizer.
             gradients: Gradients of the tensors that are active in the step; others are not used.
             step: Number of the step in the job, from 0.
             clipping: Whether gradients are clipped as the settings say.

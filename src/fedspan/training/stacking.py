@@ -157,7 +157,6 @@ def tune(
         workers: Returns the requested number of workers.
         run_parallel: Runs calls in parallel, each with its share of torch's threads.
         assignments: The first jobs of the round; they are not changed.
-        clients: Number of clients in the round.
         examples: The data set that the jobs' indices point into.
         rounds: Planned number of rounds; measuring takes at most 5 % of their tokens and time. None: unlimited.
         limit: The time that is left, from which this measurement is taken; None: one of its own.
@@ -228,7 +227,6 @@ def search(
 
     Args:
         request: The settings that are fixed already.
-        clients: Number of clients in the round.
         threads: Number of torch's threads.
         measure: Measures seconds per token of a plan in a number of passes; infinite: they do not fit into memory.
         budget: What is left for measuring.
@@ -301,9 +299,7 @@ def _measure_token_seconds(
 
     Args:
         team: The workers that train at the same time.
-        run_parallel: Runs calls in parallel.
         assignments: Jobs to take the passes from.
-        clients_per_pass: Number of clients in a pass.
         examples: The data set that the jobs' indices point into.
         passes: Number of different passes in each worker, at most.
         seconds_left: Time that this measurement may take, if its first passes do not take longer.

@@ -383,7 +383,6 @@ class Worker:
         """Check, before clients of a kind first share a pass, that each gets the same result as alone, up to rounding.
 
         Args:
-            kind: The clients' kind.
             job: The job of one of them.
             tensors: Tensors of the first two clients, slightly perturbed.
             batch: The batch, whose first rows are those of these two.

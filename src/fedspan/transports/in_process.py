@@ -56,7 +56,6 @@ class InProcess(TimedTransport):
     An error in training stops the round: in a simulation it is a mistake in the run's settings.
 
     Args:
-        host: The host of all clients.
         conditions: Simulated conditions; None: every client replies at once.
     """
 
@@ -136,9 +135,6 @@ class InProcess(TimedTransport):
         """Train the present clients and pass on their replies in the order of the simulated clock.
 
         Args:
-            orders: Orders to train.
-            responding: Ids of the clients that reply.
-            on_reply: Called with each reply.
             seconds: Deadline, in simulated seconds.
             waits_for_dropped: Whether the server waits until the deadline, for clients that do not reply.
         """

@@ -305,9 +305,7 @@ def create_reducer(
     """Create the reducer that the settings request, under central privacy if they request that, too.
 
     Args:
-        settings: Round settings of the run.
         cohort: The clients selected for this round.
-        clients: Number of clients in the federation.
         round: Number of the round, from 0.
         origin: Returns the contribution of a client that trained nothing.
     """

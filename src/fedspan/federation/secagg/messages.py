@@ -302,7 +302,6 @@ def compute_share(weight: float, top: float) -> float:
     """Return a client's weight in a sum as a fraction of the largest one that counts; a larger weight counts as that.
 
     Args:
-        weight: The client's weight.
         top: The largest weight that counts (``Agreement.top``).
     """
     return min(weight, top) / top

@@ -26,8 +26,6 @@ def install_job(root: nn.Module, adapted: AdaptedModel, job: Job) -> Generator[d
 
     Args:
         root: The module that trains, around the model or the model itself.
-        adapted: The model.
-        job: The job.
 
     Yields:
         The live tensors by name.

@@ -69,7 +69,6 @@ class Processes:
         """Send a task from rank 0 to the other processes.
 
         Args:
-            task: Name of the task.
             tensors: Tensors of the task by name; their values need not be contiguous, nor on the CPU.
             header: Plain values of the task, by name.
 
@@ -190,7 +189,6 @@ class Processes:
         """Return a number of every process, by rank; each calls this at the same time.
 
         Args:
-            value: This process's number.
             purpose: What the number is; all processes must give the same.
 
         Raises:
@@ -226,7 +224,6 @@ def describe_job(job: Job, base: BaseUpdate | None) -> Announcement:
     """Describe a job for the processes that do not step: what only the optimizer needs (masks, moments) is left out.
 
     Args:
-        job: The job.
         base: The base on which it trains; None: that of the last job.
 
     Returns:

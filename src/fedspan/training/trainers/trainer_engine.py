@@ -284,7 +284,6 @@ class TrainerEngine(TrainingServices):
         """Check that an owner's model has the frozen weights with which the run began, and return their checksums.
 
         Args:
-            owner: The owner.
             live: The installed job's tensors.
             when: When a change happened, for the error.
             before: Checksums before the trainer ran, also of extras that do not train; None: it has not run.

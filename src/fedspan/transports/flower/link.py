@@ -30,7 +30,6 @@ def read_envelope(file: BufferedIOBase, longest_body: int) -> tuple[str, bytes]:
     """Read an envelope, whose lengths are checked before it is read.
 
     Args:
-        file: The file to read from.
         longest_body: Maximum size of the body in bytes.
 
     Returns:

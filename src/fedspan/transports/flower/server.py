@@ -80,7 +80,6 @@ class GridTransport(Transport):
         """Send orders to the nodes that are online, and yield replies and failures; both are removed from the inputs.
 
         Args:
-            orders: The orders.
             unsent: Clients without an order so far.
             pending: Clients whose replies are awaited, by message id.
             started: Start of the exchange.

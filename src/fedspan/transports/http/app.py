@@ -53,11 +53,9 @@ class Server:
     """The requests of a server's nodes and of its operator.
 
     Args:
-        store: The orders and replies.
         secret: The operator's secret.
         read_keys: Returns the public keys of the admitted nodes in OpenSSH's format, by id; None: without keys.
         identity: SHA-256 of the order key, which a node compares with its file of the authority.
-        limits: Limits on requests.
         offers: Folder with the offers of base models (``deployment.base_offers``).
         connections: The server's connections; those that send an accepted request are marked as such.
     """

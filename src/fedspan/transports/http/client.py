@@ -58,7 +58,6 @@ class Link(NamedTuple):
         authority: File with the certificates of the server's authority and order key; None: an insecure connection.
         key: The node's private key; None: a trial without keys.
         limit: Maximum size of a message, in bytes.
-        bandwidth: Limits on the bandwidth of messages.
         proxy: Address of the proxy to the server; None: that of the environment, if any.
         tls_authority: File with the authority of the connection's certificate, if a proxy in front of the server
             terminates TLS; None: ``authority``.
@@ -122,9 +121,6 @@ class NodeConnection:
     """A session of a node with its server.
 
     Args:
-        link: Connection data of the server.
-        signer: The node's signer.
-        client: The connections.
         on_progress: Called with every block of a message.
     """
 
@@ -209,8 +205,6 @@ class NodeConnection:
         """Send the reply to an order, in parts; a part that a broken connection has cut is continued.
 
         Args:
-            id: Id of the order.
-            message: The reply.
             upload: Name of the reply, of 32 hexadecimal digits.
             is_continued: Whether it was sent before, of which a part may have arrived.
 

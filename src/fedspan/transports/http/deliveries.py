@@ -57,10 +57,7 @@ class Delivery:
     """Orders that are sent together, until each has a reply or a reason why there is none.
 
     Args:
-        link: The server.
         signer: Seals orders and opens replies.
-        nodes: Id of each client's node.
-        orders: The orders.
         seconds: Time limit for the clients, in seconds.
         offline_seconds: Time limit for clients whose nodes are offline, in seconds; None: they are given up at once.
     """
@@ -197,7 +194,6 @@ def send_envelopes(
     """Send envelopes in one request.
 
     Args:
-        link: The server.
         signer: Seals the envelopes.
         addressed: Tuples of recipient, id of the node, its signed sealing key, envelope, and maximum size of the
             reply's body in bytes (None: that of the server).

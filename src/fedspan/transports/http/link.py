@@ -31,7 +31,6 @@ class OutgoingOrder(NamedTuple):
     """An order to be sent.
 
     Args:
-        node: Id of the node.
         head: What stands before the body in the message.
         body: Name of the stored body.
         reply_bytes: Maximum size of the reply, in bytes.
@@ -48,7 +47,6 @@ class Taken:
     """The answer to an order.
 
     Args:
-        order: Id of the order.
         read: Reads the reply as it was sent, once: until then, memory holds nothing of it.
         failure: Why there is none, in anybody's words.
     """

@@ -56,7 +56,6 @@ class _Reply:
     """A reply that the server has not taken completely.
 
     Args:
-        order: Id of its order.
         message: The reply; None: there is none, for a reason.
         reason: The reason.
         upload: Name of the reply at the server, under which another connection continues it.

@@ -55,7 +55,6 @@ class Session:
     """A node that has joined.
 
     Args:
-        node: Its id.
         token: What its requests have to prove that they are its own.
         sealing: Its signed sealing key.
         sender: What it may still send.
@@ -92,11 +91,9 @@ class NodeRequests:
     """The requests of nodes.
 
     Args:
-        store: The orders and replies.
         runs: The runs in progress, by name.
         read_keys: Returns the public keys of the admitted nodes in OpenSSH's format, by id; None: without keys.
         identity: SHA-256 of the order key, which a node compares with its file of the authority.
-        limits: Limits on requests.
         offers: Folder with the offers of base models (``deployment.base_offers``).
         connections: The server's connections; those that send an accepted request are marked as such.
     """

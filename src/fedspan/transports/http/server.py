@@ -137,7 +137,6 @@ class Operator:
         """Send a request, and return its answer.
 
         Args:
-            path: Its path.
             content: Plain values; None: none.
             wait: Seconds for which the answer may wait.
 
@@ -158,7 +157,6 @@ class Node:
     """A node as its server knows it.
 
     Args:
-        id: The node's id.
         name: The operator's name for the node; empty if it was never admitted by name.
         status: Status of the node: ``online``, ``offline``, ``registered`` if it did not connect since the server
             started, or ``revoked``.
@@ -181,7 +179,6 @@ def list_nodes(link: ServerLink, names: Mapping[int, str], revoked: Mapping[int,
     Args:
         link: Connection data of the server.
         names: The names of the admitted nodes by id; empty in a trial without keys.
-        revoked: The names of revoked nodes that are listed, by id.
     """
     operator = Operator(link)
     try:

@@ -67,8 +67,6 @@ class OpenedOrder:
     """An order that a node has opened.
 
     Args:
-        envelope: The envelope.
-        nonce: The order's nonce.
         reply_key: The key to which the reply is sealed; empty: it is not sealed.
     """
 
@@ -128,8 +126,6 @@ class ServerSigner:
         """Seal an order.
 
         Args:
-            header: Header of the envelope.
-            body: Its body.
             node: Id of the node that receives it.
             sealing: The node's signed sealing key, as it joined with it.
 
@@ -149,9 +145,7 @@ class ServerSigner:
         """Return the envelope of a reply.
 
         Args:
-            message: The reply.
             node: Id of the node that sent it.
-            nonce: The nonce of its order.
 
         Raises:
             ValueError: If it is not a reply of this node to this order.

@@ -38,7 +38,6 @@ class Order(NamedTuple):
     """An order as it is stored.
 
     Args:
-        id: Its id.
         run: The run that it belongs to.
         node: The node that receives it.
         head: What stands before its body.
@@ -151,7 +150,6 @@ class Store:
         """Return bytes of an order's message.
 
         Args:
-            order: The order.
             start: The first byte.
             size: Number of bytes, if the message has as many.
         """

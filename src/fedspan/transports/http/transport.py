@@ -33,8 +33,6 @@ class ServerTransport(AsynchronousTransport):
     """Sends envelopes to nodes and waits for their replies.
 
     Args:
-        link: The server.
-        nodes: Id of each client's node.
         reconnect_timeout: Time limit for offline nodes in an exchange that waits for them, in seconds.
         signer: Seals orders and opens replies; None: without keys.
         revoked: Returns the nodes whose keys were revoked, which no exchange waits for.
@@ -186,8 +184,6 @@ class Invitations:
     A node that goes offline is invited again when it comes back; its earlier invitation is void.
 
     Args:
-        link: The server.
-        envelope: The invitation.
         signer: Seals the invitation and opens replies; None: without keys.
         undecided: Nodes that are invited again some seconds later. The caller adds nodes that have not decided yet.
         known: Nodes that are not invited while they stay online.

@@ -38,7 +38,6 @@ class Resources:
     Args:
         address: ``local``: a Ray of this machine, for the time of the run; ``auto``: the cluster that this machine
             belongs to; otherwise the address of a cluster.
-        workers: Number of workers.
         threads: CPU threads of a worker.
         gpus: GPUs of a worker, or a share of one.
         start_timeout: Time limit for the start of the workers, in seconds.
