@@ -18,13 +18,13 @@ from fedspan.assembly.run import Prepared, prepare
 from fedspan.config import parse_config
 from fedspan.core.values import Job, Message, Reduced
 from fedspan.errors import FedspanError
-from fedspan.federation import out_of_round
+from fedspan.federation import round as rounds
 from fedspan.federation.absences import Absences, Awaited
-from fedspan.federation.aggregation.reply_buffer import MessageBuffer, ReplyBuffer
+from fedspan.federation.aggregation.reduction import MessageBuffer, ReplyBuffer
 from fedspan.federation.conditions import PHASES, Conditions, Faults, SpeedDistribution, corrupt_reply
+from fedspan.federation.evaluation import RemoteEvaluator
 from fedspan.federation.presence import Presence
 from fedspan.federation.progress import Progress, RoundResult
-from fedspan.federation.reported_evaluation import RemoteEvaluator
 from fedspan.federation.serialization import encode_state
 from fedspan.federation.transport import Orders, Transport
 from fedspan.training.jobs import Assignment
@@ -543,7 +543,7 @@ def test_an_evaluation_does_not_wait_for_an_absent_client(tiny_folder: Path) -> 
     assert not ended  # nobody was measured yet: the absent one is needed
     with pytest.MonkeyPatch.context() as patch:
         scores = SimpleNamespace(task="evaluate", round=3, scores={})
-        patch.setattr(out_of_round, "open_reply", lambda id: SimpleNamespace(**vars(scores), id=id))
+        patch.setattr(rounds, "open_reply", lambda id: SimpleNamespace(**vars(scores), id=id))
         replies.update({id: id for id in IDS})
         evaluator.evaluate_clients(progress)
         assert ended == [IDS[-1]]

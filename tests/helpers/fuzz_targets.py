@@ -404,7 +404,7 @@ class Requests(Target):
     def __init__(self) -> None:
         from fedspan.transports.http import app
         from fedspan.transports.http.admissions import compute_node_id
-        from fedspan.transports.http.limits import RequestLimits
+        from fedspan.transports.http.requests import RequestLimits
         from fedspan.transports.http.store import Order
 
         self._app, self._folder = app, TemporaryDirectory()
@@ -464,8 +464,8 @@ class Requests(Target):
     async def _serve(
         self, method: bytes, path: bytes, query: bytes, headers: list[tuple[bytes, bytes]], body: bytes
     ) -> int:
-        from fedspan.transports.http.limits import Bucket, Sender
         from fedspan.transports.http.node_requests import Session
+        from fedspan.transports.http.requests import Bucket, Sender
         from fedspan.transports.http.store import Store
 
         with TemporaryDirectory() as folder, closing(Store(Path(folder))) as store:

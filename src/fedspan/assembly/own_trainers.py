@@ -26,7 +26,7 @@ from fedspan.config.engine import EngineConfig
 from fedspan.data.config import DataConfig, PartitionConfig
 from fedspan.data.partition import ClientPart, ClientParts, Partition
 from fedspan.errors import FedspanError
-from fedspan.federation.reported_evaluation import ReportedEvaluator
+from fedspan.federation.evaluation import ReportedEvaluator
 from fedspan.models.head import find_frozen_heads, find_untrained_head
 from fedspan.models.sentence_encoders import omit_pooler, read_pooling
 from fedspan.tasks.trainer import TrainerExamples, TrainerTask

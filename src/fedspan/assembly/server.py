@@ -20,11 +20,11 @@ from fedspan.core.method import RegisteredMethod
 from fedspan.core.values import Client, Spec
 from fedspan.crypto import require_packages
 from fedspan.errors import FedspanError
+from fedspan.federation.evaluation import RemoteEvaluator
 from fedspan.federation.federation import Federation
 from fedspan.federation.head_start import HeadStart
 from fedspan.federation.presence import Presence
 from fedspan.federation.progress import ClientData
-from fedspan.federation.reported_evaluation import RemoteEvaluator
 from fedspan.federation.settings import RoundSettings
 from fedspan.federation.transport import Transport
 from fedspan.federation.validation import ReplyRules

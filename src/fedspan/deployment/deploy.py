@@ -72,7 +72,7 @@ def check_node(path: str | Path, *, insecure: bool = False) -> list[str]:
     Raises:
         FedspanError: For the first thing that is missing or wrong.
     """
-    from fedspan.transports.http.reachability import check_server
+    from fedspan.transports.http.node import check_server
 
     node = load_node(path)
     lines = [f"file: {path}, node {node.id}"]
@@ -101,9 +101,8 @@ def _build_link(node: NodeConfig, *, insecure: bool) -> Link:
     Raises:
         FedspanError: If the file of the node's key is not valid.
     """
-    from fedspan.transports.http.client import Link
+    from fedspan.transports.http.client import Bandwidth, Link
     from fedspan.transports.http.keys import load_node_key
-    from fedspan.transports.http.transfers import Bandwidth
 
     key = None if insecure or node.key is None else load_node_key(Path(node.key))
     authority = None if insecure or node.authority is None else Path(node.authority)
@@ -264,7 +263,7 @@ def submit(
     """
     require()
     from fedspan.transports.http.admissions import read_admissions
-    from fedspan.transports.http.link import attach
+    from fedspan.transports.http.server import attach
     from fedspan.transports.http.signing import ServerSigner
 
     parsed: RunConfig | None = None

@@ -32,8 +32,7 @@ from fedspan.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from fedspan.transports.http.admissions import Admission
-    from fedspan.transports.http.link import RunLink
-    from fedspan.transports.http.server import ServerLink
+    from fedspan.transports.http.server import RunLink, ServerLink
     from fedspan.transports.http.signing import OrderSigner
 
 
@@ -118,7 +117,8 @@ class Submission:
 
     def _connect_late(self, server: RunLink) -> Prepared:
         """Return the run with clients that join and leave between its rounds."""
-        from fedspan.transports.http.transport import Invitations, ServerTransport
+        from fedspan.transports.http.invitations import Invitations
+        from fedspan.transports.http.transport import ServerTransport
 
         handshakes, config = self._handshakes, self._prepared.config
         invitations = Invitations(
@@ -349,7 +349,7 @@ def gather_nodes(
     Raises:
         FedspanError: If too few nodes join in time; it names the nodes that refused.
     """
-    from fedspan.transports.http.transport import invite
+    from fedspan.transports.http.invitations import invite
 
     for node, reply in invite(server, invitation.to_envelope(), wait, signer, handshakes.undecided):
         handshakes.process(node, reply, server)

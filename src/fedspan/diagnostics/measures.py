@@ -12,8 +12,7 @@ from fedspan.diagnostics.round_diagnosis import Diagnosis, LayerDiagnosis, Train
 from fedspan.diagnostics.updates import compute_alignment
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import Progress, RoundResult
-from fedspan.federation.round import OnCharge
-from fedspan.federation.round_exchange import OnClient, OnFailure
+from fedspan.federation.round import OnCharge, OnClient, OnFailure
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ from fedspan.federation.arrival_sources import (
 )
 from fedspan.federation.progress import OpenOrder, OpenOrders, Progress, RoundResult
 from fedspan.federation.protocol import Envelope
+from fedspan.federation.round import OnClient, OnFailure, RoundExchange
 from fedspan.federation.round_context import RoundContext, Tally
-from fedspan.federation.round_exchange import OnClient, OnFailure, RoundExchange
 from fedspan.federation.transport import AsynchronousTransport, Orders, TimedTransport
 
 

@@ -16,7 +16,6 @@ from fedspan.federation.aggregation.aggregation import AggregationFactory
 from fedspan.federation.aggregation.plaintext import PlaintextAggregation
 from fedspan.federation.arrival_sources import OnOrder
 from fedspan.federation.buffered import BufferedRound
-from fedspan.federation.out_of_round import exchange_model
 from fedspan.federation.presence import Presence
 from fedspan.federation.privacy import compute_round_charges, draw_poisson_cohort
 from fedspan.federation.progress import (
@@ -28,9 +27,8 @@ from fedspan.federation.progress import (
     Transfer,
 )
 from fedspan.federation.protocol import Reply
-from fedspan.federation.round import OnCharge, Round, compute_client_charges
+from fedspan.federation.round import OnCharge, OnClient, OnFailure, Round, compute_client_charges, exchange_model
 from fedspan.federation.round_context import RoundContext
-from fedspan.federation.round_exchange import OnClient, OnFailure
 from fedspan.federation.settings import RoundSettings
 from fedspan.federation.transport import OnTrained, Transport
 from fedspan.federation.validation import ReplyRules

@@ -13,7 +13,7 @@ from fedspan.core.method import Method
 from fedspan.core.values import Message, ServerState
 from fedspan.federation.aggregation.aggregation import AggregationFactory
 from fedspan.federation.aggregation.plaintext import PlaintextAggregation
-from fedspan.federation.aggregation.reply_buffer import ReplyBuffer
+from fedspan.federation.aggregation.reduction import ReplyBuffer
 from fedspan.federation.conditions import PHASES, Conditions, corrupt_reply
 from fedspan.federation.federation import Federation, sort_clients
 from fedspan.federation.presence import Presence

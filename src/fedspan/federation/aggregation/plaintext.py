@@ -10,8 +10,7 @@ from fedspan.core.tensors import Tensors
 from fedspan.core.values import Client, Contribution, Message, Reduced, ServerState
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
-from fedspan.federation.aggregation.reduction import PrivateReducer, Reducer
-from fedspan.federation.aggregation.reply_buffer import MessageBuffer
+from fedspan.federation.aggregation.reduction import MessageBuffer, PrivateReducer, Reducer
 from fedspan.federation.aggregation.robust import (
     CoordinateReducer,
     FlameReducer,

@@ -25,7 +25,7 @@ from fedspan.crypto.identity import compute_fingerprint
 from fedspan.errors import FedspanError, require_printable, suggest_nearest
 from fedspan.files import convert_disk_errors, write_atomic
 from fedspan.logs import AuditLog
-from fedspan.transports.http.identities import load_node_public_key
+from fedspan.transports.http.keys import load_node_public_key
 from fedspan.transports.http.server import Node, ServerLink, list_nodes
 
 DAYS = 730

@@ -39,10 +39,9 @@ from starlette.types import Receive, Scope, Send
 
 from fedspan.errors import FedspanError
 from fedspan.transports.http.connections import CONNECTIONS, Connections
-from fedspan.transports.http.limits import RequestLimits
 from fedspan.transports.http.node_requests import SESSION, NodeRequests
 from fedspan.transports.http.operator_requests import OperatorRequests
-from fedspan.transports.http.requests import Run, guard, log
+from fedspan.transports.http.requests import RequestLimits, Run, guard, log
 from fedspan.transports.http.store import Store
 
 _PIECE = 2**16

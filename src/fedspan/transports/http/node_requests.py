@@ -22,12 +22,14 @@ from starlette.responses import JSONResponse, Response
 
 from fedspan.errors import escape_controls
 from fedspan.transports.http.connections import Connections
-from fedspan.transports.http.identities import verify_join
-from fedspan.transports.http.limits import Bucket, RequestLimits, Sender
+from fedspan.transports.http.keys import verify_join
 from fedspan.transports.http.requests import (
+    Bucket,
     Handler,
     Refused,
+    RequestLimits,
     Run,
+    Sender,
     get_token,
     guard,
     is_name,

@@ -27,7 +27,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hpke import AEAD, KDF, KEM, Suite
 
 from fedspan.federation.protocol import Envelope
-from fedspan.transports.http.identities import (
+from fedspan.transports.http.keys import (
     derive_sealing_key,
     load_node_public_key,
     load_order_key,
@@ -35,11 +35,12 @@ from fedspan.transports.http.identities import (
     read_sealing_key,
     sign_sealing_key,
 )
-from fedspan.transports.http.wire import join_message, pack, split_message, unpack
+from fedspan.transports.http.wire import LENGTH, pack, unpack
 
 MARGIN = 2**20
 """Maximum size of what a message has beside its body, in bytes: its head, and what encryption adds."""
 
+_VERSION = b"\x01"
 _NONCE_BYTES, _KEY_BYTES, _TAG_BYTES = 16, 32, 16
 _PIECE = 2**20
 """Size in bytes of the pieces of a body that are encrypted at once."""
@@ -85,7 +86,7 @@ class UnsignedSigner:
     def seal(self, header: str, body: Body, node: int, sealing: bytes) -> tuple[bytes, bytes]:
         """``ServerSigner.seal``."""
         nonce = secrets.token_bytes(_NONCE_BYTES)
-        return join_message(pack([nonce, _encode(header)])), nonce
+        return _join_message(pack([nonce, _encode(header)])), nonce
 
     def open(self, message: bytes, node: int, nonce: bytes) -> Envelope:
         """``ServerSigner.open``; the envelope is not verified."""
@@ -93,13 +94,13 @@ class UnsignedSigner:
 
     def open_order(self, message: bytes, node: int) -> OpenedOrder:
         """Open an order, which is not verified."""
-        head, body = split_message(message)
+        head, body = _split_message(message)
         nonce, header = unpack(head, 2)
         return OpenedOrder(Envelope(_decode(header), bytes(body)), nonce, b"")
 
     def seal_reply(self, envelope: Envelope, node: int, order: OpenedOrder) -> bytes:
         """Return a reply."""
-        return join_message(pack([order.nonce, _encode(envelope.header)])) + envelope.body
+        return _join_message(pack([order.nonce, _encode(envelope.header)])) + envelope.body
 
 
 class ServerSigner:
@@ -139,7 +140,7 @@ class ServerSigner:
         nonce, reply_key = secrets.token_bytes(_NONCE_BYTES), self._reply_key.public_key().public_bytes_raw()
         signature = _sign(self._key, b"order", node, nonce, reply_key, _encode(header), body.digest)
         head = pack([nonce, reply_key, _encode(header), body.key, signature])
-        return join_message(_SUITE.encrypt(head, recipient)), nonce
+        return _join_message(_SUITE.encrypt(head, recipient)), nonce
 
     def open(self, message: bytes, node: int, nonce: bytes) -> Envelope:
         """Return the envelope of a reply.
@@ -210,11 +211,30 @@ class NodeSigner:
         body, header = _encrypt(envelope.body), _encode(envelope.header)
         signature = _sign(self.key, b"reply", node, order.nonce, b"", header, body.digest)
         head = _SUITE.encrypt(pack([header, body.key, signature]), X25519PublicKey.from_public_bytes(order.reply_key))
-        return join_message(head) + body.data
+        return _join_message(head) + body.data
+
+
+def _join_message(head: bytes) -> bytes:
+    return _VERSION + len(head).to_bytes(LENGTH, "big") + head
+
+
+def _split_message(data: bytes) -> tuple[bytes, memoryview]:
+    """Split a message into its head and its body.
+
+    Raises:
+        ValueError: If it has another version, or is cut off.
+    """
+    if data[:1] != _VERSION:
+        raise ValueError("a message of another version: update fedspan")
+    start = 1 + LENGTH
+    end = start + int.from_bytes(data[1:start], "big")
+    if not start < end <= len(data):
+        raise ValueError("a message that is cut off")
+    return data[start:end], memoryview(data)[end:]
 
 
 def _open(message: bytes, key: X25519PrivateKey, count: int) -> tuple[list[bytes], memoryview]:
-    head, body = split_message(message)
+    head, body = _split_message(message)
     try:
         return unpack(_SUITE.decrypt(head, key), count), body
     except InvalidTag:

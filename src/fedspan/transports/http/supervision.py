@@ -24,9 +24,8 @@ from fedspan.processes import end_with_parent, hold_folder
 from fedspan.transports.http.admissions import end_admissions, read_admissions
 from fedspan.transports.http.app import Server
 from fedspan.transports.http.connections import CONNECTIONS, BoundedProtocol, BoundedSocket, ConnectionLimits
-from fedspan.transports.http.identities import fingerprint_order_key, load_order_key
-from fedspan.transports.http.keys import CERTIFICATE, KEY
-from fedspan.transports.http.limits import RequestLimits
+from fedspan.transports.http.keys import CERTIFICATE, KEY, fingerprint_order_key, load_order_key
+from fedspan.transports.http.requests import RequestLimits
 from fedspan.transports.http.server import ServerLink, read_link, read_secret, write_link
 from fedspan.transports.http.store import Store
 
