@@ -18,7 +18,7 @@ from fedspan.assembly.run import Prepared, prepare
 from fedspan.config import parse_config
 from fedspan.core.values import Job, Message, Reduced
 from fedspan.errors import FedspanError
-from fedspan.federation import round as rounds
+from fedspan.federation import round as federation_round
 from fedspan.federation.absences import Absences, Awaited
 from fedspan.federation.aggregation.reduction import MessageBuffer, ReplyBuffer
 from fedspan.federation.conditions import PHASES, Conditions, Faults, SpeedDistribution, corrupt_reply
@@ -543,7 +543,7 @@ def test_an_evaluation_does_not_wait_for_an_absent_client(tiny_folder: Path) -> 
     assert not ended  # nobody was measured yet: the absent one is needed
     with pytest.MonkeyPatch.context() as patch:
         scores = SimpleNamespace(task="evaluate", round=3, scores={})
-        patch.setattr(rounds, "open_reply", lambda id: SimpleNamespace(**vars(scores), id=id))
+        patch.setattr(federation_round, "open_reply", lambda id: SimpleNamespace(**vars(scores), id=id))
         replies.update({id: id for id in IDS})
         evaluator.evaluate_clients(progress)
         assert ended == [IDS[-1]]
