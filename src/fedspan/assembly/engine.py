@@ -83,20 +83,11 @@ def make_engine(
         options.build_prefix_settings(config.evaluation.batch_size) if shared_with is None else shared_with.prefixes
     )
     stages = stages or (None if shared_with is None else shared_with.stages)
-    refusals = {
-        f"engine.name: {options.name} does not compile, only batched does": options.name != "batched",
-        "it cannot be combined with training.lora_dropout, whose masks are drawn client by client": settings.dropout
-        > 0,
-    }
-    if options.compile and (reason := next((reason for reason, holds in refusals.items() if holds), None)):
-        raise FedspanError("engine.compile", True, problem=reason)
     if options.name != "batched":
         return LoopEngine(adapted, task, settings, seed, prefix, stages=stages)
     request = StackingRequest(options.clients_per_pass, options.workers)
     rounds = config.federation.rounds
-    engine = BatchedEngine(
-        adapted, task, settings, seed, request, prefix, options.padding_free, options.compile, stages, rounds
-    )
+    engine = BatchedEngine(adapted, task, settings, seed, request, prefix, options.padding_free, stages, rounds)
     if isinstance(shared_with, BatchedEngine):
         engine.measuring = shared_with.measuring
     return engine

@@ -48,7 +48,6 @@ class BatchedEngine:
         prefix: Storage of the hidden states that leave the model's frozen prefix, or the caches of another engine on
             this model and task; None: they are computed every time.
         padding_free: Train without padding where the model can.
-        compiled: Compile the model's blocks for passes that clients share; batches are padded then.
         stages: Reports the progress of long work; None: it is not reported.
         rounds: Planned number of rounds, which bounds what is spent on measuring; None: it is unknown.
     """
@@ -62,7 +61,6 @@ class BatchedEngine:
         request: StackingRequest | None = None,
         prefix: PrefixSettings | PrefixCaches | None = None,
         padding_free: bool = True,
-        compiled: bool = False,
         stages: Stages | None = None,
         rounds: int | None = None,
     ) -> None:
@@ -76,11 +74,10 @@ class BatchedEngine:
         """The stacking plan; known from the first round on, or set beforehand."""
         self.measuring = MeasuringTime()
         """The time that is left for measuring stacking plans, which the engines of a run share."""
-        self.compiled = compiled
         self.refusal_elsewhere: str | None = None
         """``refusal`` of an engine in another process that trains this one's clients; None: there is none."""
-        loop = LoopEngine(adapted, task, settings, seed, prefix, padding_free and not compiled, self.stages)
-        self._workers = [Worker(loop, compiled)]
+        loop = LoopEngine(adapted, task, settings, seed, prefix, padding_free, self.stages)
+        self._workers = [Worker(loop)]
         self._predicts_alone = False  # models could not share a pass
 
     def train_all(self, examples: Examples, sizes: Mapping[str, int], open_job: OpenJob, finish_job: FinishJob) -> None:
@@ -307,7 +304,7 @@ class BatchedEngine:
             loop.prefixes = self._workers[0].loop.prefixes.create_replica(loop.adapted)
             loop.padding = self._workers[0].loop.padding.create_replica(loop.adapted)
             loop.features = self._workers[0].loop.features
-            self._workers.append(Worker(loop, self.compiled))
+            self._workers.append(Worker(loop))
         workers = self._workers[: max(1, count)]
         for worker in workers[1:]:
             worker.adapted.share_base(self.adapted)

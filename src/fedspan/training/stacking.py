@@ -373,7 +373,6 @@ def _build_key(
         "dtype": sorted({str(value.dtype) for value in model.parameters()}),
         "layout": [slot.layout.names, [list(shape) for shape in slot.layout.shapes]],
         "padded": not worker.loop.padding.possible,
-        "compiled": worker.compiled is not None,
         "batch": [worker.settings.batch_size, round(float(examples.lengths.mean()), 1), worker.settings.accumulate],
         "clients": min(clients, _MAX_CLIENTS * torch.get_num_threads()),  # more make no pass larger
         "request": asdict(request),

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from fedspan.core.tensors import to_device
 from fedspan.core.values import Job
-from fedspan.models.compiled import CompiledBlocks
 from fedspan.models.precision import compute_tolerance
 from fedspan.models.stacked import StackedModel, Unstackable
 from fedspan.tasks.task import Examples
@@ -36,15 +35,13 @@ class Worker:
     Args:
         loop: The loop engine with the model and its settings, which trains jobs that can't be stacked; no other object
             may use its model at the same time.
-        compiled: Compile the model's blocks for stacked passes.
     """
 
-    def __init__(self, loop: LoopEngine, compiled: bool = False) -> None:
+    def __init__(self, loop: LoopEngine) -> None:
         adapted, task, settings, seed = loop.adapted, loop.task, loop.settings, loop.seed
         self.loop = loop
         self.adapted, self.task, self.settings, self.seed = adapted, task, settings, seed
         self.stacked = StackedModel(adapted)
-        self.compiled = CompiledBlocks(adapted) if compiled else None
         self.refusal = self.stacked.explain_refusal()
         if loop.private is not None:
             self.refusal = "DP-SGD clips the gradient of each example, which takes the place of clients in a pass"
@@ -219,9 +216,8 @@ class Worker:
             self._verify(group[0].kind, job, pair, batch, size, lengths, counted)
         self._set_dropout(group, batch, size)
         stacked = self.stacked.hold_tensors(job.parametrization, {**frozen, **leaves}, clients, clients * size)
-        padding, compiled = self.loop.padding, self.compiled
-        faster = padding.remove_padding(batch, lengths, clients, counted) if compiled is None else compiled.within()
-        with stacked, faster, self.loop.feed(job, examples, rows):
+        unpadded = self.loop.padding.remove_padding(batch, lengths, clients, counted)
+        with stacked, unpadded, self.loop.feed(job, examples, rows):
             losses = self.task.compute_client_losses(self.adapted.model, batch, to_device(rows_by_client, device))
             shares = to_device(torch.tensor([slot.share for slot in group], dtype=losses.dtype), device)
             (losses * shares).sum().backward()
