@@ -72,9 +72,6 @@ def _read_lines(path: Path, data: bytes, head: str = EMPTY.head, first: int = 1)
         path: The file, for errors.
         data: Content of the file from the line ``first`` on.
         head: The ``chain`` of the line before.
-
-    Raises:
-        FedspanError: If a line does not continue the chain; the error names its number.
     """
     *lines, rest = data.split(b"\n")
     for number, line in enumerate(lines, first):

@@ -269,11 +269,7 @@ class TrainerRuns:
         )
 
     def _load_together(self, processes: Processes, load: Callable[[], LocalRun]) -> LocalRun:
-        """Build a run in all processes; if one of them fails, for whatever reason, all of them do.
-
-        Raises:
-            FedspanError: If another process failed, or has another number of examples.
-        """
+        """Build a run in all processes; if one of them fails, for whatever reason, all of them do."""
         try:
             local = load()
         except Exception:

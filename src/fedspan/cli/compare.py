@@ -42,9 +42,7 @@ Report = TypeVar("Report")
 )
 def compare(
     config: Config = None,
-    methods: Annotated[
-        str | None, typer.Option("--methods", metavar="KEY,KEY", help="Methods; fedspan methods lists them.")
-    ] = None,
+    methods: Annotated[str | None, typer.Option(metavar="KEY,KEY", help="Methods; fedspan methods lists them.")] = None,
     seeds: Seeds = None,
     out: Out = None,
     overrides: Overrides = None,
@@ -55,7 +53,7 @@ def compare(
         ),
     ] = None,
     against: Annotated[
-        str | None, typer.Option("--against", metavar="METHOD", help="Row to compare with. Default: the first.")
+        str | None, typer.Option(metavar="METHOD", help="Row to compare with. Default: the first.")
     ] = None,
     resume: Resume = None,
     as_json: Json = False,
@@ -110,14 +108,13 @@ def sweep(
     config: Config = None,
     over: Annotated[
         list[str] | None,
-        typer.Option("--over", metavar="A.B=V,V", help="Values to try for a field; with --trials also a range V..V."),
+        typer.Option(metavar="A.B=V,V", help="Values to try for a field; with --trials also a range V..V."),
     ] = None,
     trials: Annotated[
-        int | None,
-        typer.Option("--trials", metavar="N", help="Number of random combinations. Default: all combinations."),
+        int | None, typer.Option(metavar="N", help="Number of random combinations. Default: all combinations.")
     ] = None,
     rounds: Annotated[
-        int | None, typer.Option("--rounds", metavar="R", help="Rounds of a trial. Default: as in the config.")
+        int | None, typer.Option(metavar="R", help="Rounds of a trial. Default: as in the config.")
     ] = None,
     seeds: Seeds = None,
     out: Out = None,

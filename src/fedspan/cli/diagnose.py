@@ -24,15 +24,10 @@ if TYPE_CHECKING:
 def diagnose(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
     round: Annotated[
-        str,
-        typer.Option("--round", metavar="ROUND", help="Checkpoint to continue from: last, best, or a round's number."),
+        str, typer.Option(metavar="ROUND", help="Checkpoint to continue from: last, best, or a round's number.")
     ] = "last",
-    pairs: Annotated[
-        int, typer.Option("--pairs", metavar="N", help="Number of client pairs whose loss barrier is measured.")
-    ] = 3,
-    examples: Annotated[
-        int, typer.Option("--examples", metavar="N", help="Held-out examples for the loss barrier.")
-    ] = 500,
+    pairs: Annotated[int, typer.Option(metavar="N", help="Number of client pairs whose loss barrier is measured.")] = 3,
+    examples: Annotated[int, typer.Option(metavar="N", help="Held-out examples for the loss barrier.")] = 500,
     as_json: Json = False,
 ) -> None:
     """Run one more round from a checkpoint without saving it, and compare the clients' updates.

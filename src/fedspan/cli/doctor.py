@@ -196,7 +196,7 @@ def _check_hub() -> Check:
 
 @register_command("doctor", "fedspan doctor", "fedspan doctor --folder /data/runs --json")
 def doctor(
-    folder: Annotated[Path, typer.Option("--folder", metavar="DIR", help="Folder for runs.")] = Path(),
+    folder: Annotated[Path, typer.Option(metavar="DIR", help="Folder for runs.")] = Path(),
     as_json: Json = False,
 ) -> None:
     """Check the installation: packages and extras, accelerator, memory, disk, port, models. Nothing is changed.

@@ -27,7 +27,7 @@ _MAX_NAME = 24
 )
 def partition(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.")],
-    png: Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Image file of a plot.")] = None,
+    png: Annotated[Path | None, typer.Option(metavar="FILE", help="Image file of a plot.")] = None,
     overrides: Overrides = None,
     as_json: Json = False,
 ) -> None:

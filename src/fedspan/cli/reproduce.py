@@ -31,34 +31,29 @@ def reproduce(
         str | None, typer.Argument(metavar="ID", help="Preset to reproduce. Default: list all presets.")
     ] = None,
     scale: Annotated[
-        str, typer.Option("--scale", metavar="SCALE", help="small: for two CPU cores; full: as in the paper.")
+        str, typer.Option(metavar="SCALE", help="small: for two CPU cores; full: as in the paper.")
     ] = "small",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show steps, bytes and memory; nothing is read.")] = False,
     data: Annotated[
-        Path | None,
-        typer.Option("--data", metavar="FOLDER", help="Folder of local data sets, if the preset reads files."),
+        Path | None, typer.Option(metavar="FOLDER", help="Folder of local data sets, if the preset reads files.")
     ] = None,
     model: Annotated[
-        Path | None, typer.Option("--model", metavar="FOLDER", help="Folder of a model, if the preset requires one.")
+        Path | None, typer.Option(metavar="FOLDER", help="Folder of a model, if the preset requires one.")
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out", metavar="FOLDER", help="Folder of the runs and the tables; an existing series is resumed."
-        ),
+        typer.Option(metavar="FOLDER", help="Folder of the runs and the tables; an existing series is resumed."),
     ] = None,
     seeds: Seeds = None,
     overrides: Overrides = None,
     reuse: Annotated[
         list[Path] | None,
         typer.Option(
-            "--reuse",
-            metavar="FOLDER",
-            help="Folder of finished runs, of which equal ones are copied; may be repeated.",
+            metavar="FOLDER", help="Folder of finished runs, of which equal ones are copied; may be repeated."
         ),
     ] = None,
     resume: Annotated[
-        Path | None, typer.Option("--resume", metavar="FOLDER", help="Resume a series with its original settings.")
+        Path | None, typer.Option(metavar="FOLDER", help="Resume a series with its original settings.")
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -27,8 +27,7 @@ _COLORS = {"online": "green", "offline": "yellow", "revoked": "red"}
 def status(
     folder: ServerFolder = SERVER,
     run: Annotated[
-        Path | None,
-        typer.Option("--run", metavar="FOLDER", help="Run to show. Default: the newest run of this server."),
+        Path | None, typer.Option(metavar="FOLDER", help="Run to show. Default: the newest run of this server.")
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -22,8 +22,7 @@ from fedspan.errors import FedspanError
 def run(
     config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="The YAML file of a new run.")] = None,
     out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="FOLDER", help="Folder of the run. Default: runs/ and the config's name."),
+        Path | None, typer.Option(metavar="FOLDER", help="Folder of the run. Default: runs/ and the config's name.")
     ] = None,
     overrides: Overrides = None,
     resume: Annotated[
@@ -38,9 +37,7 @@ def run(
     track: Annotated[
         str | None,
         typer.Option(
-            "--track",
-            metavar="A,B",
-            help="tensorboard, wandb, mlflow, trackio, or none. Default: tensorboard if it is installed.",
+            metavar="A,B", help="tensorboard, wandb, mlflow, trackio, or none. Default: tensorboard if it is installed."
         ),
     ] = None,
 ) -> None:

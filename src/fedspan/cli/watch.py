@@ -16,7 +16,7 @@ from fedspan.cli.commands import register_command
 @register_command("watch", "fedspan watch runs/first", "fedspan watch runs/first --open")
 def watch(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run; it may not exist yet.")],
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port of the page. Default: a free one.")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the page. Default: a free one.")] = 0,
     open_page: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
 ) -> None:
     """Show a run on a web page of this machine, live until Ctrl-C: rounds, curves, clients, failures, traffic, privacy.

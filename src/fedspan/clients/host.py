@@ -218,11 +218,7 @@ class Host:
         return replace(message, tensors=dict(message.tensors))
 
     def _start_job(self, order: Order, message: Message) -> tuple[Job, ClientState]:
-        """Return the job of an order, and the client's state with the model's current base.
-
-        Raises:
-            FedspanError: If the message changes the base and the run's method sends no such message.
-        """
+        """Return the job of an order, and the client's state with the model's current base."""
         if message.base is not None and not self.method.declare_claims().sends_base:
             problem = "messages of this run's method change no base (its claims have no sends_base)"
             raise FedspanError("message.base", message.base.round, problem=problem)
@@ -283,11 +279,7 @@ class Host:
         return _select_local(self.secure, id)
 
     def _require_secure(self, order: Order) -> None:
-        """Check, before any training, that a reply enters a secure sum if and only if the run uses secure aggregation.
-
-        Raises:
-            FedspanError: If the order and the run disagree.
-        """
+        """Check, before any training, that a reply enters a secure sum if and only if the run uses them."""
         if order.secure is not None:
             self._get_secure_client(order.to, order.secure.session).require_maskable(order, order.secure)
         elif self.secure is not None:

@@ -177,11 +177,7 @@ class SecureClient:
         return keys.model_copy(update={"signature": self.identity.sign(statement)})
 
     def _require_known_keys(self, peers: Mapping[str, PublicKeys], context: str) -> None:
-        """Check that the clients' keys are signed by clients whose fingerprints are known.
-
-        Raises:
-            FedspanError: If a client is unknown, or its keys are not signed by its long-term key.
-        """
+        """Check that the clients' keys are signed by clients whose fingerprints are known."""
         for id, keys in peers.items() if self.known is not None else ():
             if id == self.id:
                 continue

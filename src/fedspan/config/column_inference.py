@@ -130,9 +130,6 @@ def _infer_by_task(
 
     Returns:
         What the first task inferred, None if no task did, and findings about tasks that gave way.
-
-    Raises:
-        FedspanError: If the columns do not fit the requested task.
     """
     alternatives: list[str] = []
     for name, definition in TASKS.items():

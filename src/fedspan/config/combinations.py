@@ -180,11 +180,7 @@ def _require_offload_fit(config: RunSections) -> None:
 
 
 def _require_trainers(config: RunSections) -> None:
-    """Check that the task is the trainers' only if the examples are, and that nothing needs their examples.
-
-    Raises:
-        FedspanError: If it is not, or an option of the run needs examples that fedspan can read.
-    """
+    """Check that the task is the trainers' only if the examples are, and that nothing needs their examples."""
     if config.data.train != FROM_TRAINERS:
         if config.task == "trainer":
             expected = "a task that fedspan computes itself, or fedspan.simulate(config, folder, trainers=...)"

@@ -222,9 +222,6 @@ def _select_partition(
     Returns:
         The column that assigns examples to clients, None for a random partition, the number of clients of the latter,
         and findings about them.
-
-    Raises:
-        FedspanError: If the examples do not allow what the user requested.
     """
     column, notes = config.partition.column, list[str]()
     count = clients or _CLIENTS

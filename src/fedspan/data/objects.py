@@ -107,11 +107,7 @@ def _merge_clients(by_client: Mapping[Any, Any], argument: str) -> datasets.Data
 def _unify_column(
     parts: list[datasets.Dataset], name: str, clients: Sequence[Any], argument: str
 ) -> list[datasets.Dataset]:
-    """Return the clients' data sets with one type of a column, such as strings for strings and large strings.
-
-    Raises:
-        FedspanError: If no type holds the values of all clients.
-    """
+    """Return the clients' data sets with one type of a column, such as strings for strings and large strings."""
     import datasets
 
     kinds = [part.features[name] for part in parts]

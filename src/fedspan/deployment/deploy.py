@@ -96,11 +96,7 @@ def check_node(path: str | Path, *, insecure: bool = False) -> list[str]:
 
 
 def _build_link(node: NodeConfig, *, insecure: bool) -> Link:
-    """Return the connection data of a node's server.
-
-    Raises:
-        FedspanError: If the file of the node's key is not valid.
-    """
+    """Return the connection data of a node's server."""
     from fedspan.transports.http.client import Bandwidth, Link
     from fedspan.transports.http.keys import load_node_key
 
@@ -114,11 +110,7 @@ def _build_link(node: NodeConfig, *, insecure: bool) -> Link:
 
 
 def _check_examples(node: NodeConfig) -> list[str]:
-    """Load a node's examples as a run of the task that they seem to be for would.
-
-    Raises:
-        FedspanError: If they cannot be loaded, or are too few to participate.
-    """
+    """Load a node's examples as a run of the task that they seem to be for would."""
     from fedspan.config.column_inference import infer_data
     from fedspan.data.loading import load
     from fedspan.tasks.registry import get_task
@@ -327,11 +319,7 @@ def read_run_name(folder: RunFolder) -> str:
 
 
 def _find_offered_base(config: RunConfig) -> Path:
-    """Return the folder of the run's base model on this machine.
-
-    Raises:
-        FedspanError: If it is none that can be offered.
-    """
+    """Return the folder of the run's base model on this machine."""
     name = config.model.name
     folder = None if name.startswith("builtin:") else find_local_base(name, config.model.revision)
     if folder is None:

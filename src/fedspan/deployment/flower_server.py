@@ -126,11 +126,7 @@ def _make_paths_absolute(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _format_toml(value: str | float | bool) -> str:
-    """Format a value in TOML, whose strings are those of JSON, but for the surrogates of ASCII and for one character.
-
-    Raises:
-        FedspanError: If it is a text that no encoding has, such as the path of a folder whose name is in another one.
-    """
+    """Format a value in TOML, whose strings are those of JSON, but for surrogates and one character."""
     text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     try:
         text.encode()
@@ -156,11 +152,7 @@ def _parse(values: Mapping[str, Any], simulated: bool) -> RunConfig:
 
 
 def _run(grid: Grid, context: Context) -> None:
-    """Run the federation of a Flower app, or resume an earlier run.
-
-    Raises:
-        FedspanError: If an error occurs that the user can correct.
-    """
+    """Run the federation of a Flower app, or resume an earlier run."""
     log_to_console("fedspan")  # Flower shows its own
     values, listener, resume = context.run_config, _LogListener(), bool(context.run_config["resume"])
     folder, simulated = get_run_path(context), bool(values["simulated"])
@@ -229,9 +221,6 @@ def _gather(
 
     Returns:
         Flower's node id and the number of examples of each client.
-
-    Raises:
-        FedspanError: If too few nodes join in time; it names the reasons of the others.
     """
     base, config = compute_base_digest(prepared.model), prepared.config
     nodes, examples, refused, undecided = dict[str, int](), dict[str, int](), dict[int, str](), set[int]()

@@ -151,11 +151,7 @@ def host(path: str | Path, address: Path, user: str | None = None, stop: Event |
 
 
 def _find_user(user: str) -> int:
-    """Return the id of a user.
-
-    Raises:
-        FedspanError: If there is none of this name.
-    """
+    """Return the id of a user."""
     if user.isdecimal():
         return int(user)
     try:
@@ -165,11 +161,7 @@ def _find_user(user: str) -> int:
 
 
 def _listen(address: Path, users: set[int], longest_body: int, answer: Callable[[Envelope], Envelope]) -> _Server:
-    """Create the socket, in place of one that a killed host left.
-
-    Raises:
-        FedspanError: If it cannot be created, or another process listens at it.
-    """
+    """Create the socket, in place of one that a killed host left."""
     try:
         if address.exists() and stat.S_ISSOCK(address.lstat().st_mode):
             with socket.socket(socket.AF_UNIX) as other:

@@ -91,11 +91,7 @@ def _require_model(node: NodeConfig, invitation: Invitation, config: RunConfig) 
 
 
 def _require_names(config: RunConfig) -> None:
-    """Check that modules are named, by few names: PEFT reads a pattern as a regex, which can take forever to match.
-
-    Raises:
-        FedspanError: If a name has other characters than those of modules, or there are too many.
-    """
+    """Check that modules are named, by few names: PEFT reads a pattern as a regex, which can take forever to match."""
     for field in ("target_modules", "exclude_modules", "layers_pattern", "modules_to_save"):
         value = getattr(config.model, field)
         names: list[str] = [value] if isinstance(value, str) else value or []

@@ -182,9 +182,6 @@ class NodeService:
 
         Otherwise one order could be answered under several configs: differences of such replies tell more than any of
         them, and the other clients of a secure sum could be made to send nothing.
-
-        Raises:
-            FedspanError: If its config or its offered base model is another.
         """
         path = self._run_folder(invitation.run) / _INVITATION
         if not path.is_file():

@@ -106,11 +106,7 @@ class TrainerNode:
         key: bytes | None = None,
         stages: Stages | None = None,
     ) -> LocalRun:
-        """Build what trains a run (``joined_run.Load``).
-
-        Raises:
-            FedspanError: If the server could not compare the trainer's tokenizer, or the trainer does not fit the run.
-        """
+        """Build what trains a run (``joined_run.Load``)."""
         if not config.task_definition.has_image_inputs and not hasattr(self._trainer.processor, "get_vocab"):
             problem = (
                 "it has no tokenizer, whose vocabulary the server compares with its own. Pass processing_class= to the "

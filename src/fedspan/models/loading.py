@@ -361,11 +361,7 @@ def _rename_encoder_keys(info: Mapping[str, Any], prefix: str) -> dict[str, Any]
 
 
 def _require_head(error: Exception, name: str, config: Any, head: Head) -> None:
-    """Report a missing class of Transformers, if that is why a model could not be made.
-
-    Raises:
-        FedspanError: If the architecture of ``config`` has no class with this head.
-    """
+    """Report a missing class of Transformers, if that is why a model could not be made."""
     if "for this kind of AutoModel" not in str(error):
         return
     problem = (

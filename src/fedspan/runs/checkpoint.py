@@ -37,11 +37,7 @@ def _get_folder(run: RunFolder, round: int) -> Path:
 
 
 def _list_rounds(run: RunFolder) -> dict[int, Path]:
-    """List the checkpoints by round, ascending; temporary folders do not match.
-
-    Raises:
-        FedspanError: If the folder of checkpoints, or one in it, is a link.
-    """
+    """List the checkpoints by round, ascending; temporary folders do not match."""
     run.require_own()
     entries = run.checkpoints.iterdir() if run.checkpoints.is_dir() else ()
     folders = {int(match[1]): entry for entry in entries if (match := _FOLDER.match(entry.name))}

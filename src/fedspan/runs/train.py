@@ -346,12 +346,7 @@ def _resume(
 
 
 def _open_host(config: RunConfig) -> start.HostRun | None:
-    """Return the host that connects a run to its clients; None: they are simulated in this process.
-
-    Raises:
-        FedspanError: If the config selects nodes of a deployment, its asynchronous rounds have neither speeds nor a
-            record, or its engine is not installed.
-    """
+    """Return the host that connects a run to its clients; None: they are simulated in this process."""
     config.require_simulated()
     if config.cluster is not None:
         require_ray()
@@ -362,11 +357,7 @@ def _open_host(config: RunConfig) -> start.HostRun | None:
 def _simulate_on_cluster(
     run_folder: RunFolder, prepared: Prepared, run_rounds: Callable[[Prepared], RunReport]
 ) -> RunReport:
-    """Run a federation with its clients on the workers of a cluster (``start.HostRun``).
-
-    Raises:
-        FedspanError: If there is no cluster or a worker does not start; also any error that ``run_rounds`` raises.
-    """
+    """Run a federation with its clients on the workers of a cluster (``start.HostRun``)."""
     from fedspan.transports.ray.team import open_team
 
     with open_team(get_resources(prepared.config)) as team:

@@ -187,11 +187,7 @@ class TextEmbedding:
         return self._compute_losses(vectors, batch.get(_SCORES), mask_CB.to(vectors[0]))
 
     def _compute_losses(self, vectors: Sequence[Tensor], scores_B: Tensor | None, mask_CB: Tensor) -> Tensor:
-        """Compute the losses from vectors, (B, H) for each role.
-
-        Raises:
-            FedspanError: If the loss needs scores, and there are none.
-        """
+        """Compute the losses from vectors, (B, H) for each role."""
         options, loss = self.options, self._choose_loss(scores_B is not None)
         if loss == "multiple-negatives":
             return compute_multiple_negatives(vectors[0], vectors[1:], mask_CB, options.scale)

@@ -285,9 +285,6 @@ def _prepare_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenize
 
     RoBERTa's and GPT-2's tokenizers encode the space before a word with the word; without ``add_prefix_space`` they
     encode a sentence's words as if there were no spaces between them.
-
-    Raises:
-        FedspanError: If the tokenizer glues words for another reason.
     """
     from tokenizers.pre_tokenizers import ByteLevel
 

@@ -264,11 +264,7 @@ class PrivateTraining:
 
 
 def _require_private(job: Job, task: Task) -> None:
-    """Refuse a job that would release more than the noisy sums.
-
-    Raises:
-        FedspanError: If the job is refused, with the reason.
-    """
+    """Refuse a job that would release more than the noisy sums."""
     reasons = {
         "it asks for raw gradients": job.want_gradient or job.steps == 0,
         "its projectors are made of raw gradients": job.refresh is not None,

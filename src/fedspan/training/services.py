@@ -34,11 +34,7 @@ _FEATURE_BATCH = 64
 
 
 def _find_restricted_layer(adapted: AdaptedModel, settings: TrainingSettings) -> OutputLayer:
-    """Find the output layer whose rows ``settings.head_updates`` restricts.
-
-    Raises:
-        FedspanError: If the model has no output layer with a row for each class.
-    """
+    """Find the output layer whose rows ``settings.head_updates`` restricts."""
     try:
         return find_output_layer(adapted)
     except NoOutputLayer as error:
@@ -47,11 +43,7 @@ def _find_restricted_layer(adapted: AdaptedModel, settings: TrainingSettings) ->
 
 
 def _require_loss_options(task: Task, settings: TrainingSettings) -> None:
-    """Check that a task's loss takes the options of local training that change a loss.
-
-    Raises:
-        FedspanError: If it does not, or a class weight is that of an unknown label.
-    """
+    """Check that a task's loss takes the options of local training that change a loss."""
     taken, labels = getattr(task, "loss_options", ()), getattr(task, "labels", None)
     for option, off in zip(CLASS_OPTIONS, (0.0, "none", 0.0), strict=True):
         value = getattr(settings, option)

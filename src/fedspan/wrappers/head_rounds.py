@@ -174,11 +174,7 @@ class HeadRounds(Wrapper):
         return replace(client, last_round=known if known >= 0 else None)
 
     def _split_scalars(self, scalars: Mapping[str, Scalar]) -> tuple[dict[str, Scalar], bool]:
-        """Split scalars into ``(the method's, whether the rounds take place)``.
-
-        Raises:
-            FedspanError: If they take place in another number than this run has.
-        """
+        """Split scalars into ``(the method's, whether the rounds take place)``."""
         inner = dict(scalars)
         rounds = inner.pop(ROUNDS, None)
         if rounds is not None and rounds != self.rounds:

@@ -248,11 +248,7 @@ class PlaintextAggregation:
         return self._rebase(contribution, client)
 
     def _reduce(self, ids: Collection[str]) -> Reduced:
-        """Add the buffered replies of clients, skip the clients without a reply, and return the reduction.
-
-        Raises:
-            FedspanError: If the reduction cannot take a reply that was not validated, such as one with NaN.
-        """
+        """Add the buffered replies of clients, skip the clients without a reply, and return the reduction."""
         try:
             for id in self.context.ids:
                 if id in ids or id not in self.replies:

@@ -225,9 +225,6 @@ class TrainerEngine(TrainingServices):
         The pass is repeated in evaluation mode, which changes neither its own numbers nor the order of random draws. A
         training that never calls the model itself has no such pass: it may be right, so it is only reported. The
         model's ``forward`` is observed, because sentence-transformers calls it without the model's hooks.
-
-        Raises:
-            FedspanError: If the model uses the weight of one otherwise; from the pass.
         """
         model, device = adapted.model, adapted.device
         if model in self._checked:
@@ -287,9 +284,6 @@ class TrainerEngine(TrainingServices):
             live: The installed job's tensors.
             when: When a change happened, for the error.
             before: Checksums before the trainer ran, also of extras that do not train; None: it has not run.
-
-        Raises:
-            FedspanError: If they changed, now or before an earlier order.
         """
         root = owner.trainer.root
         checksums = checksum_frozen(root, live)

@@ -52,11 +52,7 @@ class Resources:
 
 @contextmanager
 def _open_connection(resources: Resources) -> Generator[None]:
-    """Connect this process to a cluster; a connection that it has already is used and left open.
-
-    Raises:
-        FedspanError: If there is no cluster at the address.
-    """
+    """Connect this process to a cluster; a connection that it has already is used and left open."""
     if ray.is_initialized():
         yield
         return
