@@ -174,7 +174,7 @@ def _count(number: int, noun: str) -> str:
 
 def _show(out: Console, plans: Mapping[str, Plan], refused: Mapping[str, str], is_max_length: bool) -> None:
     from fedspan.cli.formatting import create_table
-    from fedspan.federation.trimmed_scores import describe_few_nodes
+    from fedspan.federation.plausibility import describe_few_nodes
     from fedspan.progress.formatting import format_size
 
     first = next(iter(plans.values()))

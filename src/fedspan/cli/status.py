@@ -143,3 +143,27 @@ def _show_run(out: Console, run_folder: Path, run_status: RunStatus) -> None:
         facts["resume"] = f"fedspan submit --resume {run_folder}"
     for name, fact in facts.items():
         out.print(Text.assemble((f"{name:<10}", "dim"), fact), soft_wrap=True)
+
+
+@register_command("health", "fedspan health node.yaml", panel=MACHINES)
+def health(
+    node: Annotated[Path, typer.Argument(metavar="NODE", help="The node's YAML file.")],
+    within: Annotated[
+        float,
+        typer.Option(
+            "--within",
+            metavar="SECONDS",
+            min=1.0,
+            help="Seconds without progress after which the node is unhealthy; while it loads a model, an hour.",
+        ),
+    ] = 900.0,
+) -> None:
+    """Exit with 1 if the node that runs with this file hangs: its loop, or the training of an order."""
+    from fedspan.config.node import load_node
+    from fedspan.deployment.health import describe_heartbeat, find_problem
+
+    folder = Path(load_node(node).folder)
+    if (problem := find_problem(folder, within)) is not None:
+        typer.echo(f"unhealthy: {problem}", err=True)
+        raise typer.Exit(1)
+    typer.echo(f"healthy: {describe_heartbeat(folder)}")

@@ -28,8 +28,8 @@ from fedspan.deployment.submission import Submission
 from fedspan.deployment.supervisor import Supervisor
 from fedspan.deployment.usage import UsageBook
 from fedspan.errors import FedspanError
+from fedspan.federation.plausibility import describe_few_nodes
 from fedspan.federation.protocol import Envelope
-from fedspan.federation.trimmed_scores import describe_few_nodes
 from fedspan.files import convert_disk_errors, make_private_folder, read_bytes, write_atomic
 from fedspan.processes import hold_folder
 from fedspan.progress.file import ProgressFile

@@ -23,8 +23,8 @@ from fedspan.deployment.handshake import build_server_config, compute_base_diges
 from fedspan.deployment.participants import RECORD, Participant, ParticipantRecord, load_record
 from fedspan.deployment.submission import explain_base, read_introduction
 from fedspan.errors import FedspanError
+from fedspan.federation.plausibility import describe_few_nodes
 from fedspan.federation.protocol import Envelope
-from fedspan.federation.trimmed_scores import describe_few_nodes
 from fedspan.files import convert_disk_errors, restrict_new_files, write_atomic
 from fedspan.progress.listener import Listener
 from fedspan.run_folder import RunFolder

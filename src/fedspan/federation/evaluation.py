@@ -17,11 +17,10 @@ from fedspan.core.values import Job
 from fedspan.federation.absences import Awaited, EvaluationAbsences
 from fedspan.federation.changes import compute_capped_median
 from fedspan.federation.federation import Federation
-from fedspan.federation.plausibility import compute_weight_limit, drop_impossible_metrics
+from fedspan.federation.plausibility import compute_trimmed_means, compute_weight_limit, drop_impossible_metrics
 from fedspan.federation.progress import ClientData, ClientState, Failure, Progress
 from fedspan.federation.protocol import Reply, ScoredPart, Scores
 from fedspan.federation.round import exchange_model
-from fedspan.federation.trimmed_scores import compute_trimmed_means
 from fedspan.tasks.metrics import METRICS, compute_score
 from fedspan.tasks.task import Examples
 from fedspan.training.batching import ModelInputs

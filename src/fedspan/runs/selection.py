@@ -28,7 +28,7 @@ import numpy as np
 
 from fedspan.config import RunConfig
 from fedspan.federation.evaluation import ClientScores
-from fedspan.federation.trimmed_scores import DECIDING, compute_trimmed_means, count_trimmed_clients
+from fedspan.federation.plausibility import DECIDING, compute_trimmed_means, count_trimmed_clients
 from fedspan.tasks.metrics import compute_score
 
 _WORST = -1e308
