@@ -347,7 +347,7 @@ class Messages(Target):
     def __init__(self) -> None:
         from fedspan.transports.http import keys, signing, wire
 
-        self._signing, self._wire = signing, wire
+        self._signing = signing
         self._folder = TemporaryDirectory()
         folder = Path(self._folder.name)
         keys.make_authority(folder, [])
@@ -360,7 +360,7 @@ class Messages(Target):
         reply = self._node.seal_reply(Envelope('{"task": "train"}', b"weights"), 7, order)
         self._messages = {b"o": head + body.data, b"r": reply}
         self._keys = {b"o": self._node._sealing_key, b"r": self._server._reply_key}
-        unsigned = wire.join_message(wire.pack([bytes(16), b'{"task": "train"}'])) + b"weights"
+        unsigned = signing.join_message(wire.pack([bytes(16), b'{"task": "train"}'])) + b"weights"
         self.seeds = (b"O", b"R", b"o", b"r", b"u" + unsigned)
 
     def mutate(self, data: bytes, draws: random.Random) -> bytes:
@@ -375,14 +375,14 @@ class Messages(Target):
             return
         message, key, is_opened = self._messages[kind], self._keys[kind], data[:1] == kind
         if is_opened:
-            head, body = self._wire.split_message(message)
-            message = self._wire.join_message(suite.decrypt(head, key)) + bytes(body)
+            head, body = self._signing.split_message(message)
+            message = self._signing.join_message(suite.decrypt(head, key)) + bytes(body)
         made = message
         for start in range(1, len(data), 8):
             made = mangled(made, random.Random(data[start : start + 8]))
         if is_opened:
-            head, body = self._wire.split_message(made)
-            sealed = self._wire.join_message(suite.encrypt(head, key.public_key())) + bytes(body)
+            head, body = self._signing.split_message(made)
+            sealed = self._signing.join_message(suite.encrypt(head, key.public_key())) + bytes(body)
         else:
             sealed = made
         if kind == b"o":

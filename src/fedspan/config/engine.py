@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from fedspan.config.section import Section
+from fedspan.section import Section
 from fedspan.training.jobs import PrefixSettings
 
 _GIB = 2**30

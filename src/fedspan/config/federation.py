@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
 from functools import partial
 from typing import Annotated, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
-from fedspan.config.section import Section
 from fedspan.config.tags import Tags
 from fedspan.config.validation_errors import VARIANT
 from fedspan.core.method import Claims
@@ -19,6 +17,7 @@ from fedspan.federation.aggregation.aggregation import AggregationFactory
 from fedspan.federation.aggregation.plaintext import PlaintextAggregation
 from fedspan.federation.settings import BufferedSettings, Reduction, SecureSettings
 from fedspan.federation.validation import ReplyRules
+from fedspan.section import Section
 
 Rank = Annotated[int, Field(ge=1)]
 
@@ -75,20 +74,6 @@ Ranks = Annotated[
     ),
 ]
 """Ranks by client id, assigned in turn, by shares of the clients, or drawn at random."""
-
-
-class SecureConfig(Section):
-    """Secure aggregation: the server learns only the sum of a round's replies, no single one."""
-
-    clip: float = Field(default=100.0, gt=0, allow_inf_nan=False)
-    """Norm to which each client clips its whole change; the server cannot enforce it. A smaller norm gives finer
-    quantization: with equal weights, an entry of the mean is off by at most about 2 * clip * clients / 2^bits, and by
-    more with unequal ones. Without effect under central privacy, which has its own clip."""
-    bits: Literal[32, 64] = 32
-    """Bits of the integers that are sent instead of floats."""
-    threshold: float = Field(default=2 / 3, gt=0.5, le=1)
-    """Share of a round's clients that can open a sum, and that must remain until the end; of n clients, more than (n +
-    1) / 2 can in any case. A larger share withstands more clients that collude with the server, and fewer dropouts."""
 
 
 class BufferedConfig(Section):
@@ -183,7 +168,7 @@ class FederationConfig(Section):
     buffered: BufferedConfig | None = None
     """Asynchronous rounds (FedBuff), for methods whose replies sum and whose jobs are the same in every round; in the
     simulator, they need simulation.speed or replay. Default: synchronous rounds. See docs/asynchronous.md."""
-    secure: SecureConfig | None = None
+    secure: SecureSettings | None = None
     """Secure aggregation, for methods whose replies sum, in deployments and in the simulator; needs fedspan[secagg].
     {}: with the defaults below. max_norm_ratio does not apply, because the server sees no single replies."""
 
@@ -308,8 +293,8 @@ class FederationConfig(Section):
         require_packages()
         from fedspan.federation.aggregation.secure import SecureAggregation  # needs fedspan[secagg]
 
-        settings = SecureSettings(**self.secure.model_dump())
-        return partial(SecureAggregation, secure=settings if clip is None else replace(settings, clip=clip))
+        changes = {} if clip is None else {"clip": clip}
+        return partial(SecureAggregation, secure=self.secure.model_copy(update=changes))
 
     def build_reply_rules(self) -> ReplyRules:
         """Return the rules by which a round between machines is accepted."""

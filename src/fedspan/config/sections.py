@@ -16,7 +16,6 @@ from fedspan.config.method import MethodConfig
 from fedspan.config.model import ModelConfig
 from fedspan.config.privacy import PrivacyConfig
 from fedspan.config.rates import get_training_defaults
-from fedspan.config.section import Section
 from fedspan.config.simulation import SimulationConfig
 from fedspan.config.training import TrainingConfig
 from fedspan.core.method import Method, RegisteredMethod
@@ -26,6 +25,7 @@ from fedspan.data.columns import LABELED_TEXTS, TaskColumns
 from fedspan.data.config import DataConfig, PartitionConfig
 from fedspan.errors import FedspanError
 from fedspan.methods.registry import get_method_class
+from fedspan.section import Section
 from fedspan.tasks.definition import TaskDefinition
 from fedspan.tasks.registry import TASKS, get_task
 from fedspan.training.jobs import Privacy, TrainingSettings

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from fedspan.config.section import Section
+from fedspan.section import Section
 
 
 class TrainingConfig(Section):

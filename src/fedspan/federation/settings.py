@@ -6,6 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from pydantic import Field
+
+from fedspan.section import Section
 from fedspan.training.jobs import Privacy
 
 Reduction = Literal["mean", "median", "trimmed-mean", "multi-krum", "geometric-median", "flame"]
@@ -80,16 +83,18 @@ MOST_SECURE_CLIENTS = 128
 square of the cohort for every client."""
 
 
-@dataclass(frozen=True)
-class SecureSettings:
-    """Settings of secure aggregation."""
+class SecureSettings(Section):
+    """Secure aggregation: the server learns only the sum of a round's replies, no single one."""
 
-    clip: float = 100.0
-    """Maximum norm of a client's change."""
+    clip: float = Field(default=100.0, gt=0, allow_inf_nan=False)
+    """Norm to which each client clips its whole change; the server cannot enforce it. A smaller norm gives finer
+    quantization: with equal weights, an entry of the mean is off by at most about 2 * clip * clients / 2^bits, and by
+    more with unequal ones. Without effect under central privacy, which has its own clip."""
     bits: Literal[32, 64] = 32
-    """Bits of the summed integers, 32 or 64."""
-    threshold: float = 2 / 3
-    """Fraction of the clients that can reconstruct a secret of one of them."""
+    """Bits of the integers that are sent instead of floats."""
+    threshold: float = Field(default=2 / 3, gt=0.5, le=1)
+    """Share of a round's clients that can open a sum, and that must remain until the end; of n clients, more than (n +
+    1) / 2 can in any case. A larger share withstands more clients that collude with the server, and fewer dropouts."""
 
     def compute_threshold(self, clients: int) -> int:
         """Return the number t of clients that can reconstruct a secret: the fraction, and at least 2 t > clients + 1.

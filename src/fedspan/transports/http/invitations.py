@@ -7,9 +7,9 @@ import time
 from collections.abc import Iterable, Iterator
 
 from fedspan.federation.protocol import Envelope
-from fedspan.transports.http.deliveries import BATCH, Bodies, PendingMessage, claim_reply, send_envelopes
-from fedspan.transports.http.link import RunLink
+from fedspan.transports.http.server import RunLink
 from fedspan.transports.http.signing import OrderSigner, UnsignedSigner
+from fedspan.transports.http.transport import BATCH, Bodies, PendingMessage, claim_reply, send_envelopes
 
 log = logging.getLogger(__name__)
 

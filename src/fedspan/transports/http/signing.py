@@ -86,7 +86,7 @@ class UnsignedSigner:
     def seal(self, header: str, body: Body, node: int, sealing: bytes) -> tuple[bytes, bytes]:
         """``ServerSigner.seal``."""
         nonce = secrets.token_bytes(_NONCE_BYTES)
-        return _join_message(pack([nonce, _encode(header)])), nonce
+        return join_message(pack([nonce, _encode(header)])), nonce
 
     def open(self, message: bytes, node: int, nonce: bytes) -> Envelope:
         """``ServerSigner.open``; the envelope is not verified."""
@@ -94,13 +94,13 @@ class UnsignedSigner:
 
     def open_order(self, message: bytes, node: int) -> OpenedOrder:
         """Open an order, which is not verified."""
-        head, body = _split_message(message)
+        head, body = split_message(message)
         nonce, header = unpack(head, 2)
         return OpenedOrder(Envelope(_decode(header), bytes(body)), nonce, b"")
 
     def seal_reply(self, envelope: Envelope, node: int, order: OpenedOrder) -> bytes:
         """Return a reply."""
-        return _join_message(pack([order.nonce, _encode(envelope.header)])) + envelope.body
+        return join_message(pack([order.nonce, _encode(envelope.header)])) + envelope.body
 
 
 class ServerSigner:
@@ -140,7 +140,7 @@ class ServerSigner:
         nonce, reply_key = secrets.token_bytes(_NONCE_BYTES), self._reply_key.public_key().public_bytes_raw()
         signature = _sign(self._key, b"order", node, nonce, reply_key, _encode(header), body.digest)
         head = pack([nonce, reply_key, _encode(header), body.key, signature])
-        return _join_message(_SUITE.encrypt(head, recipient)), nonce
+        return join_message(_SUITE.encrypt(head, recipient)), nonce
 
     def open(self, message: bytes, node: int, nonce: bytes) -> Envelope:
         """Return the envelope of a reply.
@@ -211,14 +211,15 @@ class NodeSigner:
         body, header = _encrypt(envelope.body), _encode(envelope.header)
         signature = _sign(self.key, b"reply", node, order.nonce, b"", header, body.digest)
         head = _SUITE.encrypt(pack([header, body.key, signature]), X25519PublicKey.from_public_bytes(order.reply_key))
-        return _join_message(head) + body.data
+        return join_message(head) + body.data
 
 
-def _join_message(head: bytes) -> bytes:
+def join_message(head: bytes) -> bytes:
+    """Return what stands before a message's body."""
     return _VERSION + len(head).to_bytes(LENGTH, "big") + head
 
 
-def _split_message(data: bytes) -> tuple[bytes, memoryview]:
+def split_message(data: bytes) -> tuple[bytes, memoryview]:
     """Split a message into its head and its body.
 
     Raises:
@@ -234,7 +235,7 @@ def _split_message(data: bytes) -> tuple[bytes, memoryview]:
 
 
 def _open(message: bytes, key: X25519PrivateKey, count: int) -> tuple[list[bytes], memoryview]:
-    head, body = _split_message(message)
+    head, body = split_message(message)
     try:
         return unpack(_SUITE.decrypt(head, key), count), body
     except InvalidTag:

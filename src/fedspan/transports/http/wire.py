@@ -1,7 +1,7 @@
-"""The protocol of a node and its server: paths, headers, and the form of a message.
+"""The protocol of a node and its server: versions, sizes, ranges, and parts with their lengths before them.
 
-A message is one byte string: its version, the length of its head, the head, and the body. The head is sealed to the
-receiver's key (``signing``) and holds the key of the body, so that one body serves many receivers: it is encrypted once
+A message (``signing``) is its version, the length of its head, the head, and the body. The head is sealed to the
+receiver's key and holds the key of the body, so that one body serves many receivers: it is encrypted once
 and stored once. A node fetches a message in ranges and sends one in parts of at most ``CHUNK`` bytes, which common
 proxies pass on, and a request waits at most ``POLL_SECONDS``.
 """
