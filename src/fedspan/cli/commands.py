@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.resources import files
 from pathlib import Path
 from types import ModuleType
@@ -118,6 +118,13 @@ def register_command(name: str, *examples: str, panel: str | None = None) -> Cal
         )
 
     return register
+
+
+def refuse_options(options: Mapping[str, object], problem: str) -> None:
+    """Report the first option that has a value, where none may have one."""
+    for name, value in options.items():
+        if value:
+            raise FedspanError(name, str(value), problem=problem)
 
 
 def _print_version(requested: bool) -> None:

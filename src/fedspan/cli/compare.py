@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from fedspan.cli.commands import Json, Overrides, register_command
+from fedspan.cli.commands import Json, Overrides, refuse_options, register_command
 from fedspan.errors import FedspanError
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ Resume = Annotated[
 ]
 Seeds = Annotated[str | None, typer.Option("--seeds", metavar="N,N", help="Seeds, separated by commas.")]
 Report = TypeVar("Report")
+
+RESUMED = "it cannot be combined with --resume, which keeps the original settings"
 
 
 @register_command(
@@ -169,13 +171,7 @@ def sweep(
 def _select_folder(config: Path | None, out: Path | None, resume: Path | None, options: Mapping[str, object]) -> Path:
     """Select the folder of the series; refuse options that exclude each other."""
     if resume is not None:
-        for name, value in {"CONFIG": config, "--out": out, **options}.items():
-            if value:
-                raise FedspanError(
-                    name,
-                    str(value),
-                    problem="it cannot be combined with --resume, which keeps the original settings",
-                )
+        refuse_options({"CONFIG": config, "--out": out, **options}, RESUMED)
         return resume
     if config is None:
         raise FedspanError("CONFIG", None, "a YAML file, or --resume FOLDER")

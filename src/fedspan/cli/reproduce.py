@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from fedspan.cli.commands import Json, Overrides, register_command
-from fedspan.cli.compare import Seeds, parse_seeds, print_table
+from fedspan.cli.commands import Json, Overrides, refuse_options, register_command
+from fedspan.cli.compare import RESUMED, Seeds, parse_seeds, print_table
 from fedspan.errors import FedspanError
 
 if TYPE_CHECKING:
@@ -161,13 +161,7 @@ def _reproduce(
     options = {"ID": id, "--data": data, "--model": model, "--out": out, "--seeds": seeds}
     options |= {"--set": overrides, "--reuse": reuse}
     if resume is not None:
-        for name, value in options.items():
-            if value:
-                raise FedspanError(
-                    name,
-                    str(value),
-                    problem="it cannot be combined with --resume, which keeps the original settings",
-                )
+        refuse_options(options, RESUMED)
     elif out is None:
         raise FedspanError("--out", None, "a folder for the runs and the tables, or --dry-run")
     numbers = None if seeds is None else parse_seeds(seeds)

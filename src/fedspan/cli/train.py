@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fedspan.cli.commands import Overrides, register_command
+from fedspan.cli.commands import Overrides, refuse_options, register_command
 from fedspan.cli.live_run import find_unused_folder, show_run
 from fedspan.errors import FedspanError
 
@@ -47,13 +47,8 @@ def run(
     can be extended if the learning-rate schedule allows it (constant, or with cycle_rounds).
     """
     if resume is not None:
-        for name, value in {"CONFIG": config, "--out": out}.items():
-            if value:
-                raise FedspanError(
-                    name,
-                    str(value),
-                    problem="it cannot be combined with --resume, because a resumed run keeps its own config",
-                )
+        problem = "it cannot be combined with --resume, because a resumed run keeps its own config"
+        refuse_options({"CONFIG": config, "--out": out}, problem)
         show_run(resume, None, overrides or (), track)
         return
     if config is None:
