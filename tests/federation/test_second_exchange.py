@@ -13,6 +13,7 @@ from fedspan.assembly.run import Prepared, prepare
 from fedspan.clients.host import Host
 from fedspan.clients.refusals import refuse
 from fedspan.clients.store import DiskClientStore, LostStateError
+from fedspan.core.method import Wrapper
 from fedspan.core.values import Client, Message, Reduced
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
@@ -26,7 +27,6 @@ from fedspan.federation.second_exchange import build_second_context
 from fedspan.federation.settings import SecureSettings
 from fedspan.federation.validation import ReplyRules
 from fedspan.training.loop import LoopEngine
-from fedspan.wrappers.wrapper import Wrapper
 from helpers import secure_rounds, tiny
 from helpers.reply_transport import Replies, ReplyingTransport
 from helpers.watched_rounds import differences

@@ -89,8 +89,9 @@ def _to_dict(diagnosis: Diagnosis) -> dict[str, Any]:
 
 
 def _show(out: Console, diagnosis: Diagnosis) -> None:
-    from fedspan.cli.formatting import create_table, format_number
+    from fedspan.cli.formatting import create_table
     from fedspan.diagnostics.measures import summarize_measures
+    from fedspan.progress.formatting import format_number
 
     rows = summarize_measures(diagnosis)
     clients, layers = len(diagnosis.clients), len(diagnosis.layers)

@@ -12,11 +12,11 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fedspan.cli.formatting import create_table, format_duration, shorten
+from fedspan.cli.formatting import create_table
 from fedspan.experiments.intervals import compare_clients, estimate_difference
 from fedspan.experiments.tables import compute_majority, describe_extension, describe_majority
 from fedspan.models.names import get_architecture, resolve_model
-from fedspan.progress.formatting import format_score, format_size
+from fedspan.progress.formatting import format_duration, format_score, format_size, shorten
 from fedspan.runs.predictions import Items, read_items
 from fedspan.runs.report import STATISTICS_NOTE, RunReport, format_final_rounds
 from fedspan.tasks.definition import TargetType

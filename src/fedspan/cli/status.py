@@ -114,7 +114,7 @@ def _show_nodes(
 
 
 def _format_last_seen(node: Node) -> str:
-    from fedspan.cli.formatting import format_duration
+    from fedspan.progress.formatting import format_duration
 
     if node.status == "online":
         return f"now, for {format_duration(node.online_seconds)}"
@@ -122,7 +122,7 @@ def _format_last_seen(node: Node) -> str:
 
 
 def _format_ago(moment: float) -> str:
-    from fedspan.cli.formatting import format_duration
+    from fedspan.progress.formatting import format_duration
 
     shown = datetime.fromtimestamp(moment).strftime("%Y-%m-%d %H:%M:%S")
     return f"{shown} ({format_duration(max(0.0, time.time() - moment))} ago)"

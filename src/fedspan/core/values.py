@@ -17,25 +17,6 @@ from fedspan.core.penalties import Penalty
 from fedspan.core.tensors import Tensors
 from fedspan.errors import FedspanError
 
-__all__ = [
-    "Client",
-    "Contribution",
-    "Group",
-    "Job",
-    "LayerSpec",
-    "Message",
-    "OptimizerSpec",
-    "OptimizerState",
-    "Reduced",
-    "Refresh",
-    "Scalar",
-    "ServerState",
-    "Spec",
-    "StackItem",
-    "Trained",
-    "Weights",
-]
-
 Scalar = int | float | str | bool
 
 

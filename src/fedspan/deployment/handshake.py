@@ -21,7 +21,7 @@ from fedspan.config.tags import MOST_TAGS, Tag
 from fedspan.data.files import NOWHERE
 from fedspan.deployment.base_offers import MOST_FILES, BaseFile, compute_offer_digest
 from fedspan.errors import FedspanError, escape_controls
-from fedspan.federation.protocol import REPLY_HEADER, Count, Envelope, HeaderPart, PrintableName, Reason
+from fedspan.federation.protocol import REPLY_HEADER, Count, HeaderPart, PrintableName, Reason
 from fedspan.files import from_json
 
 _SHARED = ("labels", "label_separator", "chat", "system", "packing", "prompt")
@@ -50,10 +50,6 @@ class Invitation(HeaderPart):
     version: PrintableName
     config: str
     base_files: Annotated[tuple[BaseFile, ...], Field(max_length=MOST_FILES), AfterValidator(_require_names)] = ()
-
-    def to_envelope(self) -> Envelope:
-        """Encode as an envelope."""
-        return Envelope(self.model_dump_json())
 
     @property
     def digest(self) -> str:
@@ -103,10 +99,6 @@ class Introduction(HeaderPart):
     refused: Reason | None = None
     waiting: bool = False
     tags: Annotated[dict[Tag, Tag], Field(max_length=MOST_TAGS)] = Field(default_factory=dict)
-
-    def to_envelope(self) -> Envelope:
-        """Encode as an envelope."""
-        return Envelope(self.model_dump_json())
 
 
 def get_minor_release(version: str) -> str:

@@ -72,6 +72,10 @@ class HeaderPart(BaseModel):
     longest: ClassVar[int] = 1 << 20
     """Maximum length of a whole header of this kind, in characters."""
 
+    def to_envelope(self) -> Envelope:
+        """Encode a part that is a whole header as an envelope."""
+        return Envelope(self.model_dump_json())
+
 
 H = TypeVar("H", bound=HeaderPart)
 

@@ -21,18 +21,15 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from fedspan.core.method import Claims, Memory, Method
+from fedspan.core.method import Claims, Memory, Wrapper
 from fedspan.core.tensors import split_extras
 from fedspan.core.values import (
     Client,
-    Contribution,
     Job,
     Message,
     Reduced,
     ServerState,
-    Spec,
     Trained,
-    Weights,
 )
 from fedspan.federation.round_context import RoundContext
 from fedspan.federation.validation import build_untrained_jobs
@@ -40,26 +37,14 @@ from fedspan.training.projector_refresh import build_untrained_tensors
 
 
 @dataclass(frozen=True, kw_only=True)
-class SecondExchange(Method):
+class SecondExchange(Wrapper):
     """A round's second exchange as a method whose replies are averaged; it is the server's half alone."""
 
-    inner: Method
     order: Message
     state: ServerState
 
-    @property
-    def spec(self) -> Spec:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Spec of the inner method."""
-        return self.inner.spec
-
     def declare_claims(self) -> Claims:
         return replace(self.inner.declare_claims(), shrinks=False, sends="other")
-
-    def get_rank(self, client: Client | None) -> int:
-        return self.inner.get_rank(client)
-
-    def init(self, weights: Weights) -> ServerState:
-        return self.inner.init(weights)
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
         return self.order
@@ -72,9 +57,6 @@ class SecondExchange(Method):
         jobs, _ = build_untrained_jobs(self.inner, self.inner.sync(self.state, client), client, round)
         tensors = split_extras(build_untrained_tensors(jobs[-1]))[0]
         return self.inner.build_second_reply(self.order, tensors, client, round), memory
-
-    def contribute(self, message: Message, client: Client) -> Contribution:
-        return self.inner.contribute(message, client)
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         return state

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fedspan.core.method import Memory, Method, RegisteredMethod, Traffic
+from fedspan.core.method import Memory, Method, RegisteredMethod, Traffic, Wrapper
 from fedspan.core.tensors import Tensors, split_extras
 from fedspan.core.values import (
     Client,
@@ -34,7 +34,6 @@ from fedspan.core.values import (
 )
 from fedspan.federation.serialization import compute_payload_size
 from fedspan.training.projector_refresh import build_untrained_tensors
-from fedspan.wrappers.wrapper import Wrapper
 
 
 def _infer_svd(matrix: Tensor, full_matrices: bool = True) -> tuple[Tensor, Tensor, Tensor]:

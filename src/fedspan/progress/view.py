@@ -19,8 +19,6 @@ from fedspan.run_folder import RunFolder
 from fedspan.tasks.metrics import METRICS
 from fedspan.training.stages import Stage, StageName
 
-__all__ = ["RunView"]
-
 _WORST = 4  # the cell with the worst client
 _SHORT = 1.0  # seconds; shorter stages before the first round are not printed
 

@@ -32,8 +32,6 @@ from fedspan.tasks.settings import TaskSettings
 if TYPE_CHECKING:
     import datasets
 
-__all__ = ["build_file_config", "evaluate"]
-
 
 def evaluate(
     folder: str | Path,

@@ -32,8 +32,6 @@ from fedspan.serving.load import find_adapter_folder
 from fedspan.tasks.registry import get_task
 from fedspan.tasks.settings import TaskSettings
 
-__all__ = ["Inputs", "read_inputs", "require_new_table", "write_predictions"]
-
 _LINES = (".txt", ".txt.gz")
 """Ends of the names of files with one text a line, unless the user names their columns."""
 _TABLES = (".csv", ".tsv", ".jsonl")

@@ -26,11 +26,10 @@ from dataclasses import dataclass, replace
 from typing import final
 
 from fedspan.core.heads import SCALE
-from fedspan.core.method import Memory
+from fedspan.core.method import Memory, Wrapper
 from fedspan.core.tensors import Tensors, is_extra, join_extra_name, split_extras
 from fedspan.core.values import Client, Contribution, Group, Job, Message, Reduced, Scalar, ServerState, Trained
 from fedspan.errors import FedspanError
-from fedspan.wrappers.wrapper import Wrapper
 
 ROUNDS, SHORT = "head-rounds/rounds", "head-rounds/short"
 """Scalars of a state that requests the rounds: their number, and whether orders hold the extras alone."""

@@ -145,10 +145,6 @@ class _Order(BinaryPart):
     to: Name
     session: Count
 
-    def to_envelope(self) -> Envelope:
-        """Encode as an envelope."""
-        return Envelope(self.model_dump_json())
-
 
 class KeysOrder(_Order):
     """Begins a session; session numbers increase within a run."""
@@ -198,10 +194,6 @@ class PhaseReply(BinaryPart):
     session: Count
     failed: Reason | None = None
     """Reason of a failure in plain text; None: the order succeeded."""
-
-    def to_envelope(self) -> Envelope:
-        """Encode as an envelope."""
-        return Envelope(self.model_dump_json())
 
 
 class KeysReply(PhaseReply):
