@@ -255,7 +255,6 @@ def test_a_trainer_that_takes_no_step_gives_no_reply(tiny_folder: Path, tmp_path
     [
         ({"privacy": {"mechanism": "dp-sgd", "noise": 1.0, "clip": 1.0}}, "every example's own gradient"),
         ({"training": {"logit_adjustment": 1.0}}, "the trainer's own|has no classes"),
-        ({"training": {"head_updates": "own-classes"}}, "has no classes"),
         ({"training": {"lr": "auto"}}, "fedspan can read"),
         ({"baselines": ["local-only"]}, "fedspan can read"),
         ({"data": {"train": "rows.csv"}}, "leave data out"),

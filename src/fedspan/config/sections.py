@@ -177,7 +177,6 @@ class RunSections(Section):
             logit_adjustment=t.logit_adjustment,
             label_smoothing=t.label_smoothing,
             class_weights=t.class_weights if isinstance(t.class_weights, str) else tuple(t.class_weights.items()),
-            head_updates=t.head_updates,
             privacy=self.build_privacy_settings(key),
         )
 

@@ -78,9 +78,6 @@ class TrainingSettings:
     class_weights: Literal["none", "balanced"] | tuple[tuple[str, float], ...] = "none"
     """Weights of classes in training: ``none``, ``balanced`` (by the counts of the client's own examples), or pairs of
     a label and its weight; other labels have weight 1."""
-    head_updates: Literal["all", "own-classes"] = "all"
-    """Rows of a classifier's output layer that a client trains: ``all``, or ``own-classes``, those of the classes of
-    its training examples."""
     privacy: Privacy | None = None
     """Privacy settings of the run; with ``dp-sgd``, batches are Poisson samples of ``batch_size * accumulate`` examples
     on average, and ``max_grad_norm`` has no effect."""

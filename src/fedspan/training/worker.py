@@ -136,7 +136,6 @@ class Worker:
         self.loop.prepare_job(assignment.job, examples, assignment.indices)
         self._mode = None
         class_terms = self.loop.compute_class_terms(assignment, examples)
-        assignment = self.loop.restrict_head(assignment, examples)
         slot = ClientSlot(
             *(assignment, layout, self.settings, self.seed, examples, self.adapted.device),
             class_terms,

@@ -331,9 +331,6 @@ def _require_supported(settings: TrainingSettings) -> None:
         if getattr(settings, option) != off:
             problem = "it changes the loss, which is the trainer's own"
             raise FedspanError(f"training.{option}", getattr(settings, option), str(off), problem=problem)
-    if settings.head_updates != "all":
-        problem = "it depends on the labels of the client's examples, and only the trainer reads them"
-        raise FedspanError("training.head_updates", settings.head_updates, "all", problem=problem)
 
 
 def _require_equal_models(owners: Mapping[str, Owner]) -> None:
