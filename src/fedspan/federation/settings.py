@@ -21,14 +21,11 @@ Arrivals = tuple[tuple[tuple[str, int], ...], ...]
 
 @dataclass(frozen=True)
 class BufferedSettings:
-    """Settings of asynchronous rounds."""
+    """Settings of asynchronous rounds, as in the config section ``federation.buffered``."""
 
     concurrency: int
-    """Number of clients that train at the same time."""
     staleness_exponent: float = 0.5
-    """Exponent a of the factor (1 + t)^-a on the change of a reply whose order is t rounds old."""
     max_staleness: int | None = None
-    """Age of an order, in rounds, beyond which its reply is dropped; None: no limit."""
     arrivals: Arrivals | None = None
     """Recorded arrivals that the rounds repeat; None: replies arrive as clients are fast."""
 
@@ -39,7 +36,7 @@ class BufferedSettings:
 
 @dataclass(frozen=True)
 class RoundSettings:
-    """Settings of the rounds."""
+    """Settings of the rounds: those of the config section ``federation``, if they have no description here."""
 
     rounds: int
     cohort: int | None = None
@@ -47,15 +44,10 @@ class RoundSettings:
     seed: int = 0
     reduction: Reduction = "mean"
     trim: float = 0.1
-    """Fraction of the replies that ``trimmed-mean`` drops at each end, and that ``multi-krum`` withstands."""
     clip_ratio: float | None = None
-    """Maximum norm of a reply's change under ``mean``, as a multiple of the round's median; larger changes are scaled
-    down. None: no limit."""
     max_norm: float | None = None
-    """Maximum norm of a reply's change under ``mean``, in place of ``clip_ratio``; None: no such limit."""
     max_weight_ratio: float | None = None
-    """Maximum weight in means of replies, losses and metrics of a client whose number of examples only the client
-    declares, as a multiple of the cohort's median (``weights``); None: no limit."""
+    """Limit of weights in means of replies, losses and metrics; None: no limit."""
     privacy: Privacy | None = None
     """Privacy settings; with ``central``, a cohort is a Poisson sample of ``cohort`` clients on average."""
     agreed: str = ""

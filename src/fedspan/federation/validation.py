@@ -22,21 +22,15 @@ _LARGEST = 1e15
 
 @dataclass(frozen=True)
 class ReplyRules:
-    """Rules for accepting replies and the round."""
+    """Rules for accepting replies and the round: fields of the config section ``federation``, or described here."""
 
     min_replies: int | None = None
-    """Number of accepted replies that a round needs; None: more than half of the cohort."""
     deadline: float = 3600.0
-    """Time limit for the clients, in seconds."""
     retries: int = 2
-    """Number of retries of a round with too few replies before the run stops."""
     norm_factor: float | None = 10.0
     """Maximum distance of a reply from the untrained one, as a multiple of the cohort's median; None: no limit."""
     over_select: int = 0
-    """Number of clients selected beyond those that a round needs; the first accepted replies are used."""
     max_missed_rounds: int | None = None
-    """Number of rounds in a row without an accepted reply after which a client is not waited for; None: every client
-    is. It does not apply together with ``over_select``."""
     least: int = 1
     """Number of accepted replies that a round needs in any case, unless its cohort is smaller."""
     validate: bool = True
