@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -97,6 +99,9 @@ class Federation:
         self.run, self.exporting = run, exporting
         self.training = training or engine.settings
         self.presence, self._begin_round = presence or Presence(), begin_round
+        self._begin()
+
+    def _begin(self) -> None:
         self._best: Mapping[str, int] = {}
         self._transfers: list[Transfer] = []
         self._failures: list[Failure] = []
@@ -105,28 +110,17 @@ class Federation:
 
     def replace_training(self, training: TrainingSettings) -> Federation:
         """Return the federation with other settings of local training, over the same transport."""
-        return self._copy(self.transport, training)
+        return self._replace(training=training)
 
     def replace_transport(self, transport: Transport) -> Federation:
         """Return the federation over another transport to the same clients."""
-        return self._copy(transport, self.training)
+        return self._replace(transport=transport)
 
-    def _copy(self, transport: Transport, training: TrainingSettings) -> Federation:
-        return Federation(
-            self.method,
-            self.engine,
-            self.clients,
-            self.examples,
-            self.settings,
-            transport,
-            self.rules,
-            self.new_aggregation,
-            self.run,
-            self.exporting,
-            training,
-            self.presence,
-            self._begin_round,
-        )
+    def _replace(self, **parts: Any) -> Federation:
+        replaced = copy(self)
+        vars(replaced).update(parts)
+        replaced._begin()
+        return replaced
 
     def begin_round(self, round: int) -> None:
         """Update the clients before a round, from 0, if clients join and leave between rounds."""

@@ -299,18 +299,10 @@ def _get_client(request: Request) -> tuple[str, int] | None:
 
 
 def _bind(host: str, port: int, field: str) -> socket.socket:
+    from fedspan.transports.http.connections import bind
+
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        bound = socket.socket(family, kind, protocol)
-        try:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            bound.bind(address)
-        except OSError:
-            bound.close()
-            raise
+        return bind(host, port)
     except OSError as error:
         expected = f"an address of this machine, and a port that is not in use ({error.strerror or error})"
         raise FedspanError(field, f"{host}:{port}", expected) from error
-    return bound

@@ -220,6 +220,21 @@ class BoundedSocket(socket.socket):
             self.bounds.remove(client)
 
 
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket that is bound to an address of this machine."""
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
 class BoundedProtocol(H11Protocol):
     """uvicorn's HTTP protocol with bounds on connections. h11 also bounds the size of a request's headers."""
 

@@ -23,7 +23,7 @@ from fedspan.errors import FedspanError
 from fedspan.processes import end_with_parent, hold_folder
 from fedspan.transports.http.admissions import end_admissions, read_admissions
 from fedspan.transports.http.app import Server
-from fedspan.transports.http.connections import CONNECTIONS, BoundedProtocol, BoundedSocket, ConnectionLimits
+from fedspan.transports.http.connections import CONNECTIONS, BoundedProtocol, BoundedSocket, ConnectionLimits, bind
 from fedspan.transports.http.keys import CERTIFICATE, KEY, fingerprint_order_key, load_order_key
 from fedspan.transports.http.requests import RequestLimits
 from fedspan.transports.http.server import ServerLink, read_link, read_secret, write_link
@@ -76,17 +76,6 @@ def create_server(
         ssl_keyfile=folder / KEY if has_keys else None,
     )
     return uvicorn.Server(config)
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound to an address of this machine."""
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    bound = socket.socket(family, kind, protocol)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    bound.bind(address)
-    return bound
 
 
 _FILES = 65536
