@@ -236,13 +236,9 @@ def simulate(
     """Create a federation whose clients are all in this process, on one host.
 
     Args:
-        method: The method, with its wrappers.
-        engine: The engine, with the model; it trains the clients.
         clients: The clients in any order, or by sorted id (``LazyMapping``).
         examples: The data set that the clients' indices refer to.
-        settings: Rounds, cohort, reduction, privacy, seed.
         rules: Rules for accepting replies and the round; None: every selected client has to reply.
-        new_aggregation: Creates the aggregation of a round.
         secure: Each client's half of secure aggregation; None: the run has none.
         conditions: Simulated conditions; None: every client replies at once.
         presence: The rounds in which each client is present; None: every client in every round.

@@ -46,8 +46,6 @@ class GridTransport(Transport):
     end that, and the reply is discarded.
 
     Args:
-        grid: Flower's grid.
-        nodes: Flower's node id of each client.
         reconnect_timeout: Time limit for offline nodes in an exchange that waits for them, in seconds.
     """
 
@@ -82,8 +80,6 @@ class GridTransport(Transport):
         Args:
             unsent: Clients without an order so far.
             pending: Clients whose replies are awaited, by message id.
-            started: Start of the exchange.
-            seconds: Time limit of the exchange.
             wait: Time limit for offline nodes.
         """
         online = set(self._grid.get_node_ids()) if unsent else set[int]()
@@ -111,9 +107,6 @@ def invite(grid: Grid, envelope: Envelope, seconds: float, undecided: set[int]) 
     """Send an envelope to all nodes that are or come online, until time is up or the caller stops iterating.
 
     Args:
-        grid: Flower's grid.
-        envelope: The invitation.
-        seconds: Seconds to wait.
         undecided: Nodes that are invited again some seconds later. The caller adds nodes that have not decided yet.
 
     Returns:
@@ -153,7 +146,6 @@ def _pull(grid: Grid, pending: MutableMapping[str, T]) -> Iterator[tuple[T, Enve
     received when this one has been processed.
 
     Args:
-        grid: Flower's grid.
         pending: Recipients of messages by message id; those that replied are removed.
     """
     for id in sorted(pending):

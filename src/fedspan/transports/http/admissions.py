@@ -94,8 +94,6 @@ def admit_node(
     """Admit the node that has a public key.
 
     Args:
-        link: Connection data of the server.
-        key: File with the node's public key.
         name: Id that the node must use; empty: any.
         days: Days after which the admission ends; 0: never.
         replace: Whether the keys that were admitted under this name before are revoked.

@@ -49,15 +49,7 @@ _PIECE = 2**16
 
 
 class Server:
-    """The requests of a server's nodes and of its operator.
-
-    Args:
-        secret: The operator's secret.
-        read_keys: Returns the public keys of the admitted nodes in OpenSSH's format, by id; None: without keys.
-        identity: SHA-256 of the order key, which a node compares with its file of the authority.
-        offers: Folder with the offers of base models (``deployment.base_offers``).
-        connections: The server's connections; those that send an accepted request are marked as such.
-    """
+    """The requests of a server's nodes and of its operator (``NodeRequests``, ``OperatorRequests``)."""
 
     def __init__(
         self,

@@ -82,7 +82,6 @@ class TransferProgress:
 
     Args:
         subject: What is transferred, and whether it is sent or received.
-        on_progress: Called with every block.
     """
 
     def __init__(self, subject: str, on_progress: Callable[[], None] = lambda: None) -> None:
@@ -107,8 +106,6 @@ class RefusedError(Exception):
 
     Args:
         status: HTTP status; 401: the session has ended.
-        reason: Why, in the server's words.
-        facts: What it answered.
     """
 
     def __init__(self, status: int, reason: str, facts: dict[str, Any]) -> None:
@@ -184,11 +181,7 @@ class _Incoming(NamedTuple):
 
 
 class NodeConnection:
-    """A session of a node with its server.
-
-    Args:
-        on_progress: Called with every block of a message.
-    """
+    """A session of a node with its server."""
 
     def __init__(
         self,

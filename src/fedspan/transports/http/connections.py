@@ -126,7 +126,6 @@ class Connections:
 
         Args:
             client: Address of the connection; one that is not registered is ignored.
-            sender: Party that sent the request.
             allowance: Bytes that the connection may send until its next accepted request; None: any number.
         """
         if client is None or client not in self._open:

@@ -60,7 +60,6 @@ def ensure_authority(folder: Path, hosts: Sequence[str]) -> None:
     """Create an authority and a server certificate, unless the folder contains them.
 
     Args:
-        folder: The server's folder.
         hosts: Host names and addresses under which nodes reach the server.
 
     Raises:
@@ -161,7 +160,6 @@ def renew_authority(folder: Path, hosts: Sequence[str]) -> Path:
     puts the new ones in use, and the next renewal leaves the old ones out.
 
     Args:
-        folder: The server's folder.
         hosts: Further host names and addresses of the server; those of the certificate in use stay.
 
     Returns:

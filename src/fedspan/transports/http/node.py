@@ -84,9 +84,7 @@ def serve(
     """Reply to orders until ``stop`` is set; join again after a lost connection.
 
     Args:
-        link: Connection data of the server.
         answer: Computes the reply to an envelope; the type of an exception that it raises is reported to the server.
-        stop: Event that ends the function when set.
         on_idle: Called again and again while the node waits for an order or for the server, or transmits a message.
         before_order: Called before each request for an order with the function that fetches bytes of a base model's
             file, ``NodeConnection.fetch_base``; it returns at once.

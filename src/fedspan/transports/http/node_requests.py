@@ -58,14 +58,9 @@ class Session:
 
     Args:
         token: What its requests have to prove that they are its own.
-        sealing: Its signed sealing key.
-        sender: What it may still send.
-        since: When it joined, on this process's clock.
         seen: When it sent its last request; a request that waits counts until it ends.
         polls: Number of its requests that wait for an order; only the latest goes on.
         number: Number of the latest one.
-        has_left: Whether it was stopped.
-        work: What it does, as it says.
         signal: Set when an order was stored for it, or a later request waits.
         uploads: Number of the latest request that sends the reply to an order, by the order's id.
     """
@@ -93,7 +88,6 @@ class NodeRequests:
     """The requests of nodes.
 
     Args:
-        runs: The runs in progress, by name.
         read_keys: Returns the public keys of the admitted nodes in OpenSSH's format, by id; None: without keys.
         identity: SHA-256 of the order key, which a node compares with its file of the authority.
         offers: Folder with the offers of base models (``deployment.base_offers``).
@@ -220,7 +214,6 @@ class NodeRequests:
         """Return a handler for requests with a session, within the node's limits.
 
         Args:
-            handler: Answers a request of a session.
             waits: Whether its requests take no slot: they wait, or say that the node is there.
         """
 

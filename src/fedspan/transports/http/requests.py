@@ -68,13 +68,7 @@ class Bucket:
 
 @dataclass
 class Sender:
-    """The server's state of one node.
-
-    Args:
-        slots: The slots of its concurrent requests.
-        bucket: The rate of its requests.
-        waiting: Number of requests that wait for a slot.
-    """
+    """The server's state of one node."""
 
     slots: asyncio.Semaphore
     bucket: Bucket
@@ -93,9 +87,7 @@ class Refused(Exception):
     """Raised to refuse a request.
 
     Args:
-        status: HTTP status.
         reason: Reason in plain text, without anything that the request contains.
-        facts: Plain values for the sender.
     """
 
     def __init__(self, status: int, reason: str, **facts: Any) -> None:
@@ -108,7 +100,6 @@ class Run:
     """A run whose process waits for replies.
 
     Args:
-        seen: When its process sent its last request.
         signal: Set when a reply was stored, or a node was stopped.
     """
 

@@ -66,7 +66,6 @@ def prepare_folder(folder: Path, port: int, hosts: Sequence[str], *, insecure: b
 
     Args:
         folder: The server's folder, which no other user may enter.
-        port: Port on which the server listens.
         hosts: Host names and addresses under which nodes reach the server.
         insecure: Whether to run without TLS and keys.
 
@@ -149,7 +148,6 @@ class Operator:
         """Send a request, and return its answer.
 
         Args:
-            content: Plain values; None: none.
             wait: Seconds for which the answer may wait.
 
         Raises:
@@ -189,7 +187,6 @@ def list_nodes(link: ServerLink, names: Mapping[int, str], revoked: Mapping[int,
     """Return the nodes that a server knows, those that are connected first.
 
     Args:
-        link: Connection data of the server.
         names: The names of the admitted nodes by id; empty in a trial without keys.
     """
     operator = Operator(link)
@@ -216,8 +213,6 @@ class OutgoingOrder(NamedTuple):
     """An order to be sent.
 
     Args:
-        head: What stands before the body in the message.
-        body: Name of the stored body.
         reply_bytes: Maximum size of the reply, in bytes.
     """
 
@@ -245,7 +240,6 @@ class RunLink:
     """A run on a server on this machine.
 
     Args:
-        link: Connection data of the server.
         limit: Maximum size of a reply's body, in bytes.
 
     Raises:
@@ -339,10 +333,6 @@ class RunLink:
 @contextmanager
 def attach(link: ServerLink, limit: int) -> Generator[RunLink]:
     """Make this process that of a new run on a server for the duration of the context.
-
-    Args:
-        link: Connection data of the server.
-        limit: Maximum size of a reply's body, in bytes.
 
     Raises:
         FedspanError: If the server is unreachable, rejects the secret, or later no longer knows the run.

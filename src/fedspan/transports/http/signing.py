@@ -55,7 +55,6 @@ class Body:
     Args:
         key: The key that opens it; empty: it is in plaintext.
         digest: SHA-384 of its plaintext.
-        data: Its bytes as they are transmitted.
     """
 
     key: bytes
@@ -107,7 +106,6 @@ class ServerSigner:
     """Seals orders with the server's order key, and opens replies of admitted nodes.
 
     Args:
-        folder: The server's folder.
         nodes: Returns the public keys of the admitted nodes in OpenSSH's format, by id. It is called for every reply,
             so that a revoked key counts no longer.
 
@@ -127,7 +125,6 @@ class ServerSigner:
         """Seal an order.
 
         Args:
-            node: Id of the node that receives it.
             sealing: The node's signed sealing key, as it joined with it.
 
         Returns:
@@ -144,9 +141,6 @@ class ServerSigner:
 
     def open(self, message: bytes, node: int, nonce: bytes) -> Envelope:
         """Return the envelope of a reply.
-
-        Args:
-            node: Id of the node that sent it.
 
         Raises:
             ValueError: If it is not a reply of this node to this order.
@@ -172,7 +166,6 @@ class NodeSigner:
     """Opens orders of one server, and seals replies with the node's key.
 
     Args:
-        key: The node's private key.
         authority: File with the certificates of the authority and of the order key, from the server's operator.
 
     Raises:

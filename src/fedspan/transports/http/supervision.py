@@ -118,10 +118,6 @@ def supervise(
     """Run a serving process until ``stop`` is set, and restart it when it ends by itself.
 
     Args:
-        folder: The server's folder.
-        link: Connection data of the serving process.
-        host: Address to listen on.
-        stop: Event that ends the function when set.
         on_ready: Called once, when the serving process is reachable for the first time.
         reconnect: Seconds for which an order waits for a node that is offline, unless the node was stopped.
         proxies: Addresses of reverse proxies in front of the server.

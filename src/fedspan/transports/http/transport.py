@@ -60,7 +60,6 @@ class Delivery:
     """Orders that are sent together, until each has a reply or a reason why there is none.
 
     Args:
-        signer: Seals orders and opens replies.
         seconds: Time limit for the clients, in seconds.
         offline_seconds: Time limit for clients whose nodes are offline, in seconds; None: they are given up at once.
     """
@@ -197,10 +196,8 @@ def send_envelopes(
     """Send envelopes in one request.
 
     Args:
-        signer: Seals the envelopes.
         addressed: Tuples of recipient, id of the node, its signed sealing key, envelope, and maximum size of the
             reply's body in bytes (None: that of the server).
-        bodies: Stores the bodies.
 
     Returns:
         The messages, by id, and the recipients to whom nothing can be sealed, with the reason.
@@ -237,11 +234,6 @@ def _send(
 
 def claim_reply(taken: Taken, signer: OrderSigner, pending: dict[str, PendingMessage[A]]) -> Arrival[A] | None:
     """Remove what an answer answers from the messages without a reply.
-
-    Args:
-        taken: The answer.
-        signer: Opens the reply.
-        pending: The messages without a reply, by id.
 
     Returns:
         The answer with its message; None: it answers none of them.

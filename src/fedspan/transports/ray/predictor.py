@@ -27,7 +27,6 @@ class ClusterPredictor:
     """Predicts on the workers, in the batches of the driver's engine: results do not depend on the number of workers.
 
     Args:
-        team: The workers.
         engine: The driver's engine, whose base and stacking plan the workers use.
         train: The data set that the workers' hosts have.
     """

@@ -60,7 +60,6 @@ class ClusterTransport(InProcess):
 
     Args:
         host: The host of all clients, which answers every order that is not training or statistics.
-        team: The workers.
         conditions: Simulated conditions, which also apply to the workers' hosts; None: none.
     """
 

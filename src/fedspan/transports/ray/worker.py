@@ -91,12 +91,7 @@ class ClusterWorker:
         self._data: dict[ray.ObjectRef[Examples], Examples] = {}
 
     def build(self, build: Callable[[Any], Host], kit: object) -> None:
-        """Build the host, in place of an earlier run's.
-
-        Args:
-            build: Builds the host from ``kit``.
-            kit: Everything that the host is built from.
-        """
+        """Build the host, in place of an earlier run's."""
         self._host = None  # frees the memory that the next one needs
         self._base, self._version, self._bodies, self._data = BaseUpdate(), -1, RecentValues[bytes](), {}
         self._host = build(kit)
@@ -180,7 +175,6 @@ class ClusterWorker:
             plan: The stacking plan; None: the engine has none.
             data: The data set, in the object store; empty: the host's own.
             parts: Indices of parts of the data set that are prepared together (``Engine.prepare``).
-            batch_size: Batch size of the forward passes.
             generate: Whether predictions include generated text; for one model only.
             shared: Whether all models predict the same examples.
 
