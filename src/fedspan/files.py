@@ -26,9 +26,7 @@ def convert_disk_errors(folder: Path, cure: str = "", field: str = "run folder")
     """Convert errors of the file system within this context to an error that tells how to continue.
 
     Args:
-        folder: Folder that the error names.
         cure: The remedy that the error proposes; empty: to correct the cause and resume.
-        field: The field that the error names.
 
     Raises:
         FedspanError: For any ``OSError``; a full disk is named as such.
@@ -80,7 +78,6 @@ def make_private_folder(folder: Path, field: str) -> None:
 
     Args:
         folder: The folder; its parents are created, too, with the user's umask.
-        field: The field that an error names.
 
     Raises:
         FedspanError: If other users may enter a folder that has files, or it cannot be created.

@@ -69,7 +69,6 @@ def _read_lines(path: Path, data: bytes, head: str = EMPTY.head, first: int = 1)
     """Yield number, content without ``chain``, and ``chain`` of every complete line.
 
     Args:
-        path: The file, for errors.
         data: Content of the file from the line ``first`` on.
         head: The ``chain`` of the line before.
     """

@@ -36,9 +36,7 @@ def hold_folder(folder: Path, role: str, field: str) -> Generator[None]:
     """Hold a folder as the only process with a role in it, within this context.
 
     Args:
-        folder: The folder.
         role: The role; its lock is ``ROLE.lock`` in the folder.
-        field: The field that an error names.
 
     Raises:
         FedspanError: If another process has the role, and does not end within some seconds.

@@ -82,7 +82,6 @@ def register_command(name: str, *examples: str, panel: str | None = None) -> Cal
     """Register a function as a command of ``fedspan``; square brackets in its help are text, not rich's markup.
 
     Args:
-        examples: Command lines that its help shows.
         panel: Title of the group of commands in which help lists it; None: the main one.
 
     Returns:

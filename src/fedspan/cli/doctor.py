@@ -34,7 +34,6 @@ class Check:
 
     Args:
         state: ``ok``; ``missing``, which prevents something from working; ``note``, which may be intended.
-        finding: Description of what was found.
         advice: Advice for the user; empty if nothing is to be done.
     """
 
@@ -45,11 +44,7 @@ class Check:
 
 
 def run_checks(folder: Path) -> tuple[Check, ...]:
-    """Run all checks.
-
-    Args:
-        folder: Folder that runs would be written to.
-    """
+    """Run all checks."""
     return (
         *_check_packages(),
         *_check_torch(),

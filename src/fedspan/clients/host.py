@@ -57,10 +57,8 @@ class Host:
     engine supports.
 
     Args:
-        engine: The engine, which trains and evaluates.
         examples: The data set that the clients' indices point into.
         store: The store of the clients' state between rounds.
-        batch_size: Batch size of evaluation.
         export: Function that writes the model of a job, given a base and a round; None: the clients export nothing.
         secure: Each client's half of secure aggregation; None: the run has none.
         reveals_losses: Whether training losses, which are computed from raw data, are reported under local privacy.

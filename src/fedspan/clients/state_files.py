@@ -248,7 +248,6 @@ class StoredStates(Mapping[str, ClientState]):
     """Clients' states in a folder, read from the disk on access.
 
     Args:
-        folder: The folder.
         rounds: The round that wrote each client's file; -1 for an empty state without a file.
     """
 

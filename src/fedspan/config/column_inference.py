@@ -82,7 +82,6 @@ def infer_data(rows: Source, location: str, task: str | None, options: Mapping[s
     """Infer the task, the columns and the clients from the first rows of a file.
 
     Args:
-        rows: The rows that were read.
         location: The file, folder or data set, as in ``data.train``.
         task: The learning task; None: inferred.
         options: Columns requested by the user, by option (text, label, answer, by); None: inferred.

@@ -193,7 +193,6 @@ class FederationConfig(Section):
         """Check that asynchronous rounds fit the method and the other settings.
 
         Args:
-            title: Title of the method with its wrappers.
             reason: Reason why the method has no asynchronous rounds, as a clause; None: it has them.
         """
         if self.buffered is None:
@@ -256,11 +255,7 @@ class FederationConfig(Section):
             raise FedspanError("federation.late_joiners", True, "false", problem=reason)
 
     def require_secure_fit(self, method: str, title: str, claims: Claims) -> None:
-        """Check that the method's replies can be summed securely, if the run uses secure aggregation.
-
-        Args:
-            title: Title of the method with its wrappers.
-        """
+        """Check that the method's replies can be summed securely, if the run uses secure aggregation."""
         if self.secure is None:
             return
         reasons = {

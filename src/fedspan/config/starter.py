@@ -78,7 +78,6 @@ def write_starter_config(
         by: The column that assigns each row to a client; None: inferred, or else the rows are partitioned at random.
         clients: Number of clients if the rows are partitioned at random; None: 10, or fewer if the examples are few.
         model: Hub id or folder of the model; None: a small one for the task.
-        force: Whether an existing file is replaced.
         options: Further fields of the section ``data``: ``{"delimiter": ";"}``.
 
     Raises:
@@ -215,7 +214,6 @@ def _select_partition(
     """Select a partition that the examples allow, as far as they were read.
 
     Args:
-        config: The config with the inferred partition.
         is_requested: Whether the user requested the column that assigns examples to clients.
         clients: Number of clients that the user requested; None: none.
 

@@ -35,7 +35,6 @@ def convert_validation_error(
     """Convert the first of pydantic's errors to one line.
 
     Args:
-        prefix: The section of the fields.
         root: The validated model, used to suggest similar names for an unknown field.
     """
     detail = error.errors(include_url=False)[0]

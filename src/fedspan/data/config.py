@@ -29,7 +29,6 @@ def _build_contradiction(field: str, value: object, problem: str) -> PydanticCus
     """Return the error of a field that contradicts another field of its section.
 
     Args:
-        value: Value of that field.
         problem: The problem, as a ``FedspanError`` takes it.
     """
     return PydanticCustomError(CONTRADICTION, "{problem}", {"field": field, "value": value, "problem": problem})

@@ -155,8 +155,6 @@ def describe_shared(dataset: datasets.Dataset, parts: Partition, config: DataCon
     """Describe equal examples across a partition, as a note; empty if there are none.
 
     Args:
-        dataset: The partitioned examples.
-        config: Options that name the columns.
         natural: Whether a column assigns the examples to clients.
     """
     held_out, shared = find_shared_between_clients(dataset, parts)

@@ -79,7 +79,6 @@ def load(
     """Read, check and label the examples that `config` names.
 
     Args:
-        config: Location and columns of the examples.
         field: The user's name of `config`; the fields of all errors begin with it.
         seed: Seed of the draws for ``test_fraction`` and ``max_examples``.
         task: The columns that the task needs (``TaskDefinition.columns``).

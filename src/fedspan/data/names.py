@@ -124,7 +124,6 @@ def read_required_names(dataset: Dataset, column: str, option: str, advice: str 
     """Return each row's value as text, of a column of the source that has a value in every row.
 
     Args:
-        column: The column's name in the source.
         advice: Sentence on how to leave out rows without a value.
 
     Raises:

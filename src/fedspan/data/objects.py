@@ -42,7 +42,6 @@ def read_objects(data: Any, clients: int) -> DataObjects:
         data: Training examples: a ``datasets.Dataset``, a table (pandas, Polars, Arrow), a list of dicts, or a dict of
             columns; a dict of these by client, or a function that returns the examples of client number 0, 1, ...; or a
             ``DatasetDict`` or dict with any of these as ``train`` and as ``test`` (``validation`` in its place).
-        clients: Number of clients, for a function.
 
     Raises:
         FedspanError: If the data are none of these, empty, or the clients' columns differ.

@@ -100,7 +100,6 @@ class JobRequest:
 
     Args:
         job: SHA-256 of the run's name, config and offered base model.
-        config: Plain values of the run's config.
         requested_at: Time of the request, UTC.
         decision: The operator's decision; None: none yet.
         reason: The reason, if the operator gave one.

@@ -89,7 +89,6 @@ def require_base(node: NodeConfig, name: str, revision: str | None, files: Seque
     Args:
         name: ``model.name`` of the run.
         revision: ``model.revision`` of the run.
-        files: The files that the server offers.
 
     Raises:
         BaseMissingError: If the files are being received.

@@ -29,9 +29,7 @@ def write_bundle(folder: Path, id: str, address: str, authority: Path) -> Path:
 
     Args:
         folder: The folder in which the bundle becomes a folder named by the id.
-        id: Id of the data owner's node.
         address: Address of the server as the data owner reaches it, ``host:port``.
-        authority: The certificate of the server's authority.
 
     Returns:
         The bundle's folder.

@@ -40,7 +40,6 @@ class Invitation(HeaderPart):
     """A server's first message to a node.
 
     Args:
-        version: Version of fedspan.
         config: The run's config as JSON text, without data.
         base_files: Files of the base model that the server offers; empty: it offers none.
     """
@@ -79,7 +78,6 @@ class Introduction(HeaderPart):
     """A node's reply to an invitation.
 
     Args:
-        version: Version of fedspan.
         base: Digest of the node's frozen model and its tokenizer.
         extras: Digest of the paths of what trains in full.
         refused: Reason for not participating; None: the node participates.

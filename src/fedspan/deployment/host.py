@@ -77,10 +77,8 @@ class _Server(ThreadingMixIn, UnixStreamServer):
     """Takes envelopes of some users, and answers one after the other; closing it waits for the current reply.
 
     Args:
-        path: The socket.
         users: Ids of the users that may connect.
         longest_body: Maximum size of a body in bytes.
-        answer: Carries out an envelope.
     """
 
     timeout = _STEP
@@ -120,7 +118,6 @@ def host(path: str | Path, address: Path, user: str | None = None, stop: Event |
 
     Args:
         path: The node file; its ``server`` is the address of the SuperLink, under which the totals are counted.
-        address: The socket to create.
         user: Name or id of the user that the SuperNode runs as; None: the user of this process.
         stop: Event that ends the function after the current order when set.
 

@@ -43,11 +43,7 @@ _SAME = 1e-9
 
 
 def require_config(node: NodeConfig, invitation: Invitation, config: RunConfig) -> None:
-    """Check the config of an invitation against a node's limits, before anything is loaded.
-
-    Args:
-        config: The invitation's config with the node's data.
-    """
+    """Check the config of an invitation against a node's limits, before anything is loaded."""
     if (problem := explain_version(invitation.version)) is not None:
         raise FedspanError("version", invitation.version, problem=f"of the server, {problem}")
     limits, method = node.limits, config.method.name
@@ -269,7 +265,6 @@ class OrderTerms:
     """What every order of a run must agree with.
 
     Args:
-        method: The run's method without wrappers.
         client: The node's client, with its true number of examples.
         ranks: The ranks that the config can give to the client.
         digest: Digest of the config as it was received.

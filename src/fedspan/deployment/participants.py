@@ -34,11 +34,7 @@ _CURE = "the record of a run's participants is damaged. Restore it from a backup
 
 
 class Participant(BaseModel):
-    """A node that joined a run.
-
-    Args:
-        examples: Number of training examples that it declared.
-    """
+    """A node that joined a run."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -79,7 +75,6 @@ def load_record(folder: Path, finished: int = 0) -> ParticipantRecord | None:
     """Load the record of a run's folder; None: the run has finished no round and has none.
 
     Args:
-        folder: The run's folder.
         finished: Number of finished rounds, all of which the record has to contain.
     """
     path = folder / RECORD
@@ -121,11 +116,8 @@ class Participants:
     """The nodes of a run.
 
     Args:
-        folder: The run's folder.
         joined: The nodes whose introduction was accepted in this process, by client id. The record has others, too,
             which are no clients of a round until they are accepted again.
-        callbacks: How the run finds and invites nodes.
-        least: Number of nodes that a round needs.
         seconds: Seconds for which a round waits for so many nodes.
 
     Raises:

@@ -40,11 +40,7 @@ class Submission:
     """A submitted run and its nodes.
 
     Args:
-        link: Connection data of the server.
-        run_folder: The run's folder.
-        prepared: The run without its clients.
         signer: Seals orders and opens replies; None: neither.
-        listener: Listener for the events of the run.
         wait: Seconds to wait for all nodes.
     """
 
@@ -220,7 +216,6 @@ class Handshakes:
 
     Args:
         listener: Listener that is told why a node does not participate.
-        link: Connection data of the server.
     """
 
     def __init__(self, prepared: ServerRun, listener: Listener, link: ServerLink) -> None:
@@ -340,7 +335,6 @@ def gather_nodes(
     """Invite nodes until as many have joined as there are clients, or all expected ones have.
 
     Args:
-        handshakes: Receives the nodes' replies.
         wait: Seconds to wait.
         signer: Seals the invitation and opens replies; None: neither.
         expected: Clients of a resumed run, where nodes may join and leave; after the wait the run goes on without those
@@ -382,7 +376,6 @@ def read_introduction(
         explain_base: Returns why the node's digest is another.
         admitted: What the operator decided about the node; None without keys.
         names: All names under which nodes were ever admitted.
-        federation: What the run requires of nodes.
     """
     if isinstance(reply, str):
         return None, reply

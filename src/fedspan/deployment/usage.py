@@ -149,7 +149,6 @@ class _Book(UsagePart):
 
     Args:
         previous: Digest of the version before this one.
-        accounts: Accounts by data set and server.
     """
 
     format: Literal[3] = 3
@@ -307,7 +306,6 @@ class UsageBook:
         """Record an order before it is carried out.
 
         Args:
-            charges: Its privacy cost.
             agreed: Digest of the config under which it is carried out, and of the base model.
 
         Raises:

@@ -158,9 +158,7 @@ def read_settings(
     """Read the settings of a series.
 
     Args:
-        folder: Folder of the series.
         name: Name of the settings file, such as ``compare.yaml``.
-        kinds: The settings with their types.
         later: Default values of settings that earlier versions did not write.
 
     Raises:
@@ -231,7 +229,6 @@ def run_step(step: Step, folder: Path, watcher: Watcher, score: Callable[[RunRep
     """Start or resume one run of a series, or read it if it is finished here or in ``reuse_finished_runs``.
 
     Args:
-        folder: Folder of the series.
         watcher: The watcher that is notified of every event.
         score: Function that extracts the reported score from a run's report.
 

@@ -46,7 +46,6 @@ class BufferedRound:
     the recorded replies, which were accepted, without comparing their norms again.
 
     Args:
-        context: Definition of the round, without a cohort.
         best: Round of the stored state of each client at the best progress so far.
         on_client: Called with a client's id and training loss when its reply arrives.
         on_failure: Called with a client's id and a reason when its reply does not arrive, or is rejected.

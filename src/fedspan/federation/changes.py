@@ -141,7 +141,6 @@ def rebase_change(contribution: Contribution, start: Tensors, target: Tensors, f
     """Return a contribution whose change from one start is scaled and added to another: target + factor (x - start).
 
     Args:
-        contribution: Contribution of a reply that is summed.
         start: Contribution of an untrained client that received the same state.
         target: Contribution of an untrained client that received the state to which the change is added.
         factor: Factor on the change.
@@ -159,7 +158,6 @@ def compute_change(contribution: Contribution, origin: Mapping[str, Tensor]) -> 
     """Return a contribution minus that of an untrained client, in float64; missing tensors count as 0.
 
     Args:
-        contribution: Contribution of a reply.
         origin: Contribution of an untrained client, from ``validation.compute_origin``.
 
     Raises:

@@ -107,7 +107,6 @@ def corrupt_reply(faults: Faults, reply: Message, honest_start: Message, *key: i
     """Return the reply of a faulty client.
 
     Args:
-        reply: The client's honest reply.
         honest_start: Reply of the same client if training had changed nothing; changes are measured from it.
         key: Seed and label of the noise's draw.
     """

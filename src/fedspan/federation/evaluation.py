@@ -116,7 +116,6 @@ class Evaluator:
         """Yield each distinct model with its clients: one for a global method, one per client for a personal method.
 
         Args:
-            progress: The progress that holds the models.
             clients: Ids of the clients; None: all.
         """
         ids = tuple(self.federation.clients if clients is None else clients)
@@ -197,8 +196,6 @@ class Evaluator:
         """Evaluate the models on parts of a held-out set, which may overlap; each example is predicted once.
 
         Args:
-            progress: The progress that holds the models.
-            examples: The held-out set.
             parts: Indices of each part's examples, int64.
             generate: Whether answers are generated.
 
@@ -243,7 +240,6 @@ class ReportedEvaluator(Evaluator):
     unless this process assigned the clients' examples (a simulation) or there is one client.
 
     Args:
-        batch_size: Batch size of the server's forward passes.
         clients: Number of clients to evaluate; None: all.
     """
 
@@ -354,7 +350,6 @@ class RemoteEvaluator(ReportedEvaluator):
     """Evaluate on the clients' machines.
 
     Args:
-        batch_size: Batch size of the server's forward passes.
         clients: Number of clients to evaluate; None: all.
         load_state: Returns a client's state of a round where the server can access it (a simulation); None: it cannot.
     """

@@ -47,7 +47,6 @@ def draw_cohort(seed: int, round: int, clients: int, size: int | None, extra: in
     Args:
         round: Number of the round, from 0.
         size: Size of the cohort; None: all clients.
-        extra: Number of additional clients to select.
     """
     if size is None or size >= clients:
         return list(range(clients))

@@ -128,7 +128,6 @@ def start_head(federation: Federation, progress: Progress, head: HeadStart) -> P
 
     Args:
         progress: The progress before the first round, which is not modified.
-        head: How the head starts.
 
     Returns:
         The progress with the head.

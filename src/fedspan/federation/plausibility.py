@@ -117,7 +117,6 @@ def describe_few_reports(evaluated: int, reporting: int) -> str | None:
 
     Args:
         evaluated: Number of nodes that are evaluated. ``describe_few_nodes`` describes two of them.
-        reporting: Number of nodes that sent metrics.
     """
     if evaluated < DECIDING or reporting >= DECIDING:
         return None

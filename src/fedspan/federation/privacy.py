@@ -47,7 +47,6 @@ def draw_poisson_cohort(privacy: Privacy, settings: RoundSettings, clients: int,
     """Return the positions of a round's clients, each drawn independently; possibly none.
 
     Args:
-        privacy: Central privacy settings.
         round: Number of the round, from 0.
     """
     rate = compute_sampling_rate(settings, clients)

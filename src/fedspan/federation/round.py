@@ -82,7 +82,6 @@ class RoundExchange:
             state: The state of the server that it is sent.
             attempt: Number of the attempt, from 0.
             secure: Parameters of the secure sum that the reply enters; None: it is sent in plaintext.
-            charges: Privacy costs of the order.
         """
         context, client = self.context, self.get_client(id)
         # Clients of a secure sum agreed on one message, so none may be shorter for what its client stores.
@@ -163,7 +162,6 @@ class RoundExchange:
         """Update the server's state, and return the result of a successful round.
 
         Args:
-            reduced: The round's reduction.
             missed: Clients whose replies were accepted and that continue from the state before the round all the same.
             attempt: Attempt in which losses that no client can have are recorded; None: that of the client's order.
         """
@@ -200,7 +198,6 @@ def compute_mean_loss(replies: Iterable[Reply], ratio: float | None) -> float:
     """Return the mean training loss over the examples that clients trained on; NaN if no client reported one.
 
     Args:
-        replies: The accepted replies.
         ratio: Maximum number of examples that counts for a phase of one client, as a multiple of the median (the lower
             middle number if there is an even number of phases); None: no limit. There is none either if that median
             is 0.
@@ -234,7 +231,6 @@ def exchange_model(
     """Send clients a state's model, and pass on their replies.
 
     Args:
-        task: What the clients do with the model.
         get_client: Returns the client whose own model is sent; None: the global one is.
         seconds: Time limit for the clients, in seconds.
         on_reply: Called with each client's reply, or the reason why there is none; returns whether enough replies have

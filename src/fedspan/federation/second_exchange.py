@@ -69,7 +69,6 @@ def build_second_context(
 
     Args:
         order: The message to all clients of the second exchange.
-        ids: The clients whose first replies were accepted.
         factors: Factors by which their changes were scaled down, by client.
     """
     selected, clip_ratio = tuple(id for id in first.ids if id in ids), first.settings.clip_ratio

@@ -188,8 +188,6 @@ def compute_origin(method: Method, sent: Message, client: Client, round: int) ->
     """Return the contribution of a client that received a message and trained nothing.
 
     Args:
-        method: The run's method, whose replies are summed.
-        sent: The message that the client received.
         round: Number of the round, from 0.
 
     Raises:

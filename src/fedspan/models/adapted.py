@@ -148,9 +148,7 @@ class AdaptedModel:
         """Install a job's tensors in the model.
 
         Args:
-            parametrization: Parametrization of each target layer.
             tensors: Slots of target layers and extras; not modified.
-            trainable: Names of the tensors that require grad.
 
         Returns:
             The live tensors by name: leaves that an optimizer may update (for extras, the model's own parameters).

@@ -124,9 +124,7 @@ def export_adapter(
 
     Args:
         folder: Folder to write to; it is created, and files of an earlier export in it are replaced.
-        updates: Update of each target layer.
         extras: Parameters and buffers of saved modules, by path.
-        operators: Operators of the target layers.
         config: Target modules as the user named them, modules to save and the base model's name.
         notes: JSON values for ``fedspan.json`` (labels, method, maximum length).
         pooled: The model, if it is a pooled classifier: the adapter is then one of its encoder, and the head is written
@@ -197,10 +195,8 @@ def require_adapter_base(folder: Path, notes: Mapping[str, object], base: nn.Mod
     """Check that a base that was passed from Python is the one that an adapter was trained on.
 
     Args:
-        folder: Folder of the adapter.
         notes: The content of its fedspan.json; without a digest (a quantized base), there is nothing to compare, nor
             is there without the adapter's tensors (a merged model).
-        base: The base, without the adapter.
     """
     digest, path = notes.get(BASE_DIGEST), folder / ADAPTER_WEIGHTS
     if digest is None or not path.is_file():
@@ -268,7 +264,6 @@ def read_adapter(folder: str, operators: Mapping[str, Operator], model: Any = No
 
     Args:
         folder: Folder with ``adapter_config.json`` and ``adapter_model.safetensors``.
-        operators: Operators of the run's target layers.
         model: The run's model, whose encoder's adapter is one of the model; None: names are taken as they are. A head
             that was trained on other features than a pooled classifier's is left out.
 

@@ -52,7 +52,6 @@ class PooledClassifier(nn.Module):
 
     Args:
         encoder: A Transformers encoder without a pooler; its config has the number of outputs, ``num_labels``.
-        pooling: The pooling of its last hidden states.
     """
 
     main_input_name = "input_ids"

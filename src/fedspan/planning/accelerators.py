@@ -108,7 +108,6 @@ class DeviceSpeed:
         """Compute how long training takes.
 
         Args:
-            compute: FLOPs of the training.
             base: Bytes of the frozen model.
             transfer: Seconds of a client's messages in a round; None: no bandwidth was given.
         """

@@ -116,9 +116,6 @@ class PlannedPasses:
 
         Args:
             trains: The trained parts of the model, and what layers compute with.
-            rows: Examples of the batch.
-            length: Tokens of each example.
-            prefix: Frozen prefix whose hidden states are given.
         """
         key = (tuple(sorted(trains.computations.items(), key=repr)), trains.extras, rows, length, prefix is not None)
         if key not in self._known:
@@ -233,7 +230,6 @@ def compute_training_cost(
     """Compute the cost of the clients' training.
 
     Args:
-        trains: The trained parts of the model.
         examples: Mean examples of a client; None: unknown.
         length: Mean tokens of an example; None: the maximum length.
         cohorts: Positions of each round's clients.

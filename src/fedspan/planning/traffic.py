@@ -93,7 +93,6 @@ def count_layer(method: RegisteredMethod, layer: LayerSpec, rank: int) -> LayerC
 
     Args:
         method: The method, without wrappers; of its spec, only the number of clients matters.
-        layer: The target layer.
     """
     run = ShapeInference(replace(method, spec=Spec((layer,), clients=method.spec.clients)), [rank])
     state = run.state
@@ -213,8 +212,6 @@ def plan_traffic(
     Rounds that train the head alone are planned for a method that starts from the pretrained model.
 
     Args:
-        adapted: The model, on the meta device.
-        method: The run's method, without wrappers.
         ranks: Ranks of the clients, in the order of their ids.
     """
     federation, wrapped, extras = config.federation, config.wrap_method(method), list_extras(config, adapted, method)

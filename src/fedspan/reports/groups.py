@@ -69,7 +69,6 @@ class Curve:
 
     Args:
         rounds: Rounds for which all runs have a value.
-        mean: Mean over the runs.
         low: Minimum over the runs.
         high: Maximum over the runs.
         bytes: Bytes of a run up to that round, mean over the runs.

@@ -64,9 +64,7 @@ def render_page(groups: Sequence[RunGroup], content: PageContent, title: str, ve
     """Render the whole page as HTML.
 
     Args:
-        groups: Groups of runs with one metric.
         content: What the page shows beyond the groups' run data.
-        version: Version of fedspan.
     """
     sections, runs = _Page(), [run for group in groups for run in group.runs]
     metric = runs[0].metric

@@ -256,8 +256,6 @@ class AugmentedImageClassification(ImageClassification):
         """Collate changed images, as ``collate`` does the images themselves.
 
         Args:
-            indices: The batch's images.
-            device: Device of the batch.
             keys: Key of each image's draw: the seed of the run, followed by round, client, phase and batch.
         """
         generators = create_example_generators("changed images", indices, keys)

@@ -112,8 +112,6 @@ class MaskedLanguageModel(TextTask, VocabularyTask):
         """Collate texts with the masks of training.
 
         Args:
-            indices: The batch's texts.
-            device: Device of the batch.
             keys: Key of each text's draw: the seed of the run, followed by round, client, phase and batch.
         """
         generators = create_example_generators("masked tokens", indices, keys)

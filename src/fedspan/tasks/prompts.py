@@ -39,7 +39,6 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, system: str 
     """Render prompt and answer with the model's chat template.
 
     Args:
-        tokenizer: Tokenizer with a chat template.
         system: Message that opens the conversation, or None.
 
     Raises:

@@ -294,9 +294,6 @@ def _set_languages(
 ) -> tuple[PreTrainedTokenizerBase, dict[str, int | None] | None]:
     """Return a tokenizer that marks texts with their languages, and how generated texts get the targets' language.
 
-    Args:
-        tokenizer: The model's tokenizer; it is not changed.
-
     Returns:
         The tokenizer, and settings of the generation; those are None without languages.
     """

@@ -273,7 +273,6 @@ def measure_retrieval(
         positives_NH: Vectors of the positives.
         anchor_ids: Number of each anchor's text, (N,); equal texts have equal numbers.
         positive_ids: Number of each positive's text, (N,).
-        k: Number of documents.
 
     Returns:
         Recall and nDCG.

@@ -163,7 +163,6 @@ class FlameReducer(RobustReducer):
     """Clipped and noisy mean of the majority's changes.
 
     Args:
-        origin: Contribution of a client that trained nothing.
         round: Number of the round, from 0.
     """
 
