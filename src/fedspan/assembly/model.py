@@ -337,7 +337,6 @@ def _name_base(config: RunConfig, model: nn.Module) -> str | None:
 
 
 def _build_lora_config(config: RunConfig, modules_to_save: list[str], base: str | None) -> LoraConfig:
-    """Build PEFT's config with the run's target modules."""
     from peft import LoraConfig, TaskType
 
     model = config.model

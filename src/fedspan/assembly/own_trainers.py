@@ -378,7 +378,6 @@ def _set_flags(root: nn.Module, flags: Mapping[str, bool]) -> None:
 
 
 def _get_task_type(trainer: LocalTrainer) -> str | None:
-    """Return PEFT's task type for a trainer's model; None: PEFT has none."""
     if trainer.model is not trainer.root:
         return "FEATURE_EXTRACTION"
     name = type(trainer.model).__name__

@@ -62,7 +62,6 @@ class _Command(TyperCommand):
 
 
 def _format_examples(*lines: str) -> str:
-    """Build an epilog of examples, separated by blank lines."""
     return "\n\n".join(["[bold]Examples[/bold]", *(f"[cyan]{escape(line)}[/cyan]" for line in lines)])
 
 

@@ -94,7 +94,6 @@ def _get_extra(requirement: Requirement) -> str | None:
 
 
 def _describe_wrong(requirements: Sequence[Requirement]) -> list[str]:
-    """Describe the requirements that are missing or have another version."""
     mismatches: list[str] = []
     for requirement in requirements:
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": _get_extra(requirement) or ""}):

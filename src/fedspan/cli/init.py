@@ -75,7 +75,6 @@ def init(
 
 
 def _parse_options(overrides: Sequence[str]) -> dict[str, Any]:
-    """Parse overrides of the section ``data``."""
     from fedspan.config.reading import override
 
     for text in overrides:

@@ -220,7 +220,6 @@ def _run_harness(
     include: Path | None,
     as_json: bool,
 ) -> None:
-    """Run tasks of lm-evaluation-harness, and print a table or JSON."""
     import fedspan
     from fedspan.cli.formatting import create_console, create_table
 

@@ -376,7 +376,6 @@ def _is_text_list(kind: pa.DataType) -> bool:
 
 
 def _list_unused_lists(sample: datasets.Dataset, used: Collection[str | None]) -> list[str]:
-    """Name the columns of lists that are not among `used`."""
     kinds = {name: get_arrow_column(sample, name).type for name in sample.column_names if name not in used}
     lists = [name for name, kind in kinds.items() if is_list(kind)]
     if not lists:

@@ -225,7 +225,6 @@ def _require_training_fit(config: RunSections) -> None:
 
 
 def _require_final_rounds_fit(config: RunSections) -> None:
-    """Check that ``federation.final_rounds`` fits the rest of the run."""
     reasons = {
         "without partition.validation all examples are trained on in every round": not config.partition.validation,
         "further rounds would cost privacy budget": config.privacy is not None,

@@ -196,7 +196,6 @@ def _is_header_refused(section: Mapping[str, Any]) -> bool:
 
 
 def _describe_detected(rows: Source) -> str:
-    """Return the sentences on what was detected in a file and how to change it; empty if nothing was."""
     return f"Detected in {rows.name}: {'; '.join(rows.notes)}. {_SET_NOTE}" if rows.notes else ""
 
 

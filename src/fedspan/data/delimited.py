@@ -112,7 +112,6 @@ def _fill_names(names: Sequence[str]) -> list[str]:
 
 
 def _list_valid_rows(rows: int, invalid_lines: Sequence[int]) -> list[int]:
-    """List the positions in the file of the remaining rows."""
     left_out = set(invalid_lines)
     return [position for position in range(rows + len(invalid_lines)) if position not in left_out]
 

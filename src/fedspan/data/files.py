@@ -220,7 +220,6 @@ def _convert_errors(
 
 
 def _suggest_remedy(kind: str, reason: str, config: DataConfig, field: str) -> str:
-    """Suggest the options that may fix a reader's error."""
     if "encoding" in reason or "is not in" in reason or "UTF" in reason:
         return f" Set the encoding with {field}.encoding."
     if kind not in _DELIMITED:

@@ -269,7 +269,6 @@ def _require_complete_labels(labels: Sequence[str], complete: Callable[[Sequence
 
 
 def _order_labels(names: Sequence[str], config: DataConfig, field: str) -> list[str]:
-    """Return the available labels, sorted or in the catalogue's order."""
     available = sort_names(names)
     listed = None if config.dataset is None else get_dataset_entry(config.dataset, f"{field}.dataset").labels
     return [label for label in listed if label in available] if listed and set(available) <= set(listed) else available

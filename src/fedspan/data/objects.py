@@ -177,7 +177,6 @@ def _convert(value: Any, argument: str) -> datasets.Dataset:
 
 
 def _list_index_columns(names: Sequence[str]) -> list[str]:
-    """List the columns that a pandas index with gaps leaves behind."""
     return [name for name in names if name.startswith("__index_level_")]
 
 

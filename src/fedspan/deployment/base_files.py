@@ -167,7 +167,6 @@ def _count_announced(folder: Path, requests: dict[str, list[BaseFile]], digest: 
 
 
 def _count_received(folder: Path, files: Sequence[BaseFile]) -> int:
-    """Return how many bytes of a model have been received."""
     partial, received = folder / f"{compute_offer_digest(files)}.part", 0
     for file in files:
         with suppress(FileNotFoundError):  # not begun, or completed in this moment
@@ -240,7 +239,6 @@ class BaseDownloads:
                     path.unlink()
 
     def _delete(self, digest: str) -> None:
-        """Delete a request, and what has arrived of its files."""
         (self.folder / f"{digest}.json").unlink(missing_ok=True)
         shutil.rmtree(self.folder / f"{digest}.part", ignore_errors=True)
 

@@ -63,7 +63,6 @@ def write_bundle(folder: Path, id: str, address: str, authority: Path) -> Path:
 
 
 def _quote(values: dict[str, str], name: str) -> dict[str, str]:
-    """Return the values as a file of this format needs them."""
     if name == "node.yaml":
         quoted = {field: yaml.safe_dump(values[field], default_style='"').strip() for field in ("id", "address")}
         return {**values, **quoted}

@@ -65,6 +65,5 @@ def _list_named_columns(data: DataConfig) -> set[str | None]:
 
 
 def _list_roles(config: RunConfig, data: DataConfig) -> set[str]:
-    """Return the columns with the roles of a run's task."""
     task = config.task_definition.columns
     return {data.roles.get(role, role) for role in (() if task is None else task.roles)}

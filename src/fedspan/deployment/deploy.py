@@ -96,7 +96,6 @@ def check_node(path: str | Path, *, insecure: bool = False) -> list[str]:
 
 
 def _build_link(node: NodeConfig, *, insecure: bool) -> Link:
-    """Return the connection data of a node's server."""
     from fedspan.transports.http.client import Bandwidth, Link
     from fedspan.transports.http.keys import load_node_key
 
@@ -319,7 +318,6 @@ def read_run_name(folder: RunFolder) -> str:
 
 
 def _find_offered_base(config: RunConfig) -> Path:
-    """Return the folder of the run's base model on this machine."""
     name = config.model.name
     folder = None if name.startswith("builtin:") else find_local_base(name, config.model.revision)
     if folder is None:

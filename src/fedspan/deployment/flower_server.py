@@ -188,7 +188,6 @@ def _simulate(grid: Grid, run_folder: RunFolder, prepared: Prepared, run_rounds:
 def _deploy(
     grid: Grid, wait: float, listener: Listener, run_folder: RunFolder, prepared: ServerRun, run_rounds: RunRounds
 ) -> RunReport:
-    """Run a federation with the hosts of data owners."""
     config, run = prepared.config, read_run_name(run_folder)
     evaluated = min(config.partition.clients, config.evaluation.clients or config.partition.clients)
     if (note := describe_few_nodes(evaluated)) is not None:

@@ -148,7 +148,6 @@ def host(path: str | Path, address: Path, user: str | None = None, stop: Event |
 
 
 def _find_user(user: str) -> int:
-    """Return the id of a user."""
     if user.isdecimal():
         return int(user)
     try:

@@ -192,7 +192,6 @@ class NodeService:
             raise FedspanError("run", invitation.run, problem=problem)
 
     def _describe_job(self, invitation: Invitation) -> dict[str, str]:
-        """Return what the audit log says of an invitation."""
         run = escape_controls(invitation.run)
         return {"run": run, "job": compute_job_digest(invitation), "config_sha256": invitation.config_digest}
 

@@ -190,7 +190,6 @@ class Submission:
         return new
 
     def _build_clients(self, examples: Mapping[str, int]) -> dict[str, ClientData]:
-        """Build the server's view of clients that declared numbers of examples."""
         from fedspan.transports.http.admissions import read_admissions
 
         admitted = read_admissions(self._link)

@@ -425,7 +425,6 @@ def _compute_digest(text: str) -> str:
 
 
 def _require_left(limit: str, used: int, added: int, maximum: int) -> None:
-    """Check that a count stays within its limit."""
     if used + added > maximum:
         subject, unit = ("this run", limit[4:]) if limit.startswith("run_") else ("this server", limit)
         problem = (

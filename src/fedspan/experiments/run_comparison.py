@@ -186,7 +186,6 @@ def draw_comparison(comparison: Comparison, report: CompareReport) -> Figure:
 
 
 def _read_curve(folder: Path, report: CompareReport) -> Curve:
-    """Read the scores of a run's rounds that were measured."""
     curve: dict[int, tuple[float, float]] = {}
     for row in cast("Iterable[Mapping[str, Any]]", read_lines(RunFolder(folder).metrics)):
         score = get_finite(row.get(report.measured), report.metric)

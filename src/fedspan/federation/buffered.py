@@ -173,7 +173,6 @@ class BufferedRound:
         return self._exchange.create_order(order.client, self._states[order.round], order.attempt)
 
     def _change_cohort(self) -> None:
-        """Set the round's cohort: the clients whose replies have arrived."""
         sent = {id: self._states[order.round] for id, order in self._arrived.items() if order.round in self._states}
         draw_order = tuple(self._arrived)
         context = replace(self.context, ids=tuple(sorted(draw_order)), draw_order=draw_order, sent=sent)
@@ -181,7 +180,6 @@ class BufferedRound:
         self._aggregation.change_cohort(context)
 
     def _build_result(self) -> RoundResult:
-        """Close the aggregation, and return the result of the round."""
         reduced = self._aggregation.close(0)
         self.note = self._aggregation.get_note()
         self._exchange.forget_lost()

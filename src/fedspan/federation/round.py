@@ -122,7 +122,6 @@ class RoundExchange:
         return is_enough
 
     def _record_failure(self, id: str, attempt: int, error: ValueError) -> None:
-        """Record why a reply does not count."""
         self._tally.failures.append(Failure(id, attempt, str(error), self.context.purpose))
         if isinstance(error, ClientLostState):
             self._tally.lost.add(id)
@@ -357,7 +356,6 @@ class Round:
         return replace(first, mean={**first.mean, **reduced.mean}), missed
 
     def _train(self, masks: Mapping[str, Masking | None], attempt: int) -> None:
-        """Order clients to train and aggregate their replies."""
         context, aggregation, exchange = self.context, self.aggregation, self._exchange
         costs = self._announce(masks, attempt)
 

@@ -59,7 +59,6 @@ class RunMonitor:
         self._reset()
 
     def _reset(self) -> None:
-        """Forget all rounds."""
         self._rows: list[dict[str, Any]] = []
         self._last: Mapping[str, Any] = {}
         self._clients: dict[str, dict[str, Any]] = {}

@@ -156,7 +156,6 @@ class _Bench:
         return Assignment(client, 0, replace(self._job, steps=steps), indices, lr)
 
     def _measure_seconds(self, clients: int, steps: int) -> float:
-        """Time this many clients with this many steps each."""
         self.engine.prepare(self._examples, [np.arange(self._batch * steps)])
         sizes = {f"client-{number}": self._batch * steps for number in range(clients)}
         began = time.perf_counter()

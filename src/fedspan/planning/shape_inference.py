@@ -137,7 +137,6 @@ class ShapeInference:
         return exchanges
 
     def _add_second(self, first: ClientExchange, order: Message, rank: int) -> ClientExchange:
-        """Return a round's first exchange with its second one."""
         tensors = split_extras(_simulate_training(first.jobs[-1]).tensors)[0]
         reply = self._method.build_second_reply(order, tensors, self._build_client(rank), self.state.round)
         return replace(first, second=(order, reply))

@@ -119,7 +119,6 @@ class RunView(ProgressBar):
         return widths
 
     def _format_line(self, cells: tuple[str, ...], style: str = "") -> Text:
-        """Format a line of right-aligned cells."""
         widths = self._compute_widths()
         shown = "".join(shorten(cell, width - 1).rjust(width) for cell, width in zip(cells, widths, strict=True))
         return Text(shown, style)

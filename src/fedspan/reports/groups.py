@@ -132,7 +132,6 @@ def summarize_curve(group: RunGroup, values: Mapping[str, Mapping[int, float]]) 
 
 
 def _format_label(run: RunData, differing_settings: Mapping[str, Any]) -> str:
-    """Return the method and the other distinguishing settings of a run."""
     rest = [
         f"{path.rpartition('.')[2]}={value}"
         for path, value in differing_settings.items()

@@ -163,7 +163,6 @@ def _describe_privacy(report: RunReport) -> dict[str, str]:
 
 
 def _format_results(prepared: Prepared, report: RunReport) -> list[EvalResult]:
-    """Return the held-out scores in the hub's format."""
     scores, name = report.scores.get("test"), prepared.config.data.dataset
     if not isinstance(scores, Mapping):
         return []

@@ -185,7 +185,6 @@ def _open_listener(
 
 
 def _set_task(config: RunConfig | dict[str, Any], task: TaskDefinition | str) -> dict[str, Any]:
-    """Return the values of a config with a task that was passed from Python."""
     values = config.model_dump(mode="json", exclude_unset=True) if isinstance(config, RunConfig) else dict(config)
     if not isinstance(task, str):
         register_task(task)
@@ -197,7 +196,6 @@ def _set_task(config: RunConfig | dict[str, Any], task: TaskDefinition | str) ->
 
 
 def _require_shared_task(config: RunConfig) -> None:
-    """Check that the processes of a run know its task."""
     if config.cluster is not None and not is_installed(config.task):
         problem = f"it trains in other processes, in which the task {config.task} is not registered"
         expected = "no cluster, or a task of an installed package (an entry point in fedspan.tasks)"

@@ -264,7 +264,6 @@ class AugmentedImageClassification(ImageClassification):
 
 
 def _split(images: Iterable[PIL.Image.Image]) -> Generator[list[PIL.Image.Image]]:
-    """Split images into chunks that fit into memory."""
     chunk, pixels = list["PIL.Image.Image"](), 0
     for image in images:
         size = image.width * image.height

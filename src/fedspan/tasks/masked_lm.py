@@ -219,7 +219,6 @@ def _build(tokenizer: PreTrainedTokenizerBase, settings: TaskSettings, data: Dat
 
 
 def _preprocess(settings: TaskSettings, inputs: Sequence[Any]) -> datasets.Dataset:
-    """Convert texts with masks to rows."""
     import datasets
 
     refuse_pairs(inputs, "texts with masks")

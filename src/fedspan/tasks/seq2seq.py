@@ -388,7 +388,6 @@ def _has_texts(sample: datasets.Dataset, column: str) -> bool:
 
 
 def _preprocess(settings: TaskSettings, inputs: Sequence[Any]) -> datasets.Dataset:
-    """Convert sources to rows, whose targets are blank."""
     import datasets
 
     refuse_pairs(inputs, "texts")

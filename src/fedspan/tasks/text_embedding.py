@@ -357,7 +357,6 @@ def _infer_columns(sample: datasets.Dataset, options: Mapping[str, str | None]) 
 
 
 def _preprocess(settings: TaskSettings, inputs: Sequence[Any]) -> datasets.Dataset:
-    """Convert texts, or pairs of texts, to rows."""
     import datasets
 
     pairs = [text for text in inputs if isinstance(text, tuple)]

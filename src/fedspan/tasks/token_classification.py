@@ -255,7 +255,6 @@ def _read(reader: ColumnReader, config: DataConfig) -> ReadColumns:
 
 
 def _find_valid_rows(source: Source, config: DataConfig, limit: int | None) -> list[bool]:
-    """Find the sentences with one valid tag for each word."""
     dataset = source.dataset
     words, tags = config.roles.get("tokens", "tokens"), _get_tag_column(config)
     if words not in dataset.column_names or tags not in dataset.column_names:

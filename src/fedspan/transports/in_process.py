@@ -35,8 +35,6 @@ _DROPPED_OUT = "it dropped out (simulated)"
 
 
 class _LazyOrders(Mapping[str, Order]):
-    """Training orders, decoded on access."""
-
     def __init__(self, orders: Orders, ids: Sequence[str]) -> None:
         self._orders, self._ids = orders, ids
 

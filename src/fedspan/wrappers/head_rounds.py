@@ -161,7 +161,6 @@ class HeadRounds(Wrapper):
 
     @property
     def _names(self) -> tuple[str, ...]:
-        """Names of the head's tensors."""
         weight = join_extra_name(f"{self.head.path}.weight")
         return (weight, join_extra_name(f"{self.head.path}.bias")) if self.head.bias else (weight,)
 

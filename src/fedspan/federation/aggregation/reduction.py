@@ -102,7 +102,6 @@ class Reducer:
         return self._sums
 
     def _require_all(self) -> None:
-        """Check that every client of the cohort was added."""
         if self._position < len(self._order):
             raise ValueError(f"no contribution yet of client {self._order[self._position]!r}")
 

@@ -221,7 +221,6 @@ class SecureAggregation:
 
     @contextmanager
     def _record_exchanges(self, session: SecureSession) -> Generator[None]:
-        """Record the transfers and failures of a session's exchanges."""
         transfers, failures = len(session.transfers), len(session.failures)
         try:
             yield

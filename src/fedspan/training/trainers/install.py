@@ -60,7 +60,6 @@ def install_job(root: nn.Module, adapted: AdaptedModel, job: Job) -> Generator[d
 
 
 def _has_trained_statistics(norm: nn.Module, live: Mapping[str, Tensor]) -> bool:
-    """Check whether a norm's running statistics are among a job's tensors."""
     return any(norm.running_mean is value for value in live.values())
 
 

@@ -303,7 +303,6 @@ class TrainerEngine(TrainingServices):
         return checksums
 
     def _build_services(self, owner: Owner) -> TrainingServices:
-        """Return the training services on an owner's model, with the server's base set in it."""
         owner.adapted.set_base(self.adapted.base)
         if owner.adapted is self.adapted:
             return self

@@ -159,7 +159,6 @@ class Delivery:
         self.retain(())
 
     def _close(self, messages: Collection[str]) -> None:
-        """Give up messages that were sent."""
         self.pending = {message: sent for message, sent in self.pending.items() if message not in messages}
         self._link.cancel(list(messages))
 
@@ -359,7 +358,6 @@ class ServerTransport(AsynchronousTransport):
             self._arrived += delivery.send(revoked)
 
     def _expire_open(self) -> None:
-        """Give up the open orders whose time limits have passed."""
         for delivery in self._open:
             if delivery.is_late:
                 self._overdue.update(sent.to for sent in delivery.pending.values())
