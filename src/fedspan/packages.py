@@ -11,9 +11,6 @@ from fedspan.errors import FedspanError
 def load_installed(group: str, name: str, field: str) -> tuple[str, Any] | None:
     """Load what an installed package declares under a name; None: no package declares it.
 
-    Args:
-        field: Config field of the name, for error messages.
-
     Returns:
         Where the package has it (``module:attribute``), and the object.
     """

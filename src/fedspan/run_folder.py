@@ -91,9 +91,6 @@ class RunFolder:
     """The paths of a run; reads its small files. To write, call ``create`` or ``resume``, which acquire the lock.
 
     A folder that was created or resumed is a context manager; leaving it releases the lock.
-
-    Args:
-        path: The folder; it is neither checked nor created.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

@@ -74,7 +74,6 @@ def make_engine(
     """Build the engine that a config names.
 
     Args:
-        task: The learning problem.
         stages: Reports the progress of long work; None: that of ``shared_with``, if any.
         shared_with: Another engine on the same model and task, whose prefix caches and time for measuring are shared.
     """
@@ -151,13 +150,8 @@ class RunTrainer:
     """What trains the clients of a run, without their examples.
 
     Args:
-        config: The config that the run was built from.
         labels: Label names by index; for a language model, those of the data's column of labels, if any.
         model: The model that the engine trains, with the data that its export needs.
-        task_settings: Settings of the task that the model needs.
-        task: The learning problem.
-        engine: The engine, with the model on its device.
-        method: The method, without the run's wrappers.
         base_digest: Returns the digest of the frozen weights, which no config names; called first before a server
             state's base is set. None: the config names the model.
     """
@@ -185,8 +179,6 @@ def build_trainer(
     """Load a run's model and build what trains it.
 
     Args:
-        labels: Names of the labels by index.
-        key: Secret key of the noise, if it has one.
         stages: Reports the progress of long work; None: it is not reported.
         objects: Model and tokenizer that were passed from Python, in place of those that the config names.
         targets: Paths of the target layers, as another process found them; None: they are found by PEFT's rules.

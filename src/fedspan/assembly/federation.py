@@ -130,7 +130,6 @@ def build_clients(
     """Build the clients whose examples are in this process.
 
     Args:
-        method: The method, bound to the model's target layers.
         ignored: Examples that count as their client's and are in none of its parts, int64; None: there are none.
     """
     ids = parts.parts.ids

@@ -171,7 +171,6 @@ def adapt_model(
 
     Args:
         model: The model, whose target layers compute as a job defines from now on.
-        new: Paths of the modules with new weights.
         named: Paths of the target layers, if they are known; PEFT's description is None then.
     """
     saved = [] if config.model.is_from_scratch else _list_modules_to_save(config, model, new)

@@ -105,7 +105,6 @@ def adopt_trainer(trainer: Any, field: str = "trainer") -> LocalTrainer:
     Args:
         trainer: A Transformers ``Trainer`` or one derived from it, a ``TorchTrainer``, or a function without arguments
             that returns one.
-        field: The argument that holds it, for errors.
     """
     if _is_factory(trainer):
         trainer = trainer()
@@ -245,7 +244,6 @@ class TrainerRuns:
 
         Args:
             existing_partition: The partition of a resumed run, which the trainers' numbers of examples must match.
-            key: Secret key of the noise, if it has one.
             stages: Reports the progress of long work; None: no progress is reported.
 
         Raises:

@@ -47,7 +47,6 @@ class LocalRun(RunTrainer):
         train: Encoded examples of the clients.
         partition: The training examples of each client; None: the examples are on remote nodes.
         test: Encoded held-out examples, or None.
-        test_names: Display names of the held-out examples.
         test_parts: Indices of the held-out examples of each value of ``evaluation.by``, int64; empty without it.
         notes: Notes for the user about the examples (truncated answers).
         head: How the head starts; None: as loaded.
@@ -127,7 +126,6 @@ def load_run(
 
     Args:
         existing_partition: An existing partition (of a resumed run) to use instead of drawing one.
-        key: Secret key of the noise, if it has one.
         stages: Reports the progress of long work; None: it is not reported.
         objects: Data, model and tokenizer that were passed from Python, in place of those that the config names.
         ignores_labels: Whether clients leave out examples whose label is not in ``data.labels``, which count as theirs

@@ -58,7 +58,6 @@ class Host:
 
     Args:
         examples: The data set that the clients' indices point into.
-        store: The store of the clients' state between rounds.
         export: Function that writes the model of a job, given a base and a round; None: the clients export nothing.
         secure: Each client's half of secure aggregation; None: the run has none.
         reveals_losses: Whether training losses, which are computed from raw data, are reported under local privacy.
@@ -287,7 +286,6 @@ class Host:
         """Encode a reply, or its masked contribution to a secure sum.
 
         Args:
-            started: The tensors at the start of the client's training.
             factor: Factor on the change before the sum's clipping.
 
         Returns:

@@ -112,11 +112,7 @@ class OverlayClientStore:
 
 
 class DiskClientStore:
-    """Clients' versions on a disk, in a folder for each client.
-
-    Args:
-        folder: The folder of one run; created when something is stored.
-    """
+    """Clients' versions on a disk, in a folder for each client."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -123,9 +123,6 @@ def read_names(dataset: Dataset, column: str) -> list[str | None]:
 def read_required_names(dataset: Dataset, column: str, option: str, advice: str = "") -> list[str]:
     """Return each row's value as text, of a column of the source that has a value in every row.
 
-    Args:
-        advice: Sentence on how to leave out rows without a value.
-
     Raises:
         FedspanError: If there is no such column, or a row has no value in it.
     """

@@ -118,11 +118,7 @@ class JobRequest:
     base_bytes: int = 0
 
     def summarize(self, node: NodeConfig) -> dict[str, str]:
-        """Return what the job asks for, as text that a terminal can show: what a decision depends on, in few lines.
-
-        Args:
-            node: Config of the node, whose data it would read.
-        """
+        """Return what the job asks for, as text that a terminal can show: what a decision depends on, in few lines."""
         try:
             values = parse_config({**self.config, "data": {**(self.config.get("data") or {}), "train": NOWHERE}})
             config = values.model_dump(mode="json")  # with the defaults of what the server left out

@@ -40,7 +40,6 @@ class Invitation(HeaderPart):
     """A server's first message to a node.
 
     Args:
-        config: The run's config as JSON text, without data.
         base_files: Files of the base model that the server offers; empty: it offers none.
     """
 
@@ -83,7 +82,6 @@ class Introduction(HeaderPart):
         refused: Reason for not participating; None: the node participates.
         waiting: Whether the node's operator has to approve the run first, or the node receives the base model, so that
             it may be invited again.
-        tags: Tags of the node, in its own words.
     """
 
     longest = REPLY_HEADER

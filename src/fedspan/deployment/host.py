@@ -119,7 +119,6 @@ def host(path: str | Path, address: Path, user: str | None = None, stop: Event |
     Args:
         path: The node file; its ``server`` is the address of the SuperLink, under which the totals are counted.
         user: Name or id of the user that the SuperNode runs as; None: the user of this process.
-        stop: Event that ends the function after the current order when set.
 
     Raises:
         FedspanError: If the file has an error, other users may enter the node's folder, another process works in it, or

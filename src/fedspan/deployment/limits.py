@@ -265,7 +265,6 @@ class OrderTerms:
     """What every order of a run must agree with.
 
     Args:
-        client: The node's client, with its true number of examples.
         ranks: The ranks that the config can give to the client.
         digest: Digest of the config as it was received.
     """

@@ -49,9 +49,6 @@ class NodeService:
     what has become of the last order. So an order that has been answered is not executed again, and one whose execution
     was interrupted is when it is delivered again. The reply to an answered order is sent again only while the node's
     file and its data are those with which it was made.
-
-    Args:
-        load: Loads a run's data and model, and builds what trains them.
     """
 
     def __init__(self, node: NodeConfig, load: Load = _load) -> None:

@@ -46,7 +46,6 @@ class ParticipantRecord(BaseModel):
     """The participants of each round.
 
     Args:
-        clients: All nodes that ever joined, by client id.
         present: The clients of each round, from the first one on, sorted.
     """
 

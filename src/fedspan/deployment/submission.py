@@ -238,7 +238,6 @@ class Handshakes:
         """Process a node's reply to the invitation.
 
         Args:
-            reply: The reply, or the reason for a missing one.
             server: The server, which is asked for the nodes that are online.
         """
         from fedspan.transports.http.admissions import read_admissions, read_revocations
@@ -370,7 +369,6 @@ def read_introduction(
     A reply under an id that is not the node's own is not returned, so that nothing of it counts for that id.
 
     Args:
-        reply: The reply, or the reason for a missing one.
         base: Digest of the frozen model and its tokenizer.
         explain_base: Returns why the node's digest is another.
         admitted: What the operator decided about the node; None without keys.

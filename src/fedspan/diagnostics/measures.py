@@ -149,11 +149,7 @@ def _get_values_by_layer(measure: Measure, layers: Mapping[str, LayerDiagnosis])
 
 
 class DiagnosticsRecorder:
-    """Runner of a federation's rounds that computes diagnostics for some of them.
-
-    Args:
-        interval: Number of rounds from one diagnosis to the next.
-    """
+    """Runner of a federation's rounds that computes diagnostics for some of them."""
 
     def __init__(self, federation: Federation, interval: int) -> None:
         self.federation, self.interval = federation, interval

@@ -41,11 +41,7 @@ from fedspan.training.prefix_rows import start_next_run
 
 
 class FinishedRuns:
-    """Finished run folders by their configs.
-
-    Args:
-        folders: Folders that are searched for finished runs, at any depth.
-    """
+    """Finished run folders by their configs."""
 
     def __init__(self, folders: Iterable[Path] = ()) -> None:
         self._places: dict[str, list[Path]] = {}
@@ -229,7 +225,6 @@ def run_step(step: Step, folder: Path, watcher: Watcher, score: Callable[[RunRep
     """Start or resume one run of a series, or read it if it is finished here or in ``reuse_finished_runs``.
 
     Args:
-        watcher: The watcher that is notified of every event.
         score: Function that extracts the reported score from a run's report.
 
     Raises:

@@ -55,11 +55,7 @@ class ArrivalSource(Protocol):
 
 
 class _TrainingClients:
-    """The clients that train, and those that have replied in the round.
-
-    Args:
-        on_order: Called with each client that has an order, or receives one.
-    """
+    """The clients that train, and those that have replied in the round."""
 
     def __init__(self, context: RoundContext, orders: Iterable[OpenOrder], number: int, on_order: OnOrder) -> None:
         assert context.settings.buffered is not None
@@ -114,12 +110,7 @@ class _TrainingClients:
 
 
 class SimulatedArrivals:
-    """Arrivals by the simulated clock, which depend on the clients' speeds and on no training.
-
-    Args:
-        open: The orders that were sent before the round.
-        on_order: Called with each client that has an order, or receives one.
-    """
+    """Arrivals by the simulated clock, which depend on the clients' speeds and on no training."""
 
     def __init__(
         self, context: RoundContext, transport: TimedTransport, open: OpenOrders, on_order: OnOrder = lambda _: None
@@ -165,9 +156,7 @@ class NodeArrivals:
     but may train for the first one still. An order that is too old to count is closed, and its client fails.
 
     Args:
-        open: The orders that were sent before the round.
         compute_reply_bytes: Returns the maximum size of the body of a client's reply, in bytes.
-        on_order: Called with each client that has an order, or receives one.
     """
 
     def __init__(
@@ -238,7 +227,6 @@ class RecordedArrivals:
 
     Args:
         states: The states of the server up to this round, by round.
-        on_order: Called with each client whose reply the round takes.
 
     Raises:
         FedspanError: If the record does not fit the federation.

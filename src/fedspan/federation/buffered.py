@@ -49,7 +49,6 @@ class BufferedRound:
         best: Round of the stored state of each client at the best progress so far.
         on_client: Called with a client's id and training loss when its reply arrives.
         on_failure: Called with a client's id and a reason when its reply does not arrive, or is rejected.
-        on_order: Called with each client that has an order, or receives one.
 
     Raises:
         FedspanError: If the transport cannot run asynchronous rounds, or recorded arrivals do not fit the federation.

@@ -65,7 +65,6 @@ class Federation:
         clients: The clients in any order, or by sorted id (``LazyMapping``).
         examples: The examples that the clients' indices refer to; the server's own if clients are on other machines.
         rules: Rules for accepting replies and the round; None: every selected client has to reply.
-        run: Name of the run, for nodes that participate in several.
         exporting: Whether clients export their own models because the server does not see them.
         training: Settings of local training, from which orders take the learning rate; None: the engine's.
         presence: The rounds in which each client is present; None: every client in every round.
@@ -184,7 +183,6 @@ class Federation:
         """Run one round; if too few replies are accepted, retry failed clients as often as the rules allow.
 
         Args:
-            progress: The progress before the round, which is not modified.
             on_client: Called with a client's id and training loss when its reply is accepted; in asynchronous rounds,
                 when it arrives.
             on_charge: Called with the privacy cost of each attempt before its orders are sent.

@@ -126,9 +126,6 @@ class _ByExamples(Mapping[str, ClientData]):
 def start_head(federation: Federation, progress: Progress, head: HeadStart) -> Progress:
     """Exchange statistics with all clients and set the head; transfers and failures are noted in the federation.
 
-    Args:
-        progress: The progress before the first round, which is not modified.
-
     Returns:
         The progress with the head.
 

@@ -305,9 +305,6 @@ class OrderEncoder:
     Messages and encodings are stored until the exchange ends, the most recently used ones up to 256 MiB, so that a
     cohort whose clients are all sent different messages does not fill the memory. One that was dropped is encoded again
     when needed.
-
-    Args:
-        run: Name of the run, as its nodes know it.
     """
 
     def __init__(self, run: str) -> None:

@@ -79,7 +79,6 @@ class RoundExchange:
         """Create the order of a client; one that a transport has made again counts once.
 
         Args:
-            state: The state of the server that it is sent.
             attempt: Number of the attempt, from 0.
             secure: Parameters of the secure sum that the reply enters; None: it is sent in plaintext.
         """
@@ -98,7 +97,6 @@ class RoundExchange:
         """Add a reply to the aggregation, or record why there is none.
 
         Args:
-            reply: Its reply, or the reason for its absence.
             attempt: Number of the attempt in which it was sent its order, from 0.
 
         Returns:

@@ -95,7 +95,6 @@ class AdaptedModel:
 
         Args:
             factors: Factors of the adapter's update, by target layer.
-            extras: Values of the adapter's saved modules, by parameter path.
         """
         for name, pair in factors.items():
             self.layers[name].adopted = pair.to(self.device)

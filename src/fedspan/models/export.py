@@ -124,7 +124,6 @@ def export_adapter(
 
     Args:
         folder: Folder to write to; it is created, and files of an earlier export in it are replaced.
-        extras: Parameters and buffers of saved modules, by path.
         config: Target modules as the user named them, modules to save and the base model's name.
         notes: JSON values for ``fedspan.json`` (labels, method, maximum length).
         pooled: The model, if it is a pooled classifier: the adapter is then one of its encoder, and the head is written
@@ -219,7 +218,6 @@ def truncate_adapter(folder: Path, rank: int) -> None:
     """Replace an adapter that fedspan wrote by its best approximation of a rank, layer by layer (Eckart and Young).
 
     Args:
-        folder: Folder of the adapter, whose files are replaced.
         rank: Rank of the approximation, at least 1.
 
     Its fedspan.json then holds, under ``relative_error``, ``||W - W_rank||_F / ||W||_F`` of each layer's update.

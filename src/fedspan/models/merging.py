@@ -106,7 +106,6 @@ def save_model(
         processor: The model's tokenizer or image processor; None: it has none.
         name: Name that the model was loaded by; of one that was passed from Python and has no name, ``python:`` and
             that of its class.
-        weights: Weights to save in place of the model's own.
         max_length: Maximum number of tokens of a text, which a pooled classifier's modules name.
     """
     if is_plain_module(model):

@@ -110,7 +110,6 @@ def write_modules(
     ``SentenceTransformer(folder).encode(texts)`` then returns the logits, or, without an output layer, the vectors.
 
     Args:
-        folder: Folder with the encoder or its adapter, and the tokenizer.
         features: Number of features of a hidden state, H.
         max_length: Maximum number of tokens of a text.
         head: Weight, (C, H), and bias, (C,), of a classifier's output layer; None: there is none.

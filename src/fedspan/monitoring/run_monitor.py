@@ -45,11 +45,7 @@ def clean_text(text: object, limit: int = _MAX_TEXT) -> str:
 
 
 class RunMonitor:
-    """Follows the run in a folder; the run's own process is not involved.
-
-    Args:
-        folder: Folder of the run; it may not exist yet.
-    """
+    """Follows the run in a folder; the run's own process is not involved."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

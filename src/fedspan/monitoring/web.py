@@ -196,7 +196,6 @@ class WebPage:
         port: Port to listen on; 0: any free one.
         names: Further names under which the page is requested.
         certificate: Files of the certificate and its key; None: without TLS, on a loopback address only.
-        field: The option that names the host, for errors.
 
     Raises:
         FedspanError: If a package is missing, the address is not loopback and there is no certificate, or the port is

@@ -75,7 +75,6 @@ class Effort:
     What only the first round waits for is no part of this work: the clock stands still meanwhile.
 
     Args:
-        done: Number of rounds that were finished before.
         clock: Function that returns the time in seconds.
     """
 

@@ -28,7 +28,6 @@ class RunView(ProgressBar):
 
     Args:
         out: The console; if it is not a terminal, only the lines are printed. None: standard error.
-        folder: The run's folder.
         clock: Function that returns the time in seconds.
     """
 

@@ -114,7 +114,6 @@ def train_baseline(prepared: Prepared, name: str, listener: Listener, folder: Pa
 
     Args:
         name: ``local-only`` or ``centralized``.
-        listener: Listener that receives an event after every epoch.
         folder: The baseline's own folder, inside a run whose lock this process holds.
 
     Returns:

@@ -65,7 +65,6 @@ def select_checkpoint(run: RunFolder, round: int | str) -> Path:
     """Find the folder of the checkpoint that a user names.
 
     Args:
-        run: The run folder.
         round: ``best`` (without one, the last), ``last``, or a number.
     """
     folders = _list_rounds(run)
@@ -107,7 +106,6 @@ def save(run: RunFolder, checkpoint: Checkpoint) -> Path:
     Clients' states that are not on the disk yet (``clients.state_files``) are written first.
 
     Args:
-        run: A run folder whose lock this process holds.
         checkpoint: The checkpoint, with the positions of logs that are already committed.
 
     Returns:
@@ -246,7 +244,6 @@ def prune(run: RunFolder, keep: int = 2) -> None:
     A run whose newest checkpoint is damaged can continue from an older one, which needs what was the best round then.
 
     Args:
-        run: A run folder whose lock this process holds.
         keep: Number of newest checkpoints to keep; at least 1.
 
     Raises:

@@ -36,7 +36,6 @@ class Checkpoint:
 
     Args:
         state: The server state; ``state.round`` names the checkpoint.
-        states: The clients' stored states, by client id.
         last_rounds: Round of the last server state that reached a client and was accepted, by client id.
         selection: The selection after this round; its best round has a checkpoint, this one or an earlier one (so a
             round that becomes the best must be saved).

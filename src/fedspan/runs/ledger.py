@@ -20,7 +20,6 @@ class TrafficCount:
     """A count of traffic.
 
     Args:
-        bytes: Size of the messages as sent.
         payload: Size of the tensor data in the messages, in bytes.
     """
 
@@ -114,9 +113,6 @@ def read_totals(path: Path) -> Totals:
 class Ledger:
     """Records every message of a run as it is sent.
 
-    Args:
-        path: The path of ledger.jsonl; its existing entries are counted first.
-
     Raises:
         FedspanError: If the file is damaged or cannot be opened.
     """
@@ -131,7 +127,6 @@ class Ledger:
         """Record a message.
 
         Args:
-            round: The round that the message belongs to.
             direction: ``down`` or ``up``.
             size: Bytes as serialized (``len(serialization.encode(message))``).
             payload: Bytes of tensor data (``serialization.compute_payload_size(message)``).

@@ -79,7 +79,6 @@ def convert_card(text: str, settings: TaskSettings, plain: str | None = None) ->
     """Turn an adapter's card into that of the model that the adapter was merged into.
 
     Args:
-        text: Text of the adapter's card.
         plain: Name of the class of a module that is no Transformers model; None: it is one.
     """
     use = _use(settings, "", False) if plain is None else _describe_plain_use(plain, False)

@@ -61,7 +61,6 @@ class ClientLoss(NamedTuple):
     """A client's validation loss.
 
     Args:
-        loss: Mean loss of its validation examples.
         examples: Number of these examples, as far as they count.
     """
 
@@ -74,7 +73,6 @@ class Gain(NamedTuple):
 
     Args:
         mean: Mean over examples of what the loss fell.
-        standard_error: Standard error of that mean.
     """
 
     mean: float

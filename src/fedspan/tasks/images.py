@@ -128,11 +128,7 @@ class EncodedImages:
 
 
 class ImageClassification(SingleLabelClassification):
-    """Prediction of one label for an image, with any Hugging Face image classifier.
-
-    Args:
-        advice: Sentence on images that cannot be decoded, for errors.
-    """
+    """Prediction of one label for an image, with any Hugging Face image classifier."""
 
     def __init__(self, processor: Any, labels: Sequence[str], metric: str = "accuracy", advice: str = "") -> None:
         super().__init__(labels, metric)
@@ -226,9 +222,6 @@ class AugmentedImageClassification(ImageClassification):
     """Image classification that trains on randomly changed images; evaluation sees the images as they are.
 
     The draw depends on seed, round, client, batch and image only.
-
-    Args:
-        advice: Sentence on images that cannot be decoded, for errors.
     """
 
     def __init__(

@@ -156,7 +156,6 @@ class Padding:
         """Run a batch's forward passes within this context without padding, if that pays.
 
         Args:
-            batch: The batch, padded on the right.
             lengths: Number of tokens of each of its examples, (B,); from the data set, since reading the batch's own
                 mask would make the host wait for the device.
             clients: Number of clients whose examples are stacked in the batch, equally many of each.

@@ -236,7 +236,6 @@ def select_group(slots: Sequence[ClientSlot], clients_per_pass: int, padded: boo
     """Select the clients of the next pass: the one with the most batches left, and those with the most similar batches.
 
     Args:
-        slots: Open client slots.
         padded: Whether batches of different lengths would be padded to the longest.
     """
     leader = max(slots, key=lambda slot: slot.batches_left)
@@ -264,7 +263,6 @@ def perturb(tensors: Mapping[str, Tensor], names: Iterable[str], key: str) -> di
     """Copy a client's tensors with the trainable ones slightly moved: where B is 0, all outputs would be equal.
 
     Args:
-        names: Names of the trainable ones.
         key: Key of the random draw, which differs between clients.
     """
     rng = create_generator(0, "verify", key)

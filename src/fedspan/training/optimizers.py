@@ -348,7 +348,6 @@ def run_fused_step(
 
     Args:
         spec: Algorithm; the segments hold its learning rate and weight decay.
-        layout: Layout of the rows.
         values: Trainable values (P,) of each client, updated in place.
         gradients: Gradients (C, P); not changed.
         moments: Moments by kind, (P,) of each client, updated in place.

@@ -52,10 +52,8 @@ def fill_reference(
     """Compute the reference of some examples, in batches of similar length.
 
     Args:
-        model: The reference model, in evaluation mode.
         examples: The data set; its ``reference`` is filled.
         indices: The examples, (examples,).
-        batch_size: Number of examples of a pass.
         on_done: Called with the number of examples of every batch that is done.
     """
     values: np.ndarray = cast(Any, examples).reference
@@ -75,7 +73,6 @@ def copy_reference(task: Task, examples: Examples) -> Examples:
 
     Args:
         task: The learning problem; without a reference, the examples are returned as they are.
-        examples: The data set, a dataclass.
     """
     if not has_reference(task):
         return examples

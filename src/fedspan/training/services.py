@@ -60,7 +60,6 @@ class TrainingServices:
         seed: Seed of every random draw (batches, dropout).
         prefix: Storage of the hidden states that leave the model's frozen prefix, or the caches of another engine on
             this model and task; None: they are computed every time.
-        padding_free: Train without padding where the model can.
         stages: Reports the progress of long work; None: it is not reported.
     """
 
@@ -133,7 +132,6 @@ class TrainingServices:
         """Collate a batch of training. A task with ``collate_for_training`` draws a random part of its inputs for it.
 
         Args:
-            examples: The data set.
             parts: Assignments whose examples share the batch, each with the number of its batch and its examples.
         """
         rows = [index for _, _, indices in parts for index in indices]
@@ -228,7 +226,6 @@ class TrainingServices:
         """Take an optimizer step: penalties, masks, clipping, smoothing and offsets, then the update.
 
         Args:
-            live: Its tensors, installed in the model.
             gradients: Gradients of the tensors that are active in the step; others are not used.
             step: Number of the step in the job, from 0.
             clipping: Whether gradients are clipped as the settings say.

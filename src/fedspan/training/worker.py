@@ -378,11 +378,8 @@ class Worker:
         """Check, before clients of a kind first share a pass, that each gets the same result as alone, up to rounding.
 
         Args:
-            job: The job of one of them.
             tensors: Tensors of the first two clients, slightly perturbed.
             batch: The batch, whose first rows are those of these two.
-            size: Number of rows of each client.
-            lengths: Number of tokens of each row.
             counted: Whether a row is a client's example and no filler.
 
         Raises:

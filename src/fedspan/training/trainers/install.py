@@ -24,9 +24,6 @@ def install_job(root: nn.Module, adapted: AdaptedModel, job: Job) -> Generator[d
     So whatever walks over a model's parameters sees them: wrappers for several processes, mixed precision,
     checkpoints. On exit the model has its own parameters again, frozen.
 
-    Args:
-        root: The module that trains, around the model or the model itself.
-
     Yields:
         The live tensors by name.
     """
@@ -79,7 +76,6 @@ class FrozenBase:
     and the working weight only within one base.
 
     Args:
-        root: The module that trains, around the model or the model itself.
         adapted: The model; its extras are no part of the reference, because they are set for every job.
     """
 

@@ -70,7 +70,6 @@ class Processes:
 
         Args:
             tensors: Tensors of the task by name; their values need not be contiguous, nor on the CPU.
-            header: Plain values of the task, by name.
 
         Raises:
             FedspanError: If another process ended, or the last task was not finished.
@@ -264,7 +263,6 @@ def read_job(announced: Announcement, base: BaseUpdate) -> tuple[Job, BaseUpdate
 
     Args:
         announced: Plain values and tensors of the job, as rank 0 announced them.
-        base: The base of the last job.
 
     Returns:
         The job without what only the optimizer needs, and its base.

@@ -53,7 +53,6 @@ class TrainerEngine(TrainingServices):
 
     Args:
         owners: The clients by id, at least one; equal frozen weights.
-        task: The learning problem, of which the trainers compute losses and metrics.
         settings: Settings of local training; batch size and accumulation are the trainers' own.
         stages: Reports the progress of long work; None: no progress is reported.
         metric: Metric that every evaluation must have; None: evaluations have what the trainers measure.
@@ -281,8 +280,6 @@ class TrainerEngine(TrainingServices):
         """Check that an owner's model has the frozen weights with which the run began, and return their checksums.
 
         Args:
-            live: The installed job's tensors.
-            when: When a change happened, for the error.
             before: Checksums before the trainer ran, also of extras that do not train; None: it has not run.
         """
         root = owner.trainer.root

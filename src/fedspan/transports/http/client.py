@@ -78,11 +78,7 @@ class Pacer:
 
 
 class TransferProgress:
-    """Logs the progress of a message now and then.
-
-    Args:
-        subject: What is transferred, and whether it is sent or received.
-    """
+    """Logs the progress of a message now and then."""
 
     def __init__(self, subject: str, on_progress: Callable[[], None] = lambda: None) -> None:
         self._subject, self._on_progress = subject, on_progress

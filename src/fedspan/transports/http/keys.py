@@ -59,9 +59,6 @@ _FIRST = "first"
 def ensure_authority(folder: Path, hosts: Sequence[str]) -> None:
     """Create an authority and a server certificate, unless the folder contains them.
 
-    Args:
-        hosts: Host names and addresses under which nodes reach the server.
-
     Raises:
         FedspanError: If the folder's certificate is not valid for a host.
     """

@@ -63,7 +63,6 @@ class _Reply:
         message: The reply; None: there is none, for a reason.
         reason: The reason.
         upload: Name of the reply at the server, under which another connection continues it.
-        is_sent: Whether a part of it may have arrived.
     """
 
     order: str

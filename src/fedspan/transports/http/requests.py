@@ -97,11 +97,7 @@ class Refused(Exception):
 
 @dataclass
 class Run:
-    """A run whose process waits for replies.
-
-    Args:
-        signal: Set when a reply was stored, or a node was stopped.
-    """
+    """A run whose process waits for replies."""
 
     seen: float = field(default_factory=time.monotonic)
     signal: asyncio.Event = field(default_factory=asyncio.Event)

@@ -43,7 +43,6 @@ class ServerLink:
     Args:
         address: Address as ``host:port``, on this machine.
         authority: File with the certificate of the authority that signed the server's; None: an insecure connection.
-        secret: File with the secret that commands prove to the server.
     """
 
     address: str
@@ -65,8 +64,6 @@ def prepare_folder(folder: Path, port: int, hosts: Sequence[str], *, insecure: b
     """Create the missing files of a server's folder.
 
     Args:
-        folder: The server's folder, which no other user may enter.
-        hosts: Host names and addresses under which nodes reach the server.
         insecure: Whether to run without TLS and keys.
 
     Raises:

@@ -40,7 +40,6 @@ class Order(NamedTuple):
     Args:
         body: Name of the file with its body; empty: it has none.
         reply_bytes: Maximum size of its reply, in bytes.
-        upload: Name of the reply that arrives, chosen by the node.
         total: Size of that reply, in bytes.
         failure: Why there is no reply, as the node reports; None: there is one, or none yet.
     """

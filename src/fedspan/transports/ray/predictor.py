@@ -28,7 +28,6 @@ class ClusterPredictor:
 
     Args:
         engine: The driver's engine, whose base and stacking plan the workers use.
-        train: The data set that the workers' hosts have.
     """
 
     def __init__(self, team: Team, engine: Engine, train: Examples) -> None:
