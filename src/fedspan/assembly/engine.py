@@ -74,7 +74,6 @@ def make_engine(
     """Build the engine that a config names.
 
     Args:
-        stages: Reports the progress of long work; None: that of ``shared_with``, if any.
         shared_with: Another engine on the same model and task, whose prefix caches and time for measuring are shared.
     """
     options, seed = config.engine, config.seed
@@ -179,7 +178,6 @@ def build_trainer(
     """Load a run's model and build what trains it.
 
     Args:
-        stages: Reports the progress of long work; None: it is not reported.
         objects: Model and tokenizer that were passed from Python, in place of those that the config names.
         targets: Paths of the target layers, as another process found them; None: they are found by PEFT's rules.
     """

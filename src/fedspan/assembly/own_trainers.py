@@ -244,7 +244,6 @@ class TrainerRuns:
 
         Args:
             existing_partition: The partition of a resumed run, which the trainers' numbers of examples must match.
-            stages: Reports the progress of long work; None: no progress is reported.
 
         Raises:
             FedspanError: If anything in the config does not fit the trainers or their models.

@@ -126,7 +126,6 @@ def load_run(
 
     Args:
         existing_partition: An existing partition (of a resumed run) to use instead of drawing one.
-        stages: Reports the progress of long work; None: it is not reported.
         objects: Data, model and tokenizer that were passed from Python, in place of those that the config names.
         ignores_labels: Whether clients leave out examples whose label is not in ``data.labels``, which count as theirs
             in ``partition``; else they are an error.

@@ -77,7 +77,6 @@ def compute_client_statistics(
 
     Args:
         job: Job of the model that computes the features; None: the pretrained model.
-        examples: The data set that the indices point into.
         indices: The client's training examples, (examples,).
         bound: Norm to which features are clipped before they are divided by it; 0: neither clipped nor divided.
         class_examples: Minimum number of examples of a class; those of a regression are one class.

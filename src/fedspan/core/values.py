@@ -46,7 +46,7 @@ class ServerState:
     """The complete state of the server between rounds.
 
     Args:
-        round: Number of finished rounds (0 before the first).
+        round: Number of finished rounds, and of the next one: rounds and their attempts are numbered from 0 everywhere.
         tensors: The global model without its base.
         base: The accumulated change of the frozen base.
         memory: The server's own tensors, which are not part of the model (momenta, control variates, second moments).

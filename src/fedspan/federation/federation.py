@@ -45,7 +45,6 @@ def draw_cohort(seed: int, round: int, clients: int, size: int | None, extra: in
     """Draw the positions of a round's clients and of ``extra`` more, in order of drawing; all, sorted, if all.
 
     Args:
-        round: Number of the round, from 0.
         size: Size of the cohort; None: all clients.
     """
     if size is None or size >= clients:

@@ -44,11 +44,7 @@ def compute_sampling_rate(settings: RoundSettings, clients: int) -> float:
 
 
 def draw_poisson_cohort(privacy: Privacy, settings: RoundSettings, clients: int, round: int) -> list[int]:
-    """Return the positions of a round's clients, each drawn independently; possibly none.
-
-    Args:
-        round: Number of the round, from 0.
-    """
+    """Return the positions of a round's clients, each drawn independently; possibly none."""
     rate = compute_sampling_rate(settings, clients)
     if rate == 1.0:
         return list(range(clients))
@@ -90,7 +86,6 @@ def compute_order_charges(
     """Return the privacy cost of a training order for the client.
 
     Args:
-        round: Number of the round, from 0.
         memory: The client's memory, if available; without it, the message must be complete.
     """
     if privacy is None or privacy.mechanism == "central":
@@ -168,7 +163,6 @@ def privatize(privacy: Privacy, started: Tensors, client: Client, reply: Message
     Args:
         privacy: Privacy settings of the run, with the mechanism ``local``.
         started: Initial tensors of the client's first job, which all clients share.
-        round: Number of the round, from 0.
 
     Raises:
         FedspanError: If the reply holds anything that noise cannot hide.
@@ -232,7 +226,6 @@ def create_central_privacy(
     """Create a round's central privacy; None: the settings have none.
 
     Args:
-        round: Number of the round, from 0.
         origin: Returns the contribution of a client that trained nothing.
     """
     if settings.central is None:

@@ -79,7 +79,6 @@ class RoundExchange:
         """Create the order of a client; one that a transport has made again counts once.
 
         Args:
-            attempt: Number of the attempt, from 0.
             secure: Parameters of the secure sum that the reply enters; None: it is sent in plaintext.
         """
         context, client = self.context, self.get_client(id)

@@ -44,11 +44,7 @@ class ReplyRules:
 
 
 def build_untrained_reply(method: Method, sent: Message, client: Client, round: int) -> Message:
-    """Return the reply of a client without memory whose training changes nothing.
-
-    Args:
-        round: Number of the round, from 0.
-    """
+    """Return the reply of a client without memory whose training changes nothing."""
     return build_untrained_jobs(method, sent, client, round)[1]
 
 
@@ -58,7 +54,6 @@ def build_untrained_jobs(
     """Return the jobs of a client whose training changes nothing, phase by phase, and its reply.
 
     Args:
-        round: Number of the round, from 0.
         memory: The client's memory; None: the client stores nothing and receives a complete message.
     """
     memory = memory or {}
@@ -112,12 +107,7 @@ def validate_reply(method: Method, message: Message, client: Client, expected: M
 
 
 def require_requested(reply: Reply, id: str, round: int, attempt: int, task: str = "train") -> None:
-    """Check that a reply matches its order.
-
-    Args:
-        round: Number of the round, from 0.
-        attempt: Number of the attempt, from 0.
-    """
+    """Check that a reply matches its order."""
     if (reply.task, reply.id, reply.round, reply.attempt) != (task, id, round, attempt):
         raise ValueError(
             f"a reply of {reply.id!r} to round {reply.round + 1}, attempt {reply.attempt + 1} "
@@ -186,9 +176,6 @@ def find_outliers(changes: Mapping[str, Change], factor: float | None) -> dict[s
 
 def compute_origin(method: Method, sent: Message, client: Client, round: int) -> Tensors:
     """Return the contribution of a client that received a message and trained nothing.
-
-    Args:
-        round: Number of the round, from 0.
 
     Raises:
         ValueError: If the method stacks replies instead of summing them.

@@ -336,7 +336,6 @@ class ServerMonitor:
 
     Args:
         list_nodes: Returns the server's nodes; it may wait for the server, and is called in a thread of its own.
-        clock: Function that returns the time in seconds.
     """
 
     def __init__(

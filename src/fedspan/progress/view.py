@@ -28,7 +28,6 @@ class RunView(ProgressBar):
 
     Args:
         out: The console; if it is not a terminal, only the lines are printed. None: standard error.
-        clock: Function that returns the time in seconds.
     """
 
     def __init__(self, out: Console | None, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:

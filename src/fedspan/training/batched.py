@@ -47,7 +47,6 @@ class BatchedEngine:
         request: The number of clients at once, as far as it is not measured.
         prefix: Storage of the hidden states that leave the model's frozen prefix, or the caches of another engine on
             this model and task; None: they are computed every time.
-        stages: Reports the progress of long work; None: it is not reported.
         rounds: Planned number of rounds, which bounds what is spent on measuring; None: it is unknown.
     """
 
@@ -114,7 +113,6 @@ class BatchedEngine:
         """Choose the stacking plan, if it is not known yet.
 
         Args:
-            examples: The data set that the jobs' indices point into.
             rounds: Number of such rounds that are planned; None: those of the engine.
         """
         if self.stacking is None:

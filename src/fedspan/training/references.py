@@ -98,7 +98,6 @@ class References:
         model meanwhile.
 
         Args:
-            examples: The data set that the indices point into.
             parts: Indices of the examples, those of each client's part separately: the last bits may depend on which
                 examples are computed together.
         """

@@ -60,7 +60,6 @@ class TrainingServices:
         seed: Seed of every random draw (batches, dropout).
         prefix: Storage of the hidden states that leave the model's frozen prefix, or the caches of another engine on
             this model and task; None: they are computed every time.
-        stages: Reports the progress of long work; None: it is not reported.
     """
 
     def __init__(

@@ -153,7 +153,6 @@ def tune(
 
     Args:
         run_parallel: Runs calls in parallel, each with its share of torch's threads.
-        examples: The data set that the jobs' indices point into.
         rounds: Planned number of rounds; measuring takes at most 5 % of their tokens and time. None: unlimited.
         limit: The time that is left, from which this measurement is taken; None: one of its own.
     """
@@ -292,7 +291,6 @@ def _measure_token_seconds(
 
     Args:
         team: The workers that train at the same time.
-        examples: The data set that the jobs' indices point into.
         passes: Number of different passes in each worker, at most.
         seconds_left: Time that this measurement may take, if its first passes do not take longer.
     """

@@ -276,7 +276,6 @@ class Worker:
 
         Args:
             models: Models with equal keys (``build_prediction_key``), each with the indices of its examples.
-            examples: The data set that the indices point into.
 
         Returns:
             The predictions of each model, one row per example, float32 on the CPU.

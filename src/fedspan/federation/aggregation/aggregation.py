@@ -30,7 +30,6 @@ class Aggregation(Protocol):
         """Begin an attempt.
 
         Args:
-            attempt: Number of the attempt, from 0.
             encoder: Encoder of the round's orders, which an aggregation uses that needs their messages before them.
 
         Returns:

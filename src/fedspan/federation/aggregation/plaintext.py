@@ -300,7 +300,6 @@ def create_reducer(
     """Create the reducer that the settings request, under central privacy if they request that, too.
 
     Args:
-        round: Number of the round, from 0.
         origin: Returns the contribution of a client that trained nothing.
     """
     reducer = _create_reducer(settings, cohort, round, origin)

@@ -54,7 +54,6 @@ class TrainerEngine(TrainingServices):
     Args:
         owners: The clients by id, at least one; equal frozen weights.
         settings: Settings of local training; batch size and accumulation are the trainers' own.
-        stages: Reports the progress of long work; None: no progress is reported.
         metric: Metric that every evaluation must have; None: evaluations have what the trainers measure.
         processes: The processes in which the only owner's trainer trains (DDP, FSDP); None: it trains in this one.
 
