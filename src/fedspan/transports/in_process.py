@@ -66,23 +66,19 @@ class InProcess(TimedTransport):
             host.tamper = self._tamper
 
     def begin(self, progress: Progress, on_trained: OnTrained | None = None) -> None:
-        """``Transport.begin``."""
         self.host.store = OverlayClientStore(progress.states)
         self.host.on_trained = on_trained
         self.host.share_base(progress.state.base)
         self._state, self._attempt, self._clock = progress.state, -1, 0.0
 
     def accept_replies(self, accepted: Collection[str]) -> Mapping[str, ClientState]:
-        """``Transport.accept_replies``."""
         assert isinstance(self.host.store, OverlayClientStore)
         return self.host.store.accept(accepted)
 
     def get_simulated_seconds(self) -> float | None:
-        """``Transport.get_simulated_seconds``."""
         return None if self.conditions is None or self.conditions.speed is None else self._clock
 
     def exchange(self, orders: Orders, on_reply: OnReply, seconds: float, *, wait_for_offline: bool = False) -> None:
-        """``Transport.exchange``."""
         responding, dropped = self._split_dropped(orders)
         for id in dropped:
             envelope = orders[id]  # creates the order, because the ledger counts it
@@ -174,7 +170,6 @@ class InProcess(TimedTransport):
         self._clock += max(times.values(), default=0.0) if all_replied else seconds
 
     def carry_out(self, orders: Orders, ids: Sequence[str], on_reply: Callable[[str, Envelope | str], object]) -> None:
-        """``TimedTransport.carry_out``."""
         if orders.task == "train":
 
             def pass_on(reply: Reply) -> None:
@@ -188,7 +183,6 @@ class InProcess(TimedTransport):
             on_reply(id, self.host.answer(decode_order(orders[id])).to_envelope())
 
     def time_reply(self, id: str, round: int, attempt: int, seconds: float) -> tuple[float, str | None]:
-        """``TimedTransport.time_reply``."""
         conditions = self.conditions
         if conditions is None:
             return 0.0, None

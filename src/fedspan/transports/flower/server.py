@@ -53,7 +53,6 @@ class GridTransport(Transport):
         self._grid, self._nodes, self._reconnect_timeout = grid, nodes, reconnect_timeout
 
     def exchange(self, orders: Orders, on_reply: OnReply, seconds: float, *, wait_for_offline: bool = False) -> None:
-        """``Transport.exchange``."""
         started, pause = time.monotonic(), _POLL[0]
         unsent, pending = dict.fromkeys(orders), dict[str, str]()
         wait = min(seconds, self._reconnect_timeout) if wait_for_offline else 0.0

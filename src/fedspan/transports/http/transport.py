@@ -278,13 +278,11 @@ class ServerTransport(AsynchronousTransport):
             delivery.close()
 
     def send_orders(self, orders: Orders, seconds: float, *, wait_for_offline: bool = False) -> None:
-        """``AsynchronousTransport.send_orders``."""
         delivery = self._create_delivery(orders, seconds, wait_for_offline)
         self._open.append(delivery)
         self._arrived += delivery.send(self.revoked())
 
     def receive_reply(self) -> tuple[str, Envelope | str] | None:
-        """``AsynchronousTransport.receive_reply``."""
         pause = _POLL[0]
         while not self._arrived:
             if not self._open:
@@ -302,7 +300,6 @@ class ServerTransport(AsynchronousTransport):
         return id, answer if isinstance(answer, str) else answer.read()
 
     def retain_orders(self, ids: Collection[str]) -> frozenset[str]:
-        """``AsynchronousTransport.retain_orders``."""
         for delivery in self._open:
             delivery.retain(ids)
         self._open = [delivery for delivery in self._open if not delivery.is_done]
@@ -312,15 +309,12 @@ class ServerTransport(AsynchronousTransport):
         return frozenset((*self._list_open(), *(id for id, _ in self._arrived)))
 
     def list_training(self) -> frozenset[str]:
-        """``AsynchronousTransport.list_training``."""
         return frozenset(self._list_open())
 
     def list_stalled(self) -> frozenset[str]:
-        """``AsynchronousTransport.list_stalled``."""
         return frozenset((*self._overdue, *(id for delivery in self._open for id in delivery.unsent)))
 
     def assume_training(self, ids: Collection[str]) -> None:
-        """``AsynchronousTransport.assume_training``."""
         self._overdue.update(ids)
 
     def _list_open(self) -> Iterator[str]:
