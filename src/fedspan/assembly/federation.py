@@ -153,7 +153,6 @@ def _read_arrivals(federation: FederationConfig, settings: RoundSettings) -> Rou
     """Return the settings of rounds with the arrivals of the run that the config repeats, if it repeats one."""
     if federation.buffered is None or federation.buffered.replay is None:
         return settings
-    assert settings.buffered is not None
     run = RunFolder(federation.buffered.replay)
     rows = list(read_lines(run.metrics)) if run.metrics.is_file() else []
     rounds = [row for row in rows if row["round"]]
@@ -164,7 +163,7 @@ def _read_arrivals(federation: FederationConfig, settings: RoundSettings) -> Rou
         problem = f"the record has the arrivals of {len(rounds)} rounds, and federation.rounds is {federation.rounds}"
         raise FedspanError("federation.buffered.replay", str(run.path), problem=problem)
     arrivals: Arrivals = tuple(_parse_row(cast(Any, row)) for row in rounds)
-    return replace(settings, buffered=replace(settings.buffered, arrivals=arrivals))
+    return replace(settings, arrivals=arrivals)
 
 
 def _parse_row(row: dict[str, Any]) -> tuple[tuple[str, int], ...]:

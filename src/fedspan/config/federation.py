@@ -76,20 +76,6 @@ Ranks = Annotated[
 """Ranks by client id, assigned in turn, by shares of the clients, or drawn at random."""
 
 
-class BufferedConfig(Section):
-    """Asynchronous rounds: the server updates the model after clients_per_round replies, old and new ones."""
-
-    concurrency: int = Field(ge=1)
-    """Number of clients that train at the same time; all if fewer exist."""
-    staleness_exponent: float = Field(default=0.5, ge=0, allow_inf_nan=False)
-    """The change of a reply whose order is t rounds old counts (1 + t) to the power of minus this."""
-    max_staleness: int | None = Field(default=None, ge=0)
-    """Age of an order in rounds beyond which its reply is dropped; null: no limit."""
-    replay: str | None = None
-    """Folder of a run, simulated or deployed, whose order of arrivals this simulation repeats, instead of
-    simulation.speed."""
-
-
 class FederationConfig(Section):
     """Rounds, cohort, weights, ranks."""
 
@@ -165,7 +151,7 @@ class FederationConfig(Section):
     max_norm_ratio: float | None = Field(default=10.0, gt=1, allow_inf_nan=False)
     """Drop a reply whose change has a norm above this multiple of the round's median, from 3 replies on; null: drop
     none. In deployments, and in the simulator under simulation."""
-    buffered: BufferedConfig | None = None
+    buffered: BufferedSettings | None = None
     """Asynchronous rounds (FedBuff), for methods whose replies sum and whose jobs are the same in every round; in the
     simulator, they need simulation.speed or replay. Default: synchronous rounds. See docs/asynchronous.md."""
     secure: SecureSettings | None = None
@@ -215,11 +201,6 @@ class FederationConfig(Section):
         for name, (off, text, problem) in reasons.items():
             if (value := getattr(self, name)) != off:
                 raise FedspanError(f"federation.{name}", value, f"{text} for federation.buffered", problem=problem)
-
-    def build_buffered_settings(self) -> BufferedSettings | None:
-        """Return the settings of asynchronous rounds for the engines, without recorded arrivals."""
-        b = self.buffered
-        return None if b is None else BufferedSettings(b.concurrency, b.staleness_exponent, b.max_staleness)
 
     def require_simulated(self, *, has_speeds: bool) -> None:
         """Check that a run on this machine sets nothing that selects nodes, and that its asynchronous rounds are timed.

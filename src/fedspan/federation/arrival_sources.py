@@ -19,7 +19,7 @@ from fedspan.errors import FedspanError
 from fedspan.federation.progress import OpenOrder, OpenOrders
 from fedspan.federation.protocol import Envelope
 from fedspan.federation.round_context import RoundContext
-from fedspan.federation.settings import BufferedSettings
+from fedspan.federation.settings import Arrivals
 from fedspan.federation.transport import AsynchronousTransport, Orders, TimedTransport
 
 OnOrder = Callable[[str], object]
@@ -235,21 +235,20 @@ class RecordedArrivals:
     def __init__(
         self,
         context: RoundContext,
-        settings: BufferedSettings,
+        arrivals: Arrivals,
         states: Collection[int],
         on_order: OnOrder = lambda _: None,
     ) -> None:
-        assert settings.arrivals is not None
         number = context.state.round
-        if number >= len(settings.arrivals):
-            problem = f"the record has the arrivals of {len(settings.arrivals)} rounds, and this is round {number + 1}"
-            raise FedspanError("federation.buffered.replay", len(settings.arrivals), problem=problem)
-        if len(settings.arrivals[number]) > context.target:
+        if number >= len(arrivals):
+            problem = f"the record has the arrivals of {len(arrivals)} rounds, and this is round {number + 1}"
+            raise FedspanError("federation.buffered.replay", len(arrivals), problem=problem)
+        if len(arrivals[number]) > context.target:
             problem = f"the record of round {number + 1} has more replies than a round takes ({context.target})"
-            raise FedspanError("federation.buffered.replay", len(settings.arrivals[number]), problem=problem)
-        self._later = settings.arrivals[number + 1 :]
+            raise FedspanError("federation.buffered.replay", len(arrivals[number]), problem=problem)
+        self._later = arrivals[number + 1 :]
         self._orders: list[OpenOrder] = []
-        for position, (id, round) in enumerate(settings.arrivals[number]):
+        for position, (id, round) in enumerate(arrivals[number]):
             if id not in context.clients or round not in states:
                 problem = (
                     f"the record of round {number + 1} has a reply of {id!r} to round {round + 1}, which this run lacks"

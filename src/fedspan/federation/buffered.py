@@ -65,8 +65,9 @@ class BufferedRound:
         on_order: OnOrder | None = None,
     ) -> None:
         assert context.settings.buffered is not None
-        self._settings, self._start = context.settings.buffered, progress.open
-        if self._settings.arrivals is not None:  # accepted ones: without the rejected ones the median is another
+        self._settings, self._arrivals = context.settings.buffered, context.settings.arrivals
+        self._start = progress.open
+        if self._arrivals is not None:  # accepted ones: without the rejected ones the median is another
             context = replace(context, rules=replace(context.rules, norm_factor=None))
         self.context = context
         self._on_order = on_order or (lambda _: None)
@@ -86,7 +87,7 @@ class BufferedRound:
 
     def _create_source(self, open: OpenOrders) -> ArrivalSource:
         context, transport = self.context, self.context.transport
-        if isinstance(transport, AsynchronousTransport) and self._settings.arrivals is None:
+        if isinstance(transport, AsynchronousTransport) and self._arrivals is None:
             return NodeArrivals(
                 context,
                 transport,
@@ -101,8 +102,8 @@ class BufferedRound:
                 "recorded ones in the simulator"
             )
             raise FedspanError("federation.buffered", type(transport).__name__, problem=problem)
-        if self._settings.arrivals is not None:
-            return RecordedArrivals(context, self._settings, self._states.keys(), self._on_order)
+        if self._arrivals is not None:
+            return RecordedArrivals(context, self._arrivals, self._states.keys(), self._on_order)
         return SimulatedArrivals(context, transport, open, self._on_order)
 
     def run(self) -> RoundResult:
@@ -119,7 +120,7 @@ class BufferedRound:
                 continue
             if len(counted) >= aggregation.quorum:
                 return self._build_result()
-            if attempt == self.context.rules.retries or self._settings.arrivals is not None:
+            if attempt == self.context.rules.retries or self._arrivals is not None:
                 raise self._exchange.build_error(counted)
             attempt += 1
             failed = self._arrived.keys() - set(counted)

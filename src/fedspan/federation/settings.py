@@ -1,4 +1,4 @@
-"""Settings of a federation's rounds as plain values, built from the config."""
+"""Settings of a federation's rounds, and the config sections that are settings as they are."""
 
 from __future__ import annotations
 
@@ -19,15 +19,18 @@ Arrivals = tuple[tuple[tuple[str, int], ...], ...]
 0."""
 
 
-@dataclass(frozen=True)
-class BufferedSettings:
-    """Settings of asynchronous rounds, as in the config section ``federation.buffered``."""
+class BufferedSettings(Section):
+    """Asynchronous rounds: the server updates the model after clients_per_round replies, old and new ones."""
 
-    concurrency: int
-    staleness_exponent: float = 0.5
-    max_staleness: int | None = None
-    arrivals: Arrivals | None = None
-    """Recorded arrivals that the rounds repeat; None: replies arrive as clients are fast."""
+    concurrency: int = Field(ge=1)
+    """Number of clients that train at the same time; all if fewer exist."""
+    staleness_exponent: float = Field(default=0.5, ge=0, allow_inf_nan=False)
+    """The change of a reply whose order is t rounds old counts (1 + t) to the power of minus this."""
+    max_staleness: int | None = Field(default=None, ge=0)
+    """Age of an order in rounds beyond which its reply is dropped; null: no limit."""
+    replay: str | None = None
+    """Folder of a run, simulated or deployed, whose order of arrivals this simulation repeats, instead of
+    simulation.speed."""
 
     def compute_factor(self, staleness: int) -> float:
         """Return the factor on the change of a reply to an order that is ``staleness`` rounds old."""
@@ -54,6 +57,8 @@ class RoundSettings:
     """Digest of the config that all nodes were sent, which secure sums are bound to; empty in a simulation."""
     buffered: BufferedSettings | None = None
     """Settings of asynchronous rounds, which end after ``cohort`` replies; None: rounds are synchronous."""
+    arrivals: Arrivals | None = None
+    """Recorded arrivals that asynchronous rounds repeat; None: replies arrive as clients are fast."""
 
     @property
     def central(self) -> Privacy | None:

@@ -184,9 +184,8 @@ def _prepare_locally(run_folder: RunFolder, prepared: Prepared) -> Prepared:
     if prepared.partition is not None and not run_folder.partition.exists():
         with convert_disk_errors(run_folder.path):
             write_atomic(run_folder.partition, (prepared.partition.to_json() + "\n").encode())
-    settings = prepared.federation.settings.buffered
-    if settings is not None and settings.arrivals is not None:
-        _require_same_arrivals(run_folder, settings.arrivals)
+    if (arrivals := prepared.federation.settings.arrivals) is not None:
+        _require_same_arrivals(run_folder, arrivals)
     config = prepared.config
     if config.training.lr != "auto":
         return prepared
