@@ -82,9 +82,6 @@ def register_command(name: str, *examples: str, panel: str | None = None) -> Cal
 
     Args:
         panel: Title of the group of commands in which help lists it; None: the main one.
-
-    Returns:
-        A decorator that returns the function unchanged.
     """
 
     def register(function: _Function) -> _Function:

@@ -25,14 +25,11 @@ def compute_digest(authority: Path) -> str:
 
 
 def write_bundle(folder: Path, id: str, address: str, authority: Path) -> Path:
-    """Write a data owner's bundle: node file, authority, instructions, and units for systemd and containers.
+    """Write the folder of a data owner's bundle: node file, authority, instructions, units for systemd, containers.
 
     Args:
         folder: The folder in which the bundle becomes a folder named by the id.
         address: Address of the server as the data owner reaches it, ``host:port``.
-
-    Returns:
-        The bundle's folder.
 
     Raises:
         FedspanError: If the id has characters that no terminal prints, the bundle exists, or the disk refuses to write.

@@ -126,9 +126,6 @@ class _ByExamples(Mapping[str, ClientData]):
 def start_head(federation: Federation, progress: Progress, head: HeadStart) -> Progress:
     """Exchange statistics with all clients and set the head; transfers and failures are noted in the federation.
 
-    Returns:
-        The progress with the head.
-
     Raises:
         TooFewReplies: If too few clients reply, or none of them counts any class.
     """

@@ -101,15 +101,12 @@ def store_clients(run: RunFolder, progress: Progress) -> Progress:
 
 
 def save(run: RunFolder, checkpoint: Checkpoint) -> Path:
-    """Commit a round: write its checkpoint, and link the best one as ``best/``.
+    """Commit a round: write its checkpoint, link the best one as ``best/``, and return the checkpoint's folder.
 
     Clients' states that are not on the disk yet (``clients.state_files``) are written first.
 
     Args:
         checkpoint: The checkpoint, with the positions of logs that are already committed.
-
-    Returns:
-        The checkpoint's folder.
 
     Raises:
         FedspanError: If the disk is full or cannot be written; the previous checkpoint is then still the latest.

@@ -273,9 +273,6 @@ def measure_retrieval(
         positives_NH: Vectors of the positives.
         anchor_ids: Number of each anchor's text, (N,); equal texts have equal numbers.
         positive_ids: Number of each positive's text, (N,).
-
-    Returns:
-        Recall and nDCG.
     """
     _, first_Q, queries_N = np.unique(anchor_ids, return_index=True, return_inverse=True)
     _, first_D, documents_N = np.unique(positive_ids, return_index=True, return_inverse=True)

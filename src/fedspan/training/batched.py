@@ -238,11 +238,7 @@ class BatchedEngine:
         indices: np.ndarray,
         batch_size: int,
     ) -> dict[int, Tensor]:
-        """Predict the same examples with the stacks of a window (``_predict_stacks``).
-
-        Returns:
-            Predictions by position in the window; none if some stack cannot share a pass.
-        """
+        """Predict the same examples with the stacks of a window (``_predict_stacks``)."""
         if not stacks or not len(indices):
             return {}
         self.prepare(examples, [indices])  # all at once, as for a model that predicts alone
@@ -264,11 +260,7 @@ class BatchedEngine:
     def _predict_passes(
         self, passes: Sequence[Sequence[ModelInputs]], count: int, examples: Examples
     ) -> dict[int, list[Tensor]]:
-        """Run passes of several models each in up to ``count`` threads; a refused one ends the passes of its thread.
-
-        Returns:
-            The predictions of each model, by number of the pass.
-        """
+        """Run passes of several models each in up to ``count`` threads; a refused one ends the passes of its thread."""
         workers = self._get_workers(min(count, len(passes)))
         outputs: dict[int, list[Tensor]] = {}
 

@@ -50,11 +50,7 @@ class Aggregation(Protocol):
         ...
 
     def close(self, attempt: int) -> Reduced:
-        """End an attempt.
-
-        Returns:
-            The round's reduction.
-        """
+        """End an attempt."""
         ...
 
     def get_counted(self) -> Collection[str]:

@@ -32,9 +32,6 @@ def read_envelope(file: BufferedIOBase, longest_body: int) -> tuple[str, bytes]:
     Args:
         longest_body: Maximum size of the body in bytes.
 
-    Returns:
-        The header and the body.
-
     Raises:
         ValueError: If it is too long, cut off, or its header is not text.
     """

@@ -101,9 +101,6 @@ def admit_node(
             as this name or key was admitted before, otherwise any.
         fingerprint: The key's fingerprint as the data owner reads it out; None: it is not compared.
 
-    Returns:
-        The admission.
-
     Raises:
         FedspanError: If the key has another fingerprint or was revoked, or the name has another key already.
     """

@@ -244,13 +244,10 @@ def compute_days_left(*files: Path) -> float:
 
 
 def make_node_key(path: Path) -> Path:
-    """Create a node's key pair, like ``ssh-keygen -t ecdsa -b 384``.
+    """Create a node's key pair, like ``ssh-keygen -t ecdsa -b 384``, and return the public key's file.
 
     Args:
         path: File for the private key (0600); the public key, for the server's operator, is written to ``path.pub``.
-
-    Returns:
-        The file of the public key.
     """
     public = path.with_name(f"{path.name}.pub")
     if existing := next((str(file) for file in (path, public) if file.exists()), None):

@@ -121,11 +121,7 @@ class ClusterPredictor:
         generate: bool = False,
         shared: bool = False,
     ) -> list[list[Tensor]]:
-        """Predict pieces, each of some models with the indices of their examples; ``shared``: the same of all models.
-
-        Returns:
-            The predictions of each piece, by model.
-        """
+        """Predict pieces, each of some models with the indices of their examples; ``shared``: the same of all."""
         self.team.set_base(self.engine.adapted.base)
         data, plan = self._store(examples), self.engine.stacking if isinstance(self.engine, BatchedEngine) else None
         predicted: dict[int, list[Tensor]] = {}

@@ -138,9 +138,6 @@ class ClusterWorker:
             patch: Encoded message with the change of the base since the known version; None: there is none.
             bodies: The encoded messages of the orders, in the object store.
             plan: The stacking plan; None: nothing is trained, or the engine has none.
-
-        Returns:
-            The replies.
         """
         host = self._get_host()
         self._set_base(host, version, patch)
@@ -177,9 +174,6 @@ class ClusterWorker:
             parts: Indices of parts of the data set that are prepared together (``Engine.prepare``).
             generate: Whether predictions include generated text; for one model only.
             shared: Whether all models predict the same examples.
-
-        Returns:
-            The predictions of each model.
         """
         host = self._get_host()
         self._set_base(host, version, patch)
