@@ -76,9 +76,6 @@ def require_no_link(path: Path) -> None:
 def make_private_folder(folder: Path, field: str) -> None:
     """Create a folder that no other user can enter, or check that an existing one is such; an empty one becomes it.
 
-    Args:
-        folder: The folder; its parents are created, too, with the user's umask.
-
     Raises:
         FedspanError: If other users may enter a folder that has files, or it cannot be created.
     """

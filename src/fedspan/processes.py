@@ -18,11 +18,7 @@ _ENDING = 10.0
 
 
 def end_with_parent(wait: Callable[[], object]) -> None:
-    """End this process at once, whatever it does, when the process that started it is gone, even if that was killed.
-
-    Args:
-        wait: Returns when the parent is gone; called in a thread.
-    """
+    """End this process at once, whatever it does, when the process that started it is gone, even if that was killed."""
 
     def watch() -> None:
         wait()

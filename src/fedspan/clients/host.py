@@ -158,7 +158,6 @@ class Host:
 
         Args:
             orders: Orders to train by client id; each is read when its client's training begins.
-            on_reply: Callback for each client's reply, as soon as it is complete.
         """
         keeps_moments, running = self.engine.settings.keep_optimizer, dict[str, OpenTraining]()
 

@@ -213,7 +213,6 @@ def _select_partition(
     """Select a partition that the examples allow, as far as they were read.
 
     Args:
-        is_requested: Whether the user requested the column that assigns examples to clients.
         clients: Number of clients that the user requested; None: none.
 
     Returns:

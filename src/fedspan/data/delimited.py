@@ -23,7 +23,6 @@ def read_delimited(path: Path, kind: str, config: DataConfig, limit: int | None 
     Args:
         path: The file; ``.gz`` is unpacked.
         kind: The suffix without a dot, ``csv``, ``tsv`` or ``txt``.
-        config: The user's options; options that are not set are detected.
         limit: Number of bytes of the beginning that are read; None: the whole file.
 
     Raises:

@@ -196,7 +196,6 @@ def require_workload(
     """Check the work of one order on this node's examples, which only the node knows.
 
     Args:
-        method: The run's method with its wrappers, which may add epochs.
         count_passes: Returns the number of passes by the owner's own trainer, which draws its own batches, in some
             steps, or in some epochs if these are None. None: the config's batches are used.
 
@@ -265,7 +264,6 @@ class OrderTerms:
     """What every order of a run must agree with.
 
     Args:
-        ranks: The ranks that the config can give to the client.
         digest: Digest of the config as it was received.
     """
 

@@ -211,11 +211,7 @@ class Submission:
 
 
 class Handshakes:
-    """The nodes that were invited to a run: which have joined, and why others have not.
-
-    Args:
-        listener: Listener that is told why a node does not participate.
-    """
+    """The nodes that were invited to a run: which have joined, and why others have not."""
 
     def __init__(self, prepared: ServerRun, listener: Listener, link: ServerLink) -> None:
         self._prepared, self._listener, self._link = prepared, listener, link
@@ -235,11 +231,7 @@ class Handshakes:
         """Nodes that have replied."""
 
     def process(self, node: int, reply: Envelope | str, server: RunLink) -> None:
-        """Process a node's reply to the invitation.
-
-        Args:
-            server: The server, which is asked for the nodes that are online.
-        """
+        """Process a node's reply to the invitation."""
         from fedspan.transports.http.admissions import read_admissions, read_revocations
 
         admissions = read_admissions(self._link)  # a node may be admitted while others are waited for

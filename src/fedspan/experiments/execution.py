@@ -64,9 +64,6 @@ class FinishedRuns:
     def copy(self, config: RunConfig, folder: Path) -> bool:
         """Fill the folder of a run with a copy of a finished run that had the same config, versions and machine.
 
-        Args:
-            folder: Folder of the run; if it exists, nothing is copied.
-
         Returns:
             Whether a run was copied. A run with secret noise is never copied, nor is a run that is older than one of
             the local data or model files that it read, or whose own files were changed after it finished.
@@ -223,9 +220,6 @@ def open_series(folder: Path, name: str, settings: Mapping[str, Any], steps: Seq
 
 def run_step(step: Step, folder: Path, watcher: Watcher, score: Callable[[RunReport], float | None]) -> RunReport:
     """Start or resume one run of a series, or read it if it is finished here or in ``reuse_finished_runs``.
-
-    Args:
-        score: Function that extracts the reported score from a run's report.
 
     Raises:
         FedspanError: If the run fails; the message names the run.

@@ -225,9 +225,6 @@ class NodeArrivals:
 class RecordedArrivals:
     """Arrivals of an earlier run.
 
-    Args:
-        states: The states of the server up to this round, by round.
-
     Raises:
         FedspanError: If the record does not fit the federation.
     """

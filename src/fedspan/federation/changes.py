@@ -141,7 +141,6 @@ def rebase_change(contribution: Contribution, start: Tensors, target: Tensors, f
     """Return a contribution whose change from one start is scaled and added to another: target + factor (x - start).
 
     Args:
-        start: Contribution of an untrained client that received the same state.
         target: Contribution of an untrained client that received the state to which the change is added.
         factor: Factor on the change.
     """

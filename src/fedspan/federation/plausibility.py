@@ -64,7 +64,6 @@ def compute_weight_limit(weights: Sequence[float], ratio: float | None) -> float
     """Return the largest weight that a client may have; None: no limit.
 
     Args:
-        weights: The weights of all clients that are combined.
         ratio: Maximum weight, as a multiple of the median (the lower middle weight if their number is even); None: no
             limit.
     """

@@ -223,11 +223,7 @@ class CentralPrivacy:
 def create_central_privacy(
     settings: RoundSettings, clients: int, round: int, origin: Callable[[], Tensors]
 ) -> CentralPrivacy | None:
-    """Create a round's central privacy; None: the settings have none.
-
-    Args:
-        origin: Returns the contribution of a client that trained nothing.
-    """
+    """Create a round's central privacy; None: the settings have none."""
     if settings.central is None:
         return None
     return CentralPrivacy(settings.central, origin(), compute_sampling_rate(settings, clients), clients, round)

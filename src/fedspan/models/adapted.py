@@ -91,11 +91,7 @@ class AdaptedModel:
         return self._initial_extras[path]
 
     def adopt(self, factors: Mapping[str, LowRank], extras: Mapping[str, Tensor]) -> None:
-        """Start from an adapter: fix its update beside the base and use its saved modules as values of the extras.
-
-        Args:
-            factors: Factors of the adapter's update, by target layer.
-        """
+        """Start from an adapter: fix its update beside the base and use its saved modules as values of the extras."""
         for name, pair in factors.items():
             self.layers[name].adopted = pair.to(self.device)
         for path, value in extras.items():

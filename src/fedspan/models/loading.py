@@ -87,7 +87,6 @@ def load_pretrained(
         dtype: Number format of all weights that are not quantized (Transformers would use the checkpoint's).
         attention: ``eager`` or ``sdpa``; None: Transformers' default.
         quantization: ``nf4`` (4 bits, double quantization) or ``int8``, by bitsandbytes.
-        keep: Modules that are not quantized, beside the head.
         image_size: Rows and columns that images are resized to; None: the default of the model's processor.
         pooling: Pooling of a classifier on an encoder's hidden states; None: Transformers' own classifier. It has no
             effect on a head without outputs.

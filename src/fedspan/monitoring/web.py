@@ -83,7 +83,6 @@ def build_app(
         hosts: Host names under which the page may be requested, which excludes DNS rebinding.
         cookie: Name of the cookie; browsers send cookies to all ports of a host.
         is_secure: Whether the page is served with TLS.
-        on_accept: Called with every request that has the token.
     """
     from starlette.applications import Starlette
     from starlette.concurrency import run_in_threadpool
@@ -194,7 +193,6 @@ class WebPage:
 
     Args:
         port: Port to listen on; 0: any free one.
-        names: Further names under which the page is requested.
         certificate: Files of the certificate and its key; None: without TLS, on a loopback address only.
 
     Raises:

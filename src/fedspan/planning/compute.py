@@ -112,11 +112,7 @@ class PlannedPasses:
         self._searched = False
 
     def count_cost(self, trains: Trains, rows: int, length: int | None, prefix: Prefix | None = None) -> PassCost:
-        """Count the cost of a pass of a batch; its ``peak`` excludes the gradients of what trains.
-
-        Args:
-            trains: The trained parts of the model, and what layers compute with.
-        """
+        """Count the cost of a pass of a batch; its ``peak`` excludes the gradients of what trains."""
         key = (tuple(sorted(trains.computations.items(), key=repr)), trains.extras, rows, length, prefix is not None)
         if key not in self._known:
             self._known[key] = self._meter_pass(trains, rows, length, prefix)

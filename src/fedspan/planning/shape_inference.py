@@ -207,7 +207,6 @@ def count_traffic(
 
     Args:
         method: Method with its wrappers; its spec has one target layer, or only extras.
-        cohorts: Ranks of the clients that reply, by round.
         extras: Tensors on the meta device of the spec's extras and their buffers, by path.
     """
     shared: dict[tuple[int, ...], tuple[int, ...]] = {}

@@ -210,9 +210,6 @@ def plan_traffic(
     """Compute the bytes of all rounds of a run.
 
     Rounds that train the head alone are planned for a method that starts from the pretrained model.
-
-    Args:
-        ranks: Ranks of the clients, in the order of their ids.
     """
     federation, wrapped, extras = config.federation, config.wrap_method(method), list_extras(config, adapted, method)
     cohorts = [

@@ -42,7 +42,6 @@ class Checkpoint:
         positions: Ends of the logs at this round, by file name (``metrics.jsonl``, ``ledger.jsonl``), as returned by
             their ``commit``.
         inputs: SHA-256 of the run's files that no round changes, by name (``integrity.compute_input_digests``).
-        extra: Further values that the round loop must restore.
         last_replies: Round of the last accepted reply of each client that lost what it stored since then, by client id.
         open: Orders that asynchronous rounds have sent and that have no reply yet.
     """

@@ -58,22 +58,14 @@ class Best(NamedTuple):
 
 
 class ClientLoss(NamedTuple):
-    """A client's validation loss.
-
-    Args:
-        examples: Number of these examples, as far as they count.
-    """
+    """A client's validation loss."""
 
     loss: float
     examples: float
 
 
 class Gain(NamedTuple):
-    """What a round's validation loss gains on the start.
-
-    Args:
-        mean: Mean over examples of what the loss fell.
-    """
+    """What a round's validation loss gains on the start."""
 
     mean: float
     standard_error: float
@@ -91,7 +83,6 @@ class Selection:
         start: Validation losses of the start by client, where rounds are compared with them.
         measured: Whether any round has validation scores that select. Until then the last round is the best; afterwards
             rounds without scores, because no client replied, do not count.
-        reported: The last metrics of each client that reports its own.
     """
 
     best: Best | None = None

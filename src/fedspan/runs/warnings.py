@@ -73,7 +73,6 @@ def find_divergence(
     validation or, without them, of the held-out set or of the clients' test parts.
 
     Args:
-        lr: Peak learning rate of the run, for the advice.
         guess: Loss of a model that guesses (``compute_guess_loss``); None: unknown.
         start: Scores of the untrained model, where no row has them: ``validation``, ``test`` or ``clients``.
 

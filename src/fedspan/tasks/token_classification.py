@@ -73,7 +73,6 @@ class TokenClassification(TokenTask):
     """Prediction of a tag for each word, with any Hugging Face token classifier.
 
     Args:
-        tokenizer: The model's tokenizer, one of Hugging Face's fast ones.
         labels: Tags by index, in IOB2.
         max_length: Maximum number of pieces of a sentence; words beyond it are cut, and predicted as outside.
     """

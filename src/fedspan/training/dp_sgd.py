@@ -97,11 +97,7 @@ class _Step:
 
 
 class PrivateTraining:
-    """Trains jobs with DP-SGD, one at a time.
-
-    Args:
-        trainer: The model and what training on it takes.
-    """
+    """Trains jobs with DP-SGD, one at a time."""
 
     def __init__(self, trainer: TrainingServices, privacy: Privacy) -> None:
         self.trainer, self.privacy = trainer, privacy

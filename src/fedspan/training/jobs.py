@@ -189,7 +189,6 @@ def convert_out_of_memory(
     """Raise an error that names a setting if a device's memory does not suffice within this context.
 
     Args:
-        field: The setting that determines the size of a pass.
         content: What a pass holds, after the value ("clients in a pass").
         remedy: What would need less memory, after "a smaller number".
     """

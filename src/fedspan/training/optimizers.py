@@ -33,7 +33,6 @@ class LocalOptimizer:
     """One client's optimizer for one job.
 
     Args:
-        groups: Learning-rate multipliers and weight decay of the trainable tensors.
         tensors: Live tensors by name; the trainable ones are updated in place.
         state: Initial moments; names that do not train are carried through unchanged.
         masks: 0/1 tensors; masked entries neither move nor accumulate moments.

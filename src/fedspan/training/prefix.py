@@ -109,7 +109,6 @@ class PrefixCache:
         Args:
             live: Modules that change; None: all target layers and extras.
             budget: Memory in bytes.
-            store: Store with the hidden states of the previous run.
         """
         try:
             if getattr(task, "packing", False):

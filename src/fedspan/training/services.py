@@ -227,7 +227,6 @@ class TrainingServices:
         Args:
             gradients: Gradients of the tensors that are active in the step; others are not used.
             step: Number of the step in the job, from 0.
-            clipping: Whether gradients are clipped as the settings say.
         """
         names = job.list_active_names(step)
         if not names:

@@ -290,7 +290,6 @@ def _measure_token_seconds(
     that take seconds, or for whose repetition there is no time left, run once.
 
     Args:
-        team: The workers that train at the same time.
         passes: Number of different passes in each worker, at most.
         seconds_left: Time that this measurement may take, if its first passes do not take longer.
     """

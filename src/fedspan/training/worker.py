@@ -376,11 +376,6 @@ class Worker:
     ) -> None:
         """Check, before clients of a kind first share a pass, that each gets the same result as alone, up to rounding.
 
-        Args:
-            tensors: Tensors of the first two clients, slightly perturbed.
-            batch: The batch, whose first rows are those of these two.
-            counted: Whether a row is a client's example and no filler.
-
         Raises:
             Unstackable: If results differ: the model mixes the examples of a batch, or uses a target layer unusually.
         """

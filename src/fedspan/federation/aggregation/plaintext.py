@@ -297,11 +297,7 @@ class PlaintextAggregation:
 def create_reducer(
     settings: RoundSettings, cohort: Sequence[Client], clients: int, round: int, origin: Callable[[], Tensors]
 ) -> Reducer | PrivateReducer:
-    """Create the reducer that the settings request, under central privacy if they request that, too.
-
-    Args:
-        origin: Returns the contribution of a client that trained nothing.
-    """
+    """Create the reducer that the settings request, under central privacy if they request that, too."""
     reducer = _create_reducer(settings, cohort, round, origin)
     privacy = create_central_privacy(settings, clients, round, origin)
     return reducer if privacy is None else PrivateReducer(reducer, privacy)

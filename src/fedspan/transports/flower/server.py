@@ -78,7 +78,6 @@ class GridTransport(Transport):
 
         Args:
             unsent: Clients without an order so far.
-            pending: Clients whose replies are awaited, by message id.
             wait: Time limit for offline nodes.
         """
         online = set(self._grid.get_node_ids()) if unsent else set[int]()
@@ -143,9 +142,6 @@ def _pull(grid: Grid, pending: MutableMapping[str, T]) -> Iterator[tuple[T, Enve
 
     Flower reports no size before it has received a message whole, so messages are pulled one by one: the next is
     received when this one has been processed.
-
-    Args:
-        pending: Recipients of messages by message id; those that replied are removed.
     """
     for id in sorted(pending):
         for message in grid.pull_messages([id]):

@@ -248,7 +248,6 @@ class ServerTransport(AsynchronousTransport):
         reconnect_timeout: Time limit for offline nodes in an exchange that waits for them, in seconds.
         signer: Seals orders and opens replies; None: without keys.
         revoked: Returns the nodes whose keys were revoked, which no exchange waits for.
-        on_poll: Called again and again while replies are awaited.
     """
 
     def __init__(

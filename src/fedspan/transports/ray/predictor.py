@@ -24,11 +24,7 @@ _PIECES = 4
 
 
 class ClusterPredictor:
-    """Predicts on the workers, in the batches of the driver's engine: results do not depend on the number of workers.
-
-    Args:
-        engine: The driver's engine, whose base and stacking plan the workers use.
-    """
+    """Predicts on the workers, in the batches of the driver's engine: results do not depend on their number."""
 
     def __init__(self, team: Team, engine: Engine, train: Examples) -> None:
         self.team, self.engine = team, engine

@@ -172,7 +172,6 @@ class ClusterWorker:
             plan: The stacking plan; None: the engine has none.
             data: The data set, in the object store; empty: the host's own.
             parts: Indices of parts of the data set that are prepared together (``Engine.prepare``).
-            generate: Whether predictions include generated text; for one model only.
             shared: Whether all models predict the same examples.
         """
         host = self._get_host()
