@@ -39,6 +39,7 @@ class PrefixCache:
     """The hidden states of a data set's examples.
 
     Args:
+        task: The learning problem, which builds the batches.
         budget: Memory in bytes.
         file: The memory-mapped file for hidden states that exceed the budget. It is newly created and unlinked at once,
             so that it ends with the process.
@@ -107,8 +108,13 @@ class PrefixCache:
         The model has its bare base afterwards (``AdaptedModel.install`` of nothing).
 
         Args:
+            adapted: The model.
+            task: The learning problem.
+            examples: The data set.
             live: Modules that change; None: all target layers and extras.
             budget: Memory in bytes.
+            file: The file for hidden states that exceed the budget.
+            store: Store with the hidden states of the previous run.
         """
         try:
             if getattr(task, "packing", False):
@@ -143,6 +149,7 @@ class PrefixCache:
 
         Args:
             indices: The examples, (examples,).
+            batch_size: Number of examples in a forward pass.
             on_done: Called with the number of examples of every batch that is done.
         """
         requested = np.unique(indices)
