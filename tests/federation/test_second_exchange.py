@@ -335,7 +335,8 @@ def test_replies_with_the_same_names_are_an_error_of_the_method(built: Prepared,
             reply = self.inner.build_second_reply(order, tensors, client, round)
             return Message({f"{name.removesuffix('P')}Y": value for name, value in reply.tensors.items()})
 
-    prepared = replace(built, federation=built.federation._copy(built.federation.transport, built.engine.settings))
+    again = built.federation.replace_transport(built.federation.transport)
+    prepared = replace(built, federation=again)
     prepared.federation.method = Same(inner=built.federation.method)
     made, _ = connect(prepared, tmp_path)
     with pytest.raises(FedspanError, match="have a tensor of this name"):
