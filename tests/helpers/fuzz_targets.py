@@ -475,7 +475,7 @@ class Requests(Target):
                 store, "secret", lambda: {self._node: self._key}, bytes(32), self._limits, self._path
             )
             sender = Sender(asyncio.Semaphore(2), Bucket(1e9, 1e9))
-            session, nodes = Session(self._node, _SESSION, b"", sender), server._nodes
+            session, nodes = Session(self._node, _SESSION, b"", "", sender), server._nodes
             nodes.sessions[self._node] = nodes._by_token[_SESSION] = session
             scope = {
                 "type": "http",
