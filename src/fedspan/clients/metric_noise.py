@@ -74,7 +74,6 @@ def score_parts(
     Args:
         parts: Indices of the examples of each part.
         measure: Measures the model, of indices of examples and of whether the loss is bounded (``Engine.evaluate``).
-        limits: The data owner's limits.
     """
     scores, bounded = dict[ScoredPart, Scores](), limits.epsilon is not None
     for name, indices in parts.items():

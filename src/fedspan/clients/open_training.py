@@ -16,7 +16,6 @@ class OpenTraining:
     """A client's training for one order.
 
     Args:
-        job: The first job.
         noise: Noise multiplier of DP-SGD: standard deviation over the clipping norm.
         origin: Digest of the order and the stored state, for the samples of DP-SGD with a secret key.
         moments: Optimizer states by phase: the stored ones, replaced by those of this order.

@@ -29,7 +29,6 @@ class LastOrder(BaseModel):
         digest: SHA-256 of its envelope.
         reply: SHA-256 of the reply, in its own file; empty: none is stored.
         context: Digest of what the reply depends on besides the order.
-        is_closed: Whether it is answered.
         starts: Number of times that the node has started to carry it out.
         is_recorded: Whether the node's record of usage has it.
     """

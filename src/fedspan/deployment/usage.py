@@ -71,7 +71,6 @@ class Account(UsagePart):
     """What one server has used of one data set.
 
     Args:
-        server: Host of the server.
         data: Name of the data set (``data_id`` in the node's file).
         contents: Digests of the training files that the data set had, each once, the first one first.
         invitations: Digests of the invitations that were answered.

@@ -197,7 +197,6 @@ class Evaluator:
 
         Args:
             parts: Indices of each part's examples, int64.
-            generate: Whether answers are generated.
 
         Returns:
             For each part what ``evaluate_heldout`` returns.

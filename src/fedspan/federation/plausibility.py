@@ -79,7 +79,6 @@ def limit_weights(clients: Mapping[str, ClientData], ratio: float | None) -> dic
     half of all examples, and the others know too few classes to train without it.
 
     Args:
-        clients: All clients that are combined.
         ratio: Maximum weight of a declared number, as a multiple of the median; None: no common limit.
     """
     weights = {
