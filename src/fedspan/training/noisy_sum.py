@@ -51,11 +51,7 @@ def find_finite(gradients: Mapping[str, Tensor]) -> Tensor:
 
 
 class NoisySum:
-    """Clips, sums, and adds noise, step by step.
-
-    Args:
-        assignment: The assignment that the gradients belong to.
-    """
+    """Clips, sums, and adds noise, step by step."""
 
     def __init__(self, privacy: Privacy, assignment: Assignment, tensors: Mapping[str, Tensor]) -> None:
         self._assignment, self._names = assignment, tuple(tensors)
@@ -87,7 +83,6 @@ class NoisySum:
 
         Args:
             step: The step's number in the job, from 0.
-            expected: Average number of examples of a step.
         """
         assignment = self._assignment
         self._optimizer.label = ("dp-sgd", assignment.round, assignment.client, assignment.job.phase, step)
