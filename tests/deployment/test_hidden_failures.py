@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from fedspan.deployment.node import NodeService
-from fedspan.deployment.usage import UsageBook
-from fedspan.deployment.usage_account import Release
+from fedspan.deployment.usage import Release, UsageBook
 from fedspan.federation.progress import TooFewReplies
 from fedspan.federation.protocol import decode_reply
 from fedspan.federation.serialization import decode
