@@ -21,13 +21,9 @@ from fedspan.transports.http.signing import UnsignedSigner
 from fedspan.transports.http.store import Store
 from fedspan.transports.http.supervision import bind, create_server, supervise
 
-__all__ = ["LocalServer", "free_port", "join", "kill_serving", "run_server", "send_order", "serve_here"]
+from .ports import free_port
 
-
-def free_port() -> int:
-    """Return a port that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
+__all__ = ["LocalServer", "join", "kill_serving", "run_server", "send_order", "serve_here"]
 
 
 class LocalServer:
