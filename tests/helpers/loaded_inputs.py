@@ -1,7 +1,7 @@
 """Models and data of the tests' folders, each read from its files once: that takes ten times as long as a copy."""
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,15 @@ _LARGEST = 2**20
 """Bytes of the largest input that is stored."""
 
 
-def _describe(files: Iterable[Path]) -> str | None:
-    """Paths and states of an input's files; None: it is no small input of files alone."""
-    states = [(path, path.stat()) for path in files if path.is_file()]
-    if not 0 < sum(state.st_size for _, state in states) <= _LARGEST:
+def _describe(*inputs: str | None) -> str | None:
+    """Paths and states of all files of inputs, which are files or folders; None: they are large, or none are there."""
+    paths = [Path(name).absolute() for name in inputs if name is not None]
+    try:
+        is_there = all(path.exists() for path in paths)
+        states = [(path, path.stat()) for one in paths for path in (one, *sorted(one.rglob("*"))) if path.is_file()]
+    except OSError:
+        return None
+    if not is_there or not 0 < sum(state.st_size for _, state in states) <= _LARGEST:
         return None
     return " ".join(f"{path} {state.st_mtime_ns} {state.st_size}" for path, state in states)
 
@@ -25,9 +30,8 @@ def store_models(load: Callable[..., Loaded]) -> Callable[..., Loaded]:
     known: dict[str, Loaded] = {}
 
     def load_or_copy(name: str, *head: Any, quantization: Any = None, offload: Any = None, **options: Any) -> Loaded:
-        folder = Path(name).absolute()
-        files = _describe(sorted(folder.iterdir())) if folder.is_dir() else None
-        if files is None or quantization is not None or offload is not None:
+        files = None if quantization or offload else _describe(name)
+        if files is None:
             return load(name, *head, quantization=quantization, offload=offload, **options)
         key = f"{files} {head} {options}"
         if key not in known:
@@ -42,8 +46,8 @@ def store_data(load: Callable[..., LoadedData]) -> Callable[..., LoadedData]:
     known: dict[str, LoadedData] = {}
 
     def load_or_reuse(config: Any, *field: str, sources: Any = None, **options: Any) -> LoadedData:
-        files = _describe([Path(config.train).absolute()]) if config.train and config.test is None else None
-        if files is None or sources:
+        files = None if sources or not config.train else _describe(config.train, config.test)
+        if files is None:
             return load(config, *field, sources=sources, **options)
         key = f"{files} {config!r} {field} {options}"
         if key not in known:
