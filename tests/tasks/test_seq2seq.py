@@ -273,7 +273,7 @@ def test_exports_generate_what_transformers_and_peft_generate(kind: str, tmp_pat
     base = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / kind)
     model = peft.PeftModel.from_pretrained(base, str(adapter)).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(adapter)
-    texts = [f"der{first} der{last}" for first in range(4) for last in (0, 5)]
+    texts = [f"der{first} der{last}" for first in range(8) for last in (0, 5)]
 
     def generate() -> list[str]:
         answers = []
