@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import logging
 import os
 import sys
 import zlib
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+from helpers.captured_log import CapturedLog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
@@ -54,6 +57,7 @@ LONGEST = [
     )
 ]
 """Files that take more than 15 seconds, with the slow tests of a step or without, to be handed out first."""
+LOG = CapturedLog()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -100,31 +104,55 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show what loggers said beside a failure."""
+    report = yield
+    if report.failed and LOG.records:
+        report.sections.append(("Captured log", LOG.text))
+    return report
+
+
 @pytest.fixture(scope="session", autouse=True)
 def quiet() -> Iterator[None]:
-    """Small matrices are fastest on one thread, which .ci/as-machine changes; nobody waits for the disk.
+    """Small matrices are fastest on one thread, which .ci/as-machine changes; inputs are read once; no disk is awaited.
 
     No test cuts the power, and what a process has written outlives it, flushed or not.
     """
     import torch
-    from transformers.utils import logging
+    from transformers.utils import logging as transformers_logging
+
+    from fedspan.data import loading as data_loading
+    from fedspan.models import loading
+    from helpers.loaded_inputs import store_data, store_models
 
     torch.set_num_threads(int(os.environ.get("TEST_THREADS", "1")))
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.getLogger().addHandler(LOG)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
+        patch.setattr(loading, "load_pretrained", store_models(loading.load_pretrained))
+        patch.setattr(data_loading, "load", store_data(data_loading.load))
         yield
 
 
 @pytest.fixture(autouse=True)
 def no_mode_outlives_its_test() -> Iterator[None]:
     """Autocast that stays active would change the numbers of all further tests, and of a user's process."""
+    LOG.clear()
     yield
     if (torch := sys.modules.get("torch")) is not None:
         is_active = torch.is_autocast_enabled("cpu")
         torch.set_autocast_enabled("cpu", False)
         assert not is_active
+
+
+@pytest.fixture
+def caplog() -> CapturedLog:
+    """What loggers said since this fixture was asked for."""
+    LOG.clear()
+    return LOG
 
 
 @pytest.fixture(scope="session")

@@ -26,6 +26,7 @@ from fedspan.errors import FedspanError
 from fedspan.federation.settings import SecureSettings
 from fedspan.tasks import metrics
 from helpers import tiny, tiny_decoders, tiny_seq2seq
+from helpers.captured_log import CapturedLog
 from helpers.families import others_slow
 from helpers.listeners import Notes
 from helpers.refusals import refused
@@ -296,10 +297,9 @@ def test_a_trainer_that_keeps_a_set_optimizer_may_make_its_own(tiny_folder: Path
     def create(trainer: Any, *args: Any) -> torch.optim.Optimizer:
         return trainer.optimizer or _replace_optimizer(trainer)
 
-    trainers = {owner: make_trainer(tiny_folder, owner) for owner in OWNERS}
-    for trainer in trainers.values():
-        trainer.__class__ = type("Own", (type(trainer),), {"create_optimizer": create})
-    report = fedspan.simulate(settings(federation={"rounds": 1}), tmp_path / "run", trainers=trainers)
+    trainer = make_trainer(tiny_folder, "east")
+    trainer.__class__ = type("Own", (type(trainer),), {"create_optimizer": create})
+    report = fedspan.simulate(settings(federation={"rounds": 1}), tmp_path / "run", trainers={"east": trainer})
     assert report.rounds == 1
 
 
@@ -370,7 +370,7 @@ def test_a_plain_loop_ends_where_a_trainer_does(training: dict[str, Any], tiny_f
         "loop": {owner: torch_trainer(tiny_folder, owner) for owner in OWNERS[:2]},
     }
     for name, trainers in made.items():
-        fedspan.simulate(settings(training=training), tmp_path / name, trainers=trainers)
+        fedspan.simulate(settings(training=training, federation={"rounds": 1}), tmp_path / name, trainers=trainers)
     expected, found = weights(tmp_path / "trainer"), weights(tmp_path / "loop")
     assert all(torch.allclose(value, found[name], rtol=1e-4, atol=1e-5) for name, value in expected.items())
     scores = [fedspan.read_report(tmp_path / name).scores["validation"]["loss"] for name in made]
@@ -405,7 +405,7 @@ def test_mixed_precision_and_checkpointing_last_for_several_rounds(tiny_folder: 
 def test_a_second_run_with_the_same_trainers_has_the_same_bits(kind: str, tiny_folder: Path, tmp_path: Path) -> None:
     make = make_trainer if kind == "trainer" else torch_trainer
     trainers = {owner: make(tiny_folder, owner) for owner in OWNERS[:2]}
-    changed = settings(training={"lora_dropout": 0.2})
+    changed = settings(training={"lora_dropout": 0.2}, federation={"rounds": 1})
     for name in ("first", "second"):
         fedspan.simulate(changed, tmp_path / name, trainers=trainers)
         torch.manual_seed(99)
@@ -427,7 +427,7 @@ def test_a_missing_metric_is_refused_at_the_first_evaluation(tiny_folder: Path, 
     assert "compute_metrics" in problem
 
 
-def notes_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+def notes_of(caplog: CapturedLog) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name.startswith("fedspan.")]
 
 
@@ -484,8 +484,8 @@ def test_a_callback_that_stops_with_the_last_step_stops_nothing_early(
 ) -> None:
     args = arguments(tmp_path / "trainer", per_device_train_batch_size=batch)
     trainer = make_trainer(tiny_folder, "east", callbacks=[stopper()], args=args)
-    report = fedspan.simulate(settings(training=training), tmp_path / "run", trainers={"east": trainer})
-    assert report.rounds == 2
+    changed = settings(training=training, federation={"rounds": 1})
+    assert fedspan.simulate(changed, tmp_path / "run", trainers={"east": trainer}).rounds == 1
 
 
 def test_several_evaluation_sets_count_like_one_of_all_their_examples(tiny_folder: Path, tmp_path: Path) -> None:
@@ -506,13 +506,14 @@ def _measure_margin(prediction: Any) -> dict[str, float]:
 
 
 def test_unknown_metrics_are_reported_once_and_registered_ones_judge_rounds(
-    tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tiny_folder: Path, tmp_path: Path, caplog: CapturedLog
 ) -> None:
     def run(name: str, **changes: Any) -> fedspan.RunReport:
         trainers = {
             owner: make_trainer(tiny_folder, owner, compute_metrics=_measure_margin) for owner in ("east", "north")
         }
-        return fedspan.simulate(settings(**changes), tmp_path / name, trainers=trainers)
+        changed = settings(**changes, federation={"rounds": 1})
+        return fedspan.simulate(changed, tmp_path / name, trainers=trainers)
 
     assert "margin" not in run("unknown").scores["validation"]
     notes = [note for note in notes_of(caplog) if "not in the report" in note]
@@ -524,7 +525,7 @@ def test_unknown_metrics_are_reported_once_and_registered_ones_judge_rounds(
     registered = dict(metrics.METRICS)
     try:
         fedspan.register_metrics({"margin": fedspan.Metric("margin", True, maximum=100.0)})
-        report = run("known", evaluation={"metric": "margin"}, federation={"rounds": 1})
+        report = run("known", evaluation={"metric": "margin"})
     finally:
         metrics._metrics.clear()
         metrics._metrics.update(registered)
@@ -535,7 +536,7 @@ def test_unknown_metrics_are_reported_once_and_registered_ones_judge_rounds(
 
 
 def test_arguments_without_effect_are_named_once_for_all_clients_that_set_them(
-    tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tiny_folder: Path, tmp_path: Path, caplog: CapturedLog
 ) -> None:
     changes: dict[str, dict[str, Any]] = {owner: {"weight_decay": 0.1, "warmup_steps": 3} for owner in OWNERS}
     changes["north"] = {}
@@ -566,7 +567,7 @@ ROWS = [{"input_ids": torch.tensor([5, 6, 7, 8, at])} for at in range(5, 13)]
 
 
 def test_the_head_of_question_answering_trains_and_is_exported(
-    tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tiny_folder: Path, tmp_path: Path, caplog: CapturedLog
 ) -> None:
     def load() -> Any:
         torch.manual_seed(4)
@@ -575,7 +576,7 @@ def test_the_head_of_question_answering_trains_and_is_exported(
     model = load()
     before = model.qa_outputs.weight.detach().clone()
     loop = make_loop(model, ROWS, {"start_positions": 1, "end_positions": 3})
-    fedspan.simulate(settings(), tmp_path / "run", trainers={"east": loop})
+    fedspan.simulate(settings(federation={"rounds": 1}), tmp_path / "run", trainers={"east": loop})
     assert not notes_of(caplog)
     torch.manual_seed(77)  # another random head
     fresh = BertForQuestionAnswering.from_pretrained(tiny_folder / "bert").eval()
@@ -587,15 +588,13 @@ def test_the_head_of_question_answering_trains_and_is_exported(
 
 
 @pytest.mark.parametrize("kind", others_slow(NEW_MODULES, ["bert"]))
-def test_untrained_modules_are_noted(
-    kind: str, tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_untrained_modules_are_noted(kind: str, tiny_folder: Path, tmp_path: Path, caplog: CapturedLog) -> None:
     checkpoint = save_without_head(kind, tiny_folder, tmp_path / kind)
 
     def run(name: str, **model: Any) -> list[str]:
         caplog.clear()
         trainer = make_trainer(tiny_folder, "east", model=tiny.fresh_classifier(checkpoint))
-        changed = settings(model={"target_modules": TARGETS[kind], **model})
+        changed = settings(model={"target_modules": TARGETS[kind], **model}, federation={"rounds": 1})
         fedspan.simulate(changed, tmp_path / name, trainers={"east": trainer})
         return notes_of(caplog)
 
@@ -609,7 +608,7 @@ def test_untrained_modules_are_noted(
 
 
 def test_a_loop_that_does_not_call_the_model_is_reported_once(
-    tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tiny_folder: Path, tmp_path: Path, caplog: CapturedLog
 ) -> None:
     model: Any = tiny.fresh_classifier(tiny_folder / "bert")
 

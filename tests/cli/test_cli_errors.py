@@ -1,4 +1,4 @@
-"""What a user can get wrong is answered on one line that names field, value and remedy, with exit code 2."""
+"""What a user can get wrong on the command line is answered with exit code 2; helpers.mistakes has the errors."""
 
 import subprocess
 import sys
@@ -10,24 +10,6 @@ import pytest
 
 Refused = Callable[..., str]
 Write = Callable[..., Path]
-
-
-@pytest.mark.parametrize(
-    ("setting", "field", "remedy"),
-    [
-        ("method.name=fedot", "`method.name`: ", "Did you mean 'fedit'"),
-        ("data.label=lable", "`data.label`: no column named 'lable'", "Did you mean 'label'?"),
-        ("training.lr=1e6", "`training.lr`: ", "a lower learning rate"),
-        ("=3", "`--set`: ", "section.field=value"),
-    ],
-)
-def test_mistakes_in_a_config(
-    refused: Refused, write: Write, tmp_path: Path, setting: str, field: str, remedy: str
-) -> None:
-    """One of each stage; helpers.mistakes has all the others."""
-    said = refused("run", write(), "--out", tmp_path / "run", "--set", setting)
-    assert said.startswith(field)
-    assert remedy in said
 
 
 @pytest.mark.slow  # a process of its own
@@ -88,7 +70,3 @@ def test_files_that_cannot_be_measured_on(refused: Refused, finished: Path, tmp_
     said = refused("evaluate", finished, "--data", path, "--text", "message", "--label", "intent")
     for part in ("`data`: ", "gossip", f"row 3 of {path}", "not in the model's labels"):
         assert part in said
-
-
-def test_a_picture_that_cannot_be_written(refused: Refused, write: Write, tmp_path: Path) -> None:
-    assert refused("partition", write(), "--png", tmp_path / "no" / "p.png").startswith("`--png`: ")

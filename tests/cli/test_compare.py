@@ -11,15 +11,11 @@ from click.testing import Result
 
 from fedspan.config import load_config
 from fedspan.experiments import execution
+from helpers.command_line import done
 
 Call = Callable[..., Result]
 Write = Callable[..., Path]
 Refused = Callable[..., str]
-
-
-def done(result: Result) -> str:
-    assert result.exit_code == 0, result.output
-    return result.stdout
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """``fedspan init``: what it writes is a config that reads the file it was written for, up to a prediction."""
 
-import csv
-import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +9,6 @@ import pytest
 
 from fedspan.config import RunConfig, load_config
 from fedspan.runs.report import read_partition
-from helpers.families import others_slow
 from helpers.written_data import write_table
 
 Call = Callable[..., Any]
@@ -120,32 +117,10 @@ MESSAGES = [
 ]
 
 
-def as_csv(*, delimiter: str = ",", header: bool = True, end: str = "\n") -> str:
-    file = io.StringIO()
-    rows = csv.writer(file, delimiter=delimiter, lineterminator=end)
-    if header:
-        rows.writerow(["Nachricht", "Kategorie"])
-    rows.writerows([text, LABELS[number % 3]] for number, text in enumerate(MESSAGES))
-    return file.getvalue()
-
-
-def as_nested_jsonl() -> str:
-    rows = [{"text": text, "meta": {"label": LABELS[number % 3]}} for number, text in enumerate(MESSAGES)]
-    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-
-
-FILES = {
-    "excel.csv": as_csv(delimiter=";", end="\r\n").encode("utf-8-sig"),
-    "latin1.csv": as_csv().encode("latin-1"),
-    "nested.jsonl": as_nested_jsonl().encode(),
-    "headerless.csv": as_csv(header=False).encode(),
-}
-
-
-@pytest.mark.parametrize("name", others_slow(FILES, ["headerless.csv", "excel.csv"]))
-def test_from_a_file_to_a_prediction(name: str, call: Call, tiny_folder: Path, tmp_path: Path) -> None:
-    data, config, run = tmp_path / name, tmp_path / "config.yaml", tmp_path / "run"
-    data.write_bytes(FILES[name])
+def test_from_a_file_of_excel_to_a_prediction(call: Call, tiny_folder: Path, tmp_path: Path) -> None:
+    data, config, run = tmp_path / "excel.csv", tmp_path / "config.yaml", tmp_path / "run"
+    rows = [f"{text};{LABELS[number % 3]}" for number, text in enumerate(MESSAGES)]
+    data.write_bytes("\r\n".join(["Nachricht;Kategorie", *rows]).encode("utf-8-sig"))
     first = call("init", data, "--out", config, "--clients", 2, "--model", tiny_folder / "bert")
     assert first.exit_code == 0, first.output
     held_out = ROWS // 5

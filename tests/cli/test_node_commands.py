@@ -1,13 +1,21 @@
-"""``fedspan approve``, ``audit`` and ``health``: what a data owner's commands show and decide."""
+"""What a data owner's and an operator's commands show and decide: approvals, keys, audits, health, and doctor."""
 
+import json
 import os
+import shutil
+import socket
+import subprocess
 import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from click.testing import CliRunner
 
+from fedspan.cli import doctor
 from fedspan.deployment.approval import Approvals
 from fedspan.deployment.audit import AUDIT
 from fedspan.deployment.health import Heartbeat, find_problem
@@ -68,3 +76,109 @@ def test_a_heartbeat_that_is_too_old_is_a_problem(tmp_path: Path) -> None:
     assert found.exit_code == 1
     assert "unhealthy: no progress for 1000 s, and at most 900 s are allowed (last: waiting for orders)" in found.output
     assert call(path, "--within", "2000").exit_code == 0
+
+
+Call = Callable[..., Any]
+
+
+def test_a_line_for_everything_and_an_end_with_0(call: Call, tmp_path: Path) -> None:
+    result = call("doctor", "--folder", tmp_path / "not" / "there")
+    assert result.exit_code == 0, result.output
+    shown = " ".join(result.output.split())
+    for what in (
+        "fedspan",
+        "extra flower",
+        "extra privacy",
+        "accelerator",
+        "memory",
+        "disk",
+        "port",
+        "demo model",
+        "hub",
+    ):
+        assert what in shown
+    assert f"torch {version('torch')}" in shown
+    found = json.loads(call("doctor", "--json").stdout)
+    assert {one["state"] for one in found} <= {"ok", "note"}
+    assert "extra dev" not in {one["name"] for one in found}
+
+
+def test_a_package_that_is_missing_or_old(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    def other(name: str) -> str:
+        if name in ("opacus", "ray"):
+            raise PackageNotFoundError
+        return {"peft": "0.1.0"}.get(name) or version(name)
+
+    monkeypatch.setattr(doctor, "version", other)
+    result = call("doctor", "--json")
+    found = {one["name"]: one for one in json.loads(result.stdout)}
+    assert result.exit_code == 1
+    assert found["fedspan"]["state"] == "missing"
+    assert "peft is 0.1.0, not " in found["fedspan"]["finding"]
+    assert found["fedspan"]["advice"] == "pip install fedspan"
+    assert found["extra cluster"]["finding"] == "ray is not installed"
+    assert found["extra privacy"] == {
+        "name": "extra privacy",
+        "state": "note",
+        "finding": "opacus is not installed",
+        "advice": "pip install 'fedspan[privacy]'",
+    }
+
+
+def test_a_port_that_is_taken_and_a_folder_that_is_closed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        monkeypatch.setattr(doctor, "_PORT", taken.getsockname()[1])
+        check = {one.name: one for one in doctor.run_checks(tmp_path)}["port"]
+    assert (check.state, "is taken" in check.finding) == ("note", True)
+    monkeypatch.setattr(doctor.os, "access", lambda *_: False)
+    assert {one.name: one for one in doctor.run_checks(tmp_path)}["disk"].state == "missing"
+
+
+admissions = pytest.importorskip(
+    "fedspan.transports.http.admissions", reason="the extra fedspan[deploy] is not installed"
+)
+servers = pytest.importorskip("fedspan.transports.http.server")
+
+
+@pytest.fixture
+def link(tmp_path: Path) -> Any:
+    return servers.prepare_folder(tmp_path / "server", 9092, [], insecure=True)
+
+
+@pytest.fixture
+def fingerprint(call: Callable[..., Any], tmp_path: Path) -> str:
+    """The fingerprint that the data owner is shown with its new key."""
+    output = call("join", "--new-key", tmp_path / "node.key").output
+    (word,) = (word for word in output.split() if word.startswith("SHA256:"))
+    return word
+
+
+def test_the_fingerprint_is_shown_to_be_compared(
+    call: Callable[..., Any], link: Any, fingerprint: str, tmp_path: Path
+) -> None:
+    key = tmp_path / "node.key.pub"
+    result = call("admit", key, "--as", "a", "--server", tmp_path / "server")
+    assert result.exit_code == 0, result.output
+    assert fingerprint in result.output
+    assert "by telephone" in result.output
+    if (keygen := shutil.which("ssh-keygen")) is not None:
+        listed = subprocess.run([keygen, "-l", "-f", str(key)], capture_output=True, text=True, check=True)
+        assert listed.stdout.split()[1] == fingerprint
+
+
+def test_another_key_is_refused_before_it_is_admitted(
+    call: Callable[..., Any], link: Any, fingerprint: str, tmp_path: Path
+) -> None:
+    call("join", "--new-key", tmp_path / "swapped.key")
+    options = ("--as", "a", "--fingerprint", fingerprint, "--server", tmp_path / "server")
+    result = call("admit", tmp_path / "swapped.key.pub", *options)
+    assert result.exit_code == 2
+    assert "nobody was admitted" in result.output + result.stderr
+    assert admissions.read_admissions(link) == {}
+    (tmp_path / "other.pub").write_text("no key")
+    assert call("admit", tmp_path / "other.pub", *options).exit_code == 2
+    assert admissions.read_admissions(link) == {}
+    assert call("admit", tmp_path / "node.key.pub", *options).exit_code == 0
+    assert [one.name for one in admissions.read_admissions(link).values()] == ["a"]

@@ -23,6 +23,7 @@ from fedspan.federation.transport import AsynchronousTransport, OnReply, Orders
 from fedspan.training.jobs import TrainingProgress, TrainingTotals
 from fedspan.training.loop import LoopEngine
 from helpers import tiny
+from helpers.captured_log import CapturedLog
 from helpers.families import others_slow
 from helpers.node_service import Direct, introduced, node, served, values
 
@@ -228,7 +229,7 @@ def test_progress_is_deleted_when_the_round_is_evaluated(tiny_folder: Path, tmp_
 
 
 def test_a_disk_that_refuses_a_checkpoint_stops_no_training(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: CapturedLog
 ) -> None:
     def refuse(*args: Any, **options: Any) -> None:
         raise OSError(errno.ENOSPC, "no space left on device")
@@ -269,7 +270,7 @@ def test_progress_on_other_data_is_not_used(tiny_folder: Path, tmp_path: Path, m
 
 
 def test_a_damaged_checkpoint_is_named_and_not_used(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: CapturedLog
 ) -> None:
     passes = Passes(monkeypatch)
     undisturbed = train(run(tiny_folder, tmp_path / "a", "plain")[0])

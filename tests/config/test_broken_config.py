@@ -1,5 +1,8 @@
-"""Whatever a configuration is changed into, it is taken or refused with a FedspanError of one line: nothing else."""
+"""Whatever a configuration is changed into, it is taken or refused with one line at once: nothing else."""
 
+import ast
+import random
+import time
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -9,11 +12,13 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fedspan.config import RunConfig, load_config, override, parse_config
+from fedspan.config import RunConfig, load_config, load_yaml, override, parse_config, parse_yaml
+from fedspan.config.node import load_node
 from fedspan.data.loading import load
 from fedspan.data.partition import partition
 from fedspan.errors import FedspanError
-from helpers.fuzzing import CHANGES, CUTS, HUGE, answered, changed, fuzz, mangled
+from fedspan.experiments.execution import open_series, read_settings
+from helpers.fuzzing import SEEDS, answered, changed, fuzz, mangled
 from helpers.mistakes.world import GOOD, QUESTIONS
 from helpers.valid_config import VALID
 
@@ -65,10 +70,9 @@ def divided(config: RunConfig) -> object:
 
 
 @fuzz(100)
-@given(st.sampled_from(CONFIGS), CHANGES)
-@example(CONFIGS[0], [(0, "set", HUGE, "")])
-def test_configs(values: dict[str, Any], changes: list[Any]) -> None:
-    config = answered(lambda: parse_config(changed(values, changes)))
+@given(st.sampled_from(CONFIGS), SEEDS)
+def test_configs(values: dict[str, Any], seed: int) -> None:
+    config = answered(lambda: parse_config(changed(values, random.Random(seed))))
     if isinstance(config, RunConfig):
         assert parse_config(config.model_dump()) == config
         config.build_training_settings()
@@ -90,7 +94,11 @@ YAML = st.text(st.sampled_from("abd:-[]{},&*!|>?#'\"%@`\n\t 01.=~<\ud7ff"), max_
 @given(
     st.binary(max_size=60)
     | YAML.map(str.encode)
-    | st.tuples(st.sampled_from(CONFIGS).map(yaml.safe_dump).map(str.encode), CUTS).map(lambda two: mangled(*two))
+    | st.builds(
+        lambda values, seed: mangled(yaml.safe_dump(values).encode(), random.Random(seed)),
+        st.sampled_from(CONFIGS),
+        SEEDS,
+    )
 )
 @example(b"data: &a {train: *a}")
 @example(b"seed: 0x" + b"f" * 5000)
@@ -115,3 +123,49 @@ PATHS = st.sampled_from(
 @example(["data=&a {train: *a}", "seed=1"])
 def test_overrides(texts: list[str]) -> None:
     answered(lambda: parse_config(override(CONFIGS[0], texts)))
+
+
+SOURCE = Path(__file__).resolve().parents[2] / "src" / "fedspan"
+PACKAGED = {"config/reading.py", "data/catalogue.py", "reproduction/presets.py"}
+"""The module with the bounds, and those that read files of the package only."""
+
+
+def laugh(levels: int) -> str:
+    """A section with one value, ten to the power of the levels times."""
+    lists = [f"l{level}: &l{level} [{', '.join([f'*l{level - 1}'] * 10)}]" for level in range(1, levels + 1)]
+    return "\n".join(["data:", "  l0: &l0 lol", *(f"  {line}" for line in lists)])
+
+
+def test_aliases_are_refused_at_once(tmp_path: Path) -> None:
+    began = time.monotonic()
+    with pytest.raises(FedspanError, match=r"it has an alias \(\*l0\)"):
+        override(parse_yaml(laugh(9), "config.yaml"), ())
+    path = tmp_path / "node.yaml"
+    path.write_text(laugh(9))
+    with pytest.raises(FedspanError, match="alias"):
+        load_node(path)
+    with pytest.raises(FedspanError, match="--set"):
+        override({}, ["data.labels=[&a [1], *a]"])
+    assert time.monotonic() - began < 2
+
+
+@pytest.mark.parametrize("text", ["a: &a [*a]", "? [", "!!int _", "2026-13-01", "[" * 50, "a: [", "!!python/none x"])
+def test_every_mistake_is_a_value_error(text: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        load_yaml(text)
+
+
+def test_settings_that_share_a_list_are_read_again(tmp_path: Path) -> None:
+    shared = [1, 2]
+    open_series(tmp_path / "series", "sweep.yaml", {"over": {"a": shared, "b": shared}}, ())
+    assert read_settings(tmp_path / "series", "sweep.yaml", {"over": dict})["over"] == {"a": [1, 2], "b": [1, 2]}
+
+
+def test_no_other_module_parses_yaml() -> None:
+    parsing = set[str]()
+    for path in SOURCE.rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)) if "yaml" in text else ():
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "yaml" and "load" in node.attr:
+                parsing.add(path.relative_to(SOURCE).as_posix())
+    assert parsing == PACKAGED

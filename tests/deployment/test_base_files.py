@@ -23,6 +23,7 @@ from fedspan.deployment.node import NodeService
 from fedspan.errors import FedspanError
 from fedspan.transports.http.client import RefusedError
 from helpers import tiny
+from helpers.captured_log import CapturedLog
 from helpers.node_service import introduced, node, values
 from helpers.refusals import refused
 
@@ -321,7 +322,7 @@ def test_a_run_is_joined_with_the_model_that_the_server_offers(tiny_folder: Path
 
 @pytest.mark.parametrize("is_offered", [True, False])
 def test_a_node_that_does_not_accept_the_only_source_of_its_model_names_the_limit(
-    is_offered: bool, tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    is_offered: bool, tiny_folder: Path, tmp_path: Path, caplog: CapturedLog
 ) -> None:
     config = values(tiny_folder)
     files = tuple(base_offers.list_base_files(Path(config["model"]["name"]))) if is_offered else ()

@@ -18,6 +18,7 @@ from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
 from fedspan.transports.flower.link import LONGEST_HEADER, forward
 from helpers.another_user import as_another_user
+from helpers.captured_log import CapturedLog
 
 LONGEST = 1000
 NOBODY = 65534
@@ -88,7 +89,7 @@ def test_time_ends_a_message_whose_bytes_trickle_in(monkeypatch: pytest.MonkeyPa
         assert time.monotonic() < until
 
 
-def test_a_connection_too_many_is_refused_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_connection_too_many_is_refused_and_logged(caplog: CapturedLog) -> None:
     with listening() as path, ExitStack() as stack:
         for _ in range(host._CONNECTIONS + 1):
             line = stack.enter_context(socket.socket(socket.AF_UNIX))

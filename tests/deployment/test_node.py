@@ -36,6 +36,7 @@ from fedspan.federation.protocol import (
     open_reply,
     read_header,
 )
+from helpers.captured_log import CapturedLog
 from helpers.node_service import CLIENT, introduced, node, served, values
 from helpers.refusals import refused
 
@@ -285,9 +286,7 @@ def test_words_vectors_do_not_train_unless_the_owner_allows_it(field: str, tiny_
     assert introduced(NodeService(allowed), config).refused is None
 
 
-def test_a_refusal_is_one_line_of_the_node_s_log(
-    tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_refusal_is_one_line_of_the_node_s_log(tiny_folder: Path, tmp_path: Path, caplog: CapturedLog) -> None:
     config = values(tiny_folder, federation={"require_tags": {"gpu": True}})
     introduction = introduced(NodeService(node(tiny_folder, tmp_path)), config)
     assert caplog.messages == [f"the invitation to run is refused: {introduction.refused}"]
@@ -296,7 +295,7 @@ def test_a_refusal_is_one_line_of_the_node_s_log(
 
 
 def test_an_unexpected_error_of_an_invitation_is_logged_with_its_traceback(
-    tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tiny_folder: Path, tmp_path: Path, caplog: CapturedLog
 ) -> None:
     def fail(*_: Any) -> Any:
         raise ZeroDivisionError("a defect")
@@ -307,12 +306,12 @@ def test_an_unexpected_error_of_an_invitation_is_logged_with_its_traceback(
     assert "not a fedspan header" not in caplog.text, "that it is no order is no error"
 
 
-def test_a_node_s_log_names_its_rounds(tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "fedspan.node")
+def test_a_node_s_log_names_its_rounds(tiny_folder: Path, tmp_path: Path, caplog: CapturedLog) -> None:
     run, _ = served(tiny_folder, NodeService(node(tiny_folder, tmp_path)))
     start = run.federation.begin()
-    run.evaluator.evaluate_clients(start)
-    run.evaluator.evaluate_clients(run.federation.run_round(start).progress)
+    with caplog.at_level("INFO", "fedspan.node"):
+        run.evaluator.evaluate_clients(start)
+        run.evaluator.evaluate_clients(run.federation.run_round(start).progress)
     done = [line for line in caplog.messages if line.endswith("done")]
     assert done == ["before round 1: evaluate done", "round 1: train done", "after round 1: evaluate done"]
 
@@ -552,7 +551,7 @@ PLACES = {
 
 
 def test_an_error_while_an_order_runs_tells_the_server_nothing_of_data_or_paths(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: CapturedLog
 ) -> None:
     config = node(tiny_folder, tmp_path, limits={"evaluation_epsilon": 0.1})
     run, transport = served(tiny_folder, NodeService(config), method={"name": "fedsa-lora"})

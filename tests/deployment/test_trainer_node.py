@@ -22,6 +22,7 @@ from fedspan.federation.progress import TooFewReplies
 from fedspan.federation.protocol import decode_reply
 from fedspan.progress.listener import Listener
 from helpers import tiny
+from helpers.captured_log import CapturedLog
 from helpers.node_service import introduced, node, served, values
 from helpers.trainer_clients import NEW_MODULES, arguments, make_trainer, save_without_head, torch_trainer
 
@@ -68,9 +69,7 @@ def test_a_plain_loop_with_its_tokenizer_has_the_servers_base(tiny_folder: Path,
 
 
 @pytest.mark.parametrize("kind", ["trainer", "loop"])
-def test_a_trainer_needs_a_tokenizer(
-    kind: str, tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_trainer_needs_a_tokenizer(kind: str, tiny_folder: Path, tmp_path: Path, caplog: CapturedLog) -> None:
     trainer: Any = torch_trainer(tiny_folder, "east")
     if kind == "trainer":
         trainer = make_trainer(tiny_folder, "east")
@@ -140,9 +139,7 @@ def test_a_node_has_data_or_a_trainer(tiny_folder: Path, tmp_path: Path) -> None
         deploy.join(tmp_path / "node.yaml", insecure=True)
 
 
-def test_fields_that_bind_no_trainer_are_named(
-    tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_fields_that_bind_no_trainer_are_named(tiny_folder: Path, tmp_path: Path, caplog: CapturedLog) -> None:
     trainer = make_trainer(tiny_folder, "east")
     limits = {"tokens": 128, "batch": 4, "steps": 10}
     given = {"id": "clinic", "server": "localhost:1", "folder": str(tmp_path / "node"), "limits": limits}
@@ -154,7 +151,7 @@ def test_fields_that_bind_no_trainer_are_named(
         TrainerNode(node(tiny_folder, tmp_path / "node", data={}, limits={"accept_base": True}), trainer)
 
 
-def test_checkpoints_do_not_bind_a_trainer(tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_checkpoints_do_not_bind_a_trainer(tiny_folder: Path, tmp_path: Path, caplog: CapturedLog) -> None:
     own = node(tiny_folder, tmp_path / "node", data={}, limits={"train_examples": 1})
     with closing(TrainerNode(own, make_trainer(tiny_folder, "east"))) as worker:
         for training, is_warned in (({}, False), ({"checkpoint_steps": 1}, True)):
@@ -228,7 +225,7 @@ class ReadingBert(BertForSequenceClassification):
 
 
 def test_a_weight_that_is_used_without_a_call_is_refused_in_every_order(
-    tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tiny_folder: Path, tmp_path: Path, caplog: CapturedLog
 ) -> None:
     config = node(tiny_folder, tmp_path / "node", data={}, limits={"train_examples": 1})
     model = ReadingBert.from_pretrained(tiny_folder / "bert", num_labels=len(tiny.LABELS))
@@ -254,9 +251,7 @@ class ChangesOnce(TrainerCallback):
                 model.bert.embeddings.word_embeddings.weight[0, 0] += 1
 
 
-def test_a_node_whose_base_changed_refuses_orders(
-    tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_node_whose_base_changed_refuses_orders(tiny_folder: Path, tmp_path: Path, caplog: CapturedLog) -> None:
     config = node(tiny_folder, tmp_path / "node", data={}, limits={"train_examples": 1})
     with closing(TrainerNode(config, make_trainer(tiny_folder, "east", callbacks=[ChangesOnce()]))) as worker:
         prepared, _ = served(tiny_folder, worker.service)

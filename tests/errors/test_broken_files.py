@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import random
 import shutil
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -24,7 +25,7 @@ from fedspan.models.export import read_adapter
 from fedspan.runs.checkpoint_format import read_index
 from fedspan.runs.report import read_report
 from fedspan.tasks.registry import get_task
-from helpers.fuzzing import CHANGES, CUTS, answered, as_json, changed, fuzz, mangled
+from helpers.fuzzing import SEEDS, answered, changed, dumped, fuzz, list_places, mangled
 from helpers.mistakes.world import GOOD, World
 
 TALKS = '{"talk": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n' * 9
@@ -66,25 +67,23 @@ def read(name: str, content: bytes, **options: Any) -> None:
 
 
 @fuzz(80)
-@given(st.sampled_from(sorted(VALID)), CUTS, st.integers(0, 9), st.booleans())
-@example("t.json", [(0, 0, b"[" * 9999)], 0, False)
-@example("t.jsonl", [(0, 0, b'{"text": "a", "label": 1' + b"0" * 30 + b"}\n")], 0, False)
-def test_data_files(name: str, cuts: list[Any], end: int, drop: bool) -> None:
-    content = mangled(VALID[name], cuts)
-    read(name, content[: len(content) - end * end], invalid="skip" if drop else "error")
+@given(st.sampled_from(sorted(VALID)), SEEDS, st.booleans())
+def test_data_files(name: str, seed: int, drop: bool) -> None:
+    read(name, mangled(VALID[name], random.Random(seed)), invalid="skip" if drop else "error")
 
 
 @fuzz(40)
 @given(st.sampled_from(sorted(VALID)), st.binary(max_size=80))
+@example("t.jsonl", b'{"text": "a", "label": 1' + b"0" * 30 + b"}\n")
 def test_data_files_of_random_bytes(name: str, content: bytes) -> None:
     read(name, content)
 
 
 @fuzz(40)
-@given(CHANGES, st.sampled_from(["{text}", "{label} {talk}"]))
-def test_rows_of_json(changes: list[Any], prompt: str) -> None:
-    rows = changed([*ROWS, *(json.loads(line) for line in TALKS.splitlines()[:2])], changes)
-    read("t.json", as_json(rows))
+@given(SEEDS, st.sampled_from(["{text}", "{label} {talk}"]))
+def test_rows_of_json(seed: int, prompt: str) -> None:
+    rows = changed([*ROWS, *(json.loads(line) for line in TALKS.splitlines()[:2])], random.Random(seed))
+    read("t.json", dumped(rows))
     for options in ({"prompt": prompt, "answer": "label"}, {"messages": "talk", "chat": True}):
         config = DataConfig.model_validate({"train": "t.json", **options})
         answered(lambda config=config: load(config, task=get_task("causal-lm").columns))
@@ -98,13 +97,18 @@ def _partitions() -> list[dict[str, Any]]:
 
 
 @fuzz(40)
-@given(CHANGES, CUTS)
-@example([(3, "set", 10**30, "")], [])
-@example([(2, "set", float("inf"), "")], [])
-def test_partition_files(changes: list[Any], cuts: list[Any]) -> None:
+@given(SEEDS)
+def test_partition_files(seed: int) -> None:
+    draws = random.Random(seed)
     for whole in _partitions():
-        for content in (as_json(changed(whole, changes)), mangled(as_json(whole), cuts)):
+        for content in (dumped(changed(whole, draws)), mangled(dumped(whole), draws)):
             answered(lambda content=content: Partition.from_json(content.decode(errors="replace")))
+
+
+@pytest.mark.parametrize("change", [{"clients": 10**30}, {"examples": float("inf")}])
+def test_numbers_that_no_partition_has(change: dict[str, Any]) -> None:
+    for whole in _partitions():
+        answered(lambda whole=whole: Partition.from_json(json.dumps({**whole, **change})))
 
 
 @pytest.fixture(scope="module")
@@ -114,11 +118,11 @@ def trained(world: World, folder: Path) -> Path:
     return world.run()
 
 
-def damaged(path: Path, changes: list[Any], cuts: list[Any], call: Callable[[], object]) -> None:
+def damaged(path: Path, seed: int, call: Callable[[], object]) -> None:
     """Call with a JSON file whose values were changed, then with one whose bytes were; the file is as before after."""
-    content = path.read_bytes()
+    content, draws = path.read_bytes(), random.Random(seed)
     try:
-        for broken in (as_json(changed(json.loads(content), changes)), mangled(content, cuts)):
+        for broken in (dumped(changed(json.loads(content), draws)), mangled(content, draws)):
             path.write_bytes(broken)
             answered(call)
     finally:
@@ -126,30 +130,30 @@ def damaged(path: Path, changes: list[Any], cuts: list[Any], call: Callable[[], 
 
 
 @fuzz(20)
-@given(CHANGES, CUTS)
-def test_notes(trained: Path, changes: list[Any], cuts: list[Any]) -> None:
+@given(SEEDS)
+def test_notes(trained: Path, seed: int) -> None:
     place = trained / "adapter"
-    damaged(place / "fedspan.json", changes, cuts, lambda: parse_task_settings(place, read_notes(place)))
+    damaged(place / "fedspan.json", seed, lambda: parse_task_settings(place, read_notes(place)))
 
 
 @fuzz(20)
-@given(CHANGES, CUTS)
-def test_adapter_configs(trained: Path, changes: list[Any], cuts: list[Any]) -> None:
+@given(SEEDS)
+def test_adapter_configs(trained: Path, seed: int) -> None:
     place = trained / "adapter"
     layers = {"bert.encoder.layer.0.attention.self.query": (16, 16)}
-    damaged(place / "adapter_config.json", changes, cuts, lambda: read_adapter(str(place), layers))
+    damaged(place / "adapter_config.json", seed, lambda: read_adapter(str(place), layers))
 
 
 @fuzz(20)
-@given(CHANGES, CUTS)
-def test_indices_of_checkpoints(trained: Path, changes: list[Any], cuts: list[Any]) -> None:
-    damaged(trained / "best" / "checkpoint.json", changes, cuts, lambda: read_index(trained / "best"))
+@given(SEEDS)
+def test_indices_of_checkpoints(trained: Path, seed: int) -> None:
+    damaged(trained / "best" / "checkpoint.json", seed, lambda: read_index(trained / "best"))
 
 
 @fuzz(20)
-@given(CHANGES, CUTS)
-def test_reports(trained: Path, changes: list[Any], cuts: list[Any]) -> None:
-    damaged(trained / "report.json", changes, cuts, lambda: read_report(trained))
+@given(SEEDS)
+def test_reports(trained: Path, seed: int) -> None:
+    damaged(trained / "report.json", seed, lambda: read_report(trained))
 
 
 SMALL = st.sampled_from([None, "x", -1, 0, 7, [], {}, 1.5, True])  # no sizes that a machine has no memory for
@@ -161,6 +165,12 @@ MODEL_FILES = st.sampled_from(["config.json", "tokenizer.json", "tokenizer_confi
 def test_model_files(world: World, file: str, number: int, what: str, junk: Any) -> None:
     place = Path("model")
     shutil.copytree(world.tiny / "bert", place, dirs_exist_ok=True)
-    content = changed(json.loads((place / file).read_text()), [(number, what, junk, "")])
+    content = json.loads((place / file).read_text())
+    places = list_places(content)
+    container, key = places[number % len(places)]
+    if what == "drop":
+        del container[key]
+    else:
+        container[key] = junk
     (place / file).write_text(json.dumps(content))
     answered(lambda: prepare(parse_config(world.values(model={"name": "model"}))))

@@ -1,4 +1,4 @@
-"""What a run's model and the models that are written of it predict of the run's test set."""
+"""Rounds of a run, and what its model and the models that are written of it predict of its test set."""
 
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,28 @@ from huggingface_hub import ModelCard
 from peft import PeftModel
 from torch import Tensor, nn
 
-from fedspan.assembly.run import Prepared
+from fedspan.assembly.run import Prepared, prepare
+from fedspan.config import RunConfig
 from fedspan.federation.progress import Progress
 from fedspan.run_folder import CARD
 
 from . import tiny
+
+
+def run_rounds(config: RunConfig, rounds: int = 2) -> tuple[Prepared, Progress]:
+    """Prepare a run, and make its first rounds."""
+    made = prepare(config)
+    progress = made.federation.begin()
+    for _ in range(rounds):
+        progress = made.federation.run_round(progress).progress
+    return made, progress
+
+
+def predict_with(made: Prepared, model: nn.Module) -> Tensor:
+    """What a model predicts of the run's test set."""
+    batch = made.task.collate(made.test, range(len(made.test)), torch.device("cpu"))
+    with torch.no_grad():
+        return made.task.predict(model.eval(), batch)
 
 
 def predict_with_peft(made: Prepared, adapter: Path) -> Tensor:
@@ -29,9 +46,7 @@ def predict_with_peft(made: Prepared, adapter: Path) -> Tensor:
         base = made.config.model.name
         fresh = auto.from_pretrained(base) if images else tiny.fresh_classifier(base)
         model = PeftModel.from_pretrained(fresh, str(adapter))
-    batch = made.task.collate(made.test, range(len(made.test)), torch.device("cpu"))
-    with torch.no_grad():
-        return made.task.predict(model.eval(), batch)
+    return predict_with(made, model)
 
 
 def predict_with_engine(made: Prepared, progress: Progress, client: str | None = None) -> Tensor:
@@ -49,3 +64,8 @@ def load_as_its_card_says(folder: Path) -> Any:
     names: dict[str, Any] = {}
     exec(compile(code, "card", "exec"), names)
     return names["model"].eval()
+
+
+def close(one: Tensor, other: Tensor) -> bool:
+    """Whether no number differs by 1e-4."""
+    return float((one - other).abs().max()) < 1e-4

@@ -6,7 +6,6 @@ always the same bytes, so a finding is a target, a seed and a number.
 
 import asyncio
 import base64
-import copy
 import hashlib
 import json
 import random
@@ -46,32 +45,10 @@ from fedspan.federation.secagg.messages import (
     decode_request,
 )
 
+from .fuzzing import changed, dumped, mangled
 from .hostile_node import make_public_key, make_strange_keys
 
 __all__ = ["TARGETS", "Codec", "Refusing", "Target"]
-
-_JUNK: tuple[Any, ...] = (
-    *(None, True, False, 0, 1, -1, 2**31, 2**53, 2**63, 2**64, 10**30, 0.5, 1e308, -1e-320, float("nan"), float("inf")),
-    *(
-        "",
-        "a",
-        "x" * 300,
-        "\x1b[31m",
-        "\ud800",
-        "\0",
-        "train",
-        "invite",
-        "fedit",
-        "../../etc",
-        "1e9",
-        [],
-        {},
-        [[]],
-        [0],
-    ),
-    *({"a": 1}, [None], ["a", "a"], {"": {}}),
-)
-_BYTES = (b"\0", b"\xff", b"{", b"[" * 2000, b'"', b",", b"\n", b"9" * 400, b"\xed\xa0\x80", b"null", b"&a *a", b"...")
 
 
 class Target(ABC):
@@ -108,76 +85,6 @@ class Target(ABC):
         return data
 
 
-def mangled(data: bytes, draws: random.Random) -> bytes:
-    """Some bytes changed, dropped, doubled or put in."""
-    made = bytearray(data)
-    for _ in range(draws.choice((1, 1, 2, 5))):
-        at, kind = draws.randrange(len(made) + 1), draws.random()
-        if kind < 0.35 and made:
-            made[min(at, len(made) - 1)] ^= 1 << draws.randrange(8)
-        elif kind < 0.55:
-            del made[at : at + draws.choice((1, 1, 8, 100))]
-        elif kind < 0.8:
-            made[at:at] = draws.choice(_BYTES)
-        else:
-            start = draws.randrange(len(made) + 1)
-            made[at:at] = made[start : start + 40]
-    return bytes(made)
-
-
-def changed(value: Any, draws: random.Random) -> Any:
-    """A JSON value with something else at a few places in it."""
-    value = json.loads(json.dumps(value))
-    for _ in range(draws.choice((1, 1, 1, 2, 3))):
-        places = _places(value)
-        if not places:
-            return _junk(draws)
-        container, key = draws.choice(places)
-        kind = draws.random()
-        if kind < 0.2:
-            del container[key]
-        elif kind < 0.35 and isinstance(container, dict):
-            container[draws.choice(("", "extra", "task", "format", "x" * 300))] = _junk(draws)
-        elif kind < 0.45 and isinstance(container, list):
-            repeated = container[key]
-            small = not isinstance(repeated, dict | list) or len(_dumped(repeated)) < 200
-            container.extend([repeated] * draws.choice((1, 3, 500 if small else 5)))
-        elif kind < 0.5:
-            nested = _junk(draws)
-            for _ in range(draws.choice((3, 60, 3000))):
-                nested = [nested]
-            container[key] = nested
-        else:
-            container[key] = _junk(draws)
-    return value
-
-
-def _junk(draws: random.Random) -> Any:
-    return copy.deepcopy(draws.choice(_JUNK))
-
-
-def _places(value: Any) -> list[tuple[Any, Any]]:
-    """Every container in a value with each of its keys, to a depth of 30."""
-    found: list[tuple[Any, Any]] = []
-    level = [value]
-    for _ in range(30):
-        below: list[Any] = []
-        for one in level:
-            items = one.items() if isinstance(one, dict) else enumerate(one) if isinstance(one, list) else ()
-            for key, inside in list(items)[:300]:
-                found.append((one, key))
-                below.append(inside)
-        level = below
-    return found
-
-
-def _dumped(value: Any) -> bytes:
-    try:
-        return json.dumps(value).encode(errors="surrogatepass")
-    except RecursionError:
-        return b"[" * 3000
-
-
 class _Json(Target):
     """A target whose inputs are JSON."""
 
@@ -187,7 +94,7 @@ class _Json(Target):
             value = json.loads(data)
         except (ValueError, RecursionError):
             return mangled(data, draws)
-        return mangled(data, draws) if draws.random() < 0.25 else _dumped(changed(value, draws))
+        return mangled(data, draws) if draws.random() < 0.25 else dumped(changed(value, draws))
 
 
 class Codec(Target):
@@ -230,12 +137,12 @@ class Codec(Target):
             header = json.loads(data[8 : 8 + size])
             text = header["__metadata__"]["fedspan"]
             if draws.random() < 0.6:
-                header["__metadata__"]["fedspan"] = _dumped(changed(json.loads(text), draws)).decode(errors="replace")
+                header["__metadata__"]["fedspan"] = dumped(changed(json.loads(text), draws)).decode(errors="replace")
             else:
                 header = changed(header, draws)
         except (ValueError, KeyError, TypeError, RecursionError):
             return mangled(data, draws)
-        made = _dumped(header)
+        made = dumped(header)
         return len(made).to_bytes(8, "little") + made + data[8 + size :]
 
 

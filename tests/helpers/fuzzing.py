@@ -2,6 +2,7 @@
 
 import copy
 import json
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -10,24 +11,30 @@ from hypothesis import strategies as st
 
 from fedspan.errors import FedspanError
 
-HUGE = "an int of thousands of digits"  # stands for one, as Hypothesis cannot print such
-WORDS = st.sampled_from(
-    [HUGE, "", "label", "text", "a", "null", "x\ud800", "é", "\0", "{", "[a](", "1e9", "good.csv", "loss"]
-)
-NUMBER = st.sampled_from([-1, 0, 1, 3, 2**31, 2**63, 10**30, -0.5, 0.3, 1e308, float("inf"), float("nan")])
-SCALAR = st.none() | st.booleans() | st.integers() | NUMBER | WORDS | st.text(max_size=9)
-JUNK = st.recursive(
-    SCALAR, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=3), max_leaves=6
-)
-DEEP = st.integers(50, 150).map(lambda depth: json.loads("[" * depth + "]" * depth))
-CHANGE = st.tuples(st.integers(0, 10**6), st.sampled_from(["set", "drop", "add"]), JUNK | DEEP, WORDS)
-CHANGES = st.lists(CHANGE, min_size=1, max_size=3)
-CUTS = st.lists(
-    st.tuples(
-        st.integers(0, 10**6), st.integers(0, 12), st.binary(max_size=6) | st.sampled_from([b'"', b",", b"\n", b"\xff"])
+SEEDS = st.integers(0, 2**32)
+"""Seeds of what is changed in an input."""
+_JUNK: tuple[Any, ...] = (
+    *(None, True, False, 0, 1, -1, 2**31, 2**53, 2**63, 2**64, 10**30, 0.5, 1e308, -1e-320, float("nan"), float("inf")),
+    *(
+        "",
+        "a",
+        "x" * 300,
+        "\x1b[31m",
+        "\ud800",
+        "\0",
+        "train",
+        "invite",
+        "fedit",
+        "../../etc",
+        "1e9",
+        [],
+        {},
+        [[]],
+        [0],
     ),
-    max_size=4,
+    *({"a": 1}, [None], ["a", "a"], {"": {}}),
 )
+_BYTES = (b"\0", b"\xff", b"{", b"[" * 2000, b'"', b",", b"\n", b"9" * 400, b"\xed\xa0\x80", b"null", b"&a *a", b"...")
 
 
 def fuzz(cases: int) -> Callable[[Any], Any]:
@@ -54,44 +61,72 @@ def answered(call: Callable[[], object]) -> object:
     return None
 
 
-def places(value: Any) -> list[tuple[Any, Any]]:
-    """Every container in a value with each of its keys."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    found: list[tuple[Any, Any]] = []
-    for key, inside in list(items):
-        found += [(value, key), *places(inside)]
-    return found
-
-
-def changed(value: Any, changes: list[tuple[int, str, Any, str]]) -> Any:
-    """A value with something else at a few places in it."""
-    value = copy.deepcopy(value)
-    for number, what, junk, name in changes:
-        junk = 16**5000 if junk == HUGE else copy.deepcopy(junk)
-        there = places(value)
-        if not there:
-            return junk
-        container, key = there[number % len(there)]
-        if what == "drop":
-            del container[key]
-        elif what == "add" and isinstance(container, dict):
-            container[name] = junk
+def mangled(data: bytes, draws: random.Random) -> bytes:
+    """Some bytes changed, dropped, doubled or put in."""
+    made = bytearray(data)
+    for _ in range(draws.choice((1, 1, 2, 5))):
+        at, kind = draws.randrange(len(made) + 1), draws.random()
+        if kind < 0.35 and made:
+            made[min(at, len(made) - 1)] ^= 1 << draws.randrange(8)
+        elif kind < 0.55:
+            del made[at : at + draws.choice((1, 1, 8, 100))]
+        elif kind < 0.8:
+            made[at:at] = draws.choice(_BYTES)
         else:
-            container[key] = junk
+            start = draws.randrange(len(made) + 1)
+            made[at:at] = made[start : start + 40]
+    return bytes(made)
+
+
+def changed(value: Any, draws: random.Random) -> Any:
+    """A JSON value with something else at a few places in it."""
+    value = json.loads(json.dumps(value))
+    for _ in range(draws.choice((1, 1, 1, 2, 3))):
+        places = list_places(value)
+        if not places:
+            return _junk(draws)
+        container, key = draws.choice(places)
+        kind = draws.random()
+        if kind < 0.2:
+            del container[key]
+        elif kind < 0.35 and isinstance(container, dict):
+            container[draws.choice(("", "extra", "task", "format", "x" * 300))] = _junk(draws)
+        elif kind < 0.45 and isinstance(container, list):
+            repeated = container[key]
+            small = not isinstance(repeated, dict | list) or len(dumped(repeated)) < 200
+            container.extend([repeated] * draws.choice((1, 3, 500 if small else 5)))
+        elif kind < 0.5:
+            nested = _junk(draws)
+            for _ in range(draws.choice((3, 60, 3000))):
+                nested = [nested]
+            container[key] = nested
+        else:
+            container[key] = _junk(draws)
     return value
 
 
-def mangled(content: bytes, cuts: list[tuple[int, int, bytes]]) -> bytes:
-    """Bytes with a few of them replaced."""
-    for at, length, new in cuts:
-        at %= len(content) + 1
-        content = content[:at] + new + content[at + length :]
-    return content
+def _junk(draws: random.Random) -> Any:
+    return copy.deepcopy(draws.choice(_JUNK))
 
 
-def as_json(value: Any) -> bytes:
+def list_places(value: Any) -> list[tuple[Any, Any]]:
+    """Every container in a value with each of its keys, to a depth of 30."""
+    found: list[tuple[Any, Any]] = []
+    level = [value]
+    for _ in range(30):
+        below: list[Any] = []
+        for one in level:
+            items = one.items() if isinstance(one, dict) else enumerate(one) if isinstance(one, list) else ()
+            for key, inside in list(items)[:300]:
+                found.append((one, key))
+                below.append(inside)
+        level = below
+    return found
+
+
+def dumped(value: Any) -> bytes:
     """JSON as a careless editor would leave it: NaN, half characters and all."""
     try:
-        return json.dumps(value).encode()
-    except ValueError:  # an int of thousands of digits
-        return b'{"a": ' + b"9" * 5000 + b"}"
+        return json.dumps(value).encode(errors="surrogatepass")
+    except RecursionError:
+        return b"[" * 3000

@@ -20,13 +20,9 @@ from fedspan.transports.http.store import Store
 from fedspan.transports.http.supervision import create_server, supervise
 from fedspan.transports.http.transport import Bodies, send_envelopes
 
-__all__ = ["LocalServer", "free_port", "join", "kill_serving", "run_server", "send_order", "serve_here"]
+from .ports import free_port
 
-
-def free_port() -> int:
-    """Return a port that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
+__all__ = ["LocalServer", "join", "kill_serving", "run_server", "send_order", "serve_here"]
 
 
 class LocalServer:

@@ -1,9 +1,7 @@
 """A server and its nodes as processes of the command line, on this machine."""
 
 import os
-import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +15,8 @@ import yaml
 from click.testing import CliRunner
 
 from fedspan.cli import app
+
+from .ports import free_port
 
 OPEN = {
     **{"models": ["*"], "approve": "auto", "head_statistics": "exact", "statistics_max_length": 2},
@@ -38,15 +38,6 @@ def read_processor_seconds(pid: int) -> float:
     """Return the processor time that a process has used, in seconds."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def free_port() -> int:
-    """Return an unused port below those that the system assigns, so that no other process receives it meanwhile."""
-    while True:
-        port = 10_000 + secrets.randbelow(22_000)
-        with suppress(OSError), socket.socket() as bound:
-            bound.bind(("127.0.0.1", port))
-            return port
 
 
 def build_command(*arguments: str) -> list[str]:

@@ -9,6 +9,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from .ports import free_port
+
 BIN = Path(sys.executable).parent
 
 
@@ -93,10 +95,3 @@ class StockFlower:
     def logs(self) -> str:
         """The ends of all logs."""
         return "".join(f"\n--- {path.name}\n{path.read_text()[-4000:]}" for path in sorted(self.folder.glob("*.log")))
-
-
-def free_port() -> int:
-    """A port that nothing listens on."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]

@@ -168,8 +168,13 @@ def save_data(folder: Path) -> None:
 
 
 def settings(folder: Path, key: str, method: str = "fedit", engine: str = "loop", **model: Any) -> dict[str, Any]:
-    """Two rounds as plain values; the target modules are PEFT's default unless they are given."""
+    """Two rounds as plain values, on a model that is saved when it is first asked for.
+
+    The target modules are PEFT's default unless they are given.
+    """
     family = FAMILIES[key]
+    if not (folder / key).exists():
+        save_family(key, folder)
     if family.task == IMAGES:
         values = tiny_images.settings(folder, "vit")
     elif family.task == LANGUAGE:

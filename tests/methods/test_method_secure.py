@@ -98,7 +98,7 @@ def test_a_secure_round_is_the_plain_one(kind: str, prepared: Prepared, tiny_fol
 
 
 @by_family
-@pytest.mark.parametrize("phase", ["train", "unmask"])
+@pytest.mark.parametrize("phase", others_slow(["train", "unmask"], ["unmask"]))
 def test_a_round_without_one_client_is_that_of_the_others(
     kind: str, phase: str, prepared: Prepared, tiny_folder: Path, tmp_path: Path
 ) -> None:

@@ -80,7 +80,7 @@ def as_it_was() -> Iterator[None]:
 
 def test_it_is_run_compared_and_planned_like_any_other(tiny_folder: Path, tmp_path: Path) -> None:
     fedspan.register("own", Own)
-    values = tiny.settings(tiny_folder, federation={"rounds": 2})
+    values = tiny.settings(tiny_folder, federation={"rounds": 1})
     fedspan.compare(values, tmp_path, ["fedit", "own", "own+fedprox"], seeds=[0])
     adapters = [tmp_path / f"{name}-seed0" / "adapter" / "adapter_model.safetensors" for name in ("fedit", "own")]
     theirs, own = map(load_file, adapters)

@@ -50,8 +50,6 @@ methods = pytest.mark.parametrize("method", ["fedit", pytest.param("rolora", mar
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("families")
     tiny_families.save_data(folder)
-    for key in FAMILIES:
-        tiny_families.save_family(key, folder)
     return folder
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from fedspan.assembly.run import prepare
 from fedspan.errors import FedspanError
-from fedspan.models import names
+from fedspan.models import loading, names
 from fedspan.models.empty import load_empty
 from fedspan.models.loading import load_pretrained, load_scratch
 from fedspan.models.names import get_published_name, resolve_model
@@ -142,8 +142,9 @@ def test_a_built_in_model_has_to_be_the_published_one(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux lists the files that a process maps")
-def test_weights_are_mapped_from_their_file(tiny_folder: Path) -> None:
+def test_weights_are_mapped_from_their_file(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So the processes of a machine that load a model share its memory (docs/cluster.md)."""
+    monkeypatch.setattr(loading, "load_pretrained", load_pretrained)  # a stored model is copied
     config = tiny.config(tiny_folder)
     prepared = prepare(config)
     path = str((Path(config.model.name) / "model.safetensors").resolve())

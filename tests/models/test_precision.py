@@ -33,7 +33,7 @@ from fedspan.models.precision import compute_tolerance, has_narrow_weights, keep
 from fedspan.models.unpadded import Unpadded
 from fedspan.training.jobs import Assignment
 from helpers import tiny, tiny_decoders, tiny_images
-from helpers.image_rounds import close, run_rounds, theirs
+from helpers.exported_models import close, predict_with, run_rounds
 from helpers.refusals import refused
 
 
@@ -355,7 +355,7 @@ def test_what_is_no_change_of_the_base_is_written_whole(kind: str, what: str, im
     notes = {"base_model": made.config.model.name}
     export_merged(tmp_path, adapted, job, base, made.model.processor, notes)
     back = transformers.AutoModelForImageClassification.from_pretrained(tmp_path)
-    assert close(theirs(made, back), expected)
+    assert close(predict_with(made, back), expected)
     assert all(value.dtype == torch.float32 for value in back.parameters())
     adapted.set_base(BaseUpdate())
 

@@ -17,6 +17,7 @@ from fedspan.errors import FedspanError
 from fedspan.models import quantized
 from fedspan.models.adapted import AdaptedModel
 from helpers import tiny_decoders
+from helpers.captured_log import CapturedLog
 from helpers.families import others_slow
 
 pytest.importorskip("bitsandbytes", reason="the extra fedspan[quantization] is not installed")
@@ -109,7 +110,7 @@ def test_a_run_and_its_export(kind: str, decoders: Path, tmp_path: Path) -> None
     assert "quantization_config" not in json.loads((merged / "config.json").read_text())
 
 
-def test_int8_layers_log_nothing(tiny_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_int8_layers_log_nothing(tiny_folder: Path, caplog: CapturedLog) -> None:
     """bitsandbytes would log a warning for every layer and pass that is given float32 on a CPU."""
     from helpers import tiny
 

@@ -28,7 +28,8 @@ from helpers.command_line import done
 
 def settings(folder: Path, **federation: Any) -> dict[str, Any]:
     """Three rounds, of which validation selects one, and two final rounds."""
-    values = tiny.settings(folder, training={"schedule": "cosine", "local_epochs": 1, "local_steps": None})
+    training = {"schedule": "cosine", "local_epochs": 1, "local_steps": None, "batch_size": 32}
+    values = tiny.settings(folder, training=training)
     values["federation"] = {"rounds": 3, "final_rounds": 2, **federation}
     values["partition"]["validation"] = 0.25
     return values

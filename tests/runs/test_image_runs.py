@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -21,12 +20,8 @@ from fedspan.federation.progress import Progress
 from fedspan.run_folder import RunFolder
 from fedspan.runs.trained_models import write_adapters
 from helpers import tiny, tiny_convolutions, tiny_decoders, tiny_images
+from helpers.exported_models import close, predict_with, predict_with_engine, run_rounds
 from helpers.families import others_slow
-from helpers.image_rounds import close, run_rounds, theirs
-
-
-def ours(made: Prepared, progress: Progress, client: str | None = None) -> Tensor:
-    return made.engine.predict(made.evaluator.build_job(progress, client), made.test, np.arange(len(made.test)), 50)
 
 
 @pytest.mark.parametrize(
@@ -37,13 +32,13 @@ def test_an_adapter_reloads_in_peft(kind: str, method: str, images: Path, tmp_pa
     """Linear layers and a patch projection; convolutions with trained norms and their statistics."""
     made, progress = run_rounds(tiny_images.config(images, kind, method={"name": method}))
     folder = write_adapters(made, progress, RunFolder(tmp_path))["global"]
-    expected = ours(made, progress)
+    expected = predict_with_engine(made, progress)
     base = tiny_images.fresh_classifier(images / kind)
-    assert not close(theirs(made, base), expected)
+    assert not close(predict_with(made, base), expected)
     model = PeftModel.from_pretrained(base, str(folder))
-    assert close(theirs(made, model), expected)
+    assert close(predict_with(made, model), expected)
     merged: Any = model.merge_and_unload()
-    assert close(theirs(made, merged), expected)
+    assert close(predict_with(made, merged), expected)
 
 
 def test_every_client_s_own_model_reloads(images: Path, tmp_path: Path) -> None:
@@ -56,8 +51,8 @@ def test_every_client_s_own_model_reloads(images: Path, tmp_path: Path) -> None:
     logits = {}
     for id, folder in folders.items():
         model = PeftModel.from_pretrained(tiny_images.fresh_classifier(images / "resnet"), str(folder))
-        logits[id] = theirs(made, model)
-        assert close(logits[id], ours(made, progress, id))
+        logits[id] = predict_with(made, model)
+        assert close(logits[id], predict_with_engine(made, progress, id))
     assert not close(logits["east"], logits["west"])
 
 
@@ -68,7 +63,7 @@ def test_a_model_from_scratch_is_exported_whole(method: str, images: Path, tmp_p
     assert not (folder / "adapter_config.json").exists()
     model = transformers.AutoModelForImageClassification.from_pretrained(folder)
     assert model.config.id2label == dict(enumerate(tiny_images.COLORS))
-    assert close(theirs(made, model), ours(made, progress))
+    assert close(predict_with(made, model), predict_with_engine(made, progress))
     paths = sorted((images / "pictures" / "east" / "red").iterdir())
     mine = made.task.processor([tiny_images.Image.open(path) for path in paths], return_tensors="pt")["pixel_values"]
     assert torch.equal(tiny_images.pixels(folder, paths), mine)
@@ -94,7 +89,7 @@ def test_only_the_architecture_is_taken(kind: str, images: Path, tmp_path: Path)
     progress = made.federation.run_round(made.federation.begin()).progress
     folder = write_adapters(made, progress, RunFolder(tmp_path))["global"]
     back = transformers.AutoModelForImageClassification.from_pretrained(folder)
-    assert close(theirs(made, back), ours(made, progress))
+    assert close(predict_with(made, back), predict_with_engine(made, progress))
     moved = [name for name, value in back.named_parameters() if not torch.equal(value, before[name])]
     # The keys' bias shifts all scores of a query alike, so that it has no gradient, but for rounding.
     assert {name for name in before if "k_proj.bias" not in name} <= set(moved)
@@ -106,7 +101,7 @@ def test_a_text_model_from_scratch(method: str, tiny_folder: Path, tmp_path: Pat
     made, progress = run_rounds(tiny.config(tiny_folder, "bert", **changes))
     folder = write_adapters(made, progress, RunFolder(tmp_path))["global"]
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
-    assert close(theirs(made, model), ours(made, progress))
+    assert close(predict_with(made, model), predict_with_engine(made, progress))
     assert model.config.hidden_dropout_prob == 0.1  # of the architecture; fedspan trains without
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     assert tokenizer("lab1 word2")["input_ids"] == made.task.tokenizer("lab1 word2")["input_ids"]
@@ -119,7 +114,7 @@ def test_a_language_model_from_scratch_keeps_its_weights_tied(decoders: Path, tm
     folder = write_adapters(made, progress, RunFolder(tmp_path))["global"]
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert close(theirs(made, model), ours(made, progress))
+    assert close(predict_with(made, model), predict_with_engine(made, progress))
 
 
 @pytest.mark.parametrize("method", others_slow(["fedit", "flora", "fedavg"], ["fedit", "flora"]))
@@ -128,10 +123,10 @@ def test_an_embedding_of_a_language_model(method: str, decoders: Path, tmp_path:
     values = tiny_decoders.settings(decoders, "llama", model=model, method={"name": method, "r": 2})
     made, progress = run_rounds(parse_config(values))
     folder = write_adapters(made, progress, RunFolder(tmp_path))["global"]
-    expected = ours(made, progress)
+    expected = predict_with_engine(made, progress)
     base = transformers.AutoModelForCausalLM.from_pretrained(decoders / "llama-lm")
-    assert not close(theirs(made, base), expected)
-    assert close(theirs(made, PeftModel.from_pretrained(base, str(folder))), expected)
+    assert not close(predict_with(made, base), expected)
+    assert close(predict_with(made, PeftModel.from_pretrained(base, str(folder))), expected)
 
 
 def test_embeddings_of_an_encoder(tiny_folder: Path, tmp_path: Path) -> None:
@@ -141,7 +136,7 @@ def test_embeddings_of_an_encoder(tiny_folder: Path, tmp_path: Path) -> None:
     made, progress = run_rounds(tiny.config(tiny_folder, "bert", **changes))
     folder = write_adapters(made, progress, RunFolder(tmp_path))["global"]
     model = PeftModel.from_pretrained(tiny.fresh_classifier(tiny_folder / "bert"), str(folder))
-    assert close(theirs(made, model), ours(made, progress))
+    assert close(predict_with(made, model), predict_with_engine(made, progress))
 
 
 @pytest.mark.parametrize("method", ["fedit", pytest.param("fedavg", marks=pytest.mark.slow)])
@@ -170,8 +165,8 @@ def test_starting_from_an_adapter(what: str, method: str, images: Path, decoders
                 value += torch.rand_like(value)
     model.save_pretrained(str(tmp_path / "start"))
     made, progress = run_rounds(parse_config(values), 0)
-    first = ours(made, progress)
-    assert close(first, theirs(made, model))
+    first = predict_with_engine(made, progress)
+    assert close(first, predict_with(made, model))
     progress = made.federation.run_round(progress).progress
     folder = write_adapters(made, progress, RunFolder(tmp_path))["global"]
     fresh = (
@@ -179,8 +174,8 @@ def test_starting_from_an_adapter(what: str, method: str, images: Path, decoders
         if what == "convolutions"
         else transformers.AutoModelForCausalLM.from_pretrained(decoders / "llama-lm")
     )
-    expected = ours(made, progress)
-    assert close(theirs(made, PeftModel.from_pretrained(fresh, str(folder))), expected)
+    expected = predict_with_engine(made, progress)
+    assert close(predict_with(made, PeftModel.from_pretrained(fresh, str(folder))), expected)
     assert not close(first, expected)
 
 
@@ -228,12 +223,8 @@ def is_close(one: Tensor, other: Tensor, tolerance: float = 1e-5) -> bool:
 def require_export(made: Prepared, progress: Progress, place: Path) -> None:
     """Whoever has the folder, and nothing else, computes the same."""
     folder = write_adapters(made, progress, RunFolder(place))["global"]
-    model = AutoModelForImageClassification.from_pretrained(folder).eval()
-    batch = made.task.collate(made.test, range(len(made.test)), torch.device("cpu"))
-    with torch.no_grad():
-        theirs = made.task.predict(model, batch)
-    ours = made.engine.predict(made.evaluator.build_job(progress, None), made.test, np.arange(len(made.test)), 50)
-    assert torch.allclose(theirs, ours, rtol=0, atol=1e-4)
+    model = AutoModelForImageClassification.from_pretrained(folder)
+    assert close(predict_with(made, model), predict_with_engine(made, progress))
 
 
 def test_fedloru_builds_convolutions_of_nothing_but_its_factors(pictures: Path, tmp_path: Path) -> None:

@@ -148,9 +148,9 @@ def test_every_exported_file_is_checked_in_each_of_its_parts(world: World, tmp_p
     assert names >= {"adapter_config.json", "adapter_model.safetensors", "fedspan.json", "tokenizer.json"}
     for path in exported:
         intact = path.read_bytes()
-        for tenth in range(11):
+        for place in (0, len(intact) // 2, -1):
             damaged = bytearray(intact)
-            damaged[(len(intact) - 1) * tenth // 10] ^= 1
+            damaged[place] ^= 1
             path.write_bytes(damaged)
             with pytest.raises(FedspanError, match=f"{path.name}`: the file was changed"):
                 require_intact(RunFolder(folder))

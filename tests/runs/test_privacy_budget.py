@@ -192,7 +192,7 @@ def test_asking_again_stays_within_the_budget(tiny_folder: Path, tmp_path: Path)
 
 
 def test_baselines_are_without_privacy(tiny_folder: Path, tmp_path: Path) -> None:
-    federation = {"rounds": 2}
+    federation = {"rounds": 1}
     given = run_values(tiny_folder, {"mechanism": "dp-sgd", "noise": 500.0}, federation=federation)
     given["baselines"] = ["centralized"]
     report = fedspan.run(given, tmp_path / "run")

@@ -93,9 +93,9 @@ def test_the_loss_is_transformers_own_and_predictions_add_up_to_it(tmp_path: Pat
 
 
 def test_masks_are_filled_as_transformers_and_peft_fill_them(tmp_path: Path) -> None:
-    training = {"lr": 0.02, "local_steps": 20, "batch_size": 8}
-    rest = {"evaluation": {"every": 4}, "engine": {"name": "batched", "clients_per_pass": 3}}
-    fedspan.run(tiny_masked.settings(tmp_path, federation={"rounds": 4}, training=training, **rest), tmp_path / "run")
+    training = {"lr": 0.04, "local_steps": 20, "batch_size": 8}
+    rest = {"evaluation": {"every": 2}, "engine": {"name": "batched", "clients_per_pass": 3}}
+    fedspan.run(tiny_masked.settings(tmp_path, federation={"rounds": 2}, training=training, **rest), tmp_path / "run")
     base = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "masked")
     task, examples = make([json.loads(line)["text"] for line in (tmp_path / "texts.jsonl").read_text().splitlines()])
     batch = task.collate(examples, range(len(examples)), CPU)

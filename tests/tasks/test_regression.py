@@ -72,7 +72,7 @@ def settings(tiny_folder: Path, folder: Path, **changes: Any) -> dict[str, Any]:
 def test_a_run_of_regression_on_pairs(tiny_folder: Path, tmp_path: Path) -> None:
     training = {"lr": 0.01, "local_steps": None, "batch_size": 8, "local_epochs": 4}
     engine = {"name": "batched", "clients_per_pass": 4}
-    federation = {"rounds": 4, "clients_per_round": None}
+    federation = {"rounds": 2, "clients_per_round": None}
     values = settings(tiny_folder, tmp_path, federation=federation, training=training, engine=engine)
     report = fedspan.run(values, tmp_path / "run")
     assert (report.task, report.metric) == ("regression", "pearson")

@@ -34,13 +34,13 @@ def test_mutations_keep_some_inputs_valid_and_break_most() -> None:
     for name, make in fuzz_targets.TARGETS.items():
         target: Any = make()
         taken = 0
-        for number in range(100):
+        for number in range(60):
             try:
                 target.inner.read(target.input(0, number))
             except target.error:
                 continue
             taken += 1
-        assert 1 <= taken < 50, (name, taken)
+        assert 1 <= taken < 30, (name, taken)
 
 
 @pytest.mark.parametrize("name", sorted(fuzz_targets.TARGETS))

@@ -24,7 +24,7 @@ from fedspan.runs import start
 from fedspan.training.optimizers import LocalOptimizer
 from fedspan.wrappers.head_rounds import ROUNDS, HeadRounds, NewHead
 from helpers import node_service, tiny
-from helpers.families import UNLIKE, methods_by_family
+from helpers.families import methods_by_family
 from helpers.listeners import Notes
 
 HEAD = {"extras/classifier.weight", "extras/classifier.bias"}
@@ -48,7 +48,7 @@ def predict(run: Prepared, progress: Progress) -> torch.Tensor:
     return run.engine.predict(job, run.train, run.federation.clients["west"].train, 8)
 
 
-@pytest.mark.parametrize("key", methods_by_family(quick=(*UNLIKE, "fed-sb", "fedask", "fr-lora")))
+@pytest.mark.parametrize("key", methods_by_family(quick=("fedgalore", "fedsa-lora", "fed-sb", "fedask")))
 def test_the_methods_rounds_are_those_of_a_run_that_starts_from_the_trained_head(key: str, tiny_folder: Path) -> None:
     model = {"extras": "average"} if key in PERSONAL else {}
     changes = {"method": {"name": key}, "training": WHOLE, "federation": {"rounds": 4, "clients_per_round": None}}

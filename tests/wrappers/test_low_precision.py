@@ -45,7 +45,7 @@ SUMS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 QUICK = ("fedit", "fed-sb", "fedask", "lora-a2", "florg, Gram sums", "scaffold")
 """One whose replies hold new values alone, and all that send something else."""
 every_sum = pytest.mark.parametrize("kind", others_slow(SUMS, QUICK))
-every_format = pytest.mark.parametrize("format", others_slow(FORMATS, ("bfloat16", "int8")))
+every_format = pytest.mark.parametrize("format", others_slow(FORMATS, ["int8"]))
 
 
 def _rounded(name: str, value: Tensor, format: Format, rng: torch.Generator | None = None) -> Tensor:
@@ -216,7 +216,7 @@ def test_bytes_of_every_method_are_those_of_the_format_in_both_directions(kind: 
 
 
 @pytest.mark.parametrize("kind", others_slow([kind for kind in SUMS if kind not in ("fedask", "lora-a2")], QUICK))
-@pytest.mark.parametrize("format", ["bfloat16", "int8"])
+@pytest.mark.parametrize("format", others_slow(["bfloat16", "int8"], ["int8"]))
 def test_clients_remember_what_rounding_removed_from_every_reply(kind: str, format: Format) -> None:
     """Where error feedback is refused otherwise, and after a gradient that no later reply continues, nothing is."""
     problem = Problem()

@@ -281,8 +281,17 @@ def read_adapter(folder: str, operators: Mapping[str, Operator], model: Any = No
         config = PeftConfig.from_pretrained(str(path))
         tensors = safetensors.torch.load_file(str(path / ADAPTER_WEIGHTS))
         head = read_output_layer(path)
-    # AttributeError, ArithmeticError: a config whose fields have other types than PEFT expects.
-    except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, SafetensorError) as error:
+    # A config whose fields have other types than PEFT expects (AttributeError, ArithmeticError), or that is too deep.
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+        SafetensorError,
+    ) as error:
         raise FedspanError(
             "model.adapter", folder, f"a folder with adapter_config.json and {ADAPTER_WEIGHTS} ({error})"
         ) from None

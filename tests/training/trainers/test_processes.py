@@ -26,7 +26,7 @@ from fedspan.federation.evaluation import ReportedEvaluator
 from fedspan.tasks.trainer import TrainerExamples
 from fedspan.training.trainers.processes import Processes, describe_job, read_job
 from helpers import tiny, two_processes
-from helpers.stage import free_port
+from helpers.ports import free_port
 from helpers.trainer_clients import make_trainer, site_rows
 
 ROOT = Path(__file__).resolve().parents[3]

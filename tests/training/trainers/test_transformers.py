@@ -21,6 +21,7 @@ from fedspan.training.trainers.local import RoundPlan
 from fedspan.training.trainers.optimizer import JobOptimizer
 from fedspan.training.trainers.transformers import TransformersTrainer, list_unused_arguments
 from helpers import tiny_decoders, tiny_seq2seq
+from helpers.captured_log import CapturedLog
 from helpers.families import others_slow
 from helpers.node_service import node, serve
 from helpers.trainer_clients import QUIET, sentence_encoder, spare_the_collector
@@ -116,7 +117,7 @@ CASES: dict[str, tuple[Callable[[Path], Any], Make, list[str]]] = {
 
 @pytest.mark.parametrize("name", others_slow(CASES, ["SFTTrainer", "SentenceTransformerTrainer"]))
 def test_the_adapter_of_a_federation_scores_as_its_trainers_reported(
-    name: str, tiny_folder: Path, decoders: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    name: str, tiny_folder: Path, decoders: Path, tmp_path: Path, caplog: CapturedLog
 ) -> None:
     load, make, targets = CASES[name]
     folder = tiny_folder if name == "SentenceTransformerTrainer" else decoders

@@ -18,8 +18,9 @@ import fedspan
 from fedspan.run_folder import RunFolder
 from fedspan.runs.checkpoint import load_latest
 from fedspan.transports.http.keys import make_authority
+from helpers.ports import free_port
 from helpers.sites import SITES, local_values, run_values, site_files
-from helpers.stage import Deployment, build_command, build_environment, find_child, free_port
+from helpers.stage import Deployment, build_command, build_environment, find_child
 from helpers.submitted_runs import finish, rounds, submitted, wait_for_round, was_asked_twice
 from helpers.watched_rounds import differences
 

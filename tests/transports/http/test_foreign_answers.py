@@ -16,6 +16,7 @@ from fedspan.transports.http import client
 from fedspan.transports.http.client import Link, NodeConnection, RefusedError, open_client
 from fedspan.transports.http.node import check_server, serve
 from fedspan.transports.http.signing import UnsignedSigner
+from helpers.captured_log import CapturedLog
 
 GIGABYTE = 2**30
 READ = 2**24
@@ -105,9 +106,7 @@ def test_a_compressed_answer_is_not_decompressed(status: str) -> None:
     ],
     ids=lambda content: content[:40],
 )  # fmt: skip
-def test_an_answer_that_is_no_server_s_ends_a_connection_and_not_the_node(
-    content: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_answer_that_is_no_server_s_ends_a_connection_and_not_the_node(content: bytes, caplog: CapturedLog) -> None:
     """The node tries again until it is stopped, whatever it was answered."""
 
     class Stop(threading.Event):

@@ -21,7 +21,9 @@ from fedspan.transports.http.server import attach, list_nodes, prepare_folder
 from fedspan.transports.http.signing import ServerSigner, UnsignedSigner
 from fedspan.transports.http.transport import ServerTransport
 from fedspan.transports.http.wire import NodeWork
-from helpers.http_server import LocalServer, free_port
+from helpers.captured_log import CapturedLog
+from helpers.http_server import LocalServer
+from helpers.ports import free_port
 from helpers.reply_transport import exchanged
 
 ORDER = {"a": Envelope("{}", b"weights")}
@@ -140,7 +142,7 @@ def test_a_node_that_waits_stops_at_once_and_its_order_fails(scene: Scene) -> No
 
 @pytest.mark.parametrize("comes_back", [True, False])
 def test_a_node_that_is_stopped_sends_the_reply_that_waits(
-    comes_back: bool, scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    comes_back: bool, scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: CapturedLog
 ) -> None:
     seconds = 20.0 if comes_back else 4.0
     monkeypatch.setattr(nodes, "_LEAVING", seconds / 4)
@@ -243,7 +245,7 @@ def refuse(status: int, reason: str, clock: Clock, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_key_that_the_operator_revoked_is_named_and_asked_for_at_most_once_a_minute(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: CapturedLog
 ) -> None:
     with caplog.at_level(logging.WARNING, "fedspan.node"):
         error = refuse(403, "this key was not admitted", clock, monkeypatch)

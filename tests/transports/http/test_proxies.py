@@ -21,7 +21,8 @@ from fedspan.transports.http.node import check_server, serve
 from fedspan.transports.http.server import ServerLink, attach, prepare_folder
 from fedspan.transports.http.signing import ServerSigner
 from fedspan.transports.http.transport import ServerTransport
-from helpers.http_server import LocalServer, free_port, serve_here
+from helpers.http_server import LocalServer, serve_here
+from helpers.ports import free_port
 from helpers.proxies import RunningProxy, run_proxy
 from helpers.reply_transport import exchanged
 

@@ -22,7 +22,8 @@ from fedspan.transports.http.requests import RequestLimits
 from fedspan.transports.http.store import Store
 from fedspan.transports.http.supervision import create_server
 from helpers.command_line import get_program
-from helpers.http_server import LocalServer, free_port
+from helpers.http_server import LocalServer
+from helpers.ports import free_port
 from helpers.refusals import refused
 
 

@@ -24,7 +24,8 @@ from fedspan.transports.http.connections import ConnectionLimits
 from fedspan.transports.http.invitations import invite
 from fedspan.transports.http.server import ServerLink, attach, list_nodes, prepare_folder, read_link
 from fedspan.transports.http.transport import ServerTransport
-from helpers.http_server import free_port, run_server, serve_here
+from helpers.http_server import run_server, serve_here
+from helpers.ports import free_port
 from helpers.reply_transport import exchanged
 
 

@@ -20,6 +20,7 @@ from fedspan.transports.http.server import attach
 from fedspan.transports.http.signing import UnsignedSigner
 from fedspan.transports.http.store import MESSAGES
 from fedspan.transports.http.transport import ServerTransport
+from helpers.captured_log import CapturedLog
 from helpers.families import others_slow
 from helpers.http_server import LocalServer, join, send_order, serve_here
 from helpers.slow_link import SlowLink
@@ -202,9 +203,7 @@ def test_a_pause_is_not_made_up_for() -> None:
     assert time.monotonic() - began >= 0.1
 
 
-def test_a_node_logs_progress_after_some_seconds(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_node_logs_progress_after_some_seconds(monkeypatch: pytest.MonkeyPatch, caplog: CapturedLog) -> None:
     now = [100.0]
     monkeypatch.setattr(client.time, "monotonic", lambda: now[0])
     blocks = list[int]()
