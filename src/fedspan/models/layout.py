@@ -160,11 +160,15 @@ class TokenLayout:
         lengths: Length of each example, (B,); examples of length 0 belong to no client and are left out.
         tokens: Number of tokens of the longest example, T.
         clients: Number of clients, C, with equally many examples each, one client below the other.
+        same_attention: Attend in the shape of the padded batch. The bits are those with padding, where the product of a
+            row does not depend on other rows.
     """
 
-    def __init__(self, lengths: np.ndarray, tokens: int, device: torch.device, clients: int = 1) -> None:
+    def __init__(
+        self, lengths: np.ndarray, tokens: int, device: torch.device, clients: int = 1, same_attention: bool = False
+    ) -> None:
         self.lengths, self.tokens, self.device, self.clients = lengths, tokens, device, clients
-        self.used = int(lengths.sum())
+        self.same_attention, self.used = same_attention, int(lengths.sum())
         self.places = round_up(self.used)
         self._starts = lengths.cumsum() - lengths
         self._along: dict[int, tuple[Tensor, Tensor]] = {}
@@ -242,7 +246,11 @@ class TokenLayout:
 
     @cached_property
     def _bins(self) -> list[Bins]:
-        return pack_bins(self.lengths)
+        if not self.same_attention:
+            return pack_bins(self.lengths)
+        position = np.tile(np.arange(self.tokens), (len(self.lengths), 1))
+        text = np.where(position < self.lengths[:, None], np.arange(len(self.lengths))[:, None], -1)
+        return [Bins(self.tokens, text, position)]
 
     @cached_property
     def _bin_places(self) -> list[np.ndarray]:
@@ -313,5 +321,6 @@ class TokenLayout:
             raise Padded("attention is given a mask that is not added")
         if id(mask) not in self._masks:  # the same for many blocks; holding it keeps its id unique
             full_mask = mask.expand(len(self.lengths), *mask.shape[1:])
-            self._masks[id(mask)] = (mask, [bins.build_mask(full_mask) for bins in self._bins])
+            masks = [full_mask] if self.same_attention else [bins.build_mask(full_mask) for bins in self._bins]
+            self._masks[id(mask)] = (mask, masks)
         return self._masks[id(mask)][1]

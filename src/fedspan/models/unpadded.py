@@ -156,8 +156,8 @@ class Unpadded:
         """Whether attention takes texts of variable length, which PyTorch has for GPUs in half precision."""
 
     @contextmanager
-    def within(self, layout: TokenLayout) -> Generator[None]:
-        """Run forward passes of a batch without padding within this context.
+    def within(self, layout: TokenLayout) -> Generator[TokenLayout]:
+        """Run forward passes of a batch without padding within this context, which yields the layout.
 
         Raises:
             Padded: If a forward pass within the context can't run without padding.
@@ -171,7 +171,7 @@ class Unpadded:
                     last = block is self._blocks[-1]
                     contexts.enter_context(replace_forward(block, _wrap_packed_forward(block.forward, layout, last)))
                 self._config._attn_implementation = _ATTENTION
-                yield
+                yield layout
         finally:
             self._config._attn_implementation = attention
             _CURRENT.reset(token)
