@@ -23,11 +23,12 @@ def test_the_notebooks_are_current(generator: ModuleType) -> None:
         assert (ROOT / path).read_text(encoding="utf-8") == text, "run docs/generate_notebooks.py"
 
 
-def test_every_notebook_shows_what_it_prints(generator: ModuleType) -> None:
+def test_every_notebook_shows_what_it_prints_and_plots(generator: ModuleType) -> None:
     for path in generator.PAGES:
         cells = nbformat.read(ROOT / path, as_version=4).cells
         outputs = [output for cell in cells for output in cell.get("outputs", ())]
         assert outputs, f"run docs/generate_notebooks.py --run {path}"
+        assert any("image/png" in output.get("data", ()) for output in outputs), path
         assert not any(output.get("name") == "stderr" or output.output_type == "error" for output in outputs), path
         assert not re.search(r"/(tmp|home|root|var)/", str(outputs)), path
 

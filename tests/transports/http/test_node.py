@@ -260,6 +260,23 @@ def test_another_refusal_is_repeated_and_obeyed_by_no_terminal(clock: Clock, mon
     assert r"the server answered 426: update fedspan \x1b[2J" in str(error)
 
 
+def test_a_second_process_with_a_node_s_key_is_refused_until_the_first_is_gone(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    refusal, ended = "another process is connected with this node's key; next attempt in", "the session at"
+    with LocalServer(scene.server), attach(scene.server, 2**24) as run:
+        with scene.run(lambda envelope: envelope), scene.run(lambda envelope: envelope):
+            until = time.monotonic() + 20
+            while refusal not in caplog.text:
+                assert time.monotonic() < until
+                time.sleep(0.05)
+            count = caplog.text.count(ended)
+            time.sleep(1.0)
+            assert caplog.text.count(ended) == count
+        with scene.run(lambda envelope: envelope):
+            assert exchanged(scene.transport(run), ORDER, 30.0) == ORDER
+
+
 def test_a_server_that_is_not_the_one_of_the_file_is_sent_no_signature(scene: Scene, tmp_path: Path) -> None:
     """As one that passes on the challenge of another."""
     from fedspan.transports.http.client import open_client

@@ -162,6 +162,7 @@ class NodeConnection:
             server = bytes.fromhex(_get_fact(offer, "server", str))
             signature = sign_join(signer.key, signer.order_keys, challenge.encode(), server, sealing)
             headers["fedspan-challenge"] = challenge
+            headers["fedspan-process"] = signer.process
             headers["fedspan-sealing"] = base64.b64encode(sealing).decode()
             headers["fedspan-signature"] = base64.b64encode(signature).decode()
         answer = self._request("POST", "join", headers)

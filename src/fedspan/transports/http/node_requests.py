@@ -58,6 +58,7 @@ class Session:
         node: Its id.
         token: What its requests have to prove that they are its own.
         sealing: Its signed sealing key.
+        process: The process that has joined, as it says.
         sender: What it may still send.
         since: When it joined, on this process's clock.
         seen: When it sent its last request; a request that waits counts until it ends.
@@ -72,6 +73,7 @@ class Session:
     node: int
     token: str
     sealing: bytes
+    process: str
     sender: Sender
     since: float = field(default_factory=time.monotonic)
     seen: float = field(default_factory=time.monotonic)
@@ -169,12 +171,17 @@ class NodeRequests:
         return hmac.digest(self._challenge_key, f"{moment} {key}".encode(), "sha256").hex()
 
     def _open_session(self, node: int, sealing: bytes, request: Request) -> Response:
-        """Give a node a session in place of its earlier one."""
-        sender = self._get_sender(node)
+        """Give a node a session in place of its earlier one, unless another process waits for orders with its key.
+
+        Two processes would end each other's sessions without end, and each would carry out a part of the orders.
+        """
+        sender, process = self._get_sender(node), request.headers.get("fedspan-process", "")
         if (earlier := self.sessions.get(node)) is not None:
+            if earlier.polls and earlier.process != process:
+                raise Refused(409, "another process is connected with this node's key")
             self._drop_session(earlier)
         self._senders[node] = sender
-        session = Session(node, secrets.token_hex(32), sealing, sender)
+        session = Session(node, secrets.token_hex(32), sealing, process, sender)
         self.sessions[node] = self._by_token[session.token] = session
         self.connections.accept(request.client, node.to_bytes(8, "big"), 2 * CHUNK)
         log.info("node %d has joined", node)

@@ -187,6 +187,8 @@ class NodeSigner:
     def __init__(self, key: ec.EllipticCurvePrivateKey, authority: Path) -> None:
         self.key, self.order_keys = key, load_order_keys(authority)
         self._sealing_key = derive_sealing_key(key)
+        self.process = secrets.token_hex(16)
+        """By this the server tells a node that connects again from a second process with its key."""
 
     def sign_sealing_key(self) -> bytes:
         """Return the node's sealing key with the signature of its lasting key."""
