@@ -353,12 +353,11 @@ class PrefixCaches:
         budget = settings.budget - used_bytes
         # Weights that are offloaded cannot be digested for another run without reading them all.
         store = None if any(map(is_offloaded, self.adapted.model.modules())) else self._store
-        with self.stages.stage("hidden states"):
-            if self._padding is not None and len(examples.lengths):
-                self._padding.ensure(examples)  # in every order of calls, so that a resumed run computes the same bits
-            return PrefixCache.make(
-                self.adapted, self.task, examples, budget=budget, file=file, store=store, padding=self._padding
-            )
+        if self._padding is not None and len(examples.lengths):
+            self._padding.ensure(examples)  # in every order of calls, so that a resumed run computes the same bits
+        return PrefixCache.make(
+            self.adapted, self.task, examples, budget=budget, file=file, store=store, padding=self._padding
+        )
 
     def explain_refusal(self, examples: Examples) -> str | None:
         """Return the reason why a data set has no cache; None if it has one."""
