@@ -246,11 +246,7 @@ class TokenLayout:
 
     @cached_property
     def _bins(self) -> list[Bins]:
-        if not self.same_attention:
-            return pack_bins(self.lengths)
-        position = np.tile(np.arange(self.tokens), (len(self.lengths), 1))
-        text = np.where(position < self.lengths[:, None], np.arange(len(self.lengths))[:, None], -1)
-        return [Bins(self.tokens, text, position)]
+        return pack_bins(self.lengths)
 
     @cached_property
     def _bin_places(self) -> list[np.ndarray]:
@@ -281,7 +277,7 @@ class TokenLayout:
         mask: Any,
         options: dict[str, Any],
     ) -> Tensor:
-        """Run a model's own attention bin by bin.
+        """Run a model's own attention bin by bin, or (``same_attention``) in the padded batch.
 
         Args:
             forward: Transformers' eager attention of the model's family, or its fused one.
@@ -295,6 +291,11 @@ class TokenLayout:
         Returns:
             (1, P, heads, d).
         """
+        if self.same_attention:
+            padded = [self.unpack(x.transpose(1, 2).flatten(2)) for x in (query, key, value)]
+            heads = [x.unflatten(2, (-1, query.shape[3])).transpose(1, 2) for x in padded]  # with a model's own strides
+            output = forward(module, *heads, mask, **options)[0]
+            return self.pack(output.flatten(2)).unflatten(2, output.shape[2:])
         parts = zip(*(self._split_parts(tensor) for tensor in (query, key, value)), strict=True)
         outputs = [
             forward(module, *part, masked, **options)[0].flatten(0, 1)
@@ -321,6 +322,5 @@ class TokenLayout:
             raise Padded("attention is given a mask that is not added")
         if id(mask) not in self._masks:  # the same for many blocks; holding it keeps its id unique
             full_mask = mask.expand(len(self.lengths), *mask.shape[1:])
-            masks = [full_mask] if self.same_attention else [bins.build_mask(full_mask) for bins in self._bins]
-            self._masks[id(mask)] = (mask, masks)
+            self._masks[id(mask)] = (mask, [bins.build_mask(full_mask) for bins in self._bins])
         return self._masks[id(mask)][1]

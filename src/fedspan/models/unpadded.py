@@ -102,8 +102,10 @@ def _mask(*args: Any, **options: Any) -> Any:
     layout = get_current_layout()
     if layout is not None and layout.variable:
         return None
-    from transformers.masking_utils import eager_mask
+    from transformers.masking_utils import eager_mask, sdpa_mask
 
+    if layout is not None and layout.same_attention and layout.fused:
+        return sdpa_mask(*args, **options)
     return eager_mask(*args, **{**options, "allow_is_bidirectional_skip": False})
 
 
