@@ -1,4 +1,4 @@
-# make demo     install into .venv and train on the built-in banking queries
+# make demo     install into .venv and train on built-in sentences from reviews
 # make test     the tests, side by side (PYTEST_ARGS="-m slow -n 0" for the slow ones, PYTEST_ARGS=tests/data for some)
 # make lint     ruff, codespell, proselint, Harper: rules, format, spelling, style, grammar  make format   fix what ruff can
 # make types    pyright                         make imports  import rules between packages

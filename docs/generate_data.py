@@ -10,7 +10,7 @@ PAGE = Path(__file__).parent / "data.md"
 INTRO = """# Data sets by name
 
 These are the data sets that `data.dataset` can name. fedspan downloads them from the Hugging Face hub, or reads your
-copies of the files. Two small ones, `banking-queries` and `patient-messages`, come with it. [Your own
+copies of the files. Two small ones, `review-sentences` and `patient-messages`, come with it. [Your own
 files](files.md) need no name.
 
 ```yaml

@@ -9,7 +9,7 @@ those of the ledger. A second table has the same head where every client leaves 
 (``limits.class_examples`` of nodes).
 
 The second one runs the config of ``fedspan init`` with statistics for ``ROUNDS`` rounds, and without them for
-``HEAD_ROUNDS`` more, which train the head alone. Subsets and partitions are those of ``defaults.py``. Finished runs are
+``HEAD_ROUNDS`` more, which train the head alone. Subsets and partitions are those of ``subsets.py``. Finished runs are
 not run again.
 """
 
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from evidence.pages.defaults import PARTITIONS, Cell, config_of
+from evidence.pages.subsets import PARTITIONS, Cell, config_of
 
 if TYPE_CHECKING:
     from fedspan.assembly.run import Prepared
@@ -81,11 +81,11 @@ def measure_counted(prepared: Prepared, least: int) -> tuple[float, int]:
 
 
 def measure_rounds(cell: Cell, start: str, args: argparse.Namespace) -> tuple[float, float]:
-    """Test accuracy in % of the round that a run exports, and of its last one."""
+    """Test accuracy of the round that a run exports, and of its last one."""
     import fedspan
     from fedspan.config import load_config
 
-    folder = args.out / "runs" / f"{cell.stem}-{start}"
+    folder = get_folder(cell, start, args)
     if not (folder / "report.json").is_file():
         init = config_of(cell, args)
         path = folder.with_suffix(".yaml")
@@ -95,11 +95,19 @@ def measure_rounds(cell: Cell, start: str, args: argparse.Namespace) -> tuple[fl
         fedspan.run(load_config(path, changes), folder, resume=True)
     report = json.loads((folder / "report.json").read_text())
     last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
-    return 100 * report["scores"]["test"]["accuracy"], 100 * last["test"]["accuracy"]
+    return report["scores"]["test"]["accuracy"], last["test"]["accuracy"]
+
+
+def get_folder(cell: Cell, start: str, args: argparse.Namespace) -> Path:
+    """Folder of a run."""
+    return args.out / "runs" / f"{cell.stem}-{start}"
 
 
 def compare_rounds(args: argparse.Namespace) -> None:
-    """Print the table of fine-tuning with and without statistics."""
+    """Print the table of fine-tuning with and without statistics; differences with 95 % intervals."""
+    from fedspan.experiments.intervals import estimate_difference
+    from fedspan.runs.predictions import read_items
+
     print("| data | partition | with statistics | without | difference |\n|---|---|---|---|---|")
     for name in args.only:
         for partition in PARTITIONS:
@@ -107,10 +115,19 @@ def compare_rounds(args: argparse.Namespace) -> None:
                 start: [measure_rounds(Cell(name, partition, seed), start, args) for seed in args.seeds]
                 for start in args.starts
             }
-            cells = [f"{mean(v[0] for v in value):.1f} ({mean(v[1] for v in value):.1f})" for value in values.values()]
+            cells = [
+                f"{100 * mean(v[0] for v in value):.1f} ({100 * mean(v[1] for v in value):.1f})"
+                for value in values.values()
+            ]
             if len(values) == len(STARTS):
-                pairs = zip(*values.values(), strict=True)
-                cells.append(f"{mean(random[0] - lda[0] for lda, random in pairs):+.1f}")
+                lda, random = ([one[0] for one in values[start]] for start in STARTS)
+                items = [
+                    tuple(
+                        read_items(get_folder(Cell(name, partition, seed), start, args)) for start in ("random", "lda")
+                    )
+                    for seed in args.seeds
+                ]
+                cells.append(estimate_difference("accuracy", random, lda, items).format("accuracy"))
             print("| " + " | ".join([name, partition, *cells]) + " |", flush=True)
 
 

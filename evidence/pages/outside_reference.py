@@ -6,7 +6,7 @@
 The references have all rows in one place and use nothing of fedspan: logistic regression on the frozen features of the
 model, and LoRA (r = 8) on all its linear layers (1x1 convolutions of images), with a head that starts from that
 regression (warm) or at random (cold). Rate, number of epochs and the regression's penalty are chosen once for a set, on
-a tenth of the training rows of seed 0; then all rows are trained on. Rows and partitions are those of ``defaults.py``
+a tenth of the training rows of seed 0; then all rows are trained on. Rows and partitions are those of ``subsets.py``
 and ``head_start.py``; ``--runs`` names the folders of their runs, which are read as far as they are finished. A tool's
 cell is written to ``--out`` when it is finished, so the script can be stopped at any moment, and ``--print`` prints the
 table of what there is.
@@ -33,8 +33,8 @@ from scipy import stats
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor, nn
 
-from evidence.pages.defaults import PARTITIONS, SETS, Cell, ImageSet, write_data
 from evidence.pages.head_start import HEAD_ROUNDS, NAMES, ROUNDS
+from evidence.pages.subsets import PARTITIONS, SETS, Cell, ImageSet, write_data
 
 RATES = (5e-4, 1e-3, 2e-3, 5e-3)
 PENALTIES = (0.1, 1.0, 10.0, 100.0)
@@ -116,7 +116,7 @@ class Task:
 
 
 def read_task(cell: Cell, args: argparse.Namespace) -> Task:
-    """Write the rows of a cell as ``defaults.py`` does, and read them."""
+    """Write the rows of a cell as ``subsets.py`` does, and read them."""
     kind, paths = SETS[cell.name], write_data(cell, args)
     parts: list[list[tuple[str, str]]] = []
     for path in paths:

@@ -736,13 +736,18 @@ def wrong_authority(stage: Stage) -> Outcome:
     return Outcome(line(stage.made.log("misled"), "no connection"), "no run is touched", "that node")
 
 
-def _check_non_participation(stage: Stage, name: str, words: str, join: Callable[[], None]) -> Outcome:
+@register_fault("version", "a node runs another version of fedspan")
+def version(stage: Stage) -> Outcome:
     """The third node can't participate: the run waits for it in vain, and continues with the right one."""
-    expected = stage.clean()
+    expected, words = stage.clean(), "`version`: "
     stage.leave(WEST)
-    join()
+    os.environ["SPOILT_VERSION"] = "0.0.9"
     try:
-        run = stage.submit(name)
+        stage.join(WEST)
+    finally:
+        del os.environ["SPOILT_VERSION"]
+    try:
+        run = stage.submit("version")
         end = time.monotonic() + WAIT
         while words not in run.said():
             require(time.monotonic() < end and run.process.poll() is None, f"not refused: {run.said()}")
@@ -758,26 +763,24 @@ def _check_non_participation(stage: Stage, name: str, words: str, join: Callable
     return Outcome(line(output, words), ALL + ", resumed with the right node", "that node")
 
 
-@register_fault("version", "a node runs another version of fedspan")
-def version(stage: Stage) -> Outcome:
-    def join() -> None:
-        os.environ["SPOILT_VERSION"] = "0.0.9"
-        try:
-            stage.join(WEST)
-        finally:
-            del os.environ["SPOILT_VERSION"]
-
-    return _check_non_participation(stage, "version", "`version`: ", join)
-
-
-@register_fault("labels", "a node's data hold a label that the run has not")
+@register_fault("labels", "a node's data hold a label that the run does not have")
 def labels(stage: Stage) -> Outcome:
+    """Its example is left out: neither the server nor the result shows that the node has it."""
+    expected = stage.clean()
     path = stage.folder / "labels.csv"
     path.write_text(stage.files[WEST].read_text() + "word1 word2,surgery,west\n")
     stage.files["labels"] = path
-    return _check_non_participation(
-        stage, "labels", "does not participate", lambda: stage.join(WEST, stage.node(WEST, "labels"))
-    )
+    stage.leave(WEST)
+    stage.join(WEST, stage.node(WEST, "labels"))
+    try:
+        run = stage.submit("labels")
+        run.end()
+        seen = line(stage.made.log(WEST), "are left out")
+    finally:
+        stage.leave(WEST)
+        stage.join(WEST, stage.node(WEST))
+    stage.finished(run, []).require_same(expected)
+    return Outcome(seen, ALL)
 
 
 LOOP = {"name": "loop"}

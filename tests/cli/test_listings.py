@@ -74,7 +74,7 @@ def test_the_list_is_legible_in_80_columns(call: Call) -> None:
             assert entry.hub.id in line or entry.hub.id.split("/")[0] in line
 
 
-@pytest.mark.parametrize("key", ["sst2", "cola", "gsm8k", "boolq", "mnist", "banking-queries", "patient-messages"])
+@pytest.mark.parametrize("key", ["sst2", "cola", "gsm8k", "boolq", "mnist", "review-sentences", "patient-messages"])
 def test_one_is_shown_with_configs_to_paste(call: Call, key: str) -> None:
     entry = next(entry for entry in list_datasets() if entry.key == key)
     result = call("data", key)
@@ -82,7 +82,7 @@ def test_one_is_shown_with_configs_to_paste(call: Call, key: str) -> None:
     for shown in (entry.title, entry.metric, entry.license, entry.source, str(entry.rows.train)):
         assert shown in result.stdout
     pasted = [part.split("\n\n")[0] for part in result.stdout.split("\n  data:\n")[1:]]
-    assert len(pasted) == {"boolq": 1, "banking-queries": 1, "patient-messages": 1}.get(key, 2)
+    assert len(pasted) == {"boolq": 1, "review-sentences": 1, "patient-messages": 1}.get(key, 2)
     for part in pasted:
         config = parse_config(yaml.safe_load(f"  data:\n{part}"))
         assert (config.data.dataset, config.task) == (key, entry.task)
@@ -125,12 +125,14 @@ def test_partition(call: Call, write: Write, tmp_path: Path) -> None:
 
 
 def test_partition_with_many_labels(call: Call, tmp_path: Path) -> None:
-    demo = Path(fedspan.__file__).parent / "demo.yaml"
-    twenty = done(call("partition", demo, "--set", "data.train=builtin:patient-messages"))
+    config = tmp_path / "run.yaml"
+    partition = {"partitioner": "dirichlet", "alpha": 0.3}
+    config.write_text(yaml.safe_dump({"data": {"train": "builtin:patient-messages"}, "partition": partition}))
+    twenty = done(call("partition", config))
     assert "20 waiting_list" in twenty
     rows = [f"text {number},a_label_with_a_long_name_{number % 77:02}" for number in range(770)]
     (tmp_path / "many.csv").write_text("text,label\n" + "\n".join(rows))
-    many = done(call("partition", demo, "--set", f"data.train={tmp_path / 'many.csv'}"))
+    many = done(call("partition", config, "--set", f"data.train={tmp_path / 'many.csv'}"))
     assert "most frequent" in many
     assert max(map(len, (twenty + many).splitlines())) <= 80
 

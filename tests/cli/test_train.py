@@ -162,7 +162,7 @@ def test_demo(call: Call, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest
         "model.layers_to_transform=null",
         "method.r=2",
         "data.max_examples=40",
-        "partition.clients=2",
+        "partition.clients=3",
         "partition.min_examples=4",
         "federation.rounds=1",
         "baselines=[]",
@@ -182,5 +182,5 @@ def test_demo_shows_its_config(call: Call, tmp_path: Path) -> None:
     path.write_text(done(call("demo", "--show-config")))
     config = fedspan.load_config(path)
     assert config.model.name == "builtin:all-minilm-l6-v2"
-    assert config.data.train == "builtin:banking-queries"
-    assert (config.method.name, config.baselines) == ("fedit", ["local-only", "centralized"])
+    assert config.data.train == "builtin:review-sentences"
+    assert (config.method.name, config.baselines) == ("fedit", ["local-only"])

@@ -21,7 +21,7 @@ import fedspan
 from fedspan.config import parse_config
 from fedspan.data import DataConfig
 from fedspan.data.builtin import CORPORA
-from fedspan.data.catalogue import DatasetEntry, list_datasets, render_snippet
+from fedspan.data.catalogue import DatasetEntry, get_dataset_entry, list_datasets, render_snippet
 from fedspan.data.columns import LABELED_TEXTS
 from fedspan.data.dataset_defaults import fill_data_defaults
 from fedspan.data.files import read_source
@@ -346,8 +346,9 @@ def test_the_built_in_corpus_is_named_and_has_a_test_split(tmp_path: Path, monke
 
 @pytest.mark.parametrize("name", CORPORA)
 def test_the_corpora_that_come_with_the_package_are_whole(name: str) -> None:
-    data = load(config_for(f"builtin:{name}"))
-    assert len(data.labels) == 20
+    data, rows = load(config_for(f"builtin:{name}")), get_dataset_entry(name, "data.dataset").rows
+    assert (len(data.train), len(data.test)) == (rows.train, rows.test)
+    assert len(data.labels) == {"patient-messages": 20, "review-sentences": 2}[name]
     assert set(data.train["label"]) == set(data.test["label"]) == set(range(len(data.labels)))
 
 

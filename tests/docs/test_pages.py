@@ -216,7 +216,7 @@ def test_a_result_depends_on_what_its_command_imports() -> None:
     theory = {path.as_posix() for path in RESULTS.list_imports("evidence.claims.fedgalore_ajive")}
     assert {"src/fedspan/core/alignment.py", "evidence/claims/planted_views.py"} <= theory
     assert not any(path.startswith("src/fedspan/methods/") for path in theory)
-    runs = {path.as_posix() for path in RESULTS.list_imports("evidence.pages.defaults")}
+    runs = {path.as_posix() for path in RESULTS.list_imports("evidence.pages.head_start")}
     assert {"src/fedspan/methods/rolora.py", "src/fedspan/training/loop.py"} <= runs
 
 

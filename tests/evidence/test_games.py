@@ -34,8 +34,8 @@ from fedspan.errors import FedspanError
 
 @pytest.fixture(scope="module")
 def rows() -> Rows:
-    """Banking queries, in an order of their own."""
-    with (files("fedspan.data") / "corpus" / "banking_queries" / "train.csv").open(encoding="utf-8") as file:
+    """Patients' messages, in an order of their own."""
+    with (files("fedspan.data") / "corpus" / "patient_messages" / "train.csv").open(encoding="utf-8") as file:
         read = [(row["text"], row["label"]) for row in csv.DictReader(file)]
     return [read[index] for index in np.random.default_rng(0).permutation(len(read))]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from evidence.pages import outside_reference
-from evidence.pages.defaults import Cell
+from evidence.pages.subsets import Cell
 
 
 @pytest.mark.parametrize("classes", [2, 3])

@@ -132,7 +132,7 @@ def test_an_interrupted_run_goes_on_with_other_resources(tiny_folder: Path, tmp_
 
 
 def test_changes_are_recorded_as_overrides() -> None:
-    model, data = {"name": "builtin:all-minilm-l6-v2"}, {"train": "builtin:banking-queries"}
+    model, data = {"name": "builtin:all-minilm-l6-v2"}, {"train": "builtin:review-sentences"}
     before = parse_config({"model": model, "data": data, "cluster": {"workers": 2}})
     after = parse_config({"model": model, "data": data, "device": "cpu", "engine": {"padding_free": False}})
     texts = extension.list_overrides(list_differences(before, after), after)

@@ -34,7 +34,7 @@ def demo(
         bool, typer.Option("--show-config", help="Print the demo's config, as a template of your own.")
     ] = False,
 ) -> None:
-    """Run a demo: ten banks train a classifier of their customers' questions, and no question leaves its bank.
+    """Run a demo: twelve companies learn to tell praise from complaints in reviews, and no review leaves its company.
 
     With fedspan[report], the demo also writes the page that `fedspan report` makes.
     """

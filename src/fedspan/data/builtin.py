@@ -21,7 +21,9 @@ class Corpus:
 
 
 CORPORA = {
-    "banking-queries": Corpus("banking_queries", "questions of a bank's customers: the first 20 intents of Banking77"),
+    "review-sentences": Corpus(
+        "review_sentences", "sentences from reviews of phones, films and restaurants, positive or negative"
+    ),
     "patient-messages": Corpus(
         "patient_messages", "short messages of patients to a clinic, labeled by what they ask for"
     ),

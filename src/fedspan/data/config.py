@@ -55,7 +55,7 @@ class DataConfig(BaseModel):
     formats also as .gz. A folder, .zip or .tar with one folder of .txt files (image-classification: of images) per
     class, or domain/class. A folder of images with a metadata.csv, .jsonl or .parquet, as for datasets' imagefolder.
     MNIST's idx files (train-images-idx3-ubyte.gz, with the labels next to it) and CIFAR's binary batches. The id of a
-    data set on the Hugging Face hub, such as PolyAI/banking77. builtin:banking-queries and builtin:patient-messages,
+    data set on the Hugging Face hub, such as PolyAI/banking77. builtin:review-sentences and builtin:patient-messages,
     small corpora that are part of fedspan. Nested fields of JSON and parquet are columns with dots: meta.label. Braces
     in the path of a table or an archive match any name, which becomes a column: clinics/{hospital}/train.csv with
     partition.column: hospital makes each file a client. Required without `dataset`."""
