@@ -159,8 +159,7 @@ class BatchedEngine:
 
     def _run_caches(self, compute: Callable[[PrefixCaches], None]) -> None:
         """Compute hidden states in several threads."""
-        count = self._count_evaluating(None)  # whatever the plan, which a resumed run knows before it computes them
-        run_parallel([partial(compute, worker.loop.prefixes) for worker in self._get_workers(count)])
+        run_parallel([partial(compute, worker.loop.prefixes) for worker in self._get_workers(self._count_threads())])
 
     def predict(
         self, job: Job, examples: Examples, indices: np.ndarray, batch_size: int, *, generate: bool = False
@@ -169,15 +168,16 @@ class BatchedEngine:
         self._workers[0].loop.references.ensure(examples, [indices])  # before threads share the weights
         if not generate:  # generated answers have other lengths
             self.prefixes.ensure(examples, [indices], self._run_caches)
-        rows = self._compute_rows(job, examples, indices, batch_size, generate=generate)
+        count = 1 if self.stacking is None else self.stacking.workers
+        rows = self._compute_rows(job, examples, indices, batch_size, count, generate=generate)
         return torch.stack([rows[index] for index in indices.tolist()])
 
     def _compute_rows(
-        self, job: Job | None, examples: Examples, indices: np.ndarray, batch_size: int, **options: bool
+        self, job: Job | None, examples: Examples, indices: np.ndarray, batch_size: int, count: int, **options: bool
     ) -> dict[int, Tensor]:
-        """Call ``TrainingServices.compute_rows`` in several threads."""
+        """Call ``TrainingServices.compute_rows`` in up to ``count`` threads."""
         batches = split_evaluation_batches(indices, examples.lengths, batch_size)
-        workers = self._get_workers(min(self._count_evaluating(self.stacking), len(batches)))
+        workers = self._get_workers(min(count, len(batches)))
         remaining = reversed(batches)  # which threads share, the longest texts first
         rows: dict[int, Tensor] = {}
 
@@ -187,10 +187,8 @@ class BatchedEngine:
         run_parallel([partial(compute_share, worker) for worker in workers])
         return rows
 
-    def _count_evaluating(self, plan: StackingPlan | None) -> int:
-        """Return the number of threads of evaluation, by a plan or, before one is known, as without measuring."""
-        if plan is not None:
-            return plan.workers
+    def _count_threads(self) -> int:
+        """Return the number of threads of passes that no plan is for: a resumed run knows it before the first round."""
         threads = torch.get_num_threads() if self.adapted.device.type == "cpu" else 1
         return self.request.workers or min(DEFAULT.workers, threads)
 
@@ -317,7 +315,8 @@ class BatchedEngine:
     def compute_features(self, job: Job | None, examples: Examples, indices: np.ndarray, batch_size: int) -> Tensor:
         """``Engine.compute_features``."""
         self.prefixes.ensure(examples, [indices], self._run_caches)
-        return join_features(self._compute_rows(job, examples, indices, batch_size, features=True), indices)
+        rows = self._compute_rows(job, examples, indices, batch_size, self._count_threads(), features=True)
+        return join_features(rows, indices)
 
     @property
     def refusal(self) -> str | None:
