@@ -224,8 +224,7 @@ def measure(
     """Measure a load, and large messages if there are any."""
     from fedspan.transports.http.admissions import admit_node, compute_node_id
     from fedspan.transports.http.keys import make_node_key
-    from fedspan.transports.http.link import attach
-    from fedspan.transports.http.server import read_link
+    from fedspan.transports.http.server import attach, read_link
     from fedspan.transports.http.signing import ServerSigner
     from fedspan.transports.http.transport import ServerTransport
 

@@ -52,12 +52,12 @@ def measure(folder: Path, size: int, rate: float, cut_after: float | None) -> di
     from fedspan.federation.protocol import Envelope
     from fedspan.federation.transport import Orders
     from fedspan.transports.http.admissions import admit_node, read_admissions
+    from fedspan.transports.http.invitations import invite
     from fedspan.transports.http.keys import make_node_key
-    from fedspan.transports.http.link import attach
-    from fedspan.transports.http.server import prepare_folder
+    from fedspan.transports.http.server import attach, prepare_folder
     from fedspan.transports.http.signing import ServerSigner
     from fedspan.transports.http.supervision import supervise
-    from fedspan.transports.http.transport import ServerTransport, invite
+    from fedspan.transports.http.transport import ServerTransport
     from tests.helpers.stage import build_environment, free_port
 
     link = prepare_folder(folder / "server", free_port(), ["127.0.0.1"], insecure=False)

@@ -26,9 +26,7 @@ def convert_disk_errors(folder: Path, cure: str = "", field: str = "run folder")
     """Convert errors of the file system within this context to an error that tells how to continue.
 
     Args:
-        folder: Folder that the error names.
         cure: The remedy that the error proposes; empty: to correct the cause and resume.
-        field: The field that the error names.
 
     Raises:
         FedspanError: For any ``OSError``; a full disk is named as such.
@@ -77,10 +75,6 @@ def require_no_link(path: Path) -> None:
 
 def make_private_folder(folder: Path, field: str) -> None:
     """Create a folder that no other user can enter, or check that an existing one is such; an empty one becomes it.
-
-    Args:
-        folder: The folder; its parents are created, too, with the user's umask.
-        field: The field that an error names.
 
     Raises:
         FedspanError: If other users may enter a folder that has files, or it cannot be created.

@@ -69,13 +69,8 @@ def _read_lines(path: Path, data: bytes, head: str = EMPTY.head, first: int = 1)
     """Yield number, content without ``chain``, and ``chain`` of every complete line.
 
     Args:
-        path: The file, for errors.
         data: Content of the file from the line ``first`` on.
         head: The ``chain`` of the line before.
-        first: Number of the first line.
-
-    Raises:
-        FedspanError: If a line does not continue the chain; the error names its number.
     """
     *lines, rest = data.split(b"\n")
     for number, line in enumerate(lines, first):
@@ -128,7 +123,6 @@ class LogFollower:
     """Reads the new lines of a log that another process appends to, which may also truncate it when it resumes.
 
     Args:
-        path: The file.
         limit: Largest number of bytes that one call reads; the rest is left to the next call.
     """
 

@@ -11,11 +11,6 @@ from fedspan.errors import FedspanError
 def load_installed(group: str, name: str, field: str) -> tuple[str, Any] | None:
     """Load what an installed package declares under a name; None: no package declares it.
 
-    Args:
-        group: Group of the entry points.
-        name: Name of the entry point.
-        field: Config field of the name, for error messages.
-
     Returns:
         Where the package has it (``module:attribute``), and the object.
     """

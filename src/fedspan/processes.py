@@ -18,11 +18,7 @@ _ENDING = 10.0
 
 
 def end_with_parent(wait: Callable[[], object]) -> None:
-    """End this process at once, whatever it does, when the process that started it is gone, even if that was killed.
-
-    Args:
-        wait: Returns when the parent is gone; called in a thread.
-    """
+    """End this process at once, whatever it does, when the process that started it is gone, even if that was killed."""
 
     def watch() -> None:
         wait()
@@ -36,9 +32,7 @@ def hold_folder(folder: Path, role: str, field: str) -> Generator[None]:
     """Hold a folder as the only process with a role in it, within this context.
 
     Args:
-        folder: The folder.
         role: The role; its lock is ``ROLE.lock`` in the folder.
-        field: The field that an error names.
 
     Raises:
         FedspanError: If another process has the role, and does not end within some seconds.
@@ -60,7 +54,6 @@ def acquire_lock(lock: FileLock, seconds: float = 0) -> str | None:
     """Acquire a lock, and write the name of this process into its file.
 
     Args:
-        lock: The lock.
         seconds: Time limit for another process to release it.
 
     Returns:

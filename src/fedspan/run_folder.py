@@ -74,7 +74,6 @@ def suggest_folder(folder: str | Path, files: Collection[str] = ("config.yaml",)
     """Return a sentence that suggests a folder beside one that does not exist; empty if it exists or none is similar.
 
     Args:
-        folder: The folder, as the user wrote it.
         files: Files of which a suggested folder has at least one; the default is that of a run.
     """
     path = Path(folder)
@@ -92,9 +91,6 @@ class RunFolder:
     """The paths of a run; reads its small files. To write, call ``create`` or ``resume``, which acquire the lock.
 
     A folder that was created or resumed is a context manager; leaving it releases the lock.
-
-    Args:
-        path: The folder; it is neither checked nor created.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -128,7 +124,6 @@ class RunFolder:
 
         Args:
             path: An empty folder, or one that does not exist.
-            config: The text of config.yaml.
 
         Raises:
             FedspanError: If the folder is not empty, another process uses it, or it cannot be written.
@@ -325,7 +320,6 @@ def require_same_files(run_folder: RunFolder, digests: Mapping[str, str], source
     """Check files of a run.
 
     Args:
-        run_folder: The run folder.
         digests: SHA-256 of the files, by path relative to the run folder. Other files are not checked.
         source: What names the digests, for the error.
 

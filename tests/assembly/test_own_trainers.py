@@ -21,9 +21,9 @@ from transformers import (
 
 import fedspan
 from fedspan.assembly.own_trainers import TrainerRuns, adopt_trainers
-from fedspan.config.federation import SecureConfig
 from fedspan.crypto.masks import Ring
 from fedspan.errors import FedspanError
+from fedspan.federation.settings import SecureSettings
 from fedspan.tasks import metrics
 from helpers import tiny, tiny_decoders, tiny_seq2seq
 from helpers.families import others_slow
@@ -152,7 +152,7 @@ def test_a_run_is_resumed_with_its_trainers_only(finished: Path) -> None:
 def test_secure_sums_end_where_plain_ones_do(tiny_folder: Path, tmp_path: Path) -> None:
     """To half a step of quantization per client, and the rounding of float32."""
     pytest.importorskip("Crypto")
-    secure = SecureConfig()
+    secure = SecureSettings()
     for name, own in {"plain": {}, "secure": {"secure": secure.model_dump()}}.items():
         simulate(tiny_folder, tmp_path / name, federation={"rounds": 1, **own})
     plain, summed = (weights(tmp_path / name) for name in ("plain", "secure"))
@@ -255,7 +255,6 @@ def test_a_trainer_that_takes_no_step_gives_no_reply(tiny_folder: Path, tmp_path
     [
         ({"privacy": {"mechanism": "dp-sgd", "noise": 1.0, "clip": 1.0}}, "every example's own gradient"),
         ({"training": {"logit_adjustment": 1.0}}, "the trainer's own|has no classes"),
-        ({"training": {"head_updates": "own-classes"}}, "has no classes"),
         ({"training": {"lr": "auto"}}, "fedspan can read"),
         ({"baselines": ["local-only"]}, "fedspan can read"),
         ({"data": {"train": "rows.csv"}}, "leave data out"),

@@ -17,8 +17,8 @@ from fedspan.core.values import Client, OptimizerState
 from fedspan.deployment.handshake import build_server_config
 from fedspan.deployment.node import NodeService
 from fedspan.errors import FedspanError
+from fedspan.federation.evaluation import RemoteEvaluator
 from fedspan.federation.protocol import Envelope, Order
-from fedspan.federation.reported_evaluation import RemoteEvaluator
 from fedspan.federation.transport import AsynchronousTransport, OnReply, Orders
 from fedspan.training.jobs import TrainingProgress, TrainingTotals
 from fedspan.training.loop import LoopEngine

@@ -117,7 +117,7 @@ def test_settings_carry_every_field_of_the_config() -> None:
     own = {"clip_ratio": 1.25, "max_norm": 3.0, "max_weight_ratio": 7.0}
     federation = {**VALID["federation"], "trim": 0.2, **own}
     config = parse_config({**VALID, "training": training, "privacy": privacy, "federation": federation})
-    alone = {"logit_adjustment", "head_updates", "label_smoothing", "class_weights"}  # dp-sgd refuses them
+    alone = {"logit_adjustment", "label_smoothing", "class_weights"}  # dp-sgd refuses them
     on_nodes = {"checkpoint_steps", "checkpoint_minutes"}  # of the process that trains, not of the training
     assert set(training) | alone | on_nodes == set(type(config.training).model_fields)
     optimizer = OptimizerSpec(name="sgd", lr=0.3, momentum=0.8, betas=(0.7, 0.95), eps=1e-5, weight_decay=0.02)
@@ -127,14 +127,14 @@ def test_settings_carry_every_field_of_the_config() -> None:
     assert config.build_training_settings() == expected
     fields = set(TrainingSettings.__dataclass_fields__)
     assert {name for name in fields if getattr(expected, name) != getattr(default, name)} == fields - alone
-    changed = {"logit_adjustment": 0.5, "head_updates": "own-classes"}
+    changed = {"logit_adjustment": 0.5}
     adjusted = parse_config({**VALID, "training": changed}).build_training_settings()
     assert {name: getattr(adjusted, name) for name in changed} == changed
     weighted = {"label_smoothing": 0.1, "class_weights": {"a": 2.0}}
     assert {*changed, *weighted} == alone
     built = parse_config({**VALID, "training": weighted}).build_training_settings()
     assert (built.label_smoothing, built.class_weights) == (0.1, (("a", 2.0),))
-    assert (default.logit_adjustment, default.head_updates) == (0.0, "all")
+    assert default.logit_adjustment == 0.0
     assert config.build_round_settings() == RoundSettings(6, 2, 3, "mean", 0.2, 1.25, 3.0, 7.0, private)
     secret = config.build_round_settings(bytes(32)).privacy
     assert secret == replace(private, key=bytes(32), secret=True) == config.build_training_settings(bytes(32)).privacy

@@ -11,7 +11,6 @@ from fedspan.config.privacy import PrivacyConfig
 from fedspan.core.method import Claims
 from fedspan.core.noise import derive_seed_key
 from fedspan.errors import FedspanError
-from fedspan.federation.settings import BufferedSettings
 from fedspan.federation.validation import ReplyRules
 from fedspan.training.jobs import Privacy
 from helpers.refusals import refused
@@ -124,10 +123,6 @@ def test_single_replies_refuse_secure_sums(changes: dict[str, Any], claims: dict
 
 
 def test_settings_of_the_rounds_have_every_field() -> None:
-    assert config().build_buffered_settings() is None
-    buffered = {"concurrency": 5, "staleness_exponent": 0.25, "max_staleness": 3}
-    found = config(clients_per_round=2, buffered=buffered).build_buffered_settings()
-    assert found == BufferedSettings(5, 0.25, 3)
     rules = {"min_replies": 3, "deadline": 9.0, "retries": 1, "max_norm_ratio": 4.0, "max_missed_rounds": 5}
     assert config(**rules, clients_per_round=4, over_select=2).build_reply_rules() == ReplyRules(3, 9.0, 1, 4.0, 2, 5)
 

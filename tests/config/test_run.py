@@ -82,7 +82,7 @@ def test_asynchronous_rounds_of_a_simulation_need_speeds() -> None:
     rounds = {"clients_per_round": 2, "buffered": {"concurrency": 3}}
     timed = config(federation=rounds, simulation={"speed": {}})
     timed.require_simulated()
-    assert timed.build_round_settings().buffered == BufferedSettings(3)
+    assert timed.build_round_settings().buffered == BufferedSettings(concurrency=3)
     with refused("federation.buffered"):
         config(federation=rounds).require_simulated()
 

@@ -11,12 +11,12 @@ from fedspan.config.engine import EngineConfig
 from fedspan.config.evaluation import EvaluationConfig
 from fedspan.config.model import ModelConfig
 from fedspan.config.node import NodeConfig, NodeLimits, load_node, require_data
-from fedspan.config.section import Section
 from fedspan.config.sections import ClusterConfig
 from fedspan.config.simulation import SimulationConfig
 from fedspan.config.tags import MOST_TAGS, Tags, explain_missing_tags
 from fedspan.errors import FedspanError
 from fedspan.federation.conditions import Conditions, Faults, SpeedDistribution
+from fedspan.section import Section
 from fedspan.training.jobs import PrefixSettings
 from helpers.refusals import refused
 
@@ -101,7 +101,12 @@ def test_conditions_have_the_run_s_seed_and_every_field() -> None:
     speed = {"distribution": "uniform", "median": 7.0, "spread": 3.0}
     values = {"dropout": {"a": 0.5}, "speed": speed, "faults": {"share": 0.25, "kind": "scale", "factor": 4.0}}
     found = SimulationConfig.model_validate(values).build_conditions(6)
-    assert found == Conditions(6, {"a": 0.5}, SpeedDistribution("uniform", 7.0, 3.0), Faults(0.25, "scale", 4.0))
+    assert found == Conditions(
+        6,
+        {"a": 0.5},
+        SpeedDistribution(distribution="uniform", median=7.0, spread=3.0),
+        Faults(share=0.25, kind="scale", factor=4.0),
+    )
 
 
 def test_rounds_count_from_1_in_a_config_and_from_0_in_the_run() -> None:

@@ -25,7 +25,6 @@ from fedspan.deployment.health import Heartbeat
 from fedspan.errors import FedspanError
 from fedspan.training.stages import Stages
 from fedspan.transports.http import node as nodes
-from fedspan.transports.http import reachability
 from fedspan.transports.http.keys import renew_authority
 from fedspan.transports.http.server import prepare_folder
 from helpers import tiny
@@ -85,7 +84,7 @@ def test_a_node_s_heartbeats_say_what_its_file_says(links: list[Any], tmp_path: 
 def test_a_node_s_folder_is_not_for_other_users(
     links: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(reachability, "check_server", lambda *_: "reached")
+    monkeypatch.setattr(nodes, "check_server", lambda *_: "reached")
     path = write_node(tmp_path)
     deploy.check_node(path, insecure=True)
     assert not (tmp_path / "state").exists()
@@ -126,7 +125,7 @@ def test_no_other_user_reads_what_the_commands_write(
 
 
 def test_the_check_of_a_node_says_where_its_models_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(reachability, "check_server", lambda *_: "reached")
+    monkeypatch.setattr(nodes, "check_server", lambda *_: "reached")
     limits = {"models": ["clinic/encoder", "google/*", "builtin:all-minilm-l6-v2"]}
     path = write_node(tmp_path, models={"ours": str(tmp_path)}, limits=limits)
     lines = [line for line in deploy.check_node(path, insecure=True) if line.startswith("model ")]
@@ -147,7 +146,7 @@ def test_a_resumed_run_offers_the_same_base(tiny_folder: Path, tmp_path: Path, m
             raise KeyboardInterrupt
 
     monkeypatch.setattr(deploy, "Submission", Interrupted)
-    monkeypatch.setattr("fedspan.transports.http.link.attach", lambda *_: nullcontext())
+    monkeypatch.setattr("fedspan.transports.http.server.attach", lambda *_: nullcontext())
     link: Any = SimpleNamespace(folder=tmp_path, authority=None)
     with monkeypatch.context() as context:
         context.setattr(deploy, "find_local_base", lambda *_: None)  # of a model that cannot be offered
@@ -293,7 +292,7 @@ def test_a_bundle_has_an_ipv6_address_in_brackets_and_renewed_certificates(tmp_p
 
 
 def test_a_check_passes_and_says_what_it_saw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reachability, "check_server", lambda *_: "reached")
+    monkeypatch.setattr(nodes, "check_server", lambda *_: "reached")
     folder = tmp_path / "server"
     call("server", "--folder", str(folder), "--name", "localhost", "--bundle", "clinic-a")
     bundle = folder / "bundles" / "clinic-a"
@@ -366,7 +365,7 @@ def test_a_check_names_what_a_run_would_miss(
 
 def check_in(folder: Path, monkeypatch: pytest.MonkeyPatch, columns: str, count: int = 20) -> None:
     """Write a file with examples, and take the server as reached."""
-    monkeypatch.setattr(reachability, "check_server", lambda *_: "reached")
+    monkeypatch.setattr(nodes, "check_server", lambda *_: "reached")
     (folder / "a").mkdir()
     write_examples(folder / "a" / "train.csv", columns, count)
     monkeypatch.chdir(folder)

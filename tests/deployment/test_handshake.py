@@ -17,7 +17,7 @@ from fedspan.deployment.node import NodeService
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
 from fedspan.runs.train import run
-from fedspan.transports.http import admissions, transport
+from fedspan.transports.http import admissions, invitations
 from fedspan.transports.http import server as servers
 from helpers import tiny
 from helpers.listeners import Notes
@@ -46,7 +46,7 @@ def meet(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
                     return
                 undecided.discard(7)
 
-        monkeypatch.setattr(transport, "invite", invite)
+        monkeypatch.setattr(invitations, "invite", invite)
         given = values(tiny_folder)
         given["federation"].update(federation)
         model = SimpleNamespace(adapted=SimpleNamespace(extras={}, model=torch.nn.Module()), new_modules=())

@@ -136,7 +136,7 @@ def test_the_node_selects_and_splits_its_examples(tiny_folder: Path, tmp_path: P
             "partitioner": "natural",
             "column": "a",
         },
-        "engine": {"compile": True, "prefix_memory": 1e9, "name": "loop"},
+        "engine": {"workers": 3, "prefix_memory": 1e9, "name": "loop"},
     }
     own = node(tiny_folder, tmp_path, split_seed=5).model_dump()
     made = build_node_values(hostile, own)

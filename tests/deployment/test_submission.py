@@ -29,7 +29,7 @@ from fedspan.federation.validation import ReplyRules
 from fedspan.logs import JsonLines
 from fedspan.processes import read_process_start
 from fedspan.run_folder import RunFolder
-from fedspan.transports.http import admissions, link, signing
+from fedspan.transports.http import admissions, signing
 from fedspan.transports.http import server as servers
 from helpers import node_service
 from helpers.node_service import values
@@ -61,7 +61,7 @@ class LocalServer:
 
     def __init__(self, services: dict[int, Any], online: set[int]) -> None:
         self.services, self.online = services, online
-        self.orders: dict[str, link.OutgoingOrder] = {}
+        self.orders: dict[str, servers.OutgoingOrder] = {}
         self.bodies: dict[str, bytes] = {"": b""}
 
     def list_online(self) -> dict[int, bytes]:
@@ -72,18 +72,18 @@ class LocalServer:
         self.bodies[name] = data
         return name
 
-    def send_orders(self, orders: Sequence[link.OutgoingOrder]) -> list[str]:
+    def send_orders(self, orders: Sequence[servers.OutgoingOrder]) -> list[str]:
         ids = [f"m{len(self.orders) + number}" for number in range(len(orders))]
         self.orders |= dict(zip(ids, orders, strict=True))
         return ids
 
-    def take_replies(self, ids: Collection[str], seconds: float = 1.0) -> Iterable[link.Taken]:
+    def take_replies(self, ids: Collection[str], seconds: float = 1.0) -> Iterable[servers.Taken]:
         signer = signing.UnsignedSigner()
         for id in ids:
             order = self.orders[id]
             opened = signer.open_order(order.head + self.bodies[order.body], order.node)
             reply = self.services[order.node].answer(opened.envelope)
-            yield link.Taken(id, partial(signer.seal_reply, reply, order.node, opened))
+            yield servers.Taken(id, partial(signer.seal_reply, reply, order.node, opened))
 
     def cancel(self, ids: Collection[str]) -> None:
         pass
@@ -124,7 +124,7 @@ def scene(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     def attach(_: Any, limit: int) -> Generator[LocalServer]:
         yield made.server
 
-    monkeypatch.setattr(link, "attach", attach)
+    monkeypatch.setattr(servers, "attach", attach)
     monkeypatch.setattr("fedspan.deployment.participants._POLL", 0.05)
     return made
 
@@ -230,7 +230,7 @@ def test_a_node_that_waits_under_ever_other_ids_has_one_entry(
     scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its reasons are texts of its own, and all of them would be in the error at the end."""
-    monkeypatch.setattr("fedspan.transports.http.transport._REINVITE_SECONDS", 0.2)
+    monkeypatch.setattr("fedspan.transports.http.invitations._REINVITE_SECONDS", 0.2)
     scene.server.services[3] = Changed(
         scene.server.services[3], lambda number: {"refused": "not yet", "waiting": True, "id": f"other-{number}"}
     )

@@ -14,8 +14,8 @@ import pytest
 import fedspan
 from fedspan import CompareReport, FedspanError, Watcher, load_config
 from fedspan.experiments.comparison import CompareRow, plan_comparison
-from fedspan.experiments.figures import draw_comparison, write_figure
 from fedspan.experiments.intervals import Difference
+from fedspan.experiments.run_comparison import draw_comparison, write_figure
 from fedspan.experiments.series import Step
 from fedspan.runs.integrity import read_config
 from fedspan.runs.report import read_report

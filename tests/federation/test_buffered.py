@@ -14,7 +14,7 @@ from torch import Tensor
 from fedspan.assembly.run import prepare
 from fedspan.config.combinations import explain_round_dependence
 from fedspan.core.factors import draw_a_factors
-from fedspan.core.method import Memory, Method
+from fedspan.core.method import Memory, Method, Wrapper
 from fedspan.core.values import Client, Job, LayerSpec, Message, ServerState, Spec
 from fedspan.errors import FedspanError
 from fedspan.federation.arrival_sources import Arrival, NodeArrivals
@@ -29,7 +29,6 @@ from fedspan.training.batched import BatchedEngine
 from fedspan.transports.in_process import simulate
 from fedspan.wrappers.fedpaq import FedPAQ
 from fedspan.wrappers.low_precision import LowPrecision
-from fedspan.wrappers.wrapper import Wrapper
 from helpers import tiny
 from helpers.watched_rounds import differences
 

@@ -18,13 +18,13 @@ from fedspan.assembly.run import Prepared, prepare
 from fedspan.config import parse_config
 from fedspan.core.values import Job, Message, Reduced
 from fedspan.errors import FedspanError
-from fedspan.federation import out_of_round
+from fedspan.federation import round as federation_round
 from fedspan.federation.absences import Absences, Awaited
-from fedspan.federation.aggregation.reply_buffer import MessageBuffer, ReplyBuffer
+from fedspan.federation.aggregation.reduction import MessageBuffer, ReplyBuffer
 from fedspan.federation.conditions import PHASES, Conditions, Faults, SpeedDistribution, corrupt_reply
+from fedspan.federation.evaluation import RemoteEvaluator
 from fedspan.federation.presence import Presence
 from fedspan.federation.progress import Progress, RoundResult
-from fedspan.federation.reported_evaluation import RemoteEvaluator
 from fedspan.federation.serialization import encode_state
 from fedspan.federation.transport import Orders, Transport
 from fedspan.training.jobs import Assignment
@@ -58,10 +58,16 @@ def differences(one: Progress, other: Progress) -> list[str]:
 
 
 def test_conditions_are_drawn_from_the_seed_alone() -> None:
-    conditions = Conditions(3, 0.5, SpeedDistribution("lognormal", 100.0, 2.0), Faults(0.3, "nan"))
+    conditions = Conditions(
+        3, 0.5, SpeedDistribution(distribution="lognormal", median=100.0, spread=2.0), Faults(share=0.3, kind="nan")
+    )
     ids = [f"client-{number:02}" for number in range(40)]
-    again = Conditions(3, 0.5, SpeedDistribution("lognormal", 100.0, 2.0), Faults(0.3, "nan"))
-    other = Conditions(4, 0.5, SpeedDistribution("lognormal", 100.0, 2.0), Faults(0.3, "nan"))
+    again = Conditions(
+        3, 0.5, SpeedDistribution(distribution="lognormal", median=100.0, spread=2.0), Faults(share=0.3, kind="nan")
+    )
+    other = Conditions(
+        4, 0.5, SpeedDistribution(distribution="lognormal", median=100.0, spread=2.0), Faults(share=0.3, kind="nan")
+    )
     silent = {id: conditions.draw_silence(id, 0, 0, PHASES) for id in ids}
     assert silent == {id: again.draw_silence(id, 0, 0, PHASES) for id in reversed(ids)}
     assert silent != {id: other.draw_silence(id, 0, 0, PHASES) for id in ids}
@@ -75,7 +81,7 @@ def test_conditions_are_drawn_from_the_seed_alone() -> None:
 
 @pytest.mark.parametrize("distribution", ["lognormal", "uniform", "constant"])
 def test_speeds_have_their_median_and_spread(distribution: Any) -> None:
-    conditions = Conditions(0, speed=SpeedDistribution(distribution, 50.0, 3.0))
+    conditions = Conditions(0, speed=SpeedDistribution(distribution=distribution, median=50.0, spread=3.0))
     seconds = torch.tensor(
         [conditions.compute_seconds(f"c{number}", 100) for number in range(2000)], dtype=torch.float64
     )
@@ -96,7 +102,9 @@ def test_speeds_have_their_median_and_spread(distribution: Any) -> None:
 def test_a_corrupted_change_is_a_multiple_of_the_honest_one(kind: Any, factor: float | None, expected: float) -> None:
     start = {"l/A": torch.randn(3, 5), "l/n": torch.tensor([4])}
     reply = {"l/A": start["l/A"] + torch.randn(3, 5), "l/n": torch.tensor([7])}
-    found = corrupt_reply(Faults(0.1, kind, factor), Message(reply), Message(start), 0, 1, "a").tensors
+    found = corrupt_reply(
+        Faults(share=0.1, kind=kind, factor=factor), Message(reply), Message(start), 0, 1, "a"
+    ).tensors
     assert torch.allclose(found["l/A"] - start["l/A"], expected * (reply["l/A"] - start["l/A"]), atol=1e-5)
     assert torch.equal(found["l/n"], reply["l/n"])
 
@@ -104,11 +112,14 @@ def test_a_corrupted_change_is_a_multiple_of_the_honest_one(kind: Any, factor: f
 def test_noise_replaces_a_change_and_nan_a_reply() -> None:
     start: dict[str, Tensor] = {"l/A": torch.zeros(50, 40)}
     reply = Message({"l/A": torch.full((50, 40), 0.2)})
-    noisy = corrupt_reply(Faults(0.1, "noise", 2.0), reply, Message(start), 0, 1, "a").tensors["l/A"]
+    noisy = corrupt_reply(Faults(share=0.1, kind="noise", factor=2.0), reply, Message(start), 0, 1, "a").tensors["l/A"]
     assert abs(float(noisy.mean())) < 0.05
     assert float(noisy.std()) == pytest.approx(0.4, rel=0.1)
-    assert torch.equal(noisy, corrupt_reply(Faults(0.1, "noise", 2.0), reply, Message(start), 0, 1, "a").tensors["l/A"])
-    nan = corrupt_reply(Faults(0.1, "nan"), reply, Message(start), 0, 1, "a").tensors["l/A"]
+    assert torch.equal(
+        noisy,
+        corrupt_reply(Faults(share=0.1, kind="noise", factor=2.0), reply, Message(start), 0, 1, "a").tensors["l/A"],
+    )
+    nan = corrupt_reply(Faults(share=0.1, kind="nan"), reply, Message(start), 0, 1, "a").tensors["l/A"]
     assert bool(nan.isnan().all())
 
 
@@ -543,7 +554,7 @@ def test_an_evaluation_does_not_wait_for_an_absent_client(tiny_folder: Path) -> 
     assert not ended  # nobody was measured yet: the absent one is needed
     with pytest.MonkeyPatch.context() as patch:
         scores = SimpleNamespace(task="evaluate", round=3, scores={})
-        patch.setattr(out_of_round, "open_reply", lambda id: SimpleNamespace(**vars(scores), id=id))
+        patch.setattr(federation_round, "open_reply", lambda id: SimpleNamespace(**vars(scores), id=id))
         replies.update({id: id for id in IDS})
         evaluator.evaluate_clients(progress)
         assert ended == [IDS[-1]]

@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 
 from fedspan.assembly.run import Prepared, prepare
-from fedspan.federation.evaluation import ClientScores, Evaluator, summarize
+from fedspan.federation.evaluation import ClientScores, Evaluator, RemoteEvaluator, ReportedEvaluator, summarize
 from fedspan.federation.federation import Federation
-from fedspan.federation.out_of_round import exchange_model
-from fedspan.federation.plausibility import drop_impossible_losses, drop_impossible_metrics
-from fedspan.federation.progress import ClientData, Transfer
-from fedspan.federation.protocol import Envelope, Part, Reply, decode_order
-from fedspan.federation.reported_evaluation import RemoteEvaluator, ReportedEvaluator
-from fedspan.federation.settings import BufferedSettings
-from fedspan.federation.trimmed_scores import (
+from fedspan.federation.plausibility import (
     compute_trimmed_means,
     count_trimmed_clients,
     describe_few_nodes,
     describe_few_reports,
+    drop_impossible_losses,
+    drop_impossible_metrics,
 )
+from fedspan.federation.progress import ClientData, Transfer
+from fedspan.federation.protocol import Envelope, Part, Reply, decode_order
+from fedspan.federation.round import exchange_model
+from fedspan.federation.settings import BufferedSettings
 from fedspan.federation.validation import ReplyRules
 from fedspan.runs.selection import Selection
 from fedspan.transports.in_process import simulate

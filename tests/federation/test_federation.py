@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from fedspan.assembly.run import Prepared
-from fedspan.core.method import Memory
+from fedspan.core.method import Memory, Wrapper
 from fedspan.core.values import Client, Job, Message, ServerState, Trained
 from fedspan.federation import serialization
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import Progress
 from fedspan.federation.settings import RoundSettings
 from fedspan.transports.in_process import simulate
-from fedspan.wrappers.wrapper import Wrapper
 from helpers import tiny
 
 

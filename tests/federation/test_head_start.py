@@ -15,7 +15,7 @@ from fedspan.assembly.head import begin, begin_locally
 from fedspan.assembly.run import Prepared, prepare
 from fedspan.core.heads import compute_statistics_shapes, summarize_features
 from fedspan.core.values import Client, Message
-from fedspan.federation.aggregation.reply_buffer import MessageBuffer
+from fedspan.federation.aggregation.reduction import MessageBuffer
 from fedspan.federation.head_start import HeadStart, check_statistics, start_head
 from fedspan.federation.progress import ClientData, Failure, Progress
 from fedspan.federation.protocol import Envelope

@@ -23,8 +23,8 @@ from fedspan.federation import serialization
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import ClientData, Failure, Progress, RoundResult, Transfer
 from fedspan.federation.protocol import Envelope, Order, Part, Reply, decode_order, decode_reply
+from fedspan.federation.round import RoundExchange, compute_mean_loss
 from fedspan.federation.round_context import RoundContext, Tally
-from fedspan.federation.round_exchange import RoundExchange, compute_mean_loss
 from fedspan.federation.settings import BufferedSettings, RoundSettings
 from fedspan.federation.validation import ReplyRules
 from fedspan.methods.fedit import FedIT

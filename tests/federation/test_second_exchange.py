@@ -13,6 +13,7 @@ from fedspan.assembly.run import Prepared, prepare
 from fedspan.clients.host import Host
 from fedspan.clients.refusals import refuse
 from fedspan.clients.store import DiskClientStore, LostStateError
+from fedspan.core.method import Wrapper
 from fedspan.core.values import Client, Message, Reduced
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
@@ -26,7 +27,6 @@ from fedspan.federation.second_exchange import build_second_context
 from fedspan.federation.settings import SecureSettings
 from fedspan.federation.validation import ReplyRules
 from fedspan.training.loop import LoopEngine
-from fedspan.wrappers.wrapper import Wrapper
 from helpers import secure_rounds, tiny
 from helpers.reply_transport import Replies, ReplyingTransport
 from helpers.watched_rounds import differences
@@ -335,7 +335,8 @@ def test_replies_with_the_same_names_are_an_error_of_the_method(built: Prepared,
             reply = self.inner.build_second_reply(order, tensors, client, round)
             return Message({f"{name.removesuffix('P')}Y": value for name, value in reply.tensors.items()})
 
-    prepared = replace(built, federation=built.federation._copy(built.federation.transport, built.engine.settings))
+    again = built.federation.replace_transport(built.federation.transport)
+    prepared = replace(built, federation=again)
     prepared.federation.method = Same(inner=built.federation.method)
     made, _ = connect(prepared, tmp_path)
     with pytest.raises(FedspanError, match="have a tensor of this name"):

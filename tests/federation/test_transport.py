@@ -19,9 +19,9 @@ from fedspan.core.base import BasePatch, BaseUpdate, Delta, Increment, apply_pat
 from fedspan.core.lowrank import LowRank
 from fedspan.core.values import Message, ServerState
 from fedspan.federation import serialization
+from fedspan.federation.evaluation import ReportedEvaluator
 from fedspan.federation.progress import OpenOrders, Progress
 from fedspan.federation.protocol import Envelope
-from fedspan.federation.reported_evaluation import ReportedEvaluator
 from fedspan.federation.serialization import compute_payload_size, decode, decode_state, encode, encode_state
 from fedspan.federation.transport import AsynchronousTransport, OnReply, Orders, Transport
 from fedspan.transports.in_process import InProcess

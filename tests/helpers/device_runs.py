@@ -109,7 +109,6 @@ OTHER_RUNS: dict[str, Settings] = {
     "momentum": _run(training={"optimizer": "sgd", "momentum": 0.9, "weight_decay": 0.1, "optimizer_state": "keep"}),
     "moments kept": _run(training={"optimizer_state": "keep", "weight_decay": 0.1}),
     "logit adjustment": _run(training={"logit_adjustment": 1.0}),
-    "head updates": _run(training={"head_updates": "own-classes"}),
     "gradient checkpointing": _run(model={"gradient_checkpointing": True}),
     "bfloat16": _run(model={"dtype": "bfloat16"}),
     "whole modules": _run(model={"modules_to_save": ["LayerNorm", "pooler"]}),

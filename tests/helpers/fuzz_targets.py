@@ -347,7 +347,7 @@ class Messages(Target):
     def __init__(self) -> None:
         from fedspan.transports.http import keys, signing, wire
 
-        self._signing, self._wire = signing, wire
+        self._signing = signing
         self._folder = TemporaryDirectory()
         folder = Path(self._folder.name)
         keys.make_authority(folder, [])
@@ -360,7 +360,7 @@ class Messages(Target):
         reply = self._node.seal_reply(Envelope('{"task": "train"}', b"weights"), 7, order)
         self._messages = {b"o": head + body.data, b"r": reply}
         self._keys = {b"o": self._node._sealing_key, b"r": self._server._reply_key}
-        unsigned = wire.join_message(wire.pack([bytes(16), b'{"task": "train"}'])) + b"weights"
+        unsigned = signing.join_message(wire.pack([bytes(16), b'{"task": "train"}'])) + b"weights"
         self.seeds = (b"O", b"R", b"o", b"r", b"u" + unsigned)
 
     def mutate(self, data: bytes, draws: random.Random) -> bytes:
@@ -375,14 +375,14 @@ class Messages(Target):
             return
         message, key, is_opened = self._messages[kind], self._keys[kind], data[:1] == kind
         if is_opened:
-            head, body = self._wire.split_message(message)
-            message = self._wire.join_message(suite.decrypt(head, key)) + bytes(body)
+            head, body = self._signing.split_message(message)
+            message = self._signing.join_message(suite.decrypt(head, key)) + bytes(body)
         made = message
         for start in range(1, len(data), 8):
             made = mangled(made, random.Random(data[start : start + 8]))
         if is_opened:
-            head, body = self._wire.split_message(made)
-            sealed = self._wire.join_message(suite.encrypt(head, key.public_key())) + bytes(body)
+            head, body = self._signing.split_message(made)
+            sealed = self._signing.join_message(suite.encrypt(head, key.public_key())) + bytes(body)
         else:
             sealed = made
         if kind == b"o":
@@ -404,7 +404,7 @@ class Requests(Target):
     def __init__(self) -> None:
         from fedspan.transports.http import app
         from fedspan.transports.http.admissions import compute_node_id
-        from fedspan.transports.http.limits import RequestLimits
+        from fedspan.transports.http.requests import RequestLimits
         from fedspan.transports.http.store import Order
 
         self._app, self._folder = app, TemporaryDirectory()
@@ -464,8 +464,8 @@ class Requests(Target):
     async def _serve(
         self, method: bytes, path: bytes, query: bytes, headers: list[tuple[bytes, bytes]], body: bytes
     ) -> int:
-        from fedspan.transports.http.limits import Bucket, Sender
         from fedspan.transports.http.node_requests import Session
+        from fedspan.transports.http.requests import Bucket, Sender
         from fedspan.transports.http.store import Store
 
         with TemporaryDirectory() as folder, closing(Store(Path(folder))) as store:
@@ -475,7 +475,7 @@ class Requests(Target):
                 store, "secret", lambda: {self._node: self._key}, bytes(32), self._limits, self._path
             )
             sender = Sender(asyncio.Semaphore(2), Bucket(1e9, 1e9))
-            session, nodes = Session(self._node, _SESSION, b"", sender), server._nodes
+            session, nodes = Session(self._node, _SESSION, b"", "", sender), server._nodes
             nodes.sessions[self._node] = nodes._by_token[_SESSION] = session
             scope = {
                 "type": "http",

@@ -12,14 +12,13 @@ from typing import Any
 
 from fedspan.federation.protocol import Envelope
 from fedspan.transports.http.client import Link, NodeConnection, open_client
-from fedspan.transports.http.connections import BoundedProtocol, BoundedSocket, ConnectionLimits, Connections
-from fedspan.transports.http.deliveries import Bodies, send_envelopes
-from fedspan.transports.http.limits import RequestLimits
-from fedspan.transports.http.link import RunLink
-from fedspan.transports.http.server import ServerLink, prepare_folder
+from fedspan.transports.http.connections import BoundedProtocol, BoundedSocket, ConnectionLimits, Connections, bind
+from fedspan.transports.http.requests import RequestLimits
+from fedspan.transports.http.server import RunLink, ServerLink, prepare_folder
 from fedspan.transports.http.signing import UnsignedSigner
 from fedspan.transports.http.store import Store
-from fedspan.transports.http.supervision import bind, create_server, supervise
+from fedspan.transports.http.supervision import create_server, supervise
+from fedspan.transports.http.transport import Bodies, send_envelopes
 
 __all__ = ["LocalServer", "free_port", "join", "kill_serving", "run_server", "send_order", "serve_here"]
 

@@ -15,6 +15,7 @@ from fedspan.clients.refusals import refuse_any
 from fedspan.clients.secagg import SecureClient
 from fedspan.clients.secagg_store import DiskSessionStore
 from fedspan.clients.store import DiskClientStore
+from fedspan.core.method import Wrapper
 from fedspan.core.values import Reduced, ServerState
 from fedspan.crypto.masks import Ring
 from fedspan.federation.aggregation.secure import SecureAggregation
@@ -26,7 +27,6 @@ from fedspan.federation.settings import SecureSettings
 from fedspan.federation.validation import ReplyRules
 from fedspan.training.loop import LoopEngine
 from fedspan.transports.in_process import simulate
-from fedspan.wrappers.wrapper import Wrapper
 
 from .reply_transport import Replies, ReplyingTransport
 

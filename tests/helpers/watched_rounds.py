@@ -14,7 +14,7 @@ from fedspan.assembly.run import Prepared
 from fedspan.config import RunConfig
 from fedspan.core.base import BaseUpdate, Increment, materialize
 from fedspan.core.lowrank import LowRank
-from fedspan.core.method import Memory
+from fedspan.core.method import Memory, Wrapper
 from fedspan.core.parametrization import Parametrization, compute_dense_change
 from fedspan.core.tensors import Tensors, select_slots
 from fedspan.core.values import Client, Contribution, Job, LayerSpec, Message, Reduced, ServerState, Trained
@@ -23,7 +23,6 @@ from fedspan.federation.progress import Progress, RoundResult
 from fedspan.tasks.task import Examples
 from fedspan.training.jobs import Assignment
 from fedspan.training.loop import LoopEngine
-from fedspan.wrappers.wrapper import Wrapper
 
 from . import tiny
 

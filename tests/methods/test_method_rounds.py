@@ -19,9 +19,9 @@ from fedspan.assembly.run import Prepared, prepare
 from fedspan.config import RunConfig, parse_config
 from fedspan.data.partition import Partition
 from fedspan.diagnostics.round_diagnosis import STEPS, Diagnosis, diagnose_round
+from fedspan.federation.evaluation import RemoteEvaluator
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import Progress
-from fedspan.federation.reported_evaluation import RemoteEvaluator
 from fedspan.federation.serialization import encode_state
 from fedspan.methods.registry import METHODS
 from fedspan.run_folder import RunFolder

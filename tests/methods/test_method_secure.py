@@ -14,7 +14,6 @@ pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed
 
 from fedspan.assembly.run import Prepared
 from fedspan.config import parse_config
-from fedspan.config.federation import SecureConfig
 from fedspan.core.tensors import Tensors
 from fedspan.errors import FedspanError
 from fedspan.federation.settings import SecureSettings
@@ -121,7 +120,7 @@ def test_a_round_without_one_client_is_that_of_the_others(
 def test_methods_that_see_single_replies_are_refused_with_the_reason(key: str) -> None:
     with pytest.raises(FedspanError, match="needs single replies, because it does not compute their mean") as refused:
         parse_config({"data": {"train": "x.csv"}, "method": {"name": key}, "federation": {"secure": {}}})
-    assert (refused.value.field, refused.value.value) == ("federation.secure", SecureConfig())
+    assert (refused.value.field, refused.value.value) == ("federation.secure", SecureSettings())
 
 
 def test_what_has_no_secure_sum_is_refused_with_the_reason() -> None:

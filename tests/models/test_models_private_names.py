@@ -18,8 +18,6 @@ from torch import Tensor, nn
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "fedspan"
 
 IMPORTS = {
-    ("torch._dynamo", "config"): "the limit of compiled variants, an argument from PyTorch 2.13 on",
-    ("torch._dynamo.exc", "TorchDynamoException"): "the error of a model that cannot be compiled",
     ("torch.utils._python_dispatch", "TorchDispatchMode"): "seeing every operation of a pass",
     ("torch.utils._pytree", "tree_leaves"): "the tensors in the arguments of an operation",
     ("peft.tuners.tuners_utils", "_maybe_include_all_linear_layers"): "target_modules: all-linear",

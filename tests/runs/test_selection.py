@@ -14,8 +14,8 @@ import pytest
 import fedspan
 from fedspan.config import RunConfig, parse_config
 from fedspan.federation.evaluation import ClientScores, Evaluator
+from fedspan.federation.plausibility import compute_trimmed_means
 from fedspan.federation.progress import Progress
-from fedspan.federation.trimmed_scores import compute_trimmed_means
 from fedspan.runs import selection
 from fedspan.runs.selection import Best, ClientLoss, Selection, compute_gain, has_stalled, rate_round
 from helpers import tiny

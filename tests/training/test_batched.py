@@ -96,7 +96,6 @@ def test_every_family_of_models(kind: str, tiny_folder: Path, decoders: Path, im
         pytest.param({"training": {"gradient_accumulation_steps": 3, "local_steps": None}}, marks=pytest.mark.slow),
         pytest.param({"training": {"batch_size": 7, "local_steps": None}}, marks=pytest.mark.slow),
         pytest.param({"training": {"logit_adjustment": 1.0, "local_steps": None}}, marks=pytest.mark.slow),
-        pytest.param({"training": {"head_updates": "own-classes", "weight_decay": 0.1}}, marks=pytest.mark.slow),
         {"training": {"momentum": 0.9, "weight_decay": 0.1, "optimizer_state": "keep"}},
         pytest.param({"model": {"modules_to_save": ["LayerNorm", "pooler"]}}, marks=pytest.mark.slow),
         {"model": {"target_modules": ["word_embeddings", "query"]}},

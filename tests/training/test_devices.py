@@ -3,7 +3,7 @@
 The device is a pretend one in CPU memory (``helpers.pretend_device``), which refuses tensors on two devices in one
 operator. It finds tensors that were left on the CPU, results that were left on the device, and waits of the host. It
 does not cover real kernels, streams and memory: CUDA's own numbers, pinned copies, varlen attention, autocast, 4- and
-8-bit bases (bitsandbytes has kernels for real devices only), compiled blocks and MPS. Users' own trainers choose their
+8-bit bases (bitsandbytes has kernels for real devices only) and MPS. Users' own trainers choose their
 device themselves; ``test_cuda.py`` has them.
 
 Its registration lasts as long as the process, so the runs are compared in a process of their own.

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedspan.core.method import Claims, Memory, Method
+from fedspan.core.method import Claims, Memory, Method, Wrapper
 from fedspan.core.tensors import Tensors, create_generator, join_tensor_name
 from fedspan.core.values import Client, Job, Message, Reduced, Trained
 from fedspan.errors import FedspanError
@@ -25,7 +25,6 @@ from fedspan.wrappers.extras import WithExtras
 from fedspan.wrappers.fedavgm import FedAvgM
 from fedspan.wrappers.fedpaq import FedPAQ
 from fedspan.wrappers.scaffold import Scaffold
-from fedspan.wrappers.wrapper import Wrapper
 from helpers.toys.oracle import copied, descend
 from helpers.toys.problem import HEAD, LAYERS, Problem
 from helpers.toys.rounds import Double, Federation, close, sgd

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedspan.core.method import Claims, Memory, Method
+from fedspan.core.method import Claims, Memory, Method, Wrapper
 from fedspan.core.tensors import Tensors, create_generator, join_tensor_name
 from fedspan.core.values import Client, Job, LayerSpec, Message, Reduced, ServerState, Spec, Trained
 from fedspan.errors import FedspanError
@@ -24,7 +24,7 @@ from fedspan.methods.registry import METHODS
 from fedspan.wrappers.extras import WithExtras
 from fedspan.wrappers.low_precision import Format, LowPrecision, compress, decompress
 from fedspan.wrappers.scaffold import Scaffold
-from fedspan.wrappers.wrapper import Wrapper, compute_common_start, split_prefix
+from fedspan.wrappers.wrapper import compute_common_start, split_prefix
 from helpers.families import others_slow
 from helpers.toys.oracle import copied, descend
 from helpers.toys.problem import HEAD, LAYERS, Problem

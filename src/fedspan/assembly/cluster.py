@@ -26,12 +26,8 @@ class WorkerKit:
     """Everything that a worker builds its host from.
 
     Args:
-        config: Config of the run.
-        labels: Names of the labels by index.
         targets: Paths of the target layers, which the driver found by PEFT's rules.
-        partition: The clients' examples.
         examples: The encoded examples, whose arrays the workers of a machine share.
-        key: Secret key of the noise, if it has one.
     """
 
     config: RunConfig

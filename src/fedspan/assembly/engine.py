@@ -74,11 +74,6 @@ def make_engine(
     """Build the engine that a config names.
 
     Args:
-        config: Config of the run.
-        adapted: The adapted model.
-        task: The learning problem.
-        settings: Settings of local training.
-        stages: Reports the progress of long work; None: that of ``shared_with``, if any.
         shared_with: Another engine on the same model and task, whose prefix caches and time for measuring are shared.
     """
     options, seed = config.engine, config.seed
@@ -86,20 +81,11 @@ def make_engine(
         options.build_prefix_settings(config.evaluation.batch_size) if shared_with is None else shared_with.prefixes
     )
     stages = stages or (None if shared_with is None else shared_with.stages)
-    refusals = {
-        f"engine.name: {options.name} does not compile, only batched does": options.name != "batched",
-        "it cannot be combined with training.lora_dropout, whose masks are drawn client by client": settings.dropout
-        > 0,
-    }
-    if options.compile and (reason := next((reason for reason, holds in refusals.items() if holds), None)):
-        raise FedspanError("engine.compile", True, problem=reason)
     if options.name != "batched":
         return LoopEngine(adapted, task, settings, seed, prefix, stages=stages)
     request = StackingRequest(options.clients_per_pass, options.workers)
     rounds = config.federation.rounds
-    engine = BatchedEngine(
-        adapted, task, settings, seed, request, prefix, options.padding_free, options.compile, stages, rounds
-    )
+    engine = BatchedEngine(adapted, task, settings, seed, request, prefix, options.padding_free, stages, rounds)
     if isinstance(shared_with, BatchedEngine):
         engine.measuring = shared_with.measuring
     return engine
@@ -163,13 +149,8 @@ class RunTrainer:
     """What trains the clients of a run, without their examples.
 
     Args:
-        config: The config that the run was built from.
         labels: Label names by index; for a language model, those of the data's column of labels, if any.
         model: The model that the engine trains, with the data that its export needs.
-        task_settings: Settings of the task that the model needs.
-        task: The learning problem.
-        engine: The engine, with the model on its device.
-        method: The method, without the run's wrappers.
         base_digest: Returns the digest of the frozen weights, which no config names; called first before a server
             state's base is set. None: the config names the model.
     """
@@ -197,12 +178,6 @@ def build_trainer(
     """Load a run's model and build what trains it.
 
     Args:
-        config: Config of the run.
-        labels: Names of the labels by index.
-        clients: Number of the federation's clients.
-        device: Device of the model.
-        key: Secret key of the noise, if it has one.
-        stages: Reports the progress of long work; None: it is not reported.
         objects: Model and tokenizer that were passed from Python, in place of those that the config names.
         targets: Paths of the target layers, as another process found them; None: they are found by PEFT's rules.
     """

@@ -130,9 +130,6 @@ def build_clients(
     """Build the clients whose examples are in this process.
 
     Args:
-        config: Config of the run.
-        method: The method, bound to the model's target layers.
-        parts: The clients' examples.
         ignored: Examples that count as their client's and are in none of its parts, int64; None: there are none.
     """
     ids = parts.parts.ids
@@ -156,7 +153,6 @@ def _read_arrivals(federation: FederationConfig, settings: RoundSettings) -> Rou
     """Return the settings of rounds with the arrivals of the run that the config repeats, if it repeats one."""
     if federation.buffered is None or federation.buffered.replay is None:
         return settings
-    assert settings.buffered is not None
     run = RunFolder(federation.buffered.replay)
     rows = list(read_lines(run.metrics)) if run.metrics.is_file() else []
     rounds = [row for row in rows if row["round"]]
@@ -167,7 +163,7 @@ def _read_arrivals(federation: FederationConfig, settings: RoundSettings) -> Rou
         problem = f"the record has the arrivals of {len(rounds)} rounds, and federation.rounds is {federation.rounds}"
         raise FedspanError("federation.buffered.replay", str(run.path), problem=problem)
     arrivals: Arrivals = tuple(_parse_row(cast(Any, row)) for row in rounds)
-    return replace(settings, buffered=replace(settings.buffered, arrivals=arrivals))
+    return replace(settings, arrivals=arrivals)
 
 
 def _parse_row(row: dict[str, Any]) -> tuple[tuple[str, int], ...]:

@@ -96,7 +96,6 @@ def _compute_bound(config: RunConfig, adapted: AdaptedModel, layer: OutputLayer)
 
 
 def _is_normalized(adapted: AdaptedModel) -> bool:
-    """Return whether features have norm 1."""
     return isinstance(adapted.model, PooledClassifier) and adapted.model.pooling.normalize
 
 

@@ -110,9 +110,6 @@ def build_model(
     """Load the model of a run and find its trainable parts.
 
     Args:
-        config: Config of the run.
-        labels: Labels of the data.
-        device: Device of the model.
         objects: Model and tokenizer that were passed from Python; None: they are loaded by name.
         targets: Paths of the target layers, as another process found them; None: they are found by PEFT's rules.
     """
@@ -139,8 +136,6 @@ def build_empty_model(
     """Build the model of a run without its weights, with the run's target layers, extras and shapes.
 
     Args:
-        config: Config of the run.
-        labels: Labels of the data.
         architecture: Architecture, as for ``models.empty.load_empty``.
         device: Device, as for ``models.empty.load_empty``; None: the meta device.
         depth: Depth, as for ``models.empty.load_empty``.
@@ -175,9 +170,7 @@ def adapt_model(
     """Find the trainable parts of a model, and build PEFT's description of them.
 
     Args:
-        config: Config of the run.
         model: The model, whose target layers compute as a job defines from now on.
-        new: Paths of the modules with new weights.
         named: Paths of the target layers, if they are known; PEFT's description is None then.
     """
     saved = [] if config.model.is_from_scratch else _list_modules_to_save(config, model, new)
@@ -343,7 +336,6 @@ def _name_base(config: RunConfig, model: nn.Module) -> str | None:
 
 
 def _build_lora_config(config: RunConfig, modules_to_save: list[str], base: str | None) -> LoraConfig:
-    """Build PEFT's config with the run's target modules."""
     from peft import LoraConfig, TaskType
 
     model = config.model

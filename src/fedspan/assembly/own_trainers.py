@@ -26,7 +26,7 @@ from fedspan.config.engine import EngineConfig
 from fedspan.data.config import DataConfig, PartitionConfig
 from fedspan.data.partition import ClientPart, ClientParts, Partition
 from fedspan.errors import FedspanError
-from fedspan.federation.reported_evaluation import ReportedEvaluator
+from fedspan.federation.evaluation import ReportedEvaluator
 from fedspan.models.head import find_frozen_heads, find_untrained_head
 from fedspan.models.sentence_encoders import omit_pooler, read_pooling
 from fedspan.tasks.trainer import TrainerExamples, TrainerTask
@@ -87,7 +87,6 @@ def require_used(config: RunConfig, is_complete: bool = False) -> None:
     """Check that a config sets no field that has no effect where clients train with their own trainers.
 
     Args:
-        config: Config of the run.
         is_complete: Whether the config names all defaults, as that in a run's folder does; they are accepted then.
     """
     for part, (reason, names) in _UNUSED.items():
@@ -106,7 +105,6 @@ def adopt_trainer(trainer: Any, field: str = "trainer") -> LocalTrainer:
     Args:
         trainer: A Transformers ``Trainer`` or one derived from it, a ``TorchTrainer``, or a function without arguments
             that returns one.
-        field: The argument that holds it, for errors.
     """
     if _is_factory(trainer):
         trainer = trainer()
@@ -209,7 +207,6 @@ class TrainerRuns:
     """Builds runs whose clients train with their own trainers, and gives their models back when it is closed.
 
     Args:
-        trainers: The clients' trainers by client id.
         processes: The processes in which the only client's trainer trains (DDP, FSDP); None: all train in this one.
     """
 
@@ -246,10 +243,7 @@ class TrainerRuns:
         """Build what trains a run, in all processes.
 
         Args:
-            config: Config of the run.
             existing_partition: The partition of a resumed run, which the trainers' numbers of examples must match.
-            key: Secret key of the noise, if it has one.
-            stages: Reports the progress of long work; None: no progress is reported.
 
         Raises:
             FedspanError: If anything in the config does not fit the trainers or their models.
@@ -272,11 +266,7 @@ class TrainerRuns:
         )
 
     def _load_together(self, processes: Processes, load: Callable[[], LocalRun]) -> LocalRun:
-        """Build a run in all processes; if one of them fails, for whatever reason, all of them do.
-
-        Raises:
-            FedspanError: If another process failed, or has another number of examples.
-        """
+        """Build a run in all processes; if one of them fails, for whatever reason, all of them do."""
         try:
             local = load()
         except Exception:
@@ -385,7 +375,6 @@ def _set_flags(root: nn.Module, flags: Mapping[str, bool]) -> None:
 
 
 def _get_task_type(trainer: LocalTrainer) -> str | None:
-    """Return PEFT's task type for a trainer's model; None: PEFT has none."""
     if trainer.model is not trainer.root:
         return "FEATURE_EXTRACTION"
     name = type(trainer.model).__name__

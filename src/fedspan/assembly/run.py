@@ -47,7 +47,6 @@ class LocalRun(RunTrainer):
         train: Encoded examples of the clients.
         partition: The training examples of each client; None: the examples are on remote nodes.
         test: Encoded held-out examples, or None.
-        test_names: Display names of the held-out examples.
         test_parts: Indices of the held-out examples of each value of ``evaluation.by``, int64; empty without it.
         notes: Notes for the user about the examples (truncated answers).
         head: How the head starts; None: as loaded.
@@ -126,10 +125,7 @@ def load_run(
     """Load a run's data and model, and build what trains its clients.
 
     Args:
-        config: Config of the run.
         existing_partition: An existing partition (of a resumed run) to use instead of drawing one.
-        key: Secret key of the noise, if it has one.
-        stages: Reports the progress of long work; None: it is not reported.
         objects: Data, model and tokenizer that were passed from Python, in place of those that the config names.
         ignores_labels: Whether clients leave out examples whose label is not in ``data.labels``, which count as theirs
             in ``partition``; else they are an error.
@@ -217,7 +213,6 @@ def collect_objects(config: RunConfig, call: str, data: Any, model: Any, tokeniz
     """Collect the objects that a run was started from.
 
     Args:
-        config: Config of the run.
         call: The Python function that takes them, for errors: ``fedspan.resume``.
         data: The data; None: read as the config says.
         model: The model; None: loaded by name.

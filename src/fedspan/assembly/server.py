@@ -20,11 +20,11 @@ from fedspan.core.method import RegisteredMethod
 from fedspan.core.values import Client, Spec
 from fedspan.crypto import require_packages
 from fedspan.errors import FedspanError
+from fedspan.federation.evaluation import RemoteEvaluator
 from fedspan.federation.federation import Federation
 from fedspan.federation.head_start import HeadStart
 from fedspan.federation.presence import Presence
 from fedspan.federation.progress import ClientData
-from fedspan.federation.reported_evaluation import RemoteEvaluator
 from fedspan.federation.settings import RoundSettings
 from fedspan.federation.transport import Transport
 from fedspan.federation.validation import ReplyRules
@@ -48,9 +48,7 @@ class ServerRun(RunTrainer):
     """The server's half of a deployment: everything except data and clients (``connect`` adds the clients).
 
     Args:
-        settings: Rounds, cohort, reduction, privacy, seed.
         head: How the head starts; None: as loaded.
-        notes: Notes for the user.
     """
 
     settings: RoundSettings
@@ -86,9 +84,6 @@ def build_server_clients(
     """Build the client data of a server: ranks, scalings and weights, without data indices.
 
     Args:
-        config: Config of the run.
-        spec: Spec of the run's model.
-        examples: Number of training examples that each client declared, by client id.
         max_examples: Number of examples up to which a declared one counts, by client id; others count in full.
         identities: Public keys that have to sign the session keys of secure sums, by client id; others need none.
     """
@@ -120,11 +115,8 @@ def connect(
 
     Args:
         built: The server's half; or a run with all clients in this process, whose replies come from other processes.
-        transport: Transport to the clients.
-        rules: Rules for the replies that a round needs and accepts.
         clients: The clients; None: those of a run in this process.
         nodes: Folder where the clients store their state, if this process can read it.
-        run: Name of the run, for nodes that may serve several.
         agreed: Digest of the config that all nodes were sent.
         presence: The rounds in which each client is present; None: every client in every round.
         begin_round: Decides before a round about the clients (``Federation``); None: they stay.
@@ -167,9 +159,6 @@ def secure_client(
     """Build the secure aggregation half of a client, which masks its replies; None: the run has none.
 
     Args:
-        config: Config of the run, as the client received it.
-        id: Id of the client.
-        folder: Folder of the client's last session of the run.
         sums: Folder of the sums of all runs of the client; None: those of this run alone count.
         owner: What the client's owner requires: the limits, ``identity``, ``known`` and ``check`` of ``SecureClient``.
     """

@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 def admit(
     key: Annotated[Path, typer.Argument(metavar="KEY.pub", help="The node's public key.")],
     name: Annotated[str, typer.Option("--as", metavar="NAME", help="Id that the node must use.")] = "",
-    days: Annotated[
-        int, typer.Option("--days", min=0, max=36500, help="Days after which the admission ends; 0: never.")
-    ] = 730,
+    days: Annotated[int, typer.Option(min=0, max=36500, help="Days after which the admission ends; 0: never.")] = 730,
     replace: Annotated[
         bool, typer.Option("--replace", help="Revoke the node's earlier keys: the node has a new key.")
     ] = False,
@@ -71,7 +69,7 @@ def admit(
 @register_command("revoke", 'fedspan revoke clinic-a --reason "the machine was stolen"', panel=MACHINES)
 def revoke(
     node: Annotated[str, typer.Argument(metavar="NODE", help="The node's name, or its id.")],
-    reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="The reason, for the audit log.")] = "",
+    reason: Annotated[str, typer.Option(metavar="TEXT", help="The reason, for the audit log.")] = "",
     folder: ServerFolder = SERVER,
 ) -> None:
     """Revoke a node's key permanently: within seconds, its requests are refused and its replies are rejected.

@@ -16,11 +16,9 @@ from fedspan.cli import data
 from fedspan.cli import partition
 from fedspan.cli import trained_model
 from fedspan.cli import report
-from fedspan.cli import watch
 from fedspan.cli import diagnose
 from fedspan.cli import export
 from fedspan.cli import deploy
 from fedspan.cli import admission
 from fedspan.cli import audit
-from fedspan.cli import health
 from fedspan.cli import status

@@ -23,7 +23,7 @@ def approve(
     node: Annotated[Path, typer.Argument(metavar="NODE", help="The node's YAML file.")],
     job: Annotated[str | None, typer.Argument(metavar="JOB", help="First characters of a job's name.")] = None,
     refuse: Annotated[bool, typer.Option("--refuse", help="Refuse the job, even if it is running.")] = False,
-    reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="Reason, sent to the server.")] = "",
+    reason: Annotated[str, typer.Option(metavar="TEXT", help="Reason, sent to the server.")] = "",
     settings: Annotated[bool, typer.Option("--settings", help="Show all settings of the jobs.")] = False,
 ) -> None:
     """Show the jobs that servers request from this node, with what would leave it; approve or refuse one."""
@@ -62,13 +62,11 @@ def approve(
 def budget(
     node: Annotated[Path, typer.Argument(metavar="NODE", help="The node's YAML file.")],
     new: Annotated[bool, typer.Option("--new", help="Start a new budget: nothing counts as used any more.")] = False,
-    reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="Reason, for the node's audit log.")] = "",
+    reason: Annotated[str, typer.Option(metavar="TEXT", help="Reason, for the node's audit log.")] = "",
     replaces: Annotated[
         Path | None,
         typer.Option(
-            "--replaces",
-            metavar="OLD",
-            help="Continue the budget of the key that the node used before (its folder, if it had none).",
+            metavar="OLD", help="Continue the budget of the key that the node used before (its folder, if it had none)."
         ),
     ] = None,
     as_json: Json = False,

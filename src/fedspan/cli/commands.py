@@ -1,18 +1,11 @@
-"""The app, the decorator that registers commands, and options that several commands share.
-
-Typer draws help with a module that, up to version 0.29, imports ``rich.markdown`` and ``rich.traceback``, and with them
-Pygments and a parser of Markdown: a fifth of the time of ``fedspan --help``, which uses neither (``import_rich_help``).
-"""
+"""The app, the decorator that registers commands, and options that several commands share."""
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.resources import files
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
@@ -41,10 +34,6 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 class _Group(TyperGroup):
     """Group of commands that prints a user error on one line, followed by the page that explains it."""
 
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        import_rich_help()
-        super().format_help(ctx, formatter)
-
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
@@ -71,13 +60,8 @@ class _Command(TyperCommand):
                     info.help for info in annotations[str(param.name)].__metadata__ if isinstance(info, ParameterInfo)
                 )
 
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        import_rich_help()
-        super().format_help(ctx, formatter)
-
 
 def _format_examples(*lines: str) -> str:
-    """Build an epilog of examples, separated by blank lines."""
     return "\n\n".join(["[bold]Examples[/bold]", *(f"[cyan]{escape(line)}[/cyan]" for line in lines)])
 
 
@@ -97,12 +81,7 @@ def register_command(name: str, *examples: str, panel: str | None = None) -> Cal
     """Register a function as a command of ``fedspan``; square brackets in its help are text, not rich's markup.
 
     Args:
-        name: Name of the command.
-        examples: Command lines that its help shows.
         panel: Title of the group of commands in which help lists it; None: the main one.
-
-    Returns:
-        A decorator that returns the function unchanged.
     """
 
     def register(function: _Function) -> _Function:
@@ -119,6 +98,13 @@ def register_command(name: str, *examples: str, panel: str | None = None) -> Cal
         )
 
     return register
+
+
+def refuse_options(options: Mapping[str, object], problem: str) -> None:
+    """Report the first option that has a value, where none may have one."""
+    for name, value in options.items():
+        if value:
+            raise FedspanError(name, str(value), problem=problem)
 
 
 def _print_version(requested: bool) -> None:
@@ -190,38 +176,3 @@ def _find_docs() -> Path:
     package = Path(str(files("fedspan")))
     installed = package / "docs"
     return installed if installed.is_dir() else package.parents[1] / "docs"
-
-
-_DEFERRED = {"rich.markdown": "Markdown", "rich.traceback": "Traceback"}
-"""The classes of Rich that ``typer.rich_utils`` imports and only uses in calls, by their modules."""
-
-
-class _DeferredClass(type):
-    """Metaclass of a stand-in that imports the class in its place at the first call or access to an attribute."""
-
-    def __call__(cls, *args: Any, **settings: Any) -> Any:
-        return _import_class(cls)(*args, **settings)
-
-    def __getattr__(cls, name: str) -> Any:
-        return getattr(_import_class(cls), name)
-
-
-def _import_class(stand_in: type) -> Any:
-    return getattr(importlib.import_module(stand_in.__module__), stand_in.__name__)
-
-
-def import_rich_help() -> None:
-    """Import ``typer.rich_utils``, with stand-ins for the classes whose modules have not been imported before."""
-    if "typer.rich_utils" in sys.modules:
-        return
-    added: list[str] = []
-    for module, name in _DEFERRED.items():
-        if module not in sys.modules:
-            sys.modules[module] = ModuleType(module)
-            setattr(sys.modules[module], name, _DeferredClass(name, (), {"__module__": module}))
-            added.append(module)
-    try:
-        importlib.import_module("typer.rich_utils")
-    finally:
-        for module in added:
-            del sys.modules[module]

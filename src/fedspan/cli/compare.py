@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from fedspan.cli.commands import Json, Overrides, register_command
+from fedspan.cli.commands import Json, Overrides, refuse_options, register_command
 from fedspan.errors import FedspanError
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ Resume = Annotated[
 Seeds = Annotated[str | None, typer.Option("--seeds", metavar="N,N", help="Seeds, separated by commas.")]
 Report = TypeVar("Report")
 
+RESUMED = "it cannot be combined with --resume, which keeps the original settings"
+
 
 @register_command(
     "compare",
@@ -42,9 +44,7 @@ Report = TypeVar("Report")
 )
 def compare(
     config: Config = None,
-    methods: Annotated[
-        str | None, typer.Option("--methods", metavar="KEY,KEY", help="Methods; fedspan methods lists them.")
-    ] = None,
+    methods: Annotated[str | None, typer.Option(metavar="KEY,KEY", help="Methods; fedspan methods lists them.")] = None,
     seeds: Seeds = None,
     out: Out = None,
     overrides: Overrides = None,
@@ -55,7 +55,7 @@ def compare(
         ),
     ] = None,
     against: Annotated[
-        str | None, typer.Option("--against", metavar="METHOD", help="Row to compare with. Default: the first.")
+        str | None, typer.Option(metavar="METHOD", help="Row to compare with. Default: the first.")
     ] = None,
     resume: Resume = None,
     as_json: Json = False,
@@ -110,14 +110,13 @@ def sweep(
     config: Config = None,
     over: Annotated[
         list[str] | None,
-        typer.Option("--over", metavar="A.B=V,V", help="Values to try for a field; with --trials also a range V..V."),
+        typer.Option(metavar="A.B=V,V", help="Values to try for a field; with --trials also a range V..V."),
     ] = None,
     trials: Annotated[
-        int | None,
-        typer.Option("--trials", metavar="N", help="Number of random combinations. Default: all combinations."),
+        int | None, typer.Option(metavar="N", help="Number of random combinations. Default: all combinations.")
     ] = None,
     rounds: Annotated[
-        int | None, typer.Option("--rounds", metavar="R", help="Rounds of a trial. Default: as in the config.")
+        int | None, typer.Option(metavar="R", help="Rounds of a trial. Default: as in the config.")
     ] = None,
     seeds: Seeds = None,
     out: Out = None,
@@ -172,13 +171,7 @@ def sweep(
 def _select_folder(config: Path | None, out: Path | None, resume: Path | None, options: Mapping[str, object]) -> Path:
     """Select the folder of the series; refuse options that exclude each other."""
     if resume is not None:
-        for name, value in {"CONFIG": config, "--out": out, **options}.items():
-            if value:
-                raise FedspanError(
-                    name,
-                    str(value),
-                    problem="it cannot be combined with --resume, which keeps the original settings",
-                )
+        refuse_options({"CONFIG": config, "--out": out, **options}, RESUMED)
         return resume
     if config is None:
         raise FedspanError("CONFIG", None, "a YAML file, or --resume FOLDER")

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 )
 def demo(
     out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="FOLDER", help="Folder of the run. Default: runs/demo, runs/demo-2, ..."),
+        Path | None, typer.Option(metavar="FOLDER", help="Folder of the run. Default: runs/demo, runs/demo-2, ...")
     ] = None,
     overrides: Overrides = None,
     show_config: Annotated[

@@ -35,10 +35,10 @@ _FINGERPRINT = " --fingerprint SHA256:..."
 @restrict_new_files()
 def server(
     folder: Annotated[
-        Path, typer.Option("--folder", help="Folder of the certificates, the secret, the database and the log.")
+        Path, typer.Option(help="Folder of the certificates, the secret, the database and the log.")
     ] = SERVER,
-    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "0.0.0.0",
-    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Port to listen on.")] = 9092,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "0.0.0.0",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 9092,
     names: Annotated[
         list[str] | None,
         typer.Option("--name", help="A name or address under which nodes reach this machine; may be repeated."),
@@ -65,17 +65,12 @@ def server(
         ),
     ] = None,
     web_host: Annotated[
-        str,
-        typer.Option(
-            "--web-host", help="Address of the web page; other than on loopback, it has the server's certificate."
-        ),
+        str, typer.Option(help="Address of the web page; other than on loopback, it has the server's certificate.")
     ] = "127.0.0.1",
     reconnect_seconds: Annotated[
         float,
         typer.Option(
-            "--reconnect-seconds",
-            min=0,
-            help="Seconds for which an order waits for a node that has gone offline without being stopped.",
+            min=0, help="Seconds for which an order waits for a node that has gone offline without being stopped."
         ),
     ] = 60.0,
     proxies: Annotated[
@@ -200,15 +195,11 @@ def _write_bundles(folder: Path, ids: Sequence[str], names: Sequence[str], port:
 @restrict_new_files()
 def join(
     node: Annotated[Path | None, typer.Argument(metavar="NODE", help="The node's YAML file.")] = None,
-    new_key: Annotated[
-        Path | None, typer.Option("--new-key", metavar="FILE", help="Create a key pair and exit.")
-    ] = None,
+    new_key: Annotated[Path | None, typer.Option(metavar="FILE", help="Create a key pair and exit.")] = None,
     replaces: Annotated[
         Path | None,
         typer.Option(
-            "--replaces",
-            metavar="OLD",
-            help="With --new-key: the key that the new one replaces, whose budget it continues.",
+            metavar="OLD", help="With --new-key: the key that the new one replaces, whose budget it continues."
         ),
     ] = None,
     check: Annotated[
@@ -260,14 +251,10 @@ def join(
 @restrict_new_files()
 def submit(
     config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="The YAML file of a new run.")] = None,
-    out: Annotated[Path | None, typer.Option("--out", metavar="FOLDER", help="Folder of the run.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Folder of the run.")] = None,
     overrides: Overrides = None,
-    resume: Annotated[
-        Path | None, typer.Option("--resume", metavar="FOLDER", help="Resume an interrupted run.")
-    ] = None,
-    wait: Annotated[
-        float, typer.Option("--wait", min=1, help="Maximum number of seconds to wait for all nodes.")
-    ] = 600.0,
+    resume: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Resume an interrupted run.")] = None,
+    wait: Annotated[float, typer.Option(min=1, help="Maximum number of seconds to wait for all nodes.")] = 600.0,
     offer_base: Annotated[
         bool, typer.Option("--offer-base", help="Offer the base model's files to nodes that have no copy of it.")
     ] = False,
@@ -324,9 +311,9 @@ def _format_server_option(folder: Path) -> str:
 @register_command("flower-app", "fedspan flower-app app --config run.yaml", panel=MACHINES)
 def flower_app(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the app; empty or new.")],
-    config: Annotated[Path, typer.Option("--config", metavar="CONFIG", help="The run's YAML file.")],
+    config: Annotated[Path, typer.Option(metavar="CONFIG", help="The run's YAML file.")],
     out: Annotated[
-        Path, typer.Option("--out", metavar="FOLDER", help="Folder of the runs, on the machine of Flower's ServerApp.")
+        Path, typer.Option(metavar="FOLDER", help="Folder of the runs, on the machine of Flower's ServerApp.")
     ] = Path("runs/flower"),
     overrides: Overrides = None,
 ) -> None:
@@ -346,8 +333,7 @@ def host(
     node: Annotated[Path, typer.Argument(metavar="NODE", help="The node's YAML file.")],
     address: Annotated[Path, typer.Option("--socket", metavar="FILE", help="The socket to create.")],
     user: Annotated[
-        str | None,
-        typer.Option("--user", help="Name or id of the user that the SuperNode runs as. Default: this user."),
+        str | None, typer.Option(help="Name or id of the user that the SuperNode runs as. Default: this user.")
     ] = None,
 ) -> None:
     """Carry out what a Flower app asks, within the node file's limits. The data stay with processes of this user."""

@@ -24,15 +24,10 @@ if TYPE_CHECKING:
 def diagnose(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
     round: Annotated[
-        str,
-        typer.Option("--round", metavar="ROUND", help="Checkpoint to continue from: last, best, or a round's number."),
+        str, typer.Option(metavar="ROUND", help="Checkpoint to continue from: last, best, or a round's number.")
     ] = "last",
-    pairs: Annotated[
-        int, typer.Option("--pairs", metavar="N", help="Number of client pairs whose loss barrier is measured.")
-    ] = 3,
-    examples: Annotated[
-        int, typer.Option("--examples", metavar="N", help="Held-out examples for the loss barrier.")
-    ] = 500,
+    pairs: Annotated[int, typer.Option(metavar="N", help="Number of client pairs whose loss barrier is measured.")] = 3,
+    examples: Annotated[int, typer.Option(metavar="N", help="Held-out examples for the loss barrier.")] = 500,
     as_json: Json = False,
 ) -> None:
     """Run one more round from a checkpoint without saving it, and compare the clients' updates.
@@ -94,8 +89,9 @@ def _to_dict(diagnosis: Diagnosis) -> dict[str, Any]:
 
 
 def _show(out: Console, diagnosis: Diagnosis) -> None:
-    from fedspan.cli.formatting import create_table, format_number
+    from fedspan.cli.formatting import create_table
     from fedspan.diagnostics.measures import summarize_measures
+    from fedspan.progress.formatting import format_number
 
     rows = summarize_measures(diagnosis)
     clients, layers = len(diagnosis.clients), len(diagnosis.layers)

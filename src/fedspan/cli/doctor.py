@@ -33,9 +33,7 @@ class Check:
     """The result of one check.
 
     Args:
-        name: Name of what was checked.
         state: ``ok``; ``missing``, which prevents something from working; ``note``, which may be intended.
-        finding: Description of what was found.
         advice: Advice for the user; empty if nothing is to be done.
     """
 
@@ -46,11 +44,7 @@ class Check:
 
 
 def run_checks(folder: Path) -> tuple[Check, ...]:
-    """Run all checks.
-
-    Args:
-        folder: Folder that runs would be written to.
-    """
+    """Run all checks."""
     return (
         *_check_packages(),
         *_check_torch(),
@@ -100,7 +94,6 @@ def _get_extra(requirement: Requirement) -> str | None:
 
 
 def _describe_wrong(requirements: Sequence[Requirement]) -> list[str]:
-    """Describe the requirements that are missing or have another version."""
     mismatches: list[str] = []
     for requirement in requirements:
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": _get_extra(requirement) or ""}):
@@ -197,7 +190,7 @@ def _check_hub() -> Check:
 
 @register_command("doctor", "fedspan doctor", "fedspan doctor --folder /data/runs --json")
 def doctor(
-    folder: Annotated[Path, typer.Option("--folder", metavar="DIR", help="Folder for runs.")] = Path(),
+    folder: Annotated[Path, typer.Option(metavar="DIR", help="Folder for runs.")] = Path(),
     as_json: Json = False,
 ) -> None:
     """Check the installation: packages and extras, accelerator, memory, disk, port, models. Nothing is changed.

@@ -27,20 +27,16 @@ class FormOption(StrEnum):
 )
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.")],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder of the export; it must not exist.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the export; it must not exist.")],
     form: Annotated[
-        FormOption, typer.Option("--form", help="PEFT adapter, or merged Transformers model with its tokenizer.")
+        FormOption, typer.Option(help="PEFT adapter, or merged Transformers model with its tokenizer.")
     ] = FormOption.adapter,
     client: ClientOption = None,
     round: Annotated[
-        str,
-        typer.Option(
-            "--round", metavar="N", help="best (by validation), last, or the number of a round with a checkpoint."
-        ),
+        str, typer.Option(metavar="N", help="best (by validation), last, or the number of a round with a checkpoint.")
     ] = "best",
     rank: Annotated[
-        int | None,
-        typer.Option("--rank", metavar="R", help="Truncate the adapter to this rank (best approximation)."),
+        int | None, typer.Option(metavar="R", help="Truncate the adapter to this rank (best approximation).")
     ] = None,
 ) -> None:
     """Export a run's trained model, as a PEFT adapter or merged into its base."""

@@ -8,18 +8,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from fedspan.progress.formatting import format_duration, format_number, shorten
-
-__all__ = [
-    "create_console",
-    "create_table",
-    "format_duration",
-    "format_flop_count",
-    "format_number",
-    "format_span",
-    "shorten",
-]
-
 
 def create_console() -> Console:
     """Create a console on standard output; it has colors in a terminal, or where FORCE_COLOR is set.

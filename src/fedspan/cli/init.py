@@ -27,37 +27,18 @@ def init(
             metavar="DATA", help="A file, a folder or archive of images or texts by class, or a hub data set."
         ),
     ],
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="File of the config.")] = Path("fedspan.yaml"),
-    test: Annotated[
-        str | None, typer.Option("--test", metavar="FILE", help="Test set. Default: a fifth of DATA.")
-    ] = None,
-    task: Annotated[
-        str | None, typer.Option("--task", metavar="TASK", help="Learning task. Default: inferred.")
-    ] = None,
-    text: Annotated[
-        str | None, typer.Option("--text", metavar="COLUMN", help="Column of texts, prompts or images.")
-    ] = None,
-    label: Annotated[str | None, typer.Option("--label", metavar="COLUMN", help="Column of labels or numbers.")] = None,
-    answer: Annotated[
-        str | None, typer.Option("--answer", metavar="COLUMN", help="Column of answers to prompts.")
-    ] = None,
-    by: Annotated[
-        str | None, typer.Option("--by", metavar="COLUMN", help="Column that assigns each row to a client.")
-    ] = None,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="File of the config.")] = Path("fedspan.yaml"),
+    test: Annotated[str | None, typer.Option(metavar="FILE", help="Test set. Default: a fifth of DATA.")] = None,
+    task: Annotated[str | None, typer.Option(metavar="TASK", help="Learning task. Default: inferred.")] = None,
+    text: Annotated[str | None, typer.Option(metavar="COLUMN", help="Column of texts, prompts or images.")] = None,
+    label: Annotated[str | None, typer.Option(metavar="COLUMN", help="Column of labels or numbers.")] = None,
+    answer: Annotated[str | None, typer.Option(metavar="COLUMN", help="Column of answers to prompts.")] = None,
+    by: Annotated[str | None, typer.Option(metavar="COLUMN", help="Column that assigns each row to a client.")] = None,
     clients: Annotated[
-        int | None,
-        typer.Option(
-            "--clients",
-            metavar="N",
-            help="Number of clients of a random partition. Default: at most 10.",
-        ),
+        int | None, typer.Option(metavar="N", help="Number of clients of a random partition. Default: at most 10.")
     ] = None,
-    model: Annotated[
-        str | None, typer.Option("--model", metavar="ID", help="Base model. Default: a small one.")
-    ] = None,
-    method: Annotated[
-        str, typer.Option("--method", metavar="KEY", help="Method; fedspan methods lists them.")
-    ] = "fedit",
+    model: Annotated[str | None, typer.Option(metavar="ID", help="Base model. Default: a small one.")] = None,
+    method: Annotated[str, typer.Option(metavar="KEY", help="Method; fedspan methods lists them.")] = "fedit",
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     overrides: Annotated[
         list[str] | None,
@@ -94,7 +75,6 @@ def init(
 
 
 def _parse_options(overrides: Sequence[str]) -> dict[str, Any]:
-    """Parse overrides of the section ``data``."""
     from fedspan.config.reading import override
 
     for text in overrides:

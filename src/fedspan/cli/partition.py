@@ -27,7 +27,7 @@ _MAX_NAME = 24
 )
 def partition(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.")],
-    png: Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Image file of a plot.")] = None,
+    png: Annotated[Path | None, typer.Option(metavar="FILE", help="Image file of a plot.")] = None,
     overrides: Overrides = None,
     as_json: Json = False,
 ) -> None:
@@ -84,7 +84,7 @@ def _print_counts(
     out: Console, counts: list[tuple[str, ClientRow]], labels: tuple[str, ...], widths: tuple[int, int, int]
 ) -> None:
     """Print a column for each label; rich's own tables are too wide for twenty labels in 80 columns."""
-    from fedspan.cli.formatting import shorten
+    from fedspan.progress.formatting import shorten
 
     names, sizes, digits = widths
     numbers = "".join(str(index).rjust(digits) for index in range(1, len(labels) + 1))
@@ -106,7 +106,8 @@ def _print_counts(
 
 def _print_largest(out: Console, counts: list[tuple[str, ClientRow]], labels: tuple[str, ...]) -> None:
     """Print each client's number of labels and its largest ones, if there are too many labels for columns."""
-    from fedspan.cli.formatting import create_table, shorten
+    from fedspan.cli.formatting import create_table
+    from fedspan.progress.formatting import shorten
 
     table = create_table()
     table.add_column("client", no_wrap=True)

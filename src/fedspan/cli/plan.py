@@ -33,50 +33,36 @@ def plan(
     config: Annotated[
         Path | None, typer.Argument(metavar="[CONFIG]", help="Config of the run. Default: options only.")
     ] = None,
-    model: Annotated[
-        str | None, typer.Option("--model", metavar="ID", help="Hub id or local folder of the model.")
-    ] = None,
+    model: Annotated[str | None, typer.Option(metavar="ID", help="Hub id or local folder of the model.")] = None,
     methods: Annotated[
         str | None,
-        typer.Option(
-            "--methods", metavar="A,B", help="Methods, or all. Default: the config's method; all without a config."
-        ),
+        typer.Option(metavar="A,B", help="Methods, or all. Default: the config's method; all without a config."),
     ] = None,
-    clients: Annotated[int | None, typer.Option("--clients", metavar="N", help="Number of clients.")] = None,
+    clients: Annotated[int | None, typer.Option(metavar="N", help="Number of clients.")] = None,
     cohort: Annotated[int | None, typer.Option("--per-round", metavar="N", help="Number of clients per round.")] = None,
-    rank: Annotated[int | None, typer.Option("--rank", metavar="R", help="Rank of all clients' adapters.")] = None,
-    rounds: Annotated[int | None, typer.Option("--rounds", metavar="T", help="Number of rounds.")] = None,
-    targets: Annotated[
-        str | None, typer.Option("--targets", metavar="A,B", help="Target modules. Default: PEFT's.")
-    ] = None,
+    rank: Annotated[int | None, typer.Option(metavar="R", help="Rank of all clients' adapters.")] = None,
+    rounds: Annotated[int | None, typer.Option(metavar="T", help="Number of rounds.")] = None,
+    targets: Annotated[str | None, typer.Option(metavar="A,B", help="Target modules. Default: PEFT's.")] = None,
     examples: Annotated[
-        int | None,
-        typer.Option("--examples", metavar="N", help="Size of the training set, which determines the number of steps."),
+        int | None, typer.Option(metavar="N", help="Size of the training set, which determines the number of steps.")
     ] = None,
     labels: Annotated[
-        int | None, typer.Option("--labels", metavar="N", help="Number of classes. Default: 2 without a config.")
+        int | None, typer.Option(metavar="N", help="Number of classes. Default: 2 without a config.")
     ] = None,
     length: Annotated[
-        int | None,
-        typer.Option("--length", metavar="N", help="Mean number of tokens per example. Default: model.max_length."),
+        int | None, typer.Option(metavar="N", help="Mean number of tokens per example. Default: model.max_length.")
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(
-            "--device", metavar="NAME", help="Estimate the time on a GPU (A100), or measure it on this machine (here)."
-        ),
+        typer.Option(metavar="NAME", help="Estimate the time on a GPU (A100), or measure it on this machine (here)."),
     ] = None,
     utilization: Annotated[
-        float | None,
-        typer.Option("--utilization", metavar="U", help="Share of a GPU's peak FLOPs. Default: 0.35."),
+        float | None, typer.Option(metavar="U", help="Share of a GPU's peak FLOPs. Default: 0.35.")
     ] = None,
     mbit: Annotated[
-        float | None,
-        typer.Option("--mbit", metavar="N", help="Bandwidth of a client's link in Mbit/s, for transfer times."),
+        float | None, typer.Option(metavar="N", help="Bandwidth of a client's link in Mbit/s, for transfer times.")
     ] = None,
-    task: Annotated[
-        str | None, typer.Option("--task", metavar="TASK", help=f"Task without a config. Default: {_TASK}.")
-    ] = None,
+    task: Annotated[str | None, typer.Option(metavar="TASK", help=f"Task without a config. Default: {_TASK}.")] = None,
     overrides: Overrides = None,
     as_json: Json = False,
 ) -> None:
@@ -188,7 +174,7 @@ def _count(number: int, noun: str) -> str:
 
 def _show(out: Console, plans: Mapping[str, Plan], refused: Mapping[str, str], is_max_length: bool) -> None:
     from fedspan.cli.formatting import create_table
-    from fedspan.federation.trimmed_scores import describe_few_nodes
+    from fedspan.federation.plausibility import describe_few_nodes
     from fedspan.progress.formatting import format_size
 
     first = next(iter(plans.values()))
@@ -237,8 +223,6 @@ def _show_compute(out: Console, plans: Mapping[str, Plan], is_max_length: bool) 
     """Print FLOPs, and the requested times of training and transfers.
 
     Args:
-        out: The console.
-        plans: Plans by method.
         is_max_length: Whether the examples' length is the maximum, because no mean was given.
     """
     from fedspan.cli.formatting import create_table, format_flop_count, format_span

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from fedspan.cli.commands import Json, Overrides, register_command
-from fedspan.cli.compare import Seeds, parse_seeds, print_table
+from fedspan.cli.commands import Json, Overrides, refuse_options, register_command
+from fedspan.cli.compare import RESUMED, Seeds, parse_seeds, print_table
 from fedspan.errors import FedspanError
 
 if TYPE_CHECKING:
@@ -31,34 +31,29 @@ def reproduce(
         str | None, typer.Argument(metavar="ID", help="Preset to reproduce. Default: list all presets.")
     ] = None,
     scale: Annotated[
-        str, typer.Option("--scale", metavar="SCALE", help="small: for two CPU cores; full: as in the paper.")
+        str, typer.Option(metavar="SCALE", help="small: for two CPU cores; full: as in the paper.")
     ] = "small",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show steps, bytes and memory; nothing is read.")] = False,
     data: Annotated[
-        Path | None,
-        typer.Option("--data", metavar="FOLDER", help="Folder of local data sets, if the preset reads files."),
+        Path | None, typer.Option(metavar="FOLDER", help="Folder of local data sets, if the preset reads files.")
     ] = None,
     model: Annotated[
-        Path | None, typer.Option("--model", metavar="FOLDER", help="Folder of a model, if the preset requires one.")
+        Path | None, typer.Option(metavar="FOLDER", help="Folder of a model, if the preset requires one.")
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out", metavar="FOLDER", help="Folder of the runs and the tables; an existing series is resumed."
-        ),
+        typer.Option(metavar="FOLDER", help="Folder of the runs and the tables; an existing series is resumed."),
     ] = None,
     seeds: Seeds = None,
     overrides: Overrides = None,
     reuse: Annotated[
         list[Path] | None,
         typer.Option(
-            "--reuse",
-            metavar="FOLDER",
-            help="Folder of finished runs, of which equal ones are copied; may be repeated.",
+            metavar="FOLDER", help="Folder of finished runs, of which equal ones are copied; may be repeated."
         ),
     ] = None,
     resume: Annotated[
-        Path | None, typer.Option("--resume", metavar="FOLDER", help="Resume a series with its original settings.")
+        Path | None, typer.Option(metavar="FOLDER", help="Resume a series with its original settings.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -166,13 +161,7 @@ def _reproduce(
     options = {"ID": id, "--data": data, "--model": model, "--out": out, "--seeds": seeds}
     options |= {"--set": overrides, "--reuse": reuse}
     if resume is not None:
-        for name, value in options.items():
-            if value:
-                raise FedspanError(
-                    name,
-                    str(value),
-                    problem="it cannot be combined with --resume, which keeps the original settings",
-                )
+        refuse_options(options, RESUMED)
     elif out is None:
         raise FedspanError("--out", None, "a folder for the runs and the tables, or --dry-run")
     numbers = None if seeds is None else parse_seeds(seeds)

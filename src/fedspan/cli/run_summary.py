@@ -12,11 +12,11 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fedspan.cli.formatting import create_table, format_duration, shorten
+from fedspan.cli.formatting import create_table
 from fedspan.experiments.intervals import compare_clients, estimate_difference
 from fedspan.experiments.tables import compute_majority, describe_extension, describe_majority
 from fedspan.models.names import get_architecture, resolve_model
-from fedspan.progress.formatting import format_score, format_size
+from fedspan.progress.formatting import format_duration, format_score, format_size, shorten
 from fedspan.runs.predictions import Items, read_items
 from fedspan.runs.report import STATISTICS_NOTE, RunReport, format_final_rounds
 from fedspan.tasks.definition import TargetType
@@ -88,7 +88,6 @@ def show_report(out: Console, report: RunReport, folder: Path) -> None:
 
 
 def _describe_privacy(spent: Mapping[str, Any]) -> str:
-    """Describe the run's privacy budget and the unit that it protects."""
     unit = "an example" if spent["mechanism"] == "dp-sgd" else "a client"
     epsilon = "without bound" if spent["epsilon"] is None else f"{spent['epsilon']:.3g}"
     source = ", noise from the seed: for experiments only" if spent["randomness"] != "secret" else ""
@@ -96,7 +95,6 @@ def _describe_privacy(spent: Mapping[str, Any]) -> str:
 
 
 def _describe_traffic(report: RunReport) -> list[str]:
-    """Describe the training's bytes, and the other bytes."""
     parts = [f"{format_size(report.bytes['down'])} down, {format_size(report.bytes['up'])} up"]
     for purpose, count in report.other_bytes.items():
         parts.append(f"{purpose}: {format_size(count['down'])} down, {format_size(count['up'])} up")
@@ -197,7 +195,6 @@ def _join(parts: Sequence[str]) -> str:
 
 
 def _describe_start(report: RunReport) -> str:
-    """Describe the initialization of the heads in the table."""
     kind = report.start.get("head_init")
     if kind is None:
         return ""

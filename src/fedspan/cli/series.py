@@ -22,7 +22,6 @@ class SeriesView(SeriesBar):
 
     Args:
         out: The console; if it is not a terminal, only the lines are printed.
-        clock: Function that returns the time in seconds.
     """
 
     def __init__(self, out: Console, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:

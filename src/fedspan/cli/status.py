@@ -27,8 +27,7 @@ _COLORS = {"online": "green", "offline": "yellow", "revoked": "red"}
 def status(
     folder: ServerFolder = SERVER,
     run: Annotated[
-        Path | None,
-        typer.Option("--run", metavar="FOLDER", help="Run to show. Default: the newest run of this server."),
+        Path | None, typer.Option(metavar="FOLDER", help="Run to show. Default: the newest run of this server.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -115,7 +114,7 @@ def _show_nodes(
 
 
 def _format_last_seen(node: Node) -> str:
-    from fedspan.cli.formatting import format_duration
+    from fedspan.progress.formatting import format_duration
 
     if node.status == "online":
         return f"now, for {format_duration(node.online_seconds)}"
@@ -123,7 +122,7 @@ def _format_last_seen(node: Node) -> str:
 
 
 def _format_ago(moment: float) -> str:
-    from fedspan.cli.formatting import format_duration
+    from fedspan.progress.formatting import format_duration
 
     shown = datetime.fromtimestamp(moment).strftime("%Y-%m-%d %H:%M:%S")
     return f"{shown} ({format_duration(max(0.0, time.time() - moment))} ago)"
@@ -144,3 +143,27 @@ def _show_run(out: Console, run_folder: Path, run_status: RunStatus) -> None:
         facts["resume"] = f"fedspan submit --resume {run_folder}"
     for name, fact in facts.items():
         out.print(Text.assemble((f"{name:<10}", "dim"), fact), soft_wrap=True)
+
+
+@register_command("health", "fedspan health node.yaml", panel=MACHINES)
+def health(
+    node: Annotated[Path, typer.Argument(metavar="NODE", help="The node's YAML file.")],
+    within: Annotated[
+        float,
+        typer.Option(
+            "--within",
+            metavar="SECONDS",
+            min=1.0,
+            help="Seconds without progress after which the node is unhealthy; while it loads a model, an hour.",
+        ),
+    ] = 900.0,
+) -> None:
+    """Exit with 1 if the node that runs with this file hangs: its loop, or the training of an order."""
+    from fedspan.config.node import load_node
+    from fedspan.deployment.health import describe_heartbeat, find_problem
+
+    folder = Path(load_node(node).folder)
+    if (problem := find_problem(folder, within)) is not None:
+        typer.echo(f"unhealthy: {problem}", err=True)
+        raise typer.Exit(1)
+    typer.echo(f"healthy: {describe_heartbeat(folder)}")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fedspan.cli.commands import Overrides, register_command
+from fedspan.cli.commands import Overrides, refuse_options, register_command
 from fedspan.cli.live_run import find_unused_folder, show_run
 from fedspan.errors import FedspanError
 
@@ -22,8 +22,7 @@ from fedspan.errors import FedspanError
 def run(
     config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="The YAML file of a new run.")] = None,
     out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="FOLDER", help="Folder of the run. Default: runs/ and the config's name."),
+        Path | None, typer.Option(metavar="FOLDER", help="Folder of the run. Default: runs/ and the config's name.")
     ] = None,
     overrides: Overrides = None,
     resume: Annotated[
@@ -38,9 +37,7 @@ def run(
     track: Annotated[
         str | None,
         typer.Option(
-            "--track",
-            metavar="A,B",
-            help="tensorboard, wandb, mlflow, trackio, or none. Default: tensorboard if it is installed.",
+            metavar="A,B", help="tensorboard, wandb, mlflow, trackio, or none. Default: tensorboard if it is installed."
         ),
     ] = None,
 ) -> None:
@@ -50,13 +47,8 @@ def run(
     can be extended if the learning-rate schedule allows it (constant, or with cycle_rounds).
     """
     if resume is not None:
-        for name, value in {"CONFIG": config, "--out": out}.items():
-            if value:
-                raise FedspanError(
-                    name,
-                    str(value),
-                    problem="it cannot be combined with --resume, because a resumed run keeps its own config",
-                )
+        problem = "it cannot be combined with --resume, because a resumed run keeps its own config"
+        refuse_options({"CONFIG": config, "--out": out}, problem)
         show_run(resume, None, overrides or (), track)
         return
     if config is None:

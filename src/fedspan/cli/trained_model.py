@@ -41,14 +41,11 @@ def predict(
         ),
     ] = None,
     text: Annotated[
-        str | None, typer.Option("--text", metavar="COLUMN", help="The table's column. Default: as in training.")
+        str | None, typer.Option(metavar="COLUMN", help="The table's column. Default: as in training.")
     ] = None,
-    text_pair: Annotated[
-        str | None, typer.Option("--text-pair", metavar="COLUMN", help="The table's column of second texts.")
-    ] = None,
+    text_pair: Annotated[str | None, typer.Option(metavar="COLUMN", help="The table's column of second texts.")] = None,
     out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="FILE", help="New .csv, .tsv or .jsonl file for the table with predictions."),
+        Path | None, typer.Option(metavar="FILE", help="New .csv, .tsv or .jsonl file for the table with predictions.")
     ] = None,
     client: ClientOption = None,
     as_json: Json = False,
@@ -130,24 +127,20 @@ def evaluate(
     model: Model,
     client: ClientOption = None,
     data: Annotated[
-        str | None,
-        typer.Option("--data", metavar="FILE", help="Labeled examples. Default: the run's held-out test set."),
+        str | None, typer.Option(metavar="FILE", help="Labeled examples. Default: the run's held-out test set.")
     ] = None,
     text: Annotated[
-        str | None, typer.Option("--text", metavar="COLUMN", help="Column of texts. Default: the run's, or text.")
+        str | None, typer.Option(metavar="COLUMN", help="Column of texts. Default: the run's, or text.")
     ] = None,
     image: Annotated[
-        str | None, typer.Option("--image", metavar="COLUMN", help="Column of images. Default: the run's, or image.")
+        str | None, typer.Option(metavar="COLUMN", help="Column of images. Default: the run's, or image.")
     ] = None,
     label: Annotated[
-        str | None,
-        typer.Option("--label", metavar="COLUMN", help="Column of labels or numbers. Default: the run's, or label."),
+        str | None, typer.Option(metavar="COLUMN", help="Column of labels or numbers. Default: the run's, or label.")
     ] = None,
-    text_pair: Annotated[
-        str | None, typer.Option("--text-pair", metavar="COLUMN", help="Column of second texts.")
-    ] = None,
+    text_pair: Annotated[str | None, typer.Option(metavar="COLUMN", help="Column of second texts.")] = None,
     answer: Annotated[
-        str | None, typer.Option("--answer", metavar="COLUMN", help="Column of answers or targets. Default: answer.")
+        str | None, typer.Option(metavar="COLUMN", help="Column of answers or targets. Default: answer.")
     ] = None,
     roles: Annotated[
         list[str] | None,
@@ -162,15 +155,11 @@ def evaluate(
     ] = True,
     tasks: Annotated[
         str | None,
-        typer.Option(
-            "--tasks", metavar="A,B", help="Tasks of lm-evaluation-harness (mmlu, arc_easy), in place of data."
-        ),
+        typer.Option(metavar="A,B", help="Tasks of lm-evaluation-harness (mmlu, arc_easy), in place of data."),
     ] = None,
-    shots: Annotated[
-        int | None, typer.Option("--shots", metavar="N", help="Few-shot examples per prompt, with --tasks.")
-    ] = None,
+    shots: Annotated[int | None, typer.Option(metavar="N", help="Few-shot examples per prompt, with --tasks.")] = None,
     limit: Annotated[
-        int | None, typer.Option("--limit", metavar="N", help="Maximum number of examples per task, with --tasks.")
+        int | None, typer.Option(metavar="N", help="Maximum number of examples per task, with --tasks.")
     ] = None,
     include: Annotated[
         Path | None, typer.Option("--task-folder", metavar="DIR", help="Folder of custom tasks, with --tasks.")
@@ -231,7 +220,6 @@ def _run_harness(
     include: Path | None,
     as_json: bool,
 ) -> None:
-    """Run tasks of lm-evaluation-harness, and print a table or JSON."""
     import fedspan
     from fedspan.cli.formatting import create_console, create_table
 

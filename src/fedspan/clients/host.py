@@ -57,12 +57,7 @@ class Host:
     engine supports.
 
     Args:
-        method: The run's method, as on the server.
-        engine: The engine, which trains and evaluates.
-        clients: The clients' data by id.
         examples: The data set that the clients' indices point into.
-        store: The store of the clients' state between rounds.
-        batch_size: Batch size of evaluation.
         export: Function that writes the model of a job, given a base and a round; None: the clients export nothing.
         secure: Each client's half of secure aggregation; None: the run has none.
         reveals_losses: Whether training losses, which are computed from raw data, are reported under local privacy.
@@ -163,7 +158,6 @@ class Host:
 
         Args:
             orders: Orders to train by client id; each is read when its client's training begins.
-            on_reply: Callback for each client's reply, as soon as it is complete.
         """
         keeps_moments, running = self.engine.settings.keep_optimizer, dict[str, OpenTraining]()
 
@@ -220,11 +214,7 @@ class Host:
         return replace(message, tensors=dict(message.tensors))
 
     def _start_job(self, order: Order, message: Message) -> tuple[Job, ClientState]:
-        """Return the job of an order, and the client's state with the model's current base.
-
-        Raises:
-            FedspanError: If the message changes the base and the run's method sends no such message.
-        """
+        """Return the job of an order, and the client's state with the model's current base."""
         if message.base is not None and not self.method.declare_claims().sends_base:
             problem = "messages of this run's method change no base (its claims have no sends_base)"
             raise FedspanError("message.base", message.base.round, problem=problem)
@@ -285,11 +275,7 @@ class Host:
         return _select_local(self.secure, id)
 
     def _require_secure(self, order: Order) -> None:
-        """Check, before any training, that a reply enters a secure sum if and only if the run uses secure aggregation.
-
-        Raises:
-            FedspanError: If the order and the run disagree.
-        """
+        """Check, before any training, that a reply enters a secure sum if and only if the run uses them."""
         if order.secure is not None:
             self._get_secure_client(order.to, order.secure.session).require_maskable(order, order.secure)
         elif self.secure is not None:
@@ -299,9 +285,6 @@ class Host:
         """Encode a reply, or its masked contribution to a secure sum.
 
         Args:
-            order: The order.
-            reply: The reply.
-            started: The tensors at the start of the client's training.
             factor: Factor on the change before the sum's clipping.
 
         Returns:

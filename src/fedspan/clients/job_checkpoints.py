@@ -76,9 +76,7 @@ class DiskJobCheckpoint:
     """The stored progress of one job of an order (``training.jobs.JobCheckpoint``).
 
     Args:
-        path: The file.
         key: What the job was computed from; the progress of a job with another key is not used.
-        round: Number of the round.
         steps: Number of optimizer steps between two checkpoints; None: any.
         seconds: Number of seconds between two checkpoints; None: any.
         clock: Clock in seconds.
@@ -129,7 +127,6 @@ class JobCheckpoints:
     """The checkpoints of a client's newest order; those of an older order are deleted when it is carried out.
 
     Args:
-        folder: Folder of the files; created when the first job begins.
         context: What all orders of the run depend on, such as a digest of its config; progress of another one is not
             used.
         steps: Number of optimizer steps between two checkpoints; None: any.

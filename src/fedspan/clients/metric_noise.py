@@ -74,8 +74,6 @@ def score_parts(
     Args:
         parts: Indices of the examples of each part.
         measure: Measures the model, of indices of examples and of whether the loss is bounded (``Engine.evaluate``).
-        limits: The data owner's limits.
-        task: The task.
     """
     scores, bounded = dict[ScoredPart, Scores](), limits.epsilon is not None
     for name, indices in parts.items():
@@ -105,7 +103,6 @@ def add_noise(
         measured: Number of these examples.
         examples: Number of all examples of the part.
         epsilon: Epsilon of the release: that of all metrics together, where one example is replaced by another.
-        task: The task.
     """
     names, released = list_released_metrics(task), {"examples": float(round_count(examples))}
     for name in names:

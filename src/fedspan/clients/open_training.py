@@ -16,16 +16,9 @@ class OpenTraining:
     """A client's training for one order.
 
     Args:
-        order: The order.
-        client: The client as the server describes it.
-        data: The client's examples.
-        stored: The client's state of the round that the order continues from.
-        job: The first job.
         noise: Noise multiplier of DP-SGD: standard deviation over the clipping norm.
         origin: Digest of the order and the stored state, for the samples of DP-SGD with a secret key.
-        memory: The method's current memory.
         moments: Optimizer states by phase: the stored ones, replaced by those of this order.
-        parts: Losses of the completed phases.
     """
 
     order: Order

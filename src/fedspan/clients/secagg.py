@@ -102,8 +102,6 @@ class SecureClient:
     """Client of secure aggregation, which answers its phases.
 
     Args:
-        id: Id of the client.
-        sessions: The store of its session.
         min_clients: Smallest number of clients in a sum, itself included.
         colluders: Largest number of clients that may collude with the server; sums that they could open are refused.
         identity: Long-term key that signs the session keys; None: they are not signed.
@@ -179,11 +177,7 @@ class SecureClient:
         return keys.model_copy(update={"signature": self.identity.sign(statement)})
 
     def _require_known_keys(self, peers: Mapping[str, PublicKeys], context: str) -> None:
-        """Check that the clients' keys are signed by clients whose fingerprints are known.
-
-        Raises:
-            FedspanError: If a client is unknown, or its keys are not signed by its long-term key.
-        """
+        """Check that the clients' keys are signed by clients whose fingerprints are known."""
         for id, keys in peers.items() if self.known is not None else ():
             if id == self.id:
                 continue
@@ -275,9 +269,7 @@ class SecureClient:
         """Mask a contribution for the sum, and return the factor by which its change was clipped beside it.
 
         Args:
-            order: The order to train.
             masking: The ``secure`` part of the order.
-            contribution: The contribution of the client's reply.
             started: The tensors at the start of the client's training.
             factor: Factor on the change before it is clipped: that of the round's first exchange, in the second one.
 

@@ -26,8 +26,6 @@ class Session(BinaryPart):
     """A client's state between the phases of a session.
 
     Args:
-        run: The run of the session.
-        number: The session's number.
         phase: The last phase that was answered.
         secret: The secret that the keys are derived from; empty once the session has ended.
         peers: Keys of all clients, as received in the phase of shares.

@@ -75,13 +75,6 @@ def build_second_reply(
 ) -> tuple[Message, float]:
     """Build the reply to an order of a second exchange from what the client trained in the first.
 
-    Args:
-        store: The store of what the client trained.
-        method: The run's method.
-        order: The order.
-        client: The client as the server describes it.
-        message: The decoded message of the order.
-
     Returns:
         The reply, and the factor by which its change is scaled before it enters a secure sum.
 

@@ -63,7 +63,6 @@ class Kind(Generic[V]):
     """A kind of value that clients store.
 
     Args:
-        name: Name of the kind, which its files contain.
         write: Function that encodes a value as the fields of a JSON object; a writer takes its tensors. The fields
             ``sha256``, ``of`` and ``round`` are the file's own.
         read: Function that decodes a value from an object that has these fields.
@@ -248,7 +247,6 @@ class StoredStates(Mapping[str, ClientState]):
     """Clients' states in a folder, read from the disk on access.
 
     Args:
-        folder: The folder.
         rounds: The round that wrote each client's file; -1 for an empty state without a file.
     """
 

@@ -76,11 +76,8 @@ def compute_client_statistics(
     """Compute the statistics of a client's examples.
 
     Args:
-        engine: The engine with the model.
         job: Job of the model that computes the features; None: the pretrained model.
-        examples: The data set that the indices point into.
         indices: The client's training examples, (examples,).
-        kind: Kind of statistics.
         bound: Norm to which features are clipped before they are divided by it; 0: neither clipped nor divided.
         class_examples: Minimum number of examples of a class; those of a regression are one class.
 

@@ -100,11 +100,7 @@ class OverlayClientStore:
             self.trained[client] = round, first
 
     def accept(self, clients: Collection[str]) -> Mapping[str, ClientState]:
-        """Return the states of all clients, including what the given clients stored in this round.
-
-        Args:
-            clients: Ids of the clients whose replies were accepted.
-        """
+        """Return the states of all clients, including what the given clients stored in this round."""
         states = copy_on_write(self._states)
         for client in clients:
             states[client] = self.stored[client]
@@ -112,11 +108,7 @@ class OverlayClientStore:
 
 
 class DiskClientStore:
-    """Clients' versions on a disk, in a folder for each client.
-
-    Args:
-        folder: The folder of one run; created when something is stored.
-    """
+    """Clients' versions on a disk, in a folder for each client."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

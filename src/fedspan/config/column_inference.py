@@ -82,7 +82,6 @@ def infer_data(rows: Source, location: str, task: str | None, options: Mapping[s
     """Infer the task, the columns and the clients from the first rows of a file.
 
     Args:
-        rows: The rows that were read.
         location: The file, folder or data set, as in ``data.train``.
         task: The learning task; None: inferred.
         options: Columns requested by the user, by option (text, label, answer, by); None: inferred.
@@ -130,9 +129,6 @@ def _infer_by_task(
 
     Returns:
         What the first task inferred, None if no task did, and findings about tasks that gave way.
-
-    Raises:
-        FedspanError: If the columns do not fit the requested task.
     """
     alternatives: list[str] = []
     for name, definition in TASKS.items():
@@ -380,7 +376,6 @@ def _is_text_list(kind: pa.DataType) -> bool:
 
 
 def _list_unused_lists(sample: datasets.Dataset, used: Collection[str | None]) -> list[str]:
-    """Name the columns of lists that are not among `used`."""
     kinds = {name: get_arrow_column(sample, name).type for name in sample.column_names if name not in used}
     lists = [name for name, kind in kinds.items() if is_list(kind)]
     if not lists:

@@ -180,11 +180,7 @@ def _require_offload_fit(config: RunSections) -> None:
 
 
 def _require_trainers(config: RunSections) -> None:
-    """Check that the task is the trainers' only if the examples are, and that nothing needs their examples.
-
-    Raises:
-        FedspanError: If it is not, or an option of the run needs examples that fedspan can read.
-    """
+    """Check that the task is the trainers' only if the examples are, and that nothing needs their examples."""
     if config.data.train != FROM_TRAINERS:
         if config.task == "trainer":
             expected = "a task that fedspan computes itself, or fedspan.simulate(config, folder, trainers=...)"
@@ -204,24 +200,6 @@ def _require_trainers(config: RunSections) -> None:
             raise FedspanError(field, value, problem=problem)
 
 
-def _require_head_updates_fit(config: RunSections) -> None:
-    """Check that ``training.head_updates`` fits the rest of the run."""
-    updates = config.training.head_updates
-    reasons = {
-        f"{config.task} has no classes": not config.task_definition.is_classifier,
-        "dp-sgd does not protect which classes a client has": config.privacy is not None
-        and config.privacy.mechanism == "dp-sgd",
-        "model.extras: frozen trains no row of the head": config.model.extras == "frozen",
-        "scaffold would count the rows that a client does not train as corrected": any(
-            wrapper.name == "scaffold" for wrapper in config.method.wrappers
-        ),
-    }
-    reason = next((reason for reason, holds in reasons.items() if holds), None)
-    if updates != "all" and reason is not None:
-        problem = f"{updates} does not apply, because {reason}"
-        raise FedspanError("training.head_updates", updates, "all", problem=problem)
-
-
 def _require_training_fit(config: RunSections) -> None:
     training, adjustment = config.training, config.training.logit_adjustment
     if adjustment and config.privacy is not None and config.privacy.mechanism == "dp-sgd":
@@ -233,7 +211,6 @@ def _require_training_fit(config: RunSections) -> None:
             problem = "a round of dp-sgd has no checkpoints: its noise is drawn again when its training restarts"
             raise FedspanError(f"training.{name}", value, "null", problem=problem)
     _require_loss_fit(config)
-    _require_head_updates_fit(config)
     _require_reference_fit(config)
     if training.lr == "auto" and config.privacy is not None:
         problem = "auto cannot be combined with privacy, because every trial would cost privacy budget"
@@ -248,7 +225,6 @@ def _require_training_fit(config: RunSections) -> None:
 
 
 def _require_final_rounds_fit(config: RunSections) -> None:
-    """Check that ``federation.final_rounds`` fits the rest of the run."""
     reasons = {
         "without partition.validation all examples are trained on in every round": not config.partition.validation,
         "further rounds would cost privacy budget": config.privacy is not None,
@@ -360,7 +336,6 @@ def explain_round_dependence(method: Method, rounds: int) -> str | None:
 
     Args:
         method: The method with its wrappers, bound to a small model.
-        rounds: Number of rounds of the run.
     """
     claims = method.declare_claims()
     reasons = {

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from fedspan.config.section import Section
+from fedspan.section import Section
 from fedspan.training.jobs import PrefixSettings
 
 _GIB = 2**30
@@ -26,10 +26,6 @@ class EngineConfig(Section):
     padding_free: bool = True
     """Concatenate the tokens of a batch between the first block and the last, with attention in bins of whole texts;
     batched only, for models with Transformers' eager or sdpa attention."""
-    compile: bool = False
-    """Compile the model's blocks with torch.compile for shared passes; batched only, without training.lora_dropout. It
-    takes minutes at the start and needs a C++ compiler. Batches are then padded, which costs more than compiling gains
-    in all cases measured."""
     prefix_cache: bool = True
     """Compute the hidden states that enter the first trainable layer once per example, if layers_to_transform excludes
     the first layers."""

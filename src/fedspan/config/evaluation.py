@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from fedspan.config.section import Section
+from fedspan.section import Section
 
 
 class EvaluationConfig(Section):

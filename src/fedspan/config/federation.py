@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
 from functools import partial
 from typing import Annotated, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
-from fedspan.config.section import Section
 from fedspan.config.tags import Tags
 from fedspan.config.validation_errors import VARIANT
 from fedspan.core.method import Claims
@@ -19,6 +17,7 @@ from fedspan.federation.aggregation.aggregation import AggregationFactory
 from fedspan.federation.aggregation.plaintext import PlaintextAggregation
 from fedspan.federation.settings import BufferedSettings, Reduction, SecureSettings
 from fedspan.federation.validation import ReplyRules
+from fedspan.section import Section
 
 Rank = Annotated[int, Field(ge=1)]
 
@@ -75,34 +74,6 @@ Ranks = Annotated[
     ),
 ]
 """Ranks by client id, assigned in turn, by shares of the clients, or drawn at random."""
-
-
-class SecureConfig(Section):
-    """Secure aggregation: the server learns only the sum of a round's replies, no single one."""
-
-    clip: float = Field(default=100.0, gt=0, allow_inf_nan=False)
-    """Norm to which each client clips its whole change; the server cannot enforce it. A smaller norm gives finer
-    quantization: with equal weights, an entry of the mean is off by at most about 2 * clip * clients / 2^bits, and by
-    more with unequal ones. Without effect under central privacy, which has its own clip."""
-    bits: Literal[32, 64] = 32
-    """Bits of the integers that are sent instead of floats."""
-    threshold: float = Field(default=2 / 3, gt=0.5, le=1)
-    """Share of a round's clients that can open a sum, and that must remain until the end; of n clients, more than (n +
-    1) / 2 can in any case. A larger share withstands more clients that collude with the server, and fewer dropouts."""
-
-
-class BufferedConfig(Section):
-    """Asynchronous rounds: the server updates the model after clients_per_round replies, old and new ones."""
-
-    concurrency: int = Field(ge=1)
-    """Number of clients that train at the same time; all if fewer exist."""
-    staleness_exponent: float = Field(default=0.5, ge=0, allow_inf_nan=False)
-    """The change of a reply whose order is t rounds old counts (1 + t) to the power of minus this."""
-    max_staleness: int | None = Field(default=None, ge=0)
-    """Age of an order in rounds beyond which its reply is dropped; null: no limit."""
-    replay: str | None = None
-    """Folder of a run, simulated or deployed, whose order of arrivals this simulation repeats, instead of
-    simulation.speed."""
 
 
 class FederationConfig(Section):
@@ -180,10 +151,10 @@ class FederationConfig(Section):
     max_norm_ratio: float | None = Field(default=10.0, gt=1, allow_inf_nan=False)
     """Drop a reply whose change has a norm above this multiple of the round's median, from 3 replies on; null: drop
     none. In deployments, and in the simulator under simulation."""
-    buffered: BufferedConfig | None = None
+    buffered: BufferedSettings | None = None
     """Asynchronous rounds (FedBuff), for methods whose replies sum and whose jobs are the same in every round; in the
     simulator, they need simulation.speed or replay. Default: synchronous rounds. See docs/asynchronous.md."""
-    secure: SecureConfig | None = None
+    secure: SecureSettings | None = None
     """Secure aggregation, for methods whose replies sum, in deployments and in the simulator; needs fedspan[secagg].
     {}: with the defaults below. max_norm_ratio does not apply, because the server sees no single replies."""
 
@@ -208,7 +179,6 @@ class FederationConfig(Section):
         """Check that asynchronous rounds fit the method and the other settings.
 
         Args:
-            title: Title of the method with its wrappers.
             reason: Reason why the method has no asynchronous rounds, as a clause; None: it has them.
         """
         if self.buffered is None:
@@ -232,11 +202,6 @@ class FederationConfig(Section):
             if (value := getattr(self, name)) != off:
                 raise FedspanError(f"federation.{name}", value, f"{text} for federation.buffered", problem=problem)
 
-    def build_buffered_settings(self) -> BufferedSettings | None:
-        """Return the settings of asynchronous rounds for the engines, without recorded arrivals."""
-        b = self.buffered
-        return None if b is None else BufferedSettings(b.concurrency, b.staleness_exponent, b.max_staleness)
-
     def require_simulated(self, *, has_speeds: bool) -> None:
         """Check that a run on this machine sets nothing that selects nodes, and that its asynchronous rounds are timed.
 
@@ -258,7 +223,6 @@ class FederationConfig(Section):
 
         Args:
             mechanism: Mechanism of the run's privacy; None: it has none.
-            wrappers: Names of the method's wrappers.
         """
         if not self.late_joiners:
             return
@@ -272,13 +236,7 @@ class FederationConfig(Section):
             raise FedspanError("federation.late_joiners", True, "false", problem=reason)
 
     def require_secure_fit(self, method: str, title: str, claims: Claims) -> None:
-        """Check that the method's replies can be summed securely, if the run uses secure aggregation.
-
-        Args:
-            method: The method's registry key.
-            title: Title of the method with its wrappers.
-            claims: Claims of the method.
-        """
+        """Check that the method's replies can be summed securely, if the run uses secure aggregation."""
         if self.secure is None:
             return
         reasons = {
@@ -311,8 +269,8 @@ class FederationConfig(Section):
         require_packages()
         from fedspan.federation.aggregation.secure import SecureAggregation  # needs fedspan[secagg]
 
-        settings = SecureSettings(**self.secure.model_dump())
-        return partial(SecureAggregation, secure=settings if clip is None else replace(settings, clip=clip))
+        changes = {} if clip is None else {"clip": clip}
+        return partial(SecureAggregation, secure=self.secure.model_copy(update=changes))
 
     def build_reply_rules(self) -> ReplyRules:
         """Return the rules by which a round between machines is accepted."""

@@ -86,8 +86,6 @@ class MethodConfig(BaseModel):
         Args:
             method: The method that ``build`` returned.
             policy: Policy of the extras; None: the method's own.
-            extras_lr_scale: Multiplier on the extras' learning rate.
-            optimizer: Optimizer of local training.
             max_grad_norm: Clipping norm of local training (0: none).
 
         Raises:

@@ -6,9 +6,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from fedspan.config.section import Section
 from fedspan.errors import FedspanError
 from fedspan.models.names import get_architecture
+from fedspan.section import Section
 
 
 class ModelConfig(Section):

@@ -9,11 +9,11 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from fedspan.config.reading import read_values
-from fedspan.config.section import Section
 from fedspan.config.tags import Tags
 from fedspan.config.validation_errors import convert_validation_errors
 from fedspan.data.multiple_files import list_placeholders
 from fedspan.errors import FedspanError, require_printable
+from fedspan.section import Section
 
 _MIB = 2**20
 Fingerprint = Annotated[str, Field(pattern=r"^SHA256:[A-Za-z0-9+/]{43}$")]

@@ -7,10 +7,10 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from fedspan.config.federation import FederationConfig
-from fedspan.config.section import Section
 from fedspan.core.method import Claims
 from fedspan.core.noise import derive_seed_key
 from fedspan.errors import FedspanError
+from fedspan.section import Section
 from fedspan.training.jobs import Privacy
 
 
@@ -78,8 +78,6 @@ class PrivacyConfig(Section):
         """Return the privacy settings for the engines.
 
         Args:
-            rounds: Number of rounds of the run.
-            seed: Seed of the run.
             key: A secret key of the noise; None: a key derived from the seed.
         """
         return Privacy(

@@ -43,7 +43,6 @@ def get_training_defaults(task: str, method: str) -> TrainingDefaults:
     """Return the default settings of a run.
 
     Args:
-        task: The learning task.
         method: Registry key of the method; a method without an entry has the rate of FedIT.
     """
     definition = get_task(task)

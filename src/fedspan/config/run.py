@@ -112,7 +112,7 @@ class RunConfig(RunSections):
             max_norm=f.max_norm,
             max_weight_ratio=f.max_weight_ratio,
             privacy=privacy,
-            buffered=f.build_buffered_settings(),
+            buffered=f.buffered,
         )
 
     def build_method(self, spec: Spec) -> RegisteredMethod:

@@ -16,7 +16,6 @@ from fedspan.config.method import MethodConfig
 from fedspan.config.model import ModelConfig
 from fedspan.config.privacy import PrivacyConfig
 from fedspan.config.rates import get_training_defaults
-from fedspan.config.section import Section
 from fedspan.config.simulation import SimulationConfig
 from fedspan.config.training import TrainingConfig
 from fedspan.core.method import Method, RegisteredMethod
@@ -26,6 +25,7 @@ from fedspan.data.columns import LABELED_TEXTS, TaskColumns
 from fedspan.data.config import DataConfig, PartitionConfig
 from fedspan.errors import FedspanError
 from fedspan.methods.registry import get_method_class
+from fedspan.section import Section
 from fedspan.tasks.definition import TaskDefinition
 from fedspan.tasks.registry import TASKS, get_task
 from fedspan.training.jobs import Privacy, TrainingSettings
@@ -177,7 +177,6 @@ class RunSections(Section):
             logit_adjustment=t.logit_adjustment,
             label_smoothing=t.label_smoothing,
             class_weights=t.class_weights if isinstance(t.class_weights, str) else tuple(t.class_weights.items()),
-            head_updates=t.head_updates,
             privacy=self.build_privacy_settings(key),
         )
 
@@ -185,7 +184,6 @@ class RunSections(Section):
         """Wrap a method with the run's policy for the extras (by default the method's own) and the run's wrappers.
 
         Args:
-            method: The method.
             head: The model's head, if it is new and rounds may train it alone.
 
         Raises:

@@ -70,7 +70,6 @@ def write_starter_config(
 
     Args:
         data: Any value that ``data.train`` accepts.
-        out: The config's file.
         test: Any value that ``data.test`` accepts; None: a part of `data` is held out as the test set.
         task: The learning task; None: inferred from the columns.
         text: The column of texts, prompts or images; None: inferred.
@@ -79,8 +78,6 @@ def write_starter_config(
         by: The column that assigns each row to a client; None: inferred, or else the rows are partitioned at random.
         clients: Number of clients if the rows are partitioned at random; None: 10, or fewer if the examples are few.
         model: Hub id or folder of the model; None: a small one for the task.
-        method: The method's registry key.
-        force: Whether an existing file is replaced.
         options: Further fields of the section ``data``: ``{"delimiter": ";"}``.
 
     Raises:
@@ -199,7 +196,6 @@ def _is_header_refused(section: Mapping[str, Any]) -> bool:
 
 
 def _describe_detected(rows: Source) -> str:
-    """Return the sentences on what was detected in a file and how to change it; empty if nothing was."""
     return f"Detected in {rows.name}: {'; '.join(rows.notes)}. {_SET_NOTE}" if rows.notes else ""
 
 
@@ -217,17 +213,11 @@ def _select_partition(
     """Select a partition that the examples allow, as far as they were read.
 
     Args:
-        loaded: The examples.
-        config: The config with the inferred partition.
-        is_requested: Whether the user requested the column that assigns examples to clients.
         clients: Number of clients that the user requested; None: none.
 
     Returns:
         The column that assigns examples to clients, None for a random partition, the number of clients of the latter,
         and findings about them.
-
-    Raises:
-        FedspanError: If the examples do not allow what the user requested.
     """
     column, notes = config.partition.column, list[str]()
     count = clients or _CLIENTS

@@ -35,7 +35,6 @@ def suggest_target_modules(task: str, model: str | None) -> str | None:
     """Suggest the target layers of a model, as YAML.
 
     Args:
-        task: The learning task.
         model: Hub id or folder of the model; None: the task's default model.
 
     Returns:
@@ -68,12 +67,9 @@ def render_config(
     """Render the text of a starter config.
 
     Args:
-        inferred: Task and fields inferred from the data.
         section: Fields of the section ``data``.
         clients: Number of clients, if no column assigns the rows to clients.
-        model: Hub id or folder of the model.
         targets: Target layers as YAML; None: PEFT's default.
-        method: Registry key of the method.
         shares: Shares of each client's examples for validation and for its own test.
         has_test: Whether a common test set measures the model after the final rounds.
     """

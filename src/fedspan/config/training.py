@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from fedspan.config.section import Section
+from fedspan.section import Section
 
 
 class TrainingConfig(Section):
@@ -62,10 +62,6 @@ class TrainingConfig(Section):
     of the client's own examples (tags: words), as in scikit-learn, so that no client learns those of others. Or weights
     by label, the same for all clients; other labels have weight 1. With several labels: of the examples that have the
     label (pos_weight of torch.nn.BCEWithLogitsLoss); balanced: examples without it over those with it."""
-    head_updates: Literal["all", "own-classes"] = "all"
-    """Rows of a classifier's output layer that a client trains. own-classes: those of the classes of its training
-    examples; the other rows keep the values that the client received. With logit_adjustment and no weight decay, these
-    rows have no gradient in any case. model.extras: frozen trains no row."""
     checkpoint_steps: int | None = Field(default=None, ge=1)
     """Nodes of a deployment: optimizer steps after which a node stores the progress of its training. A node that is
     killed within a round, and is back before the server has given up its order, then continues after the last

@@ -35,8 +35,6 @@ def convert_validation_error(
     """Convert the first of pydantic's errors to one line.
 
     Args:
-        error: Pydantic's error.
-        prefix: The section of the fields.
         root: The validated model, used to suggest similar names for an unknown field.
     """
     detail = error.errors(include_url=False)[0]
@@ -126,7 +124,6 @@ def _find_section(model: type[BaseModel] | None, location: Sequence[int | str]) 
 
 
 def _unwrap_optional(annotation: Any) -> Any:
-    """Return the section itself from the annotation of an optional section."""
     kinds = [kind for kind in get_args(annotation) if kind is not NoneType]
     return kinds[0] if len(kinds) == 1 and NoneType in get_args(annotation) else annotation
 

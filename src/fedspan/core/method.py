@@ -31,19 +31,6 @@ from fedspan.core.values import (
 )
 from fedspan.errors import FedspanError
 
-__all__ = [
-    "Claims",
-    "Memory",
-    "Method",
-    "Quantity",
-    "RegisteredMethod",
-    "Traffic",
-    "compute_scaling",
-    "declare_bounded",
-    "declare_decay_rate",
-    "reply",
-]
-
 Memory = Tensors
 """Tensors that stay on a client between rounds, by name. They are never transmitted."""
 
@@ -279,6 +266,60 @@ class Method(ABC):
             round: Round number, from 0.
         """
         return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wrapper(Method):
+    """A method around a method, to which it delegates everything that it does not change.
+
+    Args:
+        inner: The wrapped method.
+    """
+
+    inner: Method
+
+    @property
+    def spec(self) -> Spec:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Spec of the inner method."""
+        return self.inner.spec
+
+    def declare_claims(self) -> Claims:
+        return self.inner.declare_claims()
+
+    def get_rank(self, client: Client | None) -> int:
+        return self.inner.get_rank(client)
+
+    def init(self, weights: Weights) -> ServerState:
+        return self.inner.init(weights)
+
+    def sync(self, state: ServerState, client: Client | None) -> Message:
+        return self.inner.sync(state, client)
+
+    def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
+        return self.inner.start(message, client, memory, round)
+
+    def finish(
+        self, job: Job, trained: Trained, client: Client, memory: Memory, round: int
+    ) -> tuple[Job | Message, Memory]:
+        return self.inner.finish(job, trained, client, memory, round)
+
+    def contribute(self, message: Message, client: Client) -> Contribution:
+        return self.inner.contribute(message, client)
+
+    def update(self, state: ServerState, reduced: Reduced) -> ServerState:
+        return self.inner.update(state, reduced)
+
+    def build_second_order(self, state: ServerState, reduced: Reduced) -> Message:
+        return self.inner.build_second_order(state, reduced)
+
+    def build_second_reply(self, order: Message, tensors: Tensors, client: Client, round: int) -> Message:
+        return self.inner.build_second_reply(order, tensors, client, round)
+
+    def list_added_epochs(self) -> tuple[int, ...]:
+        return self.inner.list_added_epochs()
+
+    def estimate_messages(self, layer: LayerSpec, rank: int, round: int) -> tuple[Message, Message] | None:
+        return self.inner.estimate_messages(layer, rank, round)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,27 +22,6 @@ from fedspan.core.lowrank import LowRank, concatenate
 from fedspan.core.projectors import draw_random_projector
 from fedspan.core.tensors import create_generator
 
-__all__ = [
-    "Core",
-    "Dense",
-    "DenseChange",
-    "DenseLoRA",
-    "Effective",
-    "Factorized",
-    "FactorizedConv",
-    "Gram",
-    "LoRA",
-    "MixedGram",
-    "MultiHeadCore",
-    "Nested",
-    "PairSum",
-    "Parametrization",
-    "Projected",
-    "Sparse",
-    "reshape_to_convolution",
-    "reshape_to_rectangle",
-]
-
 Slots = Mapping[str, Tensor]
 
 

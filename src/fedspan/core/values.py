@@ -17,25 +17,6 @@ from fedspan.core.penalties import Penalty
 from fedspan.core.tensors import Tensors
 from fedspan.errors import FedspanError
 
-__all__ = [
-    "Client",
-    "Contribution",
-    "Group",
-    "Job",
-    "LayerSpec",
-    "Message",
-    "OptimizerSpec",
-    "OptimizerState",
-    "Reduced",
-    "Refresh",
-    "Scalar",
-    "ServerState",
-    "Spec",
-    "StackItem",
-    "Trained",
-    "Weights",
-]
-
 Scalar = int | float | str | bool
 
 
@@ -65,7 +46,7 @@ class ServerState:
     """The complete state of the server between rounds.
 
     Args:
-        round: Number of finished rounds (0 before the first).
+        round: Number of finished rounds, and of the next one: rounds and their attempts are numbered from 0 everywhere.
         tensors: The global model without its base.
         base: The accumulated change of the frozen base.
         memory: The server's own tensors, which are not part of the model (momenta, control variates, second moments).

@@ -143,8 +143,6 @@ def derive_pair_seed(masking: bytes, public: bytes, context: str, id: str, peer:
         masking: Private masking key of one client.
         public: Public masking key of the other client.
         context: Identifier of the run and the session.
-        id: Id of the one client.
-        peer: Id of the other client.
 
     Raises:
         ValueError: If the public key is not canonical, or gives the same secret with every private key.
@@ -178,8 +176,6 @@ def seal(sealing: bytes, public: bytes, sender: str, receiver: str, context: str
     Args:
         sealing: Private sealing key of the sender.
         public: Public sealing key of the receiver.
-        sender: Id of the sender.
-        receiver: Id of the receiver.
         context: Identifier of the run and the session.
         shares: The shares, of equal length.
 

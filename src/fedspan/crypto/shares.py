@@ -95,7 +95,6 @@ def _invert(values: Sequence[int]) -> list[int]:
 
 
 def _multiply(left: int, right: int) -> int:
-    """Multiply two elements of the field."""
     if right > left:
         left, right = right, left
     product = 0

@@ -64,10 +64,6 @@ def assign(
     With groups, a group is assigned like a row: by the label of its first row.
 
     Args:
-        dataset: The examples.
-        config: Options of the partition.
-        seed: Seed of every random draw.
-        field: The user's name of `config`.
         groups: Number of each row's group, int64, (examples,); None: each row on its own.
 
     Raises:

@@ -117,10 +117,6 @@ def validate_columns(source: Source, config: DataConfig, task: TaskColumns, fiel
     """Check the columns that a task needs, and return them with the others unchanged.
 
     Args:
-        source: The source as it was read.
-        config: Options that name the columns.
-        task: The columns that the task needs.
-        field: The user's name of `config`.
         part: The option that names the source, ``train`` or ``test``.
 
     Raises:
@@ -199,7 +195,6 @@ class ColumnReader:
         Args:
             is_valid: Whether those of each row do.
             lack: What a row has otherwise, as a phrase: "no two different answers".
-            columns: The columns of the values.
 
         Raises:
             FedspanError: If those of a row do not.

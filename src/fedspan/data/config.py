@@ -6,8 +6,6 @@ from collections import Counter
 from typing import Any, Literal, Self
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
     ValidationInfo,
@@ -21,6 +19,7 @@ from fedspan.data.catalogue import get_dataset_entry
 from fedspan.data.dialects import Quoting
 from fedspan.data.numbers import drop_decimal_zero
 from fedspan.errors import FedspanError
+from fedspan.section import Section
 
 CONTRADICTION = "contradiction"
 """Type of pydantic's errors about a field that contradicts another field of its section; their context names it."""
@@ -30,21 +29,17 @@ def _build_contradiction(field: str, value: object, problem: str) -> PydanticCus
     """Return the error of a field that contradicts another field of its section.
 
     Args:
-        field: Name of the field in its section.
-        value: Value of that field.
         problem: The problem, as a ``FedspanError`` takes it.
     """
     return PydanticCustomError(CONTRADICTION, "{problem}", {"field": field, "value": value, "problem": problem})
 
 
-class DataConfig(BaseModel):
+class DataConfig(Section):
     """Labeled texts or images to fine-tune on.
 
     Raises:
         pydantic.ValidationError: If a value is out of range, a field is unknown, or fields contradict each other.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     dataset: str | None = Field(default=None, min_length=1)
     """Name of a data set that fedspan knows (fedspan data lists them): sst2, gsm8k. It sets train, test, the columns,
@@ -220,14 +215,12 @@ class DataConfig(BaseModel):
         return {name: value for name, value in content.items() if name in self.model_fields_set}
 
 
-class PartitionConfig(BaseModel):
+class PartitionConfig(Section):
     """Partition of the training examples among clients, and of each client's among training, validation and test.
 
     Raises:
         pydantic.ValidationError: If a value is out of range, a field is unknown, or fields contradict each other.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     partitioner: Literal["iid", "dirichlet", "pathological", "natural", "quantity"] = "iid"
     """iid: at random in equal sizes. dirichlet: each label is split by shares from a Dirichlet distribution, so clients

@@ -25,7 +25,6 @@ def compute_content_digest(user_path: str, option: str) -> str:
 
     Args:
         user_path: A file, a folder, a path with places (``clinics/{hospital}/train.csv``), or a name.
-        option: The user's name of the option that contains it.
 
     Returns:
         SHA-256 in hexadecimal digits.

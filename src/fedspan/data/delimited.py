@@ -23,7 +23,6 @@ def read_delimited(path: Path, kind: str, config: DataConfig, limit: int | None 
     Args:
         path: The file; ``.gz`` is unpacked.
         kind: The suffix without a dot, ``csv``, ``tsv`` or ``txt``.
-        config: The user's options; options that are not set are detected.
         limit: Number of bytes of the beginning that are read; None: the whole file.
 
     Raises:
@@ -112,7 +111,6 @@ def _fill_names(names: Sequence[str]) -> list[str]:
 
 
 def _list_valid_rows(rows: int, invalid_lines: Sequence[int]) -> list[int]:
-    """List the positions in the file of the remaining rows."""
     left_out = set(invalid_lines)
     return [position for position in range(rows + len(invalid_lines)) if position not in left_out]
 

@@ -152,14 +152,7 @@ def find_shared_between_clients(dataset: datasets.Dataset, parts: Partition) -> 
 
 
 def describe_shared(dataset: datasets.Dataset, parts: Partition, config: DataConfig, natural: bool) -> tuple[str, ...]:
-    """Describe equal examples across a partition, as a note; empty if there are none.
-
-    Args:
-        dataset: The partitioned examples.
-        parts: Partition of the examples into the clients' parts.
-        config: Options that name the columns.
-        natural: Whether a column assigns the examples to clients.
-    """
+    """Describe equal examples across a partition, as a note; empty if there are none."""
     held_out, shared = find_shared_between_clients(dataset, parts)
     findings: list[str] = []
     if held_out:

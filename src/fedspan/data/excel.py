@@ -27,13 +27,6 @@ SUFFIXES = (".xlsx", ".xlsm", ".xlsb", ".xls", ".ods")
 def read_excel(path: Path, user_path: str, config: DataConfig, field: str, option: str) -> ReadTable:
     """Read a sheet of a workbook.
 
-    Args:
-        path: The file.
-        user_path: The path as the user wrote it.
-        config: The user's options.
-        field: The user's name of `config`.
-        option: The option that names the path.
-
     Raises:
         FedspanError: If the extra is not installed or there is no such sheet.
         ValueError: If the file is not a workbook, or a row has more fields than the header.

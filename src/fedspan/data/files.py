@@ -56,9 +56,6 @@ def read_source(config: DataConfig, part: Literal["train", "test"], field: str, 
     """Read the split that `config` names for `part`.
 
     Args:
-        config: The user's options.
-        part: The split.
-        field: The user's name of `config`.
         limit: Number of bytes that are read at the beginning of each file; None: all.
 
     Raises:
@@ -208,10 +205,6 @@ def _convert_errors(
     """Read a source, and convert the errors of a reader into an error that names the option.
 
     Args:
-        read: Function that reads the source.
-        kind: The expected format.
-        user_path: The path as the user wrote it.
-        option: The option that contains the path.
         hint: Function that returns the advice for a reader's reason.
     """
     try:
@@ -227,7 +220,6 @@ def _convert_errors(
 
 
 def _suggest_remedy(kind: str, reason: str, config: DataConfig, field: str) -> str:
-    """Suggest the options that may fix a reader's error."""
     if "encoding" in reason or "is not in" in reason or "UTF" in reason:
         return f" Set the encoding with {field}.encoding."
     if kind not in _DELIMITED:

@@ -22,11 +22,6 @@ _ABOUT = frozenset({"changelog", "citation", "copying", "licence", "license", "r
 def infer_classes(paths: Sequence[Sequence[str]], name: str, suffixes: Collection[str]) -> dict[str, list[str]]:
     """Return the classes of files, and their domains if there are any, from the folders that they are in.
 
-    Args:
-        paths: The files' paths, in parts, as seen from the folder.
-        name: The folder's name.
-        suffixes: Suffixes of the files, for the error.
-
     Raises:
         ValueError: If there are none, or they are laid out differently.
     """
@@ -91,10 +86,7 @@ def make_text_table(
     """Return text files as a table with the columns ``text``, ``label``, ``file`` and, if there are any, ``domain``.
 
     Args:
-        files: Content of the files by path.
-        name: Name of the folder.
         encoding: Encoding of the files; None: detected for each.
-        left_out: Paths of the files that were left out.
 
     Raises:
         ValueError: If the files are laid out differently, or one cannot be decoded.

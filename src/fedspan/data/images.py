@@ -105,7 +105,6 @@ def find_readable_images(source: Source, column: str, limit: int | None = None) 
     """Find the rows whose image can be decoded; all of them if the column holds no images.
 
     Args:
-        source: The source.
         column: The column of images or of their paths; it may be missing.
         limit: Number of bytes after which the existence of files alone is checked; None: every image is decoded.
     """
@@ -156,8 +155,6 @@ def read_images(path: Path, user_path: str, option: str) -> datasets.Dataset:
             class, or with one per domain that contains those; a folder with a metadata file of ``imagefolder``
             (``metadata.csv``, ``.jsonl`` or ``.parquet``) with the column ``file_name`` and all others; a folder of
             CIFAR-10's binary batches, or one binary batch of CIFAR-10 or CIFAR-100.
-        user_path: The user's spelling of the path.
-        option: The option that names the path.
 
     Raises:
         FedspanError: If files are missing, damaged or laid out differently.

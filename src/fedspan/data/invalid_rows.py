@@ -29,11 +29,6 @@ def drop_invalid_rows(
     """Return the rows that have everything that `task` needs.
 
     Args:
-        source: The source as it was read.
-        config: Options that name the columns.
-        task: The columns that the task needs.
-        field: The user's name of `config`.
-        part: The option that names the source.
         limit: Number of bytes that may be read to check files that the rows name; None: any number.
     """
     dataset = source.dataset

@@ -12,7 +12,6 @@ def make_generator(seed: int, *key: str | int) -> np.random.Generator:
     """Create a separate generator for each (seed, key); numpy's global state is neither read nor changed.
 
     Args:
-        seed: Seed of the run.
         key: Purpose and subject of the draw, such as ``("split", "client-03")``.
     """
     digest = hashlib.sha256(json.dumps([seed, *key]).encode()).digest()

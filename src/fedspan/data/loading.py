@@ -79,7 +79,6 @@ def load(
     """Read, check and label the examples that `config` names.
 
     Args:
-        config: Location and columns of the examples.
         field: The user's name of `config`; the fields of all errors begin with it.
         seed: Seed of the draws for ``test_fraction`` and ``max_examples``.
         task: The columns that the task needs (``TaskDefinition.columns``).
@@ -270,7 +269,6 @@ def _require_complete_labels(labels: Sequence[str], complete: Callable[[Sequence
 
 
 def _order_labels(names: Sequence[str], config: DataConfig, field: str) -> list[str]:
-    """Return the available labels, sorted or in the catalogue's order."""
     available = sort_names(names)
     listed = None if config.dataset is None else get_dataset_entry(config.dataset, f"{field}.dataset").labels
     return [label for label in listed if label in available] if listed and set(available) <= set(listed) else available

@@ -112,7 +112,6 @@ def match_paths(user_path: str, option: str) -> dict[Path, dict[str, str]]:
 
     Args:
         user_path: Path with places, such as ``clinics/{hospital}/train.csv``.
-        option: The user's name of the option.
 
     Raises:
         FedspanError: If a folder in the path cannot be read: a data owner would be missing without notice.

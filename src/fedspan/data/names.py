@@ -42,7 +42,6 @@ def make_dataset(table: pa.Table, features: Mapping[str, Any] | None = None) -> 
     """Return a table as a data set, without a copy of it.
 
     Args:
-        table: The table.
         features: Types of its columns for ``datasets``; None: those that follow from the table.
     """
     from datasets import Dataset, DatasetInfo, Features
@@ -123,12 +122,6 @@ def read_names(dataset: Dataset, column: str) -> list[str | None]:
 
 def read_required_names(dataset: Dataset, column: str, option: str, advice: str = "") -> list[str]:
     """Return each row's value as text, of a column of the source that has a value in every row.
-
-    Args:
-        dataset: The examples.
-        column: The column's name in the source.
-        option: The option that names the column.
-        advice: Sentence on how to leave out rows without a value.
 
     Raises:
         FedspanError: If there is no such column, or a row has no value in it.

@@ -42,7 +42,6 @@ def read_objects(data: Any, clients: int) -> DataObjects:
         data: Training examples: a ``datasets.Dataset``, a table (pandas, Polars, Arrow), a list of dicts, or a dict of
             columns; a dict of these by client, or a function that returns the examples of client number 0, 1, ...; or a
             ``DatasetDict`` or dict with any of these as ``train`` and as ``test`` (``validation`` in its place).
-        clients: Number of clients, for a function.
 
     Raises:
         FedspanError: If the data are none of these, empty, or the clients' columns differ.
@@ -107,11 +106,7 @@ def _merge_clients(by_client: Mapping[Any, Any], argument: str) -> datasets.Data
 def _unify_column(
     parts: list[datasets.Dataset], name: str, clients: Sequence[Any], argument: str
 ) -> list[datasets.Dataset]:
-    """Return the clients' data sets with one type of a column, such as strings for strings and large strings.
-
-    Raises:
-        FedspanError: If no type holds the values of all clients.
-    """
+    """Return the clients' data sets with one type of a column, such as strings for strings and large strings."""
     import datasets
 
     kinds = [part.features[name] for part in parts]
@@ -182,7 +177,6 @@ def _convert(value: Any, argument: str) -> datasets.Dataset:
 
 
 def _list_index_columns(names: Sequence[str]) -> list[str]:
-    """List the columns that a pandas index with gaps leaves behind."""
     return [name for name in names if name.startswith("__index_level_")]
 
 

@@ -222,7 +222,6 @@ def partition(
     Args:
         dataset: Data set with a column ``label`` (int) for partitions by label, or ``target`` (float) for those by
             ranges (``config.bins``), and ``config.column``, if it is set.
-        config: Options of the partition.
         seed: Seed of every random draw; the same seed gives the same indices, whatever the state of any global
             generator.
         field: The user's name of `config`; the fields of all errors begin with it.
@@ -323,8 +322,6 @@ def draw_groups(
 
     Args:
         groups: Number of each row's group, int64, (rows,).
-        count: Number of rows wanted.
-        rng: Generator of the draw.
         labels: Label of each row, int64, (rows,); None: all rows count alike.
         maximum: Largest number of groups that may be drawn; None: all but one.
 

@@ -39,8 +39,6 @@ def plot_partition(partition: Partition, labels: Sequence[str], dataset: dataset
 
     Args:
         partition: A partition of `dataset`.
-        labels: Names of the labels, as in `LoadedData`.
-        dataset: The partitioned data set.
         path: Path of the PNG; its folder must exist.
 
     Raises:

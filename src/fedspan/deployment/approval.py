@@ -100,8 +100,6 @@ class JobRequest:
 
     Args:
         job: SHA-256 of the run's name, config and offered base model.
-        run: Name of the run.
-        config: Plain values of the run's config.
         requested_at: Time of the request, UTC.
         decision: The operator's decision; None: none yet.
         reason: The reason, if the operator gave one.
@@ -120,11 +118,7 @@ class JobRequest:
     base_bytes: int = 0
 
     def summarize(self, node: NodeConfig) -> dict[str, str]:
-        """Return what the job asks for, as text that a terminal can show: what a decision depends on, in few lines.
-
-        Args:
-            node: Config of the node, whose data it would read.
-        """
+        """Return what the job asks for, as text that a terminal can show: what a decision depends on, in few lines."""
         try:
             values = parse_config({**self.config, "data": {**(self.config.get("data") or {}), "train": NOWHERE}})
             config = values.model_dump(mode="json")  # with the defaults of what the server left out
@@ -227,7 +221,6 @@ class Approvals:
 
         Args:
             job: The beginning of the job's name, long enough to mean one job.
-            decision: The decision.
             reason: The reason, which the server reads.
 
         Raises:

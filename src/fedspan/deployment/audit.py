@@ -43,19 +43,15 @@ class AuditedTransport(AsynchronousTransport):
         self._tasks = dict[str, str]()
 
     def begin(self, progress: Progress, on_trained: OnTrained | None = None) -> None:
-        """``Transport.begin``."""
         self.inner.begin(progress, on_trained)
 
     def accept_replies(self, accepted: Collection[str]) -> Mapping[str, ClientState]:
-        """``Transport.accept_replies``."""
         return self.inner.accept_replies(accepted)
 
     def get_simulated_seconds(self) -> float | None:
-        """``Transport.get_simulated_seconds``."""
         return self.inner.get_simulated_seconds()
 
     def exchange(self, orders: Orders, on_reply: OnReply, seconds: float, *, wait_for_offline: bool = False) -> None:
-        """``Transport.exchange``."""
 
         def write_reply(id: str, reply: Envelope | str) -> bool:
             self._write_reply(id, orders.task, reply)
@@ -64,12 +60,10 @@ class AuditedTransport(AsynchronousTransport):
         self.inner.exchange(self._audit(orders), write_reply, seconds, wait_for_offline=wait_for_offline)
 
     def send_orders(self, orders: Orders, seconds: float, *, wait_for_offline: bool = False) -> None:
-        """``AsynchronousTransport.send_orders``."""
         self._tasks |= dict.fromkeys(orders, orders.task)
         self.inner.send_orders(self._audit(orders), seconds, wait_for_offline=wait_for_offline)
 
     def receive_reply(self) -> tuple[str, Envelope | str] | None:
-        """``AsynchronousTransport.receive_reply``."""
         received = self.inner.receive_reply()
         if received is not None:
             id, reply = received
@@ -84,15 +78,12 @@ class AuditedTransport(AsynchronousTransport):
         return retained
 
     def list_training(self) -> frozenset[str]:
-        """``AsynchronousTransport.list_training``."""
         return self.inner.list_training()
 
     def list_stalled(self) -> frozenset[str]:
-        """``AsynchronousTransport.list_stalled``."""
         return self.inner.list_stalled()
 
     def assume_training(self, ids: Collection[str]) -> None:
-        """``AsynchronousTransport.assume_training``."""
         self.inner.assume_training(ids)
 
     def _audit(self, orders: Orders) -> Orders:

@@ -77,10 +77,8 @@ def refuses_offer(node: NodeConfig, name: str, revision: str | None, files: Sequ
     """Check whether a server offers a base model that is not on this machine, and the node's limits refuse it.
 
     Args:
-        node: The node's config.
         name: ``model.name`` of the run, or the folder that the node's file names for it.
         revision: ``model.revision`` of the run.
-        files: The files that the server offers.
     """
     return bool(files) and not node.limits.accept_base and find_local_base(name, revision) is None
 
@@ -89,10 +87,8 @@ def require_base(node: NodeConfig, name: str, revision: str | None, files: Seque
     """Check that a run's base model is on this node, or ask for it if the server offers it and the node accepts it.
 
     Args:
-        node: The node's config.
         name: ``model.name`` of the run.
         revision: ``model.revision`` of the run.
-        files: The files that the server offers.
 
     Raises:
         BaseMissingError: If the files are being received.
@@ -171,7 +167,6 @@ def _count_announced(folder: Path, requests: dict[str, list[BaseFile]], digest: 
 
 
 def _count_received(folder: Path, files: Sequence[BaseFile]) -> int:
-    """Return how many bytes of a model have been received."""
     partial, received = folder / f"{compute_offer_digest(files)}.part", 0
     for file in files:
         with suppress(FileNotFoundError):  # not begun, or completed in this moment
@@ -244,7 +239,6 @@ class BaseDownloads:
                     path.unlink()
 
     def _delete(self, digest: str) -> None:
-        """Delete a request, and what has arrived of its files."""
         (self.folder / f"{digest}.json").unlink(missing_ok=True)
         shutil.rmtree(self.folder / f"{digest}.part", ignore_errors=True)
 

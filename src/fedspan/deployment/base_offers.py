@@ -63,7 +63,6 @@ class BaseFile(BaseModel):
     """A file of a base model.
 
     Args:
-        name: Name of the file.
         size: Size of the file in bytes.
         sha256: SHA-256 of its content, in hexadecimal digits.
     """
@@ -139,8 +138,6 @@ def offer_base(server: Path, folder: Path, files: Sequence[BaseFile]) -> Generat
     processes that were killed, whose locks are free, are deleted.
 
     Args:
-        server: The server's folder.
-        folder: Folder of the model.
         files: Files of the model, from ``list_base_files``.
     """
     path = server / OFFERS / f"{compute_offer_digest(files)}.{secrets.token_hex(8)}.json"

@@ -25,16 +25,11 @@ def compute_digest(authority: Path) -> str:
 
 
 def write_bundle(folder: Path, id: str, address: str, authority: Path) -> Path:
-    """Write a data owner's bundle: node file, authority, instructions, and units for systemd and containers.
+    """Write the folder of a data owner's bundle: node file, authority, instructions, units for systemd, containers.
 
     Args:
         folder: The folder in which the bundle becomes a folder named by the id.
-        id: Id of the data owner's node.
         address: Address of the server as the data owner reaches it, ``host:port``.
-        authority: The certificate of the server's authority.
-
-    Returns:
-        The bundle's folder.
 
     Raises:
         FedspanError: If the id has characters that no terminal prints, the bundle exists, or the disk refuses to write.
@@ -65,7 +60,6 @@ def write_bundle(folder: Path, id: str, address: str, authority: Path) -> Path:
 
 
 def _quote(values: dict[str, str], name: str) -> dict[str, str]:
-    """Return the values as a file of this format needs them."""
     if name == "node.yaml":
         quoted = {field: yaml.safe_dump(values[field], default_style='"').strip() for field in ("id", "address")}
         return {**values, **quoted}

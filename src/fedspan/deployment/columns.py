@@ -19,10 +19,6 @@ from fedspan.errors import FedspanError
 def require_columns(node: NodeConfig, config: RunConfig) -> None:
     """Check that a run's prompt names only columns that the node's owner allows, before the data are read.
 
-    Args:
-        node: The node's config.
-        config: The run's config with the node's data.
-
     Raises:
         FedspanError: If it names another one, whether the data have it or not.
     """
@@ -69,6 +65,5 @@ def _list_named_columns(data: DataConfig) -> set[str | None]:
 
 
 def _list_roles(config: RunConfig, data: DataConfig) -> set[str]:
-    """Return the columns with the roles of a run's task."""
     task = config.task_definition.columns
     return {data.roles.get(role, role) for role in (() if task is None else task.roles)}

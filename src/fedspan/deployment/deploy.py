@@ -28,8 +28,8 @@ from fedspan.deployment.submission import Submission
 from fedspan.deployment.supervisor import Supervisor
 from fedspan.deployment.usage import UsageBook
 from fedspan.errors import FedspanError
+from fedspan.federation.plausibility import describe_few_nodes
 from fedspan.federation.protocol import Envelope
-from fedspan.federation.trimmed_scores import describe_few_nodes
 from fedspan.files import convert_disk_errors, make_private_folder, read_bytes, write_atomic
 from fedspan.processes import hold_folder
 from fedspan.progress.file import ProgressFile
@@ -72,7 +72,7 @@ def check_node(path: str | Path, *, insecure: bool = False) -> list[str]:
     Raises:
         FedspanError: For the first thing that is missing or wrong.
     """
-    from fedspan.transports.http.reachability import check_server
+    from fedspan.transports.http.node import check_server
 
     node = load_node(path)
     lines = [f"file: {path}, node {node.id}"]
@@ -96,14 +96,8 @@ def check_node(path: str | Path, *, insecure: bool = False) -> list[str]:
 
 
 def _build_link(node: NodeConfig, *, insecure: bool) -> Link:
-    """Return the connection data of a node's server.
-
-    Raises:
-        FedspanError: If the file of the node's key is not valid.
-    """
-    from fedspan.transports.http.client import Link
+    from fedspan.transports.http.client import Bandwidth, Link
     from fedspan.transports.http.keys import load_node_key
-    from fedspan.transports.http.transfers import Bandwidth
 
     key = None if insecure or node.key is None else load_node_key(Path(node.key))
     authority = None if insecure or node.authority is None else Path(node.authority)
@@ -115,11 +109,7 @@ def _build_link(node: NodeConfig, *, insecure: bool) -> Link:
 
 
 def _check_examples(node: NodeConfig) -> list[str]:
-    """Load a node's examples as a run of the task that they seem to be for would.
-
-    Raises:
-        FedspanError: If they cannot be loaded, or are too few to participate.
-    """
+    """Load a node's examples as a run of the task that they seem to be for would."""
     from fedspan.config.column_inference import infer_data
     from fedspan.data.loading import load
     from fedspan.tasks.registry import get_task
@@ -264,7 +254,7 @@ def submit(
     """
     require()
     from fedspan.transports.http.admissions import read_admissions
-    from fedspan.transports.http.link import attach
+    from fedspan.transports.http.server import attach
     from fedspan.transports.http.signing import ServerSigner
 
     parsed: RunConfig | None = None
@@ -328,11 +318,6 @@ def read_run_name(folder: RunFolder) -> str:
 
 
 def _find_offered_base(config: RunConfig) -> Path:
-    """Return the folder of the run's base model on this machine.
-
-    Raises:
-        FedspanError: If it is none that can be offered.
-    """
     name = config.model.name
     folder = None if name.startswith("builtin:") else find_local_base(name, config.model.revision)
     if folder is None:

@@ -23,8 +23,8 @@ from fedspan.deployment.handshake import build_server_config, compute_base_diges
 from fedspan.deployment.participants import RECORD, Participant, ParticipantRecord, load_record
 from fedspan.deployment.submission import explain_base, read_introduction
 from fedspan.errors import FedspanError
+from fedspan.federation.plausibility import describe_few_nodes
 from fedspan.federation.protocol import Envelope
-from fedspan.federation.trimmed_scores import describe_few_nodes
 from fedspan.files import convert_disk_errors, restrict_new_files, write_atomic
 from fedspan.progress.listener import Listener
 from fedspan.run_folder import RunFolder
@@ -126,11 +126,7 @@ def _make_paths_absolute(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _format_toml(value: str | float | bool) -> str:
-    """Format a value in TOML, whose strings are those of JSON, but for the surrogates of ASCII and for one character.
-
-    Raises:
-        FedspanError: If it is a text that no encoding has, such as the path of a folder whose name is in another one.
-    """
+    """Format a value in TOML, whose strings are those of JSON, but for surrogates and one character."""
     text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     try:
         text.encode()
@@ -156,11 +152,7 @@ def _parse(values: Mapping[str, Any], simulated: bool) -> RunConfig:
 
 
 def _run(grid: Grid, context: Context) -> None:
-    """Run the federation of a Flower app, or resume an earlier run.
-
-    Raises:
-        FedspanError: If an error occurs that the user can correct.
-    """
+    """Run the federation of a Flower app, or resume an earlier run."""
     log_to_console("fedspan")  # Flower shows its own
     values, listener, resume = context.run_config, _LogListener(), bool(context.run_config["resume"])
     folder, simulated = get_run_path(context), bool(values["simulated"])
@@ -196,7 +188,6 @@ def _simulate(grid: Grid, run_folder: RunFolder, prepared: Prepared, run_rounds:
 def _deploy(
     grid: Grid, wait: float, listener: Listener, run_folder: RunFolder, prepared: ServerRun, run_rounds: RunRounds
 ) -> RunReport:
-    """Run a federation with the hosts of data owners."""
     config, run = prepared.config, read_run_name(run_folder)
     evaluated = min(config.partition.clients, config.evaluation.clients or config.partition.clients)
     if (note := describe_few_nodes(evaluated)) is not None:
@@ -222,18 +213,12 @@ def _gather(
     """Invite nodes until as many have joined as there are clients.
 
     Args:
-        grid: Flower's grid.
-        prepared: The run.
-        invitation: The invitation to the run.
         wait: Seconds to wait.
         listener: Listener that is told which nodes participate, and why others do not.
         begun: Clients with which a resumed run began, which it needs again; none: any node may participate.
 
     Returns:
         Flower's node id and the number of examples of each client.
-
-    Raises:
-        FedspanError: If too few nodes join in time; it names the reasons of the others.
     """
     base, config = compute_base_digest(prepared.model), prepared.config
     nodes, examples, refused, undecided = dict[str, int](), dict[str, int](), dict[int, str](), set[int]()

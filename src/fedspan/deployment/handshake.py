@@ -21,7 +21,7 @@ from fedspan.config.tags import MOST_TAGS, Tag
 from fedspan.data.files import NOWHERE
 from fedspan.deployment.base_offers import MOST_FILES, BaseFile, compute_offer_digest
 from fedspan.errors import FedspanError, escape_controls
-from fedspan.federation.protocol import REPLY_HEADER, Count, Envelope, HeaderPart, PrintableName, Reason
+from fedspan.federation.protocol import REPLY_HEADER, Count, HeaderPart, PrintableName, Reason
 from fedspan.files import from_json
 
 _SHARED = ("labels", "label_separator", "chat", "system", "packing", "prompt")
@@ -40,9 +40,6 @@ class Invitation(HeaderPart):
     """A server's first message to a node.
 
     Args:
-        run: Name of the run.
-        version: Version of fedspan.
-        config: The run's config as JSON text, without data.
         base_files: Files of the base model that the server offers; empty: it offers none.
     """
 
@@ -51,10 +48,6 @@ class Invitation(HeaderPart):
     version: PrintableName
     config: str
     base_files: Annotated[tuple[BaseFile, ...], Field(max_length=MOST_FILES), AfterValidator(_require_names)] = ()
-
-    def to_envelope(self) -> Envelope:
-        """Encode as an envelope."""
-        return Envelope(self.model_dump_json())
 
     @property
     def digest(self) -> str:
@@ -84,15 +77,11 @@ class Introduction(HeaderPart):
     """A node's reply to an invitation.
 
     Args:
-        id: Id of the node's client.
-        version: Version of fedspan.
-        examples: Number of training examples.
         base: Digest of the node's frozen model and its tokenizer.
         extras: Digest of the paths of what trains in full.
         refused: Reason for not participating; None: the node participates.
         waiting: Whether the node's operator has to approve the run first, or the node receives the base model, so that
             it may be invited again.
-        tags: Tags of the node, in its own words.
     """
 
     longest = REPLY_HEADER
@@ -106,10 +95,6 @@ class Introduction(HeaderPart):
     refused: Reason | None = None
     waiting: bool = False
     tags: Annotated[dict[Tag, Tag], Field(max_length=MOST_TAGS)] = Field(default_factory=dict)
-
-    def to_envelope(self) -> Envelope:
-        """Encode as an envelope."""
-        return Envelope(self.model_dump_json())
 
 
 def get_minor_release(version: str) -> str:
@@ -194,7 +179,6 @@ def build_node_values(config: Mapping[str, Any], node: Mapping[str, Any]) -> dic
     The server decides neither which of the node's examples are used nor how they are split.
 
     Args:
-        config: The server's config.
         node: The node's ``data`` section, its shares for validation and test, and the seed of that split.
     """
     server_data, node_data = dict(config.get("data") or {}), dict(node.get("data") or {})

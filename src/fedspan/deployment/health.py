@@ -84,7 +84,6 @@ def find_problem(folder: Path, seconds: float = STUCK_SECONDS) -> str | None:
     """Return why a node does not work, as a sentence; None: it works.
 
     Args:
-        folder: The node's folder.
         seconds: Age of the heartbeat above which the node is unhealthy; while it loads a model, an hour if that is
             more.
     """

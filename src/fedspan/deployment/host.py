@@ -77,10 +77,8 @@ class _Server(ThreadingMixIn, UnixStreamServer):
     """Takes envelopes of some users, and answers one after the other; closing it waits for the current reply.
 
     Args:
-        path: The socket.
         users: Ids of the users that may connect.
         longest_body: Maximum size of a body in bytes.
-        answer: Carries out an envelope.
     """
 
     timeout = _STEP
@@ -120,9 +118,7 @@ def host(path: str | Path, address: Path, user: str | None = None, stop: Event |
 
     Args:
         path: The node file; its ``server`` is the address of the SuperLink, under which the totals are counted.
-        address: The socket to create.
         user: Name or id of the user that the SuperNode runs as; None: the user of this process.
-        stop: Event that ends the function after the current order when set.
 
     Raises:
         FedspanError: If the file has an error, other users may enter the node's folder, another process works in it, or
@@ -151,11 +147,6 @@ def host(path: str | Path, address: Path, user: str | None = None, stop: Event |
 
 
 def _find_user(user: str) -> int:
-    """Return the id of a user.
-
-    Raises:
-        FedspanError: If there is none of this name.
-    """
     if user.isdecimal():
         return int(user)
     try:
@@ -165,11 +156,7 @@ def _find_user(user: str) -> int:
 
 
 def _listen(address: Path, users: set[int], longest_body: int, answer: Callable[[Envelope], Envelope]) -> _Server:
-    """Create the socket, in place of one that a killed host left.
-
-    Raises:
-        FedspanError: If it cannot be created, or another process listens at it.
-    """
+    """Create the socket, in place of one that a killed host left."""
     try:
         if address.exists() and stat.S_ISSOCK(address.lstat().st_mode):
             with socket.socket(socket.AF_UNIX) as other:

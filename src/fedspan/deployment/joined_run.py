@@ -55,10 +55,8 @@ class JoinedRun:
     """A run in which this node participates, with its model loaded.
 
     Args:
-        host: Carries out its orders.
         base: Digest of the frozen model.
         extras: Digest of the paths of what trains in full.
-        terms: What every order must agree with.
         context: What replies depended on besides their orders when it was loaded (``_compute_context``).
     """
 
@@ -73,9 +71,6 @@ class JoinedRunBuilder:
     """Builds runs on a node, as its operator's file allows.
 
     Args:
-        node: Config of the node.
-        load: Loads a run from its config.
-        stages: Reports the progress of long work.
         compute_content: Returns the digest of the training data; None: a trainer's own.
     """
 

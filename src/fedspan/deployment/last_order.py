@@ -26,11 +26,9 @@ class LastOrder(BaseModel):
     """The last order of a run.
 
     Args:
-        serial: Its serial.
         digest: SHA-256 of its envelope.
         reply: SHA-256 of the reply, in its own file; empty: none is stored.
         context: Digest of what the reply depends on besides the order.
-        is_closed: Whether it is answered.
         starts: Number of times that the node has started to carry it out.
         is_recorded: Whether the node's record of usage has it.
     """

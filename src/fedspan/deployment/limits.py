@@ -43,13 +43,7 @@ _SAME = 1e-9
 
 
 def require_config(node: NodeConfig, invitation: Invitation, config: RunConfig) -> None:
-    """Check the config of an invitation against a node's limits, before anything is loaded.
-
-    Args:
-        node: The node's config.
-        invitation: The invitation.
-        config: The invitation's config with the node's data.
-    """
+    """Check the config of an invitation against a node's limits, before anything is loaded."""
     if (problem := explain_version(invitation.version)) is not None:
         raise FedspanError("version", invitation.version, problem=f"of the server, {problem}")
     limits, method = node.limits, config.method.name
@@ -93,11 +87,7 @@ def _require_model(node: NodeConfig, invitation: Invitation, config: RunConfig) 
 
 
 def _require_names(config: RunConfig) -> None:
-    """Check that modules are named, by few names: PEFT reads a pattern as a regex, which can take forever to match.
-
-    Raises:
-        FedspanError: If a name has other characters than those of modules, or there are too many.
-    """
+    """Check that modules are named, by few names: PEFT reads a pattern as a regex, which can take forever to match."""
     for field in ("target_modules", "exclude_modules", "layers_pattern", "modules_to_save"):
         value = getattr(config.model, field)
         names: list[str] = [value] if isinstance(value, str) else value or []
@@ -206,10 +196,6 @@ def require_workload(
     """Check the work of one order on this node's examples, which only the node knows.
 
     Args:
-        config: Config of the run on this node.
-        examples: Number of its training examples.
-        limits: The node's limits.
-        method: The run's method with its wrappers, which may add epochs.
         count_passes: Returns the number of passes by the owner's own trainer, which draws its own batches, in some
             steps, or in some epochs if these are None. None: the config's batches are used.
 
@@ -278,10 +264,6 @@ class OrderTerms:
     """What every order of a run must agree with.
 
     Args:
-        config: The server's config, with the node's data.
-        method: The run's method without wrappers.
-        client: The node's client, with its true number of examples.
-        ranks: The ranks that the config can give to the client.
         digest: Digest of the config as it was received.
     """
 

@@ -49,10 +49,6 @@ class NodeService:
     what has become of the last order. So an order that has been answered is not executed again, and one whose execution
     was interrupted is when it is delivered again. The reply to an answered order is sent again only while the node's
     file and its data are those with which it was made.
-
-    Args:
-        node: Config of the node, from the operator's file.
-        load: Loads a run's data and model, and builds what trains them.
     """
 
     def __init__(self, node: NodeConfig, load: Load = _load) -> None:
@@ -183,9 +179,6 @@ class NodeService:
 
         Otherwise one order could be answered under several configs: differences of such replies tell more than any of
         them, and the other clients of a secure sum could be made to send nothing.
-
-        Raises:
-            FedspanError: If its config or its offered base model is another.
         """
         path = self._run_folder(invitation.run) / _INVITATION
         if not path.is_file():
@@ -196,7 +189,6 @@ class NodeService:
             raise FedspanError("run", invitation.run, problem=problem)
 
     def _describe_job(self, invitation: Invitation) -> dict[str, str]:
-        """Return what the audit log says of an invitation."""
         run = escape_controls(invitation.run)
         return {"run": run, "job": compute_job_digest(invitation), "config_sha256": invitation.config_digest}
 

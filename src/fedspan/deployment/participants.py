@@ -34,12 +34,7 @@ _CURE = "the record of a run's participants is damaged. Restore it from a backup
 
 
 class Participant(BaseModel):
-    """A node that joined a run.
-
-    Args:
-        node: Id of the node.
-        examples: Number of training examples that it declared.
-    """
+    """A node that joined a run."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -51,7 +46,6 @@ class ParticipantRecord(BaseModel):
     """The participants of each round.
 
     Args:
-        clients: All nodes that ever joined, by client id.
         present: The clients of each round, from the first one on, sorted.
     """
 
@@ -80,7 +74,6 @@ def load_record(folder: Path, finished: int = 0) -> ParticipantRecord | None:
     """Load the record of a run's folder; None: the run has finished no round and has none.
 
     Args:
-        folder: The run's folder.
         finished: Number of finished rounds, all of which the record has to contain.
     """
     path = folder / RECORD
@@ -122,11 +115,8 @@ class Participants:
     """The nodes of a run.
 
     Args:
-        folder: The run's folder.
         joined: The nodes whose introduction was accepted in this process, by client id. The record has others, too,
             which are no clients of a round until they are accepted again.
-        callbacks: How the run finds and invites nodes.
-        least: Number of nodes that a round needs.
         seconds: Seconds for which a round waits for so many nodes.
 
     Raises:

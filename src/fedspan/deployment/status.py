@@ -35,7 +35,6 @@ class RunStatus:
     """The status of a run.
 
     Args:
-        state: Whether a process works on the run.
         round: The last finished round; 0: none.
         rounds: Number of rounds of the run; None: unknown from its config.
         finished: Time when that round finished, in seconds since 1970; None: no round finished.

@@ -32,8 +32,7 @@ from fedspan.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from fedspan.transports.http.admissions import Admission
-    from fedspan.transports.http.link import RunLink
-    from fedspan.transports.http.server import ServerLink
+    from fedspan.transports.http.server import RunLink, ServerLink
     from fedspan.transports.http.signing import OrderSigner
 
 
@@ -41,12 +40,7 @@ class Submission:
     """A submitted run and its nodes.
 
     Args:
-        link: Connection data of the server.
-        run_folder: The run's folder.
-        prepared: The run without its clients.
-        invitation: The invitation to the run.
         signer: Seals orders and opens replies; None: neither.
-        listener: Listener for the events of the run.
         wait: Seconds to wait for all nodes.
     """
 
@@ -119,7 +113,8 @@ class Submission:
 
     def _connect_late(self, server: RunLink) -> Prepared:
         """Return the run with clients that join and leave between its rounds."""
-        from fedspan.transports.http.transport import Invitations, ServerTransport
+        from fedspan.transports.http.invitations import Invitations
+        from fedspan.transports.http.transport import ServerTransport
 
         handshakes, config = self._handshakes, self._prepared.config
         invitations = Invitations(
@@ -195,7 +190,6 @@ class Submission:
         return new
 
     def _build_clients(self, examples: Mapping[str, int]) -> dict[str, ClientData]:
-        """Build the server's view of clients that declared numbers of examples."""
         from fedspan.transports.http.admissions import read_admissions
 
         admitted = read_admissions(self._link)
@@ -217,13 +211,7 @@ class Submission:
 
 
 class Handshakes:
-    """The nodes that were invited to a run: which have joined, and why others have not.
-
-    Args:
-        prepared: The run.
-        listener: Listener that is told why a node does not participate.
-        link: Connection data of the server.
-    """
+    """The nodes that were invited to a run: which have joined, and why others have not."""
 
     def __init__(self, prepared: ServerRun, listener: Listener, link: ServerLink) -> None:
         self._prepared, self._listener, self._link = prepared, listener, link
@@ -243,13 +231,7 @@ class Handshakes:
         """Nodes that have replied."""
 
     def process(self, node: int, reply: Envelope | str, server: RunLink) -> None:
-        """Process a node's reply to the invitation.
-
-        Args:
-            node: Id of the node.
-            reply: The reply, or the reason for a missing one.
-            server: The server, which is asked for the nodes that are online.
-        """
+        """Process a node's reply to the invitation."""
         from fedspan.transports.http.admissions import read_admissions, read_revocations
 
         admissions = read_admissions(self._link)  # a node may be admitted while others are waited for
@@ -318,9 +300,7 @@ def explain_base(prepared: ServerRun, base: str, introduction: Introduction) -> 
     """Return why a node's base is not this run's: it trains other modules in full, or its weights are others.
 
     Args:
-        prepared: The run.
         base: Digest of the frozen model and its tokenizer.
-        introduction: The node's introduction.
     """
     if introduction.extras == compute_extras_digest(prepared.model):
         digests = f"SHA-256 {introduction.base[:12]}, here {base[:12]}"
@@ -345,9 +325,6 @@ def gather_nodes(
     """Invite nodes until as many have joined as there are clients, or all expected ones have.
 
     Args:
-        handshakes: Receives the nodes' replies.
-        server: The server.
-        invitation: The invitation.
         wait: Seconds to wait.
         signer: Seals the invitation and opens replies; None: neither.
         expected: Clients of a resumed run, where nodes may join and leave; after the wait the run goes on without those
@@ -356,7 +333,7 @@ def gather_nodes(
     Raises:
         FedspanError: If too few nodes join in time; it names the nodes that refused.
     """
-    from fedspan.transports.http.transport import invite
+    from fedspan.transports.http.invitations import invite
 
     for node, reply in invite(server, invitation.to_envelope(), wait, signer, handshakes.undecided):
         handshakes.process(node, reply, server)
@@ -384,12 +361,10 @@ def read_introduction(
     A reply under an id that is not the node's own is not returned, so that nothing of it counts for that id.
 
     Args:
-        reply: The reply, or the reason for a missing one.
         base: Digest of the frozen model and its tokenizer.
         explain_base: Returns why the node's digest is another.
         admitted: What the operator decided about the node; None without keys.
         names: All names under which nodes were ever admitted.
-        federation: What the run requires of nodes.
     """
     if isinstance(reply, str):
         return None, reply

@@ -42,7 +42,6 @@ class Supervisor:
     An order that takes too long, or whose process ends, is answered with a refusal, and so never carried out again.
 
     Args:
-        path: The node file.
         seconds: Time limit in seconds for an order after its run's model is loaded.
         on_wait: Called every few seconds while an order is carried out.
     """

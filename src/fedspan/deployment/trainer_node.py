@@ -42,7 +42,6 @@ def adopt_node_trainer(node: NodeConfig, trainer: Any) -> LocalTrainer:
     """Return a user's trainer as a node uses it.
 
     Args:
-        node: Config of the node, without data.
         trainer: The trainer (``own_trainers.adopt_trainer``).
 
     Raises:
@@ -77,7 +76,6 @@ class TrainerNode:
     """A node service whose runs train with a user's trainer.
 
     Args:
-        node: Config of the node, without data.
         trainer: The trainer (``adopt_node_trainer``).
         processes: The processes in which it trains, of which this is rank 0; None: it trains in this one.
         stop: Event that ends the node, set when its processes can train no further order.
@@ -106,11 +104,7 @@ class TrainerNode:
         key: bytes | None = None,
         stages: Stages | None = None,
     ) -> LocalRun:
-        """Build what trains a run (``joined_run.Load``).
-
-        Raises:
-            FedspanError: If the server could not compare the trainer's tokenizer, or the trainer does not fit the run.
-        """
+        """Build what trains a run (``joined_run.Load``)."""
         if not config.task_definition.has_image_inputs and not hasattr(self._trainer.processor, "get_vocab"):
             problem = (
                 "it has no tokenizer, whose vocabulary the server compares with its own. Pass processing_class= to the "

@@ -57,7 +57,6 @@ def link_marker(marker: Path, old: Path) -> None:
     """Let a marker continue that of another key.
 
     Args:
-        marker: The marker.
         old: File of the other key; the node's folder if it had no key.
     """
     replaced = build_budget_marker(old)

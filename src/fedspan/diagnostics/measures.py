@@ -12,8 +12,7 @@ from fedspan.diagnostics.round_diagnosis import Diagnosis, LayerDiagnosis, Train
 from fedspan.diagnostics.updates import compute_alignment
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import Progress, RoundResult
-from fedspan.federation.round import OnCharge
-from fedspan.federation.round_exchange import OnClient, OnFailure
+from fedspan.federation.round import OnCharge, OnClient, OnFailure
 
 
 @dataclass(frozen=True)
@@ -150,11 +149,7 @@ def _get_values_by_layer(measure: Measure, layers: Mapping[str, LayerDiagnosis])
 
 
 class DiagnosticsRecorder:
-    """Runner of a federation's rounds that computes diagnostics for some of them.
-
-    Args:
-        interval: Number of rounds from one diagnosis to the next.
-    """
+    """Runner of a federation's rounds that computes diagnostics for some of them."""
 
     def __init__(self, federation: Federation, interval: int) -> None:
         self.federation, self.interval = federation, interval

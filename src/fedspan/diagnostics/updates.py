@@ -57,7 +57,6 @@ def combine_deltas(parts: Sequence[tuple[float, Delta]], shape: tuple[int, int])
     """Return a linear combination of updates, as factors if all of them are factors.
 
     Args:
-        parts: Coefficients and updates.
         shape: (O, I), for an empty combination.
     """
     pairs = [LowRank(part.B, part.A, factor * part.scale) for factor, part in parts if isinstance(part, LowRank)]

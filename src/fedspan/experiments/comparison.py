@@ -341,7 +341,6 @@ def build_report(comparison: Comparison, reports: Mapping[str, RunReport], folde
 
 
 def _read_items(comparison: Comparison, name: str, folder: str) -> list[Items | None]:
-    """Read the predictions of a row, by seed."""
     group = name if name in comparison.methods else comparison.methods[0]
     folders = [Path(folder) / step.name for step in comparison.steps if step.group == group]
     if name == "start":

@@ -41,11 +41,7 @@ from fedspan.training.prefix_rows import start_next_run
 
 
 class FinishedRuns:
-    """Finished run folders by their configs.
-
-    Args:
-        folders: Folders that are searched for finished runs, at any depth.
-    """
+    """Finished run folders by their configs."""
 
     def __init__(self, folders: Iterable[Path] = ()) -> None:
         self._places: dict[str, list[Path]] = {}
@@ -67,10 +63,6 @@ class FinishedRuns:
 
     def copy(self, config: RunConfig, folder: Path) -> bool:
         """Fill the folder of a run with a copy of a finished run that had the same config, versions and machine.
-
-        Args:
-            config: Config of the run.
-            folder: Folder of the run; if it exists, nothing is copied.
 
         Returns:
             Whether a run was copied. A run with secret noise is never copied, nor is a run that is older than one of
@@ -159,9 +151,7 @@ def read_settings(
     """Read the settings of a series.
 
     Args:
-        folder: Folder of the series.
         name: Name of the settings file, such as ``compare.yaml``.
-        kinds: The settings with their types.
         later: Default values of settings that earlier versions did not write.
 
     Raises:
@@ -230,12 +220,6 @@ def open_series(folder: Path, name: str, settings: Mapping[str, Any], steps: Seq
 
 def run_step(step: Step, folder: Path, watcher: Watcher, score: Callable[[RunReport], float | None]) -> RunReport:
     """Start or resume one run of a series, or read it if it is finished here or in ``reuse_finished_runs``.
-
-    Args:
-        step: The run.
-        folder: Folder of the series.
-        watcher: The watcher that is notified of every event.
-        score: Function that extracts the reported score from a run's report.
 
     Raises:
         FedspanError: If the run fails; the message names the run.

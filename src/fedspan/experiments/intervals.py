@@ -101,7 +101,6 @@ def estimate_difference(
     """Estimate the difference of two results, seed by seed.
 
     Args:
-        metric: The metric.
         first: One score for each seed.
         second: Scores of the other side for the same seeds, in the same order.
         items: The predictions of both sides, one pair for each seed, or none; None in place of a pair: not known.

@@ -93,7 +93,6 @@ def list_combinations(space: Space, trials: int | None, seed: int) -> list[dict[
     """Return the values of every trial: all combinations, or a number of distinct random ones.
 
     Args:
-        space: Values to try for each field.
         trials: Number of trials; None for all combinations.
         seed: Seed of the draws. The number of trials does not change the first draws.
 

@@ -59,9 +59,7 @@ def require_comparable(shared: RunConfig, config: RunConfig, field: str, value: 
 
     Args:
         shared: The config that holds the fields shared by all runs of the series.
-        config: Config of one run.
         field: The option or field in which the user set the difference, named in the error.
-        value: The user's value, named in the error.
     """
     differ = [name for name in _SHARED if getattr(shared, name) != getattr(config, name)]
     if shared.evaluation.metric != config.evaluation.metric:

@@ -23,7 +23,6 @@ class SeriesBar(LiveBar, Watcher):
 
     Args:
         console: The console; None: standard error, in a notebook below the cell.
-        clock: Function that returns the time in seconds.
     """
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:

@@ -52,7 +52,6 @@ def format_mean(metric: str, value: float | None, error: float | None, sign: boo
     """Format ``95.4 ± 0.7`` for a metric in percent, four decimals for any other; without the error if it is None.
 
     Args:
-        metric: The metric that determines the unit.
         value: Value of the metric, or a difference; None is a dash.
         error: Standard deviation or standard error, in the same unit.
         sign: Whether to show a plus sign.
@@ -86,13 +85,8 @@ def write_tables(
     """Write ``table.csv``, ``table.tex`` and ``table.md``, which states the command, machine and date of its numbers.
 
     Args:
-        folder: Folder of the series.
-        title: Title of the Markdown page.
-        table: The readable table.
         plain: Rows of ``table`` in machine-readable form, by column.
-        command: The command line.
         runs: Folders of the completed runs inside ``folder``.
-        extra: A further table for the page.
 
     Raises:
         FedspanError: If the folder cannot be written, or the runs used different data.

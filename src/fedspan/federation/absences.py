@@ -31,7 +31,6 @@ class Absences:
 
         Args:
             round: Number of the round, from 0.
-            ids: The clients that are selected in it.
             last_replies: Round of the last accepted reply of each client, whether it still stores that round's state or
                 lost it.
             limit: Number of rounds; None: every client is waited for.
@@ -62,8 +61,6 @@ class EvaluationAbsences:
         """Return the clients that an evaluation does not wait for; none if it would be all.
 
         Args:
-            ids: The clients that are evaluated.
-            stalled: Clients from which no reply is to be expected soon.
             limit: Number of evaluations that a client missed in a row, from which on it is not waited for (as in
                 ``Absences``); None: any.
         """

@@ -19,7 +19,7 @@ from fedspan.errors import FedspanError
 from fedspan.federation.progress import OpenOrder, OpenOrders
 from fedspan.federation.protocol import Envelope
 from fedspan.federation.round_context import RoundContext
-from fedspan.federation.settings import BufferedSettings
+from fedspan.federation.settings import Arrivals
 from fedspan.federation.transport import AsynchronousTransport, Orders, TimedTransport
 
 OnOrder = Callable[[str], object]
@@ -55,11 +55,7 @@ class ArrivalSource(Protocol):
 
 
 class _TrainingClients:
-    """The clients that train, and those that have replied in the round.
-
-    Args:
-        on_order: Called with each client that has an order, or receives one.
-    """
+    """The clients that train, and those that have replied in the round."""
 
     def __init__(self, context: RoundContext, orders: Iterable[OpenOrder], number: int, on_order: OnOrder) -> None:
         assert context.settings.buffered is not None
@@ -114,12 +110,7 @@ class _TrainingClients:
 
 
 class SimulatedArrivals:
-    """Arrivals by the simulated clock, which depend on the clients' speeds and on no training.
-
-    Args:
-        open: The orders that were sent before the round.
-        on_order: Called with each client that has an order, or receives one.
-    """
+    """Arrivals by the simulated clock, which depend on the clients' speeds and on no training."""
 
     def __init__(
         self, context: RoundContext, transport: TimedTransport, open: OpenOrders, on_order: OnOrder = lambda _: None
@@ -165,9 +156,7 @@ class NodeArrivals:
     but may train for the first one still. An order that is too old to count is closed, and its client fails.
 
     Args:
-        open: The orders that were sent before the round.
         compute_reply_bytes: Returns the maximum size of the body of a client's reply, in bytes.
-        on_order: Called with each client that has an order, or receives one.
     """
 
     def __init__(
@@ -236,10 +225,6 @@ class NodeArrivals:
 class RecordedArrivals:
     """Arrivals of an earlier run.
 
-    Args:
-        states: The states of the server up to this round, by round.
-        on_order: Called with each client whose reply the round takes.
-
     Raises:
         FedspanError: If the record does not fit the federation.
     """
@@ -247,21 +232,20 @@ class RecordedArrivals:
     def __init__(
         self,
         context: RoundContext,
-        settings: BufferedSettings,
+        arrivals: Arrivals,
         states: Collection[int],
         on_order: OnOrder = lambda _: None,
     ) -> None:
-        assert settings.arrivals is not None
         number = context.state.round
-        if number >= len(settings.arrivals):
-            problem = f"the record has the arrivals of {len(settings.arrivals)} rounds, and this is round {number + 1}"
-            raise FedspanError("federation.buffered.replay", len(settings.arrivals), problem=problem)
-        if len(settings.arrivals[number]) > context.target:
+        if number >= len(arrivals):
+            problem = f"the record has the arrivals of {len(arrivals)} rounds, and this is round {number + 1}"
+            raise FedspanError("federation.buffered.replay", len(arrivals), problem=problem)
+        if len(arrivals[number]) > context.target:
             problem = f"the record of round {number + 1} has more replies than a round takes ({context.target})"
-            raise FedspanError("federation.buffered.replay", len(settings.arrivals[number]), problem=problem)
-        self._later = settings.arrivals[number + 1 :]
+            raise FedspanError("federation.buffered.replay", len(arrivals[number]), problem=problem)
+        self._later = arrivals[number + 1 :]
         self._orders: list[OpenOrder] = []
-        for position, (id, round) in enumerate(settings.arrivals[number]):
+        for position, (id, round) in enumerate(arrivals[number]):
             if id not in context.clients or round not in states:
                 problem = (
                     f"the record of round {number + 1} has a reply of {id!r} to round {round + 1}, which this run lacks"

@@ -32,8 +32,8 @@ from fedspan.federation.arrival_sources import (
 )
 from fedspan.federation.progress import OpenOrder, OpenOrders, Progress, RoundResult
 from fedspan.federation.protocol import Envelope
+from fedspan.federation.round import OnClient, OnFailure, RoundExchange
 from fedspan.federation.round_context import RoundContext, Tally
-from fedspan.federation.round_exchange import OnClient, OnFailure, RoundExchange
 from fedspan.federation.transport import AsynchronousTransport, Orders, TimedTransport
 
 
@@ -46,11 +46,9 @@ class BufferedRound:
     the recorded replies, which were accepted, without comparing their norms again.
 
     Args:
-        context: Definition of the round, without a cohort.
         best: Round of the stored state of each client at the best progress so far.
         on_client: Called with a client's id and training loss when its reply arrives.
         on_failure: Called with a client's id and a reason when its reply does not arrive, or is rejected.
-        on_order: Called with each client that has an order, or receives one.
 
     Raises:
         FedspanError: If the transport cannot run asynchronous rounds, or recorded arrivals do not fit the federation.
@@ -67,8 +65,9 @@ class BufferedRound:
         on_order: OnOrder | None = None,
     ) -> None:
         assert context.settings.buffered is not None
-        self._settings, self._start = context.settings.buffered, progress.open
-        if self._settings.arrivals is not None:  # accepted ones: without the rejected ones the median is another
+        self._settings, self._arrivals = context.settings.buffered, context.settings.arrivals
+        self._start = progress.open
+        if self._arrivals is not None:  # accepted ones: without the rejected ones the median is another
             context = replace(context, rules=replace(context.rules, norm_factor=None))
         self.context = context
         self._on_order = on_order or (lambda _: None)
@@ -88,7 +87,7 @@ class BufferedRound:
 
     def _create_source(self, open: OpenOrders) -> ArrivalSource:
         context, transport = self.context, self.context.transport
-        if isinstance(transport, AsynchronousTransport) and self._settings.arrivals is None:
+        if isinstance(transport, AsynchronousTransport) and self._arrivals is None:
             return NodeArrivals(
                 context,
                 transport,
@@ -103,8 +102,8 @@ class BufferedRound:
                 "recorded ones in the simulator"
             )
             raise FedspanError("federation.buffered", type(transport).__name__, problem=problem)
-        if self._settings.arrivals is not None:
-            return RecordedArrivals(context, self._settings, self._states.keys(), self._on_order)
+        if self._arrivals is not None:
+            return RecordedArrivals(context, self._arrivals, self._states.keys(), self._on_order)
         return SimulatedArrivals(context, transport, open, self._on_order)
 
     def run(self) -> RoundResult:
@@ -121,7 +120,7 @@ class BufferedRound:
                 continue
             if len(counted) >= aggregation.quorum:
                 return self._build_result()
-            if attempt == self.context.rules.retries or self._settings.arrivals is not None:
+            if attempt == self.context.rules.retries or self._arrivals is not None:
                 raise self._exchange.build_error(counted)
             attempt += 1
             failed = self._arrived.keys() - set(counted)
@@ -174,7 +173,6 @@ class BufferedRound:
         return self._exchange.create_order(order.client, self._states[order.round], order.attempt)
 
     def _change_cohort(self) -> None:
-        """Set the round's cohort: the clients whose replies have arrived."""
         sent = {id: self._states[order.round] for id, order in self._arrived.items() if order.round in self._states}
         draw_order = tuple(self._arrived)
         context = replace(self.context, ids=tuple(sorted(draw_order)), draw_order=draw_order, sent=sent)
@@ -182,7 +180,6 @@ class BufferedRound:
         self._aggregation.change_cohort(context)
 
     def _build_result(self) -> RoundResult:
-        """Close the aggregation, and return the result of the round."""
         reduced = self._aggregation.close(0)
         self.note = self._aggregation.get_note()
         self._exchange.forget_lost()

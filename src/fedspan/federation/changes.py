@@ -117,11 +117,7 @@ def shrink_reply(
     scaled, factor by factor, so that its products with the others' stay of the same rank.
 
     Args:
-        method: The run's method.
-        message: The reply.
-        contribution: Its contribution.
         expected: The untrained reply.
-        client: The client.
         factors: Factors on the change by quantity, from 0 to 1; quantities that are left out stay as they are.
     """
     claims = method.declare_claims()
@@ -145,8 +141,6 @@ def rebase_change(contribution: Contribution, start: Tensors, target: Tensors, f
     """Return a contribution whose change from one start is scaled and added to another: target + factor (x - start).
 
     Args:
-        contribution: Contribution of a reply that is summed.
-        start: Contribution of an untrained client that received the same state.
         target: Contribution of an untrained client that received the state to which the change is added.
         factor: Factor on the change.
     """
@@ -163,7 +157,6 @@ def compute_change(contribution: Contribution, origin: Mapping[str, Tensor]) -> 
     """Return a contribution minus that of an untrained client, in float64; missing tensors count as 0.
 
     Args:
-        contribution: Contribution of a reply.
         origin: Contribution of an untrained client, from ``validation.compute_origin``.
 
     Raises:

@@ -11,37 +11,42 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from fedspan.core.tensors import create_generator
 from fedspan.core.values import Message
-
-FaultKind = Literal["nan", "noise", "sign-flip", "scale", "label-flip"]
+from fedspan.section import Section
 
 PHASES = ("keys", "shares", "train", "confirm", "unmask")
 """Exchanges of a round under secure aggregation, in order; a round in plaintext has only the third."""
 
 
-@dataclass(frozen=True)
-class SpeedDistribution:
-    """Distribution of client speeds."""
+class SpeedDistribution(Section):
+    """Speeds of the clients, on a simulated clock; nothing sleeps."""
 
-    distribution: Literal["lognormal", "uniform", "constant"]
-    """``lognormal``, ``uniform`` or ``constant``."""
-    median: float
-    """Median speed, in training examples per second."""
-    spread: float
+    distribution: Literal["lognormal", "uniform", "constant"] = "lognormal"
+    """Distribution from which each client's speed is drawn once. lognormal: the median, times or over spread at one
+    standard deviation. uniform: between the median over spread and the median times spread. constant: the median for
+    all."""
+    median: float = Field(default=100.0, gt=0, allow_inf_nan=False)
+    """Median speed, in training examples a second."""
+    spread: float = Field(default=2.0, ge=1, allow_inf_nan=False)
+    """Factor between slow and median clients."""
 
 
-@dataclass(frozen=True)
-class Faults:
-    """Faulty clients."""
+class Faults(Section):
+    """Clients whose replies are bad in every round."""
 
-    share: float
-    """Share of the clients."""
-    kind: FaultKind
-    factor: float | None = None
-    """Factor on the change, or relative standard deviation of the noise; None: the kind's default."""
+    share: float = Field(gt=0, le=1, allow_inf_nan=False)
+    """Share of the clients, rounded to a whole number."""
+    kind: Literal["nan", "noise", "sign-flip", "scale", "label-flip"]
+    """nan: every number of the reply is NaN. noise: Gaussian noise replaces the client's change. sign-flip: the change
+    with the opposite sign. scale: the change times a factor. label-flip: honest training on flipped labels (label k of
+    K becomes K - 1 - k); for classifiers."""
+    factor: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Factor on the change, or standard deviation of the noise over the change's root mean square; left out: 1, and 10
+    for scale."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,6 @@ class Conditions:
         """Draw the exchange at which a client stops replying in an attempt of a round; None: it replies to all of them.
 
         Args:
-            client: Id of the client.
             round: Number of the round, from 0.
             attempt: Number of the attempt, from 0.
             phases: Exchanges of an attempt, in their order.
@@ -75,7 +79,6 @@ class Conditions:
         """Return the time that a client takes to train, in simulated seconds.
 
         Args:
-            client: Id of the client.
             examples: Number of examples that it trains on, each as often as it is used.
         """
         speed = self.speed
@@ -104,8 +107,6 @@ def corrupt_reply(faults: Faults, reply: Message, honest_start: Message, *key: i
     """Return the reply of a faulty client.
 
     Args:
-        faults: Kind of fault.
-        reply: The client's honest reply.
         honest_start: Reply of the same client if training had changed nothing; changes are measured from it.
         key: Seed and label of the noise's draw.
     """

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -16,7 +18,6 @@ from fedspan.federation.aggregation.aggregation import AggregationFactory
 from fedspan.federation.aggregation.plaintext import PlaintextAggregation
 from fedspan.federation.arrival_sources import OnOrder
 from fedspan.federation.buffered import BufferedRound
-from fedspan.federation.out_of_round import exchange_model
 from fedspan.federation.presence import Presence
 from fedspan.federation.privacy import compute_round_charges, draw_poisson_cohort
 from fedspan.federation.progress import (
@@ -28,9 +29,8 @@ from fedspan.federation.progress import (
     Transfer,
 )
 from fedspan.federation.protocol import Reply
-from fedspan.federation.round import OnCharge, Round, compute_client_charges
+from fedspan.federation.round import OnCharge, OnClient, OnFailure, Round, compute_client_charges, exchange_model
 from fedspan.federation.round_context import RoundContext
-from fedspan.federation.round_exchange import OnClient, OnFailure
 from fedspan.federation.settings import RoundSettings
 from fedspan.federation.transport import OnTrained, Transport
 from fedspan.federation.validation import ReplyRules
@@ -45,11 +45,7 @@ def draw_cohort(seed: int, round: int, clients: int, size: int | None, extra: in
     """Draw the positions of a round's clients and of ``extra`` more, in order of drawing; all, sorted, if all.
 
     Args:
-        seed: Seed of the run.
-        round: Number of the round, from 0.
-        clients: Number of clients in the federation.
         size: Size of the cohort; None: all clients.
-        extra: Number of additional clients to select.
     """
     if size is None or size >= clients:
         return list(range(clients))
@@ -68,7 +64,6 @@ class Federation:
         clients: The clients in any order, or by sorted id (``LazyMapping``).
         examples: The examples that the clients' indices refer to; the server's own if clients are on other machines.
         rules: Rules for accepting replies and the round; None: every selected client has to reply.
-        run: Name of the run, for nodes that participate in several.
         exporting: Whether clients export their own models because the server does not see them.
         training: Settings of local training, from which orders take the learning rate; None: the engine's.
         presence: The rounds in which each client is present; None: every client in every round.
@@ -101,6 +96,9 @@ class Federation:
         self.run, self.exporting = run, exporting
         self.training = training or engine.settings
         self.presence, self._begin_round = presence or Presence(), begin_round
+        self._begin()
+
+    def _begin(self) -> None:
         self._best: Mapping[str, int] = {}
         self._transfers: list[Transfer] = []
         self._failures: list[Failure] = []
@@ -109,28 +107,17 @@ class Federation:
 
     def replace_training(self, training: TrainingSettings) -> Federation:
         """Return the federation with other settings of local training, over the same transport."""
-        return self._copy(self.transport, training)
+        return self._replace(training=training)
 
     def replace_transport(self, transport: Transport) -> Federation:
         """Return the federation over another transport to the same clients."""
-        return self._copy(transport, self.training)
+        return self._replace(transport=transport)
 
-    def _copy(self, transport: Transport, training: TrainingSettings) -> Federation:
-        return Federation(
-            self.method,
-            self.engine,
-            self.clients,
-            self.examples,
-            self.settings,
-            transport,
-            self.rules,
-            self.new_aggregation,
-            self.run,
-            self.exporting,
-            training,
-            self.presence,
-            self._begin_round,
-        )
+    def _replace(self, **parts: Any) -> Federation:
+        replaced = copy(self)
+        vars(replaced).update(parts)
+        replaced._begin()
+        return replaced
 
     def begin_round(self, round: int) -> None:
         """Update the clients before a round, from 0, if clients join and leave between rounds."""
@@ -195,10 +182,8 @@ class Federation:
         """Run one round; if too few replies are accepted, retry failed clients as often as the rules allow.
 
         Args:
-            progress: The progress before the round, which is not modified.
             on_client: Called with a client's id and training loss when its reply is accepted; in asynchronous rounds,
                 when it arrives.
-            on_trained: Called with every job that a client in this process trained.
             on_charge: Called with the privacy cost of each attempt before its orders are sent.
             on_failure: Called with a client's id and a reason when its reply is rejected or does not arrive.
             on_order: Called in asynchronous rounds with each client that has an order, or receives one.

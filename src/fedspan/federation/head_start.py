@@ -9,7 +9,7 @@ method starts from; where that is the pretrained one, orders carry no tensors.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from fedspan.core.base import to_dense
 from fedspan.core.heads import HeadKind, HeadStatistics, compute_statistics_shapes, solve_head
 from fedspan.core.lowrank import LowRank
-from fedspan.core.method import Claims, Memory, Method
+from fedspan.core.method import Claims, Memory, Method, Wrapper
 from fedspan.core.parametrization import compute_dense_change
 from fedspan.core.tensors import group_by_layer, join_extra_name
 from fedspan.core.values import (
@@ -30,7 +30,6 @@ from fedspan.core.values import (
     ServerState,
     Spec,
     Trained,
-    Weights,
 )
 from fedspan.federation.aggregation.aggregation import AggregationFactory
 from fedspan.federation.aggregation.plaintext import PlaintextAggregation
@@ -72,23 +71,20 @@ class HeadStart:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StatisticsExchange(Method):
+class StatisticsExchange(Wrapper):
     """The exchange as a method whose replies are averaged."""
 
     head: HeadStart
-    inner: Method
     pretrained: bool
     """Whether the method starts from the pretrained model, so that orders need no tensors."""
-    spec: Spec = field(default_factory=lambda: Spec(()))
+
+    @property
+    def spec(self) -> Spec:
+        """No layers: the statistics are of the features that enter the head."""
+        return Spec(())
 
     def declare_claims(self) -> Claims:
         return Claims(paper="Guiding The Last Layer in Federated Learning (NeurIPS 2023, arXiv:2306.03937)", exact=True)
-
-    def get_rank(self, client: Client | None) -> int:
-        return self.inner.get_rank(client)
-
-    def init(self, weights: Weights) -> ServerState:
-        return self.inner.init(weights)
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
         message = Message() if self.pretrained else self.inner.sync(state, client)
@@ -129,14 +125,6 @@ class _ByExamples(Mapping[str, ClientData]):
 
 def start_head(federation: Federation, progress: Progress, head: HeadStart) -> Progress:
     """Exchange statistics with all clients and set the head; transfers and failures are noted in the federation.
-
-    Args:
-        federation: The federation.
-        progress: The progress before the first round, which is not modified.
-        head: How the head starts.
-
-    Returns:
-        The progress with the head.
 
     Raises:
         TooFewReplies: If too few clients reply, or none of them counts any class.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
 
 from fedspan.federation.changes import ENOUGH_REPLIES, compute_capped_median
 from fedspan.federation.progress import ClientData
@@ -62,7 +64,6 @@ def compute_weight_limit(weights: Sequence[float], ratio: float | None) -> float
     """Return the largest weight that a client may have; None: no limit.
 
     Args:
-        weights: The weights of all clients that are combined.
         ratio: Maximum weight, as a multiple of the median (the lower middle weight if their number is even); None: no
             limit.
     """
@@ -78,7 +79,6 @@ def limit_weights(clients: Mapping[str, ClientData], ratio: float | None) -> dic
     half of all examples, and the others know too few classes to train without it.
 
     Args:
-        clients: All clients that are combined.
         ratio: Maximum weight of a declared number, as a multiple of the median; None: no common limit.
     """
     weights = {
@@ -94,3 +94,59 @@ def limit_weights(clients: Mapping[str, ClientData], ratio: float | None) -> dic
 def _is_known(data: ClientData) -> bool:
     """Check whether a client's weight rests on more than what the client declares."""
     return data.max_weight is not None or data.client.weight <= len(data.train)
+
+
+DECIDING = 3
+"""Number of clients that report their own metrics from which these metrics decide between rounds."""
+
+
+def describe_few_nodes(count: int) -> str | None:
+    """Return a note for the user if the nodes' metrics select no round; None: they do."""
+    if count != 2:
+        return None
+    return (
+        "with two nodes the run exports its last round, and early stopping has no effect, because neither node's "
+        f"metrics can be checked; from {DECIDING} nodes on, a trimmed mean selects the round (docs/robustness.md)"
+    )
+
+
+def describe_few_reports(evaluated: int, reporting: int) -> str | None:
+    """Return a note for the user if too few nodes sent metrics to select a round; None: enough did.
+
+    Args:
+        evaluated: Number of nodes that are evaluated. ``describe_few_nodes`` describes two of them.
+    """
+    if evaluated < DECIDING or reporting >= DECIDING:
+        return None
+    return (
+        f"only {reporting} of {evaluated} nodes sent validation metrics (others did not reply, or have fewer "
+        f"validation examples than limits.evaluation_examples in their files): until {DECIDING} nodes "
+        "have, the run's last round is the best, and early stopping has no effect (docs/robustness.md)"
+    )
+
+
+def count_trimmed_clients(count: int) -> int:
+    """Return how many of ``count`` clients do not count at each end of a trimmed mean: a tenth, rounded up."""
+    return math.ceil(count / 10) if count >= DECIDING else 0
+
+
+def compute_trimmed_means(rows: Mapping[str, Mapping[str, float]], names: Iterable[str]) -> dict[str, float]:
+    """Compute means of metrics without the clients with the smallest and the largest values.
+
+    A single client can move such a mean of at least three only within the range of the other clients' values.
+
+    Args:
+        rows: Metrics by client, each with its weight under ``examples``.
+        names: The metrics; one that no client has is left out.
+
+    Returns:
+        Weighted means by metric, each over the clients that have it.
+    """
+    means: dict[str, float] = {}
+    for name in names:
+        order = sorted((id for id, row in rows.items() if name in row), key=lambda id: rows[id][name])
+        dropped = count_trimmed_clients(len(order))
+        if left := sorted(order[dropped : len(order) - dropped]):
+            weights = [rows[id]["examples"] for id in left]
+            means[name] = float(np.average([rows[id][name] for id in left], weights=weights))
+    return means

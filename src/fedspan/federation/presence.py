@@ -37,7 +37,6 @@ class Presence:
         """Return the same with clients that are present from a round on, and others that no longer are.
 
         Args:
-            round: Number of the round, from 0.
             joined: Clients that are present from the round on, and were not before.
             left: Clients that were present before, and are not from the round on.
         """
@@ -68,8 +67,6 @@ class Presence:
         """Check that enough clients are present in a round.
 
         Args:
-            clients: Number of all clients.
-            round: Number of the round, from 0.
             least: Number of clients that a round needs; None: one.
             reason: The field that needs so many.
         """

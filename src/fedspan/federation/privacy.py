@@ -44,14 +44,7 @@ def compute_sampling_rate(settings: RoundSettings, clients: int) -> float:
 
 
 def draw_poisson_cohort(privacy: Privacy, settings: RoundSettings, clients: int, round: int) -> list[int]:
-    """Return the positions of a round's clients, each drawn independently; possibly none.
-
-    Args:
-        privacy: Central privacy settings.
-        settings: Round settings of the run.
-        clients: Number of clients in the federation.
-        round: Number of the round, from 0.
-    """
+    """Return the positions of a round's clients, each drawn independently; possibly none."""
     rate = compute_sampling_rate(settings, clients)
     if rate == 1.0:
         return list(range(clients))
@@ -63,7 +56,6 @@ def compute_client_noise(privacy: Privacy, rate: float) -> float:
     """Return the noise multiplier of ``central`` or ``local``: the configured one, or the smallest within the budget.
 
     Args:
-        privacy: Privacy settings of the run.
         rate: Probability that a client is in a cohort; unused by ``local``, where every client may be in every round.
     """
     if privacy.noise is not None:
@@ -94,12 +86,6 @@ def compute_order_charges(
     """Return the privacy cost of a training order for the client.
 
     Args:
-        privacy: Privacy settings of the run.
-        training: Settings of local training.
-        method: The run's method.
-        sent: The message in the order.
-        client: The client that trains.
-        round: Number of the round, from 0.
         memory: The client's memory, if available; without it, the message must be complete.
     """
     if privacy is None or privacy.mechanism == "central":
@@ -132,11 +118,7 @@ def compute_planned_charges(
     those that fit into it.
 
     Args:
-        privacy: Privacy of the run, with its number of rounds.
-        training: Settings of local training.
-        method: The run's method.
         begin: Builds the server's state before the first round; every round costs as much as this one.
-        client: The client.
     """
     if privacy is None or privacy.mechanism == "central":
         return ()
@@ -181,9 +163,6 @@ def privatize(privacy: Privacy, started: Tensors, client: Client, reply: Message
     Args:
         privacy: Privacy settings of the run, with the mechanism ``local``.
         started: Initial tensors of the client's first job, which all clients share.
-        client: The client that trains.
-        reply: The method's reply.
-        round: Number of the round, from 0.
 
     Raises:
         FedspanError: If the reply holds anything that noise cannot hide.
@@ -244,14 +223,7 @@ class CentralPrivacy:
 def create_central_privacy(
     settings: RoundSettings, clients: int, round: int, origin: Callable[[], Tensors]
 ) -> CentralPrivacy | None:
-    """Create a round's central privacy; None: the settings have none.
-
-    Args:
-        settings: Round settings of the run.
-        clients: Number of clients in the federation.
-        round: Number of the round, from 0.
-        origin: Returns the contribution of a client that trained nothing.
-    """
+    """Create a round's central privacy; None: the settings have none."""
     if settings.central is None:
         return None
     return CentralPrivacy(settings.central, origin(), compute_sampling_rate(settings, clients), clients, round)

@@ -72,6 +72,10 @@ class HeaderPart(BaseModel):
     longest: ClassVar[int] = 1 << 20
     """Maximum length of a whole header of this kind, in characters."""
 
+    def to_envelope(self) -> Envelope:
+        """Encode a part that is a whole header as an envelope."""
+        return Envelope(self.model_dump_json())
+
 
 H = TypeVar("H", bound=HeaderPart)
 
@@ -301,9 +305,6 @@ class OrderEncoder:
     Messages and encodings are stored until the exchange ends, the most recently used ones up to 256 MiB, so that a
     cohort whose clients are all sent different messages does not fill the memory. One that was dropped is encoded again
     when needed.
-
-    Args:
-        run: Name of the run, as its nodes know it.
     """
 
     def __init__(self, run: str) -> None:

@@ -21,18 +21,15 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from fedspan.core.method import Claims, Memory, Method
+from fedspan.core.method import Claims, Memory, Wrapper
 from fedspan.core.tensors import split_extras
 from fedspan.core.values import (
     Client,
-    Contribution,
     Job,
     Message,
     Reduced,
     ServerState,
-    Spec,
     Trained,
-    Weights,
 )
 from fedspan.federation.round_context import RoundContext
 from fedspan.federation.validation import build_untrained_jobs
@@ -40,26 +37,14 @@ from fedspan.training.projector_refresh import build_untrained_tensors
 
 
 @dataclass(frozen=True, kw_only=True)
-class SecondExchange(Method):
+class SecondExchange(Wrapper):
     """A round's second exchange as a method whose replies are averaged; it is the server's half alone."""
 
-    inner: Method
     order: Message
     state: ServerState
 
-    @property
-    def spec(self) -> Spec:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Spec of the inner method."""
-        return self.inner.spec
-
     def declare_claims(self) -> Claims:
         return replace(self.inner.declare_claims(), shrinks=False, sends="other")
-
-    def get_rank(self, client: Client | None) -> int:
-        return self.inner.get_rank(client)
-
-    def init(self, weights: Weights) -> ServerState:
-        return self.inner.init(weights)
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
         return self.order
@@ -73,9 +58,6 @@ class SecondExchange(Method):
         tensors = split_extras(build_untrained_tensors(jobs[-1]))[0]
         return self.inner.build_second_reply(self.order, tensors, client, round), memory
 
-    def contribute(self, message: Message, client: Client) -> Contribution:
-        return self.inner.contribute(message, client)
-
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         return state
 
@@ -86,9 +68,7 @@ def build_second_context(
     """Build the definition of a round's second exchange.
 
     Args:
-        first: The round.
         order: The message to all clients of the second exchange.
-        ids: The clients whose first replies were accepted.
         factors: Factors by which their changes were scaled down, by client.
     """
     selected, clip_ratio = tuple(id for id in first.ids if id in ids), first.settings.clip_ratio

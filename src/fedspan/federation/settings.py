@@ -1,4 +1,4 @@
-"""Settings of a federation's rounds as plain values, built from the config."""
+"""Settings of a federation's rounds, and the config sections that are settings as they are."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from pydantic import Field
+
+from fedspan.section import Section
 from fedspan.training.jobs import Privacy
 
 Reduction = Literal["mean", "median", "trimmed-mean", "multi-krum", "geometric-median", "flame"]
@@ -16,18 +19,18 @@ Arrivals = tuple[tuple[tuple[str, int], ...], ...]
 0."""
 
 
-@dataclass(frozen=True)
-class BufferedSettings:
-    """Settings of asynchronous rounds."""
+class BufferedSettings(Section):
+    """Asynchronous rounds: the server updates the model after clients_per_round replies, old and new ones."""
 
-    concurrency: int
-    """Number of clients that train at the same time."""
-    staleness_exponent: float = 0.5
-    """Exponent a of the factor (1 + t)^-a on the change of a reply whose order is t rounds old."""
-    max_staleness: int | None = None
-    """Age of an order, in rounds, beyond which its reply is dropped; None: no limit."""
-    arrivals: Arrivals | None = None
-    """Recorded arrivals that the rounds repeat; None: replies arrive as clients are fast."""
+    concurrency: int = Field(ge=1)
+    """Number of clients that train at the same time; all if fewer exist."""
+    staleness_exponent: float = Field(default=0.5, ge=0, allow_inf_nan=False)
+    """The change of a reply whose order is t rounds old counts (1 + t) to the power of minus this."""
+    max_staleness: int | None = Field(default=None, ge=0)
+    """Age of an order in rounds beyond which its reply is dropped; null: no limit."""
+    replay: str | None = None
+    """Folder of a run, simulated or deployed, whose order of arrivals this simulation repeats, instead of
+    simulation.speed."""
 
     def compute_factor(self, staleness: int) -> float:
         """Return the factor on the change of a reply to an order that is ``staleness`` rounds old."""
@@ -36,7 +39,7 @@ class BufferedSettings:
 
 @dataclass(frozen=True)
 class RoundSettings:
-    """Settings of the rounds."""
+    """Settings of the rounds: those of the config section ``federation``, if they have no description here."""
 
     rounds: int
     cohort: int | None = None
@@ -44,21 +47,18 @@ class RoundSettings:
     seed: int = 0
     reduction: Reduction = "mean"
     trim: float = 0.1
-    """Fraction of the replies that ``trimmed-mean`` drops at each end, and that ``multi-krum`` withstands."""
     clip_ratio: float | None = None
-    """Maximum norm of a reply's change under ``mean``, as a multiple of the round's median; larger changes are scaled
-    down. None: no limit."""
     max_norm: float | None = None
-    """Maximum norm of a reply's change under ``mean``, in place of ``clip_ratio``; None: no such limit."""
     max_weight_ratio: float | None = None
-    """Maximum weight in means of replies, losses and metrics of a client whose number of examples only the client
-    declares, as a multiple of the cohort's median (``weights``); None: no limit."""
+    """Limit of weights in means of replies, losses and metrics; None: no limit."""
     privacy: Privacy | None = None
     """Privacy settings; with ``central``, a cohort is a Poisson sample of ``cohort`` clients on average."""
     agreed: str = ""
     """Digest of the config that all nodes were sent, which secure sums are bound to; empty in a simulation."""
     buffered: BufferedSettings | None = None
     """Settings of asynchronous rounds, which end after ``cohort`` replies; None: rounds are synchronous."""
+    arrivals: Arrivals | None = None
+    """Recorded arrivals that asynchronous rounds repeat; None: replies arrive as clients are fast."""
 
     @property
     def central(self) -> Privacy | None:
@@ -80,16 +80,18 @@ MOST_SECURE_CLIENTS = 128
 square of the cohort for every client."""
 
 
-@dataclass(frozen=True)
-class SecureSettings:
-    """Settings of secure aggregation."""
+class SecureSettings(Section):
+    """Secure aggregation: the server learns only the sum of a round's replies, no single one."""
 
-    clip: float = 100.0
-    """Maximum norm of a client's change."""
+    clip: float = Field(default=100.0, gt=0, allow_inf_nan=False)
+    """Norm to which each client clips its whole change; the server cannot enforce it. A smaller norm gives finer
+    quantization: with equal weights, an entry of the mean is off by at most about 2 * clip * clients / 2^bits, and by
+    more with unequal ones. Without effect under central privacy, which has its own clip."""
     bits: Literal[32, 64] = 32
-    """Bits of the summed integers, 32 or 64."""
-    threshold: float = 2 / 3
-    """Fraction of the clients that can reconstruct a secret of one of them."""
+    """Bits of the integers that are sent instead of floats."""
+    threshold: float = Field(default=2 / 3, gt=0.5, le=1)
+    """Share of a round's clients that can open a sum, and that must remain until the end; of n clients, more than (n +
+    1) / 2 can in any case. A larger share withstands more clients that collude with the server, and fewer dropouts."""
 
     def compute_threshold(self, clients: int) -> int:
         """Return the number t of clients that can reconstruct a secret: the fraction, and at least 2 t > clients + 1.

@@ -177,9 +177,6 @@ class AsynchronousTransport(Transport):
         """``Transport.retain_orders``; every order that has not been sent is closed, too.
 
         A client whose order is closed may train on; its reply is discarded.
-
-        Returns:
-            The clients whose orders are still open.
         """
 
     @abstractmethod

@@ -22,21 +22,15 @@ _LARGEST = 1e15
 
 @dataclass(frozen=True)
 class ReplyRules:
-    """Rules for accepting replies and the round."""
+    """Rules for accepting replies and the round: fields of the config section ``federation``, or described here."""
 
     min_replies: int | None = None
-    """Number of accepted replies that a round needs; None: more than half of the cohort."""
     deadline: float = 3600.0
-    """Time limit for the clients, in seconds."""
     retries: int = 2
-    """Number of retries of a round with too few replies before the run stops."""
     norm_factor: float | None = 10.0
     """Maximum distance of a reply from the untrained one, as a multiple of the cohort's median; None: no limit."""
     over_select: int = 0
-    """Number of clients selected beyond those that a round needs; the first accepted replies are used."""
     max_missed_rounds: int | None = None
-    """Number of rounds in a row without an accepted reply after which a client is not waited for; None: every client
-    is. It does not apply together with ``over_select``."""
     least: int = 1
     """Number of accepted replies that a round needs in any case, unless its cohort is smaller."""
     validate: bool = True
@@ -50,14 +44,7 @@ class ReplyRules:
 
 
 def build_untrained_reply(method: Method, sent: Message, client: Client, round: int) -> Message:
-    """Return the reply of a client without memory whose training changes nothing.
-
-    Args:
-        method: The run's method.
-        sent: The message to the client.
-        client: The client.
-        round: Number of the round, from 0.
-    """
+    """Return the reply of a client without memory whose training changes nothing."""
     return build_untrained_jobs(method, sent, client, round)[1]
 
 
@@ -67,10 +54,6 @@ def build_untrained_jobs(
     """Return the jobs of a client whose training changes nothing, phase by phase, and its reply.
 
     Args:
-        method: The run's method.
-        sent: The message to the client.
-        client: The client.
-        round: Number of the round, from 0.
         memory: The client's memory; None: the client stores nothing and receives a complete message.
     """
     memory = memory or {}
@@ -124,15 +107,7 @@ def validate_reply(method: Method, message: Message, client: Client, expected: M
 
 
 def require_requested(reply: Reply, id: str, round: int, attempt: int, task: str = "train") -> None:
-    """Check that a reply matches its order.
-
-    Args:
-        reply: The reply.
-        id: Id of the client.
-        round: Number of the round, from 0.
-        attempt: Number of the attempt, from 0.
-        task: Kind of the order.
-    """
+    """Check that a reply matches its order."""
     if (reply.task, reply.id, reply.round, reply.attempt) != (task, id, round, attempt):
         raise ValueError(
             f"a reply of {reply.id!r} to round {reply.round + 1}, attempt {reply.attempt + 1} "
@@ -201,12 +176,6 @@ def find_outliers(changes: Mapping[str, Change], factor: float | None) -> dict[s
 
 def compute_origin(method: Method, sent: Message, client: Client, round: int) -> Tensors:
     """Return the contribution of a client that received a message and trained nothing.
-
-    Args:
-        method: The run's method, whose replies are summed.
-        sent: The message that the client received.
-        client: The client.
-        round: Number of the round, from 0.
 
     Raises:
         ValueError: If the method stacks replies instead of summing them.

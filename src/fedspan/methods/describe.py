@@ -128,7 +128,6 @@ def list_options(cls: type[Any], hidden: frozenset[str]) -> list[Option]:
 
 
 def _parse_arguments(docstring: str) -> Mapping[str, str]:
-    """Parse the ``Args`` section of a docstring, by name."""
     section = inspect.cleandoc(docstring).partition("\nArgs:\n")[2].partition("\n\n")[0]
     entries = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", section, re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in entries}

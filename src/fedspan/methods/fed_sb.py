@@ -94,7 +94,6 @@ class FedSB(RegisteredMethod):
         )
 
     def _compute_factors(self, gradients: Tensors) -> dict[str, Tensor]:
-        """Compute B, R and A of the first step."""
         tensors: dict[str, Tensor] = {}
         for layer in self.spec.layers:
             gradient = gradients[join_tensor_name(layer.name, "gradient")]

@@ -138,5 +138,4 @@ def _compute_basis(Y: Tensor) -> Tensor:
 
 
 def _name(tensors: dict[str, Tensor], slot: str) -> dict[str, Tensor]:
-    """Name one tensor of each layer."""
     return {join_tensor_name(layer, slot): value.contiguous() for layer, value in tensors.items()}

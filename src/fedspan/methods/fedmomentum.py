@@ -85,7 +85,6 @@ class FedMomentum(RegisteredMethod):
         )
 
     def _sum(self, layer: str, state: ServerState, reduced: Reduced) -> LowRank:
-        """Compute D, including the frozen components."""
         trained, frozen = sum_products(layer, reduced), self._sum_frozen(layer, state, reduced)
         return concatenate([trained, frozen]) if frozen.rank else trained
 

@@ -77,7 +77,6 @@ class MFedLoRU(FedLoRU):
         return super().update(state, replace(reduced, mean=mean))
 
     def _rebuild(self, state: ServerState, item: StackItem) -> dict[str, Tensor]:
-        """Rebuild a client's A and B from its reply."""
         parametrization = self._get_parametrization(item.client)
         if isinstance(parametrization, LoRA):
             return dict(item.tensors)

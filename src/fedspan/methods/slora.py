@@ -82,7 +82,6 @@ class SLoRA(RegisteredMethod):
         return state.advance_round(tensors=self._compute_principal(reduced.mean), generation=state.generation + 1)
 
     def _compute_principal(self, values: Tensors) -> dict[str, Tensor]:
-        """Compute A and B from the first stage's values."""
         tensors: dict[str, Tensor] = {}
         for layer in self.spec.layers:
             layer_values = values[join_tensor_name(layer.name, "values")]

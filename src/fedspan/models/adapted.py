@@ -91,12 +91,7 @@ class AdaptedModel:
         return self._initial_extras[path]
 
     def adopt(self, factors: Mapping[str, LowRank], extras: Mapping[str, Tensor]) -> None:
-        """Start from an adapter: fix its update beside the base and use its saved modules as values of the extras.
-
-        Args:
-            factors: Factors of the adapter's update, by target layer.
-            extras: Values of the adapter's saved modules, by parameter path.
-        """
+        """Start from an adapter: fix its update beside the base and use its saved modules as values of the extras."""
         for name, pair in factors.items():
             self.layers[name].adopted = pair.to(self.device)
         for path, value in extras.items():
@@ -148,9 +143,7 @@ class AdaptedModel:
         """Install a job's tensors in the model.
 
         Args:
-            parametrization: Parametrization of each target layer.
             tensors: Slots of target layers and extras; not modified.
-            trainable: Names of the tensors that require grad.
 
         Returns:
             The live tensors by name: leaves that an optimizer may update (for extras, the model's own parameters).

@@ -44,16 +44,10 @@ def load_empty(
     On a real device it has values, drawn so that nothing overflows; they serve only to measure time.
 
     Args:
-        name: Name of the model, as for `load_pretrained`.
         head: Head of the task, or its name in ``heads.HEADS``.
-        labels: Label names by index.
         architecture: A Transformers config as plain values with its ``model_type``, in place of the named model's.
-        revision: Revision of a hub model.
-        dtype: Number format of all weights.
         attention: ``eager`` or ``sdpa``; None: Transformers' default.
         image_size: Rows and columns of images; None: the config's value.
-        pooling: Pooling, as for `load_pretrained`.
-        device: Device of the model.
         depth: Number of blocks, if the config has such a field; None: the config's value.
 
     Raises:

@@ -64,7 +64,6 @@ def compute_layer_updates(
 
     Args:
         job: The model as a job (``start(sync(state, client), client, memory)``).
-        base: The state's base update.
         weights: Weights of the model that the federation started from.
         adopted: Update of the adapter that the federation started from, by layer.
 
@@ -125,9 +124,6 @@ def export_adapter(
 
     Args:
         folder: Folder to write to; it is created, and files of an earlier export in it are replaced.
-        updates: Update of each target layer.
-        extras: Parameters and buffers of saved modules, by path.
-        operators: Operators of the target layers.
         config: Target modules as the user named them, modules to save and the base model's name.
         notes: JSON values for ``fedspan.json`` (labels, method, maximum length).
         pooled: The model, if it is a pooled classifier: the adapter is then one of its encoder, and the head is written
@@ -198,10 +194,8 @@ def require_adapter_base(folder: Path, notes: Mapping[str, object], base: nn.Mod
     """Check that a base that was passed from Python is the one that an adapter was trained on.
 
     Args:
-        folder: Folder of the adapter.
         notes: The content of its fedspan.json; without a digest (a quantized base), there is nothing to compare, nor
             is there without the adapter's tensors (a merged model).
-        base: The base, without the adapter.
     """
     digest, path = notes.get(BASE_DIGEST), folder / ADAPTER_WEIGHTS
     if digest is None or not path.is_file():
@@ -224,7 +218,6 @@ def truncate_adapter(folder: Path, rank: int) -> None:
     """Replace an adapter that fedspan wrote by its best approximation of a rank, layer by layer (Eckart and Young).
 
     Args:
-        folder: Folder of the adapter, whose files are replaced.
         rank: Rank of the approximation, at least 1.
 
     Its fedspan.json then holds, under ``relative_error``, ``||W - W_rank||_F / ||W||_F`` of each layer's update.
@@ -269,7 +262,6 @@ def read_adapter(folder: str, operators: Mapping[str, Operator], model: Any = No
 
     Args:
         folder: Folder with ``adapter_config.json`` and ``adapter_model.safetensors``.
-        operators: Operators of the run's target layers.
         model: The run's model, whose encoder's adapter is one of the model; None: names are taken as they are. A head
             that was trained on other features than a pooled classifier's is left out.
 

@@ -281,7 +281,6 @@ class TokenLayout:
 
         Args:
             forward: Transformers' eager attention of the model's family, or its fused one.
-            module: Attention module that calls it.
             query: Queries, (1, heads, P, d).
             key: Keys, shaped like the queries but possibly with fewer heads.
             value: Values, shaped like the keys.

@@ -84,13 +84,9 @@ def load_pretrained(
     Args:
         name: Hub id, local folder, or ``builtin:NAME``.
         head: Head of the task, or its name in ``heads.HEADS``.
-        labels: Label names by index.
-        revision: Revision of a hub model.
         dtype: Number format of all weights that are not quantized (Transformers would use the checkpoint's).
         attention: ``eager`` or ``sdpa``; None: Transformers' default.
-        seed: Seed of the new head.
         quantization: ``nf4`` (4 bits, double quantization) or ``int8``, by bitsandbytes.
-        keep: Modules that are not quantized, beside the head.
         image_size: Rows and columns that images are resized to; None: the default of the model's processor.
         pooling: Pooling of a classifier on an encoder's hidden states; None: Transformers' own classifier. It has no
             effect on a head without outputs.
@@ -197,7 +193,6 @@ def adopt_loaded(
         processor: Tokenizer or image processor of the model; None: the one of the model's ``name_or_path``, or none
             if the model has no such name, or reads neither tokens nor images.
         head: Head of the task, or its name in ``heads.HEADS``.
-        labels: Label names by index.
         device: Target device; None: the CPU.
 
     Raises:
@@ -254,13 +249,8 @@ def load_scratch(
     Args:
         name: Name as for `load_pretrained`, or an architecture (``builtin:resnet-18``).
         head: Head of the task, or its name in ``heads.HEADS``.
-        labels: Label names by index.
-        revision: Revision of a hub model.
-        dtype: Number format of all weights.
         attention: ``eager`` or ``sdpa``; None: Transformers' default.
-        seed: Seed of all weights.
         image_size: Rows and columns of images; None: the architecture's default.
-        pooling: Pooling, as for `load_pretrained`.
         device: Target device; None: the CPU.
 
     Raises:
@@ -305,8 +295,6 @@ def build_from_config(config: Any, head: Head | str, pooling: Pooling | None, **
 
     Args:
         config: Transformers' config, with the head's size (`prepare_config`).
-        head: The task's head.
-        pooling: Pooling, as for `load_pretrained`.
         options: Further arguments of Transformers' ``from_config``.
     """
     head = get_head(head)
@@ -362,11 +350,7 @@ def _rename_encoder_keys(info: Mapping[str, Any], prefix: str) -> dict[str, Any]
 
 
 def _require_head(error: Exception, name: str, config: Any, head: Head) -> None:
-    """Report a missing class of Transformers, if that is why a model could not be made.
-
-    Raises:
-        FedspanError: If the architecture of ``config`` has no class with this head.
-    """
+    """Report a missing class of Transformers, if that is why a model could not be made."""
     if "for this kind of AutoModel" not in str(error):
         return
     problem = (

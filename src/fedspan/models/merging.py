@@ -31,7 +31,6 @@ def is_merging_required(job: Job, base: BaseUpdate) -> bool:
 
     Args:
         job: The model as a job (``start(sync(state, client), client, memory)``).
-        base: The state's base update.
     """
     slots = group_by_layer(job.tensors)
     effective = (
@@ -79,12 +78,8 @@ def export_merged(
 
     Args:
         folder: Folder to write to; it is created, and files of an earlier export in it are replaced.
-        adapted: The model that the job runs in.
-        job: The trained job.
-        base: The state's base update.
         processor: Tokenizer or image processor; None: the model has none.
         notes: JSON values for ``fedspan.json``, ``base_model`` among them.
-        revision: Revision of a base from the hub.
     """
     folder.mkdir(parents=True, exist_ok=True)
     weights = merge_weights(adapted, job, base)
@@ -108,13 +103,9 @@ def save_model(
     Training and serving run without the model's dropout; the saved config contains it again, for further training.
 
     Args:
-        folder: Folder to write to.
-        model: A Transformers model, or another module.
         processor: The model's tokenizer or image processor; None: it has none.
         name: Name that the model was loaded by; of one that was passed from Python and has no name, ``python:`` and
             that of its class.
-        revision: Revision of a model from the hub.
-        weights: Weights to save in place of the model's own.
         max_length: Maximum number of tokens of a text, which a pooled classifier's modules name.
     """
     if is_plain_module(model):

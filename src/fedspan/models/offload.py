@@ -34,9 +34,6 @@ class Offload:
         """Decide where each module is stored, by path: on the device, ``cpu`` or ``disk``.
 
         Args:
-            empty: The model without values.
-            dtype: Number format of its weights.
-            device: Device that computes.
             keep: Names of modules that train whole; they and heads are on the device.
         """
         from accelerate import infer_auto_device_map
@@ -63,11 +60,7 @@ class Offload:
         """Return the keyword arguments of ``from_pretrained`` that load an offloaded model.
 
         Args:
-            kind: Transformers' auto class.
-            config: The model's config, with its head.
-            dtype: Number format of its weights.
             device: Device that computes; None: the CPU.
-            keep: Names of modules that train whole.
         """
         from transformers.initialization import no_init_weights
 

@@ -50,7 +50,6 @@ def adopt_module(model: nn.Module, device: torch.device | None = None) -> nn.Mod
     """Return a copy of a module, in eval mode. Dropout of its layers is 0, since the frozen base runs without it.
 
     Args:
-        model: The module; it is not changed.
         device: Target device; None: its own.
     """
     model = copy.deepcopy(model)

@@ -50,7 +50,6 @@ class FrozenPrefix:
         """Find the longest prefix (by parameters) from the calls of one forward pass of a tiny batch.
 
         Args:
-            adapted: A Hugging Face model.
             live: Paths of the modules whose values may differ between jobs or change within one.
         """
         model = adapted.model

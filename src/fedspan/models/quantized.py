@@ -29,8 +29,6 @@ def get_quantization_options(
     Args:
         quantization: ``nf4`` (with double quantization, as in QLoRA) or ``int8`` (LLM.int8()).
         dtype: Number format that 4-bit layers compute in.
-        keep: Modules that stay unquantized, beside the heads.
-        device: Target device.
     """
     if importlib.util.find_spec("bitsandbytes") is None:
         problem = f"{quantization} needs bitsandbytes. Run: {build_install_command('quantization')}"

@@ -52,7 +52,6 @@ class PooledClassifier(nn.Module):
 
     Args:
         encoder: A Transformers encoder without a pooler; its config has the number of outputs, ``num_labels``.
-        pooling: The pooling of its last hidden states.
     """
 
     main_input_name = "input_ids"
@@ -111,8 +110,6 @@ def write_modules(
     ``SentenceTransformer(folder).encode(texts)`` then returns the logits, or, without an output layer, the vectors.
 
     Args:
-        folder: Folder with the encoder or its adapter, and the tokenizer.
-        pooling: The pooling.
         features: Number of features of a hidden state, H.
         max_length: Maximum number of tokens of a text.
         head: Weight, (C, H), and bias, (C,), of a classifier's output layer; None: there is none.

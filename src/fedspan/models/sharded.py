@@ -57,7 +57,6 @@ def shard(
         replicated: Parameters that stay whole in each process, such as those that train. They are moved to ``device``.
         is_block: Whether the weights of a module are gathered together while it computes. The remaining weights are
             gathered for a whole pass.
-        device: Device on which this process computes.
     """
     from torch import distributed
     from torch.distributed.device_mesh import init_device_mesh

@@ -200,11 +200,7 @@ class StackedLayer:
 
 
 class StackedModule:
-    """The forward of a module that holds extras while several clients train.
-
-    Args:
-        module: Module with one input and without submodules.
-    """
+    """The forward of a module that holds extras while several clients train."""
 
     def __init__(self, path: str, module: nn.Module) -> None:
         self.path, self.module = path, module
@@ -285,7 +281,6 @@ class StackedModel:
         """Forward ``rows`` examples, those of C clients one below the other, within this context.
 
         Args:
-            parametrization: Parametrization of each target layer.
             tensors: Slots of target layers and extras, (C, ...) each; running statistics are updated in place.
             clients: Number of clients, C.
             rows: Number of rows, C * B.

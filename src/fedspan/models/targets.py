@@ -57,7 +57,6 @@ def suggest_targets(model: nn.Module, outputs: int) -> list[str] | None:
     They are the queries and values of attention, or else all linear and convolutional layers but the head.
 
     Args:
-        model: The model; its weights are not used.
         outputs: Number of outputs of its head, which no other layer has.
     """
     from peft import LoraConfig

@@ -14,7 +14,6 @@ from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fedspan.models.adapted import AdaptedModel
@@ -43,7 +42,7 @@ def import_variable_attention() -> Callable[..., Any] | None:
 
 def get_current_layout() -> TokenLayout | None:
     """Return the layout of this thread's current forward pass, if it runs without padding."""
-    return None if torch.compiler.is_compiling() else _CURRENT.get()  # compiled blocks are padded
+    return _CURRENT.get()
 
 
 def _run_attention(

@@ -45,11 +45,7 @@ def clean_text(text: object, limit: int = _MAX_TEXT) -> str:
 
 
 class RunMonitor:
-    """Follows the run in a folder; the run's own process is not involved.
-
-    Args:
-        folder: Folder of the run; it may not exist yet.
-    """
+    """Follows the run in a folder; the run's own process is not involved."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -59,7 +55,6 @@ class RunMonitor:
         self._reset()
 
     def _reset(self) -> None:
-        """Forget all rounds."""
         self._rows: list[dict[str, Any]] = []
         self._last: Mapping[str, Any] = {}
         self._clients: dict[str, dict[str, Any]] = {}
@@ -341,7 +336,6 @@ class ServerMonitor:
 
     Args:
         list_nodes: Returns the server's nodes; it may wait for the server, and is called in a thread of its own.
-        clock: Function that returns the time in seconds.
     """
 
     def __init__(

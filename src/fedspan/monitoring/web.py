@@ -83,7 +83,6 @@ def build_app(
         hosts: Host names under which the page may be requested, which excludes DNS rebinding.
         cookie: Name of the cookie; browsers send cookies to all ports of a host.
         is_secure: Whether the page is served with TLS.
-        on_accept: Called with every request that has the token.
     """
     from starlette.applications import Starlette
     from starlette.concurrency import run_in_threadpool
@@ -194,9 +193,7 @@ class WebPage:
 
     Args:
         port: Port to listen on; 0: any free one.
-        names: Further names under which the page is requested.
         certificate: Files of the certificate and its key; None: without TLS, on a loopback address only.
-        field: The option that names the host, for errors.
 
     Raises:
         FedspanError: If a package is missing, the address is not loopback and there is no certificate, or the port is
@@ -299,18 +296,10 @@ def _get_client(request: Request) -> tuple[str, int] | None:
 
 
 def _bind(host: str, port: int, field: str) -> socket.socket:
+    from fedspan.transports.http.connections import bind
+
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        bound = socket.socket(family, kind, protocol)
-        try:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            bound.bind(address)
-        except OSError:
-            bound.close()
-            raise
+        return bind(host, port)
     except OSError as error:
         expected = f"an address of this machine, and a port that is not in use ({error.strerror or error})"
         raise FedspanError(field, f"{host}:{port}", expected) from error
-    return bound

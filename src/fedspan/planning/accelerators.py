@@ -108,9 +108,7 @@ class DeviceSpeed:
         """Compute how long training takes.
 
         Args:
-            compute: FLOPs of the training.
             base: Bytes of the frozen model.
-            config: Config of the run.
             transfer: Seconds of a client's messages in a round; None: no bandwidth was given.
         """
         passes, slower = config.training.gradient_accumulation_steps, 1.0

@@ -57,12 +57,9 @@ def measure_speed(
     """Measure the speed of this machine with a run's device, threads, number format, engine and batches.
 
     Args:
-        config: Config of the run.
-        labels: Labels of its data.
         architecture: Transformers config as for ``models.empty.load_empty``.
         base: Bytes of its model.
         length: Mean tokens of an example; None: the maximum length.
-        clients: Clients of a round.
         steps: Optimizer steps of a client in a round; None: unknown.
 
     Raises:
@@ -159,7 +156,6 @@ class _Bench:
         return Assignment(client, 0, replace(self._job, steps=steps), indices, lr)
 
     def _measure_seconds(self, clients: int, steps: int) -> float:
-        """Time this many clients with this many steps each."""
         self.engine.prepare(self._examples, [np.arange(self._batch * steps)])
         sizes = {f"client-{number}": self._batch * steps for number in range(clients)}
         began = time.perf_counter()

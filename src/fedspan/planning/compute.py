@@ -112,14 +112,7 @@ class PlannedPasses:
         self._searched = False
 
     def count_cost(self, trains: Trains, rows: int, length: int | None, prefix: Prefix | None = None) -> PassCost:
-        """Count the cost of a pass of a batch; its ``peak`` excludes the gradients of what trains.
-
-        Args:
-            trains: The trained parts of the model, and what layers compute with.
-            rows: Examples of the batch.
-            length: Tokens of each example.
-            prefix: Frozen prefix whose hidden states are given.
-        """
+        """Count the cost of a pass of a batch; its ``peak`` excludes the gradients of what trains."""
         key = (tuple(sorted(trains.computations.items(), key=repr)), trains.extras, rows, length, prefix is not None)
         if key not in self._known:
             self._known[key] = self._meter_pass(trains, rows, length, prefix)
@@ -233,9 +226,6 @@ def compute_training_cost(
     """Compute the cost of the clients' training.
 
     Args:
-        config: Config of the run.
-        passes: Passes of its model.
-        trains: The trained parts of the model.
         examples: Mean examples of a client; None: unknown.
         length: Mean tokens of an example; None: the maximum length.
         cohorts: Positions of each round's clients.

@@ -167,7 +167,6 @@ def _get_speed(
     labels: int,
     architecture: Mapping[str, Any] | None,
 ) -> DeviceSpeed:
-    """Return the speed of a device by its name, or of this machine."""
     if device != HERE:
         return get_accelerator_speed(device, config.model.dtype, UTILIZATION if utilization is None else utilization)
     return measure_speed(

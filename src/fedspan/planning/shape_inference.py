@@ -9,7 +9,7 @@ false (HetLoRA, for example, prunes nothing). A method whose messages have sizes
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fedspan.core.method import Memory, Method, RegisteredMethod, Traffic
+from fedspan.core.method import Memory, Method, RegisteredMethod, Traffic, Wrapper
 from fedspan.core.tensors import Tensors, split_extras
 from fedspan.core.values import (
     Client,
@@ -34,63 +34,11 @@ from fedspan.core.values import (
 )
 from fedspan.federation.serialization import compute_payload_size
 from fedspan.training.projector_refresh import build_untrained_tensors
-from fedspan.wrappers.wrapper import Wrapper
-
-
-def _infer_svd(matrix: Tensor, full_matrices: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-    rows, columns = matrix.shape
-    rank = min(rows, columns)
-    U, Vt = (rows, rows if full_matrices else rank), (columns if full_matrices else rank, columns)
-    return matrix.new_empty(U), matrix.new_empty(rank), matrix.new_empty(Vt)
-
-
-def _infer_qr(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    rows, columns = matrix.shape
-    return matrix.new_empty(rows, min(rows, columns)), matrix.new_empty(min(rows, columns), columns)
 
 
 def _infer_geqrf(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(matrix), matrix.new_empty(min(matrix.shape))
 
-
-def _infer_elementwise(left: Any, right: Any, *, alpha: float = 1) -> Tensor:
-    return torch.empty(_broadcast_shapes(left, right), dtype=torch.result_type(left, right))
-
-
-def _infer_comparison(left: Any, right: Any) -> Tensor:
-    return torch.empty(_broadcast_shapes(left, right), dtype=torch.bool)
-
-
-def _broadcast_shapes(*values: Any) -> torch.Size:
-    shapes = {value.shape for value in values if isinstance(value, Tensor)}
-    return torch.broadcast_shapes(*shapes) if len(shapes) > 1 else shapes.pop()
-
-
-def _infer_same_shape(value: Tensor, *arguments: float) -> Tensor:
-    return torch.empty_like(value)
-
-
-def _infer_norm(value: Tensor, *arguments: Any, **options: Any) -> Tensor:
-    return Tensor.norm(value, *arguments, **options) if arguments or options else value.new_empty(())
-
-
-def _infer_arange(*limits: int, dtype: torch.dtype | None = None, device: Any = None) -> Tensor:
-    return torch.empty(len(range(*limits)), dtype=dtype or torch.int64)
-
-
-_SHAPES: Mapping[Any, Callable[..., Any]] = {
-    torch.arange: _infer_arange,
-    torch.geqrf: _infer_geqrf,
-    torch.linalg.qr: _infer_qr,
-    torch.linalg.svd: _infer_svd,
-    Tensor.norm: _infer_norm,
-    **dict.fromkeys((Tensor.clamp_min, Tensor.floor, Tensor.sign), _infer_same_shape),
-    **dict.fromkeys((Tensor.lt, Tensor.gt), _infer_comparison),
-    **dict.fromkeys((Tensor.mul, Tensor.__mul__, Tensor.__rmul__), _infer_elementwise),
-    **dict.fromkeys((Tensor.add, Tensor.sub, Tensor.__sub__), _infer_elementwise),
-    **dict.fromkeys((Tensor.__and__, Tensor.__lshift__, Tensor.__rshift__), _infer_elementwise),
-}
-"""Frequent operations whose shapes the meta device computes slowly, and one (``geqrf``) that it lacks."""
 
 _READS = {"item": 1.0, "__float__": 1.0, "__int__": 1, "__index__": 1, "__bool__": False}
 """Results of reading a tensor's value."""
@@ -101,7 +49,8 @@ class _Shapes(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _READS:
             return _READS[name]
-        return _SHAPES.get(func, func)(*args, **(kwargs or {}))
+        call = _infer_geqrf if func is torch.geqrf else func  # which the meta device lacks
+        return call(*args, **(kwargs or {}))
 
 
 @contextmanager
@@ -188,7 +137,6 @@ class ShapeInference:
         return exchanges
 
     def _add_second(self, first: ClientExchange, order: Message, rank: int) -> ClientExchange:
-        """Return a round's first exchange with its second one."""
         tensors = split_extras(_simulate_training(first.jobs[-1]).tensors)[0]
         reply = self._method.build_second_reply(order, tensors, self._build_client(rank), self.state.round)
         return replace(first, second=(order, reply))
@@ -259,8 +207,6 @@ def count_traffic(
 
     Args:
         method: Method with its wrappers; its spec has one target layer, or only extras.
-        ranks: Ranks that clients have.
-        cohorts: Ranks of the clients that reply, by round.
         extras: Tensors on the meta device of the spec's extras and their buffers, by path.
     """
     shared: dict[tuple[int, ...], tuple[int, ...]] = {}

@@ -93,8 +93,6 @@ def count_layer(method: RegisteredMethod, layer: LayerSpec, rank: int) -> LayerC
 
     Args:
         method: The method, without wrappers; of its spec, only the number of clients matters.
-        layer: The target layer.
-        rank: Rank of the client.
     """
     run = ShapeInference(replace(method, spec=Spec((layer,), clients=method.spec.clients)), [rank])
     state = run.state
@@ -212,12 +210,6 @@ def plan_traffic(
     """Compute the bytes of all rounds of a run.
 
     Rounds that train the head alone are planned for a method that starts from the pretrained model.
-
-    Args:
-        config: Config of the run.
-        adapted: The model, on the meta device.
-        method: The run's method, without wrappers.
-        ranks: Ranks of the clients, in the order of their ids.
     """
     federation, wrapped, extras = config.federation, config.wrap_method(method), list_extras(config, adapted, method)
     cohorts = [

@@ -46,7 +46,6 @@ class LiveBar(ABC):
 
     Args:
         console: The console; None: standard error, in a notebook below the cell.
-        clock: Function that returns the time in seconds.
 
     Attributes:
         is_live: Whether the footer is drawn.

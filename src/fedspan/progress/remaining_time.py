@@ -72,11 +72,6 @@ class Effort:
     """Counts the total and the finished work of a run, and estimates the time left by the measured speeds.
 
     What only the first round waits for is no part of this work: the clock stands still meanwhile.
-
-    Args:
-        prepared: The prepared run.
-        done: Number of rounds that were finished before.
-        clock: Function that returns the time in seconds.
     """
 
     def __init__(self, prepared: Prepared, done: int, clock: Callable[[], float]) -> None:

@@ -19,8 +19,6 @@ from fedspan.run_folder import RunFolder
 from fedspan.tasks.metrics import METRICS
 from fedspan.training.stages import Stage, StageName
 
-__all__ = ["RunView"]
-
 _WORST = 4  # the cell with the worst client
 _SHORT = 1.0  # seconds; shorter stages before the first round are not printed
 
@@ -30,8 +28,6 @@ class RunView(ProgressBar):
 
     Args:
         out: The console; if it is not a terminal, only the lines are printed. None: standard error.
-        folder: The run's folder.
-        clock: Function that returns the time in seconds.
     """
 
     def __init__(self, out: Console | None, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -121,7 +117,6 @@ class RunView(ProgressBar):
         return widths
 
     def _format_line(self, cells: tuple[str, ...], style: str = "") -> Text:
-        """Format a line of right-aligned cells."""
         widths = self._compute_widths()
         shown = "".join(shorten(cell, width - 1).rjust(width) for cell, width in zip(cells, widths, strict=True))
         return Text(shown, style)

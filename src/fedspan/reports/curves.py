@@ -24,7 +24,6 @@ class Point:
         round: Number of the round, counted from 1; 0: the start.
         score: Score on held-out examples; without them, the mean over the clients' own test parts.
         bytes: Cumulative bytes of the training messages in both directions, as sent.
-        seconds: Cumulative wall-clock time of the rounds.
     """
 
     round: int

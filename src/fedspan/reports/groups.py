@@ -18,7 +18,6 @@ class RunGroup:
     """Runs of one configuration that differ only in the seed.
 
     Args:
-        label: Label that distinguishes the group from the others.
         runs: The runs, ordered by seed.
     """
 
@@ -68,8 +67,6 @@ class Curve:
     """A quantity by round, over a group's seeds.
 
     Args:
-        rounds: Rounds for which all runs have a value.
-        mean: Mean over the runs.
         low: Minimum over the runs.
         high: Maximum over the runs.
         bytes: Bytes of a run up to that round, mean over the runs.
@@ -111,12 +108,7 @@ def list_distinguishing_settings(runs: Sequence[RunData]) -> dict[str, tuple[Any
 
 
 def summarize_curve(group: RunGroup, values: Mapping[str, Mapping[int, float]]) -> Curve:
-    """Summarize a quantity by round over the runs of a group.
-
-    Args:
-        group: The group.
-        values: The values by name of the run, then by round.
-    """
+    """Summarize a quantity by round over the runs of a group."""
     series = [values[run.name] for run in group.runs]
     rounds = sorted(set[int].intersection(*(set(curve) for curve in series))) if series else []
     columns = [[curve[round] for curve in series] for round in rounds]
@@ -134,7 +126,6 @@ def summarize_curve(group: RunGroup, values: Mapping[str, Mapping[int, float]]) 
 
 
 def _format_label(run: RunData, differing_settings: Mapping[str, Any]) -> str:
-    """Return the method and the other distinguishing settings of a run."""
     rest = [
         f"{path.rpartition('.')[2]}={value}"
         for path, value in differing_settings.items()

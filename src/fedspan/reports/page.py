@@ -61,14 +61,7 @@ class _Page:
 
 
 def render_page(groups: Sequence[RunGroup], content: PageContent, title: str, version: str) -> str:
-    """Render the whole page as HTML.
-
-    Args:
-        groups: Groups of runs with one metric.
-        content: What the page shows beyond the groups' run data.
-        title: Title of the page.
-        version: Version of fedspan.
-    """
+    """Render the whole page as HTML."""
     sections, runs = _Page(), [run for group in groups for run in group.runs]
     metric = runs[0].metric
     percent = METRICS[metric].is_percentage

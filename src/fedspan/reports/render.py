@@ -109,7 +109,6 @@ def _list_layers(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[float]]:
 
 
 def _diagnose_groups(groups: Sequence[RunGroup]) -> Mapping[str, Diagnosis]:
-    """Diagnose one run of each group."""
     from fedspan.runs.diagnose import diagnose  # imports Transformers, which most reports do not need
 
     return {group.label: diagnose(group.runs[0].folder, pairs=0) for group in groups}

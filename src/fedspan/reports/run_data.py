@@ -29,11 +29,9 @@ class RunData:
 
     Args:
         name: The shortest name of the folder that is unique among the runs on the page.
-        folder: Folder of the run.
         config: Configuration of the run.
         report: Summary of the run; None while it is in progress, or if it was stopped.
         rows: Lines of metrics.jsonl, by round; that of a measured start has round 0.
-        totals: Totals of the ledger.
     """
 
     name: str

@@ -82,9 +82,7 @@ def _build_variant(
     lr: float | None,
 ) -> Prepared:
     """Build a baseline on the same model and data: all clients participate in every round and store their moments."""
-    settings = replace(
-        prepared.federation.training, keep_optimizer=True, logit_adjustment=0.0, head_updates="all", privacy=None
-    )
+    settings = replace(prepared.federation.training, keep_optimizer=True, logit_adjustment=0.0, privacy=None)
     if lr is not None:
         settings = replace(settings, optimizer=replace(settings.optimizer, lr=lr))
     engine = make_engine(config, prepared.engine.adapted, prepared.task, settings, shared_with=prepared.engine)
@@ -115,9 +113,7 @@ def train_baseline(prepared: Prepared, name: str, listener: Listener, folder: Pa
     Every epoch is saved, and a finished baseline is read instead of trained again.
 
     Args:
-        prepared: The run of the federation.
         name: ``local-only`` or ``centralized``.
-        listener: Listener that receives an event after every epoch.
         folder: The baseline's own folder, inside a run whose lock this process holds.
 
     Returns:

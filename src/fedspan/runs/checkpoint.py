@@ -37,11 +37,7 @@ def _get_folder(run: RunFolder, round: int) -> Path:
 
 
 def _list_rounds(run: RunFolder) -> dict[int, Path]:
-    """List the checkpoints by round, ascending; temporary folders do not match.
-
-    Raises:
-        FedspanError: If the folder of checkpoints, or one in it, is a link.
-    """
+    """List the checkpoints by round, ascending; temporary folders do not match."""
     run.require_own()
     entries = run.checkpoints.iterdir() if run.checkpoints.is_dir() else ()
     folders = {int(match[1]): entry for entry in entries if (match := _FOLDER.match(entry.name))}
@@ -69,7 +65,6 @@ def select_checkpoint(run: RunFolder, round: int | str) -> Path:
     """Find the folder of the checkpoint that a user names.
 
     Args:
-        run: The run folder.
         round: ``best`` (without one, the last), ``last``, or a number.
     """
     folders = _list_rounds(run)
@@ -106,16 +101,12 @@ def store_clients(run: RunFolder, progress: Progress) -> Progress:
 
 
 def save(run: RunFolder, checkpoint: Checkpoint) -> Path:
-    """Commit a round: write its checkpoint, and link the best one as ``best/``.
+    """Commit a round: write its checkpoint, link the best one as ``best/``, and return the checkpoint's folder.
 
     Clients' states that are not on the disk yet (``clients.state_files``) are written first.
 
     Args:
-        run: A run folder whose lock this process holds.
         checkpoint: The checkpoint, with the positions of logs that are already committed.
-
-    Returns:
-        The checkpoint's folder.
 
     Raises:
         FedspanError: If the disk is full or cannot be written; the previous checkpoint is then still the latest.
@@ -250,7 +241,6 @@ def prune(run: RunFolder, keep: int = 2) -> None:
     A run whose newest checkpoint is damaged can continue from an older one, which needs what was the best round then.
 
     Args:
-        run: A run folder whose lock this process holds.
         keep: Number of newest checkpoints to keep; at least 1.
 
     Raises:

@@ -36,14 +36,12 @@ class Checkpoint:
 
     Args:
         state: The server state; ``state.round`` names the checkpoint.
-        states: The clients' stored states, by client id.
         last_rounds: Round of the last server state that reached a client and was accepted, by client id.
         selection: The selection after this round; its best round has a checkpoint, this one or an earlier one (so a
             round that becomes the best must be saved).
         positions: Ends of the logs at this round, by file name (``metrics.jsonl``, ``ledger.jsonl``), as returned by
             their ``commit``.
         inputs: SHA-256 of the run's files that no round changes, by name (``integrity.compute_input_digests``).
-        extra: Further values that the round loop must restore.
         last_replies: Round of the last accepted reply of each client that lost what it stored since then, by client id.
         open: Orders that asynchronous rounds have sent and that have no reply yet.
     """

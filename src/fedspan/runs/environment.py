@@ -47,9 +47,6 @@ def record_environment(
     """Write environment.json, or compare it with the environment that the run was started in.
 
     Args:
-        folder: The run folder, created or resumed.
-        seed: Seed of the run.
-        command: The command line.
         threads: Number of torch's threads that the run's config asks for; None: the current number.
 
     Returns:

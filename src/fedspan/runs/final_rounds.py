@@ -30,7 +30,6 @@ class FinalScores:
 
     Args:
         scores: Scores by part, as in ``RunReport``.
-        by_client: Metrics on each client's own test part.
         by_value: Metrics on the held-out examples of each value of ``evaluation.by``.
     """
 

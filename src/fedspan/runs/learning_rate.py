@@ -37,8 +37,6 @@ class RangeTest:
     """The result of a range test.
 
     Args:
-        lr: The chosen learning rate.
-        start: Validation loss before training.
         losses: Validation loss by candidate rate; infinite where training diverged.
     """
 
@@ -56,7 +54,6 @@ def choose_rate(start: float, losses: tuple[tuple[float, float], ...]) -> float:
     """Choose the smallest rate whose loss is the lowest, to within 1 % of what the best rate gains over the start.
 
     Args:
-        start: Loss before training.
         losses: Loss by candidate rate, in ascending order of the rates.
     """
     lowest = min(loss for _, loss in losses)

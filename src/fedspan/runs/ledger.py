@@ -20,8 +20,6 @@ class TrafficCount:
     """A count of traffic.
 
     Args:
-        messages: Number of messages.
-        bytes: Size of the messages as sent.
         payload: Size of the tensor data in the messages, in bytes.
     """
 
@@ -115,9 +113,6 @@ def read_totals(path: Path) -> Totals:
 class Ledger:
     """Records every message of a run as it is sent.
 
-    Args:
-        path: The path of ledger.jsonl; its existing entries are counted first.
-
     Raises:
         FedspanError: If the file is damaged or cannot be opened.
     """
@@ -132,12 +127,9 @@ class Ledger:
         """Record a message.
 
         Args:
-            round: The round that the message belongs to.
-            client: The client's id.
             direction: ``down`` or ``up``.
             size: Bytes as serialized (``len(serialization.encode(message))``).
             payload: Bytes of tensor data (``serialization.compute_payload_size(message)``).
-            purpose: Purpose of the message.
         """
         row: dict[str, object] = {"round": round, "client": client, "direction": direction}
         self._lines.append({**row, "bytes": size, "payload": payload, "purpose": purpose})

@@ -79,8 +79,6 @@ def convert_card(text: str, settings: TaskSettings, plain: str | None = None) ->
     """Turn an adapter's card into that of the model that the adapter was merged into.
 
     Args:
-        text: Text of the adapter's card.
-        settings: Settings of the model's task.
         plain: Name of the class of a module that is no Transformers model; None: it is one.
     """
     use = _use(settings, "", False) if plain is None else _describe_plain_use(plain, False)
@@ -164,7 +162,6 @@ def _describe_privacy(report: RunReport) -> dict[str, str]:
 
 
 def _format_results(prepared: Prepared, report: RunReport) -> list[EvalResult]:
-    """Return the held-out scores in the hub's format."""
     scores, name = report.scores.get("test"), prepared.config.data.dataset
     if not isinstance(scores, Mapping):
         return []

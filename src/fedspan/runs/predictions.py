@@ -40,7 +40,6 @@ class Items:
     Args:
         targets: The true classes, (items,).
         predicted: The predicted classes of each model, (models, items); the score is the mean over the models.
-        labels: Names of the classes.
         examples: SHA-256 of the examples and their true classes: equal classes alone may be those of other examples.
     """
 

@@ -69,10 +69,8 @@ class Budget:
     and other noise; then both count.
 
     Args:
-        config: Config of the run.
         kept: Result of ``dump``, for a resumed run.
         path: File of what unfinished rounds have cost; None: nothing is stored.
-        finished: Number of finished rounds.
 
     Raises:
         FedspanError: If Opacus is not installed, or the file is damaged.

@@ -28,7 +28,7 @@ import numpy as np
 
 from fedspan.config import RunConfig
 from fedspan.federation.evaluation import ClientScores
-from fedspan.federation.trimmed_scores import DECIDING, compute_trimmed_means, count_trimmed_clients
+from fedspan.federation.plausibility import DECIDING, compute_trimmed_means, count_trimmed_clients
 from fedspan.tasks.metrics import compute_score
 
 _WORST = -1e308
@@ -58,24 +58,14 @@ class Best(NamedTuple):
 
 
 class ClientLoss(NamedTuple):
-    """A client's validation loss.
-
-    Args:
-        loss: Mean loss of its validation examples.
-        examples: Number of these examples, as far as they count.
-    """
+    """A client's validation loss."""
 
     loss: float
     examples: float
 
 
 class Gain(NamedTuple):
-    """What a round's validation loss gains on the start.
-
-    Args:
-        mean: Mean over examples of what the loss fell.
-        standard_error: Standard error of that mean.
-    """
+    """What a round's validation loss gains on the start."""
 
     mean: float
     standard_error: float
@@ -93,7 +83,6 @@ class Selection:
         start: Validation losses of the start by client, where rounds are compared with them.
         measured: Whether any round has validation scores that select. Until then the last round is the best; afterwards
             rounds without scores, because no client replied, do not count.
-        reported: The last metrics of each client that reports its own.
     """
 
     best: Best | None = None

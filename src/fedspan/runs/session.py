@@ -17,8 +17,8 @@ from fedspan.assembly.run import Prepared
 from fedspan.diagnostics.measures import DiagnosticsRecorder
 from fedspan.federation.evaluation import ClientScores
 from fedspan.federation.head_start import start_head
+from fedspan.federation.plausibility import describe_few_reports
 from fedspan.federation.progress import Progress, RoundResult, TooFewReplies, Transfer
-from fedspan.federation.trimmed_scores import describe_few_reports
 from fedspan.logs import JsonLines
 from fedspan.progress.listener import Listener
 from fedspan.run_folder import RunFolder

@@ -80,9 +80,6 @@ def run(
         config: Config of a new run; with ``resume``, one that extends the run (``extension.extend``), or None for that
             in the folder.
         folder: An empty or missing folder for a new run; a run folder for ``resume``.
-        resume: Whether to continue after the last committed round.
-        listener: Listener that receives the events of the run.
-        command: The command line, for environment.json.
         host: Connects the run to remote clients; None: the clients are simulated in this process.
         build: Builds the run from the config, the partition that the run was started with, if any, the
             secret key of its noise, if any, and the stages that it reports to.
@@ -187,9 +184,8 @@ def _prepare_locally(run_folder: RunFolder, prepared: Prepared) -> Prepared:
     if prepared.partition is not None and not run_folder.partition.exists():
         with convert_disk_errors(run_folder.path):
             write_atomic(run_folder.partition, (prepared.partition.to_json() + "\n").encode())
-    settings = prepared.federation.settings.buffered
-    if settings is not None and settings.arrivals is not None:
-        _require_same_arrivals(run_folder, settings.arrivals)
+    if (arrivals := prepared.federation.settings.arrivals) is not None:
+        _require_same_arrivals(run_folder, arrivals)
     config = prepared.config
     if config.training.lr != "auto":
         return prepared

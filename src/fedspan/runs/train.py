@@ -185,7 +185,6 @@ def _open_listener(
 
 
 def _set_task(config: RunConfig | dict[str, Any], task: TaskDefinition | str) -> dict[str, Any]:
-    """Return the values of a config with a task that was passed from Python."""
     values = config.model_dump(mode="json", exclude_unset=True) if isinstance(config, RunConfig) else dict(config)
     if not isinstance(task, str):
         register_task(task)
@@ -197,7 +196,6 @@ def _set_task(config: RunConfig | dict[str, Any], task: TaskDefinition | str) ->
 
 
 def _require_shared_task(config: RunConfig) -> None:
-    """Check that the processes of a run know its task."""
     if config.cluster is not None and not is_installed(config.task):
         problem = f"it trains in other processes, in which the task {config.task} is not registered"
         expected = "no cluster, or a task of an installed package (an entry point in fedspan.tasks)"
@@ -346,12 +344,7 @@ def _resume(
 
 
 def _open_host(config: RunConfig) -> start.HostRun | None:
-    """Return the host that connects a run to its clients; None: they are simulated in this process.
-
-    Raises:
-        FedspanError: If the config selects nodes of a deployment, its asynchronous rounds have neither speeds nor a
-            record, or its engine is not installed.
-    """
+    """Return the host that connects a run to its clients; None: they are simulated in this process."""
     config.require_simulated()
     if config.cluster is not None:
         require_ray()
@@ -362,11 +355,7 @@ def _open_host(config: RunConfig) -> start.HostRun | None:
 def _simulate_on_cluster(
     run_folder: RunFolder, prepared: Prepared, run_rounds: Callable[[Prepared], RunReport]
 ) -> RunReport:
-    """Run a federation with its clients on the workers of a cluster (``start.HostRun``).
-
-    Raises:
-        FedspanError: If there is no cluster or a worker does not start; also any error that ``run_rounds`` raises.
-    """
+    """Run a federation with its clients on the workers of a cluster (``start.HostRun``)."""
     from fedspan.transports.ray.team import open_team
 
     with open_team(get_resources(prepared.config)) as team:

@@ -35,7 +35,6 @@ def count_failures(
     Args:
         rows: Lines of metrics.jsonl; entries that are not failures as a run writes them are ignored.
         last: The round that was evaluated and exported at the end of the run.
-        more: Failures of that evaluation and export.
 
     Returns:
         By client id, ``count``, and the ``round`` and ``reason`` of its last failure.
@@ -74,9 +73,6 @@ def find_divergence(
     validation or, without them, of the held-out set or of the clients' test parts.
 
     Args:
-        rows: Lines of metrics.jsonl.
-        metric: The metric that compares rounds.
-        lr: Peak learning rate of the run, for the advice.
         guess: Loss of a model that guesses (``compute_guess_loss``); None: unknown.
         start: Scores of the untrained model, where no row has them: ``validation``, ``test`` or ``clients``.
 

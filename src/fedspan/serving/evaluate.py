@@ -32,8 +32,6 @@ from fedspan.tasks.settings import TaskSettings
 if TYPE_CHECKING:
     import datasets
 
-__all__ = ["build_file_config", "evaluate"]
-
 
 def evaluate(
     folder: str | Path,
@@ -168,7 +166,6 @@ def build_file_config(data: str | Path, task_settings: TaskSettings, columns: Ma
 
 
 def _load_examples(data: Any) -> Source:
-    """Return examples in memory: the test split, if there is one."""
     sources = read_objects(data, 0).sources
     return sources.get("test", sources["train"])
 

@@ -166,7 +166,6 @@ def _copy_state_dict(source: Path, out: Path) -> None:
 
 
 def _get_kind(notes: Mapping[str, Any]) -> str:
-    """Return the name of a plain module's class."""
     return str(notes["base_model"]).removeprefix(FROM_PYTHON)
 
 

@@ -32,8 +32,6 @@ from fedspan.serving.load import find_adapter_folder
 from fedspan.tasks.registry import get_task
 from fedspan.tasks.settings import TaskSettings
 
-__all__ = ["Inputs", "read_inputs", "require_new_table", "write_predictions"]
-
 _LINES = (".txt", ".txt.gz")
 """Ends of the names of files with one text a line, unless the user names their columns."""
 _TABLES = (".csv", ".tsv", ".jsonl")
@@ -64,7 +62,6 @@ def read_inputs(
     """Collect the inputs of a model.
 
     Args:
-        folder: A run folder or an exported model.
         client: The client whose model is used, if every client has its own.
         texts: Texts, paths of images, or pairs of texts that are separated by a tab.
         file: File with more of them, one a line, or a table in any format that ``data.train`` accepts; ``-``: standard
@@ -196,7 +193,6 @@ def write_predictions(
 
     Args:
         path: A file that ``require_new_table`` accepts.
-        rows: Columns of each input.
         predictions: Columns of each prediction; one that an input has already is called ``predicted_...``.
         cells: The same as texts, for csv and tsv, in which texts that a spreadsheet would run begin with an apostrophe.
     """

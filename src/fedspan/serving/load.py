@@ -246,7 +246,6 @@ def load_served(
 def _load_base(
     notes: dict[str, Any], task_settings: TaskSettings, revision: str | None, device: torch.device, *, quantized: bool
 ) -> Loaded:
-    """Load the pretrained model of an adapter by its name."""
     from fedspan.models.loading import load_pretrained
 
     return load_pretrained(
@@ -286,7 +285,6 @@ def _copy_attributes(model: PeftModel) -> PeftModel:
 
 
 def _load_output_layer(model: PooledClassifier, adapter_path: Path) -> None:
-    """Load the output layer beside an exported encoder or adapter."""
     try:
         head = read_output_layer(adapter_path)
         if head is None:

@@ -88,11 +88,9 @@ class CausalLM(VocabularyTask):
 
     Args:
         max_length: Maximal number of tokens of prompt and answer together; the prompt is cut first.
-        chat: Whether prompts are written with the model's chat template.
         refuse_long: Whether an answer that does not fit is refused instead of cut at its end.
         packing: Whether a batch's examples are put end to end into one row, with their own positions and attention: no
             padding, the same loss.
-        generation: Options for generating the answers of predictions with generated text.
     """
 
     def __init__(
@@ -142,12 +140,7 @@ class CausalLM(VocabularyTask):
         )
 
     def _encode_rows(self, rows: datasets.Dataset, first: int) -> tuple[Ragged, np.ndarray, list[str], int, int]:
-        """Encode rows; return ids, starts, answers, and the numbers of truncated prompts and answers.
-
-        Args:
-            rows: The rows.
-            first: Number of the first row in its data set, for errors.
-        """
+        """Encode rows; return ids, starts, answers, and the numbers of truncated prompts and answers."""
         prompts = [Prompt.from_row(row) for row in rows]  # pyright: ignore[reportArgumentType]
         texts = [(prompt.text, prompt.answer) for prompt in prompts]
         if self.chat:

@@ -128,11 +128,7 @@ class EncodedImages:
 
 
 class ImageClassification(SingleLabelClassification):
-    """Prediction of one label for an image, with any Hugging Face image classifier.
-
-    Args:
-        advice: Sentence on images that cannot be decoded, for errors.
-    """
+    """Prediction of one label for an image, with any Hugging Face image classifier."""
 
     def __init__(self, processor: Any, labels: Sequence[str], metric: str = "accuracy", advice: str = "") -> None:
         super().__init__(labels, metric)
@@ -226,9 +222,6 @@ class AugmentedImageClassification(ImageClassification):
     """Image classification that trains on randomly changed images; evaluation sees the images as they are.
 
     The draw depends on seed, round, client, batch and image only.
-
-    Args:
-        advice: Sentence on images that cannot be decoded, for errors.
     """
 
     def __init__(
@@ -256,9 +249,6 @@ class AugmentedImageClassification(ImageClassification):
         """Collate changed images, as ``collate`` does the images themselves.
 
         Args:
-            examples: The images.
-            indices: The batch's images.
-            device: Device of the batch.
             keys: Key of each image's draw: the seed of the run, followed by round, client, phase and batch.
         """
         generators = create_example_generators("changed images", indices, keys)
@@ -267,7 +257,6 @@ class AugmentedImageClassification(ImageClassification):
 
 
 def _split(images: Iterable[PIL.Image.Image]) -> Generator[list[PIL.Image.Image]]:
-    """Split images into chunks that fit into memory."""
     chunk, pixels = list["PIL.Image.Image"](), 0
     for image in images:
         size = image.width * image.height

@@ -74,7 +74,6 @@ def select_inputs(batch: Mapping[str, Tensor], *others: str) -> dict[str, Tensor
     """Return the entries of a batch that a model takes: all but labels and the entries of the loss.
 
     Args:
-        batch: The batch.
         *others: Keys of further entries that the model does not take.
     """
     left_out = {"labels", SMOOTHING, CLASS_WEIGHTS, OFFSETS, *others}
@@ -92,7 +91,6 @@ def compute_cross_entropies(
     Args:
         logits_SK: Logits of the targets, in float32 or better.
         targets_S: Class of each target.
-        batch: The batch.
         rows_S: Example of each target in the batch; None: a target for each example, in order.
 
     Returns:
@@ -127,7 +125,6 @@ def average_cross_entropy_by_client(
     Args:
         logits_SK: Logits of the targets, in float32 or better.
         targets_S: Class of each target.
-        batch: The batch.
         mask_CB: 1 where an example belongs to a client, else 0.
         rows_S: Example of each target in the batch; None: a target for each example, in order.
     """
@@ -193,11 +190,9 @@ def bound_loss(
     Each example counts alike, however many tokens it has. Without losses of single examples there is no such loss.
 
     Args:
-        task: The task.
         metrics: The task's metrics over the examples.
         predictions: Predictions of the examples; None: there are none, as with a trainer of a user's own.
         examples: The data set that the indices point into.
-        indices: The examples.
     """
     others = {name: value for name, value in metrics.items() if name != "loss"}
     if predictions is None or not isinstance(task, BoundsExamples) or "loss" not in metrics:

@@ -112,9 +112,6 @@ class MaskedLanguageModel(TextTask, VocabularyTask):
         """Collate texts with the masks of training.
 
         Args:
-            examples: The texts.
-            indices: The batch's texts.
-            device: Device of the batch.
             keys: Key of each text's draw: the seed of the run, followed by round, client, phase and batch.
         """
         generators = create_example_generators("masked tokens", indices, keys)
@@ -222,7 +219,6 @@ def _build(tokenizer: PreTrainedTokenizerBase, settings: TaskSettings, data: Dat
 
 
 def _preprocess(settings: TaskSettings, inputs: Sequence[Any]) -> datasets.Dataset:
-    """Convert texts with masks to rows."""
     import datasets
 
     refuse_pairs(inputs, "texts with masks")

@@ -129,7 +129,6 @@ class MultiLabelClassification(TextTask):
         """Compute how many of a client's examples lack each label for one that has it, (K,) float32; 1 if none has it.
 
         Args:
-            examples: The data set.
             indices: The client's examples, (examples,).
         """
         counts_K = self.encode_labels(examples, indices.tolist()).sum(0)

@@ -275,7 +275,6 @@ def _count_equal_answers(examples: EncodedPreferences) -> int:
 
 
 def _select(batch: Mapping[str, Tensor], role: str) -> dict[str, Tensor]:
-    """Return the part of a batch that belongs to a role."""
     prefix = f"{role}."
     return {key.removeprefix(prefix): value for key, value in batch.items() if key.startswith(prefix)}
 
@@ -295,7 +294,6 @@ def _build(tokenizer: PreTrainedTokenizerBase, settings: TaskSettings, data: Dat
 
 
 def _present(task: PreferenceTuning, inputs: Sequence[Any], predictions: Tensor) -> list[Any]:
-    """Return the generated answer to each prompt."""
     return cast("list[Any]", task.language.decode_predictions(predictions))
 
 

@@ -39,8 +39,6 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, system: str 
     """Render prompt and answer with the model's chat template.
 
     Args:
-        tokenizer: Tokenizer with a chat template.
-        prompt: The example.
         system: Message that opens the conversation, or None.
 
     Raises:
@@ -86,7 +84,6 @@ def truncate(prompt: list[int], answer: list[int], length: int, keep_first: bool
 
     Args:
         prompt: Ids of the prompt, at least one.
-        answer: Ids of the answer.
         length: Maximal number of ids, at least 2.
         keep_first: Whether the prompt's first id (a model's beginning-of-text token) is never cut.
     """

@@ -294,15 +294,8 @@ def _set_languages(
 ) -> tuple[PreTrainedTokenizerBase, dict[str, int | None] | None]:
     """Return a tokenizer that marks texts with their languages, and how generated texts get the targets' language.
 
-    Args:
-        tokenizer: The model's tokenizer; it is not changed.
-        options: The task's options.
-
     Returns:
         The tokenizer, and settings of the generation; those are None without languages.
-
-    Raises:
-        FedspanError: If the tokenizer marks languages and the options name none, or the reverse, or one is unknown.
     """
     has_languages = hasattr(tokenizer, "src_lang") and hasattr(tokenizer, "tgt_lang")
     if options.source_language is None or options.target_language is None:
@@ -333,11 +326,7 @@ def _set_languages(
 
 
 def _shift_right(model: Any, labels_BT: Tensor) -> Tensor:
-    """Return the decoder's input for labels, (B, T), by the model's own rule, or else as M2M100's forward does it.
-
-    Raises:
-        FedspanError: If the model has no decoder beside an encoder, or does not say which token starts it.
-    """
+    """Return the decoder's input for labels, (B, T), by the model's own rule, or else as M2M100's forward does it."""
     if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise FedspanError("model.name", type(model).__name__, "a model of AutoModelForSeq2SeqLM")
     start = getattr(model.config, "decoder_start_token_id", None)
@@ -399,7 +388,6 @@ def _has_texts(sample: datasets.Dataset, column: str) -> bool:
 
 
 def _preprocess(settings: TaskSettings, inputs: Sequence[Any]) -> datasets.Dataset:
-    """Convert sources to rows, whose targets are blank."""
     import datasets
 
     refuse_pairs(inputs, "texts")

@@ -187,11 +187,7 @@ class TextEmbedding:
         return self._compute_losses(vectors, batch.get(_SCORES), mask_CB.to(vectors[0]))
 
     def _compute_losses(self, vectors: Sequence[Tensor], scores_B: Tensor | None, mask_CB: Tensor) -> Tensor:
-        """Compute the losses from vectors, (B, H) for each role.
-
-        Raises:
-            FedspanError: If the loss needs scores, and there are none.
-        """
+        """Compute the losses from vectors, (B, H) for each role."""
         options, loss = self.options, self._choose_loss(scores_B is not None)
         if loss == "multiple-negatives":
             return compute_multiple_negatives(vectors[0], vectors[1:], mask_CB, options.scale)
@@ -277,10 +273,6 @@ def measure_retrieval(
         positives_NH: Vectors of the positives.
         anchor_ids: Number of each anchor's text, (N,); equal texts have equal numbers.
         positive_ids: Number of each positive's text, (N,).
-        k: Number of documents.
-
-    Returns:
-        Recall and nDCG.
     """
     _, first_Q, queries_N = np.unique(anchor_ids, return_index=True, return_inverse=True)
     _, first_D, documents_N = np.unique(positive_ids, return_index=True, return_inverse=True)
@@ -362,7 +354,6 @@ def _infer_columns(sample: datasets.Dataset, options: Mapping[str, str | None]) 
 
 
 def _preprocess(settings: TaskSettings, inputs: Sequence[Any]) -> datasets.Dataset:
-    """Convert texts, or pairs of texts, to rows."""
     import datasets
 
     pairs = [text for text in inputs if isinstance(text, tuple)]

@@ -64,8 +64,6 @@ def is_exact_match(prediction: str, reference: str, pattern: str | None = None) 
     """Check whether two answers are equal: as numbers if both are (1,000 is 1000.0), else as texts without whitespace.
 
     Args:
-        prediction: The generated answer.
-        reference: The true answer.
         pattern: Regex of the part that is compared: the first group of its first match, or the whole match without
             groups; None: the whole texts. Answers without a match are not equal.
     """

@@ -73,7 +73,6 @@ class TokenClassification(TokenTask):
     """Prediction of a tag for each word, with any Hugging Face token classifier.
 
     Args:
-        tokenizer: The model's tokenizer, one of Hugging Face's fast ones.
         labels: Tags by index, in IOB2.
         max_length: Maximum number of pieces of a sentence; words beyond it are cut, and predicted as outside.
     """
@@ -255,7 +254,6 @@ def _read(reader: ColumnReader, config: DataConfig) -> ReadColumns:
 
 
 def _find_valid_rows(source: Source, config: DataConfig, limit: int | None) -> list[bool]:
-    """Find the sentences with one valid tag for each word."""
     dataset = source.dataset
     words, tags = config.roles.get("tokens", "tokens"), _get_tag_column(config)
     if words not in dataset.column_names or tags not in dataset.column_names:
@@ -285,9 +283,6 @@ def _prepare_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenize
 
     RoBERTa's and GPT-2's tokenizers encode the space before a word with the word; without ``add_prefix_space`` they
     encode a sentence's words as if there were no spaces between them.
-
-    Raises:
-        FedspanError: If the tokenizer glues words for another reason.
     """
     from tokenizers.pre_tokenizers import ByteLevel
 

@@ -160,10 +160,7 @@ def calibrate_noise(rate: float, count: int, epsilon: float, delta: float, accou
 
     Args:
         rate: Probability that a unit participates in one release.
-        count: Number of releases.
-        epsilon: The target.
         delta: Delta of the guarantee.
-        accounting: The accountant.
     """
     require_opacus()
 

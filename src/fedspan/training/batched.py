@@ -49,9 +49,6 @@ class BatchedEngine:
         request: The number of clients at once, as far as it is not measured.
         prefix: Storage of the hidden states that leave the model's frozen prefix, or the caches of another engine on
             this model and task; None: they are computed every time.
-        padding_free: Train without padding where the model can.
-        compiled: Compile the model's blocks for passes that clients share; batches are padded then.
-        stages: Reports the progress of long work; None: it is not reported.
         rounds: Planned number of rounds, which bounds what is spent on measuring; None: it is unknown.
     """
 
@@ -64,7 +61,6 @@ class BatchedEngine:
         request: StackingRequest | None = None,
         prefix: PrefixSettings | PrefixCaches | None = None,
         padding_free: bool = True,
-        compiled: bool = False,
         stages: Stages | None = None,
         rounds: int | None = None,
     ) -> None:
@@ -78,11 +74,10 @@ class BatchedEngine:
         """The stacking plan; known from the first round on, or set beforehand."""
         self.measuring = MeasuringTime()
         """The time that is left for measuring stacking plans, which the engines of a run share."""
-        self.compiled = compiled
         self.refusal_elsewhere: str | None = None
         """``refusal`` of an engine in another process that trains this one's clients; None: there is none."""
-        loop = LoopEngine(adapted, task, settings, seed, prefix, padding_free and not compiled, self.stages)
-        self._workers = [Worker(loop, compiled)]
+        loop = LoopEngine(adapted, task, settings, seed, prefix, padding_free, self.stages)
+        self._workers = [Worker(loop)]
         self._predicts_alone = False  # models could not share a pass
 
     def train_all(self, examples: Examples, sizes: Mapping[str, int], open_job: OpenJob, finish_job: FinishJob) -> None:
@@ -120,9 +115,6 @@ class BatchedEngine:
         """Choose the stacking plan, if it is not known yet.
 
         Args:
-            assignments: The first jobs of a round.
-            clients: Number of clients in a round.
-            examples: The data set that the jobs' indices point into.
             rounds: Number of such rounds that are planned; None: those of the engine.
         """
         if self.stacking is None:
@@ -267,11 +259,7 @@ class BatchedEngine:
         indices: np.ndarray,
         batch_size: int,
     ) -> dict[int, Tensor]:
-        """Predict the same examples with the stacks of a window (``_predict_stacks``).
-
-        Returns:
-            Predictions by position in the window; none if some stack cannot share a pass.
-        """
+        """Predict the same examples with the stacks of a window (``_predict_stacks``)."""
         if not stacks or not len(indices):
             return {}
         self.prepare(examples, [indices])  # all at once, as for a model that predicts alone
@@ -293,11 +281,7 @@ class BatchedEngine:
     def _predict_passes(
         self, passes: Sequence[Sequence[ModelInputs]], count: int, examples: Examples
     ) -> dict[int, list[Tensor]]:
-        """Run passes of several models each in up to ``count`` threads; a refused one ends the passes of its thread.
-
-        Returns:
-            The predictions of each model, by number of the pass.
-        """
+        """Run passes of several models each in up to ``count`` threads; a refused one ends the passes of its thread."""
         workers = self._get_workers(min(count, len(passes)))
         outputs: dict[int, list[Tensor]] = {}
 
@@ -331,7 +315,7 @@ class BatchedEngine:
             loop.padding = self._workers[0].loop.padding.create_replica(loop.adapted)
             loop.prefixes = self._workers[0].loop.prefixes.create_replica(loop.adapted, loop.padding)
             loop.features = self._workers[0].loop.features
-            self._workers.append(Worker(loop, self.compiled))
+            self._workers.append(Worker(loop))
         workers = self._workers[: max(1, count)]
         for worker in workers[1:]:
             worker.adapted.share_base(self.adapted)

@@ -162,7 +162,6 @@ class Padding:
         """Run a batch's forward passes within this context without padding, if that pays.
 
         Args:
-            batch: The batch, padded on the right.
             lengths: Number of tokens of each of its examples, (B,); from the data set, since reading the batch's own
                 mask would make the host wait for the device.
             clients: Number of clients whose examples are stacked in the batch, equally many of each.
@@ -269,7 +268,6 @@ def stack_models(window: Sequence[ModelInputs], models_per_pass: int, batch_size
     """Decide which models share a pass, as positions in ``window``; those with the most examples come first.
 
     Args:
-        window: The models.
         models_per_pass: Largest number of models in a pass.
         batch_size: Largest number of rows in a pass of several models; each has as many as the one with the most.
     """
@@ -299,7 +297,6 @@ def stack_on_shared_examples(window: Sequence[Job], models_per_pass: int, batch_
     """Decide which models share passes over the same examples, as positions in ``window``.
 
     Args:
-        window: The models.
         models_per_pass: Largest number of models in a pass.
         batch_size: Largest number of rows in a pass; each model has at least one.
     """

@@ -233,13 +233,7 @@ _LENGTH_RATIO = 1.2
 
 
 def select_group(slots: Sequence[ClientSlot], clients_per_pass: int, padded: bool = True) -> list[ClientSlot]:
-    """Select the clients of the next pass: the one with the most batches left, and those with the most similar batches.
-
-    Args:
-        slots: Open client slots.
-        clients_per_pass: Number of clients in a pass.
-        padded: Whether batches of different lengths would be padded to the longest.
-    """
+    """Select the clients of the next pass: the one with the most batches left, and those with the most similar ones."""
     leader = max(slots, key=lambda slot: slot.batches_left)
     candidates = [slot for slot in slots if slot.kind == leader.kind]
     if leader.assignment.job.buffers:  # norm layers that use statistics of their batch
@@ -262,13 +256,7 @@ def stack_frozen(group: Sequence[ClientSlot]) -> dict[str, Tensor]:
 
 
 def perturb(tensors: Mapping[str, Tensor], names: Iterable[str], key: str) -> dict[str, Tensor]:
-    """Copy a client's tensors with the trainable ones slightly moved: where B is 0, all outputs would be equal.
-
-    Args:
-        tensors: The tensors.
-        names: Names of the trainable ones.
-        key: Key of the random draw, which differs between clients.
-    """
+    """Copy a client's tensors with the trainable ones slightly moved: where B is 0, all outputs would be equal."""
     rng = create_generator(0, "verify", key)
     tensors = {name: value.clone() for name, value in tensors.items()}
     for name in names:

@@ -97,11 +97,7 @@ class _Step:
 
 
 class PrivateTraining:
-    """Trains jobs with DP-SGD, one at a time.
-
-    Args:
-        trainer: The model and what training on it takes.
-    """
+    """Trains jobs with DP-SGD, one at a time."""
 
     def __init__(self, trainer: TrainingServices, privacy: Privacy) -> None:
         self.trainer, self.privacy = trainer, privacy
@@ -264,11 +260,7 @@ class PrivateTraining:
 
 
 def _require_private(job: Job, task: Task) -> None:
-    """Refuse a job that would release more than the noisy sums.
-
-    Raises:
-        FedspanError: If the job is refused, with the reason.
-    """
+    """Refuse a job that would release more than the noisy sums."""
     reasons = {
         "it asks for raw gradients": job.want_gradient or job.steps == 0,
         "its projectors are made of raw gradients": job.refresh is not None,

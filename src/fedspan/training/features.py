@@ -42,7 +42,6 @@ class FeatureStore:
         """Store the features of some examples, unless all of them are stored.
 
         Args:
-            examples: The data set.
             indices: The examples, (examples,).
             compute: Computes their features, (examples, D).
         """

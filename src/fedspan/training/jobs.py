@@ -21,17 +21,12 @@ from fedspan.training.accounting import Accounting
 
 @dataclass(frozen=True)
 class Privacy:
-    """Differential privacy of the released updates."""
+    """Differential privacy of the released updates; the first fields are those of the config section ``privacy``."""
 
     mechanism: Literal["central", "local", "dp-sgd"]
-    """``central``: the server clips clients' changes and adds noise to their sum. ``local``: every client clips its
-    change and adds noise to it. ``dp-sgd``: every client clips each example's gradient and adds noise to their sum."""
     clip: float
-    """Bound on the L2 norm of a change, or of an example's gradient."""
     noise: float | None = None
-    """Standard deviation over ``clip``; None: the smallest that ``epsilon`` allows for ``rounds``."""
     epsilon: float | None = None
-    """The privacy budget; None: unlimited."""
     delta: float = 1e-5
     accounting: Accounting = "rdp"
     rounds: int = 1
@@ -43,27 +38,22 @@ class Privacy:
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """Settings of local training."""
+    """Settings of local training: those of the config section ``training``, if they have no description here."""
 
     optimizer: OptimizerSpec
     """Algorithm and hyperparameters; ``lr`` is the peak of the schedule."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Schedule of the learning rate across rounds (constant within one)."""
     warmup_rounds: int = 0
-    """Rounds of linear warm-up before the schedule starts."""
     min_lr: float = 0.0
-    """Lowest learning rate of a schedule."""
     cycle_rounds: int | None = None
     """Rounds after which a schedule restarts (SGDR, arXiv:1608.03983); None: it falls once."""
     batch_size: int = 16
-    """Number of examples in one forward and backward pass."""
     accumulate: int = 1
     """Number of passes in one optimizer step."""
     epochs: int = 1
     """Local epochs a round, unless ``steps`` is given."""
     steps: int | None = None
     max_grad_norm: float = 1.0
-    """Clipping norm of the client's whole gradient (0: none)."""
     keep_optimizer: bool = False
     """Whether a client's moments persist between its rounds, unless its tensors were re-initialized."""
     dropout: float = 0.0
@@ -71,16 +61,9 @@ class TrainingSettings:
     group_by_length: bool = True
     """Use batches of similar length, drawn from windows of a few shuffled batches."""
     logit_adjustment: float = 0.0
-    """Factor on the logarithms of a client's class shares, which are added to the logits in local training
-    (``tasks.single_label.compute_class_offsets``); 0: none are."""
     label_smoothing: float = 0.0
-    """Share of a target that is spread over all classes, or the vocabulary, in training."""
     class_weights: Literal["none", "balanced"] | tuple[tuple[str, float], ...] = "none"
-    """Weights of classes in training: ``none``, ``balanced`` (by the counts of the client's own examples), or pairs of
-    a label and its weight; other labels have weight 1."""
-    head_updates: Literal["all", "own-classes"] = "all"
-    """Rows of a classifier's output layer that a client trains: ``all``, or ``own-classes``, those of the classes of
-    its training examples."""
+    """As in the config, where weights are pairs of a label and its weight."""
     privacy: Privacy | None = None
     """Privacy settings of the run; with ``dp-sgd``, batches are Poisson samples of ``batch_size * accumulate`` examples
     on average, and ``max_grad_norm`` has no effect."""
@@ -89,7 +72,6 @@ class TrainingSettings:
         """Return how many examples a client trains on in a round, counting repeated uses.
 
         Args:
-            count: Number of its examples.
             added_epochs: Epochs that the method adds (the sum of ``Method.list_added_epochs``).
         """
         if self.steps is None:
@@ -207,9 +189,6 @@ def convert_out_of_memory(
     """Raise an error that names a setting if a device's memory does not suffice within this context.
 
     Args:
-        device: The device.
-        field: The setting that determines the size of a pass.
-        value: Its value.
         content: What a pass holds, after the value ("clients in a pass").
         remedy: What would need less memory, after "a smaller number".
     """

@@ -55,7 +55,6 @@ class LoopEngine(TrainingServices):
         settings, adapted = self.settings, self.adapted
         if self.private is not None:
             return self.private.train(assignment, examples)
-        assignment = self.restrict_head(assignment, examples)
         job, indices = assignment.job, assignment.indices
         self.prepare_job(job, examples, indices)
         adapted.train_mode(job.buffers)

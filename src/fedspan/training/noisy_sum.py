@@ -43,11 +43,7 @@ def _sum_of(parameter: Tensor) -> Tensor:
 
 
 class NoisySum:
-    """Clips, sums, and adds noise, step by step.
-
-    Args:
-        assignment: The assignment that the gradients belong to.
-    """
+    """Clips, sums, and adds noise, step by step."""
 
     def __init__(self, privacy: Privacy, assignment: Assignment, tensors: Mapping[str, Tensor]) -> None:
         self._assignment, self._names = assignment, tuple(tensors)
@@ -73,7 +69,6 @@ class NoisySum:
 
         Args:
             step: The step's number in the job, from 0.
-            expected: Average number of examples of a step.
         """
         assignment = self._assignment
         self._optimizer.label = ("dp-sgd", assignment.round, assignment.client, assignment.job.phase, step)

@@ -33,7 +33,6 @@ class LocalOptimizer:
     """One client's optimizer for one job.
 
     Args:
-        groups: Learning-rate multipliers and weight decay of the trainable tensors.
         tensors: Live tensors by name; the trainable ones are updated in place.
         state: Initial moments; names that do not train are carried through unchanged.
         masks: 0/1 tensors; masked entries neither move nor accumulate moments.
@@ -293,7 +292,6 @@ def step_rows(
 
     Args:
         spec: Algorithm; the layout's segments hold its learning rate and weight decay.
-        layout: Layout of the rows.
         values: Trainable values (C, P), updated in place.
         gradients: Gradients (C, P); not changed.
         moments: Moments by kind, (C, P) each, updated in place.
@@ -349,7 +347,6 @@ def run_fused_step(
 
     Args:
         spec: Algorithm; the segments hold its learning rate and weight decay.
-        layout: Layout of the rows.
         values: Trainable values (P,) of each client, updated in place.
         gradients: Gradients (C, P); not changed.
         moments: Moments by kind, (P,) of each client, updated in place.

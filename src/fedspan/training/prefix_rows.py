@@ -31,7 +31,6 @@ class PrefixRows:
 
     Args:
         values: Hidden states, (rows, D); the cache decides which rows belong to an example.
-        examples: Number of examples, N.
     """
 
     def __init__(self, values: Tensor, examples: int, mapped: bool) -> None:
@@ -48,10 +47,7 @@ class PrefixRows:
 
         Args:
             shape: Shape of all hidden states, (rows, D).
-            dtype: Data type of the hidden states.
-            examples: Number of examples, N.
             budget: Memory in bytes.
-            file: The file for hidden states that exceed the budget.
 
         Raises:
             NoPrefix: If there is neither memory nor a file for them.

@@ -52,12 +52,8 @@ def fill_reference(
     """Compute the reference of some examples, in batches of similar length.
 
     Args:
-        task: A task with a reference.
-        model: The reference model, in evaluation mode.
         examples: The data set; its ``reference`` is filled.
         indices: The examples, (examples,).
-        device: Device of the model.
-        batch_size: Number of examples of a pass.
         on_done: Called with the number of examples of every batch that is done.
     """
     values: np.ndarray = cast(Any, examples).reference
@@ -77,7 +73,6 @@ def copy_reference(task: Task, examples: Examples) -> Examples:
 
     Args:
         task: The learning problem; without a reference, the examples are returned as they are.
-        examples: The data set, a dataclass.
     """
     if not has_reference(task):
         return examples
@@ -103,7 +98,6 @@ class References:
         model meanwhile.
 
         Args:
-            examples: The data set that the indices point into.
             parts: Indices of the examples, those of each client's part separately: the last bits may depend on which
                 examples are computed together.
         """

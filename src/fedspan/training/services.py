@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -13,12 +12,12 @@ from torch import Tensor
 
 from fedspan.core.parametrization import Projected
 from fedspan.core.smoothing import smooth_groups
-from fedspan.core.tensors import create_generator, join_extra_name, to_device
+from fedspan.core.tensors import create_generator, to_device
 from fedspan.core.values import Job
 from fedspan.errors import FedspanError, suggest_nearest
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.direct_uses import forbid_direct_uses
-from fedspan.models.head import FeatureTap, NoOutputLayer, OutputLayer, find_output_layer
+from fedspan.models.head import FeatureTap, find_output_layer
 from fedspan.tasks.losses import CLASS_OPTIONS, CLASS_WEIGHTS, OFFSETS, SMOOTHING, bound_loss
 from fedspan.tasks.single_label import compute_class_offsets, compute_class_weights
 from fedspan.tasks.task import Examples, LabelsWords, Task, get_labels
@@ -33,25 +32,8 @@ from fedspan.training.stages import Stages
 _FEATURE_BATCH = 64
 
 
-def _find_restricted_layer(adapted: AdaptedModel, settings: TrainingSettings) -> OutputLayer:
-    """Find the output layer whose rows ``settings.head_updates`` restricts.
-
-    Raises:
-        FedspanError: If the model has no output layer with a row for each class.
-    """
-    try:
-        return find_output_layer(adapted)
-    except NoOutputLayer as error:
-        problem = f"the model's head has no row for each class: {error}"
-        raise FedspanError("training.head_updates", settings.head_updates, "all", problem=problem) from error
-
-
 def _require_loss_options(task: Task, settings: TrainingSettings) -> None:
-    """Check that a task's loss takes the options of local training that change a loss.
-
-    Raises:
-        FedspanError: If it does not, or a class weight is that of an unknown label.
-    """
+    """Check that a task's loss takes the options of local training that change a loss."""
     taken, labels = getattr(task, "loss_options", ()), getattr(task, "labels", None)
     for option, off in zip(CLASS_OPTIONS, (0.0, "none", 0.0), strict=True):
         value = getattr(settings, option)
@@ -78,8 +60,6 @@ class TrainingServices:
         seed: Seed of every random draw (batches, dropout).
         prefix: Storage of the hidden states that leave the model's frozen prefix, or the caches of another engine on
             this model and task; None: they are computed every time.
-        padding_free: Train without padding where the model can.
-        stages: Reports the progress of long work; None: it is not reported.
     """
 
     def __init__(
@@ -99,7 +79,6 @@ class TrainingServices:
         self.seed = seed
         _require_loss_options(task, settings)
         self._labels: tuple[str, ...] = tuple(getattr(task, "labels", None) or ())
-        self._restricted_layer = None if settings.head_updates == "all" else _find_restricted_layer(adapted, settings)
         self._is_checked = False
         self.references = References(adapted, task, self.stages, settings.batch_size)
         self.features = FeatureStore()
@@ -161,7 +140,6 @@ class TrainingServices:
         """Collate a batch of training. A task with ``collate_for_training`` draws a random part of its inputs for it.
 
         Args:
-            examples: The data set.
             parts: Assignments whose examples share the batch, each with the number of its batch and its examples.
         """
         rows = [index for _, _, indices in parts for index in indices]
@@ -200,20 +178,6 @@ class TrainingServices:
             weights = dict(settings.class_weights)
             terms[CLASS_WEIGHTS] = torch.tensor([weights.get(label, 1.0) for label in self._labels])
         return {name: to_device(value, self.adapted.device) for name, value in terms.items()}
-
-    def restrict_head(self, assignment: Assignment, examples: Examples) -> Assignment:
-        """Mask the head's rows of classes that an assignment's examples lack, if ``head_updates`` asks for it."""
-        if self._restricted_layer is None:
-            return assignment
-        path, job = self._restricted_layer.path, assignment.job
-        labels = get_labels(examples, assignment.indices)
-        rows = torch.zeros(self._restricted_layer.outputs).index_fill(0, torch.from_numpy(np.unique(labels)), 1.0)
-        names = {join_extra_name(f"{path}.weight"), join_extra_name(f"{path}.bias")}.intersection(job.trainable_names)
-        masks = {
-            name: rows.view(-1, *[1] * (job.tensors[name].ndim - 1)).expand_as(job.tensors[name])
-            for name in sorted(names)
-        }
-        return replace(assignment, job=replace(job, masks={**job.masks, **masks}))
 
     def make_optimizer(self, assignment: Assignment, live: Mapping[str, Tensor]) -> LocalOptimizer:
         """Make the optimizer of a job whose tensors are installed."""
@@ -270,12 +234,8 @@ class TrainingServices:
         """Take an optimizer step: penalties, masks, clipping, smoothing and offsets, then the update.
 
         Args:
-            job: The job.
-            live: Its tensors, installed in the model.
-            optimizer: Its optimizer.
             gradients: Gradients of the tensors that are active in the step; others are not used.
             step: Number of the step in the job, from 0.
-            clipping: Whether gradients are clipped as the settings say.
         """
         names = job.list_active_names(step)
         if not names:

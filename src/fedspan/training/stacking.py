@@ -111,7 +111,6 @@ class MeasurementBudget:
         """Take the tokens of a measurement, and return its number of passes in each worker; 0: it costs too much.
 
         Args:
-            plan: The plan to measure.
             seconds_a_token: The pace of the best plan so far; 0: unknown.
         """
         tokens = self._pass_tokens(plan)
@@ -153,12 +152,7 @@ def tune(
     """Decide how many clients train at once in rounds like the one that begins with these jobs.
 
     Args:
-        request: The settings that are fixed already.
-        workers: Returns the requested number of workers.
         run_parallel: Runs calls in parallel, each with its share of torch's threads.
-        assignments: The first jobs of the round; they are not changed.
-        clients: Number of clients in the round.
-        examples: The data set that the jobs' indices point into.
         rounds: Planned number of rounds; measuring takes at most 5 % of their tokens and time. None: unlimited.
         limit: The time that is left, from which this measurement is taken; None: one of its own.
     """
@@ -227,11 +221,7 @@ def search(
     """Search the fastest plan among those that the budget allows to measure; None: there was time for one alone.
 
     Args:
-        request: The settings that are fixed already.
-        clients: Number of clients in the round.
-        threads: Number of torch's threads.
         measure: Measures seconds per token of a plan in a number of passes; infinite: they do not fit into memory.
-        budget: What is left for measuring.
     """
     first = _list_first_plans(request, clients, threads)
     best, best_seconds = first[0], 0.0
@@ -300,11 +290,6 @@ def _measure_token_seconds(
     that take seconds, or for whose repetition there is no time left, run once.
 
     Args:
-        team: The workers that train at the same time.
-        run_parallel: Runs calls in parallel.
-        assignments: Jobs to take the passes from.
-        clients_per_pass: Number of clients in a pass.
-        examples: The data set that the jobs' indices point into.
         passes: Number of different passes in each worker, at most.
         seconds_left: Time that this measurement may take, if its first passes do not take longer.
     """
@@ -377,7 +362,6 @@ def _build_key(
         "dtype": sorted({str(value.dtype) for value in model.parameters()}),
         "layout": [slot.layout.names, [list(shape) for shape in slot.layout.shapes]],
         "padded": not worker.loop.padding.possible,
-        "compiled": worker.compiled is not None,
         "batch": [worker.settings.batch_size, round(float(examples.lengths.mean()), 1), worker.settings.accumulate],
         "clients": min(clients, _MAX_CLIENTS * torch.get_num_threads()),  # more make no pass larger
         "request": asdict(request),

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from fedspan.core.tensors import to_device
 from fedspan.core.values import Job
-from fedspan.models.compiled import CompiledBlocks
 from fedspan.models.precision import compute_tolerance
 from fedspan.models.stacked import StackedModel, Unstackable
 from fedspan.tasks.task import Examples
@@ -36,15 +35,13 @@ class Worker:
     Args:
         loop: The loop engine with the model and its settings, which trains jobs that can't be stacked; no other object
             may use its model at the same time.
-        compiled: Compile the model's blocks for stacked passes.
     """
 
-    def __init__(self, loop: LoopEngine, compiled: bool = False) -> None:
+    def __init__(self, loop: LoopEngine) -> None:
         adapted, task, settings, seed = loop.adapted, loop.task, loop.settings, loop.seed
         self.loop = loop
         self.adapted, self.task, self.settings, self.seed = adapted, task, settings, seed
         self.stacked = StackedModel(adapted)
-        self.compiled = CompiledBlocks(adapted) if compiled else None
         self.refusal = self.stacked.explain_refusal()
         if loop.private is not None:
             self.refusal = "DP-SGD clips the gradient of each example, which takes the place of clients in a pass"
@@ -139,7 +136,6 @@ class Worker:
         self.loop.prepare_job(assignment.job, examples, assignment.indices)
         self._mode = None
         class_terms = self.loop.compute_class_terms(assignment, examples)
-        assignment = self.loop.restrict_head(assignment, examples)
         slot = ClientSlot(
             *(assignment, layout, self.settings, self.seed, examples, self.adapted.device),
             class_terms,
@@ -219,9 +215,8 @@ class Worker:
             self._verify(group[0].kind, job, pair, batch, size, lengths, counted)
         self._set_dropout(group, batch, size)
         stacked = self.stacked.hold_tensors(job.parametrization, {**frozen, **leaves}, clients, clients * size)
-        padding, compiled = self.loop.padding, self.compiled
-        faster = padding.remove_padding(batch, lengths, clients, counted) if compiled is None else compiled.within()
-        with stacked, faster, self.loop.feed(job, examples, rows):
+        unpadded = self.loop.padding.remove_padding(batch, lengths, clients, counted)
+        with stacked, unpadded, self.loop.feed(job, examples, rows):
             losses = self.task.compute_client_losses(self.adapted.model, batch, to_device(rows_by_client, device))
             shares = to_device(torch.tensor([slot.share for slot in group], dtype=losses.dtype), device)
             (losses * shares).sum().backward()
@@ -281,7 +276,6 @@ class Worker:
 
         Args:
             models: Models with equal keys (``build_prediction_key``), each with the indices of its examples.
-            examples: The data set that the indices point into.
 
         Returns:
             The predictions of each model, one row per example, float32 on the CPU.
@@ -381,15 +375,6 @@ class Worker:
         counted: np.ndarray,
     ) -> None:
         """Check, before clients of a kind first share a pass, that each gets the same result as alone, up to rounding.
-
-        Args:
-            kind: The clients' kind.
-            job: The job of one of them.
-            tensors: Tensors of the first two clients, slightly perturbed.
-            batch: The batch, whose first rows are those of these two.
-            size: Number of rows of each client.
-            lengths: Number of tokens of each row.
-            counted: Whether a row is a client's example and no filler.
 
         Raises:
             Unstackable: If results differ: the model mixes the examples of a batch, or uses a target layer unusually.

@@ -13,7 +13,7 @@ from fedspan.core.method import Method
 from fedspan.core.values import Message, ServerState
 from fedspan.federation.aggregation.aggregation import AggregationFactory
 from fedspan.federation.aggregation.plaintext import PlaintextAggregation
-from fedspan.federation.aggregation.reply_buffer import ReplyBuffer
+from fedspan.federation.aggregation.reduction import ReplyBuffer
 from fedspan.federation.conditions import PHASES, Conditions, corrupt_reply
 from fedspan.federation.federation import Federation, sort_clients
 from fedspan.federation.presence import Presence
@@ -35,8 +35,6 @@ _DROPPED_OUT = "it dropped out (simulated)"
 
 
 class _LazyOrders(Mapping[str, Order]):
-    """Training orders, decoded on access."""
-
     def __init__(self, orders: Orders, ids: Sequence[str]) -> None:
         self._orders, self._ids = orders, ids
 
@@ -56,7 +54,6 @@ class InProcess(TimedTransport):
     An error in training stops the round: in a simulation it is a mistake in the run's settings.
 
     Args:
-        host: The host of all clients.
         conditions: Simulated conditions; None: every client replies at once.
     """
 
@@ -69,23 +66,19 @@ class InProcess(TimedTransport):
             host.tamper = self._tamper
 
     def begin(self, progress: Progress, on_trained: OnTrained | None = None) -> None:
-        """``Transport.begin``."""
         self.host.store = OverlayClientStore(progress.states)
         self.host.on_trained = on_trained
         self.host.share_base(progress.state.base)
         self._state, self._attempt, self._clock = progress.state, -1, 0.0
 
     def accept_replies(self, accepted: Collection[str]) -> Mapping[str, ClientState]:
-        """``Transport.accept_replies``."""
         assert isinstance(self.host.store, OverlayClientStore)
         return self.host.store.accept(accepted)
 
     def get_simulated_seconds(self) -> float | None:
-        """``Transport.get_simulated_seconds``."""
         return None if self.conditions is None or self.conditions.speed is None else self._clock
 
     def exchange(self, orders: Orders, on_reply: OnReply, seconds: float, *, wait_for_offline: bool = False) -> None:
-        """``Transport.exchange``."""
         responding, dropped = self._split_dropped(orders)
         for id in dropped:
             envelope = orders[id]  # creates the order, because the ledger counts it
@@ -136,9 +129,6 @@ class InProcess(TimedTransport):
         """Train the present clients and pass on their replies in the order of the simulated clock.
 
         Args:
-            orders: Orders to train.
-            responding: Ids of the clients that reply.
-            on_reply: Called with each reply.
             seconds: Deadline, in simulated seconds.
             waits_for_dropped: Whether the server waits until the deadline, for clients that do not reply.
         """
@@ -180,7 +170,6 @@ class InProcess(TimedTransport):
         self._clock += max(times.values(), default=0.0) if all_replied else seconds
 
     def carry_out(self, orders: Orders, ids: Sequence[str], on_reply: Callable[[str, Envelope | str], object]) -> None:
-        """``TimedTransport.carry_out``."""
         if orders.task == "train":
 
             def pass_on(reply: Reply) -> None:
@@ -194,7 +183,6 @@ class InProcess(TimedTransport):
             on_reply(id, self.host.answer(decode_order(orders[id])).to_envelope())
 
     def time_reply(self, id: str, round: int, attempt: int, seconds: float) -> tuple[float, str | None]:
-        """``TimedTransport.time_reply``."""
         conditions = self.conditions
         if conditions is None:
             return 0.0, None
@@ -240,13 +228,9 @@ def simulate(
     """Create a federation whose clients are all in this process, on one host.
 
     Args:
-        method: The method, with its wrappers.
-        engine: The engine, with the model; it trains the clients.
         clients: The clients in any order, or by sorted id (``LazyMapping``).
         examples: The data set that the clients' indices refer to.
-        settings: Rounds, cohort, reduction, privacy, seed.
         rules: Rules for accepting replies and the round; None: every selected client has to reply.
-        new_aggregation: Creates the aggregation of a round.
         secure: Each client's half of secure aggregation; None: the run has none.
         conditions: Simulated conditions; None: every client replies at once.
         presence: The rounds in which each client is present; None: every client in every round.

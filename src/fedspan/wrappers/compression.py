@@ -44,7 +44,6 @@ class Compression(RegisteredWrapper):
             job: The last job of the round.
             client: The client.
             memory: The wrapper's own part of the client's memory.
-            round: Number of the round, from 0.
 
         Returns:
             The tensors to transmit and the wrapper's new memory.

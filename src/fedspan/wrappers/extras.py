@@ -19,10 +19,9 @@ from typing import Literal, final
 
 import torch
 
-from fedspan.core.method import Claims, Memory, Quantity
+from fedspan.core.method import Claims, Memory, Quantity, Wrapper
 from fedspan.core.tensors import Tensors, is_extra, join_extra_name, split_extras
 from fedspan.core.values import Client, Contribution, Group, Job, Message, Reduced, ServerState, Trained, Weights
-from fedspan.wrappers.wrapper import Wrapper
 
 ExtrasPolicy = Literal["average", "local", "frozen"]
 

@@ -26,11 +26,10 @@ from dataclasses import dataclass, replace
 from typing import final
 
 from fedspan.core.heads import SCALE
-from fedspan.core.method import Memory
+from fedspan.core.method import Memory, Wrapper
 from fedspan.core.tensors import Tensors, is_extra, join_extra_name, split_extras
 from fedspan.core.values import Client, Contribution, Group, Job, Message, Reduced, Scalar, ServerState, Trained
 from fedspan.errors import FedspanError
-from fedspan.wrappers.wrapper import Wrapper
 
 ROUNDS, SHORT = "head-rounds/rounds", "head-rounds/short"
 """Scalars of a state that requests the rounds: their number, and whether orders hold the extras alone."""
@@ -162,7 +161,6 @@ class HeadRounds(Wrapper):
 
     @property
     def _names(self) -> tuple[str, ...]:
-        """Names of the head's tensors."""
         weight = join_extra_name(f"{self.head.path}.weight")
         return (weight, join_extra_name(f"{self.head.path}.bias")) if self.head.bias else (weight,)
 
@@ -174,11 +172,7 @@ class HeadRounds(Wrapper):
         return replace(client, last_round=known if known >= 0 else None)
 
     def _split_scalars(self, scalars: Mapping[str, Scalar]) -> tuple[dict[str, Scalar], bool]:
-        """Split scalars into ``(the method's, whether the rounds take place)``.
-
-        Raises:
-            FedspanError: If they take place in another number than this run has.
-        """
+        """Split scalars into ``(the method's, whether the rounds take place)``."""
         inner = dict(scalars)
         rounds = inner.pop(ROUNDS, None)
         if rounds is not None and rounds != self.rounds:

@@ -12,7 +12,7 @@ from fedspan.core.values import Client, LayerSpec, Message, OptimizerSpec, Spec
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
 from fedspan.federation.aggregation.plaintext import PlaintextAggregation
-from fedspan.federation.aggregation.reply_buffer import MessageBuffer, ReplyBuffer
+from fedspan.federation.aggregation.reduction import MessageBuffer, ReplyBuffer
 from fedspan.federation.federation import STRICT
 from fedspan.federation.progress import ClientData
 from fedspan.federation.round_context import RoundContext, Tally

@@ -18,6 +18,7 @@ from fedspan.assembly.run import Prepared
 from fedspan.clients.host import Host
 from fedspan.clients.metric_noise import MetricLimits
 from fedspan.config import parse_config
+from fedspan.core.method import Wrapper
 from fedspan.core.tensors import compute_norm as norm_of
 from fedspan.core.values import Client, Contribution, Message, Reduced
 from fedspan.crypto.keys import SessionKeys, draw_secret
@@ -37,7 +38,6 @@ from fedspan.federation.secagg.messages import (
 )
 from fedspan.federation.settings import SecureSettings
 from fedspan.transports.in_process import simulate
-from fedspan.wrappers.wrapper import Wrapper
 from helpers import secure_rounds, tiny
 from helpers.families import others_slow
 

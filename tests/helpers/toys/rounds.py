@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedspan.core.base import BaseUpdate, apply_patch, materialize
-from fedspan.core.method import Memory, Method, compute_scaling
+from fedspan.core.method import Memory, Method, Wrapper, compute_scaling
 from fedspan.core.parametrization import compute_dense_change
 from fedspan.core.tensors import Tensors, count, select_slots, split_extras
 from fedspan.core.values import Client, Job, LayerSpec, Message, OptimizerSpec, Reduced, ServerState, Spec, Trained
@@ -21,7 +21,6 @@ from fedspan.planning.shape_inference import ClientExchange, ShapeInference, rew
 from fedspan.training.jobs import Assignment, TrainingSettings
 from fedspan.training.loop import LoopEngine
 from fedspan.wrappers.extras import ExtrasPolicy, WithExtras
-from fedspan.wrappers.wrapper import Wrapper
 
 from ..toys.problem import Problem
 

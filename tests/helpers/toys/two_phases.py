@@ -3,9 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import final
 
-from fedspan.core.method import Memory
+from fedspan.core.method import Memory, Wrapper
 from fedspan.core.values import Client, Job, Message
-from fedspan.wrappers.wrapper import Wrapper
 
 
 @final

@@ -22,7 +22,7 @@ from fedspan.core.lowrank import LowRank
 from fedspan.core.parametrization import FactorizedConv, LoRA, MixedGram
 from fedspan.core.values import Group, Job
 from fedspan.data.files import FROM_TRAINERS
-from fedspan.federation.reported_evaluation import ReportedEvaluator
+from fedspan.federation.evaluation import ReportedEvaluator
 from fedspan.tasks.trainer import TrainerExamples
 from fedspan.training.trainers.processes import Processes, describe_job, read_job
 from helpers import tiny, two_processes

@@ -23,8 +23,7 @@ from fedspan.federation.transport import Orders
 from fedspan.transports.http.admissions import admit_node, open_audit_log, read_admissions, revoke_node
 from fedspan.transports.http.connections import ConnectionLimits
 from fedspan.transports.http.keys import load_node_key, make_node_key
-from fedspan.transports.http.link import attach
-from fedspan.transports.http.server import ServerLink, list_nodes
+from fedspan.transports.http.server import ServerLink, attach, list_nodes
 from fedspan.transports.http.signing import MARGIN, ServerSigner, UnsignedSigner
 from fedspan.transports.http.transport import ServerTransport
 from fedspan.transports.http.wire import CHUNK, NodeWork

@@ -15,12 +15,12 @@ import pytest
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
 from fedspan.transports.http.client import Link, NodeConnection
-from fedspan.transports.http.deliveries import Bodies, send_envelopes
-from fedspan.transports.http.link import OutgoingOrder, RunLink, attach
+from fedspan.transports.http.invitations import invite
 from fedspan.transports.http.node import serve
+from fedspan.transports.http.server import OutgoingOrder, RunLink, attach
 from fedspan.transports.http.signing import Body, UnsignedSigner
 from fedspan.transports.http.store import DATABASE, MESSAGES, Order, Store
-from fedspan.transports.http.transport import ServerTransport, invite
+from fedspan.transports.http.transport import Bodies, ServerTransport, send_envelopes
 from helpers.http_server import LocalServer, join, kill_serving, run_server, send_order, serve_here
 from helpers.reply_transport import exchanged
 

@@ -14,8 +14,7 @@ import pytest
 from fedspan.errors import FedspanError
 from fedspan.transports.http import client
 from fedspan.transports.http.client import Link, NodeConnection, RefusedError, open_client
-from fedspan.transports.http.node import serve
-from fedspan.transports.http.reachability import check_server
+from fedspan.transports.http.node import check_server, serve
 from fedspan.transports.http.signing import UnsignedSigner
 
 GIGABYTE = 2**30

@@ -22,10 +22,10 @@ from fedspan.federation.protocol import Envelope, Order, decode_reply, read_head
 from fedspan.federation.secagg.messages import UnmaskReply, decode_request
 from fedspan.federation.transport import OnReply, Orders, Transport
 from fedspan.transports.http.admissions import read_admissions
-from fedspan.transports.http.link import attach
-from fedspan.transports.http.server import read_link
+from fedspan.transports.http.invitations import invite
+from fedspan.transports.http.server import attach, read_link
 from fedspan.transports.http.signing import ServerSigner, UnsignedSigner
-from fedspan.transports.http.transport import ServerTransport, invite
+from fedspan.transports.http.transport import ServerTransport
 from helpers.reply_transport import exchanged
 from helpers.sites import SITES, run_values, site_files
 from helpers.stage import Deployment

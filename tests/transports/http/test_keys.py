@@ -16,7 +16,7 @@ import pytest
 
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
-from fedspan.transports.http import identities, keys, signing
+from fedspan.transports.http import keys, signing
 
 
 def handshake(folder: Path, authority: Path, name: str) -> None:
@@ -222,17 +222,17 @@ def test_a_challenge_is_signed_for_its_own_server_only(made: tuple[Path, Any, An
     folder, _, node = made
     keys.make_authority(tmp_path / "other", [])
     own, other = (
-        identities.fingerprint_order_key(identities.load_order_key(place).public_key())
+        keys.fingerprint_order_key(keys.load_order_key(place).public_key())
         for place in (folder / "server", tmp_path / "other")
     )
     sealing, public = node.sign_sealing_key(), (folder / "node.key.pub").read_bytes()
-    signature = identities.sign_join(node.key, node.order_keys, b"challenge", own, sealing)
-    identities.verify_join(public, signature, b"challenge", own, sealing)
+    signature = keys.sign_join(node.key, node.order_keys, b"challenge", own, sealing)
+    keys.verify_join(public, signature, b"challenge", own, sealing)
     for facts in ((b"another", own, sealing), (b"challenge", other, sealing)):
         with pytest.raises(ValueError, match="not valid"):
-            identities.verify_join(public, signature, *facts)
+            keys.verify_join(public, signature, *facts)
     with pytest.raises(ValueError, match=r"not in this node's ca\.crt"):
-        identities.sign_join(node.key, node.order_keys, b"challenge", other, sealing)
+        keys.sign_join(node.key, node.order_keys, b"challenge", other, sealing)
 
 
 def test_the_authority_s_file_must_certify_the_order_key(made: tuple[Path, Any, Any], tmp_path: Path) -> None:
@@ -327,7 +327,7 @@ def test_a_revoked_node_s_reply_counts_no_longer(tmp_path: Path) -> None:
 def test_a_sealing_key_of_zeros_is_refused(made: tuple[Path, Any, Any]) -> None:
     """Nothing can be sealed to it: a node that joined with it would end the runs that send to it."""
     folder, _, node = made
-    zeros = SimpleNamespace(public_bytes_raw=lambda: bytes(identities.SEALING_BYTES))
-    signed = identities.sign_sealing_key(node.key, SimpleNamespace(public_key=lambda: zeros))
+    zeros = SimpleNamespace(public_bytes_raw=lambda: bytes(keys.SEALING_BYTES))
+    signed = keys.sign_sealing_key(node.key, SimpleNamespace(public_key=lambda: zeros))
     with pytest.raises(ValueError, match="shared key"):
-        identities.read_sealing_key((folder / "node.key.pub").read_bytes(), signed)
+        keys.read_sealing_key((folder / "node.key.pub").read_bytes(), signed)

@@ -18,10 +18,10 @@ from fedspan.federation.protocol import Envelope
 from fedspan.transports.http import connections, keys
 from fedspan.transports.http.client import NodeConnection
 from fedspan.transports.http.connections import BoundedProtocol, ConnectionLimits
-from fedspan.transports.http.deliveries import Arrival, PendingMessage
-from fedspan.transports.http.limits import RequestLimits
-from fedspan.transports.http.link import attach
+from fedspan.transports.http.requests import RequestLimits
+from fedspan.transports.http.server import attach
 from fedspan.transports.http.signing import UnsignedSigner
+from fedspan.transports.http.transport import Arrival, PendingMessage
 from fedspan.transports.http.wire import CHUNK
 from helpers.http_server import LocalServer, join, send_order, serve_here
 

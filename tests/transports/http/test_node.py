@@ -17,8 +17,7 @@ from fedspan.transports.http import node as nodes
 from fedspan.transports.http.admissions import admit_node, read_admissions
 from fedspan.transports.http.client import Link, NodeConnection
 from fedspan.transports.http.keys import load_node_key, make_node_key
-from fedspan.transports.http.link import attach
-from fedspan.transports.http.server import list_nodes, prepare_folder
+from fedspan.transports.http.server import attach, list_nodes, prepare_folder
 from fedspan.transports.http.signing import ServerSigner, UnsignedSigner
 from fedspan.transports.http.transport import ServerTransport
 from fedspan.transports.http.wire import NodeWork

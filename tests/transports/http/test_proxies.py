@@ -17,10 +17,8 @@ from fedspan.federation.protocol import Envelope
 from fedspan.transports.http.admissions import admit_node, read_admissions
 from fedspan.transports.http.client import Link
 from fedspan.transports.http.keys import load_node_key, make_authority, make_node_key
-from fedspan.transports.http.link import attach
-from fedspan.transports.http.node import serve
-from fedspan.transports.http.reachability import check_server
-from fedspan.transports.http.server import ServerLink, prepare_folder
+from fedspan.transports.http.node import check_server, serve
+from fedspan.transports.http.server import ServerLink, attach, prepare_folder
 from fedspan.transports.http.signing import ServerSigner
 from fedspan.transports.http.transport import ServerTransport
 from helpers.http_server import LocalServer, free_port, serve_here

@@ -18,7 +18,7 @@ from fedspan.processes import hold_folder
 from fedspan.transports.http import admissions
 from fedspan.transports.http import server as servers
 from fedspan.transports.http.keys import make_node_key
-from fedspan.transports.http.limits import RequestLimits
+from fedspan.transports.http.requests import RequestLimits
 from fedspan.transports.http.store import Store
 from fedspan.transports.http.supervision import create_server
 from helpers.command_line import get_program

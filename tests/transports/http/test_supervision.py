@@ -21,9 +21,9 @@ from fedspan.federation.protocol import Envelope
 from fedspan.processes import hold_folder
 from fedspan.transports.http import keys, supervision
 from fedspan.transports.http.connections import ConnectionLimits
-from fedspan.transports.http.link import attach
-from fedspan.transports.http.server import ServerLink, list_nodes, prepare_folder, read_link
-from fedspan.transports.http.transport import ServerTransport, invite
+from fedspan.transports.http.invitations import invite
+from fedspan.transports.http.server import ServerLink, attach, list_nodes, prepare_folder, read_link
+from fedspan.transports.http.transport import ServerTransport
 from helpers.http_server import free_port, run_server, serve_here
 from helpers.reply_transport import exchanged
 

@@ -14,9 +14,9 @@ import pytest
 
 from fedspan.federation.protocol import Envelope
 from fedspan.federation.transport import Orders
-from fedspan.transports.http import client, transfers
+from fedspan.transports.http import client
 from fedspan.transports.http.client import Link, NodeConnection, RefusedError
-from fedspan.transports.http.link import attach
+from fedspan.transports.http.server import attach
 from fedspan.transports.http.signing import UnsignedSigner
 from fedspan.transports.http.store import MESSAGES
 from fedspan.transports.http.transport import ServerTransport
@@ -170,7 +170,7 @@ def test_a_refusal_is_repeated_in_few_words_and_not_tried_again() -> None:
 
 def test_a_transfer_stays_below_its_bandwidth(server: LocalServer) -> None:
     rate = 3_000_000.0
-    bandwidth = transfers.Bandwidth(up=rate, down=rate)
+    bandwidth = client.Bandwidth(up=rate, down=rate)
     with join(server.link.address, bandwidth=bandwidth) as node, attach(server.link, SIZE) as run:
         id = send_order(run, node.node, Envelope("{}", bytes(SIZE)), SIZE)
         began = time.monotonic()
@@ -183,7 +183,7 @@ def test_a_transfer_stays_below_its_bandwidth(server: LocalServer) -> None:
 
 
 def test_transfers_share_a_rate() -> None:
-    pacer, began = transfers.Pacer(1e5), time.monotonic()
+    pacer, began = client.Pacer(1e5), time.monotonic()
     threads = [Thread(target=lambda: [pacer.wait(1000) for _ in range(5)]) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -193,7 +193,7 @@ def test_transfers_share_a_rate() -> None:
 
 
 def test_a_pause_is_not_made_up_for() -> None:
-    pacer = transfers.Pacer(1e5)
+    pacer = client.Pacer(1e5)
     pacer.wait(1000)
     time.sleep(0.1)
     began = time.monotonic()
@@ -206,9 +206,9 @@ def test_a_node_logs_progress_after_some_seconds(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr(transfers.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(client.time, "monotonic", lambda: now[0])
     blocks = list[int]()
-    progress = transfers.TransferProgress("reply sent", lambda: blocks.append(1))
+    progress = client.TransferProgress("reply sent", lambda: blocks.append(1))
     with caplog.at_level(logging.INFO, "fedspan.node"):
         progress.show(1)  # nothing has begun
         progress.begin(20_000_000)

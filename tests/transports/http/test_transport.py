@@ -10,8 +10,8 @@ import pytest
 
 from fedspan.federation.protocol import Envelope
 from fedspan.federation.transport import Orders
-from fedspan.transports.http import deliveries, transport
-from fedspan.transports.http.link import OutgoingOrder, Taken
+from fedspan.transports.http import invitations, transport
+from fedspan.transports.http.server import OutgoingOrder, Taken
 from fedspan.transports.http.signing import MARGIN, UnsignedSigner
 from helpers.reply_transport import exchanged
 
@@ -174,7 +174,7 @@ def test_an_order_names_how_large_its_reply_may_be() -> None:
 
 
 def test_orders_share_requests_and_equal_bodies_are_stored_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deliveries, "BATCH", 3)
+    monkeypatch.setattr(transport, "BATCH", 3)
     requests, body = list[int](), bytes(20_000)
 
     class Counting(PretendServer):
@@ -191,10 +191,10 @@ def test_orders_share_requests_and_equal_bodies_are_stored_once(monkeypatch: pyt
 
 
 def test_a_node_that_has_not_decided_is_invited_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "_REINVITE_SECONDS", 0.2)
+    monkeypatch.setattr(invitations, "_REINVITE_SECONDS", 0.2)
     undecided: set[int] = set()
     found: list[int] = []
-    for node, _ in transport.invite(PretendServer([1, 2]), Envelope("hello"), 60.0, undecided=undecided):
+    for node, _ in invitations.invite(PretendServer([1, 2]), Envelope("hello"), 60.0, undecided=undecided):
         found.append(node)
         if node == 2:
             undecided.add(node)
@@ -205,21 +205,21 @@ def test_a_node_that_has_not_decided_is_invited_again(monkeypatch: pytest.Monkey
 
 def test_invitations_and_an_exchange_get_their_own_replies() -> None:
     server = PretendServer([1, 2, 3], {3: 1})
-    invitations = transport.Invitations(server, Envelope("hello"), known=[1, 2])
-    invitations.send()
-    assert list(invitations.receive(1.0)) == []
+    opened = invitations.Invitations(server, Envelope("hello"), known=[1, 2])
+    opened.send()
+    assert list(opened.receive(1.0)) == []
     assert exchanged(make_transport(server), {"a": Envelope("order")}, 10.0) == {"a": Envelope("order")}
-    assert invitations.pending_nodes == {3}
-    assert list(invitations.receive(1.0)) == [(3, Envelope("hello"))]
-    assert not invitations.pending_nodes
+    assert opened.pending_nodes == {3}
+    assert list(opened.receive(1.0)) == [(3, Envelope("hello"))]
+    assert not opened.pending_nodes
     server.silent = {3, 4}
     for online, invited in (([1, 2, 3, 4], [4]), ([1, 2, 4], []), ([1, 2, 3, 4], [3]), ([1, 2, 3], [])):
         server.online, before = online, len(server.sent)
-        invitations.send()  # each node is invited once, and again if it came back
+        opened.send()  # each node is invited once, and again if it came back
         assert [order.node for order in list(server.sent.values())[before:]] == invited
-    assert invitations.pending_nodes == {3}  # who is offline is not waited for
-    invitations.close()
-    assert not invitations.pending_nodes
+    assert opened.pending_nodes == {3}  # who is offline is not waited for
+    opened.close()
+    assert not opened.pending_nodes
 
 
 def test_replies_to_open_orders_arrive_one_by_one_and_further_orders_beside_them() -> None:

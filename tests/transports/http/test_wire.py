@@ -2,7 +2,8 @@
 
 import pytest
 
-from fedspan.transports.http.wire import NodeWork, join_message, pack, parse_range, parse_work, split_message, unpack
+from fedspan.transports.http.signing import join_message, split_message
+from fedspan.transports.http.wire import NodeWork, pack, parse_range, parse_work, unpack
 
 
 @pytest.mark.parametrize("parts", [[], [b""], [b"", b"a", bytes(1000)], [b"abc"] * 64])

@@ -30,8 +30,6 @@ class Aggregation(Protocol):
         """Begin an attempt.
 
         Args:
-            clients: The clients that receive an order.
-            attempt: Number of the attempt, from 0.
             encoder: Encoder of the round's orders, which an aggregation uses that needs their messages before them.
 
         Returns:
@@ -52,11 +50,7 @@ class Aggregation(Protocol):
         ...
 
     def close(self, attempt: int) -> Reduced:
-        """End an attempt.
-
-        Returns:
-            The round's reduction.
-        """
+        """End an attempt."""
         ...
 
     def get_counted(self) -> Collection[str]:

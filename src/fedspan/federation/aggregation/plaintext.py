@@ -10,8 +10,7 @@ from fedspan.core.tensors import Tensors
 from fedspan.core.values import Client, Contribution, Message, Reduced, ServerState
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
-from fedspan.federation.aggregation.reduction import PrivateReducer, Reducer
-from fedspan.federation.aggregation.reply_buffer import MessageBuffer
+from fedspan.federation.aggregation.reduction import MessageBuffer, PrivateReducer, Reducer
 from fedspan.federation.aggregation.robust import (
     CoordinateReducer,
     FlameReducer,
@@ -249,11 +248,7 @@ class PlaintextAggregation:
         return self._rebase(contribution, client)
 
     def _reduce(self, ids: Collection[str]) -> Reduced:
-        """Add the buffered replies of clients, skip the clients without a reply, and return the reduction.
-
-        Raises:
-            FedspanError: If the reduction cannot take a reply that was not validated, such as one with NaN.
-        """
+        """Add the buffered replies of clients, skip the clients without a reply, and return the reduction."""
         try:
             for id in self.context.ids:
                 if id in ids or id not in self.replies:
@@ -302,15 +297,7 @@ class PlaintextAggregation:
 def create_reducer(
     settings: RoundSettings, cohort: Sequence[Client], clients: int, round: int, origin: Callable[[], Tensors]
 ) -> Reducer | PrivateReducer:
-    """Create the reducer that the settings request, under central privacy if they request that, too.
-
-    Args:
-        settings: Round settings of the run.
-        cohort: The clients selected for this round.
-        clients: Number of clients in the federation.
-        round: Number of the round, from 0.
-        origin: Returns the contribution of a client that trained nothing.
-    """
+    """Create the reducer that the settings request, under central privacy if they request that, too."""
     reducer = _create_reducer(settings, cohort, round, origin)
     privacy = create_central_privacy(settings, clients, round, origin)
     return reducer if privacy is None else PrivateReducer(reducer, privacy)

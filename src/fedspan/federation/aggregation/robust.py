@@ -160,12 +160,7 @@ class GeometricMedianReducer(RobustReducer):
 
 
 class FlameReducer(RobustReducer):
-    """Clipped and noisy mean of the majority's changes.
-
-    Args:
-        origin: Contribution of a client that trained nothing.
-        round: Number of the round, from 0.
-    """
+    """Clipped and noisy mean of the majority's changes."""
 
     def __init__(self, cohort: Sequence[Client], origin: Tensors, seed: int, round: int) -> None:
         super().__init__(cohort)

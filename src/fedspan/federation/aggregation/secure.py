@@ -122,11 +122,7 @@ class SecureAggregation:
         return dict.fromkeys(session.present, Masking(session=session.number, peers=session.present))
 
     def _agree(self, clients: Sequence[Client], encoder: OrderEncoder) -> Agreement:
-        """Return what clients are to agree on, and set up the sum for them.
-
-        Raises:
-            FedspanError: If none of them has examples, or they are not all sent the same message.
-        """
+        """Return what clients are to agree on, and set up the sum for them."""
         context, round = self.context, self.context.state.round
         if not self._revealed:
             self._top = min(self._limit, max(client.weight for client in clients))
@@ -225,7 +221,6 @@ class SecureAggregation:
 
     @contextmanager
     def _record_exchanges(self, session: SecureSession) -> Generator[None]:
-        """Record the transfers and failures of a session's exchanges."""
         transfers, failures = len(session.transfers), len(session.failures)
         try:
             yield
@@ -234,11 +229,7 @@ class SecureAggregation:
             self.tally.failures += session.failures[failures:]
 
     def _build_initial_contribution(self) -> Tensors:
-        """Return the initial values, common to all clients of a round, of the tensors that they contribute.
-
-        Raises:
-            FedspanError: If a part of the contribution cannot be summed.
-        """
+        """Return the initial values, common to all clients of a round, of the tensors that they contribute."""
         method, new_client = self.context.method, self.context.new_client
         order = method.sync(self.context.state, new_client)
         try:

@@ -145,10 +145,6 @@ class _Order(BinaryPart):
     to: Name
     session: Count
 
-    def to_envelope(self) -> Envelope:
-        """Encode as an envelope."""
-        return Envelope(self.model_dump_json())
-
 
 class KeysOrder(_Order):
     """Begins a session; session numbers increase within a run."""
@@ -198,10 +194,6 @@ class PhaseReply(BinaryPart):
     session: Count
     failed: Reason | None = None
     """Reason of a failure in plain text; None: the order succeeded."""
-
-    def to_envelope(self) -> Envelope:
-        """Encode as an envelope."""
-        return Envelope(self.model_dump_json())
 
 
 class KeysReply(PhaseReply):
@@ -302,7 +294,6 @@ def compute_share(weight: float, top: float) -> float:
     """Return a client's weight in a sum as a fraction of the largest one that counts; a larger weight counts as that.
 
     Args:
-        weight: The client's weight.
         top: The largest weight that counts (``Agreement.top``).
     """
     return min(weight, top) / top

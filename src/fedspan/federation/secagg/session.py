@@ -234,7 +234,6 @@ class SecureSession:
         """Exchange keys and shares.
 
         Args:
-            clients: The facts about the clients.
             agree: Returns what the clients that sent keys are to agree on.
             absent: Clients whose keys are not waited for if the others suffice.
         """

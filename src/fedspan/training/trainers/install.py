@@ -24,11 +24,6 @@ def install_job(root: nn.Module, adapted: AdaptedModel, job: Job) -> Generator[d
     So whatever walks over a model's parameters sees them: wrappers for several processes, mixed precision,
     checkpoints. On exit the model has its own parameters again, frozen.
 
-    Args:
-        root: The module that trains, around the model or the model itself.
-        adapted: The model.
-        job: The job.
-
     Yields:
         The live tensors by name.
     """
@@ -62,7 +57,6 @@ def install_job(root: nn.Module, adapted: AdaptedModel, job: Job) -> Generator[d
 
 
 def _has_trained_statistics(norm: nn.Module, live: Mapping[str, Tensor]) -> bool:
-    """Check whether a norm's running statistics are among a job's tensors."""
     return any(norm.running_mean is value for value in live.values())
 
 
@@ -82,7 +76,6 @@ class FrozenBase:
     and the working weight only within one base.
 
     Args:
-        root: The module that trains, around the model or the model itself.
         adapted: The model; its extras are no part of the reference, because they are set for every job.
     """
 

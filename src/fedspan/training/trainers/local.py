@@ -18,9 +18,6 @@ class RoundPlan:
     """What a trainer trains in one round.
 
     Args:
-        client: Id of the client.
-        round: Number of the round, from 0.
-        phase: Name of the method's phase.
         lr: Learning rate of the round; it is constant within the round.
         epochs: Number of passes over the training examples, unless ``steps`` is given.
         steps: Number of optimizer steps; None: ``epochs`` epochs.

@@ -23,7 +23,6 @@ class JobOptimizer(torch.optim.Optimizer):
     groups show each group's learning rate and weight decay; they are not read, because a job fixes both.
 
     Args:
-        services: The model and the settings of local training.
         live: The job's tensors, installed in the model; those that train are leaves.
         processes: The processes that train this job; rank 0 steps, the others take its values. None: only this one.
         averages: Whether gradients differ among the processes and a step averages them; else the trainer did (DDP).

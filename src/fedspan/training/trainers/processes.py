@@ -69,9 +69,7 @@ class Processes:
         """Send a task from rank 0 to the other processes.
 
         Args:
-            task: Name of the task.
             tensors: Tensors of the task by name; their values need not be contiguous, nor on the CPU.
-            header: Plain values of the task, by name.
 
         Raises:
             FedspanError: If another process ended, or the last task was not finished.
@@ -190,7 +188,6 @@ class Processes:
         """Return a number of every process, by rank; each calls this at the same time.
 
         Args:
-            value: This process's number.
             purpose: What the number is; all processes must give the same.
 
         Raises:
@@ -226,7 +223,6 @@ def describe_job(job: Job, base: BaseUpdate | None) -> Announcement:
     """Describe a job for the processes that do not step: what only the optimizer needs (masks, moments) is left out.
 
     Args:
-        job: The job.
         base: The base on which it trains; None: that of the last job.
 
     Returns:
@@ -267,7 +263,6 @@ def read_job(announced: Announcement, base: BaseUpdate) -> tuple[Job, BaseUpdate
 
     Args:
         announced: Plain values and tensors of the job, as rank 0 announced them.
-        base: The base of the last job.
 
     Returns:
         The job without what only the optimizer needs, and its base.

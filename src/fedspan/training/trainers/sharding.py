@@ -77,7 +77,6 @@ def shard_base(trainer: Trainer, replicated: Iterable[nn.Parameter]) -> None:
 
     Args:
         trainer: The trainer, for which ``explain_refused_sharding`` has no reason.
-        replicated: Parameters of the model that train and stay whole.
 
     Raises:
         FedspanError: If the model has no block of a class that ``fsdp_config`` names.

@@ -53,9 +53,7 @@ class TrainerEngine(TrainingServices):
 
     Args:
         owners: The clients by id, at least one; equal frozen weights.
-        task: The learning problem, of which the trainers compute losses and metrics.
         settings: Settings of local training; batch size and accumulation are the trainers' own.
-        stages: Reports the progress of long work; None: no progress is reported.
         metric: Metric that every evaluation must have; None: evaluations have what the trainers measure.
         processes: The processes in which the only owner's trainer trains (DDP, FSDP); None: it trains in this one.
 
@@ -225,9 +223,6 @@ class TrainerEngine(TrainingServices):
         The pass is repeated in evaluation mode, which changes neither its own numbers nor the order of random draws. A
         training that never calls the model itself has no such pass: it may be right, so it is only reported. The
         model's ``forward`` is observed, because sentence-transformers calls it without the model's hooks.
-
-        Raises:
-            FedspanError: If the model uses the weight of one otherwise; from the pass.
         """
         model, device = adapted.model, adapted.device
         if model in self._checked:
@@ -284,13 +279,7 @@ class TrainerEngine(TrainingServices):
         """Check that an owner's model has the frozen weights with which the run began, and return their checksums.
 
         Args:
-            owner: The owner.
-            live: The installed job's tensors.
-            when: When a change happened, for the error.
             before: Checksums before the trainer ran, also of extras that do not train; None: it has not run.
-
-        Raises:
-            FedspanError: If they changed, now or before an earlier order.
         """
         root = owner.trainer.root
         checksums = checksum_frozen(root, live)
@@ -310,7 +299,6 @@ class TrainerEngine(TrainingServices):
         return checksums
 
     def _build_services(self, owner: Owner) -> TrainingServices:
-        """Return the training services on an owner's model, with the server's base set in it."""
         owner.adapted.set_base(self.adapted.base)
         if owner.adapted is self.adapted:
             return self
@@ -338,9 +326,6 @@ def _require_supported(settings: TrainingSettings) -> None:
         if getattr(settings, option) != off:
             problem = "it changes the loss, which is the trainer's own"
             raise FedspanError(f"training.{option}", getattr(settings, option), str(off), problem=problem)
-    if settings.head_updates != "all":
-        problem = "it depends on the labels of the client's examples, and only the trainer reads them"
-        raise FedspanError("training.head_updates", settings.head_updates, "all", problem=problem)
 
 
 def _require_equal_models(owners: Mapping[str, Owner]) -> None:

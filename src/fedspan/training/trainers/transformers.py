@@ -250,7 +250,6 @@ def _get_constant_rate(step: int) -> float:
 
 
 def _require_supported(trainer: Trainer) -> None:
-    """Check that a federation can honor a trainer."""
     args, model = trainer.args, trainer.model
     loss = getattr(trainer, "loss", None)
     losses = [part for part in (loss.values() if isinstance(loss, Mapping) else [loss]) if isinstance(part, nn.Module)]

@@ -30,11 +30,7 @@ def read_envelope(file: BufferedIOBase, longest_body: int) -> tuple[str, bytes]:
     """Read an envelope, whose lengths are checked before it is read.
 
     Args:
-        file: The file to read from.
         longest_body: Maximum size of the body in bytes.
-
-    Returns:
-        The header and the body.
 
     Raises:
         ValueError: If it is too long, cut off, or its header is not text.

@@ -46,8 +46,6 @@ class GridTransport(Transport):
     end that, and the reply is discarded.
 
     Args:
-        grid: Flower's grid.
-        nodes: Flower's node id of each client.
         reconnect_timeout: Time limit for offline nodes in an exchange that waits for them, in seconds.
     """
 
@@ -55,7 +53,6 @@ class GridTransport(Transport):
         self._grid, self._nodes, self._reconnect_timeout = grid, nodes, reconnect_timeout
 
     def exchange(self, orders: Orders, on_reply: OnReply, seconds: float, *, wait_for_offline: bool = False) -> None:
-        """``Transport.exchange``."""
         started, pause = time.monotonic(), _POLL[0]
         unsent, pending = dict.fromkeys(orders), dict[str, str]()
         wait = min(seconds, self._reconnect_timeout) if wait_for_offline else 0.0
@@ -80,11 +77,7 @@ class GridTransport(Transport):
         """Send orders to the nodes that are online, and yield replies and failures; both are removed from the inputs.
 
         Args:
-            orders: The orders.
             unsent: Clients without an order so far.
-            pending: Clients whose replies are awaited, by message id.
-            started: Start of the exchange.
-            seconds: Time limit of the exchange.
             wait: Time limit for offline nodes.
         """
         online = set(self._grid.get_node_ids()) if unsent else set[int]()
@@ -112,9 +105,6 @@ def invite(grid: Grid, envelope: Envelope, seconds: float, undecided: set[int]) 
     """Send an envelope to all nodes that are or come online, until time is up or the caller stops iterating.
 
     Args:
-        grid: Flower's grid.
-        envelope: The invitation.
-        seconds: Seconds to wait.
         undecided: Nodes that are invited again some seconds later. The caller adds nodes that have not decided yet.
 
     Returns:
@@ -152,10 +142,6 @@ def _pull(grid: Grid, pending: MutableMapping[str, T]) -> Iterator[tuple[T, Enve
 
     Flower reports no size before it has received a message whole, so messages are pulled one by one: the next is
     received when this one has been processed.
-
-    Args:
-        grid: Flower's grid.
-        pending: Recipients of messages by message id; those that replied are removed.
     """
     for id in sorted(pending):
         for message in grid.pull_messages([id]):

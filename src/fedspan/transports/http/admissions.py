@@ -25,7 +25,7 @@ from fedspan.crypto.identity import compute_fingerprint
 from fedspan.errors import FedspanError, require_printable, suggest_nearest
 from fedspan.files import convert_disk_errors, write_atomic
 from fedspan.logs import AuditLog
-from fedspan.transports.http.identities import load_node_public_key
+from fedspan.transports.http.keys import load_node_public_key
 from fedspan.transports.http.server import Node, ServerLink, list_nodes
 
 DAYS = 730
@@ -94,17 +94,12 @@ def admit_node(
     """Admit the node that has a public key.
 
     Args:
-        link: Connection data of the server.
-        key: File with the node's public key.
         name: Id that the node must use; empty: any.
         days: Days after which the admission ends; 0: never.
         replace: Whether the keys that were admitted under this name before are revoked.
         max_examples: Number of training examples up to which the number that the node declares counts; 0: any; None:
             as this name or key was admitted before, otherwise any.
         fingerprint: The key's fingerprint as the data owner reads it out; None: it is not compared.
-
-    Returns:
-        The admission.
 
     Raises:
         FedspanError: If the key has another fingerprint or was revoked, or the name has another key already.

@@ -39,10 +39,9 @@ from starlette.types import Receive, Scope, Send
 
 from fedspan.errors import FedspanError
 from fedspan.transports.http.connections import CONNECTIONS, Connections
-from fedspan.transports.http.limits import RequestLimits
 from fedspan.transports.http.node_requests import SESSION, NodeRequests
 from fedspan.transports.http.operator_requests import OperatorRequests
-from fedspan.transports.http.requests import Run, guard, log
+from fedspan.transports.http.requests import RequestLimits, Run, guard, log
 from fedspan.transports.http.store import Store
 
 _PIECE = 2**16
@@ -50,17 +49,7 @@ _PIECE = 2**16
 
 
 class Server:
-    """The requests of a server's nodes and of its operator.
-
-    Args:
-        store: The orders and replies.
-        secret: The operator's secret.
-        read_keys: Returns the public keys of the admitted nodes in OpenSSH's format, by id; None: without keys.
-        identity: SHA-256 of the order key, which a node compares with its file of the authority.
-        limits: Limits on requests.
-        offers: Folder with the offers of base models (``deployment.base_offers``).
-        connections: The server's connections; those that send an accepted request are marked as such.
-    """
+    """The requests of a server's nodes and of its operator (``NodeRequests``, ``OperatorRequests``)."""
 
     def __init__(
         self,

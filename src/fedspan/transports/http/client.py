@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
 import ssl
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple, TypeVar
 
 import httpx
@@ -17,9 +20,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from fedspan.errors import FedspanError
-from fedspan.transports.http.identities import sign_join
+from fedspan.transports.http.keys import sign_join
 from fedspan.transports.http.signing import NodeSigner, UnsignedSigner
-from fedspan.transports.http.transfers import Bandwidth, Pacer, TransferProgress
 from fedspan.transports.http.wire import CHUNK, KEPT_ALIVE, POLL_SECONDS, PROTOCOLS, NodeWork
 
 T = TypeVar("T")
@@ -34,6 +36,65 @@ _SHORT = 2**16
 _RETRIES, _PAUSE = 2, 1.0
 """Times that a part of a message is sent or fetched again if nothing of it was transmitted, and the first pause."""
 _AGAIN = httpx.codes.REQUEST_TIMEOUT, httpx.codes.TOO_MANY_REQUESTS
+_FIRST_SHOWN, _SHOWN_EVERY = 3.0, 5.0
+"""Seconds after which a transfer's progress is logged: for the first time, and then again."""
+
+log = logging.getLogger("fedspan.node")
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    """Limits on the bandwidth of a node's transfers.
+
+    Args:
+        up: Bytes per second that the node sends on average; None: no limit.
+        down: Bytes per second that it receives; None: no limit.
+    """
+
+    up: float | None = None
+    down: float | None = None
+
+
+class Pacer:
+    """Delays transfers so that they stay below a rate; those of several threads share it.
+
+    Args:
+        rate: Bytes per second; None: no limit.
+    """
+
+    def __init__(self, rate: float | None) -> None:
+        self.rate = rate
+        self._lock, self._free_at = Lock(), 0.0
+
+    def wait(self, size: int) -> None:
+        """Wait until a number of bytes may be transferred after those before them."""
+        if self.rate is None:
+            return
+        with self._lock:
+            begin = max(self._free_at, time.monotonic())
+            self._free_at = begin + size / self.rate
+            pause = self._free_at - time.monotonic()
+        time.sleep(max(0.0, pause))
+
+
+class TransferProgress:
+    """Logs the progress of a message now and then."""
+
+    def __init__(self, subject: str, on_progress: Callable[[], None] = lambda: None) -> None:
+        self._subject, self._on_progress = subject, on_progress
+        self._total, self._shown_at = 0, float("inf")
+
+    def begin(self, total: int) -> None:
+        """Begin with a message of some bytes."""
+        self._total, self._shown_at = total, time.monotonic() + _FIRST_SHOWN - _SHOWN_EVERY
+
+    def show(self, current: int) -> None:
+        """Report how many bytes have been transferred, and log it if it is time."""
+        self._on_progress()
+        now = time.monotonic()
+        if now - self._shown_at >= _SHOWN_EVERY:
+            self._shown_at = now
+            log.info("%s: %.1f of %.1f MB", self._subject, current / 1e6, self._total / 1e6)
 
 
 class RefusedError(Exception):
@@ -41,8 +102,6 @@ class RefusedError(Exception):
 
     Args:
         status: HTTP status; 401: the session has ended.
-        reason: Why, in the server's words.
-        facts: What it answered.
     """
 
     def __init__(self, status: int, reason: str, facts: dict[str, Any]) -> None:
@@ -58,7 +117,6 @@ class Link(NamedTuple):
         authority: File with the certificates of the server's authority and order key; None: an insecure connection.
         key: The node's private key; None: a trial without keys.
         limit: Maximum size of a message, in bytes.
-        bandwidth: Limits on the bandwidth of messages.
         proxy: Address of the proxy to the server; None: that of the environment, if any.
         tls_authority: File with the authority of the connection's certificate, if a proxy in front of the server
             terminates TLS; None: ``authority``.
@@ -119,14 +177,7 @@ class _Incoming(NamedTuple):
 
 
 class NodeConnection:
-    """A session of a node with its server.
-
-    Args:
-        link: Connection data of the server.
-        signer: The node's signer.
-        client: The connections.
-        on_progress: Called with every block of a message.
-    """
+    """A session of a node with its server."""
 
     def __init__(
         self,
@@ -210,8 +261,6 @@ class NodeConnection:
         """Send the reply to an order, in parts; a part that a broken connection has cut is continued.
 
         Args:
-            id: Id of the order.
-            message: The reply.
             upload: Name of the reply, of 32 hexadecimal digits.
             is_continued: Whether it was sent before, of which a part may have arrived.
 

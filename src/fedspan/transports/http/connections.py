@@ -126,7 +126,6 @@ class Connections:
 
         Args:
             client: Address of the connection; one that is not registered is ignored.
-            sender: Party that sent the request.
             allowance: Bytes that the connection may send until its next accepted request; None: any number.
         """
         if client is None or client not in self._open:
@@ -218,6 +217,21 @@ class BoundedSocket(socket.socket):
         if self.bounds.has(client, handshake):
             handshake.abort()
             self.bounds.remove(client)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket that is bound to an address of this machine."""
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError:
+        bound.close()
+        raise
+    return bound
 
 
 class BoundedProtocol(H11Protocol):

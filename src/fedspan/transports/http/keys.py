@@ -1,32 +1,41 @@
-"""Certificates and keys of a deployment: a private authority, the server's certificate and the nodes' key pairs.
+"""Certificates and keys of a deployment: a private authority, the server's keys, the nodes' key pairs, and challenges.
 
-Keys of nodes have the formats of ssh-keygen, so that it can be used instead.
+Keys of nodes have the formats of ssh-keygen, so that it can be used instead. The order key's certificate is part of
+the file that data owners receive (``ca.crt``), signed by the authority in it. A node's key for sealed orders is derived
+from its lasting key, which signs it, so that it is the same after a restart.
 """
 
 from __future__ import annotations
 
-import datetime
+import hashlib
 import ipaddress
 import os
 import shutil
 from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime, timedelta
+from functools import lru_cache
 from pathlib import Path
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.hazmat.primitives.serialization import (
     Encoding,
     NoEncryption,
     PrivateFormat,
     PublicFormat,
+    load_pem_private_key,
     load_ssh_private_key,
+    load_ssh_public_key,
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedspan.errors import FedspanError
-from fedspan.files import fsync_folder, write_atomic
+from fedspan.files import fsync_folder, write_atomic, write_file
+from fedspan.transports.http.wire import pack
 
 AUTHORITY, CERTIFICATE, KEY, ORDER_KEY = "ca.crt", "server.crt", "server.key", "orders.key"
 """Files that ``make_authority`` writes."""
@@ -37,6 +46,9 @@ ORDER_NAME = "fedspan orders"
 SOON = 30.0
 """Days before the end of a certificate, or of an admission, from which on commands warn."""
 
+SEALING_BYTES = 32
+"""Size of a sealing key."""
+_JOIN, _SEALING = b"fedspan join 1", b"fedspan sealing key 1"
 _DAYS = 730
 _NEXT = "next"
 """Folder in the server's folder with the certificates that ``renew_authority`` made and that are not in use yet."""
@@ -46,10 +58,6 @@ _FIRST = "first"
 
 def ensure_authority(folder: Path, hosts: Sequence[str]) -> None:
     """Create an authority and a server certificate, unless the folder contains them.
-
-    Args:
-        folder: The server's folder.
-        hosts: Host names and addresses under which nodes reach the server.
 
     Raises:
         FedspanError: If the folder's certificate is not valid for a host.
@@ -149,7 +157,6 @@ def renew_authority(folder: Path, hosts: Sequence[str]) -> Path:
     puts the new ones in use, and the next renewal leaves the old ones out.
 
     Args:
-        folder: The server's folder.
         hosts: Further host names and addresses of the server; those of the certificate in use stay.
 
     Returns:
@@ -225,7 +232,7 @@ def _is_issued(certificate: x509.Certificate, authority: x509.Certificate) -> bo
 
 def compute_days_left(*files: Path) -> float:
     """Return the days until the first of the certificates in some files expires."""
-    expirations: list[datetime.datetime] = []
+    expirations: list[datetime] = []
     for path in files:
         try:
             expirations += [
@@ -233,25 +240,22 @@ def compute_days_left(*files: Path) -> float:
             ]
         except (OSError, ValueError) as error:
             raise FedspanError("certificates", str(path), f"a file with certificates ({error})") from error
-    return (min(expirations) - datetime.datetime.now(datetime.UTC)).total_seconds() / 86400
+    return (min(expirations) - datetime.now(UTC)).total_seconds() / 86400
 
 
 def make_node_key(path: Path) -> Path:
-    """Create a node's key pair, like ``ssh-keygen -t ecdsa -b 384``.
+    """Create a node's key pair, like ``ssh-keygen -t ecdsa -b 384``, and return the public key's file.
 
     Args:
         path: File for the private key (0600); the public key, for the server's operator, is written to ``path.pub``.
-
-    Returns:
-        The file of the public key.
     """
     public = path.with_name(f"{path.name}.pub")
     if existing := next((str(file) for file in (path, public) if file.exists()), None):
         raise FedspanError("key", existing, "the path of a new file", problem=f"{existing!r} already exists")
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     key = ec.generate_private_key(ec.SECP384R1())
-    _write(path, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()), 0o600)
-    _write(public, key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n", 0o644)
+    write_file(path, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()), 0o600)
+    write_file(public, key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n", 0o644)
     return public
 
 
@@ -292,15 +296,15 @@ def _build_certificate(
     constraints: x509.BasicConstraints = _CERTIFIES_NOTHING,
 ) -> x509.CertificateBuilder:
     """Build a certificate with the identifiers of both keys, which Python demands from 3.13 on (RFC 5280)."""
-    now = datetime.datetime.now(datetime.UTC)
+    now = datetime.now(UTC)
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
         .issuer_name(issuer)
         .public_key(key)
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(hours=1))  # tolerates clock differences
-        .not_valid_after(now + datetime.timedelta(days=_DAYS))
+        .not_valid_before(now - timedelta(hours=1))  # tolerates clock differences
+        .not_valid_after(now + timedelta(days=_DAYS))
         .add_extension(constraints, critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key), critical=False)
@@ -318,7 +322,119 @@ def _build_name(host: str) -> x509.GeneralName:
         return x509.DNSName(host)
 
 
-def _write(path: Path, data: bytes, mode: int) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(data)
+def sign_join(
+    key: ec.EllipticCurvePrivateKey,
+    order_keys: Iterable[ec.EllipticCurvePublicKey],
+    challenge: bytes,
+    server: bytes,
+    sealing: bytes,
+) -> bytes:
+    """Sign a server's challenge, the fingerprint of the order key that it names, and the node's signed sealing key.
+
+    Raises:
+        ValueError: If the fingerprint is of no key in the node's file of the authority, so that the server passes on
+            the challenge of another one.
+    """
+    if server not in map(fingerprint_order_key, order_keys):
+        raise ValueError("the server names an order key that is not in this node's ca.crt")
+    return key.sign(pack([_JOIN, challenge, server, sealing]), ec.ECDSA(hashes.SHA384()))
+
+
+def verify_join(key: bytes, signature: bytes, challenge: bytes, server: bytes, sealing: bytes) -> None:
+    """Verify what ``sign_join`` signed; raise ``ValueError`` if it is not signed by a key in OpenSSH's format."""
+    read_sealing_key(key, sealing)
+    try:
+        load_node_public_key(key).verify(
+            signature, pack([_JOIN, challenge, server, sealing]), ec.ECDSA(hashes.SHA384())
+        )
+    except InvalidSignature:
+        raise ValueError("its signature is not valid") from None
+
+
+def fingerprint_order_key(key: ec.EllipticCurvePublicKey) -> bytes:
+    """Return the SHA-256 of an order key."""
+    return hashlib.sha256(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)).digest()
+
+
+def load_order_key(folder: Path) -> ec.EllipticCurvePrivateKey:
+    """Return the private key that signs a server's orders."""
+    path = folder / ORDER_KEY
+    try:
+        key = load_pem_private_key(path.read_bytes(), password=None)
+    except (OSError, ValueError, TypeError) as error:
+        raise FedspanError("server", str(path), f"the server's order key ({error})") from error
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise FedspanError("server", str(path), "an elliptic-curve key, as fedspan server writes it")
+    return key
+
+
+def load_order_keys(path: Path) -> list[ec.EllipticCurvePublicKey]:
+    """Load the public keys that sign a server's orders, and check that an authority in the file certified each.
+
+    Args:
+        path: File with the certificates of authorities and of their order keys: one of each, or two while the server's
+            certificates are renewed.
+
+    Raises:
+        FedspanError: If the file has no valid certificate of an order key.
+    """
+    expected = f"the {AUTHORITY} that fedspan server wrote"
+    keys: list[ec.EllipticCurvePublicKey] = []
+    is_expired, now = False, datetime.now(UTC)
+    try:
+        certificates = x509.load_pem_x509_certificates(path.read_bytes())
+        for certificate in certificates:
+            (name,) = certificate.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)
+            key = certificate.public_key()
+            if name.value != ORDER_NAME or not isinstance(key, ec.EllipticCurvePublicKey):
+                continue
+            issuer = find_issuer(certificate, certificates)
+            if issuer is None:
+                raise ValueError("no authority in the file certified the order key")
+            if all(one.not_valid_before_utc <= now <= one.not_valid_after_utc for one in (certificate, issuer)):
+                keys.append(key)
+            else:
+                is_expired = True
+    except (OSError, ValueError, TypeError) as error:
+        raise FedspanError("authority", str(path), f"{expected} ({type(error).__name__})") from error
+    if not keys and is_expired:
+        problem = "the certificates in it have expired. Ask the server's operator for a new one (fedspan renew)"
+        raise FedspanError("authority", str(path), problem=problem)
+    if not keys:
+        raise FedspanError("authority", str(path), expected, problem="the file has no certificate of an order key")
+    return keys
+
+
+@lru_cache(4096)
+def load_node_public_key(key: bytes) -> ec.EllipticCurvePublicKey:
+    """Parse a node's public key in OpenSSH's format."""
+    public = load_ssh_public_key(key)
+    if not isinstance(public, ec.EllipticCurvePublicKey):
+        raise ValueError("its node's key is not an elliptic-curve key")
+    return public
+
+
+@lru_cache(4096)
+def read_sealing_key(key: bytes, sealing: bytes) -> X25519PublicKey:
+    """Return the sealing key that a node's lasting key has signed."""
+    public, signature = sealing[:SEALING_BYTES], sealing[SEALING_BYTES:]
+    try:
+        load_node_public_key(key).verify(signature, pack([_SEALING, public]), ec.ECDSA(hashes.SHA384()))
+    except InvalidSignature:
+        raise ValueError("its node's sealing key is not signed by its key") from None
+    sealing_key = X25519PublicKey.from_public_bytes(public)
+    X25519PrivateKey.generate().exchange(sealing_key)  # which refuses points of small order, such as zeros
+    return sealing_key
+
+
+def sign_sealing_key(key: ec.EllipticCurvePrivateKey, sealing: X25519PrivateKey) -> bytes:
+    """Return a node's public sealing key with the signature of its lasting key."""
+    public = sealing.public_key().public_bytes_raw()
+    return public + key.sign(pack([_SEALING, public]), ec.ECDSA(hashes.SHA384()))
+
+
+def derive_sealing_key(key: ec.EllipticCurvePrivateKey) -> X25519PrivateKey:
+    """Return a node's key for sealed orders, which is the same after a restart."""
+    secret = key.private_numbers().private_value.to_bytes(key.key_size // 8 + 1, "big")
+    derived = HKDF(hashes.SHA256(), SEALING_BYTES, salt=None, info=_SEALING).derive(secret)
+    return X25519PrivateKey.from_private_bytes(derived)

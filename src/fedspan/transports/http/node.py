@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import random
 import secrets
+import ssl
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
@@ -20,8 +21,7 @@ import httpx
 
 from fedspan.errors import FedspanError, escape_controls
 from fedspan.federation.protocol import Envelope
-from fedspan.transports.http.client import Link, NodeConnection, RefusedError, open_client
-from fedspan.transports.http.reachability import explain_certificate
+from fedspan.transports.http.client import Link, NodeConnection, RefusedError, open_client, read_short
 from fedspan.transports.http.signing import NodeSigner, UnsignedSigner
 from fedspan.transports.http.wire import NodeWork
 
@@ -39,6 +39,10 @@ _REFUSED = 150.0
 """Seconds after which a refusal by the server is final."""
 _UNKNOWN_PAUSE = 60.0
 """Maximum number of seconds between two connections of a node whose key the server does not accept."""
+_CHECK_SECONDS = 10.0
+"""Time limit of the check of a server, in seconds."""
+_FOREIGN = 18, 19, 20, 21
+"""OpenSSL's codes of a certificate whose authority is another one."""
 _UNKNOWN = (
     "the server's operator has not admitted this node's key (fedspan admit KEY.pub), or has revoked it, and this node "
     "needs a new one (fedspan join --new-key)"
@@ -56,11 +60,9 @@ class _Reply:
     """A reply that the server has not taken completely.
 
     Args:
-        order: Id of its order.
         message: The reply; None: there is none, for a reason.
         reason: The reason.
         upload: Name of the reply at the server, under which another connection continues it.
-        is_sent: Whether a part of it may have arrived.
     """
 
     order: str
@@ -81,9 +83,7 @@ def serve(
     """Reply to orders until ``stop`` is set; join again after a lost connection.
 
     Args:
-        link: Connection data of the server.
         answer: Computes the reply to an envelope; the type of an exception that it raises is reported to the server.
-        stop: Event that ends the function when set.
         on_idle: Called again and again while the node waits for an order or for the server, or transmits a message.
         before_order: Called before each request for an order with the function that fetches bytes of a base model's
             file, ``NodeConnection.fetch_base``; it returns at once.
@@ -248,3 +248,48 @@ class _Node:
             yield
         finally:
             stop.set()
+
+
+def check_server(link: Link) -> str:
+    """Request a server's health, as the node will send its requests, through the same proxy.
+
+    Returns:
+        A line about the connection.
+
+    Raises:
+        FedspanError: If the server is not reached, or its certificate is not one of the authority for this address.
+    """
+    host, _, port = link.address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise FedspanError("server", link.address, "the address of a server as host:port")
+    try:
+        with open_client(link) as client:
+            with client.stream("GET", "health", timeout=_CHECK_SECONDS) as response:
+                answer = read_short(response)
+            if answer != b"ok":
+                raise FedspanError("server", link.address, problem=f"no fedspan server answers at {link.address}")
+    except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
+        problem = explain_certificate(error, link) or f"no connection to {link.address} ({error})"
+        raise FedspanError("server", link.address, problem=problem) from error
+    how = (
+        "without encryption"
+        if link.authority is None
+        else f"with a certificate of {link.tls_authority or link.authority}"
+    )
+    return f"{link.address} is reached, {how}"
+
+
+def explain_certificate(error: BaseException, link: Link) -> str | None:
+    """Explain an error by the server's certificate; None: it is another one."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ssl.SSLCertVerificationError):
+        cause = cause.__cause__ or cause.__context__
+    if cause is None:
+        return None
+    if cause.verify_code not in _FOREIGN:
+        return f"the server's certificate is not valid for {link.address} ({cause.verify_message})"
+    return (
+        f"the certificate of {link.address} is not signed by the authority in {link.tls_authority or link.authority} "
+        f"({cause.verify_message}). If a proxy of your network inspects TLS, ask for an exception for this address, or "
+        "name its authority in tls_authority: messages stay sealed to the server and its nodes"
+    )

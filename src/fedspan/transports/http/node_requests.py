@@ -22,12 +22,14 @@ from starlette.responses import JSONResponse, Response
 
 from fedspan.errors import escape_controls
 from fedspan.transports.http.connections import Connections
-from fedspan.transports.http.identities import verify_join
-from fedspan.transports.http.limits import Bucket, RequestLimits, Sender
+from fedspan.transports.http.keys import verify_join
 from fedspan.transports.http.requests import (
+    Bucket,
     Handler,
     Refused,
+    RequestLimits,
     Run,
+    Sender,
     get_token,
     guard,
     is_name,
@@ -55,17 +57,11 @@ class Session:
     """A node that has joined.
 
     Args:
-        node: Its id.
         token: What its requests have to prove that they are its own.
-        sealing: Its signed sealing key.
         process: The process that has joined, as it says.
-        sender: What it may still send.
-        since: When it joined, on this process's clock.
         seen: When it sent its last request; a request that waits counts until it ends.
         polls: Number of its requests that wait for an order; only the latest goes on.
         number: Number of the latest one.
-        has_left: Whether it was stopped.
-        work: What it does, as it says.
         signal: Set when an order was stored for it, or a later request waits.
         uploads: Number of the latest request that sends the reply to an order, by the order's id.
     """
@@ -94,11 +90,8 @@ class NodeRequests:
     """The requests of nodes.
 
     Args:
-        store: The orders and replies.
-        runs: The runs in progress, by name.
         read_keys: Returns the public keys of the admitted nodes in OpenSSH's format, by id; None: without keys.
         identity: SHA-256 of the order key, which a node compares with its file of the authority.
-        limits: Limits on requests.
         offers: Folder with the offers of base models (``deployment.base_offers``).
         connections: The server's connections; those that send an accepted request are marked as such.
     """
@@ -228,7 +221,6 @@ class NodeRequests:
         """Return a handler for requests with a session, within the node's limits.
 
         Args:
-            handler: Answers a request of a session.
             waits: Whether its requests take no slot: they wait, or say that the node is there.
         """
 

@@ -15,9 +15,18 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from fedspan.transports.http.limits import RequestLimits
 from fedspan.transports.http.node_requests import NodeRequests
-from fedspan.transports.http.requests import Handler, Refused, Run, get_token, guard, is_name, log, read_length
+from fedspan.transports.http.requests import (
+    Handler,
+    Refused,
+    RequestLimits,
+    Run,
+    get_token,
+    guard,
+    is_name,
+    log,
+    read_length,
+)
 from fedspan.transports.http.store import RANDOM, Order, Store
 
 _RUN_BYTES = 2**26

@@ -1,27 +1,39 @@
-"""A server's folder with certificates and the secret, its operator's connection, and the known nodes."""
+"""A server as its operator's processes use it: its folder, the known nodes, and the orders and replies of a run."""
 
 from __future__ import annotations
 
+import base64
 import json
 import secrets
 import ssl
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
 from fedspan.errors import FedspanError
-from fedspan.files import make_private_folder, write_atomic
+from fedspan.files import convert_disk_errors, make_private_folder, write_atomic, write_file
 from fedspan.processes import hold_folder
 from fedspan.transports.http.keys import AUTHORITY, ensure_authority
+from fedspan.transports.http.store import MESSAGES, RANDOM
 from fedspan.transports.http.wire import KEPT_ALIVE, NodeWork, parse_work
 
 _DESCRIPTION, _SECRET = "server.json", "secret"
 _SECRET_BYTES = 32
 _SECONDS = 30.0
 """Time limit of a request of the operator's, beside what an answer waits."""
+_WAIT = 1.0
+"""Seconds for which the server's answer waits for replies."""
+_PATIENCE = 60.0
+"""Seconds for which a server that is unreachable, as while it restarts, is asked again."""
+_RENEWED = 20.0
+"""Seconds between two requests that say that this process is there, while it sends no others."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +43,6 @@ class ServerLink:
     Args:
         address: Address as ``host:port``, on this machine.
         authority: File with the certificate of the authority that signed the server's; None: an insecure connection.
-        secret: File with the secret that commands prove to the server.
     """
 
     address: str
@@ -53,9 +64,6 @@ def prepare_folder(folder: Path, port: int, hosts: Sequence[str], *, insecure: b
     """Create the missing files of a server's folder.
 
     Args:
-        folder: The server's folder, which no other user may enter.
-        port: Port on which the server listens.
-        hosts: Host names and addresses under which nodes reach the server.
         insecure: Whether to run without TLS and keys.
 
     Raises:
@@ -137,8 +145,6 @@ class Operator:
         """Send a request, and return its answer.
 
         Args:
-            path: Its path.
-            content: Plain values; None: none.
             wait: Seconds for which the answer may wait.
 
         Raises:
@@ -158,7 +164,6 @@ class Node:
     """A node as its server knows it.
 
     Args:
-        id: The node's id.
         name: The operator's name for the node; empty if it was never admitted by name.
         status: Status of the node: ``online``, ``offline``, ``registered`` if it did not connect since the server
             started, or ``revoked``.
@@ -179,9 +184,7 @@ def list_nodes(link: ServerLink, names: Mapping[int, str], revoked: Mapping[int,
     """Return the nodes that a server knows, those that are connected first.
 
     Args:
-        link: Connection data of the server.
         names: The names of the admitted nodes by id; empty in a trial without keys.
-        revoked: The names of revoked nodes that are listed, by id.
     """
     operator = Operator(link)
     try:
@@ -201,3 +204,160 @@ def list_nodes(link: ServerLink, names: Mapping[int, str], revoked: Mapping[int,
             nodes.append(Node(str(id), names.get(id, ""), status, *times, work if row["online"] else None))
     nodes += [Node(str(id), name, "registered") for id, name in names.items() if id not in seen]
     return nodes + [Node(str(id), name, "revoked") for id, name in revoked.items()]
+
+
+class OutgoingOrder(NamedTuple):
+    """An order to be sent.
+
+    Args:
+        reply_bytes: Maximum size of the reply, in bytes.
+    """
+
+    node: int
+    head: bytes
+    body: str
+    reply_bytes: int
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The answer to an order.
+
+    Args:
+        read: Reads the reply as it was sent, once: until then, memory holds nothing of it.
+        failure: Why there is none, in anybody's words.
+    """
+
+    order: str
+    read: Callable[[], bytes] = bytes
+    failure: str = ""
+
+
+class RunLink:
+    """A run on a server on this machine.
+
+    Args:
+        limit: Maximum size of a reply's body, in bytes.
+
+    Raises:
+        httpx.HTTPError: If the server is unreachable, or refuses the secret.
+    """
+
+    def __init__(self, link: ServerLink, limit: int) -> None:
+        self.limit = limit
+        self._messages, self._folder = link.folder / MESSAGES, link.folder
+        self._operator = Operator(link)
+        self._run = self._operator.post("runs")
+        self._done, self._stop = set[str](), threading.Event()
+        self._renewal = threading.Thread(target=self._renew, daemon=True)
+        self._renewal.start()
+
+    def list_online(self) -> Mapping[int, bytes]:
+        """Return the nodes that are online, with their signed sealing keys."""
+        rows = self._post("nodes")
+        return {row["node"]: base64.b64decode(row["sealing"]) for row in rows if row["online"]}
+
+    def store_body(self, data: bytes) -> str:
+        """Store the body of one or more orders, and return its name."""
+        if not data:
+            return ""
+        name = self._run + secrets.token_hex(RANDOM // 2)
+        with convert_disk_errors(self._folder, "free some space", field="server"):
+            write_file(self._messages / name, data, 0o600)
+        return name
+
+    def send_orders(self, orders: Sequence[OutgoingOrder]) -> list[str]:
+        """Send orders, and return their ids."""
+        rows = [
+            {"node": one.node, "head": base64.b64encode(one.head).decode(), "body": one.body, "reply": one.reply_bytes}
+            for one in orders
+        ]
+        return self._post(f"runs/{self._run}/orders", rows)
+
+    def take_replies(self, ids: Collection[str], seconds: float = _WAIT) -> list[Taken]:
+        """Return the replies to orders that have arrived, or wait some seconds for the first."""
+        asked = {"awaited": list(ids), "done": sorted(self._done), "seconds": seconds}
+        answer = self._post(f"runs/{self._run}/replies", asked)
+        self._done.clear()
+        taken = list[Taken]()
+        for order, failure in (*answer["replies"], *answer["lost"]):
+            if failure:
+                self._done.add(order)
+                taken.append(Taken(order, failure=failure))
+            else:
+                taken.append(Taken(order, partial(self._read, order)))
+        return taken
+
+    def cancel(self, ids: Collection[str]) -> None:
+        """Give up orders whose replies are not awaited any more; replies that were taken are deleted, too."""
+        self._done.update(ids)
+        if self._done:
+            asked = {"awaited": [], "done": sorted(self._done), "seconds": 0}
+            self._post(f"runs/{self._run}/replies", asked)
+            self._done.clear()
+
+    def close(self) -> None:
+        """End the run on the server."""
+        self._stop.set()
+        with suppress(httpx.HTTPError):
+            self._operator.post(f"runs/{self._run}/end")
+        self._operator.close()
+
+    def _read(self, order: str) -> bytes:
+        with convert_disk_errors(self._folder, field="server"):
+            message = (self._messages / order).read_bytes()
+        self._done.add(order)
+        return message
+
+    def _renew(self) -> None:
+        while not self._stop.wait(_RENEWED):
+            with suppress(httpx.HTTPError):
+                self._operator.post(f"runs/{self._run}/replies", {"awaited": [], "done": [], "seconds": 0})
+
+    def _post(self, path: str, content: Any = None) -> Any:
+        """Send a request, again if the server restarts meanwhile."""
+        give_up_at, pause = time.monotonic() + _PATIENCE, 0.2
+        while True:
+            try:
+                return self._operator.post(path, content, _WAIT)
+            except httpx.TransportError:
+                if time.monotonic() > give_up_at:
+                    raise
+            time.sleep(pause)
+            pause = min(2 * pause, 2.0)
+
+
+@contextmanager
+def attach(link: ServerLink, limit: int) -> Generator[RunLink]:
+    """Make this process that of a new run on a server for the duration of the context.
+
+    Raises:
+        FedspanError: If the server is unreachable, rejects the secret, or later no longer knows the run.
+    """
+    try:
+        run = RunLink(link, limit)
+    except httpx.HTTPStatusError as error:
+        expected = f"the file that fedspan server wrote (the server answered {error.response.status_code})"
+        raise FedspanError("secret", str(link.secret), expected) from error
+    except (httpx.HTTPError, OSError) as error:
+        problem = f"no answer from {link.address} ({type(error).__name__}). Is fedspan server running?"
+        raise FedspanError("server", link.address, problem=problem) from error
+    try:
+        yield run
+    except httpx.HTTPError as error:
+        problem = f"{link.address} {_describe_failure(error)}. Continue with --resume"
+        raise FedspanError("server", link.address, problem=problem) from error
+    finally:
+        run.close()
+
+
+def _describe_failure(error: httpx.HTTPError) -> str:
+    """Return what the server did, as the rest of a sentence."""
+    if not isinstance(error, httpx.HTTPStatusError):
+        return f"did not answer ({type(error).__name__}): fedspan server may have stopped"
+    status = error.response.status_code
+    if status == 404:
+        return "does not know this run: it was down for too long, or ended the run"
+    if status >= 500:
+        return f"failed with status {status}, perhaps because its disk is full: see server.log in its folder"
+    return f"refused a request of this run with status {status} ({error.response.text[:200]})"

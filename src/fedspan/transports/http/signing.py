@@ -27,7 +27,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hpke import AEAD, KDF, KEM, Suite
 
 from fedspan.federation.protocol import Envelope
-from fedspan.transports.http.identities import (
+from fedspan.transports.http.keys import (
     derive_sealing_key,
     load_node_public_key,
     load_order_key,
@@ -35,11 +35,12 @@ from fedspan.transports.http.identities import (
     read_sealing_key,
     sign_sealing_key,
 )
-from fedspan.transports.http.wire import join_message, pack, split_message, unpack
+from fedspan.transports.http.wire import LENGTH, pack, unpack
 
 MARGIN = 2**20
 """Maximum size of what a message has beside its body, in bytes: its head, and what encryption adds."""
 
+_VERSION = b"\x01"
 _NONCE_BYTES, _KEY_BYTES, _TAG_BYTES = 16, 32, 16
 _PIECE = 2**20
 """Size in bytes of the pieces of a body that are encrypted at once."""
@@ -54,7 +55,6 @@ class Body:
     Args:
         key: The key that opens it; empty: it is in plaintext.
         digest: SHA-384 of its plaintext.
-        data: Its bytes as they are transmitted.
     """
 
     key: bytes
@@ -67,8 +67,6 @@ class OpenedOrder:
     """An order that a node has opened.
 
     Args:
-        envelope: The envelope.
-        nonce: The order's nonce.
         reply_key: The key to which the reply is sealed; empty: it is not sealed.
     """
 
@@ -108,7 +106,6 @@ class ServerSigner:
     """Seals orders with the server's order key, and opens replies of admitted nodes.
 
     Args:
-        folder: The server's folder.
         nodes: Returns the public keys of the admitted nodes in OpenSSH's format, by id. It is called for every reply,
             so that a revoked key counts no longer.
 
@@ -128,9 +125,6 @@ class ServerSigner:
         """Seal an order.
 
         Args:
-            header: Header of the envelope.
-            body: Its body.
-            node: Id of the node that receives it.
             sealing: The node's signed sealing key, as it joined with it.
 
         Returns:
@@ -147,11 +141,6 @@ class ServerSigner:
 
     def open(self, message: bytes, node: int, nonce: bytes) -> Envelope:
         """Return the envelope of a reply.
-
-        Args:
-            message: The reply.
-            node: Id of the node that sent it.
-            nonce: The nonce of its order.
 
         Raises:
             ValueError: If it is not a reply of this node to this order.
@@ -177,7 +166,6 @@ class NodeSigner:
     """Opens orders of one server, and seals replies with the node's key.
 
     Args:
-        key: The node's private key.
         authority: File with the certificates of the authority and of the order key, from the server's operator.
 
     Raises:
@@ -219,6 +207,26 @@ class NodeSigner:
         signature = _sign(self.key, b"reply", node, order.nonce, b"", header, body.digest)
         head = _SUITE.encrypt(pack([header, body.key, signature]), X25519PublicKey.from_public_bytes(order.reply_key))
         return join_message(head) + body.data
+
+
+def join_message(head: bytes) -> bytes:
+    """Return what stands before a message's body."""
+    return _VERSION + len(head).to_bytes(LENGTH, "big") + head
+
+
+def split_message(data: bytes) -> tuple[bytes, memoryview]:
+    """Split a message into its head and its body.
+
+    Raises:
+        ValueError: If it has another version, or is cut off.
+    """
+    if data[:1] != _VERSION:
+        raise ValueError("a message of another version: update fedspan")
+    start = 1 + LENGTH
+    end = start + int.from_bytes(data[1:start], "big")
+    if not start < end <= len(data):
+        raise ValueError("a message that is cut off")
+    return data[start:end], memoryview(data)[end:]
 
 
 def _open(message: bytes, key: X25519PrivateKey, count: int) -> tuple[list[bytes], memoryview]:

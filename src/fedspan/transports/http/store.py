@@ -38,15 +38,9 @@ class Order(NamedTuple):
     """An order as it is stored.
 
     Args:
-        id: Its id.
-        run: The run that it belongs to.
-        node: The node that receives it.
-        head: What stands before its body.
         body: Name of the file with its body; empty: it has none.
         reply_bytes: Maximum size of its reply, in bytes.
-        upload: Name of the reply that arrives, chosen by the node.
         total: Size of that reply, in bytes.
-        is_answered: Whether its reply has arrived.
         failure: Why there is no reply, as the node reports; None: there is one, or none yet.
     """
 
@@ -151,8 +145,6 @@ class Store:
         """Return bytes of an order's message.
 
         Args:
-            order: The order.
-            start: The first byte.
             size: Number of bytes, if the message has as many.
         """
         content = order.head[start : start + size]

@@ -23,10 +23,9 @@ from fedspan.errors import FedspanError
 from fedspan.processes import end_with_parent, hold_folder
 from fedspan.transports.http.admissions import end_admissions, read_admissions
 from fedspan.transports.http.app import Server
-from fedspan.transports.http.connections import CONNECTIONS, BoundedProtocol, BoundedSocket, ConnectionLimits
-from fedspan.transports.http.identities import fingerprint_order_key, load_order_key
-from fedspan.transports.http.keys import CERTIFICATE, KEY
-from fedspan.transports.http.limits import RequestLimits
+from fedspan.transports.http.connections import CONNECTIONS, BoundedProtocol, BoundedSocket, ConnectionLimits, bind
+from fedspan.transports.http.keys import CERTIFICATE, KEY, fingerprint_order_key, load_order_key
+from fedspan.transports.http.requests import RequestLimits
 from fedspan.transports.http.server import ServerLink, read_link, read_secret, write_link
 from fedspan.transports.http.store import Store
 
@@ -79,17 +78,6 @@ def create_server(
     return uvicorn.Server(config)
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound to an address of this machine."""
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    bound = socket.socket(family, kind, protocol)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    bound.bind(address)
-    return bound
-
-
 _FILES = 65536
 """Number of files that the serving process may open, if the system allows it."""
 
@@ -130,10 +118,6 @@ def supervise(
     """Run a serving process until ``stop`` is set, and restart it when it ends by itself.
 
     Args:
-        folder: The server's folder.
-        link: Connection data of the serving process.
-        host: Address to listen on.
-        stop: Event that ends the function when set.
         on_ready: Called once, when the serving process is reachable for the first time.
         reconnect: Seconds for which an order waits for a node that is offline, unless the node was stopped.
         proxies: Addresses of reverse proxies in front of the server.

@@ -1,44 +1,253 @@
-"""The server side of a deployment: a transport over HTTP, and the invitations of nodes to a run."""
+"""The server side of a deployment: a transport over HTTP, whose envelopes are answered or given up."""
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
+import httpx
+
+from fedspan.errors import escape_controls
 from fedspan.federation.protocol import Envelope
 from fedspan.federation.transport import AsynchronousTransport, OnReply, Orders
-from fedspan.transports.http.deliveries import (
-    BATCH,
-    Arrival,
-    Bodies,
-    Delivery,
-    PendingMessage,
-    claim_reply,
-    send_envelopes,
-)
-from fedspan.transports.http.link import RunLink, Taken
-from fedspan.transports.http.signing import OrderSigner, UnsignedSigner
+from fedspan.transports.http.server import OutgoingOrder, RunLink, Taken
+from fedspan.transports.http.signing import MARGIN, Body, OrderSigner, UnsignedSigner
 
-log = logging.getLogger(__name__)
+A = TypeVar("A", str, int)
 
-_REINVITE_SECONDS = 5.0
-"""Seconds after which a node that has not decided is invited again."""
+BATCH = 64
+"""Maximum number of orders of a request."""
+_STORED = 4
+"""Number of bodies that are looked up among those that were encrypted."""
+_LONGEST_REASON = 500
+"""Maximum number of characters of the reason that comes with a failure."""
+_REVOKED = "its node's key was revoked"
 _POLL = 0.05, 1.0
 """Polling interval for replies in seconds: initial and maximum."""
+
+
+@dataclass(frozen=True)
+class PendingMessage(Generic[A]):
+    """A message without a reply: its recipient, the node's id, and the nonce."""
+
+    to: A
+    node: int
+    nonce: bytes
+
+
+@dataclass(frozen=True)
+class Arrival(Generic[A]):
+    """An answer that has arrived: the message without a reply until now, and what answers it."""
+
+    sent: PendingMessage[A]
+    taken: Taken
+    signer: OrderSigner
+
+    def read(self) -> Envelope | str:
+        """Return the reply, or the reason why there is no valid one."""
+        if self.taken.failure:  # unsigned, in anybody's words
+            return escape_controls(self.taken.failure[:_LONGEST_REASON])
+        try:
+            return self.signer.open(self.taken.read(), self.sent.node, self.sent.nonce)
+        except ValueError as error:
+            return escape_controls(str(error)[:_LONGEST_REASON])
+
+
+class Delivery:
+    """Orders that are sent together, until each has a reply or a reason why there is none.
+
+    Args:
+        seconds: Time limit for the clients, in seconds.
+        offline_seconds: Time limit for clients whose nodes are offline, in seconds; None: they are given up at once.
+    """
+
+    def __init__(
+        self,
+        link: RunLink,
+        signer: OrderSigner,
+        nodes: Mapping[str, int],
+        orders: Orders,
+        seconds: float,
+        offline_seconds: float | None,
+    ) -> None:
+        self._link, self._signer, self._nodes, self._seconds = link, signer, nodes, seconds
+        self._bodies = Bodies(link, signer)
+        self._orders: Orders | None = orders
+        self._offline_seconds = None if offline_seconds is None else min(seconds, offline_seconds)
+        self.unsent = dict.fromkeys(orders)
+        """The clients whose orders have not been sent."""
+        self.pending: dict[str, PendingMessage[str]] = {}
+        """The messages without a reply, by message id."""
+        started = time.monotonic()
+        self._deadline, self._offline_until = started + seconds, started + (self._offline_seconds or 0.0)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every order has a reply, or a reason why there is none."""
+        return not self.pending and not self.unsent
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the time limit has passed."""
+        return time.monotonic() > self._deadline
+
+    def list_clients(self) -> list[str]:
+        """Return the clients without a reply."""
+        return [*self.unsent, *(sent.to for sent in self.pending.values())]
+
+    def send(self, revoked: Collection[int]) -> Iterator[tuple[str, str]]:
+        """Send the orders of the nodes that are online, and yield the clients that are given up with the reason."""
+        for id in [id for id in self.unsent if self._nodes[id] in revoked]:
+            del self.unsent[id]
+            yield id, _REVOKED
+        gone = {message: sent.to for message, sent in self.pending.items() if sent.node in revoked}
+        self._close(gone)
+        for id in gone.values():
+            yield id, _REVOKED
+        online = self._link.list_online() if self.unsent else {}
+        ready, orders = [id for id in self.unsent if self._nodes[id] in online], self._orders
+        if orders is not None:
+            for start in range(0, len(ready), BATCH):
+                batch = {id: self._nodes[id] for id in ready[start : start + BATCH]}
+                addressed = [
+                    (id, node, online[node], orders[id], orders.compute_reply_bytes(id)) for id, node in batch.items()
+                ]
+                sent, refused = send_envelopes(self._link, self._signer, addressed, self._bodies)
+                self.pending.update(sent)
+                for id in batch:
+                    del self.unsent[id]
+                yield from refused
+        self._release_orders()
+        if self.unsent and time.monotonic() >= self._offline_until:
+            reason = "is not online"
+            if self._offline_seconds is not None:
+                reason = f"was not online for {self._offline_seconds:g} s"
+            given_up, self.unsent = sorted(self.unsent), {}
+            self._release_orders()
+            for id in given_up:
+                yield id, f"its node {reason}"
+
+    def _release_orders(self) -> None:
+        """Release what creates the orders, which holds a whole round, as soon as no order will be sent any more."""
+        if not self.unsent:
+            self._orders, self._bodies = None, Bodies(self._link, self._signer)
+
+    def claim(self, taken: Taken) -> Arrival[str] | None:
+        """Return an answer to a pending order, which is pending no longer; None: it is none."""
+        return claim_reply(taken, self._signer, self.pending)
+
+    def expire(self) -> Iterator[tuple[str, str]]:
+        """Give up all clients without a reply, and yield them with the reason."""
+        pending, unsent = sorted(sent.to for sent in self.pending.values()), sorted(self.unsent)
+        self.close()
+        for id in pending:
+            yield id, f"no reply within {self._seconds:g} s"
+        for id in unsent:
+            yield id, f"its node was not online for {self._seconds:g} s"
+
+    def retain(self, ids: Collection[str]) -> None:
+        """Give up without a reason all orders that have not been sent, and those of all clients but the given ones."""
+        self.unsent = {}
+        self._release_orders()
+        self._close({message: sent.to for message, sent in self.pending.items() if sent.to not in ids})
+
+    def close(self) -> None:
+        """Give up all orders without a reason."""
+        self.retain(())
+
+    def _close(self, messages: Collection[str]) -> None:
+        self.pending = {message: sent for message, sent in self.pending.items() if message not in messages}
+        self._link.cancel(list(messages))
+
+
+class Bodies:
+    """The bodies of the last orders, each encrypted and stored once for all orders that have it."""
+
+    def __init__(self, link: RunLink, signer: OrderSigner) -> None:
+        self._link, self._signer = link, signer
+        self._stored = list[tuple[bytes, Body, str]]()
+
+    def store(self, plain: bytes) -> tuple[Body, str]:
+        """Return a body as it is sent, and its name on the server."""
+        for known, body, name in self._stored:
+            if known is plain:
+                return body, name
+        body = self._signer.encrypt(plain)
+        name = self._link.store_body(body.data)
+        body = replace(body, data=b"")
+        self._stored = [(plain, body, name), *self._stored[: _STORED - 1]]
+        return body, name
+
+    def forget(self) -> None:
+        """Forget the stored bodies: the server deletes one with the last order that has it."""
+        self._stored.clear()
+
+
+def send_envelopes(
+    link: RunLink,
+    signer: OrderSigner,
+    addressed: Iterable[tuple[A, int, bytes, Envelope, int | None]],
+    bodies: Bodies,
+) -> tuple[dict[str, PendingMessage[A]], list[tuple[A, str]]]:
+    """Send envelopes in one request.
+
+    Args:
+        addressed: Tuples of recipient, id of the node, its signed sealing key, envelope, and maximum size of the
+            reply's body in bytes (None: that of the server).
+
+    Returns:
+        The messages, by id, and the recipients to whom nothing can be sealed, with the reason.
+    """
+    addressed = list(addressed)
+    try:
+        return _send(link, signer, addressed, bodies)
+    except httpx.HTTPStatusError as error:
+        if error.response.status_code != httpx.codes.CONFLICT:
+            raise
+        bodies.forget()  # one was deleted with the last order that had it
+        return _send(link, signer, addressed, bodies)
+
+
+def _send(
+    link: RunLink,
+    signer: OrderSigner,
+    addressed: Iterable[tuple[A, int, bytes, Envelope, int | None]],
+    bodies: Bodies,
+) -> tuple[dict[str, PendingMessage[A]], list[tuple[A, str]]]:
+    sent, orders, refused = list[PendingMessage[A]](), list[OutgoingOrder](), list[tuple[A, str]]()
+    for to, node, sealing, envelope, reply_bytes in addressed:
+        body, name = bodies.store(envelope.body)
+        try:
+            head, nonce = signer.seal(envelope.header, body, node, sealing)
+        except ValueError as error:  # its key was revoked, or is none
+            refused.append((to, escape_controls(str(error)[:_LONGEST_REASON])))
+            continue
+        limit = link.limit if reply_bytes is None else min(link.limit, reply_bytes)
+        orders.append(OutgoingOrder(node, head, name, limit + MARGIN))
+        sent.append(PendingMessage(to, node, nonce))
+    return (dict(zip(link.send_orders(orders), sent, strict=True)) if orders else {}), refused
+
+
+def claim_reply(taken: Taken, signer: OrderSigner, pending: dict[str, PendingMessage[A]]) -> Arrival[A] | None:
+    """Remove what an answer answers from the messages without a reply.
+
+    Returns:
+        The answer with its message; None: it answers none of them.
+    """
+    sent = pending.pop(taken.order, None)
+    return None if sent is None else Arrival(sent, taken, signer)
 
 
 class ServerTransport(AsynchronousTransport):
     """Sends envelopes to nodes and waits for their replies.
 
     Args:
-        link: The server.
-        nodes: Id of each client's node.
         reconnect_timeout: Time limit for offline nodes in an exchange that waits for them, in seconds.
         signer: Seals orders and opens replies; None: without keys.
         revoked: Returns the nodes whose keys were revoked, which no exchange waits for.
-        on_poll: Called again and again while replies are awaited.
     """
 
     def __init__(
@@ -68,13 +277,11 @@ class ServerTransport(AsynchronousTransport):
             delivery.close()
 
     def send_orders(self, orders: Orders, seconds: float, *, wait_for_offline: bool = False) -> None:
-        """``AsynchronousTransport.send_orders``."""
         delivery = self._create_delivery(orders, seconds, wait_for_offline)
         self._open.append(delivery)
         self._arrived += delivery.send(self.revoked())
 
     def receive_reply(self) -> tuple[str, Envelope | str] | None:
-        """``AsynchronousTransport.receive_reply``."""
         pause = _POLL[0]
         while not self._arrived:
             if not self._open:
@@ -92,7 +299,6 @@ class ServerTransport(AsynchronousTransport):
         return id, answer if isinstance(answer, str) else answer.read()
 
     def retain_orders(self, ids: Collection[str]) -> frozenset[str]:
-        """``AsynchronousTransport.retain_orders``."""
         for delivery in self._open:
             delivery.retain(ids)
         self._open = [delivery for delivery in self._open if not delivery.is_done]
@@ -102,15 +308,12 @@ class ServerTransport(AsynchronousTransport):
         return frozenset((*self._list_open(), *(id for id, _ in self._arrived)))
 
     def list_training(self) -> frozenset[str]:
-        """``AsynchronousTransport.list_training``."""
         return frozenset(self._list_open())
 
     def list_stalled(self) -> frozenset[str]:
-        """``AsynchronousTransport.list_stalled``."""
         return frozenset((*self._overdue, *(id for delivery in self._open for id in delivery.unsent)))
 
     def assume_training(self, ids: Collection[str]) -> None:
-        """``AsynchronousTransport.assume_training``."""
         self._overdue.update(ids)
 
     def _list_open(self) -> Iterator[str]:
@@ -148,7 +351,6 @@ class ServerTransport(AsynchronousTransport):
             self._arrived += delivery.send(revoked)
 
     def _expire_open(self) -> None:
-        """Give up the open orders whose time limits have passed."""
         for delivery in self._open:
             if delivery.is_late:
                 self._overdue.update(sent.to for sent in delivery.pending.values())
@@ -178,95 +380,3 @@ class ServerTransport(AsynchronousTransport):
         """Record that a client has answered, so it does not train for an order that was closed before."""
         if not arrival.taken.failure:
             self._overdue.discard(arrival.sent.to)
-
-
-class Invitations:
-    """The invitations of a run to all nodes that are or come online.
-
-    A node that goes offline is invited again when it comes back; its earlier invitation is void.
-
-    Args:
-        link: The server.
-        envelope: The invitation.
-        signer: Seals the invitation and opens replies; None: without keys.
-        undecided: Nodes that are invited again some seconds later. The caller adds nodes that have not decided yet.
-        known: Nodes that are not invited while they stay online.
-    """
-
-    def __init__(
-        self,
-        link: RunLink,
-        envelope: Envelope,
-        signer: OrderSigner | None = None,
-        undecided: set[int] | None = None,
-        known: Iterable[int] = (),
-    ) -> None:
-        self._link, self._envelope, self._signer = link, envelope, signer or UnsignedSigner()
-        self._undecided = set[int]() if undecided is None else undecided
-        self._invited_at = dict.fromkeys(known, float("inf"))
-        self._pending: dict[str, PendingMessage[int]] = {}
-
-    @property
-    def pending_nodes(self) -> frozenset[int]:
-        """The invited nodes that have not replied."""
-        return frozenset(sent.node for sent in self._pending.values())
-
-    def send(self) -> None:
-        """Invite the nodes that were not invited, or have not decided."""
-        now, invited_at, online = time.monotonic(), self._invited_at, self._link.list_online()
-        for node in invited_at.keys() - online.keys():
-            del invited_at[node]
-            self._undecided.discard(node)
-        gone = [message for message, sent in self._pending.items() if sent.node not in online]
-        for message in gone:
-            del self._pending[message]
-        self._link.cancel(gone)
-        due = [
-            node
-            for node in sorted(online)
-            if node not in invited_at or (node in self._undecided and now - invited_at[node] >= _REINVITE_SECONDS)
-        ]
-        invited_at |= dict.fromkeys(due, now)
-        self._undecided.difference_update(due)
-        bodies = Bodies(self._link, self._signer)
-        for start in range(0, len(due), BATCH):
-            addressed = [(node, node, online[node], self._envelope, 0) for node in due[start : start + BATCH]]
-            sent, refused = send_envelopes(self._link, self._signer, addressed, bodies)
-            self._pending.update(sent)
-            for node, reason in refused:
-                log.warning("node %d cannot be invited: %s", node, reason)
-
-    def receive(self, seconds: float) -> Iterator[tuple[int, Envelope | str]]:
-        """Yield the nodes that have replied, with their replies or the reason for a missing one.
-
-        Args:
-            seconds: Seconds to wait for the first reply.
-        """
-        for taken in self._link.take_replies(list(self._pending), seconds) if self._pending else ():
-            if (arrival := claim_reply(taken, self._signer, self._pending)) is not None:
-                yield arrival.sent.to, arrival.read()
-
-    def close(self) -> None:
-        """Give up the invitations without a reply."""
-        self._link.cancel(list(self._pending))
-        self._pending = {}
-
-
-def invite(
-    link: RunLink,
-    envelope: Envelope,
-    seconds: float,
-    signer: OrderSigner | None = None,
-    undecided: set[int] | None = None,
-) -> Iterator[tuple[int, Envelope | str]]:
-    """Invite nodes (``Invitations``) until time is up or the caller stops iterating; yield what they reply."""
-    deadline = time.monotonic() + seconds
-    invitations = Invitations(link, envelope, signer, undecided)
-    try:
-        while time.monotonic() < deadline:
-            invitations.send()
-            polled = time.monotonic()
-            yield from invitations.receive(_POLL[1])
-            time.sleep(max(0.0, polled + _POLL[1] / 2 - time.monotonic()))  # the server may have waited itself
-    finally:
-        invitations.close()

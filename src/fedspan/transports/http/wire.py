@@ -1,7 +1,7 @@
-"""The protocol of a node and its server: paths, headers, and the form of a message.
+"""The protocol of a node and its server: versions, sizes, ranges, and parts with their lengths before them.
 
-A message is one byte string: its version, the length of its head, the head, and the body. The head is sealed to the
-receiver's key (``signing``) and holds the key of the body, so that one body serves many receivers: it is encrypted once
+A message (``signing``) is its version, the length of its head, the head, and the body. The head is sealed to the
+receiver's key and holds the key of the body, so that one body serves many receivers: it is encrypted once
 and stored once. A node fetches a message in ranges and sends one in parts of at most ``CHUNK`` bytes, which common
 proxies pass on, and a request waits at most ``POLL_SECONDS``.
 """
@@ -22,8 +22,8 @@ CHUNK = 2**20
 POLL_SECONDS = 50.0
 """Maximum number of seconds for which an answer waits."""
 
-_VERSION = b"\x01"
-_LENGTH = 4
+LENGTH = 4
+"""Size in bytes of the length before a part."""
 _WORK = re.compile(r"([a-z][a-z ]{0,30})/([0-9]{1,3})?")
 _RANGE = re.compile(r"bytes=([0-9]{1,15})-")
 
@@ -56,29 +56,9 @@ def parse_range(text: str) -> int:
     return 0 if match is None else int(match[1])
 
 
-def join_message(head: bytes) -> bytes:
-    """Return what stands before a message's body."""
-    return _VERSION + len(head).to_bytes(_LENGTH, "big") + head
-
-
-def split_message(data: bytes) -> tuple[bytes, memoryview]:
-    """Split a message into its head and its body.
-
-    Raises:
-        ValueError: If it has another version, or is cut off.
-    """
-    if data[:1] != _VERSION:
-        raise ValueError("a message of another version: update fedspan")
-    start = 1 + _LENGTH
-    end = start + int.from_bytes(data[1:start], "big")
-    if not start < end <= len(data):
-        raise ValueError("a message that is cut off")
-    return data[start:end], memoryview(data)[end:]
-
-
 def pack(parts: Iterable[bytes]) -> bytes:
     """Join parts, each with its length before it, so that no two lists of parts give equal bytes."""
-    return b"".join(piece for part in parts for piece in (len(part).to_bytes(_LENGTH, "big"), part))
+    return b"".join(piece for part in parts for piece in (len(part).to_bytes(LENGTH, "big"), part))
 
 
 def unpack(data: bytes, count: int) -> list[bytes]:
@@ -89,9 +69,9 @@ def unpack(data: bytes, count: int) -> list[bytes]:
     """
     parts, start = list[bytes](), 0
     while start < len(data) and len(parts) < count:
-        end = start + _LENGTH
+        end = start + LENGTH
         end += int.from_bytes(data[start:end], "big")
-        parts.append(data[start + _LENGTH : end])
+        parts.append(data[start + LENGTH : end])
         start = end
     if start != len(data) or len(parts) != count:
         raise ValueError(f"not {count} parts with their lengths before them")

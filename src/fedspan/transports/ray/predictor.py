@@ -24,13 +24,7 @@ _PIECES = 4
 
 
 class ClusterPredictor:
-    """Predicts on the workers, in the batches of the driver's engine: results do not depend on the number of workers.
-
-    Args:
-        team: The workers.
-        engine: The driver's engine, whose base and stacking plan the workers use.
-        train: The data set that the workers' hosts have.
-    """
+    """Predicts on the workers, in the batches of the driver's engine: results do not depend on their number."""
 
     def __init__(self, team: Team, engine: Engine, train: Examples) -> None:
         self.team, self.engine = team, engine
@@ -123,11 +117,7 @@ class ClusterPredictor:
         generate: bool = False,
         shared: bool = False,
     ) -> list[list[Tensor]]:
-        """Predict pieces, each of some models with the indices of their examples; ``shared``: the same of all models.
-
-        Returns:
-            The predictions of each piece, by model.
-        """
+        """Predict pieces, each of some models with the indices of their examples; ``shared``: the same of all."""
         self.team.set_base(self.engine.adapted.base)
         data, plan = self._store(examples), self.engine.stacking if isinstance(self.engine, BatchedEngine) else None
         predicted: dict[int, list[Tensor]] = {}

@@ -30,7 +30,6 @@ def enter_shared_or_new(key: Hashable, new: AbstractContextManager[Any]) -> Gene
 
     Args:
         key: What two runs need to have in common to share the context.
-        new: The context.
     """
     if _shared is None:
         with new as value:

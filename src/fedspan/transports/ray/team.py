@@ -38,8 +38,6 @@ class Resources:
     Args:
         address: ``local``: a Ray of this machine, for the time of the run; ``auto``: the cluster that this machine
             belongs to; otherwise the address of a cluster.
-        workers: Number of workers.
-        threads: CPU threads of a worker.
         gpus: GPUs of a worker, or a share of one.
         start_timeout: Time limit for the start of the workers, in seconds.
     """
@@ -53,11 +51,7 @@ class Resources:
 
 @contextmanager
 def _open_connection(resources: Resources) -> Generator[None]:
-    """Connect this process to a cluster; a connection that it has already is used and left open.
-
-    Raises:
-        FedspanError: If there is no cluster at the address.
-    """
+    """Connect this process to a cluster; a connection that it has already is used and left open."""
     if ray.is_initialized():
         yield
         return
@@ -124,7 +118,6 @@ class Piece(Generic[T]):
     """A piece of work that moves between workers as a whole.
 
     Args:
-        content: The work to distribute.
         load: Approximate amount of this work, by which pieces are distributed.
     """
 
@@ -261,7 +254,6 @@ class Team:
         Args:
             queues: Pieces of each worker, in the order in which it does them.
             send: Begins a piece on a worker and returns the reference of its result.
-            on_result: Called with a piece and its result.
             on_failure: Called with a piece during which too many workers died, and the reason.
             movable: Whether other workers take pieces that have not been started; if not, only those of lost workers.
 
@@ -335,7 +327,6 @@ class Queues(Generic[T]):
     """The pieces that no worker has started.
 
     Args:
-        queues: The pieces of each worker.
         can_move: Tells whether other workers may take the pieces of a worker; None: they may.
     """
 

@@ -34,7 +34,6 @@ def cut_stacks(work: Mapping[str, int], stack_size: int, workers: int) -> list[l
     The clients of a stack have about equal work, so that their training ends together.
 
     Args:
-        work: Number of tokens that each client trains on.
         stack_size: Maximum number of clients in a stack.
         workers: Number of workers. If all clients have equal work, the number of stacks is a multiple of it, unless
             every stack has one client.
@@ -60,7 +59,6 @@ class ClusterTransport(InProcess):
 
     Args:
         host: The host of all clients, which answers every order that is not training or statistics.
-        team: The workers.
         conditions: Simulated conditions, which also apply to the workers' hosts; None: none.
     """
 

@@ -50,7 +50,6 @@ class StackedOrder:
     """An order to one client of a stack.
 
     Args:
-        header: Header of the order's envelope.
         body: Position of its encoded message among those that are sent with the stack.
         state: The client's stored state, encoded; None: it has none.
         session: The client's session of secure aggregation; None: there is none.
@@ -67,8 +66,6 @@ class Outcome:
     """A client's reply with what the client stores.
 
     Args:
-        id: Id of the client.
-        envelope: The reply.
         state: The client's new state, encoded; None: it stores nothing.
         trained: What it trained for the round's second exchange, encoded; None: there is none.
         session: The client's session of secure aggregation; None: there is none.
@@ -94,12 +91,7 @@ class ClusterWorker:
         self._data: dict[ray.ObjectRef[Examples], Examples] = {}
 
     def build(self, build: Callable[[Any], Host], kit: object) -> None:
-        """Build the host, in place of an earlier run's.
-
-        Args:
-            build: Builds the host from ``kit``.
-            kit: Everything that the host is built from.
-        """
+        """Build the host, in place of an earlier run's."""
         self._host = None  # frees the memory that the next one needs
         self._base, self._version, self._bodies, self._data = BaseUpdate(), -1, RecentValues[bytes](), {}
         self._host = build(kit)
@@ -143,14 +135,9 @@ class ClusterWorker:
         """Carry out the orders of a stack.
 
         Args:
-            version: Version of the base.
             patch: Encoded message with the change of the base since the known version; None: there is none.
             bodies: The encoded messages of the orders, in the object store.
-            stack: The orders.
             plan: The stacking plan; None: nothing is trained, or the engine has none.
-
-        Returns:
-            The replies.
         """
         host = self._get_host()
         self._set_base(host, version, patch)
@@ -181,19 +168,11 @@ class ClusterWorker:
         """Predict with some models, each on examples of its own.
 
         Args:
-            version: Version of the base.
             patch: Encoded message with the change of the base since the known version; None: there is none.
             plan: The stacking plan; None: the engine has none.
             data: The data set, in the object store; empty: the host's own.
             parts: Indices of parts of the data set that are prepared together (``Engine.prepare``).
-            jobs: The models.
-            indices: Indices of the examples of each model.
-            batch_size: Batch size of the forward passes.
-            generate: Whether predictions include generated text; for one model only.
             shared: Whether all models predict the same examples.
-
-        Returns:
-            The predictions of each model.
         """
         host = self._get_host()
         self._set_base(host, version, patch)
